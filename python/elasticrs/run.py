@@ -24,9 +24,8 @@ from elasticrs import lazy
 from elasticrs._worker.run_path import run_script_path
 from elasticrs.job import config as defaults
 from elasticrs.job.config import UsageError
-from elasticrs.job.options import OPTIONS
+from elasticrs.job.options import OPTIONS, Namespace
 from elasticrs.launcher import command_line
-from elasticrs.launcher.namespace import Namespace
 from elasticrs.launcher.parser import OLD_LAUNCHERS, get_args_parser
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from elasticrs.job.config import JobConfig
     from elasticrs.job.failure_cause import Cause
-    from elasticrs.job.restart_budget import Meetings
+    from elasticrs.job.restart_policy import Meetings
     from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
     from elasticrs.report.console import Console
 

@@ -34,7 +34,7 @@ from elasticrs.agent.state_machine import (
     WorkerReplaced,
     WorkerSwept,
 )
-from elasticrs.job.restart_budget import has_not_met_since, without
+from elasticrs.job.restart_policy import has_not_met_since, without
 from elasticrs.job.value import Value
 from elasticrs.rendezvous.elastic import messages
 
@@ -42,7 +42,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Literal, TypeAlias
 
-    from elasticrs.job.restart_budget import Meetings
+    from elasticrs.job.restart_policy import Meetings
 
     Group: TypeAlias = Literal["none", "running", "stopping"]
     Answer: TypeAlias = "Report | SayIdle | SayEnded | messages.WorkersDone | messages.StartFailed"

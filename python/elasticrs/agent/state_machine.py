@@ -30,7 +30,6 @@ from __future__ import annotations
 from enum import Enum
 
 from elasticrs.job.failure_cause import Verdict
-from elasticrs.job.restart_budget import has_not_met_since, without
 from elasticrs.job.restart_policy import (
     NO_EVIDENCE,
     Evidence,
@@ -39,8 +38,10 @@ from elasticrs.job.restart_policy import (
     RestartSettings,
     StopKind,
     decide,
+    has_not_met_since,
     recent,
     why_permanent,
+    without,
 )
 from elasticrs.job.value import Value
 from elasticrs.report import phrases
@@ -49,7 +50,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Literal, TypeAlias
 
-    from elasticrs.job.restart_budget import Meetings
+    from elasticrs.job.restart_policy import Meetings
 
     Outcome: TypeAlias = Literal["succeeded", "failed", "stopped", "lost"]
 

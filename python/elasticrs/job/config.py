@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from dataclasses import KW_ONLY
     from typing import Any, Literal, TypeAlias
 
-    from elasticrs.job.preload import Preload
     from elasticrs.job.restart_policy import RestartSettings
 
     OnFailure: TypeAlias = Literal["restart", "replace"]
@@ -143,6 +142,29 @@ class UnresolvedSettings:
 def worker_settings(source: WorkerSettings) -> dict[str, Any]:
     """Return the values of the fields of :class:`WorkerSettings`."""
     return {name: getattr(source, name) for name in WorkerSettings.__annotations__}
+
+
+class Preload(Value):
+    """Steps to perform before the workers are forked, such as imports. :mod:`elasticrs.workers.warm`
+    describes the format of the steps.
+
+    Args:
+        steps: preload steps in order. If they contain no modules, workers start cold.
+        is_explicit: true if the user has named the modules.
+        remarks: messages to the user, one line each.
+        folders: folders of the user's own modules, which are not preloaded; see
+            :mod:`elasticrs.workers.warm`.
+    """
+
+    steps: tuple[str, ...] = ()
+    is_explicit: bool = False
+    remarks: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Steps that import a module, in order."""
+        return tuple(step for step in self.steps if "=" not in step)
 
 
 class JobConfig(Record, WorkerSettings):
@@ -549,3 +571,24 @@ def seconds_within(low: float, high: float = LONGEST, *, above: bool = False) ->
 
 seconds = seconds_within(0)
 """Parses a number of seconds."""
+
+
+_NOT_REPLACEABLE = "single workers cannot be replaced"
+
+
+def why_not_replaceable(start_method: str = "spawn", back_end: str | None = None) -> str | None:
+    """Return the reason why individual workers cannot be replaced; ``None`` if they can.
+
+    A program that does not seem to use ``elasticrs.train`` is not rejected, because an installed package may
+    use it. If no worker has used it, the agent prints a message at the end of the job.
+
+    Args:
+        start_method: start method of function workers.
+        back_end: name of the rendezvous back end, if workers themselves cannot be members of its rendezvous;
+            otherwise ``None``.
+    """
+    if start_method != "spawn":
+        return f"with start method {start_method}, {_NOT_REPLACEABLE}; use spawn"
+    if back_end is not None:
+        return f"with {back_end}, {_NOT_REPLACEABLE}; use c10d or etcd"
+    return None

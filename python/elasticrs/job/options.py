@@ -10,6 +10,8 @@ is launched, because argparse takes 13 ms with this many options.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from elasticrs.job import config, policy_options
 from elasticrs.job.config import JobConfig, LogSettings, ObserveSettings, UnresolvedSettings, WorkerSettings
 from elasticrs.job.value import Value, defaults_of
@@ -26,6 +28,16 @@ NEWER = frozenset(("exit-barrier-timeout",))
 """Options that exist in torch's source code but not in a release yet."""
 
 SHELLS = ("bash", "zsh", "tcsh")
+
+
+class Namespace(SimpleNamespace):
+    """Values of all options, similar to ``argparse.Namespace``. Each attribute is named after its option,
+    with underscores. After parsing, ``given`` contains the names of the options set on the command line.
+    """
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
 
 class Kind(Value):

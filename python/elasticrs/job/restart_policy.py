@@ -38,8 +38,14 @@ from elasticrs.job.value import Value
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import TypeAlias
 
     from elasticrs.job.failure_cause import Cause
+
+    Meetings: TypeAlias = tuple[int | None, ...]
+    """Round number of each worker's last rendezvous, by local rank; ``None`` if the worker did not record
+    one.
+    """
 
 STEADY = 60.0
 """Minimum duration, in seconds, of an attempt that has made progress, unless steps are counted across
@@ -486,3 +492,19 @@ def _order(cause: Cause) -> tuple[float, str, str, str]:
 def _who(cause: Cause) -> str:
     rank = cause.permanent_rank
     return f"a worker on node {cause.node}" if rank is None else f"rank {rank}"
+
+
+def has_not_met_since(then: Meetings, now: Meetings, place: int) -> bool:
+    """Return true if the worker with local rank ``place`` has not joined a rendezvous since a failure was
+    last charged to the restart budget. A failure of such a worker is not charged, because the charged failure
+    caused it.
+    """
+    at = then[place] if place < len(then) else None
+    return at is not None and now[place : place + 1] == (at,)
+
+
+def without(then: Meetings, place: int) -> Meetings:
+    """Return a copy of ``then`` in which the entry of one worker is ``None``, because the worker was
+    replaced.
+    """
+    return tuple(None if each == place else at for each, at in enumerate(then))

@@ -12,12 +12,11 @@ import sys
 
 from elasticrs.job import config
 from elasticrs.job.config import HandlerSettings, JobConfig, LogSettings, ObserveSettings, UsageError
-from elasticrs.job.options import NEWER, OPTIONS, OURS, Option
+from elasticrs.job.options import NEWER, OPTIONS, OURS, Namespace, Option
 from elasticrs.job.policy_options import HealthSource, similar_source
 from elasticrs.job.value import Value
 from elasticrs.launcher.back_end import meeting_of
 from elasticrs.launcher.module_check import why_no_module
-from elasticrs.launcher.namespace import Namespace
 from elasticrs.launcher.without_effect import hint_for_missing_script, settings_without_effect
 from elasticrs.workers.python_options import parse_python
 
@@ -430,8 +429,6 @@ def _check_replace(args: Namespace, meeting: Meeting) -> None:
     Raises:
         UsageError: the job does not support replacement.
     """
-    from elasticrs.job import replacement
-
     where, back_end = "--on-failure: got 'replace', but", None
     if args.no_python:
         raise UsageError(f"{where} with --no-python, single workers cannot be replaced")
@@ -439,7 +436,7 @@ def _check_replace(args: Namespace, meeting: Meeting) -> None:
         is_file = meeting.handler is not None and args.rdzv_backend == "c10d"
         back_end = f"--rdzv-backend {args.rdzv_backend}{' in a file' if is_file else ''}"
     method = args.start_method if args.run_path else "spawn"
-    if why := replacement.why_not(method, back_end):
+    if why := config.why_not_replaceable(method, back_end):
         raise UsageError(f"{where} {why}")
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any
 
-    from elasticrs.launcher.namespace import Namespace
+    from elasticrs.job.options import Namespace
     from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
 
 

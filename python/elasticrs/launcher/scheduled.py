@@ -17,8 +17,7 @@ from __future__ import annotations
 import os
 
 from elasticrs.job.config import UsageError
-from elasticrs.job.options import OPTIONS, set_by_variables
-from elasticrs.launcher.namespace import Namespace
+from elasticrs.job.options import OPTIONS, Namespace, set_by_variables
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from elasticrs.job.options import Namespace
     from elasticrs.launcher.arguments import Launch
-    from elasticrs.launcher.namespace import Namespace
 
 _COLUMN = 22
 _TORCHRUN, _OLD_LAUNCHER = "torchrun", "torch.distributed.launch"

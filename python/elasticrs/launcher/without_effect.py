@@ -14,7 +14,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from elasticrs.launcher.namespace import Namespace
+    from elasticrs.job.options import Namespace
 
 _HARDLY_OF_A_SCRIPT = frozenset((
     *("nproc-per-node", "nnodes", "standalone", "max-restarts", "on-failure", "hang-timeout", "no-python"),

@@ -6,6 +6,7 @@ may use a group at the same time: one of them waits for events, and the others w
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import threading
@@ -13,8 +14,8 @@ import time
 from typing import TYPE_CHECKING
 
 from elasticrs import _core
+from elasticrs.errors import JobFailedError
 from elasticrs.multiprocessing.interrupts import waiting
-from elasticrs.multiprocessing.not_started import not_started
 from elasticrs.workers.process import adopt, end_at_once
 
 if TYPE_CHECKING:
@@ -32,6 +33,35 @@ descriptor that is always readable produces events forever.
 
 _END_SLACK = 45.0
 """Seconds to wait for the group after the grace period. This is longer than the core's own limit of 30 s."""
+
+
+class NotStartedError(JobFailedError, RuntimeError):
+    """Raised if worker processes could not be started."""
+
+
+class _NotFoundError(NotStartedError, FileNotFoundError):
+    pass
+
+
+class _NotPermittedError(NotStartedError, PermissionError):
+    pass
+
+
+_KINDS: dict[int | None, type[NotStartedError]] = {
+    errno.ENOENT: _NotFoundError,
+    errno.EACCES: _NotPermittedError,
+    errno.EPERM: _NotPermittedError,
+}
+
+
+def not_started(text: str, number: int | None) -> NotStartedError:
+    """Return a ``RuntimeError`` for the caller to raise. As in torch, it is also a ``FileNotFoundError`` if
+    the program is missing, or a ``PermissionError`` if it is not executable.
+    """
+    error = _KINDS.get(number, NotStartedError)(text)
+    if isinstance(error, OSError):
+        error.errno = number
+    return error
 
 
 class SupervisedGroup:

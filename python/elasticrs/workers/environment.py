@@ -8,8 +8,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from elasticrs.job.config import JobConfig
-    from elasticrs.job.preload import Preload
+    from elasticrs.job.config import JobConfig, Preload
     from elasticrs.job.ranks import WorkerRanks
     from elasticrs.workers.plan import Plan
 

@@ -15,7 +15,7 @@ from elasticrs.agent.state_machine import Phase
 from elasticrs.job.ranks import NodeShare, assign
 from elasticrs.job.value import Record
 from elasticrs.multiprocessing.api import SignalException
-from elasticrs.multiprocessing.not_started import not_started
+from elasticrs.multiprocessing.supervised_group import not_started
 from elasticrs.rendezvous.api import RendezvousClosedError
 from elasticrs.rendezvous.one_node_handler import OneNodeRendezvous
 from elasticrs.report.console import Console

@@ -64,11 +64,8 @@ class LocalJob:
         self.start_method = start_method
         self.logs_specs = logs_specs
         self._spec = spec
-        if spec.on_failure == "replace":
-            from elasticrs.job.replacement import why_not
-
-            if why := why_not(start_method):
-                raise ValueError(f"on_failure: got 'replace', but {why}")
+        if spec.on_failure == "replace" and (why := defaults.why_not_replaceable(start_method)):
+            raise ValueError(f"on_failure: got 'replace', but {why}")
         self._preload = _preload(spec, start_method)
         self._shutdown_timeout = shutdown_timeout
         self._prefix_template = prefix_template

@@ -17,8 +17,7 @@ from elasticrs.agent.signals import suspend
 from elasticrs.agent.tracker import AttemptTracker
 from elasticrs.multiprocessing.api import RunProcsResult
 from elasticrs.multiprocessing.interrupts import held, waiting, when_safe
-from elasticrs.multiprocessing.not_started import not_started
-from elasticrs.multiprocessing.supervised_group import LATE
+from elasticrs.multiprocessing.supervised_group import LATE, not_started
 from elasticrs.report import phrases
 from elasticrs.report.console import END_PATIENCE
 

@@ -37,7 +37,7 @@ workers start cold.
 
 from __future__ import annotations
 
-from elasticrs.job.preload import Preload
+from elasticrs.job.config import Preload
 from elasticrs.workers.warm.entry import Entry, entry_of_command, entry_of_function, entry_of_script
 from elasticrs.workers.warm.modules import preload
 

@@ -14,8 +14,7 @@ import stat
 import sys
 from contextlib import suppress
 
-from elasticrs.job.config import UsageError
-from elasticrs.job.preload import Preload
+from elasticrs.job.config import Preload, UsageError
 from elasticrs.report.phrases import printable
 from elasticrs.workers.warm.entry import found_spec, is_beside, own_sources
 from elasticrs.workers.warm.steps import Folder, Import, Variable, steps
