@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from datetime import datetime, timedelta, timezone
 
 import pytest
 from helpers.launcher import LAUNCHERS, NO_TIME, clean_environment
@@ -13,7 +14,7 @@ from helpers.procs import HANG, run_program
 
 pytestmark = pytest.mark.beyond_torchrun
 
-TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
+TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}(?:Z|[+-]\d\d:\d\d)"
 FAILS_ONCE = """
     import os
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
@@ -122,6 +123,22 @@ def test_multi_node_messages_have_a_timestamp_and_the_node_identity(run):
     lines = run(*meeting("1:2"), "--rdzv-conf=last_call_timeout=0", *JOB)
     assert_times(lines, rf" {re.escape(os.uname().nodename)}:\d+( group 0)?")
     assert any(" group 0]: " in line for line in lines)
+
+
+def test_all_dates_of_a_failed_job_are_local_times_with_their_offset(environment, worker_script):
+    script = worker_script("import os; raise KeyError(os.environ['TORCHELASTIC_RESTART_COUNT'])")
+    command = [*LAUNCHERS["elasticrs"], "--nproc-per-node=1", "--max-restarts=1", script]
+    begun = datetime.now(timezone.utc)
+    new_york = {"TZ": "EST5EDT,M3.2.0,M11.1.0"}
+    done = subprocess.run(
+        command, stderr=subprocess.PIPE, env={**environment, **new_york}, timeout=HANG, text=True, check=False
+    )
+    dates = re.findall(r"\d{4}-\d\d-\d\d[T_ ]\d\d:\d\d:\d\d[^\s)\]]*", done.stderr)
+    assert {date[10] for date in dates} == {"T", "_", " "}, done.stderr
+    for date in dates:
+        parsed = datetime.fromisoformat(date)
+        assert parsed.utcoffset() in (timedelta(hours=-5), timedelta(hours=-4)), date
+        assert abs(parsed - begun) < timedelta(minutes=5), date
 
 
 PROGRAM = """

@@ -16,7 +16,7 @@ FOLDER = Path(__file__).parent.parent / "golden"
 
 VARIABLE = {
     rf"\b{re.escape(os.uname().nodename)}\b": "HOST",
-    r"\d{4}-\d\d-\d\d[_ ]\d\d:\d\d:\d\d(\.\d+)?": "TIME",
+    r"\d{4}-\d\d-\d\d[_ ]\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)?": "TIME",
     r"(?m)^([=-])\1{30,}$": r"\1\1\1",
 }
 """Patterns of the parts that differ between runs, and what the golden files contain in their place."""

@@ -6,6 +6,7 @@ from helpers.said import says
 from elasticrs.rendezvous.elastic import messages as m
 from elasticrs.rendezvous.elastic.machine import Phase, step
 from elasticrs.rendezvous.elastic.records import decode, encode
+from elasticrs.report.phrases import local_time
 from elasticrs.store.coordination import Connected, ConnectionLost, Delete, DeletePrefix, Put
 from rendezvous import agents
 from rendezvous.cluster import Cluster, end_all, ends, running
@@ -262,7 +263,7 @@ def test_a_node_that_joins_a_closed_job_is_refused():
     cluster, (a,) = running(1)
     a.send(m.WorkersDone())
     late = cluster.add("late")
-    text = "job job is closed: succeeded at 2023-11-14 22:13:20 UTC in round 1;"
+    text = f"job job is closed: succeeded at {local_time(1_700_000_000 * 10**9)} in round 1;"
     text += " use a different id for another job, or fresh=1"
     assert late.outcome == m.Outcome("closed", text)
 
@@ -440,7 +441,8 @@ def test_an_agent_that_cannot_connect_reports_the_cause_and_the_limit():
     step(member, m.Begin(), 1_700_000_000 * 10**9)
     step(member, ConnectionLost("refused", "connection refused"), 1_700_000_001 * 10**9)
     _, actions = step(member, m.TimerFired("connect_news"), 1_700_000_005 * 10**9)
-    times = "since 2023-11-14 22:13:20 UTC; trying until 2023-11-14 22:14:20 UTC (join_timeout=60)"
+    begun, end = (local_time(seconds * 10**9) for seconds in (1_700_000_000, 1_700_000_060))
+    times = f"since {begun}; trying until {end} (join_timeout=60)"
     text = f"cannot reach the rendezvous store b:29400 {times}: connection refused"
     assert actions == [m.Announce(text)]
 

@@ -1,10 +1,8 @@
 """Output of the agent never waits for an unread console."""
 
-import calendar
 import os
 import re
 import threading
-import time
 
 import pytest
 from helpers.procs import HANG
@@ -12,6 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elasticrs.report.console import Console, prefix
+from elasticrs.report.phrases import local_time
 
 
 @pytest.fixture
@@ -162,10 +161,9 @@ def test_control_characters_in_messages_are_escaped(pipe):
 @example(1_795_470_462_999_999_999, "node1:4711", 0)
 def test_a_line_prefix_contains_the_known_time_node_and_group(time_ns, node, group_rank):
     group = "" if group_rank is None else f" group {group_rank}"
-    found = re.fullmatch(r"elasticrs\[(\S+)\.(\d{3})Z(.*)\]: ", prefix(time_ns, node, group_rank))
-    seconds = calendar.timegm(time.strptime(found[1], "%Y-%m-%dT%H:%M:%S"))
-    assert seconds * 1000 + int(found[2]) == time_ns // 1_000_000
-    assert found[3] == (f" {node}" if node else "") + group
+    found = re.fullmatch(r"elasticrs\[(\S+?)( .*)?\]: ", prefix(time_ns, node, group_rank))
+    assert found[1] == local_time(time_ns, "T", has_milliseconds=True)
+    assert (found[2] or "") == (f" {node}" if node else "") + group
     without = prefix(None, node, group_rank)
     assert without == (f"elasticrs[{(node + group).strip()}]: " if node or group else "elasticrs: ")
 

@@ -1,11 +1,17 @@
 """Tests for the phrases in the lines that the agent prints."""
 
+import time
+from datetime import datetime, timedelta, timezone
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elasticrs.report.phrases import (
     duration,
     how_it_ended,
     how_the_nursery_ended,
+    local_time,
     milliseconds,
     phases,
     restart_line,
@@ -26,6 +32,24 @@ def test_restart_and_stop_messages_match_the_golden_file(golden):
     stops += [stop_line(15, signum, 30.0, have_exited=True) for signum in (15, 9)]
     texts = {"end of a worker": ends, "end of the nursery": nurseries, "restart": restarts, "stop": stops}
     golden("restarts-and-stops", {title: "\n".join(lines) for title, lines in texts.items()})
+
+
+@pytest.mark.parametrize("zone", ["UTC0", "NPT-5:45", "EST5EDT,M3.2.0,M11.1.0", "NST3:30"])
+@given(time_ns=st.integers(0, 2**62), has_milliseconds=st.booleans())
+def test_a_local_time_names_its_moment_in_every_zone(zone, time_ns, has_milliseconds):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TZ", zone)
+        time.tzset()
+        text = local_time(time_ns, "T", has_milliseconds=has_milliseconds)
+    time.tzset()
+    parsed = datetime.fromisoformat(text.replace("Z", "+00:00"))
+    moment = time_ns - time_ns % (1_000_000 if has_milliseconds else 1_000_000_000)
+    assert parsed - datetime(1970, 1, 1, tzinfo=timezone.utc) == timedelta(microseconds=moment // 1000)
+    assert text.endswith("Z") == (zone == "UTC0")
+
+
+def test_a_time_that_no_calendar_has_is_shown_in_seconds():
+    assert local_time(10**30) == f"{10**21} s after 1970"
 
 
 def test_short_phases_of_a_restart_are_left_out():

@@ -94,7 +94,7 @@ class Story(Observer):
                 self._cause(attempt),
                 attempt.signalled,
                 phrases.restarts_used(used, policy.max_restarts, policy.window),
-                time.strftime("%Y-%m-%d %H:%M:%S"),
+                phrases.local_time(time.time_ns()),
                 action.delay,
             )
         )
@@ -123,7 +123,7 @@ class Story(Observer):
                 attempt.pids[local_rank],
                 failed.stamps["started"] - failed.stamps["failure_seen"],
                 used,
-                time.strftime("%Y-%m-%d %H:%M:%S"),
+                phrases.local_time(time.time_ns()),
             )
         )
 

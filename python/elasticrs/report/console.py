@@ -17,7 +17,7 @@ import signal
 import time
 from collections import deque
 
-from elasticrs.report.phrases import NAME, visible
+from elasticrs.report.phrases import NAME, local_time, visible
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -56,9 +56,7 @@ def prefix(time_ns: int | None = None, node: str = "", group_rank: int | None = 
     """
     parts = []
     if time_ns is not None:
-        seconds, rest = divmod(time_ns, 1_000_000_000)
-        clock = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
-        parts.append(f"{clock}.{rest // 1_000_000:03d}Z")
+        parts.append(local_time(time_ns, "T", has_milliseconds=True))
     if node:
         parts.append(node)
     if group_rank is not None:

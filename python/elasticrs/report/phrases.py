@@ -289,6 +289,28 @@ def timer_expired(timer: TimerExpired) -> str:
     return f"timer expired: scope '{printable(timer.scope)}'{at}, deadline {_clock(timer.deadline)}{others}"
 
 
+def local_time(time_ns: int, separator: str = " ", *, has_milliseconds: bool = False) -> str:
+    """Format a time as the local date and time with the offset from UTC, such as
+    ``2026-11-29 01:30:00+01:00``, or ``2026-11-29 00:30:00Z`` if the offset is zero.
+
+    Args:
+        time_ns: wall-clock time in nanoseconds since 1970.
+        separator: text between date and time.
+        has_milliseconds: true to include the milliseconds.
+    """
+    seconds, rest = divmod(time_ns, 1_000_000_000)
+    try:
+        local = time.localtime(seconds)
+    except (OverflowError, ValueError, OSError):
+        return f"{seconds} s after 1970"
+    text = time.strftime(f"%Y-%m-%d{separator}%H:%M:%S", local)
+    if has_milliseconds:
+        text += f".{rest // 1_000_000:03d}"
+    hours, minutes = divmod(abs(local.tm_gmtoff) // 60, 60)
+    sign = "-" if local.tm_gmtoff < 0 else "+"
+    return text + (f"{sign}{hours:02d}:{minutes:02d}" if hours or minutes else "Z")
+
+
 def _clock(seconds: float) -> str:
     try:
         return f"{time.strftime('%H:%M:%S', time.localtime(seconds))}.{int(seconds * 1000) % 1000:03d}"

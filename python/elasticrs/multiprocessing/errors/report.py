@@ -10,11 +10,10 @@ workers that the agent stopped also share a line.
 from __future__ import annotations
 
 import os
-import time
 
 from elasticrs.multiprocessing.errors.failure import NOT_AVAILABLE
 from elasticrs.multiprocessing.errors.root_cause import failed_ns, in_order, root_cause, victims
-from elasticrs.report.phrases import describe_exit, how_it_ended, ranks_text, signal_name, spans
+from elasticrs.report.phrases import describe_exit, how_it_ended, local_time, ranks_text, signal_name, spans
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -131,8 +130,7 @@ def _when(failure: ProcessFailure) -> str:
         return failure.timestamp_isoformat()
     # Show the time that determines the order of the failures.
     failed = failed_ns(failure) or failure.seen_ns
-    seconds, rest = divmod(failure.wall_ns - failure.seen_ns + failed, 1_000_000_000)
-    return time.strftime("%Y-%m-%d_%H:%M:%S", time.localtime(seconds)) + f".{rest // 1_000_000:03}"
+    return local_time(failure.wall_ns - failure.seen_ns + failed, "_", has_milliseconds=True)
 
 
 # --- the other failures ---
@@ -190,7 +188,7 @@ def _since(group: Sequence[ProcessFailure], root: ProcessFailure) -> str:
     first = failed_ns(root)
     failed = sorted(ns for ns in map(failed_ns, group) if ns is not None)
     if first is None or not failed:
-        return f"at {group[0].timestamp_isoformat()}"
+        return f"at {_when(group[0])}"
     after = [(ns - first) / 1e6 for ns in (failed[0], failed[-1])]
     how = "later"
     if after[1] < 0:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
-
 from elasticrs.rendezvous.elastic.records import blame_of
-from elasticrs.report.phrases import SILENT, how_it_ended, restarts_used
+from elasticrs.report.phrases import SILENT, how_it_ended, local_time, restarts_used
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -33,11 +31,6 @@ def named(names: Sequence[str]) -> str:
 def nodes(count: int) -> str:
     """Format a number of nodes, such as ``1 node`` or ``3 nodes``."""
     return "1 node" if count == 1 else f"{count} nodes"
-
-
-def utc(time_ns: int) -> str:
-    """Format a wall-clock time, given in nanoseconds, for the user."""
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(time_ns // 1_000_000_000))
 
 
 def end_of(head: Head, *, names_pid: bool = True) -> str:
@@ -126,7 +119,7 @@ def diagnosis_line(head: Head) -> str | None:
 
 def closed_line(run_id: str, head: Head) -> str:
     """Return the error message for a node that tries to join a closed job."""
-    when = f" at {utc(head.time_ns)}" if head.time_ns else ""
+    when = f" at {local_time(head.time_ns)}" if head.time_ns else ""
     why = f": {head.reason}" if head.reason else ""
     how = f"{head.outcome}{when} in round {head.round}{why}"
     return f"job {run_id} is closed: {how}; use a different id for another job, or fresh=1"

@@ -7,7 +7,6 @@ An agent that loses its connection is *fenced*: its workers must have exited bef
 from __future__ import annotations
 
 from elasticrs.rendezvous.elastic import static_ranks
-from elasticrs.rendezvous.elastic.announcements import utc
 from elasticrs.rendezvous.elastic.member import Phase
 from elasticrs.rendezvous.elastic.messages import (
     Announce,
@@ -17,6 +16,7 @@ from elasticrs.rendezvous.elastic.messages import (
     Disconnect,
     Outcome,
 )
+from elasticrs.report.phrases import local_time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -191,6 +191,6 @@ def connect_news(member: Member) -> None:
     if joining.was_registered or member.phase is not Phase.CONNECTING or joining.trouble is None:
         return
     begun = joining.begun or 0
-    since = f"cannot reach {member.rendezvous.store} since {utc(begun)}"
-    limit = f"trying until {utc(begun + int(seconds * 1e9))} (join_timeout={seconds:g})"
+    since = f"cannot reach {member.rendezvous.store} since {local_time(begun)}"
+    limit = f"trying until {local_time(begun + int(seconds * 1e9))} (join_timeout={seconds:g})"
     member.do(Announce(f"{since}; {limit}: {joining.trouble}"))
