@@ -117,11 +117,6 @@ class Warmed:
     @property
     def hung(self) -> bool:
         """True if the supervisor killed the nursery because its time limit expired."""
-    @property
-    def is_beside(self) -> bool:
-        """True for the second nursery, which :meth:`Supervisor.import_beside` started, while the first
-        nursery is still in use.
-        """
 
 @final
 class GroupStarted:
@@ -704,22 +699,11 @@ class Supervisor:
     def suspend(self) -> None:
         """Suspend all groups with SIGSTOP, and pause their deadlines, until :meth:`resume` is called."""
     def resume(self) -> None: ...
-    def import_beside(self, limit: float) -> None:
-        """Import the modules again in a second warm nursery, because files of imported modules have changed.
+    def renew_nursery(self) -> bool:
+        """Stop the nursery, because files of imported modules have changed. The next start launches another
+        nursery, which imports the modules again, and waits for it. :class:`Warmed` reports the result.
 
-        The second nursery runs with the lowest CPU priority, and replaces an earlier second nursery. The
-        first nursery and its workers continue. :class:`Warmed` reports the result.
-
-        Args:
-            limit: time limit for the imports, in seconds.
-
-        Raises:
-            SupervisorError: see the class.
-        """
-    def take_over(self) -> bool:
-        """Let the second nursery start the next groups, and stop the first nursery.
-
-        Do nothing and return false if no second nursery has finished its imports or if a group exists.
+        Keep the nursery and return false if a group exists or if the fence has passed.
 
         Raises:
             SupervisorError: see the class.

@@ -30,20 +30,28 @@ class Reports:
 
     Attributes:
         said: the messages printed so far.
+        renewed: how many nurseries had to import again.
     """
 
     def __init__(self):
         self.said = []
+        self.renewed = 0
         self.state = Warming(self.said.append, 120.0)
 
     def ends(self, *records, **event):
         """Report these records, and the end of the importing process."""
         os.write(self.state.report, b"".join(json.dumps(record).encode() + b"\n" for record in records))
-        usual = {"is_ready": False, "hung": False, "exitcode": None, "is_beside": False}
+        usual = {"is_ready": False, "hung": False, "exitcode": None}
         self.state.ended(SimpleNamespace(**{**usual, **event}))
 
-    def may_fork(self):
-        return self.state.may_fork(SimpleNamespace(take_over=lambda: False))
+    def may_fork(self, is_idle=True):
+        """Return whether workers may be forked. ``is_idle`` is false if the supervisor keeps its nursery."""
+
+        def renew():
+            self.renewed += is_idle
+            return is_idle
+
+        return self.state.may_fork(SimpleNamespace(renew_nursery=renew))
 
 
 @pytest.fixture

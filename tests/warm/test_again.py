@@ -1,6 +1,4 @@
-"""If files of imported modules change while a job runs, a second nursery imports them alongside the first
-one.
-"""
+"""If files of imported modules change while a job runs, the next restart imports them again."""
 
 import os
 import re
@@ -9,11 +7,8 @@ from pathlib import Path
 
 import pytest
 from helpers import procs
-from helpers.launcher import LAUNCHERS, launcher_with
 
 pytestmark = pytest.mark.beyond_torchrun
-
-CHECKS_OFTEN = launcher_with("agent.warming", CHECK_INTERVAL=0.2)
 
 SHOWS = """
     import os, signal
@@ -32,6 +27,13 @@ if os.getppid() == {agent}:
 """
 """A module whose import in a nursery waits until the FIFO is opened for writing."""
 
+ENDS = """
+import os
+VALUE = {value!r}
+if os.getppid() == {agent}:
+    os.kill(os.getpid(), 9)
+"""
+
 SHARES = """
 import os
 VALUE = {value!r}
@@ -48,14 +50,14 @@ if os.getppid() == {agent}:
 class Job:
     """A job with one worker, which prints the value of a user's module."""
 
-    def __init__(self, launch, folder, script, argv):
+    def __init__(self, launch, folder, script):
         (folder / "library").mkdir()
         self.module = folder / "library" / "own_library.py"
         self.module.write_text("VALUE = 'old'\n")
         self._started, self._fifo = folder / "started", folder / "fifo"
         os.mkfifo(self._fifo)
         env = {"PYTHONPATH": str(folder / "library")}
-        self.launched = launch("--max-restarts=5", "--warm=own_library", script, env=env, argv=argv)
+        self.launched = launch("--max-restarts=5", "--warm=own_library", script, env=env)
 
     def seen(self, attempt):
         """Return the module's value that the worker of an attempt printed, and the worker's pid."""
@@ -71,13 +73,14 @@ class Job:
         self.module.write_text(text.format(value=value, **names))
 
     def fail(self, attempt):
-        """Make the worker fail, and return whether the next attempt started warm or cold."""
+        """Make the worker fail."""
         os.kill(self.seen(attempt)[1], signal.SIGUSR2)
-        line = self.launched.wait_for_line(rf"attempt {attempt + 1} is running, .*\), (warm|cold)", "stderr")
-        return line[1]
 
-    def is_imported(self, times=1):
-        self.launched.wait_for_lines("warm: imported again", times, "stderr")
+    def started(self, attempt):
+        """Return whether an attempt started warm or cold, and its phases."""
+        running = rf"attempt {attempt} is running, .*\((.*)\), (warm|cold)"
+        line = self.launched.wait_for_line(running, "stderr")
+        return line[2], line[1]
 
     def is_importing(self):
         procs.wait_until(self._started.exists)
@@ -96,102 +99,64 @@ class Job:
 @pytest.fixture
 def job(launch, tmp_path, worker_script):
     """Starts the job."""
-
-    def start(argv=CHECKS_OFTEN):
-        return Job(launch, tmp_path, worker_script(SHOWS), argv)
-
-    return start
+    return Job(launch, tmp_path, worker_script(SHOWS))
 
 
-def test_a_restart_after_the_reimport_is_warm_and_runs_the_new_code(job):
-    job = job()
+def test_a_restart_after_an_edit_imports_again_and_later_ones_do_not(job):
     assert job.seen(0)[0] == "old"
     (first,) = job.nurseries()
     job.edit("newer")
-    job.is_imported()
-    assert len(job.nurseries()) == 2
-    assert job.fail(0) == "warm"
+    job.fail(0)
+    warm, phases = job.started(1)
+    assert (warm, "importing" in phases) == ("warm", True)
     assert job.seen(1)[0] == "newer"
     assert procs.wait_gone(first)
-    assert len(job.nurseries()) == 1
-    assert job.fail(1) == "warm"
+    (second,) = job.nurseries()
+    job.fail(1)
+    warm, phases = job.started(2)
+    assert (warm, "importing" in phases) == ("warm", False)
     assert job.seen(2)[0] == "newer"
+    assert job.nurseries() == [second]
     job.succeed(2)
     assert len(re.findall(r"own_library\.py has changed", job.launched.stderr)) == 1
 
 
-def test_a_restart_before_the_change_check_is_cold_and_runs_the_new_code(job):
-    job = job(LAUNCHERS["elasticrs"])
-    job.seen(0)
-    job.edit("newer")
-    assert job.fail(0) == "cold"
-    assert job.seen(1)[0] == "newer"
-    job.succeed(1)
-    assert "own_library.py has changed" in job.launched.stderr
-
-
-def test_a_restart_during_the_reimport_is_cold_and_runs_the_new_code(job):
-    job = job()
+def test_an_edit_during_the_import_reaches_the_next_restart(job):
     job.seen(0)
     job.edit("newer", WAITS)
-    job.is_importing()
-    assert job.fail(0) == "cold"
-    assert job.seen(1)[0] == "newer"
-    job.go_on()
-    job.is_imported()
-    assert job.fail(1) == "warm"
-    assert job.seen(2)[0] == "newer"
-    job.succeed(2)
-
-
-def test_a_change_during_the_reimport_is_detected(job):
-    job = job()
-    job.seen(0)
-    job.edit("newer", WAITS)
+    job.fail(0)
     job.is_importing()
     job.edit("newest")
     job.go_on()
-    job.is_imported()
-    assert job.fail(0) == "cold"
-    assert job.seen(1)[0] == "newest"
-    job.is_imported(times=2)
-    assert job.fail(1) == "warm"
+    assert job.started(1)[0] == "warm"
+    assert job.seen(1)[0] == "newer"
+    job.fail(1)
+    assert job.started(2)[0] == "warm"
     assert job.seen(2)[0] == "newest"
     job.succeed(2)
 
 
-def test_workers_start_cold_after_the_second_nursery_is_killed(job):
-    job = job()
+def test_an_edited_module_that_ends_the_nursery_is_left_out(job):
     job.seen(0)
-    (first,) = job.nurseries()
-    job.edit("newer")
-    job.is_imported()
-    (second,) = {*job.nurseries()} - {first}
-    os.kill(second, signal.SIGKILL)
-    job.launched.wait_for_line("warm: .*cold.*SIGKILL", "stderr")
-    for attempt in (0, 1):
-        assert job.fail(attempt) == "cold"
-        assert job.seen(attempt + 1)[0] == "newer"
-    assert job.nurseries() == [first]
-    job.succeed(2)
+    job.edit("newer", ENDS)
+    job.fail(0)
+    assert job.started(1)[0] == "warm"
+    assert job.seen(1)[0] == "newer"
+    assert re.search("own_library was left out: .*SIGKILL", job.launched.stderr)
+    job.succeed(1)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.parametrize("is_ready", [False, True], ids=["imports", "is ready"])
-def test_an_agent_with_two_nurseries_leaves_no_processes_or_shared_memory(job, signum, is_ready):
-    job = job()
-    pid = job.seen(0)[1]
+def test_an_agent_that_ends_during_the_import_leaves_no_processes_or_shared_memory(job, signum):
+    job.seen(0)
+    job.edit("newer", SHARES)
     # Its name is not that of any memory of tests that run at the same time.
     shared = Path(f"/dev/shm/of_{job.launched.pid}")
-    if is_ready:
-        job.edit("newer")
-        job.is_imported()
-    else:
-        job.edit("newer", SHARES)
-        job.is_importing()
+    job.fail(0)
+    job.is_importing()
     everything = [child.pid for child in job.launched.descendants()]
-    assert (len(job.nurseries()), shared.exists()) == (2, not is_ready)
-    assert {pid, *job.nurseries()} < {*everything}
+    assert shared.exists()
+    assert {*job.nurseries()} < {*everything}
     job.launched.signal(signum)
     procs.assert_gone(everything, 20)
     job.launched.wait(20)

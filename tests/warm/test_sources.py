@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs.workers.warm.sources import CHECKS_IF_MISSING, TOUCHED, Settling, remember, stamp
+from elasticrs.workers.warm.sources import TOUCHED, remember, stamp
 
 SITE = "lib/python3/site-packages"
 STAMP = "elasticrs.workers.warm.sources.stamp"
@@ -137,22 +137,3 @@ def test_an_installed_file_that_changed_during_the_import_is_reported(tree):
     stamps = {str(path): (TOUCHED, path.stat().st_size), str(tree / SITE): stamp(str(tree / SITE))}
     found = remember(stamps, [str(tree / SITE)], ["torch"])
     assert found.changes() == {str(path): stamp(str(path))}
-
-
-CHANGES = st.dictionaries(st.sampled_from(PATHS[:2]), STAMPS, max_size=2)
-
-
-@given(st.lists(CHANGES, max_size=30))
-def test_changes_have_settled_when_enough_consecutive_checks_agree(checks):
-    settling = Settling()
-    for count, changes in enumerate(checks, 1):
-        needed = CHECKS_IF_MISSING if None in changes.values() else 2
-        last = checks[max(0, count - needed) : count]
-        agree = len(last) == needed and all(each == changes for each in last)
-        assert settling.have_settled(changes) == (bool(changes) and agree)
-
-
-def test_missing_files_need_more_checks_to_settle():
-    settling = Settling()
-    settled = [settling.have_settled({"/lib/c": None}) for _ in range(CHECKS_IF_MISSING)]
-    assert settled == [False] * (CHECKS_IF_MISSING - 1) + [True]

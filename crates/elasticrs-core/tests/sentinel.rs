@@ -11,7 +11,7 @@ use common::image;
 use elasticrs_core::supervisor::{Config, Event, Supervisor};
 use elasticrs_nursery::activity::{Activity, Doing};
 use elasticrs_nursery::fence::Fence;
-use elasticrs_nursery::launch::{Import, Interrupt, Launched, launch};
+use elasticrs_nursery::launch::{Interrupt, Launched, launch};
 use elasticrs_nursery::protocol::Request;
 use elasticrs_nursery::spec::ProcessSpec;
 use elasticrs_nursery::tree::children_of_self;
@@ -36,8 +36,7 @@ impl Both {
     fn start(what: &str) -> Self {
         // Adopt the processes that a killed nursery leaves.
         prctl::set_child_subreaper(true).unwrap();
-        let mut nursery =
-            launch(&[warm_image(what, HANG), image()], &Import::default(), &Interrupt::default()).unwrap();
+        let mut nursery = launch(&[warm_image(what, HANG), image()], None, &Interrupt::default()).unwrap();
         let mut sentinel = *nursery.sentinel.take().unwrap();
         let (activity, fence) = (Activity::new().unwrap(), Fence::new().unwrap());
         let mut guarded = vec![nursery.pidfd.try_clone().unwrap()];

@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-use common::groups::{HANG, TERM, close, event, group, kill, run, warm, warm_image, warm_image_of};
-use common::{image, nursery_program};
+use common::groups::{HANG, TERM, close, event, group, kill, run, warm, warm_image};
+use common::nursery_program;
 use elasticrs_core::supervisor::queue::Next;
 use elasticrs_core::supervisor::{Config, Event, Outcome, StartFailure, Supervisor};
 use elasticrs_nursery::launch::NurseryImage;
@@ -38,9 +38,9 @@ impl Job {
         Self { supervisor: Supervisor::new(config).unwrap(), program, _folder: folder }
     }
 
-    /// Creates a job in which only nurseries that import modules execute `program`.
+    /// Creates a job in which only sentinels execute `program`.
     fn warm() -> Self {
-        Self::new(|program| vec![warm_image_of(program, "", HANG), image()])
+        Self::new(|program| vec![warm_image("", HANG), elasticrs_testkit::nursery::image(program.to_owned())])
     }
 
     /// Creates a job in which all nurseries execute `program`.
@@ -53,6 +53,16 @@ impl Job {
         run(&self.supervisor, &[&["sleep"]]);
         kill(self.supervisor.nursery_pid().unwrap());
         assert_eq!(self.outcome(), Outcome::Lost);
+        SlowFile::new(&self.program)
+    }
+
+    /// Kills the sentinel. The supervisor replaces it at the next check of the workers, or at the next start.
+    fn without_sentinel(&self) -> SlowFile {
+        let nursery = self.supervisor.nursery_pid().unwrap();
+        let others = children_of_self().into_iter().filter(|&pid| pid != nursery);
+        let [sentinel] = others.collect::<Vec<_>>()[..] else { panic!("there is one") };
+        kill(sentinel);
+        wait_for_end(sentinel);
         SlowFile::new(&self.program)
     }
 
@@ -72,11 +82,10 @@ impl Job {
 }
 
 #[test]
-fn siblings_are_signalled_while_another_nursery_is_slow_to_execute() {
+fn siblings_are_signalled_while_a_new_sentinel_is_slow_to_execute() {
     let job = Job::warm();
     let workers = job.run_warm();
-    let slow = SlowFile::new(&job.program);
-    job.supervisor.import_beside(HANG).unwrap();
+    let slow = job.without_sentinel();
     slow.wait_until_opened();
     kill(workers[0]);
     assert!(matches!(event(&job.supervisor), Event::FailureSeen { local_rank: 0, siblings: 1, .. }));
@@ -86,7 +95,7 @@ fn siblings_are_signalled_while_another_nursery_is_slow_to_execute() {
 }
 
 #[test]
-fn the_fence_is_renewed_while_another_nursery_is_slow_to_execute() {
+fn the_fence_is_renewed_while_a_new_sentinel_is_slow_to_execute() {
     let job = Job::warm();
     let workers = job.run_warm();
     let (renewed, renewals) = channel();
@@ -98,8 +107,7 @@ fn the_fence_is_renewed_while_another_nursery_is_slow_to_execute() {
         }
     };
     job.supervisor.spawn(Box::new(|| Box::pin(keep))).unwrap();
-    let slow = SlowFile::new(&job.program);
-    job.supervisor.import_beside(HANG).unwrap();
+    let slow = job.without_sentinel();
     slow.wait_until_opened();
     // Renew the deadline for three seconds, because a missed renewal would fence the workers after one second.
     for _ in 0..30 {
@@ -109,16 +117,6 @@ fn the_fence_is_renewed_while_another_nursery_is_slow_to_execute() {
     assert_eq!(job.supervisor.next(Some(Duration::ZERO)).unwrap(), Next::TimedOut);
     drop(slow);
     close(job.supervisor);
-}
-
-#[test]
-fn closing_kills_a_nursery_that_is_slow_to_execute() {
-    let job = Job::warm();
-    let slow = SlowFile::new(&job.program);
-    job.supervisor.import_beside(HANG).unwrap();
-    slow.wait_until_opened();
-    close(job.supervisor);
-    drop(slow);
 }
 
 #[test]
@@ -190,14 +188,8 @@ fn a_start_that_waits_for_a_slow_nursery_ends_at_the_fence() {
 
 #[test]
 fn a_start_waits_for_a_new_sentinel_and_can_be_stopped() {
-    // Only sentinels execute the slow program.
-    let job = Job::new(|program| vec![warm_image("", HANG), elasticrs_testkit::nursery::image(program.to_owned())]);
-    let nursery = job.supervisor.nursery_pid().unwrap();
-    let others = children_of_self().into_iter().filter(|&pid| pid != nursery);
-    let [sentinel] = others.collect::<Vec<_>>()[..] else { panic!("there is one") };
-    kill(sentinel);
-    wait_for_end(sentinel);
-    let slow = SlowFile::new(&job.program);
+    let job = Job::warm();
+    let slow = job.without_sentinel();
     job.supervisor.start(warm(group(vec![worker(&["sleep"])]))).unwrap();
     slow.wait_until_opened();
     job.supervisor.stop(TERM).unwrap();
@@ -215,7 +207,7 @@ fn a_start_that_goes_on_cold_with_a_slow_nursery_can_be_stopped() {
     job.supervisor.start(warm(group(vec![worker(&["sleep"])]))).unwrap();
     let slow = SlowFile::new(&job.program);
     kill(job.supervisor.nursery_pid().unwrap());
-    assert!(matches!(event(&job.supervisor), Event::Warmed { failure: Some(_), is_beside: false }));
+    assert!(matches!(event(&job.supervisor), Event::Warmed { failure: Some(_) }));
     slow.wait_until_opened();
     job.supervisor.stop(TERM).unwrap();
     assert_eq!(job.outcome(), Outcome::Stopped);

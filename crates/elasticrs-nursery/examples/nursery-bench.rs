@@ -7,7 +7,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use elasticrs_nursery::fence::Fence;
-use elasticrs_nursery::launch::{Import, Interrupt, Launched, NurseryImage, launch};
+use elasticrs_nursery::launch::{Interrupt, Launched, NurseryImage, launch};
 use elasticrs_nursery::protocol::{Reply, Request, SweepLimits};
 use elasticrs_nursery::spec::{PassedFd, ProcessSpec};
 use elasticrs_sys::clock::boot_now;
@@ -29,7 +29,7 @@ fn next(nursery: &mut Launched) -> Result<(Reply, Vec<OwnedFd>)> {
 /// Starts a nursery from memory. Returns it, and the time until it was ready.
 fn start(image: &'static [u8]) -> Result<(Launched, Duration)> {
     let begin = Instant::now();
-    let mut nursery = launch(&[NurseryImage::Embedded(image)], &Import::default(), &Interrupt::default())?;
+    let mut nursery = launch(&[NurseryImage::Embedded(image)], None, &Interrupt::default())?;
     next(&mut nursery)?;
     Ok((nursery, begin.elapsed()))
 }

@@ -8,7 +8,7 @@ use std::ffi::CString;
 use std::io::{self, Write};
 use std::os::unix::ffi::OsStringExt;
 
-use elasticrs_nursery::launch::{Import, Interrupt, Launched, NurseryImage, launch};
+use elasticrs_nursery::launch::{Interrupt, Launched, NurseryImage, launch};
 use elasticrs_nursery::protocol::{Reply, Request};
 use elasticrs_nursery::spec::ProcessSpec;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -32,7 +32,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 
     let mut nursery = launch(
         &[NurseryImage::Program { path: program, args: vec![c"worker-nursery".into()] }],
-        &Import::default(),
+        None,
         &Interrupt::default(),
     )?;
     next(&mut nursery)?;

@@ -71,17 +71,6 @@ pub struct Warm {
     pub limit: Duration,
 }
 
-/// Settings for the modules that a nursery process imports before it forks workers.
-#[derive(Debug, Default)]
-pub struct Import {
-    /// Offset in the report file at which the records of earlier import attempts start. The nursery skips the modules
-    /// that failed in these attempts. `None` for the first attempt. See [`Warming::since`].
-    pub since: Option<u64>,
-    /// True to import at the lowest priority. The nursery's nice value must then be restored before the nursery forks
-    /// workers.
-    pub is_background: bool,
-}
-
 /// Name of the environment variable that contains the settings of a nursery process that imports modules. See
 /// [`super::start::Start`].
 const START_VARIABLE: &str = "ELASTICRS_NURSERY_START";
@@ -180,23 +169,26 @@ impl From<Errno> for LaunchError {
 /// previous limit. The images are tried in order, because some systems do not allow the embedded image to be executed
 /// (`vm.memfd_noexec`, security modules).
 ///
+/// `since` is the offset in a warm nursery's report file at which the records of earlier nurseries start that died during
+/// these imports. The nursery leaves out the modules that killed them. `None` if there are none. See [`Warming::since`].
+///
 /// Blocks until a program has been executed, so it can block forever on a dead network file system. [`Interrupt::set`]
 /// makes the call fail and kills the new processes.
-pub fn launch(images: &[NurseryImage], import: &Import, interrupt: &Interrupt) -> Result<Launched, LaunchError> {
+pub fn launch(images: &[NurseryImage], since: Option<u64>, interrupt: &Interrupt) -> Result<Launched, LaunchError> {
     check_floor()?;
     let start = Start { token: Token::random()?, descriptors: descriptors::given(), is_sentinel: false };
-    launch_as(images, import, start, interrupt)
+    launch_as(images, since, start, interrupt)
 }
 
 /// Starts the process that guards a nursery. `token` identifies the descendants of the nursery. Can block forever, see
 /// [`launch`].
 pub fn launch_sentinel(images: &[NurseryImage], token: Token, interrupt: &Interrupt) -> Result<Launched, LaunchError> {
-    launch_as(images, &Import::default(), Start { token, descriptors: None, is_sentinel: true }, interrupt)
+    launch_as(images, None, Start { token, descriptors: None, is_sentinel: true }, interrupt)
 }
 
 fn launch_as(
     images: &[NurseryImage],
-    import: &Import,
+    since: Option<u64>,
     start: Start,
     interrupt: &Interrupt,
 ) -> Result<Launched, LaunchError> {
@@ -216,14 +208,11 @@ fn launch_as(
             NurseryImage::Warm(_) if start.is_sentinel => continue,
             NurseryImage::Warm(warm) => {
                 let sentinel = Box::new(launch_sentinel(images, token, interrupt)?);
-                let variables = [
-                    Some((START_VARIABLE, text.clone())),
-                    import.since.map(|since| (SINCE_VARIABLE, since.to_string())),
-                ];
-                let since = import.since.unwrap_or_else(|| report::length(&warm.report));
+                let variables =
+                    [Some((START_VARIABLE, text.clone())), since.map(|since| (SINCE_VARIABLE, since.to_string()))];
+                let since = since.unwrap_or_else(|| report::length(&warm.report));
                 let command = warm_command(warm, variables.into_iter().flatten(), &passed);
-                let is_background = import.is_background;
-                let command = command.map(|command| Command { is_background, interrupt: Some(interrupt), ..command });
+                let command = command.map(|command| Command { interrupt: Some(interrupt), ..command });
                 match command.and_then(|command| spawn_unless(interrupt, &command, &mut stack)) {
                     Ok(Child { pid, pidfd }) => {
                         let warming = Some(Warming { warm: Arc::clone(warm), since });
@@ -256,7 +245,6 @@ fn launch_as(
             ignored: Vec::new(),
             dies_with_parent: false,
             keeps_orphans: false,
-            is_background: false,
             cpus: None,
             oom_score_adj: None,
             stages: None,

@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::PathBuf;
 
-use elasticrs_nursery::launch::{Import, Interrupt, LaunchError, Launched, NurseryImage, launch};
+use elasticrs_nursery::launch::{Interrupt, LaunchError, Launched, NurseryImage, launch};
 use elasticrs_nursery::protocol::{PROTOCOL, Reply};
 use elasticrs_nursery::token::Token;
 use elasticrs_sys::stage::Stage;
@@ -42,7 +42,7 @@ fn end(nursery: Launched) {
 
 #[test]
 fn an_embedded_nursery_runs_from_memory_under_its_own_name() {
-    let mut nursery = launch(&[embedded()], &Import::default(), &Interrupt::default()).unwrap();
+    let mut nursery = launch(&[embedded()], None, &Interrupt::default()).unwrap();
     until_ready(&mut nursery);
     let proc = |name: &str| PathBuf::from(format!("/proc/{}/{name}", nursery.pid));
     assert!(fs::read_link(proc("exe")).unwrap().starts_with("/memfd:worker-nursery (deleted)"));
@@ -57,7 +57,7 @@ fn an_embedded_nursery_runs_from_memory_under_its_own_name() {
 #[test]
 fn the_next_program_is_tried_if_one_cannot_be_executed() {
     let images = [NurseryImage::Embedded(b"no program"), missing(), image(program())];
-    let mut nursery = launch(&images, &Import::default(), &Interrupt::default()).unwrap();
+    let mut nursery = launch(&images, None, &Interrupt::default()).unwrap();
     until_ready(&mut nursery);
     end(nursery);
 }
@@ -65,10 +65,10 @@ fn the_next_program_is_tried_if_one_cannot_be_executed() {
 #[test]
 fn a_failed_launch_reports_the_last_error_and_leaks_nothing() {
     let before = open_fds();
-    let error = launch(&[embedded_garbage(), missing()], &Import::default(), &Interrupt::default()).unwrap_err();
+    let error = launch(&[embedded_garbage(), missing()], None, &Interrupt::default()).unwrap_err();
     assert!(matches!(error, LaunchError::Start { stage: Stage::Exec, errno: Errno::ENOENT }), "{error:?}");
     assert_eq!(error.to_string(), "could not start the nursery: could not execute: No such file or directory");
-    let error = launch(&[embedded_garbage()], &Import::default(), &Interrupt::default()).unwrap_err();
+    let error = launch(&[embedded_garbage()], None, &Interrupt::default()).unwrap_err();
     assert!(matches!(error, LaunchError::Start { stage: Stage::Exec, errno: Errno::ENOEXEC }), "{error:?}");
     assert_eq!(open_fds(), before);
     assert_no_children();
@@ -87,25 +87,23 @@ fn an_interrupted_launch_fails_and_leaves_no_process() {
     let images = [image(path)];
     let interrupt = Interrupt::default();
     let launched = std::thread::scope(|scope| {
-        let launching = scope.spawn(|| launch(&images, &Import::default(), &interrupt));
+        let launching = scope.spawn(|| launch(&images, None, &interrupt));
         slow.wait_until_opened();
         interrupt.set();
         launching.join().unwrap()
     });
     let cancelled = |launched| matches!(launched, Err(LaunchError::Start { errno: Errno::ECANCELED, .. }));
     assert!(cancelled(launched));
-    assert!(cancelled(launch(&images, &Import::default(), &interrupt)), "a later one");
+    assert!(cancelled(launch(&images, None, &interrupt)), "a later one");
     assert_no_children();
     drop(slow);
-    end(launch(&images, &Import::default(), &Interrupt::default()).unwrap());
+    end(launch(&images, None, &Interrupt::default()).unwrap());
 }
 
 #[test]
 fn a_nursery_outlives_the_thread_that_started_it() {
     let mut nursery =
-        std::thread::spawn(|| launch(&[image(program())], &Import::default(), &Interrupt::default()).unwrap())
-            .join()
-            .unwrap();
+        std::thread::spawn(|| launch(&[image(program())], None, &Interrupt::default()).unwrap()).join().unwrap();
     until_ready(&mut nursery);
     end(nursery);
 }
@@ -115,7 +113,7 @@ fn descriptors_of_the_agent_do_not_reach_the_nursery() {
     let mut client = Client::start();
     let leaky = fs::File::open("/dev/zero").unwrap();
     nix::fcntl::fcntl(&leaky, nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::empty())).unwrap();
-    let mut nursery = launch(&[image(program())], &Import::default(), &Interrupt::default()).unwrap();
+    let mut nursery = launch(&[image(program())], None, &Interrupt::default()).unwrap();
     until_ready(&mut nursery);
     let folder = format!("/proc/{}/fd", nursery.pid);
     let open = fs::read_dir(folder).unwrap().map(|fd| fs::read_link(fd.unwrap().path()).unwrap());

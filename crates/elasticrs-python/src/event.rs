@@ -40,7 +40,6 @@ records! {
         is_ready: bool,
         exitcode: Option<i32>,
         hung: bool,
-        is_beside: bool,
     }
 
     GroupStarted {
@@ -219,9 +218,9 @@ fn start_failed(failure: StartFailure) -> StartFailed {
 /// Converts an event to a Python object. Raises an exception if the supervisor's runtime has panicked.
 pub fn to_python(py: Python<'_>, event: Event) -> PyResult<Py<PyAny>> {
     match event {
-        Event::Warmed { failure, is_beside } => {
+        Event::Warmed { failure } => {
             let (exitcode, hung) = failure.map_or((None, false), |end| (exitcode(end.exit), end.hung));
-            object(py, Warmed { is_ready: failure.is_none(), exitcode, hung, is_beside })
+            object(py, Warmed { is_ready: failure.is_none(), exitcode, hung })
         }
         Event::GroupStarted { pids, started } => object(py, GroupStarted { pids, started_ns: started.0 }),
         Event::StartFailed(failure) => object(py, start_failed(failure)),

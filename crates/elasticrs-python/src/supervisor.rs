@@ -115,12 +115,8 @@ impl Supervisor {
         Ok(self.inner.resume().map_err(Error)?)
     }
 
-    fn import_beside(&self, limit: f64) -> PyResult<()> {
-        Ok(self.inner.import_beside(duration(limit, "the limit")?).map_err(Error)?)
-    }
-
-    fn take_over(&self, py: Python<'_>) -> PyResult<bool> {
-        Ok(py.detach(|| self.inner.take_over()).map_err(Error)?)
+    fn renew_nursery(&self, py: Python<'_>) -> PyResult<bool> {
+        Ok(py.detach(|| self.inner.renew_nursery()).map_err(Error)?)
     }
 
     fn guard_connection(&self, fd: i32) -> PyResult<()> {

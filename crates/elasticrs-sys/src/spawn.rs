@@ -23,7 +23,7 @@ use nix::errno::Errno;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
 
 use super::stage::Stage;
-use super::{pidfd, priority, wait};
+use super::{pidfd, wait};
 
 const STACK: usize = 256 * 1024;
 const GUARD: usize = 64 * 1024;
@@ -71,8 +71,6 @@ pub struct Command<'fd> {
     pub dies_with_parent: bool,
     /// True to make the child a child subreaper.
     pub keeps_orphans: bool,
-    /// True to give the child the lowest CPU priority: nice value 19, also for its autogroup.
-    pub is_background: bool,
     /// Mask of the CPUs that the child may run on, in the format of `sched_setaffinity`. `None` for the same CPUs as
     /// the parent.
     pub cpus: Option<&'fd [u8]>,
@@ -324,11 +322,6 @@ fn prepare(shared: &mut Shared<'_>, close_others: impl FnOnce(&Shared<'_>)) -> R
     if command.keeps_orphans {
         raw::keep_orphans().map_err(failed(Stage::NewSession))?;
     }
-    if command.is_background {
-        // Ignore the result, because raising the nice value is always permitted.
-        raw::set_nice(priority::BACKGROUND);
-        raw::write_file(c"/proc/self/autogroup", priority::BACKGROUND_TEXT);
-    }
     if let Some(mask) = command.cpus {
         raw::set_affinity(mask).map_err(failed(Stage::Affinity))?;
     }
@@ -430,11 +423,6 @@ mod raw {
     pub(super) fn keep_orphans() -> Result<(), Errno> {
         // SAFETY: the call takes only integers.
         check(unsafe { libc::syscall(libc::SYS_prctl, libc::PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) }).map(drop)
-    }
-
-    pub(super) fn set_nice(value: c_int) {
-        // SAFETY: the call takes only integers.
-        unsafe { libc::syscall(libc::SYS_setpriority, libc::PRIO_PROCESS, 0, value) };
     }
 
     pub(super) fn set_affinity(mask: &[u8]) -> Result<(), Errno> {

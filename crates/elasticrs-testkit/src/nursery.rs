@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio as Pipes};
 use std::time::Duration;
 
-use elasticrs_nursery::launch::{Import, Interrupt, Launched, NurseryImage, launch};
+use elasticrs_nursery::launch::{Interrupt, Launched, NurseryImage, launch};
 use elasticrs_nursery::protocol::{Descendant, PROTOCOL, Reply, Request, SweepLimits, SweepOutcome};
 use elasticrs_nursery::spec::{PassedFd, ProcessSpec};
 use elasticrs_sys::exit::WorkerExit;
@@ -62,7 +62,7 @@ impl Client {
     /// Same as [`Self::start`], but runs the program `image` as the nursery process.
     pub fn start_from(image: NurseryImage) -> Self {
         nix::sys::prctl::set_child_subreaper(true).unwrap();
-        let nursery = launch(&[image], &Import::default(), &Interrupt::default()).unwrap();
+        let nursery = launch(&[image], None, &Interrupt::default()).unwrap();
         let mut client = Self { nursery, early: VecDeque::new(), reaped: false };
         let (ready, _) = client.next_reply();
         assert_eq!(ready, Reply::Ready { protocol: PROTOCOL, pid: client.nursery.pid });

@@ -333,9 +333,8 @@ class AttemptTracker:
         """Wait for an event from the supervisor and handle it. Return false if no event arrived."""
         running = {} if self.attempt is None else self.attempt.running()
         left = self._passed.look(running)
-        pause = None if self._warming is None else self._warming.look_again(self.supervisor)
         held = None if self._gpus is None else self._gpus.seconds_left()
-        seconds = min((limit for limit in (seconds, left, pause, held) if limit is not None), default=None)
+        seconds = min((limit for limit in (seconds, left, held) if limit is not None), default=None)
         event = self.supervisor.next_event(seconds)
         if event is None:
             self._follow_workers()
@@ -604,11 +603,8 @@ class AttemptTracker:
 
     def _on_warmed(self, event: _core.Warmed) -> None:
         if self._warming is not None:
-            if (
-                not event.is_beside
-                and (attempt := self.attempt) is not None
-                and not {"started", "ended"} & attempt.stamps.keys()
-            ):
+            attempt = self.attempt
+            if attempt is not None and not {"started", "ended"} & attempt.stamps.keys():
                 attempt.stamps["imported"] = time.monotonic_ns()
             self._warming.ended(event)
 

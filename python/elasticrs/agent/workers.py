@@ -140,8 +140,7 @@ class Workers(ABC):
             such tool is active in this process.
         unfollowed: script with which a profiler has replaced the Python interpreter of this process
             (``sys.executable``), although it does not follow the workers; ``None`` if there is none.
-        may_fork: false if files have changed since the warm nursery imported them. The workers of the next
-            attempt then start cold.
+        may_fork: false if the workers of the next attempt have to start cold.
     """
 
     are_started: bool = True

@@ -95,8 +95,7 @@ pub(super) enum Command {
     Forward(Signal, Vec<u32>),
     Suspend(Reply<()>),
     Resume,
-    ImportBeside(Duration),
-    TakeOver(Reply<bool>),
+    RenewNursery(Reply<bool>),
     Spawn(Task),
     Guard(Guarded),
     /// Read timer records from this FIFO.

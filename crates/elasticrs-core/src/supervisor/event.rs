@@ -20,12 +20,7 @@ use crate::timer::hang::{Ground, Missed};
 pub enum Event {
     /// A [warm](elasticrs_nursery::launch::Warm) nursery has finished its module imports, or has exited. If it has
     /// exited, a cold nursery, which imports nothing, starts all later workers.
-    Warmed {
-        failure: Option<NurseryExit>,
-        /// True if this is the second nursery, started by [`super::Supervisor::import_beside`], and it has not taken
-        /// over yet.
-        is_beside: bool,
-    },
+    Warmed { failure: Option<NurseryExit> },
     /// All workers of the group are running their programs.
     GroupStarted {
         /// Pids of the workers, ordered by local rank.

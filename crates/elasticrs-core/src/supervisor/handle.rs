@@ -209,26 +209,16 @@ impl Supervisor {
         self.ask(Command::Suspend)
     }
 
-    /// Starts a second warm nursery that imports the modules again at the lowest priority. Call this after files of
-    /// imported modules have changed. The new nursery replaces an earlier second nursery, but the first nursery and its
-    /// workers continue. [`super::Event::Warmed`] reports the end of the imports. `limit` is the time limit for the
-    /// imports.
+    /// Stops the nursery. The next start launches another one, which imports the modules again. Call this after files of
+    /// imported modules have changed.
     ///
-    /// # Errors
-    /// [`SupervisorError::Closed`], [`SupervisorError::Forked`].
-    pub fn import_beside(&self, limit: Duration) -> Result<(), SupervisorError> {
-        self.send(Command::ImportBeside(limit))
-    }
-
-    /// Switches to the nursery that [`Self::import_beside`] has prepared, which then starts all later groups.
-    ///
-    /// Returns false if a group exists, or if no prepared nursery is ready.
+    /// Returns false, and keeps the nursery, if a group exists or if the deadline for killing all workers has passed.
     ///
     /// # Errors
     ///
     /// [`SupervisorError::Closed`], [`SupervisorError::Forked`].
-    pub fn take_over(&self) -> Result<bool, SupervisorError> {
-        self.ask(Command::TakeOver)
+    pub fn renew_nursery(&self) -> Result<bool, SupervisorError> {
+        self.ask(Command::RenewNursery)
     }
 
     /// Resumes a group that was suspended with [`Self::suspend`].

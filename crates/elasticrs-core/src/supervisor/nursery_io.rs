@@ -400,7 +400,7 @@ fn exit_of(pidfd: &OwnedFd) -> WorkerExit {
 
 #[cfg(test)]
 mod tests {
-    use elasticrs_nursery::launch::{Import as Terms, Interrupt, NurseryImage, launch};
+    use elasticrs_nursery::launch::{Interrupt, NurseryImage, launch};
     use elasticrs_testkit::{open_fds, wait_until};
     use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
@@ -410,7 +410,7 @@ mod tests {
     async fn a_nursery_that_cannot_be_taken_over_is_killed_and_reaped() {
         let args = [c"sh", c"-c", c"cat <&3 >/dev/null"].map(Into::into).to_vec();
         let images = [NurseryImage::Program { path: c"/bin/sh".into(), args }];
-        let launched = || launch(&images, &Terms::default(), &Interrupt::default()).unwrap();
+        let launched = || launch(&images, None, &Interrupt::default()).unwrap();
         let (mut nursery, sentinel) = (launched(), launched());
         nursery.sentinel = Some(Box::new(sentinel));
         // Use up all file descriptors, so that the page shared by nursery and sentinel cannot be created.

@@ -26,14 +26,14 @@ pub(super) struct Orphans {
 impl Orphans {
     /// Reaps all orphans that were already zombies at the previous call. Does nothing if this process is not pid 1.
     ///
-    /// `nurseries` are the pids of children that other code of the supervisor reaps.
-    pub(super) fn reap(&mut self, nurseries: &[i32]) {
+    /// `nursery` is the pid of a child that other code of the supervisor reaps.
+    pub(super) fn reap(&mut self, nursery: Option<i32>) {
         if process::id() != 1 {
             return;
         }
         let peek = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
         let has_zombies = waitid(Id::All, peek).is_ok_and(|status| status.pid().is_some());
-        let zombies = if has_zombies { zombies(nurseries) } else { BTreeSet::new() };
+        let zombies = if has_zombies { zombies(nursery) } else { BTreeSet::new() };
         for (pid, _) in self.overdue(&zombies) {
             // Ignore the result, because other code may have waited for the child by now.
             let _ = waitid(Id::Pid(Pid::from_raw(pid)), WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG);
@@ -48,11 +48,11 @@ impl Orphans {
     }
 }
 
-/// Returns the zombie children that run in other sessions and are not in `nurseries`. Children in this process's own
-/// session were started by Python.
-fn zombies(nurseries: &[i32]) -> BTreeSet<Zombie> {
+/// Returns the zombie children that run in other sessions, except `nursery`. Children in this process's own session were
+/// started by Python.
+fn zombies(nursery: Option<i32>) -> BTreeSet<Zombie> {
     let own = getsid(None);
-    let is_foreign = |pid: &i32| !nurseries.contains(pid) && getsid(Some(Pid::from_raw(*pid))) != own;
+    let is_foreign = |pid: &i32| nursery != Some(*pid) && getsid(Some(Pid::from_raw(*pid))) != own;
     // Ask the kernel, because `/proc` may be missing or show another pid namespace.
     let is_orphan = |pid: &i32| is_foreign(pid) && child_has_ended(*pid) == Some(true);
     let started = |pid: i32| Stat::of(pid).and_then(|stat| stat.field(START_TIME));

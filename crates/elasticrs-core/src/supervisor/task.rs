@@ -40,7 +40,6 @@ mod nursery_changes;
 pub(super) mod raised_workers;
 mod retired;
 mod running;
-mod second_nursery;
 mod starts;
 mod sweeps;
 mod watchdog;
@@ -56,7 +55,6 @@ use launches::{Finished, Launches};
 use raised_workers::{RaisedEvent, RaisedWorkers};
 use retired::Retired;
 use running::Running;
-use second_nursery::SecondNursery;
 use sweeps::{Completed, Sweeps};
 use watchdog::{Watchdog, WatchdogEvent};
 
@@ -100,7 +98,6 @@ struct Task {
     images: Images,
     nursery: CurrentNursery,
     launches: Launches,
-    second: SecondNursery,
     guard: GuardedSockets,
     current: Current,
     deadlines: Deadlines,
@@ -120,7 +117,6 @@ struct Task {
 /// Event that wakes the loop.
 enum Wake {
     Nursery(NurseryEvent),
-    Second(NurseryEvent),
     Launched(Box<Finished>),
     Member(MemberExit),
     Swept(SweepOutcome),
@@ -151,7 +147,6 @@ impl Task {
             images,
             nursery: CurrentNursery::new(Arc::clone(&shared.nursery_pid)),
             launches: Launches::new(Arc::clone(&shared.queue)),
-            second: SecondNursery::new(Arc::clone(&shared.queue)),
             guard,
             current: Current::Idle,
             deadlines: Deadlines::default(),
@@ -176,9 +171,6 @@ impl Task {
                 Wake::Nursery(NurseryEvent::Reply(reply, fds)) => self.on_reply(reply, fds),
                 Wake::Nursery(NurseryEvent::Died(exit)) => self.on_nursery_death(exit),
                 Wake::Nursery(NurseryEvent::GivenUp) => self.give_up_nursery(),
-                Wake::Second(event) => {
-                    self.second.on_event(&event, &mut self.images, &mut self.retired, &mut self.launches);
-                }
                 Wake::Launched(finished) => self.on_launched(*finished),
                 Wake::Member(MemberExit { pid, exit, seen }) => {
                     self.on_notices();
@@ -235,7 +227,6 @@ impl Task {
             // Give the notices of uncaught exceptions a lower priority than commands and deadlines, because any process
             // may flood the socket with notices.
             event = self.raised.next(), if self.raised.are_watched() && !is_starting => Wake::Raised(event),
-            event = self.second.next() => Wake::Second(event),
             event = async { self.watchdog.as_mut().expect("guarded below").next().await }, if reads_timers => {
                 Wake::Watchdog(event)
             }
@@ -291,10 +282,7 @@ impl Task {
                 answer(&reply, ());
             }
             Command::Resume => self.input(Input::Resume),
-            Command::ImportBeside(limit) => {
-                self.second.launch(limit, &self.images, &mut self.retired, &mut self.launches);
-            }
-            Command::TakeOver(reply) => answer(&reply, self.take_over()),
+            Command::RenewNursery(reply) => answer(&reply, self.renew_nursery()),
             Command::Spawn(task) => {
                 // Create the future inside the task, so that a panic in `task()` is handled like a panic of the future.
                 self.tasks.spawn_local(async move { task().await });
@@ -516,9 +504,8 @@ impl Task {
             self.sweeps.request(nursery, limits, savers);
         } else {
             let running = self.current.running();
-            let mut spared = running.map(Running::adopted).unwrap_or_default();
+            let spared = running.map(Running::adopted).unwrap_or_default();
             let sessions = running.map(Running::started).unwrap_or_default();
-            spared.extend(self.second.pids());
             // If no nursery has been launched yet, there are no leftover processes.
             let Some(token) = self.nursery.token() else { return self.on_swept(SweepOutcome::default()) };
             let owns_process = self.owns_process;
@@ -579,7 +566,6 @@ impl Task {
     /// exists.
     async fn close(mut self, keep_descendants: bool) {
         self.evidence.cancel(&mut self.retired);
-        self.second.stop(&mut self.retired, &mut self.launches);
         self.launches.cancel(|_| true);
         if let Some(nursery) = self.nursery.take() {
             let leave = keep_descendants && self.current.is_idle();

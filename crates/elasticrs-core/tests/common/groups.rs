@@ -48,12 +48,7 @@ pub fn is_warm() -> bool {
 
 /// Returns a warm nursery. `programs/nursery.rs` explains `what`.
 pub fn warm_image(what: &str, limit: Duration) -> NurseryImage {
-    warm_image_of(super::nursery_program(), what, limit)
-}
-
-/// Same as [`warm_image`], but runs `program`, which must be a wrapper that executes the nursery program.
-pub fn warm_image_of(program: &Path, what: &str, limit: Duration) -> NurseryImage {
-    let program = process(vec![program.into()]);
+    let program = process(vec![super::nursery_program().into()]);
     let process = ProcessSpec { env: vec![c_string(format!("WARM_NURSERY={what}"))], ..program };
     let report = File::open("/dev/null").unwrap().into();
     NurseryImage::Warm(Arc::new(Warm { process, ignored: Vec::new(), report, limit }))
@@ -112,7 +107,7 @@ pub fn run(supervisor: &Supervisor, commands: &[&[&str]]) -> (Vec<i32>, Lines) {
 pub fn event(supervisor: &Supervisor) -> Event {
     loop {
         match supervisor.next(Some(HANG)).unwrap() {
-            Next::Event(Event::Warmed { failure: None, is_beside: false }) | Next::Interrupted => {}
+            Next::Event(Event::Warmed { failure: None }) | Next::Interrupted => {}
             Next::Event(event) => return event,
             other => panic!("hangs: {other:?}"),
         }

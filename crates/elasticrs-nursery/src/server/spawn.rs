@@ -198,7 +198,6 @@ pub(crate) fn command<'fd>(
         ignored: keep_ignored.to_vec(),
         dies_with_parent: true,
         keeps_orphans: process.keeps_orphans,
-        is_background: false,
         cpus: process.cpus.as_ref().map(CpuSet::mask),
         oom_score_adj: None,
         stages: None,

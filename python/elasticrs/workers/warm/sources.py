@@ -52,34 +52,6 @@ class Sources:
         return changes
 
 
-class Settling:
-    """Detects when files have stopped changing, so that the modules can be imported again.
-
-    After the first detected change, an installer or an editor may still be writing files. Files have settled
-    when two consecutive checks find the same changes. If a file is missing, more checks are needed, because
-    an installation is probably still in progress and may take long.
-    """
-
-    def __init__(self) -> None:
-        self._last: Mapping[str, Stamp] = {}
-        self._times = 0
-
-    def have_settled(self, changes: Mapping[str, Stamp]) -> bool:
-        """Return true if files have changed and have stopped changing since.
-
-        Args:
-            changes: result of the current check, from :meth:`Sources.changes`.
-        """
-        self._times = self._times + 1 if changes == self._last else 1
-        self._last = dict(changes)
-        needed = CHECKS_IF_MISSING if None in changes.values() else 2
-        return bool(changes) and self._times >= needed
-
-
-CHECKS_IF_MISSING = 12
-"""Number of consecutive checks with the same result after which missing files are considered removed."""
-
-
 def remember(stamps: Mapping[str, Stamp], prefixes: Iterable[str], names: Iterable[str]) -> Sources:
     """Record the stamps (times and sizes) of these files, so that later changes can be detected.
 

@@ -1,21 +1,14 @@
 //! Handles the loss of a nursery during its module imports.
 
-use elasticrs_nursery::launch::Import as Terms;
 use elasticrs_nursery::report::{self, ImportFailure};
 
 use super::retired::Retired;
 use crate::supervisor::event::NurseryExit;
 use crate::supervisor::nursery_io::{Guard, Import, Nursery};
 
-/// Cleans up after a nursery that died during its imports. If a module killed the nursery, returns the import settings
-/// for another nursery, which imports the remaining modules. Otherwise returns `None`.
-pub(super) fn rest(
-    import: Import,
-    sentinel: Option<Guard>,
-    exit: NurseryExit,
-    is_background: bool,
-    retired: &mut Retired,
-) -> Option<Terms> {
+/// Cleans up after a nursery that died during its imports. If a module killed the nursery, returns the offset of its
+/// records in the report file, for another nursery, which imports the remaining modules. Otherwise returns `None`.
+pub(super) fn rest(import: Import, sentinel: Option<Guard>, exit: NurseryExit, retired: &mut Retired) -> Option<u64> {
     let Import { warm, since, failure, is_unguarded, .. } = import;
     if let Some(Guard { sentinel, .. }) = sentinel {
         retired.add_sentinel(*sentinel);
@@ -26,7 +19,7 @@ pub(super) fn rest(
     }
     let failure = failure.unwrap_or(ImportFailure::Exited(exit.exit));
     let can_go_on = !exit.hung && report::blame(&warm.report, since, failure);
-    can_go_on.then_some(Terms { since: Some(since), is_background })
+    can_go_on.then_some(since)
 }
 
 /// Kills a nursery that speaks another protocol version. The job then continues with a nursery that does not preload

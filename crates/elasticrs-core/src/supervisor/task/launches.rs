@@ -10,10 +10,10 @@ use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::sync_channel;
 use std::thread::Builder;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use elasticrs_nursery::activity::Activity;
-use elasticrs_nursery::launch::{self, Import as Terms, Interrupt, LaunchError, Launched, NurseryImage};
+use elasticrs_nursery::launch::{self, Interrupt, LaunchError, Launched, NurseryImage};
 use elasticrs_nursery::token::Token;
 use elasticrs_runtime::threads;
 use elasticrs_sys::stage::Stage;
@@ -43,7 +43,6 @@ pub(super) enum Purpose {
     Current(Reason),
     /// A new sentinel for the nursery with this token. The nursery and the sentinel share the [`Activity`] page.
     Sentinel(Token, Activity),
-    Second(SecondTerms),
 }
 
 /// Reason for launching the nursery that starts the workers.
@@ -57,17 +56,6 @@ pub(super) enum Reason {
     GoOnCold(NurseryExit),
 }
 
-/// Launch settings of a second nursery.
-#[derive(Debug)]
-pub(super) struct SecondTerms {
-    /// Deadline for the second nursery's module imports.
-    pub(super) until: Instant,
-    /// Nice value to restore when the nursery takes over. `None` if the nursery runs at normal priority.
-    pub(super) nice: Option<i32>,
-    /// Exit of the previous second nursery, if that nursery exited during its imports. Otherwise `None`.
-    pub(super) lost: Option<NurseryExit>,
-}
-
 impl Purpose {
     pub(super) fn is_current(&self) -> bool {
         matches!(self, Self::Current(_))
@@ -75,10 +63,6 @@ impl Purpose {
 
     pub(super) fn is_sentinel(&self) -> bool {
         matches!(self, Self::Sentinel(..))
-    }
-
-    pub(super) fn is_second(&self) -> bool {
-        matches!(self, Self::Second(_))
     }
 }
 
@@ -123,11 +107,12 @@ impl Launches {
         Self { running: Vec::new(), tasks: JoinSet::new(), newest: 0, threads: Arc::default(), queue }
     }
 
-    /// Starts the launch of a nursery. The nursery runs the first of these images that can be executed. The launch
-    /// fails if it takes longer than `limit`. Must be called on the runtime thread.
-    pub(super) fn nursery(&mut self, purpose: Purpose, images: Vec<NurseryImage>, import: Terms, limit: Duration) {
+    /// Starts the launch of the nursery that starts the workers. The nursery runs the first of these images that can be
+    /// executed. `since` is the parameter of [`launch::launch`]. The launch fails if it takes longer than `limit`. Must
+    /// be called on the runtime thread.
+    pub(super) fn nursery(&mut self, reason: Reason, images: Vec<NurseryImage>, since: Option<u64>, limit: Duration) {
         let launch = Launch { program: program(&images), limit };
-        self.start(purpose, launch, move |interrupt| launch::launch(&images, &import, interrupt));
+        self.start(Purpose::Current(reason), launch, move |interrupt| launch::launch(&images, since, interrupt));
     }
 
     /// Starts the launch of a sentinel for the nursery with this token.

@@ -6,7 +6,7 @@ use std::time::Instant;
 use elasticrs_nursery::activity::Activity;
 use elasticrs_nursery::fence::Look;
 use elasticrs_nursery::held;
-use elasticrs_nursery::launch::{Import as Terms, LaunchError};
+use elasticrs_nursery::launch::LaunchError;
 use elasticrs_nursery::token::Token;
 use elasticrs_sys::clock::Stamp;
 use elasticrs_sys::exit::WorkerExit;
@@ -33,14 +33,18 @@ impl Task {
         self.nursery.arm_import(&mut self.deadlines);
     }
 
-    /// Makes the second nursery take over from the first. Returns false if it cannot take over.
-    pub(super) fn take_over(&mut self) -> bool {
-        if !self.current.is_idle() {
+    /// Stops the nursery, so that the next start launches another one. Returns false if the nursery has to stay.
+    pub(super) fn renew_nursery(&mut self) -> bool {
+        // From now on, only the next nursery enforces the deadline for killing all workers, although this one may still
+        // run briefly.
+        if !self.current.is_idle() || !self.shared.fence.hand_over() {
             return false;
         }
-        let Some(nursery) = self.second.take_over(&self.shared.fence, &mut self.retired) else { return false };
-        self.launches.cancel(Purpose::is_current);
-        self.use_nursery(nursery);
+        self.launches.cancel(|_| true);
+        current_nursery::disarm_import(&mut self.deadlines);
+        if let Some(nursery) = self.nursery.take() {
+            self.retired.add_nursery(nursery);
+        }
         true
     }
 
@@ -49,15 +53,15 @@ impl Task {
     /// Launches the first nursery. If the launch takes longer than [`SLOW_LAUNCH`], returns while it is still running,
     /// so that the agent can handle signals in the meantime.
     pub(super) async fn launch_first(&mut self) -> Result<(), LaunchError> {
-        self.launch(Reason::Needed, Terms::default());
+        self.launch(Reason::Needed, None);
         if let Ok(Finished { result, .. }) = tokio::time::timeout(SLOW_LAUNCH, self.launches.finished()).await {
             self.use_nursery(result?);
         }
         Ok(())
     }
 
-    fn launch(&mut self, reason: Reason, import: Terms) {
-        self.launches.nursery(Purpose::Current(reason), self.images.all(), import, LAUNCH_LIMIT);
+    fn launch(&mut self, reason: Reason, since: Option<u64>) {
+        self.launches.nursery(reason, self.images.all(), since, LAUNCH_LIMIT);
     }
 
     pub(super) fn on_launched(&mut self, Finished { purpose, result }: Finished) {
@@ -66,9 +70,6 @@ impl Task {
             (None, Err(_)) => {}
             (Some(Purpose::Current(reason)), result) => self.on_current_launched(reason, result),
             (Some(Purpose::Sentinel(token, activity)), result) => self.on_sentinel_launched(token, activity, result),
-            (Some(Purpose::Second(terms)), result) => {
-                self.second.launched(terms, result, &mut self.images, &mut self.retired);
-            }
         }
     }
 
@@ -122,7 +123,7 @@ impl Task {
 
     pub(super) fn on_ready(&mut self) {
         if self.nursery.finish_import(&mut self.deadlines) {
-            self.shared.queue.push(Event::Warmed { failure: None, is_beside: false });
+            self.shared.queue.push(Event::Warmed { failure: None });
             self.start_waiting();
         }
     }
@@ -156,8 +157,7 @@ impl Task {
     /// If the exit is still unreported at the next check, kills the nursery, because it hangs.
     pub(super) fn check(&mut self) {
         if self.owns_process {
-            let nurseries: Vec<i32> = self.nursery.pid().into_iter().chain(self.second.pids()).collect();
-            self.orphans.reap(&nurseries);
+            self.orphans.reap(self.nursery.pid());
         }
         self.check_sentinel();
         let Current::Running(running) = &mut self.current else { return };
@@ -248,8 +248,8 @@ impl Task {
 
     /// Handles the death of a nursery during its imports.
     fn on_lost_import(&mut self, import: Import, sentinel: Option<Guard>, exit: NurseryExit) {
-        match rest(import, sentinel, exit, false, &mut self.retired) {
-            Some(import) => self.launch(Reason::ImportRest(exit), import),
+        match rest(import, sentinel, exit, &mut self.retired) {
+            Some(since) => self.launch(Reason::ImportRest(exit), Some(since)),
             None => self.go_on_cold(exit),
         }
     }
@@ -258,7 +258,7 @@ impl Task {
     fn go_on_cold(&mut self, exit: NurseryExit) {
         current_nursery::disarm_import(&mut self.deadlines);
         self.images.forget_warm();
-        self.shared.queue.push(Event::Warmed { failure: Some(exit), is_beside: false });
-        self.launch(Reason::GoOnCold(exit), Terms::default());
+        self.shared.queue.push(Event::Warmed { failure: Some(exit) });
+        self.launch(Reason::GoOnCold(exit), None);
     }
 }

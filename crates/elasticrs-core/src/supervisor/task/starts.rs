@@ -5,7 +5,6 @@ use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use elasticrs_nursery::fence::Look;
-use elasticrs_nursery::launch::Import as Terms;
 use elasticrs_nursery::protocol::Request;
 use elasticrs_nursery::spec::ProcessSpec;
 use elasticrs_nursery::tree::Status;
@@ -42,8 +41,7 @@ impl Task {
         self.check_sentinel();
         let mut starting = Starting::new(&spec);
         if !self.nursery.exists() && !self.launches.are_running(Purpose::is_current) {
-            let (purpose, images) = (Purpose::Current(Reason::Needed), self.images.fitting(&spec));
-            self.launches.nursery(purpose, images, Terms::default(), spec.policy.start_deadline);
+            self.launches.nursery(Reason::Needed, self.images.fitting(&spec), None, spec.policy.start_deadline);
         }
         if self.has_ready_nursery() {
             self.current = Current::Starting(starting);
