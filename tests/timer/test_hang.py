@@ -424,6 +424,99 @@ def test_a_long_evaluation_exceeds_a_learned_limit_at_most_once(run):
     line_with(launched.stderr, "succeeded", "1 restart charged")
 
 
+WORKS = """
+    import os, select, time
+    from elasticrs.timer import heartbeat
+    rank = int(os.environ["RANK"])
+    here = [f"here.{other}" for other in range(int(os.environ["WORLD_SIZE"]))]
+    open(here[rank], "w").close()
+    while not all(map(os.path.exists, here)):
+        select.select([], [], [], 0.01)
+    def evaluate(until):
+        while time.monotonic() < until:
+            DOES
+    # The stack of a rank that waits in torch.
+    wait = compile("def barrier(done):\\n  while not done(): select.select([], [], [], 0.01)",
+                   "/lib/torch/distributed/distributed_c10d.py", "exec")
+    exec(wait)
+    heartbeat(1)
+    if rank == 0:
+        evaluate(time.monotonic() + 2.5)
+        open("done", "w").close()
+    barrier(lambda: os.path.exists("done"))
+    heartbeat(2)
+    os.write(1, b"DONE\\n")
+"""
+
+
+@pytest.mark.parametrize(
+    "does", ["pass", "open('saved', 'wb').write(bytes(1 << 20)); select.select([], [], [], 0.05)"]
+)
+def test_a_rank_that_works_outside_of_collectives_is_slow_and_not_hung(run, tmp_path, does):
+    launched = run(WORKS.replace("DOES", does), 1, nproc=2, cwd=tmp_path).exits(0)
+    assert launched.stdout.count("DONE\n") == 2
+    line_with(launched.stderr, "local rank 0 is slow, not hung", "in evaluate", "10 s")
+    assert launched.stderr.count("slow, not hung") == 1
+
+
+@pytest.mark.parametrize("limit", [1, "auto:1"])
+def test_ranks_that_spin_in_a_collective_are_hung(run, tmp_path, limit):
+    # All ranks use the CPU, and their stacks are in torch, as in a collective that waits in a busy loop.
+    source = WORKS.replace("not done(): select.select([], [], [], 0.01)", "True: pass")
+    source = source.replace("if rank == 0:", "if rank > 9:")
+    source = source.replace("heartbeat(1)", "[heartbeat(step) for step in range(20)]")
+    launched = run(source, limit, nproc=2, cwd=tmp_path).exits(1)
+    says(launched.stderr, "hung", "limit 1 s", "in barrier")
+    assert "slow" not in launched.stderr
+
+
+def test_a_slow_rank_is_hung_after_ten_limits(run, tmp_path):
+    source = WORKS.replace("DOES", "pass").replace("monotonic() + 2.5", "monotonic() + 600")
+    launched = run(source, 0.4, nproc=1, cwd=tmp_path).exits(1)
+    says(launched.stderr, "slow, not hung", "4 s")
+    says(launched.stderr, "hung", "limit 4 s", "in evaluate")
+
+
+OF_GLOO = """
+    import os, time
+    import torch
+    import torch.distributed as dist
+    from elasticrs.timer import heartbeat
+    dist.init_process_group("gloo")
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    gradient = torch.ones(1000)
+    dist.all_reduce(gradient)
+    heartbeat(1)
+    if SPINS:
+        # The calls do not match. As with NCCL, the program waits for them outside of torch.distributed.
+        work = dist.all_reduce(gradient, group=groups[dist.get_rank()], async_op=True)
+        while not work.is_completed():
+            pass
+    elif dist.get_rank() == 0:
+        until = time.monotonic() + 5
+        while time.monotonic() < until:
+            gradient @ gradient
+    dist.all_reduce(gradient)
+    heartbeat(2)
+    os.write(1, b"DONE\\n")
+    dist.barrier()
+    os._exit(0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spins", [True, False])
+def test_the_flight_record_tells_a_slow_rank_from_one_that_spins_in_a_collective(run, spins):
+    launched = run(OF_GLOO.replace("SPINS", str(spins)), 2, nproc=2)
+    if spins:
+        launched.exits(1, timeout=120)
+        says(launched.stderr, "hung", "limit 2 s")
+        assert "slow, not hung" not in launched.stderr
+    else:
+        launched.exits(0, timeout=120)
+        line_with(launched.stderr, "local rank 0 is slow, not hung")
+
+
 CHECKPOINT_OF_ONE_RANK = """
     import os, sys, select, types
     from elasticrs.timer import heartbeat

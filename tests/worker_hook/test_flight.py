@@ -91,11 +91,29 @@ def test_each_request_gets_the_newest_entries_and_the_groups(worker, error_file)
     process = worker(TORCH, START, UP, REST)
     for _ in range(3):
         header, record = request(error_file)
-        assert header == {"groups": {"0": [0, 1], "dp": [5]}}
+        assert header == {"is_waiting": True, "groups": {"0": [0, 1], "dp": [5]}}
         numbers = [entry["record_id"] for entry in record["entries"]]
         assert numbers == list(range(500 - flight.MAX_ENTRIES, 500))
     output, _ = process.communicate("")
     assert (process.returncode, output) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("state", "retired", "is_waiting"),
+    [
+        ("completed", False, False),
+        ("scheduled", True, False),
+        ("scheduled", False, True),
+        ("started", False, True),
+    ],
+)
+def test_the_record_says_whether_a_collective_is_pending(worker, error_file, state, retired, is_waiting):
+    entries = f"[{{'state': 'completed', 'retired': True}}, {{'state': {state!r}, 'retired': {retired}}}]"
+    source = TORCH.replace('[{"record_id": number} for number in range(500)]', entries)
+    process = worker(source, START, UP, REST)
+    header, _ = request(error_file)
+    assert header["is_waiting"] == is_waiting
+    process.communicate("")
 
 
 @pytest.mark.parametrize(

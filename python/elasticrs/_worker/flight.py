@@ -119,9 +119,10 @@ def _wait_for_request(requests: str) -> bool:
 def flight_document() -> str:
     """Return the flight records of this process as lines of JSON.
 
-    The first line is an object. It contains ``groups``, the global ranks of each process group by name, or
-    ``no_record``, a value of :class:`elasticrs.diagnosis.values.NoRecord`. Each further line is the record of
-    one recorder of torch, with the latest :data:`MAX_ENTRIES` collectives.
+    The first line is an object. It contains ``is_waiting``, which is true if a collective is not complete,
+    and ``groups``, the global ranks of each process group by name, or only ``no_record``, a value of
+    :class:`elasticrs.diagnosis.values.NoRecord`. Each further line is the record of one recorder of torch,
+    with the latest :data:`MAX_ENTRIES` collectives.
     """
     import json
 
@@ -137,7 +138,13 @@ def flight_document() -> str:
         for record in records:
             record["entries"] = record.get("entries", [])[-MAX_ENTRIES:]
         used = [record for record in records if record["entries"]] or records[:1]
-        return "\n".join(json.dumps(line) for line in ({"groups": _groups()}, *used))
+        is_waiting = any(
+            entry.get("retired") is not True and entry.get("state") != "completed"
+            for each in used
+            for entry in each["entries"]
+        )
+        header = {"is_waiting": is_waiting, "groups": _groups()}
+        return "\n".join(json.dumps(line) for line in (header, *used))
     # Catch every exception, because these functions of torch are private and may behave differently in a
     # newer release. Report a damaged record in that case.
     except Exception:

@@ -24,7 +24,7 @@
 
 use std::fmt::Write as _;
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, Read, Seek, SeekFrom, Write as _};
+use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom, Write as _};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -38,8 +38,11 @@ use elasticrs_sys::pidfd;
 use elasticrs_sys::procfs;
 use elasticrs_sys::stat::Stat;
 use memchr::memmem;
+use serde::Deserialize;
 
+use super::exit_progress::{is_busy, sample, ticks_per_second};
 use super::watch::wait_channel;
+use crate::timer::hang::{Activity, Collectives, activity};
 
 /// Total time limit for gathering diagnostics, such as stack traces, about all ranks.
 pub const LIMIT: Duration = Duration::from_secs(2);
@@ -48,11 +51,15 @@ const ANSWERS: Duration = Duration::from_millis(1200);
 /// Time without growth after which a stack file is considered complete.
 const SETTLED: Duration = Duration::from_millis(40);
 const PAUSE: Duration = Duration::from_millis(5);
+/// Time for which a worker is observed to find out whether it works.
+const WINDOW: Duration = Duration::from_millis(250);
 /// Time limit for `py-spy` to exit after SIGKILL. Like the worker that it inspects, `py-spy` may hang in the kernel.
 const REAPED: Duration = Duration::from_millis(100);
 const MAX_THREADS: usize = 64;
 const MAX_DESCENDANTS: usize = 64;
 const MAX_STACKS: usize = 256 * 1024;
+/// Maximum length of the first line of a flight record, which contains the members of all groups.
+const MAX_HEADER: u64 = 1024 * 1024;
 /// Maximum number of bytes of the stack file that are searched for the traceback of a crash.
 const MAX_ANSWER: u64 = 16 * 1024 * 1024;
 /// Text with which `faulthandler` starts the traceback of a crash. Stacks requested with [`stack_signal`] do not
@@ -93,6 +100,8 @@ pub(super) struct Subject {
     pub(super) pid: i32,
     pub(super) files: Option<EvidenceFiles>,
     pub(super) title: String,
+    /// True to measure whether the worker works, if it is outside of collectives.
+    pub(super) measures_work: bool,
 }
 
 /// Evidence about one worker.
@@ -106,6 +115,8 @@ pub struct WorkerEvidence {
     /// Innermost Python frame of the thread that handled the signal, usually the main thread. `None` if it is
     /// unknown.
     pub frame: Option<String>,
+    /// What the worker does. Unknown unless this was measured.
+    pub activity: Activity,
     /// Reason why the report could not be written. `None` if it was written.
     pub problem: Option<String>,
 }
@@ -135,7 +146,12 @@ pub(super) fn gather(subject: Subject, py_spy: Option<&Path>, limit: &GatheringL
     while examination.waits() && Instant::now() < answers_until && !limit.is_over() {
         std::thread::sleep(PAUSE);
     }
+    let (pid, measures_work, collectives) =
+        (examination.subject.pid, examination.subject.measures_work, examination.collectives());
     let (mut found, spy) = examination.write(py_spy.filter(|_| !limit.is_over()));
+    if measures_work {
+        found.activity = activity(found.frame.as_deref(), collectives, || works(pid, limit));
+    }
     if let Some(mut spy) = spy {
         while !limit.is_over() && matches!(spy.child.try_wait(), Ok(None)) {
             std::thread::sleep(PAUSE);
@@ -143,6 +159,16 @@ pub(super) fn gather(subject: Subject, py_spy: Option<&Path>, limit: &GatheringL
         found.frame = spy.end();
     }
     found
+}
+
+/// Returns true if the worker and its descendants use the CPU, read or write. Blocks for [`WINDOW`], or until the time
+/// limit `limit`.
+fn works(pid: i32, limit: &GatheringLimit) -> bool {
+    let (before, until) = (sample(pid), Instant::now() + WINDOW);
+    while Instant::now() < until && !limit.is_over() {
+        std::thread::sleep(PAUSE);
+    }
+    is_busy(&before, &sample(pid), ticks_per_second())
 }
 
 /// Diagnostics about one worker that are still being collected.
@@ -162,8 +188,19 @@ enum Record {
     Due,
     /// The flight record has been requested. The worker writes it to the file with this path.
     Requested(PathBuf),
+    /// The worker has not imported torch, so it has no flight record.
+    Unused,
     /// No flight record can be requested from the worker.
     Done,
+}
+
+/// First line of the file that contains a worker's flight record.
+#[derive(Debug, Deserialize)]
+struct RecordHeader {
+    /// Reason why there is no record.
+    no_record: Option<String>,
+    /// True if a collective in the record is not complete.
+    is_waiting: Option<bool>,
 }
 
 /// A stack file that `faulthandler` was asked to write to, and the offset at which the new stacks start.
@@ -208,16 +245,23 @@ impl Examination {
         }
         match &self.record {
             Record::Due => {
-                let requested = self.subject.files.as_ref().map(request_record);
-                let Some(Ok(path)) = requested else {
-                    self.record = Record::Done;
-                    return false;
+                self.record = match self.subject.files.as_ref().map(request_record) {
+                    Some(Ok(path)) => Record::Requested(path),
+                    Some(Err(error)) if is_missing(&error) => Record::Unused,
+                    Some(Err(_)) | None => Record::Done,
                 };
-                self.record = Record::Requested(path);
-                true
+                matches!(self.record, Record::Requested(_))
             }
             Record::Requested(path) => path.symlink_metadata().is_err(),
-            Record::Done => false,
+            Record::Unused | Record::Done => false,
+        }
+    }
+
+    fn collectives(&self) -> Collectives {
+        match &self.record {
+            Record::Requested(path) => read_collectives(path).unwrap_or_default(),
+            Record::Unused => Collectives::Unused,
+            Record::Due | Record::Done => Collectives::Unknown,
         }
     }
 
@@ -228,6 +272,7 @@ impl Examination {
             state: self.status.map_or(' ', |status| status.state),
             wait_channel: wait_channel(self.subject.pid),
             frame: innermost_frame(&stacks),
+            activity: Activity::Unknown,
             problem: None,
         };
         let Some(files) = &self.subject.files else { return (found, None) };
@@ -326,6 +371,18 @@ fn request_record(files: &EvidenceFiles) -> io::Result<PathBuf> {
         return Err(io::Error::other("it is not a FIFO"));
     }
     Ok(files.flight_record())
+}
+
+/// Returns the state of the collectives in a flight record. `None` if the file cannot be read or is invalid.
+fn read_collectives(record: &Path) -> Option<Collectives> {
+    let mut line = String::new();
+    BufReader::new(open(File::options().read(true), record).ok()?.take(MAX_HEADER)).read_line(&mut line).ok()?;
+    let RecordHeader { no_record, is_waiting } = serde_json::from_str(&line).ok()?;
+    match is_waiting? {
+        _ if no_record.is_some() => None,
+        true => Some(Collectives::Pending),
+        false => Some(Collectives::Complete),
+    }
 }
 
 fn is_missing(error: &io::Error) -> bool {
@@ -467,7 +524,7 @@ mod tests {
     }
 
     fn subject(pid: i32, files: &EvidenceFiles) -> Subject {
-        Subject { local_rank: 3, pid, files: Some(files.clone()), title: "rank 3 hangs".into() }
+        Subject { local_rank: 3, pid, files: Some(files.clone()), title: "rank 3 hangs".into(), measures_work: false }
     }
 
     fn own_pid() -> i32 {
@@ -553,6 +610,38 @@ mod tests {
         fs::remove_file(&requests).unwrap();
         fs::write(&requests, "").unwrap();
         assert!(request_record(&files).is_err(), "it is no FIFO");
+    }
+
+    #[test]
+    fn the_first_line_of_a_flight_record_says_whether_a_collective_is_pending() {
+        let folder = tempfile::tempdir().unwrap();
+        let record = folder.path().join("record");
+        for (line, expected) in [
+            ("{\"is_waiting\": true, \"groups\": {\"0\": [0, 1]}}\n{}", Some(Collectives::Pending)),
+            ("{\"is_waiting\": false, \"groups\": {}}", Some(Collectives::Complete)),
+            ("{\"no_record\": \"off\"}", None),
+            ("{\"no_record\": \"off\", \"is_waiting\": false}", None),
+            ("{\"is_waiting\": 1}", None),
+            ("", None),
+        ] {
+            fs::write(&record, line).unwrap();
+            assert_eq!(read_collectives(&record), expected, "{line}");
+        }
+        assert_eq!(read_collectives(&folder.path().join("missing")), None);
+    }
+
+    #[test]
+    fn a_worker_that_burns_cpu_time_works_and_a_worker_that_waits_does_not() {
+        let limit = GatheringLimit::until(Instant::now() + Duration::from_secs(20));
+        for (program, expected) in [("while :; do :; done", true), ("read line", false)] {
+            let mut child = Command::new("sh").args(["-c", program]).stdin(Stdio::piped()).spawn().unwrap();
+            let pid = child.id().cast_signed();
+            // Wait until the shell runs the program, because the start of the shell takes CPU time, too.
+            while works(pid, &limit) != expected && !limit.is_over() {}
+            assert_eq!(works(pid, &limit), expected, "{program}");
+            child.kill().unwrap();
+            child.wait().unwrap();
+        }
     }
 
     #[test]

@@ -1,9 +1,9 @@
-//! Checks that the exit of a worker after an uncaught exception makes progress. The worker may still be flushing files,
-//! uploading data, or waiting for a CPU.
+//! Checks that the exit of a worker after an uncaught exception makes progress, and that a worker without a heartbeat
+//! works. The worker may be flushing files, uploading data, or waiting for a CPU.
 //!
 //! [`sample`] adds up the CPU time and the transferred bytes of the worker and its descendants. It runs on its own
-//! thread, because it reads `/proc` and may block. The pure function [`progressed`] compares two samples and makes all
-//! decisions.
+//! thread, because it reads `/proc` and may block. The pure functions [`progressed`] and [`is_busy`] compare two samples
+//! and make all decisions.
 
 use std::iter;
 use std::time::{Duration, Instant};
@@ -82,14 +82,26 @@ impl Sample {
 
 /// Returns true if the worker made progress between two samples.
 pub(super) fn progressed(before: &Sample, after: &Sample, ticks_per_second: u64) -> bool {
+    after.waits_for_disk
+        || uses_cpu(before, after, ticks_per_second, BUSY_SHARE)
+        || after.written > before.written
+        || after.read.saturating_sub(before.read) >= MANY_BYTES
+}
+
+/// Returns true if the worker used the CPU, read or wrote most of the time between two samples. Stricter than
+/// [`progressed`], because the other threads of a hung worker may still poll, and write their findings to a file.
+pub(super) fn is_busy(before: &Sample, after: &Sample, ticks_per_second: u64) -> bool {
+    let bytes = after.read.saturating_sub(before.read).saturating_add(after.written.saturating_sub(before.written));
+    uses_cpu(before, after, ticks_per_second, 2) || bytes >= MANY_BYTES
+}
+
+/// Returns true if the worker spent at least 1/`share` of the time between two samples on a CPU, or waiting for one.
+fn uses_cpu(before: &Sample, after: &Sample, ticks_per_second: u64, share: u32) -> bool {
     let span = nanoseconds(after.since(before));
     let cpu = after.cpu.saturating_sub(before.cpu).saturating_mul(1_000_000_000 / ticks_per_second.max(1));
     // Use saturating subtraction, because the totals shrink when a descendant exits between the samples.
     let busy = cpu.saturating_add(after.delayed.saturating_sub(before.delayed));
-    after.waits_for_disk
-        || busy > 0 && busy >= span / u64::from(BUSY_SHARE)
-        || after.written > before.written
-        || after.read.saturating_sub(before.read) >= MANY_BYTES
+    busy > 0 && busy >= span / u64::from(share)
 }
 
 /// Returns the number of clock ticks per second. `/proc` reports CPU times in clock ticks.
@@ -132,6 +144,22 @@ mod tests {
             !progressed(&Sample { cpu: 7, delayed: 9, read: 1, written: 2, ..before }, &after, 100),
             "one has ended"
         );
+    }
+
+    #[test]
+    fn only_much_cpu_time_or_many_bytes_count_as_work() {
+        let before = quiet();
+        let after = Sample { at: before.at + Duration::from_secs(1), ..before };
+        let is_work = |change: fn(&mut Sample)| {
+            let mut after = after;
+            change(&mut after);
+            is_busy(&before, &after, 100)
+        };
+        assert!(!is_work(|after| after.cpu = 49) && is_work(|after| after.cpu = 50));
+        assert!(is_work(|after| after.delayed = 500_000_000), "the machine is busy");
+        assert!(!is_work(|after| after.written = MANY_BYTES - 1), "a log of a monitoring thread");
+        assert!(is_work(|after| (after.read, after.written) = (MANY_BYTES / 2, MANY_BYTES / 2)));
+        assert!(!is_work(|after| after.waits_for_disk = true), "a dead network file system");
     }
 
     fn shell(program: &str) -> Child {

@@ -122,7 +122,11 @@ pub enum Effect {
     /// Answered by [`Input::WorkerSwept`], unless a later [`Self::Sweep`] replaces the request.
     SweepWorker { local_rank: u32, pid: i32 },
     /// Gather diagnostics, such as stack traces, about all members. Answered by [`Input::Evidence`].
-    TakeEvidence { title: String },
+    TakeEvidence {
+        title: String,
+        /// True to measure whether the members that are outside of collectives work.
+        measures_work: bool,
+    },
     /// Report a failed worker to Python. The executor adds the time at which all other workers had been signalled.
     ReportFailure {
         local_rank: u32,

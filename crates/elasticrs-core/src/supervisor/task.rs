@@ -460,9 +460,9 @@ impl Task {
             Effect::Sweep(limits) => self.sweep(limits),
             Effect::SweepOthers(limits, savers) => self.sweep_others(limits, Some(savers)),
             Effect::SweepWorker { local_rank, pid } => self.sweep_worker(local_rank, pid),
-            Effect::TakeEvidence { title } => {
+            Effect::TakeEvidence { title, measures_work } => {
                 if let Some(running) = self.current.running() {
-                    self.evidence.gather(running, &title);
+                    self.evidence.gather(running, &title, measures_work);
                 }
             }
             Effect::ReportFailure { local_rank, seen, siblings } => {

@@ -26,9 +26,12 @@
 //! - **HANG-10** a rank that waits for other ranks is not hung while another rank is in a section whose time limit has
 //!   not passed, see [`Watch::excuse`]. The time limit of the waiting rank restarts when that section ends;
 //! - **HANG-11** a rank that exits with code 0 before it was signalled is not hung. If it exits while its hang is being
-//!   examined, the time limits of the other ranks restart, because they may have been waiting for it.
+//!   examined, the time limits of the other ranks restart, because they may have been waiting for it;
+//! - **HANG-12** ranks are not hung while one of them works outside of collectives and all others wait for it in
+//!   collectives, see [`slow`]. They are examined again after each limit for steps, and count as hung when the
+//!   [generous limit](StepLimit::generous) has passed since their last sign of activity.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use elasticrs_sys::clock::nanoseconds;
@@ -47,6 +50,8 @@ const SLACK: Duration = Duration::from_secs(1);
 pub const LEAST_LEARNED: Duration = Duration::from_secs(60);
 /// Time limit for a step until the durations of [`ENOUGH_STEPS`] steps are known.
 pub const UNLEARNED: Duration = Duration::from_secs(30 * 60);
+/// Factor by which the time limit of a slow rank exceeds a fixed limit for steps.
+const SLOWER: u32 = 10;
 /// Number of step durations that must be known before a limit is learned.
 pub const ENOUGH_STEPS: usize = 16;
 
@@ -57,6 +62,19 @@ pub enum StepLimit {
     Fixed(Duration),
     /// A limit computed from the durations of earlier steps, but never less than this duration. See [`learned`].
     Learned(Duration),
+}
+
+impl StepLimit {
+    /// Returns the limit for ranks that are slow. `step` is the current limit for a step.
+    ///
+    /// A fixed limit is multiplied by [`SLOWER`], up to [`UNLEARNED`]. If the limit is learned, the result is the limit
+    /// that applied before enough steps were known.
+    fn generous(self, step: Duration) -> Duration {
+        match self {
+            Self::Fixed(limit) => step.max(limit.saturating_mul(SLOWER).min(UNLEARNED)),
+            Self::Learned(least) => step.max(UNLEARNED).max(least),
+        }
+    }
 }
 
 /// Time limits for the ranks of a group.
@@ -210,6 +228,8 @@ pub struct Watch {
     /// Ranks that [`Watch::still_exiting`] has already returned.
     exits_reported: BTreeSet<usize>,
     excuse: Option<Excuse>,
+    /// Slow ranks, with the time of their last sign of activity and their time limit since then.
+    slow: BTreeMap<usize, (u64, Duration)>,
 }
 
 /// Ranks that are not considered hung, because they wait for a rank in a section.
@@ -236,6 +256,7 @@ impl Watch {
             unwatched_reported: false,
             exits_reported: BTreeSet::new(),
             excuse: None,
+            slow: BTreeMap::new(),
         }
     }
 
@@ -301,6 +322,25 @@ impl Watch {
         let Some(last) = seen.get(busy).and_then(in_section) else { return false };
         self.excuse = Some(Excuse { ranks, section_of: (busy, last) });
         true
+    }
+
+    /// Records that these ranks are slow, so that they are examined again after another limit for steps (**HANG-12**).
+    ///
+    /// Returns `None` if their generous limit has passed. Otherwise, returns that limit, and true if the ranks have
+    /// become slow since the last sign of activity of one of them.
+    pub fn slow(&mut self, ranks: &[Overdue], seen: &[RankState]) -> Option<(Duration, bool)> {
+        let step = self.step_limit(seen);
+        let generous = self.limits.step.generous(step);
+        if !ranks.iter().any(|overdue| overdue.limit < generous) {
+            return None;
+        }
+        let mut is_new = false;
+        for overdue in ranks {
+            let known =
+                self.slow.insert(overdue.rank, (overdue.since, overdue.limit.saturating_add(step).min(generous)));
+            is_new |= known.is_none_or(|(since, _)| since != overdue.since);
+        }
+        Some((generous, is_new))
     }
 
     /// Does not count the time for which ranks waited for a rank in a section. Stops excusing them when the section has
@@ -449,6 +489,9 @@ impl Watch {
                 (RankState::NoHeartbeat, Some(line)) if nobody_beats => (Missed::Line, line, Some(step)),
                 (RankState::NoHeartbeat, _) => (Missed::Startup, self.starts[rank], self.limits.startup),
             };
+            let slow = self.slow.get(&rank).filter(|_| matches!(missed, Missed::Step | Missed::Line));
+            let longer = slow.filter(|(of, _)| *of == since).map_or(Duration::ZERO, |(_, longer)| *longer);
+            let limit = limit.map(|limit| limit.max(longer));
             terms.extend(limit.map(|limit| Overdue { rank, missed, since, limit, is_due: false }));
         }
         terms
@@ -496,6 +539,72 @@ pub fn still_late(mut late: Vec<Overdue>, seen: &[RankState], line: Option<u64>)
         (_, Some(RankState::NoHeartbeat | RankState::Exited) | None) => true,
     });
     late
+}
+
+/// Collectives in the flight record of a process.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Collectives {
+    /// The process has imported torch, but has written no flight record.
+    #[default]
+    Unknown,
+    /// The process has not imported torch.
+    Unused,
+    /// At least one collective is not complete.
+    Pending,
+    /// All collectives are complete.
+    Complete,
+}
+
+/// What a rank does while its heartbeat is late.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Activity {
+    #[default]
+    Unknown,
+    /// The rank is in a collective. It may use the CPU, because collectives may wait in a busy loop.
+    Waits,
+    /// The rank uses the CPU, reads or writes outside of collectives.
+    Works,
+    /// The rank does nothing outside of collectives.
+    Blocked,
+}
+
+/// Decides what a rank does. Calls `works` only if the rank is outside of collectives, because the measurement takes
+/// time. `works` returns true if the rank uses the CPU, reads or writes.
+///
+/// `frame` is the innermost frame of the rank's Python program. `None` if it is unknown. The frame alone proves nothing
+/// if torch is used, because NCCL's collectives run in the background, and the program waits for them elsewhere.
+pub fn activity(frame: Option<&str>, collectives: Collectives, works: impl FnOnce() -> bool) -> Activity {
+    let Some(frame) = frame else { return Activity::Unknown };
+    let is_call = frame.contains("/torch/distributed/") && !frame.contains("/torch/distributed/checkpoint/");
+    match collectives {
+        Collectives::Pending => Activity::Waits,
+        _ if is_call => Activity::Waits,
+        Collectives::Unknown => Activity::Unknown,
+        Collectives::Unused | Collectives::Complete => {
+            if works() {
+                Activity::Works
+            } else {
+                Activity::Blocked
+            }
+        }
+    }
+}
+
+/// Returns the ranks in `late` that work, if they are the reason why the heartbeats are late (**HANG-12**). Otherwise
+/// returns an empty list, and a rank is hung. `activity` returns what a rank does.
+///
+/// The ranks are only slow if every rank in `late` either works or waits in a collective, and at least one works. If
+/// all of them wait, their collectives do not match or the network hangs. If one is blocked, the others may be waiting
+/// for that rank. A time limit that the program or another option sets is never extended.
+pub fn slow(late: &[Overdue], activity: impl Fn(usize) -> Activity) -> Vec<usize> {
+    let is_slow = |overdue: &Overdue| {
+        matches!(overdue.missed, Missed::Step | Missed::Line)
+            && matches!(activity(overdue.rank), Activity::Works | Activity::Waits)
+    };
+    if !late.iter().all(is_slow) {
+        return Vec::new();
+    }
+    late.iter().map(|overdue| overdue.rank).filter(|rank| activity(*rank) == Activity::Works).collect()
 }
 
 /// State of one rank, from which [`blame`] decides whether the rank caused a hang.

@@ -16,8 +16,8 @@ use crate::spec::StopPolicy;
 use crate::supervisor::event::{RankSeen, TimerExpired, WorkerHung};
 use crate::supervisor::evidence::WorkerEvidence;
 use crate::timer::hang::{
-    Ground, Limits, Missed, Overdue, RankState, RemoteHang, Suspect, Verdict, Watch, blame, blame_beside, in_section,
-    still_late, waits,
+    Activity, Ground, Limits, Missed, Overdue, RankState, RemoteHang, Suspect, Verdict, Watch, blame, blame_beside,
+    in_section, slow, still_late, waits,
 };
 
 /// Heartbeats and output of all workers at one point in time.
@@ -84,6 +84,12 @@ impl PendingAction {
     /// member, but neither the member nor another node has been notified of it.
     fn is_cancelled_by(&self, member: usize, local_rank: u32) -> bool {
         matches!(self, Self::Timer(_) | Self::Hung(_)) && self.concerns(member, local_rank)
+    }
+
+    /// Returns true if ranks may be late because one of them is slow. See [`slow`].
+    fn may_be_slow(&self) -> bool {
+        matches!(self, Self::Hung(check)
+            if check.late.iter().all(|overdue| matches!(overdue.missed, Missed::Step | Missed::Line)))
     }
 
     fn title(&self) -> String {
@@ -189,7 +195,8 @@ impl Group {
                 waiting.push(action);
             }
         } else if self.phase == Phase::Running || self.is_excused_exit(&action) {
-            self.effects.push(Effect::TakeEvidence { title: action.title() });
+            let measures_work = action.may_be_slow();
+            self.effects.push(Effect::TakeEvidence { title: action.title(), measures_work });
             self.waiting = Some(vec![action]);
         } else {
             self.carry_out(action, &[]);
@@ -380,6 +387,9 @@ impl Group {
     /// reports the reason.
     fn judge_and_tell(&mut self, check: HangCheck, evidence: &[WorkerEvidence]) -> Option<WorkerHung> {
         let check = self.without_excused(check, evidence);
+        if self.tolerate_slow(&check, evidence) {
+            return None;
+        }
         let due: Vec<usize> = check.late.iter().filter(|late| late.is_due).map(|late| late.rank).collect();
         let hung = self.judge(check, evidence);
         if hung.is_none() && self.phase == Phase::Running && !evidence.is_empty() {
@@ -414,6 +424,31 @@ impl Group {
             self.effects.push(Effect::Report(Event::Degraded { message }));
         }
         check
+    }
+
+    /// Extends the time limits of the late ranks if they are only slow (**HANG-12**). Returns false if a rank hangs, or
+    /// if the generous limit has passed.
+    fn tolerate_slow(&mut self, check: &HangCheck, evidence: &[WorkerEvidence]) -> bool {
+        let HangCheck { late, seen, .. } = self.without_recovered(check.clone());
+        let late: Vec<Overdue> = late.into_iter().filter(|overdue| self.members[overdue.rank].runs()).collect();
+        let evidence_of = |rank: usize| {
+            let local_rank = self.members[rank].local_rank;
+            evidence.iter().find(|worker| worker.local_rank == local_rank)
+        };
+        let working = slow(&late, |rank| evidence_of(rank).map_or(Activity::Unknown, |worker| worker.activity));
+        let Some(first) = working.first().and_then(|rank| late.iter().find(|overdue| overdue.rank == *rank)) else {
+            return false;
+        };
+        let frame = evidence_of(first.rank).and_then(|worker| worker.frame.clone()).unwrap_or_default();
+        let ranks = working.iter().map(|rank| self.members[*rank].local_rank).collect::<Vec<_>>();
+        let silent = Duration::from_nanos(self.snapshot.at.0.saturating_sub(first.since));
+        let Some((limit, is_new)) = self.watch.as_mut().and_then(|watch| watch.slow(&late, &seen)) else {
+            return false;
+        };
+        if is_new {
+            self.report(Event::Degraded { message: are_slow(&ranks, silent, limit, &frame) });
+        }
+        true
     }
 
     fn judge(&self, check: HangCheck, evidence: &[WorkerEvidence]) -> Option<WorkerHung> {
@@ -531,6 +566,18 @@ fn recovered(local_ranks: &[u32]) -> String {
     format!(
         "{ranks_are} active again after a silence that exceeded the limit. The signal that requests stacks interrupts \
          calls of C code such as sleep(), so it may have ended a hang"
+    )
+}
+
+/// Returns the notice that these ranks are slow. `silent` is the time since the last heartbeat of the first rank,
+/// `limit` the time after which it counts as hung, and `frame` its innermost frame.
+fn are_slow(local_ranks: &[u32], silent: Duration, limit: Duration, frame: &str) -> String {
+    let ranks_are = ranks_are(local_ranks);
+    format!(
+        "{ranks_are} slow, not hung: no heartbeat for {:.1} s, but busy outside of collectives ({frame}). Without a \
+         heartbeat, this counts as a hang after {} s. To set another limit, use heartbeat.section()",
+        silent.as_secs_f64(),
+        limit.as_secs_f64()
     )
 }
 

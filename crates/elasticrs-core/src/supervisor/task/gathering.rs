@@ -29,13 +29,14 @@ impl Evidence {
         (self.files, self.py_spy) = (files, py_spy);
     }
 
-    /// Starts gathering diagnostics, such as stack traces, about all running workers of the group.
-    pub(super) fn gather(&mut self, running: &Running, title: &str) {
+    /// Starts gathering diagnostics, such as stack traces, about all running workers of the group. If `measures_work` is
+    /// true, also measures whether the workers that are outside of collectives work.
+    pub(super) fn gather(&mut self, running: &Running, title: &str, measures_work: bool) {
         let mut gathering = Gathering::new(GatheringLimit::until(Instant::now() + evidence::LIMIT));
         for pid in running.pids() {
             let Some(local_rank) = running.group.rank_of(pid) else { continue };
             let files = self.files.get(local_rank as usize).cloned();
-            let subject = Subject { local_rank, pid, files, title: title.to_owned() };
+            let subject = Subject { local_rank, pid, files, title: title.to_owned(), measures_work };
             let py_spy = self.py_spy.clone();
             gathering.add(local_rank, move |limit| evidence::gather(subject, py_spy.as_deref(), limit));
         }

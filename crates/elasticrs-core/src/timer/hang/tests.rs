@@ -470,3 +470,113 @@ fn a_rank_that_shows_activity_after_the_check_is_not_hung() {
     assert_eq!(still_late(silent.clone(), &nobody, Some(11)), []);
     assert_eq!(still_late(silent, &[RankState::NoHeartbeat, beat(5)], Some(10)), [], "HANG-4");
 }
+
+const CALL: &str = "File \"/lib/torch/distributed/distributed_c10d.py\", line 4181 in all_reduce";
+const SAVE: &str = "File \"/lib/torch/distributed/checkpoint/filesystem.py\", line 7 in write";
+const BACKWARD: &str = "File \"/lib/torch/autograd/graph.py\", line 865 in _engine_run_backward";
+const ITEM: &str = "File \"/job/train.py\", line 9 in evaluate";
+
+#[test]
+fn a_rank_in_a_collective_waits_even_if_it_uses_the_cpu() {
+    use Collectives::{Complete, Pending, Unknown, Unused};
+    let done = |frame, collectives| activity(Some(frame), collectives, || true);
+    for (frame, collectives, expected) in [
+        (ITEM, Pending, Activity::Waits),
+        (CALL, Pending, Activity::Waits),
+        (CALL, Complete, Activity::Waits),
+        (CALL, Unused, Activity::Waits),
+        (BACKWARD, Pending, Activity::Waits),
+        (BACKWARD, Complete, Activity::Works),
+        (SAVE, Complete, Activity::Works),
+        (ITEM, Complete, Activity::Works),
+        (ITEM, Unused, Activity::Works),
+        (ITEM, Unknown, Activity::Unknown),
+    ] {
+        assert_eq!(done(frame, collectives), expected, "{frame}, {collectives:?}");
+    }
+    assert_eq!(activity(None, Complete, || true), Activity::Unknown);
+    assert_eq!(activity(Some(ITEM), Complete, || false), Activity::Blocked);
+    assert_eq!(activity(Some(CALL), Complete, || panic!("the measurement takes time")), Activity::Waits);
+}
+
+fn overdue_step(rank: usize, since: u64, limit: u64) -> Overdue {
+    let limit = Duration::from_secs(limit);
+    Overdue { rank, missed: Missed::Step, since: since * SECOND, limit, is_due: true }
+}
+
+#[test]
+fn slow_ranks_are_examined_again_until_the_generous_limit() {
+    // Checks invariant HANG-12. Rank 0 works, rank 1 waits for it.
+    for (limits, step, generous) in [
+        (fixed(10), 10, 100),
+        (fixed(300), 300, 1800),
+        (fixed(3600), 3600, 3600),
+        (Limits { step: StepLimit::Learned(LEAST_LEARNED), ..fixed(1) }, 60, 1800),
+    ] {
+        let mut ranks = Watch::new(limits, 2, 0);
+        let steps = if step == 60 { vec![SECOND; ENOUGH_STEPS] } else { Vec::new() };
+        let seen = [0, 1].map(|last| RankState::Heartbeat(Beat { last, steps: steps.clone(), ..Beat::default() }));
+        let (mut now, mut told) = (0, Vec::new());
+        loop {
+            now += 1;
+            let Verdict::Hung(late) = ranks.look(now * SECOND, &seen, None) else { continue };
+            let Some((limit, is_new)) = ranks.slow(&late, &seen) else { break };
+            assert_eq!(limit, Duration::from_secs(generous));
+            told.push((now, is_new));
+        }
+        assert!((generous..=generous + 1).contains(&now), "{now} of {generous}");
+        let examined = usize::try_from(generous / step - 1).unwrap();
+        assert_eq!(told.len(), examined, "{told:?}");
+        assert_eq!(told.iter().filter(|(_, is_new)| *is_new).count(), examined.min(1), "a line is printed once");
+        let again = [(now + 1) * SECOND; 2]
+            .map(|last| RankState::Heartbeat(Beat { last, steps: steps.clone(), ..Beat::default() }));
+        let next = watch(&mut ranks, now + 1, now + 2 + step, &again, None);
+        assert_eq!(next.map(|(at, _)| at), Some(now + 1 + step), "the usual limit applies again");
+    }
+}
+
+fn any_activity() -> impl Strategy<Value = Activity> {
+    prop::sample::select(vec![Activity::Unknown, Activity::Waits, Activity::Works, Activity::Blocked])
+}
+
+proptest! {
+    /// Checks HANG-12: only the limit for steps is extended, only if a rank works, and only if no rank is blocked.
+    #[test]
+    fn ranks_are_slow_only_if_one_works_and_no_other_may_hang(
+        late in prop::collection::vec((any_activity(), prop::sample::select(vec![
+            Missed::Step, Missed::Line, Missed::Section, Missed::Exit, Missed::Startup,
+        ])), 0..6),
+    ) {
+        let overdue: Vec<Overdue> =
+            late.iter().enumerate().map(|(rank, (_, missed))| Overdue { missed: *missed, ..overdue_step(rank, 0, 1) }).collect();
+        let working = slow(&overdue, |rank| late[rank].0);
+        prop_assert!(working.iter().all(|rank| late[*rank].0 == Activity::Works));
+        let has_own_limit = late.iter().any(|(_, missed)| !matches!(missed, Missed::Step | Missed::Line));
+        let may_hang = late.iter().any(|(activity, _)| matches!(activity, Activity::Unknown | Activity::Blocked));
+        let works = late.iter().any(|(activity, _)| *activity == Activity::Works);
+        prop_assert_eq!(!working.is_empty(), works && !may_hang && !has_own_limit);
+    }
+
+    /// Checks HANG-12: whatever is measured, a silent rank is hung when the generous limit has passed, and no rank is
+    /// tolerated before its own limit has passed.
+    #[test]
+    fn every_silent_rank_is_hung_after_the_generous_limit(
+        limit in 1_u64..40,
+        measured in prop::collection::vec(prop::array::uniform3(any_activity()), 1..40),
+        since in prop::array::uniform3(0_u64..20),
+    ) {
+        let mut ranks = Watch::new(fixed(limit), 3, 0);
+        let (seen, last) = (since.map(beat), since.into_iter().min().unwrap_or(0));
+        let mut measured = measured.iter().cycle();
+        for now in 20..20 + 12 * limit {
+            let Verdict::Hung(late) = ranks.look(now * SECOND, &seen, None) else { continue };
+            prop_assert!(now >= last + limit);
+            let at = measured.next().expect("it repeats");
+            let working = slow(&late, |rank| at[rank]);
+            if working.is_empty() || ranks.slow(&late, &seen).is_none() {
+                return Ok(());
+            }
+        }
+        prop_assert!(false, "a rank that is silent for 10 limits is hung");
+    }
+}

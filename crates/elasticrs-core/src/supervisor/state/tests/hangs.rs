@@ -1,7 +1,7 @@
 //! Tests of hang detection, and of the diagnostics about hung workers.
 
 use super::*;
-use crate::timer::hang::{Beat, Limits, RankState, RemoteHang, StepLimit};
+use crate::timer::hang::{Activity, Beat, Limits, RankState, RemoteHang, StepLimit};
 
 pub(super) const FOUR_SECONDS: Limits = Limits {
     step: StepLimit::Fixed(Duration::from_secs(4)),
@@ -415,6 +415,65 @@ fn frame(local_rank: u32, frame: &str) -> WorkerEvidence {
 
 const REDUCE: &str = "File \"/lib/torch/distributed/distributed_c10d.py\", line 4181 in all_reduce";
 const LOADS: &str = "File \"/job/train.py\", line 7 in load";
+
+fn busy(local_rank: u32) -> WorkerEvidence {
+    WorkerEvidence { activity: Activity::Works, ..frame(local_rank, LOADS) }
+}
+
+fn waiting(local_rank: u32) -> WorkerEvidence {
+    WorkerEvidence { activity: Activity::Waits, ..frame(local_rank, REDUCE) }
+}
+
+/// Returns a group whose ranks have all sent no heartbeat for four seconds.
+fn all_silent() -> Group {
+    let mut group = silent();
+    let _ = group.on_input(snapshot(4, [Some(0); 4]));
+    group
+}
+
+#[test]
+fn a_rank_that_works_outside_of_collectives_is_slow_and_not_hung() {
+    let mut group = all_silent();
+    let found = || vec![busy(0), waiting(1), waiting(2), waiting(3)];
+    let effects = group.on_input(LOOK);
+    assert!(matches!(effects[..], [Effect::TakeEvidence { measures_work: true, .. }]), "{effects:?}");
+    let effects = group.on_input(Input::Evidence(found()));
+    assert!(
+        matches!(effects[..], [Effect::Report(Event::Degraded { .. }), Effect::Arm(Timer::Hang, _)]),
+        "HANG-12: {effects:?}"
+    );
+    let _ = group.on_input(snapshot(8, [Some(0); 4]));
+    let effects = after(&mut group, LOOK, found());
+    assert!(matches!(effects[..], [Effect::Arm(Timer::Hang, _)]), "the user knows already: {effects:?}");
+    let _ = group.on_input(snapshot(12, [Some(0); 4]));
+    let effects = after(&mut group, LOOK, vec![waiting(0), waiting(1), waiting(2), waiting(3)]);
+    assert_eq!(hung(&effects).len(), 1, "now all wait: {effects:?}");
+}
+
+#[test]
+fn a_slow_rank_does_not_excuse_a_blocked_rank_or_a_rank_of_unknown_activity() {
+    for other in [WorkerEvidence { activity: Activity::Blocked, ..frame(1, LOADS) }, frame(1, LOADS)] {
+        let effects = after(&mut all_silent(), LOOK, vec![busy(0), other, waiting(2), waiting(3)]);
+        assert_eq!(hung(&effects).len(), 1, "{effects:?}");
+    }
+    let effects = after(&mut all_silent(), LOOK, vec![waiting(0), waiting(1), waiting(2), waiting(3)]);
+    assert_eq!(hung(&effects).len(), 1, "they wait for each other: {effects:?}");
+}
+
+#[test]
+fn a_slow_rank_counts_as_hung_after_the_generous_limit() {
+    let mut group = all_silent();
+    let mut now = 4;
+    while now < 40 {
+        let _ = group.on_input(snapshot(now, [Some(0); 4]));
+        let effects = after(&mut group, LOOK, (0..4).map(busy).collect());
+        assert_eq!(hung(&effects), [] as [u32; 0], "after {now} s");
+        now += 4;
+    }
+    let _ = group.on_input(snapshot(now, [Some(0); 4]));
+    let effects = after(&mut group, LOOK, (0..4).map(busy).collect());
+    assert_eq!(hung(&effects).len(), 1, "HANG-12: {effects:?}");
+}
 
 /// Returns a group in which rank 0 is in a section without a time limit, and the other ranks have sent no heartbeat for
 /// four seconds.
