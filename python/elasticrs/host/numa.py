@@ -25,7 +25,7 @@ from elasticrs.job.config import AFFINITY_MODES
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-__all__ = ["AffinityMode", "NumaOptions", "cpus_by_local_rank"]
+__all__ = ["AffinityMode", "NumaOptions", "cpus_by_local_rank", "cpus_of_options"]
 
 
 class AffinityMode(str, Enum):
@@ -97,6 +97,28 @@ def cpus_by_local_rank(
         if not cpus:
             raise ValueError(f"no usable CPU is near GPU {index} ({gpus[index].address})")
     return found
+
+
+def cpus_of_options(options: NumaOptions | None, nproc: int) -> list[list[int]] | None:
+    """Return the CPUs for each worker, indexed by local rank. Return ``None`` if workers are not bound to
+    CPUs.
+
+    Raises:
+        ValueError, OSError: the workers cannot be bound, and the options require that they are.
+    """
+    if options is None:
+        return None
+    try:
+        # Pass the value instead of the enum member, because torch's enum is a different class with the same
+        # values.
+        return cpus_by_local_rank(options.affinity_mode.value, nproc, os.environ)
+    except (ValueError, OSError) as error:
+        if not options.should_fall_back_if_binding_fails:
+            raise
+        import logging
+
+        logging.getLogger("elasticrs.agent").warning("workers are not bound to CPUs: %s", error)
+        return None
 
 
 class _Machine:

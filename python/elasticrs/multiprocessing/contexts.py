@@ -9,9 +9,9 @@ import pickle
 import time
 from typing import TYPE_CHECKING, Any
 
+from elasticrs.host.numa import cpus_of_options
 from elasticrs.job.config import check_start_method, default_stop_scope
 from elasticrs.multiprocessing.api import PContext, RunProcsResult, clean_up, get_std_cm, logger
-from elasticrs.multiprocessing.binding import cpus_of_options
 from elasticrs.multiprocessing.errors import ProcessFailure
 from elasticrs.multiprocessing.failed_process import failure_of
 from elasticrs.multiprocessing.supervised_group import SupervisedGroup

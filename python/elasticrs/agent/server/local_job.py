@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from elasticrs.agent.server.replaced_console import ReplacedConsole
 from elasticrs.agent.signals import ignored_signals
 from elasticrs.agent.workers import CommandWorkers, Workers, WorkerSetup
+from elasticrs.host.numa import cpus_of_options
 from elasticrs.job import config as defaults
 from elasticrs.job.config import JobConfig, ObserveSettings
-from elasticrs.multiprocessing.binding import cpus_of_options
 from elasticrs.multiprocessing.plugins import attempt_logs
 from elasticrs.multiprocessing.tail_log import replaced_streams
 from elasticrs.workers.environment import hook_environment, inherited_environment

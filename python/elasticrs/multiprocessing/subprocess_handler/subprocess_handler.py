@@ -6,7 +6,7 @@ import os
 import signal
 from typing import TYPE_CHECKING, Any
 
-from elasticrs.multiprocessing.binding import cpus_of_options
+from elasticrs.host.numa import cpus_of_options
 from elasticrs.multiprocessing.supervised_group import SupervisedGroup, SupervisedProcess
 from elasticrs.workers.process import process_spec
 
