@@ -97,7 +97,8 @@ FAILS = """
             sys.exit(3)
         if attempt == "3":
             raise ConnectionResetError(104, "Connection reset by peer")
-    signal.pause()
+    while True:
+        signal.pause()
 """
 
 

@@ -205,7 +205,10 @@ def test_a_job_that_finishes_an_epoch_in_each_attempt_is_not_permanent(run):
 @pytest.mark.parametrize("across_restarts", [True, False])
 @pytest.mark.parametrize(
     ("fails", "words"),
-    [("signal.pause()", ["hang", "step 5"]), ("os.kill(os.getpid(), signal.SIGSEGV)", ["SIGSEGV", "step 5"])],
+    [
+        ("while True: signal.pause()", ["hang", "step 5"]),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", ["SIGSEGV", "step 5"]),
+    ],
     ids=["hang", "crash"],
 )
 def test_the_same_hang_or_crash_in_the_same_step_ends_a_job_with_a_window(run, fails, words, across_restarts):

@@ -145,7 +145,8 @@ def test_an_expired_timer_is_recorded(launch, worker_script):
             from elasticrs import timer
             timer.configure(timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"]))
             with timer.expires(after=0.01, scope="epoch"):
-                signal.pause()
+                while True:
+                    signal.pause()
         """),
         env={"TORCHELASTIC_ENABLE_FILE_TIMER": "1"},
     ).exits(1)

@@ -22,7 +22,8 @@ TORCH_CLIENT = """
     with timer.expires(after=60, scope="all of it"):
         if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             with timer.expires(after=0.1, scope="epoch"):
-                signal.pause()
+                while True:
+                    signal.pause()
     os.write(1, b"DONE\\n")
 """
 
@@ -175,7 +176,8 @@ def test_a_timer_file_in_a_missing_directory_is_refused(launch, worker_script, t
 def test_expired_timers_are_passed_to_a_replaced_log_function(tmp_path, worker_script, body, module):
     script = worker_script(BY_HAND + """
     acquire(os.getpid(), "step 7", -1)
-    signal.pause()
+    while True:
+        signal.pause()
 """)  # fmt: skip
     program = tmp_path / "program.py"
     program.write_text(f"""

@@ -31,7 +31,12 @@ TIMER = {"scope": "s", "at": None, "deadline": 1.0, "others": 0}
 EVENTS = st.one_of(
     st.tuples(st.just("exit"), RANK, st.sampled_from([0, 1, -9, -15, None]), st.sampled_from([None, 15, 9])),
     st.tuples(st.just("timer"), RANK, st.sampled_from([None, 15])),
-    st.tuples(st.just("raised"), RANK, st.sampled_from(["begun", "slow", "stalled"])),
+    st.tuples(
+        st.just("raised"),
+        RANK,
+        st.sampled_from(["begun", "slow", "stalled"]),
+        st.sampled_from(["own", "peer", "unknown"]),
+    ),
     st.tuples(st.just("failure"), RANK),
     st.tuples(st.just("swept"), RANK),
     st.tuples(st.just("replaced"), RANK),
@@ -104,7 +109,8 @@ class Played:
         elif name == "timer" and not has_exited:
             self._tell(_core.TimerExpired, local_rank=rank, pid=pid, signal=more[0], **TIMER)
         elif name == "raised" and not has_exited:
-            self._tell(_core.WorkerRaised, local_rank=rank, pid=pid, text="E: x", exit=more[0], limit=1.0)
+            how = {"text": "E: x", "exit": more[0], "origin": more[1], "limit": 1.0}
+            self._tell(_core.WorkerRaised, local_rank=rank, pid=pid, **how)
         elif name == "failure" and self.attempt.first_failure is None:
             now = time.monotonic_ns()
             self._tell(_core.FailureSeen, local_rank=rank, signalled_ns=now, siblings=N - 1)
