@@ -264,6 +264,20 @@ def test_the_exit_codes_option_sets_the_exit_code(launch, worker_script, codes, 
     launch("--exit-codes", codes, script).exits(code)
 
 
+def test_all_nodes_exit_with_the_same_code_if_a_worker_kills_its_nursery(launch, worker_script):
+    script = worker_script("""
+        import os, signal
+        if os.environ["RANK"] == "1":
+            os.kill(os.getppid(), signal.SIGKILL)
+        signal.pause()
+    """)
+    where = ("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{ports.free()}", "--exit-codes=worker")
+    nodes = [launch("--nnodes=2", *where, script) for _ in range(2)]
+    for node in nodes:
+        node.exits(1)
+        says(node.stderr.splitlines()[-1], "rank 1 of 2", "the nursery died by SIGKILL")
+
+
 def test_pet_exit_codes_sets_the_exit_code(launch, worker_script):
     launch(worker_script("raise SystemExit(7)"), env={"PET_EXIT_CODES": "worker"}).exits(7)
 

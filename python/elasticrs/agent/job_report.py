@@ -50,10 +50,12 @@ def exit_code(codes: ExitCodes, result: JobResult, failed: Failures) -> int:
         special = {Verdict.PERMANENT: codes.permanent, Verdict.UNFIT: codes.unfit}
         return special.get(result.verdict, result.exit_code)
     if codes.kind == "worker" and failed:
-        root = failed[root_cause(failed)]
-        # Ignore the exit code if the agent killed the worker after an exception, because the code only
-        # reflects the agent's signal.
-        code = root.exitcode if root.sent_signal is None else None
+        rank, cause = root_cause(failed), result.first_cause
+        root = failed[rank]
+        was_killed = cause is not None and cause.rank == rank and cause.was_killed
+        # Ignore the exit code if the agent killed the worker, because the code only reflects the agent's
+        # signal. The same applies if the agent of another node did.
+        code = root.exitcode if root.sent_signal is None and not was_killed else None
         # As a shell does, report death by a signal as 128 plus the signal number.
         return result.exit_code if not code else code if code > 0 else 128 - code
     return result.exit_code

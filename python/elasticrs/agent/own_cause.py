@@ -144,6 +144,7 @@ def own_cause(
         place=None if is_consequence else _place(attempt, first),
         is_consequence=is_consequence or None,
         is_transient=first.is_transient or None,
+        was_killed=first.sent_signal is not None or None,
         ran=_ran(attempt, first),
         **_reached(attempt),
         **permanent,

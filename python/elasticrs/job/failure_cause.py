@@ -78,6 +78,8 @@ class Cause(Value):
         is_consequence: true if the exception only reports that a peer is lost or does not answer; otherwise
             ``None``.
         is_transient: true if the exception only reports a lost connection or a timeout; otherwise ``None``.
+        was_killed: true if ``exitcode`` shows only that elasticrs or the loss of the nursery has killed the
+            worker; otherwise ``None``.
         reached: last training step that any worker of the node has completed; ``None`` without heartbeats.
         is_global: true if ``reached`` is counted across restarts (``heartbeat(step, across_restarts=True)``);
             otherwise ``None``.
@@ -112,6 +114,7 @@ class Cause(Value):
     permanent_sign: str | None = None
     is_consequence: bool | None = None
     is_transient: bool | None = None
+    was_killed: bool | None = None
     reached: int | None = None
     is_global: bool | None = None
     ran: float | None = None

@@ -73,8 +73,9 @@ def how_it_failed(cause: Mapping[str, Any]) -> str:
     SIGKILL``, to append to the worker's name.
     """
     lines = str(cause.get("message") or "").strip().splitlines()
-    if blame_of(cause) is not None:
-        # Ignore the exit code of a hung worker, because the agent itself killed the worker.
+    if blame_of(cause) is not None or (cause.get("was_killed") and len(lines) == 1):
+        # Ignore the exit code of a hung worker, or of one that died with its nursery, because it did not die
+        # by itself.
         return f": {lines[-1].strip() if lines else 'hung'}"
     if cause.get("message") == SILENT:
         return f" {SILENT}"

@@ -116,7 +116,7 @@ CAUSE: dict[str, Check] = {
     **dict.fromkeys(("round", "rank", "local_rank", "pid", "permanent_rank"), COUNT),
     **dict.fromkeys(("time_ns", "error_ns"), TIME),
     "exitcode": optional(WHOLE),
-    **dict.fromkeys(("is_consequence", "is_transient", "is_global"), FLAG),
+    **dict.fromkeys(("is_consequence", "is_transient", "is_global", "was_killed"), FLAG),
     **dict.fromkeys(("silence", "ran"), _is_span),
     "lines": list_of(TEXT, 1000),
     "xids": list_of(TEXT, 1000),
