@@ -64,6 +64,7 @@ def test_jobs_of_one_node_run_side_by_side(job, names):
     pids = workers(agents, *names)
     assert sum(f":{job.port} is in use" in each.stderr for each in agents) == len(names) - 1
     finish(agents, pids)
+    assert not any("refused" in each.stderr for each in agents)
 
 
 def test_a_job_of_one_node_runs_beside_another_program_at_its_endpoint(job):
@@ -84,6 +85,7 @@ def test_an_agent_whose_command_differs_is_refused_at_once(job):
 
 def test_an_agent_that_waits_learns_at_once_that_another_one_was_refused(job):
     first = job("A", nnodes="2")
+    first.wait_for_line("waiting for nodes")
     other = job("B", nnodes="2").exits(1)
     says(first.wait_for_line("refused.*").string, "'B'", "'A'", "--rdzv-id", "same_command")
     agents = [first, job("A", nnodes="2")]

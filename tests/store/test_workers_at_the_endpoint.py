@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 from helpers import procs
-from helpers.coordination import Server, serving
+from helpers.coordination import Client, Server, serving
 from helpers.said import says
 from helpers.torch_clients import GREETING
 
@@ -71,6 +71,57 @@ def test_a_worker_of_another_job_is_refused_with_one_notice():
                 assert not is_served(stranger)
         (line,) = store.inner.take_notices()
         says(line, "no worker of this job", "MASTER_ADDR", "MASTER_PORT")
+
+
+def announced(store: Server, run_id: str, port: int) -> Client:
+    """Return an agent that has announced the workers' store of its job."""
+    agent = Client(store.port, run_id=run_id).connected()
+    agent.put(f"%workers/{run_id}", f"127.0.0.1 {port}".encode(), leased=True)
+    return agent
+
+
+def test_a_store_of_all_jobs_passes_on_the_workers_of_the_only_job_of_a_machine():
+    with serving(run_id=None) as store, workers_store() as first, workers_store() as second:
+        agent = announced(store, "a", first.port)
+        with worker(store.port, os.getpid()) as own:
+            assert is_served(own)
+            assert add(own) == 1
+        # In the next round, another agent of the job has group rank 0.
+        other = Client(store.port, run_id="a").connected()
+        other.put("%workers/other", f"127.0.0.1 {second.port}".encode(), leased=True)
+        with worker(store.port, os.getpid()) as own:
+            assert is_served(own)
+            assert add(own) == 1
+            assert add(own) == 2
+        agent.close()
+        other.close()
+        assert store.inner.take_notices() == []
+
+
+def test_a_store_of_all_jobs_does_not_guess_the_job_of_a_worker():
+    with serving(run_id=None) as store, workers_store() as workers:
+        agents = [announced(store, run_id, workers.port) for run_id in "ab"]
+        for _ in range(3):
+            with worker(store.port, os.getpid()) as own:
+                assert not is_served(own)
+        (line,) = store.inner.take_notices()
+        says(line, "several jobs", "MASTER_ADDR", "MASTER_PORT")
+        agents[0].close()
+        procs.wait_until(store.inner.sessions, lambda count: count == 1)
+        with worker(store.port, os.getpid()) as own:
+            assert is_served(own)
+        agents[1].close()
+
+
+@pytest.mark.parametrize("value", [b"", b"127.0.0.1", b"127.0.0.1 70000", b"\xff 1", b"a b c"])
+def test_a_damaged_announcement_serves_no_worker(value):
+    with serving(run_id=None) as store:
+        agent = Client(store.port, run_id="a").connected()
+        agent.put("%workers/a", value, leased=True)
+        with worker(store.port, os.getpid()) as own:
+            assert not is_served(own)
+        agent.put("key")
+        agent.close()
 
 
 def test_the_probe_for_a_torch_store_is_not_passed_on():

@@ -1,6 +1,7 @@
 //! Server side of a connection: the handshake, then the requests until the connection is closed.
 
 use std::io;
+use std::net::IpAddr;
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -176,6 +177,8 @@ impl Connection {
             return Err(Disconnect::Refused((LostKind::Limit, said)));
         }
         match &self.hub.config.run_id {
+            // Agents look for a store of all jobs with an empty ID. That they do not find one here is no error.
+            Some(_) if hello.run_id.is_empty() => Err(Disconnect::Gone),
             Some(served) if *served != hello.run_id => {
                 let said = format!("this endpoint serves run {served}, not {}", hello.run_id);
                 Err(Disconnect::Refused((LostKind::Run, said)))
@@ -366,8 +369,14 @@ impl Connection {
     async fn find_workers_store(&mut self) -> Result<(String, u16), Option<&'static str>> {
         let hub = Rc::clone(&self.hub);
         let mut target = hub.relay.target.clone();
+        let (peer, own) = (self.outbox.peer.ip(), self.stream.local_addr().map_err(|_| None)?.ip().to_canonical());
+        let is_local = |address: IpAddr| address.is_loopback() || address == own;
+        let mut announced = Vec::new();
         if *target.borrow() == Target::Nowhere {
-            return Err(None);
+            announced = hub.announced(|other| other == peer || (is_local(other) && is_local(peer)));
+            if announced.is_empty() {
+                return Err(None);
+            }
         }
         let pid = loop {
             match recognise(self.frames.unread()) {
@@ -376,9 +385,13 @@ impl Connection {
                 Caller::Stranger => return Err(None),
             }
         };
-        let (peer, own) = (self.outbox.peer.ip(), self.stream.local_addr().map_err(|_| None)?.ip().to_canonical());
-        if !peer.is_loopback() && peer != own && !hub.has_client_at(peer) {
-            return Err(Some("no agent of this job is connected from that address"));
+        match announced.pop() {
+            Some(only) if announced.is_empty() => return Ok(only),
+            Some(_) => return Err(Some("agents of several jobs are connected from that address")),
+            None if !is_local(peer) && !hub.has_client_at(peer) => {
+                return Err(Some("no agent of this job is connected from that address"));
+            }
+            None => {}
         }
         loop {
             if let Target::At { host, port, agent } = &*target.borrow_and_update() {
@@ -403,7 +416,12 @@ impl Connection {
                 return self.hub.notices.say(format!("closed a connection from {}: {what}", self.outbox.peer));
             }
             Disconnect::Refused((kind, message)) => {
-                self.hub.notices.say(format!("refused {}: {message}", self.outbox.peer));
+                let todo = if kind == LostKind::Run {
+                    "; if that agent belongs to this job, start it with the same --rdzv-id"
+                } else {
+                    ""
+                };
+                self.hub.notices.say(format!("refused {}: {message}{todo}", self.outbox.peer));
                 self.outbox.refuse(kind, message);
             }
         }

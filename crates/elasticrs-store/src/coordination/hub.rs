@@ -11,9 +11,10 @@
 //!   session is absent (without a connection) until it is resumed or its time to live expires.
 
 use std::cell::{Cell, RefCell};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::future::pending;
 use std::net::IpAddr;
+use std::ops::Bound;
 use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -94,6 +95,8 @@ pub const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 #[derive(Debug)]
 struct Session {
     secret: Secret,
+    /// ID of the client's run. Empty until the client of a restored session has reconnected.
+    run_id: String,
     /// Outbox of the session's connection. `None` while the session has no connection.
     outbox: Option<Rc<Outbox>>,
 }
@@ -150,6 +153,15 @@ pub(super) struct Hub {
     reap: Notify,
     replan: Notify,
     trim: Notify,
+}
+
+/// Prefix of the keys that announce the workers' stores of a round.
+const WORKERS_STORES: &str = "%workers/";
+
+/// Decodes the host and the port in a key that announces a workers' store.
+fn address_of(value: &[u8]) -> Option<(String, u16)> {
+    let (host, port) = str::from_utf8(value).ok()?.rsplit_once(' ')?;
+    Some((host.to_owned(), port.parse().ok()?))
 }
 
 /// Reason why the server refuses a request and closes its connection.
@@ -227,12 +239,13 @@ impl Hub {
             return Err((LostKind::Other, said.into()));
         }
         match &hello.resume {
-            Some((session, secret)) => self.resume(outbox, *session, secret),
-            None => self.begin(outbox, hello.interval_ms, hello.attempts),
+            Some((session, secret)) => self.resume(outbox, *session, secret, &hello.run_id),
+            None => self.begin(outbox, hello),
         }
     }
 
-    fn begin(&self, outbox: &Rc<Outbox>, interval_ms: u32, attempts: u16) -> Result<Entered, Refusal> {
+    fn begin(&self, outbox: &Rc<Outbox>, hello: &Hello) -> Result<Entered, Refusal> {
+        let Hello { interval_ms, attempts, ref run_id, .. } = *hello;
         let least = self.config.state.as_ref().map_or(0, |state| state.attempts_at(interval_ms));
         let attempts = attempts.max(least);
         let secret = auth::random()
@@ -241,7 +254,8 @@ impl Hub {
         let session = shared.next_session;
         shared.next_session += 1;
         shared.state.begin_session(session);
-        shared.sessions.insert(session, Session { secret, outbox: Some(Rc::clone(outbox)) });
+        let opened = Session { secret, run_id: run_id.clone(), outbox: Some(Rc::clone(outbox)) };
+        shared.sessions.insert(session, opened);
         self.sessions.store(shared.sessions.len(), Ordering::Relaxed);
         let pace = shared.leases.begin(session, interval_ms, attempts, boot_now());
         self.replan.notify_one();
@@ -253,7 +267,13 @@ impl Hub {
 
     /// Resumes a session for a client that knows its secret. If the session still has a connection, that connection is
     /// dropped.
-    fn resume(&self, outbox: &Rc<Outbox>, session: SessionId, secret: &Secret) -> Result<Entered, Refusal> {
+    fn resume(
+        &self,
+        outbox: &Rc<Outbox>,
+        session: SessionId,
+        secret: &Secret,
+        run_id: &str,
+    ) -> Result<Entered, Refusal> {
         let mut shared = self.shared.borrow_mut();
         let shared = &mut *shared;
         let known = shared.sessions.get_mut(&session).filter(|known| auth::is_same(&known.secret, secret));
@@ -261,6 +281,7 @@ impl Hub {
         let (Some(known), Some(pace)) = (known, pace) else {
             return Err((LostKind::Gone, "the session of this node has ended here".into()));
         };
+        run_id.clone_into(&mut known.run_id);
         match known.outbox.replace(Rc::clone(outbox)) {
             Some(last) => last.discard(),
             None => shared.absent -= 1,
@@ -275,7 +296,7 @@ impl Hub {
         let mut shared = self.shared.borrow_mut();
         shared.next_session = shared.next_session.max(session + 1);
         shared.state.begin_session(session);
-        shared.sessions.insert(session, Session { secret, outbox: None });
+        shared.sessions.insert(session, Session { secret, run_id: String::new(), outbox: None });
         shared.absent += 1;
         self.sessions.store(shared.sessions.len(), Ordering::Relaxed);
         shared.leases.restore(session, interval_ms, attempts, ttl_ms, now);
@@ -321,6 +342,31 @@ impl Hub {
     pub(super) fn has_client_at(&self, address: IpAddr) -> bool {
         let shared = self.shared.borrow();
         shared.sessions.values().any(|known| known.outbox.as_ref().is_some_and(|outbox| outbox.peer.ip() == address))
+    }
+
+    /// Returns host and port of the workers' store of each run that has announced it and has a client at an address
+    /// for which `is_near` returns true.
+    ///
+    /// A store of all jobs has no agent that tells it where to forward workers. Instead, the agent of group rank 0
+    /// writes the address of each round's workers' store to a leased key below [`WORKERS_STORES`].
+    pub(super) fn announced(&self, is_near: impl Fn(IpAddr) -> bool) -> Vec<(String, u16)> {
+        let shared = self.shared.borrow();
+        let near = |known: &Session| known.outbox.as_ref().is_some_and(|outbox| is_near(outbox.peer.ip()));
+        let runs: HashSet<&str> =
+            shared.sessions.values().filter(|known| near(known)).map(|known| known.run_id.as_str()).collect();
+        // Another agent may have had group rank 0 in an earlier round, so use only the latest key of each run.
+        let mut latest = HashMap::new();
+        let entries = shared.state.entries().range::<str, _>((Bound::Included(WORKERS_STORES), Bound::Unbounded));
+        for (_, stored) in entries.take_while(|(key, _)| key.starts_with(WORKERS_STORES)) {
+            let owner = stored.lease.and_then(|session| shared.sessions.get(&session));
+            if let Some(run) = owner.map(|owner| owner.run_id.as_str()).filter(|run| runs.contains(run)) {
+                let known = latest.entry(run).or_insert(stored);
+                if known.mod_revision < stored.mod_revision {
+                    *known = stored;
+                }
+            }
+        }
+        latest.values().filter_map(|stored| address_of(&stored.value)).collect()
     }
 
     /// Notifies all clients that the store was closed.

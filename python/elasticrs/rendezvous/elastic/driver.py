@@ -233,6 +233,7 @@ class Driver:
         if not self._rendezvous.is_static:
             if self._store_port is not None:
                 self._store_port.serve(self._supervisor)
+            self.meeting_point.announce_workers_store(self.agent, self.last_head)
             return None
         self._timers.disarm(_PORT)
         if self._port.lend():

@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
     from elasticrs.store.coordination import Operation
 
+WORKERS_STORES = "%workers/"
+"""Prefix of the keys with which the agents of group rank 0 announce their round's workers' store to a store
+of all jobs. The store itself reads these keys.
+"""
+
 _MAX_DIGITS = 15
 _WORKERS = "#workers"
 

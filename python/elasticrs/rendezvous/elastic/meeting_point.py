@@ -14,9 +14,9 @@ from elasticrs.host.clock import Clock
 from elasticrs.job.value import Record
 from elasticrs.rendezvous.elastic import hosting
 from elasticrs.rendezvous.elastic.addresses import is_unspecified, packed
-from elasticrs.rendezvous.elastic.keys import Keys
+from elasticrs.rendezvous.elastic.keys import WORKERS_STORES, Keys
 from elasticrs.rendezvous.elastic.rendezvous import ThisAgent
-from elasticrs.store.coordination import Connected, ConnectionLost, Notice
+from elasticrs.store.coordination import Connected, ConnectionLost, Notice, Put, Txn
 from elasticrs.store.session import Client, NativeSession, Server
 
 TYPE_CHECKING = False
@@ -67,9 +67,9 @@ _BEFORE_MEETING = ("refused", "unreachable")
 """Kinds of connection loss that suggest a wrong endpoint if this agent has never been connected."""
 
 
-_ANY_RUN = "another job of one node"
-"""Run id for finding a store for all jobs. A store that an agent hosts refuses this run id, because it serves
-only the agent's own job. The agent then shows the run id to the user.
+_ANY_RUN = ""
+"""Run id for finding a store for all jobs. A store that an agent hosts silently closes such a connection,
+because it serves only the agent's own job.
 """
 
 
@@ -279,6 +279,23 @@ class MeetingPoint:
             # In a job of one node, serve only the workers of this agent, because the job has no others.
             agent = os.getpid() if self._rendezvous.max_nodes == 1 else None
             self._server.lead_workers(address, agent)
+
+    def announce_workers_store(self, agent: str, head: Head | None) -> None:
+        """Tell a store that no agent hosts the address of the workers' store of the round in ``head``. That
+        store then passes connections of workers on; see :meth:`follow`. Do nothing if this agent hosts the
+        store.
+
+        Args:
+            agent: name of this agent. It has group rank 0 in the round.
+            head: state of the job.
+        """
+        address = workers_store(head)
+        is_own_store = self._rendezvous.etcd is None and not self._rendezvous.is_static
+        if address is None or self._server is not None or not is_own_store:
+            return
+        # Ignore the reply, because jobs whose workers use MASTER_ADDR do not need this.
+        put = Put(f"{WORKERS_STORES}{agent}", f"{address[0]} {address[1]}".encode(), True)
+        self.send(Txn(0, [], [put]))
 
     def connect(self, *, same: bool = False) -> ConnectionLost | None:
         """Start to connect. :meth:`take` returns the result later, as a :class:`Connected` or
