@@ -275,6 +275,9 @@ class Heartbeat:
     def is_global(self) -> bool:
         """True if the worker counts its steps across restarts."""
     @property
+    def is_automatic(self) -> bool:
+        """True if the steps are those of an optimizer, counted by this library from the worker's start."""
+    @property
     def section(self) -> str | None:
         """Name of the section that the worker was in; ``None`` if it was in none."""
     @property

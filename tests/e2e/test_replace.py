@@ -285,7 +285,7 @@ def test_a_worker_that_exits_with_0_during_training_counts_as_failed(launch, wor
     job = launch(*options, script).exits(0)
     assert job.stdout.count("DONE 20.") == 2
     assert len(re.findall(r"rank \d .*code 0.* middle", job.stderr)) == 1
-    assert re.search(r"rank \d .*code 0 before .*; restarting, restart 1 of 1", job.stderr)
+    assert re.search(r"rank \d .*code 0 before .*; restarting \(restart 1 of 1, ", job.stderr)
     assert "attempt 1 is running" in job.stderr
 
 

@@ -7,7 +7,7 @@ EXAMPLE = "hang"
 GOOD = [
     "epoch 1/6: loss 0.0935\n",
     "elasticrs: rank 2 (pid 7): hung: no heartbeat for 3.00 s (limit 3 s); stopped at step 57;"
-    " 3 others stopped; restarting, restart 1 of 2 (2026-01-01 00:00:00)\n",
+    " 3 others stopped; restarting (restart 1 of 2, 2026-01-01 00:00:00)\n",
     "resumed after epoch 2\n",
     "final accuracy on held-out data: 98.61%\n",
 ]

@@ -57,7 +57,7 @@ def test_optimizer_steps_do_not_count_after_an_explicit_heartbeat(job):
     ]
     launched = job(source, "--hang-timeout=2").exits(1, timeout=120)
     assert launched.stdout == "HOOKS 1 False True\n"
-    says(launched.stderr, "hung", "step 700;")
+    says(launched.stderr, "hung", "optimizer step 700 of this attempt;")
 
 
 def test_optimizer_steps_of_a_forked_child_do_not_hide_a_hung_script(job):
@@ -73,7 +73,7 @@ def test_optimizer_steps_of_a_forked_child_do_not_hide_a_hung_script(job):
     launched = job(source, "--hang-timeout=2").exits(1, timeout=120)
     assert launched.stdout.count("CHILD\n") > 1
     # With two optimizers, only the steps of the first one are counted, from 0.
-    says(launched.stderr, "hung", "limit 2 s", "step 4;", "in <module> (")
+    says(launched.stderr, "hung", "limit 2 s", "optimizer step 4 of this attempt;", "in <module> (")
 
 
 UNWATCHED = {

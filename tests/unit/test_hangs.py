@@ -12,9 +12,14 @@ SECOND = 10**9
 RANKS = {0: 4, 1: 5, 2: 6, 3: 7}
 
 
-def beat(local_rank, at, step=None, section=None):
+def beat(local_rank, at, step=None, section=None, is_automatic=False):
     return SimpleNamespace(
-        local_rank=local_rank, at_ns=int(at * SECOND), step=step, section=section, has_returned=False
+        local_rank=local_rank,
+        at_ns=int(at * SECOND),
+        step=step,
+        section=section,
+        is_automatic=is_automatic,
+        has_returned=False,
     )
 
 
@@ -59,6 +64,15 @@ def test_hang_messages_match_the_golden_file(golden):
         "heartbeats": "\n".join(hangs.heartbeat_notes(beats, 100 * SECOND, RANKS)),
     }
     golden("hang", texts)
+
+
+def test_steps_that_the_launcher_counts_are_named_as_such():
+    own, counted = beat(1, 40.0, 57), beat(1, 40.0, 57, is_automatic=True)
+    for found, text in ((own, "step 57"), (counted, "optimizer step 57 of this attempt")):
+        said = hangs.hung(hung([seen(1, found)]), RANKS)
+        assert f"stopped at {text}" in said
+        (note,) = hangs.heartbeat_notes([found], 100 * SECOND, RANKS)
+        assert f"in {text} " in note
 
 
 def test_the_stack_of_the_current_thread_is_shown(tmp_path):

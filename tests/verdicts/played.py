@@ -154,7 +154,13 @@ class Node:
 
 def beat_of(rank, at_ns, step, is_global=False):
     return SimpleNamespace(
-        local_rank=rank, at_ns=at_ns, step=step, is_global=is_global, section=None, has_returned=False
+        local_rank=rank,
+        at_ns=at_ns,
+        step=step,
+        is_global=is_global,
+        is_automatic=False,
+        section=None,
+        has_returned=False,
     )
 
 

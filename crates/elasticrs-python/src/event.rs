@@ -105,6 +105,7 @@ records! {
         at_ns: u64,
         step: Option<u64>,
         is_global: bool,
+        is_automatic: bool,
         section: Option<String>,
         has_returned: bool,
     }
@@ -312,8 +313,8 @@ fn timer_expired(timer: supervisor::TimerExpired) -> TimerExpired {
 
 /// Converts a heartbeat to its Python class.
 pub fn heartbeat(beat: readings::Heartbeat) -> Heartbeat {
-    let readings::Heartbeat { local_rank, at, step, is_global, section, has_returned } = beat;
-    Heartbeat { local_rank, at_ns: at.0, step, is_global, section, has_returned }
+    let readings::Heartbeat { local_rank, at, step, is_global, is_automatic, section, has_returned } = beat;
+    Heartbeat { local_rank, at_ns: at.0, step, is_global, is_automatic, section, has_returned }
 }
 
 fn worker_hung(hung: supervisor::WorkerHung) -> WorkerHung {

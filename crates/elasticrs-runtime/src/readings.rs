@@ -56,6 +56,8 @@ pub struct Heartbeat {
     pub step: Option<u64>,
     /// True if the worker counts its steps across restarts.
     pub is_global: bool,
+    /// True if the steps are those of an optimizer, counted by this library.
+    pub is_automatic: bool,
     pub section: Option<String>,
     /// True if the program has returned, and the process is exiting.
     pub has_returned: bool,

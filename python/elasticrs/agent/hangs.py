@@ -126,7 +126,15 @@ def _stopped_at(own: RankSeen | None, others: Sequence[RankSeen]) -> str:
     steps = [beat.step for beat in beats if beat.step is not None]
     behind = min(steps, default=step) - step
     is_behind = f"{behind:,} step{'s' if behind != 1 else ''} behind the others" if behind > 0 else ""
-    return ", ".join(filter(None, (f"stopped at step {step:,}", is_earlier, is_behind)))
+    at = step_text(step, is_automatic=own.heartbeat.is_automatic)
+    return ", ".join(filter(None, (f"stopped at {at}", is_earlier, is_behind)))
+
+
+def step_text(step: int, *, is_automatic: bool) -> str:
+    """Name a step as the user counts it. Optimizer steps that this library counts start from 0 in each
+    attempt.
+    """
+    return f"optimizer step {step:,} of this attempt" if is_automatic else f"step {step:,}"
 
 
 def _where(own: RankSeen | None, others: Sequence[RankSeen], ranks: Mapping[int, int]) -> str:
@@ -165,17 +173,17 @@ def heartbeat_notes(beats: Iterable[Heartbeat], end_ns: int, ranks: Mapping[int,
         end_ns: time of the failure, in monotonic nanoseconds.
         ranks: global rank by local rank.
     """
-    groups: dict[tuple[int | None, str | None], list[Heartbeat]] = {}
+    groups: dict[tuple[int | None, str | None, bool], list[Heartbeat]] = {}
     for beat in beats:
-        groups.setdefault((beat.step, beat.section), []).append(beat)
+        groups.setdefault((beat.step, beat.section, beat.is_automatic), []).append(beat)
     notes = []
     in_order = sorted(groups, key=lambda key: (key[0] or 0, min(beat.at_ns for beat in groups[key])))
-    for step, section in in_order:
-        group = groups[step, section]
+    for key in in_order:
+        (step, section, is_automatic), group = key, groups[key]
         ages = sorted(max(0.0, (end_ns - beat.at_ns) / 1e9) for beat in group)
         oldest, newest = seconds(ages[-1]), seconds(ages[0])
         span = oldest if oldest == newest else f"{newest} to {oldest}"
-        where = f" in step {step:,}" if step is not None else ""
+        where = "" if step is None else f" in {step_text(step, is_automatic=is_automatic)}"
         where += f" in section '{printable(section)}'" if section else ""
         who = ranks_text(sorted(ranks[beat.local_rank] for beat in group))
         notes.append(f"last heartbeat of {who}:{where} {span} before the failure")

@@ -100,7 +100,7 @@ def restart_line(cause: str, stopped: int, restart: str, when: str, delay: float
     """
     others = f"; {stopped} other{'s' if stopped != 1 else ''} stopped" if stopped else ""
     soon = f" in {duration(delay)}" if delay else ""
-    return f"{cause}{others}; restarting{soon}, restart {restart} ({when})"
+    return f"{cause}{others}; restarting{soon} (restart {restart}, {when})"
 
 
 def replace_line(cause: str, others: int, pid: int, span_ns: int, restart: str, when: str) -> str:
@@ -115,7 +115,7 @@ def replace_line(cause: str, others: int, pid: int, span_ns: int, restart: str, 
         when: time of the failure.
     """
     left_alone = f"; {others} other{'s continue' if others != 1 else ' continues'}" if others else ""
-    return f"{cause}{left_alone}; replaced by pid {pid} after {milliseconds(span_ns)}, {restart} ({when})"
+    return f"{cause}{left_alone}; replaced by pid {pid} after {milliseconds(span_ns)} ({restart}, {when})"
 
 
 def slow_worker(rank: int | None, pid: int, rate: float, median: float, seconds: float) -> str:

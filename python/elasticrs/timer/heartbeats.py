@@ -28,6 +28,8 @@ _LAST = 127
 _UNLIMITED = 2**64 - 1
 _GLOBAL = 2**63
 """Bit that is set in the step's word of the heartbeat page if steps are counted across restarts."""
+_AUTOMATIC = 2**62
+"""Bit that is set in the step's word of the heartbeat page if the steps are those of an optimizer."""
 
 _words: memoryview | None = None
 _automatic: memoryview | None = None
@@ -137,7 +139,7 @@ def automatic_heartbeat(step: int | None) -> None:
     _count += 1
     words[_COUNT] = _count
     if step is not None:
-        words[_STEP] = step + 1
+        words[_STEP] = step + 1 | _AUTOMATIC
 
 
 def heartbeat_unless_given(before: int) -> int:

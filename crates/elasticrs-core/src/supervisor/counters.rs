@@ -66,8 +66,9 @@ impl RankState {
     pub(crate) fn heartbeat(&self, local_rank: u32) -> Option<Heartbeat> {
         let Self::Heartbeat(beat) = self else { return None };
         let section = beat.section.as_ref().map(|section| section.name.clone());
-        let Beat { last, step, is_global, is_exiting, .. } = *beat;
-        Some(Heartbeat { local_rank, at: Stamp(last), step, is_global, section, has_returned: is_exiting })
+        let Beat { last, step, is_global, is_automatic, is_exiting, .. } = *beat;
+        let (at, has_returned) = (Stamp(last), is_exiting);
+        Some(Heartbeat { local_rank, at, step, is_global, is_automatic, section, has_returned })
     }
 }
 

@@ -98,6 +98,8 @@ pub struct Beat {
     pub step: Option<u64>,
     /// True if the worker counts its steps across restarts.
     pub is_global: bool,
+    /// True if the steps are those of an optimizer, counted by this library.
+    pub is_automatic: bool,
     pub section: Option<Section>,
     /// True if the program has returned and the process is exiting. In that case, `last` is the time at which the
     /// program returned.

@@ -25,6 +25,8 @@ const TIMES: usize = 64;
 const TIMES_KEPT: usize = 128;
 /// Bit of the word `STEP` that is set if the worker counts its steps across restarts.
 const GLOBAL: u64 = 1 << 63;
+/// Bit of the word `STEP` that is set if the steps are those of an optimizer, counted by this library.
+const AUTOMATIC: u64 = 1 << 62;
 /// Value of the word `LIMIT` while the worker is in a program section without a time limit.
 const UNLIMITED: u64 = u64::MAX;
 /// Tolerance, in nanoseconds, for heartbeat times in the future. The reader reads the clock before it reads the shared
@@ -95,8 +97,9 @@ impl HeartbeatPage {
         let before_exit = times.iter().rev().nth(1).copied().filter(|_| is_exiting);
         RankState::Heartbeat(Beat {
             last: last.min(now),
-            step: (step & !GLOBAL).checked_sub(1),
+            step: (step & !GLOBAL & !AUTOMATIC).checked_sub(1),
             is_global: step & GLOBAL != 0,
+            is_automatic: step & AUTOMATIC != 0,
             section,
             is_exiting,
             before_exit,
@@ -136,13 +139,19 @@ mod tests {
     }
 
     #[test]
-    fn a_bit_of_the_step_says_whether_steps_are_counted_across_restarts() {
+    fn bits_of_the_step_say_who_counts_it_and_whether_across_restarts() {
         let page = HeartbeatPage::new(0).unwrap();
         put(&page, TIMES, 51);
         put(&page, COUNT, 1);
-        for (word, step, is_global) in [(8, Some(7), false), (GLOBAL | 8, Some(7), true), (GLOBAL, None, true)] {
+        for (word, step, is_global, is_automatic) in [
+            (8, Some(7), false, false),
+            (GLOBAL | 8, Some(7), true, false),
+            (AUTOMATIC | 8, Some(7), false, true),
+            (GLOBAL, None, true, false),
+        ] {
             put(&page, STEP, word);
-            assert_eq!(page.read(99), RankState::Heartbeat(Beat { last: 51, step, is_global, ..Beat::default() }));
+            let expected = Beat { last: 51, step, is_global, is_automatic, ..Beat::default() };
+            assert_eq!(page.read(99), RankState::Heartbeat(expected));
         }
     }
 
