@@ -54,6 +54,8 @@ MODULES = {
     "child": "import subprocess; subprocess.Popen(['sleep', '5'])",
     "fork_handler_raises": "import os; os.register_at_fork(after_in_child=lambda: 1 / 0)",
     "fork_handler_leaves": "import os; os.register_at_fork(after_in_child=lambda: os._exit(0))",
+    "fork_handler_kills": "import os; os.register_at_fork(before=lambda: os.kill(os.getpid(), 9))",
+    "fork_handler_ends": "import os; os.register_at_fork(before=lambda: os._exit(0))",
     "fork_handler_raises_in_parent": "import os; os.register_at_fork(before=lambda: 1 / 0)",
     "no_forks": "import sys; sys.addaudithook(lambda name, _: name == 'os.fork' and 1 / 0)",
     "patched_fork": "import os; os.fork = lambda: 1 / 0",

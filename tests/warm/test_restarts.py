@@ -94,15 +94,18 @@ def test_the_failure_report_contains_the_restarts(launch, worker_script):
 
 KILLER = """
 import os, signal
-os.register_at_fork(before=lambda: os.kill(os.getpid(), signal.SIGKILL))
+os.register_at_fork(before=lambda: {ends})
 """
 
 
-def test_a_nursery_killed_before_the_workers_run_is_reported(launch, library, worker_script):
-    env = library(killer=KILLER)
-    launched = launch("--max-restarts=1", "--warm=killer", worker_script("pass"), env=env).exits(1)
-    line_with(launched.stderr, "the nursery died by SIGKILL", "restarting", "1 of 1")
-    line_with(launched.stderr, "failed after", "the nursery died by SIGKILL")
+@pytest.mark.parametrize("ends", ["os.kill(os.getpid(), signal.SIGKILL)", "os._exit(0)", "os.abort()"])
+def test_workers_start_cold_if_a_fork_handler_ends_the_nursery(launch, library, worker_script, ends):
+    env = library(killer=KILLER.format(ends=ends))
+    script = worker_script("import os; os._exit(3 * (os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'))")
+    options = ("--nproc-per-node=2", "--max-restarts=1", "--warm=killer")
+    launched = launch(*options, script, env=env).exits(0)
+    line_with(launched.stderr, "warm: workers start cold", "the nursery")
+    line_with(launched.stderr, "succeeded after", "1 restart charged")
 
 
 SCARCE = """

@@ -404,16 +404,7 @@ class AttemptTracker:
 
     def _on_start_failed(self, event: _core.StartFailed) -> None:
         self._workers.ended(self.supervisor)
-        if self._warming is not None and self._warming.is_warm and self._workers.may_fork:
-            # Start the workers without forking, because the fork itself may have failed, for example in a
-            # fork handler of an imported library.
-            self._workers.may_fork = False
-            self._warming.start_cold(event.message)
-            attempt = self.result.attempts[-1]
-            # Use other log files, because workers that were forked before the failure may have written to the
-            # previous ones.
-            attempt.name += "_cold"
-            self._start(attempt)
+        if self._start_cold(event.message):
             return
         self.result.message, self.result.start_errno = event.message, event.errno
         has_no_program = event.stage == "execute" and event.errno in _NO_PROGRAM
@@ -421,6 +412,24 @@ class AttemptTracker:
             machine.StartFailed(event.message, event.errno in _TRANSIENT, has_no_program=has_no_program)
         )
         self.observers.not_started()
+
+    def _start_cold(self, why: str) -> bool:
+        """Start the workers of this attempt again without forking, if their first start was a fork. The fork
+        itself may have failed, for example in a fork handler of an imported library. Return false if the
+        workers were not forked, or if they have been told to stop.
+        """
+        attempt = self.result.attempts[-1]
+        if self._warming is None or "stopped" in attempt.stamps:
+            return False
+        if not (self._warming.is_warm and self._workers.may_fork):
+            return False
+        self._workers.may_fork = False
+        self._warming.start_cold(why)
+        # Use other log files, because workers that were forked before the failure may have written to the
+        # previous ones.
+        attempt.name += "_cold"
+        self._start(attempt)
+        return True
 
     def _on_failure(self, event: _core.FailureSeen) -> None:
         attempt = self.result.attempts[-1]
@@ -537,6 +546,12 @@ class AttemptTracker:
 
     def _on_ended(self, event: _core.GroupEnded) -> None:
         attempt = self.result.attempts[-1]
+        if event.outcome == "lost" and "started" not in attempt.stamps and not event.stuck_ranks:
+            # A fork handler of an imported library may have killed the nursery.
+            self._workers.ended(self.supervisor)
+            how = phrases.how_the_nursery_ended(event.nursery_exitcode, event.nursery_hung)
+            if self._start_cold(f"the nursery {how}"):
+                return
         attempt.stamps["ended"] = event.ended_ns
         attempt.nursery_exitcode = event.nursery_exitcode
         attempt.nursery_hung = event.nursery_hung
