@@ -136,6 +136,9 @@ def run(launch, worker_script, tmp_path):
         ("def f(:", ()),
         (REJECTS, ("--warm", "argparse")),
         (REJECTS, ()),
+        (REJECTS, ("--run-path",)),
+        (REJECTS, ("--run-path", "--start-method", "fork")),
+        (REJECTS, ("--run-path", "--start-method", "forkserver")),
     ],
     ids=[
         *("marked", "marked cause", "marked member", "own error file", "exit code", "import"),
@@ -146,6 +149,9 @@ def run(launch, worker_script, tmp_path):
             "syntax",
             "usage in a warm worker",
             "usage",
+            "usage of a path",
+            "usage in a fork",
+            "usage in a fork server",
         ),
     ],
 )
@@ -246,7 +252,35 @@ def test_a_signal_during_the_restart_delay_ends_the_job(launch, worker_script):
     launched.wait_for_line(r"restarting in \d+ min")
     launched.signal(signal.SIGTERM)
     launched.exits(1)
-    assert "1 of 5 restarts charged" in launched.stderr
+    # No worker runs, so there is nothing to wait for, and no other attempt has begun.
+    assert launched.stderr.count(" exited with code 1; restarting in") == 1
+    last = launched.stderr.splitlines()[-1]
+    says(last, "stopped by SIGTERM", "rank 0 of 1 exited with code 1", "1 of 5 restarts charged")
+    assert "verdict: " not in launched.stderr
+
+
+SAVES_WHEN_ANOTHER_FAILS = """
+    import os, signal, sys
+    if os.environ["RANK"] == "0":
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        open("waits", "w").close()
+        signal.sigwait([signal.SIGTERM])
+        sys.exit(0)
+    while not os.path.exists("waits"):
+        signal.sigtimedwait([], 0.01)
+    sys.exit(3)
+"""
+
+
+def test_the_report_lists_all_exits_and_the_cause_of_the_last_attempt(run):
+    report = run(SAVES_WHEN_ANOTHER_FAILS, "--max-restarts=0").report
+    (attempt,) = report["attempts"]
+    assert attempt["cause"] == report["headline"] is not None
+    found = {each["rank"]: (each["exit_code"], each["was_stopped"]) for each in attempt["exits"]}
+    assert found == {0: (0, True), 1: (3, False)}
+    assert [each["rank"] for each in report["failures"]] == [1]
+    (attempt,) = run("pass").report["attempts"]
+    assert attempt["cause"] is None
 
 
 @pytest.mark.parametrize(

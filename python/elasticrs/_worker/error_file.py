@@ -33,6 +33,9 @@ _MAX_DEPTH = 16
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ")
 """Path fragments that identify code outside the user's program."""
 
+PARSERS = frozenset(("argparse", "optparse", "click.core", "typer.core"))
+"""Modules that end a program with exit code 2 if they reject its arguments."""
+
 _STARTERS = ("<frozen ", "/runpy.py", "/importlib/__init__.py")
 """Parts of paths of code that starts a program or imports a module."""
 
@@ -177,6 +180,14 @@ def failure_facts(error: BaseException) -> "dict[str, object]":
         "python": sys.executable,
         **of_group,
     }
+
+
+def is_rejection(error: SystemExit) -> bool:
+    """Return true if a command-line parser has rejected the program's arguments."""
+    entry = error.__traceback__
+    while entry is not None and entry.tb_next is not None:
+        entry = entry.tb_next
+    return error.code == 2 and entry is not None and entry.tb_frame.f_globals.get("__name__") in PARSERS
 
 
 def _frames(

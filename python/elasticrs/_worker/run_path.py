@@ -1,7 +1,11 @@
 """Entry function of workers that are started with ``--run-path``."""
 
+import os
 import runpy
 import sys
+import time
+
+from elasticrs._worker.error_file import is_rejection, write_uncaught
 
 
 def run_script_path(training_script: str, *training_script_args: str) -> None:
@@ -17,5 +21,12 @@ def run_script_path(training_script: str, *training_script_args: str) -> None:
     try:
         runpy.run_path(training_script, run_name="__main__")
     except SystemExit as exit_:
-        if exit_.code not in (None, 0):
-            raise
+        if exit_.code in (None, 0):
+            return
+        # In a process without the hook, such as a fork, record that the arguments were rejected, because a
+        # restart cannot fix them. The hook records that by itself. It has then changed the type of the code.
+        if type(exit_.code) is int and is_rejection(exit_):
+            path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+            if path:
+                write_uncaught(path, exit_, time.monotonic_ns())
+        raise

@@ -96,7 +96,7 @@ def report(
             "max": int(job.max_restarts),
             "window": job.restart_settings.window,
         },
-        "attempts": [_attempt(each) for each in result.attempts],
+        "attempts": [_attempt(each, _cause(result, each, headline)) for each in result.attempts],
     }
 
 
@@ -121,7 +121,13 @@ def _failure(rank: int, failure: ProcessFailure, was_stopped: bool) -> dict[str,
     }
 
 
-def _attempt(attempt: Attempt) -> dict[str, Any]:
+def _cause(result: JobResult, attempt: Attempt, headline: str | None) -> str | None:
+    if attempt is result.attempts[-1] and result.phase is Phase.FAILED:
+        return headline or result.message
+    return attempt.cause
+
+
+def _attempt(attempt: Attempt, cause: str | None) -> dict[str, Any]:
     stamps = attempt.stamps
     ran = (stamps["ended"] - stamps["started"]) / 1e9 if {"started", "ended"} <= stamps.keys() else None
     return {
@@ -130,9 +136,25 @@ def _attempt(attempt: Attempt) -> dict[str, Any]:
         "restarts": attempt.restarts,
         "world_size": attempt.world_size,
         "seconds": ran,
-        "cause": attempt.cause,
+        "cause": cause,
+        "exits": _exits(attempt),
         "xids": [_xid(attempt, xid) for xid in attempt.xids.values()],
     }
+
+
+def _exits(attempt: Attempt) -> list[dict[str, Any]]:
+    """Return the exits of an attempt's workers, including those that did not fail."""
+    ranks = attempt.shown_ranks()
+    return [
+        {
+            "rank": ranks[local_rank],
+            "local_rank": local_rank,
+            "pid": exited.pid,
+            "exit_code": exited.exitcode,
+            "was_stopped": exited.sent_signal is not None,
+        }
+        for local_rank, exited in sorted(attempt.exits.items())
+    ]
 
 
 def _xid(attempt: Attempt, xid: Xid) -> dict[str, Any]:

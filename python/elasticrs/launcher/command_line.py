@@ -215,7 +215,7 @@ def _tell_failure(
         nonlocal is_read
         is_read = write(text)
 
-    if result.signum is None or _has_raised(result):
+    if result.signum is None or _has_failed(result):
         from elasticrs.agent.failed_attempt import print_report
 
         headline = print_report(launch.job, result, console.say, write_report)
@@ -229,11 +229,17 @@ def _tell_failure(
     return headline
 
 
-def _has_raised(result: JobResult) -> bool:
-    """Return true if the job was stopped while a rank that had raised an exception was still exiting."""
-    if not result.attempts or not result.attempts[-1].raised:
+def _has_failed(result: JobResult) -> bool:
+    """Return true if a rank had failed when the job was stopped: the next attempt was delayed, or a rank that
+    had raised an exception was still exiting.
+    """
+    if not result.attempts:
         return False
     attempt = result.attempts[-1]
+    if attempt.has_ended and "stopped" not in attempt.stamps:
+        return attempt.first_failure is not None
+    if not attempt.raised:
+        return False
     return attempt.first_failure is None or attempt.was_stopped_by_exception()
 
 

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, NoReturn
 
-_PARSERS = frozenset(("argparse", "optparse", "click.core", "typer.core"))
 """Command-line parsers. These modules call ``sys.exit(2)`` if they reject the arguments of the program."""
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -212,7 +211,7 @@ def _watch_exits(ended: "Callable[[Any], None]") -> None:
                 code = kind(error.code)
                 code.origin = "own" if context is None else _load(_WRITER)["origin"](context)
                 caller = sys._getframe(1).f_globals.get("__name__")
-                code.is_recorded = kind is Text or (code == 2 and caller in _PARSERS)
+                code.is_recorded = kind is Text or (code == 2 and caller in _load(_WRITER)["PARSERS"])
                 error.code = code
                 del code  # Otherwise, the traceback would keep the code alive.
             raise
