@@ -219,6 +219,30 @@ def test_status_shows_failures_with_exceptions_and_error_files(launch, worker_sc
     release(job, pids)
 
 
+CRASHES_THEN_HANGS = """
+    import os, signal
+    from elasticrs.timer import heartbeat
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    rank, restarts = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+    if rank == "1" and restarts == "0":
+        os._exit(3)
+    if restarts == "1":
+        heartbeat(7)
+    os.write(1, f"here {rank} {os.getpid()} {restarts}.\\n".encode())
+    signal.sigwait([signal.SIGUSR1])
+"""
+
+
+def test_status_keeps_the_failures_before_a_hang(launch, worker_script):
+    options = ("--max-restarts=2", "--hang-timeout=1")
+    job, port, pids = start(launch, worker_script(CRASHES_THEN_HANGS), *options, restart=2)
+    status = status_of(port)
+    (earlier,), last = status["earlier_failures"], status["last_failure"]
+    assert (earlier["rank"], earlier["exitcode"]) == (1, 3)
+    says(last["what"], "hung", "step 7")
+    release(job, pids)
+
+
 FAILS_ON_NODE_0 = """
     import os, signal
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
@@ -262,7 +286,8 @@ def test_status_says_which_ranks_stand_where_while_no_rank_makes_progress(launch
     argv = launcher_with("agent.job_health", PROGRESS_LIMIT=0.2)
     job, port, pids = start(launch, worker_script(STANDS_STILL), "--hang-timeout=600", argv=argv)
     status = wait_until(lambda: status_of(port), lambda found: found["no_progress"])
-    assert status["state"] == "HEALTHY"
+    assert status["state"] == "NO_PROGRESS"
+    assert get_json(port, "/readyz") == (200, {"ready": True, "state": "HEALTHY"})
     assert status["no_progress"]["seconds"] >= 0.2
     says(status["no_progress"]["what"], "rank 1 in step 7", "rank 0 in step 8")
     release(job, pids)

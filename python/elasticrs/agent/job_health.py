@@ -16,6 +16,7 @@ from elasticrs.agent.first_failure import first_seen
 from elasticrs.agent.observer import Observer
 from elasticrs.agent.pace import slowest
 from elasticrs.agent.state_machine import AnnounceRestart, Phase, Start, Stop
+from elasticrs.job.config import hang_limits
 from elasticrs.metrics.api import add_sink, remove_sink
 from elasticrs.report import phrases
 from elasticrs.report.traceback_summary import headline
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 SCHEMA = 1
 PROGRESS_LIMIT = 5.0
 """Seconds without a heartbeat of any worker after which the status says that there is no progress."""
+_TIME_TO_ASK = 5.0
+"""Seconds that must be left until the hang timeout to request flight records for the status."""
+
 MAX_EARLIER_FAILURES = 16
 """Maximum number of earlier failures that the status lists in addition to the last one."""
 
@@ -68,6 +72,8 @@ class HealthObserver(Observer):
         self._is_stale = self._is_hang_counted = False
         self._supervisor: _core.Supervisor | None = None
         self._no_progress: dict[str, Any] | None = None
+        self._asked_ns: int | None = None
+        self._waits: str | None = None
         self._native.identify(job.run_id, os.uname().nodename)
         self._publish()
 
@@ -87,9 +93,13 @@ class HealthObserver(Observer):
             return False
         attempt = self._attempt
         if attempt is not None and attempt.running() and self._supervisor is not None:
+            beats = self._supervisor.heartbeats()
             self._no_progress = no_progress(
-                self._supervisor.heartbeats(), attempt.global_ranks(), len(attempt.exits), time.monotonic_ns()
+                beats, attempt.global_ranks(), len(attempt.exits), time.monotonic_ns()
             )
+            if self._no_progress is not None:
+                waits = self._who_waits(attempt, max(beat.at_ns for beat in beats))
+                self._no_progress["what"] += f"; {waits}" if waits else ""
         # Update the status for each request, because the cause of a failure on another node and the time
         # since the last progress change without an event on this node.
         self._is_stale |= self._job.is_multi_node or self._no_progress is not None
@@ -106,6 +116,32 @@ class HealthObserver(Observer):
         for line in self._native.take_notices():
             self._say(line)
         return True
+
+    def _who_waits(self, attempt: Attempt, since_ns: int) -> str | None:
+        """Return which ranks wait in which collective; ``None`` if that is unknown or not known yet.
+
+        Request the flight records once after the last heartbeat, on another thread. Do not request them
+        shortly before the hang timeout, because the core will then request them itself.
+
+        Args:
+            attempt: running attempt.
+            since_ns: time of the last heartbeat of any worker, in nanoseconds of the monotonic clock.
+        """
+        if self._asked_ns != since_ns:
+            self._asked_ns, self._waits = since_ns, None
+            limit = self._job.hang_timeout
+            least = limit if isinstance(limit, float | int) else (hang_limits(limit)[1] if limit else None)
+            left = (60.0 if least is None else least) - (time.monotonic_ns() - since_ns) / 1e9
+            if left > _TIME_TO_ASK:
+                from elasticrs.agent.hang_diagnosis import diagnose_running
+
+                def ask() -> None:
+                    found = diagnose_running(attempt, 1.0)
+                    if self._asked_ns == since_ns and found is not None:
+                        self._waits = found.summary
+
+                attempt.files.begin(ask)
+        return self._waits
 
     def acting(self, action: Action, plan: Plan | None) -> None:  # noqa: ARG002 -- the base class's signature
         """Update the health status when workers are about to start, or when a worker on another node has
@@ -274,7 +310,7 @@ class HealthObserver(Observer):
                 **{name: getattr(job, name) for name in shown},
                 "restart_window": job.restart_settings.window,
             },
-            "state": self._state,
+            "state": "NO_PROGRESS" if self._state == "HEALTHY" and self._no_progress else self._state,
             "round": None if attempt is None else attempt.round,
             "attempt": None if attempt is None else attempt.name,
             "warm": None if attempt is None else attempt.warm,
@@ -362,9 +398,13 @@ def no_progress(
     seconds = (now_ns - max(beat.at_ns for beat in beats)) / 1e9
     if seconds < PROGRESS_LIMIT:
         return None
+    from elasticrs.agent.hangs import step_text
+
     places: dict[tuple[float, str], list[int]] = {}
     for beat in beats:
-        where = "before its first step" if beat.step is None else f"in step {beat.step:,}"
+        where = "before its first step"
+        if beat.step is not None:
+            where = f"in {step_text(beat.step, is_automatic=beat.is_automatic)}"
         where += f" in section '{phrases.printable(beat.section)}'" if beat.section else ""
         places.setdefault((-1 if beat.step is None else beat.step, where), []).append(ranks[beat.local_rank])
     told = [f"{phrases.ranks_text(sorted(places[key]), 8)} {key[1]}" for key in sorted(places)[:8]]
