@@ -39,7 +39,8 @@ class Measured:
     def one(
         self,
         launcher: Launcher,
-        arguments: Sequence[str],
+        program: str,
+        how: str,
         ready: str,
         failures: int,
         rng: random.Random,
@@ -47,10 +48,10 @@ class Measured:
         """Run a job, and let a random worker fail several times. Wait for the next failure until all workers
         have reported ``ready`` again.
         """
-        options = ("--nproc-per-node", str(self._ranks), "--max-restarts", str(failures), worker("raises.py"))
+        options = ("--nproc-per-node", str(self._ranks), "--max-restarts", str(failures))
         # Otherwise, elasticrs would end the job, because a restart does not prevent the same failure.
         environ = {"PET_MAX_SAME_FAILURES": "0"}
-        with run(stamped(launcher), *options, *arguments, environ=environ) as running:
+        with run(stamped(launcher), *options, worker(program), how, environ=environ) as running:
             failed = {}
             for attempt in range(failures):
                 running.reports.peek(ready, self._ranks, attempt)
@@ -127,7 +128,8 @@ def measure_torch(options: Options, ranks: int = N) -> list[Row]:
 
 
 def _measure(options: Options, ranks: int, rounds: int, ready: str, usable: str) -> list[Row]:
-    rows = []
+    rows, is_plain = [], ready == "first-line"
+    program = "raises.py" if is_plain else "raises_with_torch.py"
     for how, what in (("raise", "exception"), ("exit", "sys.exit(3)")):
         measured, rng = Measured(options, ranks), random.Random(5)
 
@@ -137,10 +139,10 @@ def _measure(options: Options, ranks: int, rounds: int, ready: str, usable: str)
             measured: Measured = measured,
             rng: random.Random = rng,
         ) -> None:
-            arguments = [how] if ready == "first-line" else [how, ready]
-            measured.one(launcher, arguments, ready, options.repeats(FAILURES_PER_LAUNCH, 3), rng)
+            failures = options.repeats(FAILURES_PER_LAUNCH, 3)
+            measured.one(launcher, program, how, ready, failures, rng)
 
         take_turns(options, rounds, one)
-        kind = "in plain Python" if ready == "first-line" else "that imports torch"
+        kind = "in plain Python" if is_plain else "that imports torch"
         rows += measured.rows(what, f"N = {ranks}, worker {kind}, idle machine", usable)
     return rows

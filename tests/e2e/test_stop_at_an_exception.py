@@ -147,3 +147,48 @@ def test_a_warm_worker_runs_the_callbacks_of_preloaded_modules_before_it_leaves(
     launched = launch("--warm=own_library", script, env={"PYTHONPATH": str(tmp_path)}).exits(1)
     assert launched.stdout.splitlines() == ["OF THE SCRIPT", "OF THE MODULE"]
     assert "cold" not in launched.stderr
+
+
+SLOW = """
+    import atexit, os, signal
+    life = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    if os.environ["RANK"] == "1" and life == "0":
+        atexit.register(signal.sigtimedwait, [], 0.3)
+        raise EOFError
+    if life == "0" and "REPLACES" not in os.environ:
+        signal.pause()
+"""
+
+
+def since(line):
+    """Return the seconds in a line with a text such as ``, 14.3 ms after`` or ``after 14.3 ms``."""
+    number, unit = re.search(r"(?:, |after )([\d.]+) (ms|s)\b", line).groups()
+    return float(number) / (1000 if unit == "ms" else 1)
+
+
+def run_slow(launch, worker_script, tmp_path, *options, **env):
+    """Run a job whose rank 1 raises an exception and exits 0.3 s later. Return its messages and events."""
+    events = tmp_path / "events"
+    known = ("--nproc-per-node=2", "--max-restarts=1", f"--event-log-handler=file:{events}")
+    launched = launch(*known, *options, worker_script(SLOW), env=env).exits(0)
+    return launched.stderr, [json.loads(line) for line in events.read_text().splitlines()]
+
+
+def test_a_restart_is_timed_from_the_exception(launch, worker_script, tmp_path):
+    told, events = run_slow(launch, worker_script, tmp_path)
+    (line,) = re.findall(".*attempt 1 is running.*", told)
+    assert since(line) >= 0.3
+    (running,) = [each["metadata"] for each in events if each["name"] == "attempt running"]
+    assert json.loads(running["metadata"])["phases_ms"]["exiting"] >= 300
+    assert running["duration_ms"] >= 300
+
+
+def test_a_replacement_is_timed_from_the_exception(launch, worker_script, tmp_path):
+    told, events = run_slow(launch, worker_script, tmp_path, "--on-failure=replace", REPLACES="1")
+    (line,) = re.findall(".*replaced by pid.*", told)
+    assert since(line) >= 0.3
+    times = {
+        state: max(each["timestamp"] for each in events if each["name"].endswith(f".{state}"))
+        for state in ("FAILED", "START")
+    }
+    assert times["START"] - times["FAILED"] >= 300

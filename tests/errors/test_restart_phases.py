@@ -1,6 +1,7 @@
 """The phases of a restart, and the restarts that are left."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -34,6 +35,28 @@ def test_restart_phases_cover_the_whole_restart():
     assert phases(first, second) == {"stopping": 1e-5, "rendezvous": 1.0}
     first.stamps = {}
     assert phases(first, second) == {}
+
+
+def test_a_restart_begins_with_the_exception_for_whose_exit_the_agent_waited():
+    first, second = Attempt(0, 0, None), Attempt(1, 1, None)
+    first.pids, first.stamps = [7, 8], {"started": 1_000_000}
+    first.raised[1] = SimpleNamespace(pid=8, seen_ns=2_000_000)
+    first.see_failure(1, 5_000_000)
+    first.stamps |= {"siblings_signalled": 6_000_000, "ended": 8_000_000}
+    second.stamps = {"started": 9_000_000}
+    found = {"exiting": 3.0, "signalling": 1.0, "stopping": 2.0, "starting": 1.0}
+    assert (phases(first, second), first.failed_ns) == (found, 2_000_000)
+
+
+@pytest.mark.parametrize(
+    ("raised", "seen_ns"), [({}, 5), ({0: (7, 5)}, 5), ({0: (9, 3)}, 5), ({1: (8, 3)}, 5)]
+)
+def test_a_restart_begins_with_the_failure_if_the_agent_waited_for_no_exit(raised, seen_ns):
+    attempt = Attempt(0, 0, None)
+    attempt.pids = [7, 8]
+    attempt.raised = {rank: SimpleNamespace(pid=pid, seen_ns=at) for rank, (pid, at) in raised.items()}
+    attempt.see_failure(0, seen_ns)
+    assert attempt.failed_ns == seen_ns
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,7 @@ def test_all_reports_name_the_rank_of_the_last_rendezvous(launch, worker_script,
     job.wait_for_line(rf"rank 5 \(local_rank 0, pid {pids[0]}\) .*SIGKILL; .*replaced by pid {new}")
     status = status_with(port, {0: 0, 1: 4})
     assert (status["last_failure"]["rank"], status["restarts_left"]) == (5, 1)
+    assert re.search(r"^elasticrs_recovery_seconds_count 1$", get(port, "/metrics")[2], re.MULTILINE)
     for pid in (new, pids[1]):
         os.kill(pid, signal.SIGUSR1)
     assert job.wait() == 0, job.stderr

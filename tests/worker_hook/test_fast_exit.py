@@ -176,3 +176,54 @@ def test_a_function_in_a_spawned_process_runs_its_callbacks_and_is_not_torn_down
     done = worker.run(TORN_DOWN + source, python=sys.executable)
     lines = done.stdout.splitlines()
     assert lines[lines.index("callback") :] == ["callback", "1"]
+
+
+LIBRARY = """
+    import types, weakref
+
+    def _del_library():
+        os.write(1, b"unregistered\\n")
+
+    sys.modules["torch.library"] = types.ModuleType("torch.library")
+    sys.modules["torch.library"]._del_library = _del_library
+    holder = None
+    class Held: pass
+    held = Held()
+    for function, *arguments in [(_del_library,), (os.write, 1, b"finalized\\n"), (_del_library,)]:
+        weakref.finalize(held, function, *arguments)
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "env", "found"),
+    [
+        ("    raise ValueError\n", {}, ["finalized"]),
+        ("    sys.exit(3)\n", {}, ["finalized"]),
+        (
+            "    raise ValueError\n",
+            {"ELASTICRS_FAST_EXIT": "0"},
+            ["finalized", "unregistered", "unregistered"],
+        ),
+        ("    pass\n", {}, ["finalized", "unregistered", "unregistered"]),
+    ],
+)
+def test_finalizers_run_except_those_that_unregister_the_operators_of_torch(worker, source, env, found):
+    lines, _ = run(worker, LIBRARY + source, **env)
+    assert sorted(line for line in lines if line != "torn down") == found
+
+
+@pytest.mark.torch
+def test_torch_unregisters_its_operators_by_finalizers_that_are_skipped(torch_programs):
+    source = """
+import weakref
+from elasticrs._worker.fast_exit import keep_operators
+
+held = type("Held", (), {})()
+own = weakref.finalize(held, print)
+before = [each for each in weakref.finalize._registry if each.atexit]
+keep_operators()
+after = [each for each in weakref.finalize._registry if each.atexit]
+assert after == [own] and len(before) > 1, (before, after)
+"""
+    done = torch_programs.run(source)
+    assert done.returncode == 0, done.stderr

@@ -49,11 +49,28 @@ def leave(status: int) -> None:
     os._exit(status)
 
 
+def keep_operators() -> None:
+    """Tell torch not to unregister its operators at exit.
+
+    Each library of operators has a :class:`weakref.finalize` for this. They only change data of this process,
+    and take about as long as everything else that a failed worker does before its exit.
+    """
+    unregister = getattr(sys.modules.get("torch.library"), "_del_library", None)
+    if unregister is None:
+        return
+    finalize = getattr(sys.modules.get("weakref"), "finalize", None)
+    for each in list(getattr(finalize, "_registry", ())):
+        alive = each.peek()
+        if alive is not None and alive[1] is unregister:
+            each.atexit = False
+
+
 def leave_after_callbacks(status: int) -> None:
     """Call :func:`leave` after the ``atexit`` callbacks, and before the interpreter is torn down.
 
     Call this function after all other callbacks have been registered.
     """
+    keep_operators()
     pid = os.getpid()
 
     def run_others() -> None:

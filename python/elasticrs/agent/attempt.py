@@ -93,10 +93,12 @@ class Attempt(Record):
             :func:`phases`.
         delay: seconds by which the restart policy delayed the next attempt.
         files: object that accesses the workers' files with a time limit.
-        stamps: monotonic nanoseconds of ``planned``, ``imported``, ``started``, ``failure_seen``,
-            ``siblings_signalled``, ``stopped``, ``ended`` and ``memory_free``. ``imported`` is set only if
-            the start had to wait for the imports, ``stopped`` only if this agent was asked to stop the
-            workers, and ``memory_free`` only if the agent waited for dead workers to release device memory.
+        stamps: monotonic nanoseconds of ``planned``, ``imported``, ``started``, ``raised``,
+            ``failure_seen``, ``siblings_signalled``, ``stopped``, ``ended`` and ``memory_free``. ``imported``
+            is set only if the start had to wait for the imports, ``raised`` only if the agent waited for the
+            exit of a worker that had raised an exception, ``stopped`` only if this agent was asked to stop
+            the workers, and ``memory_free`` only if the agent waited for dead workers to release device
+            memory.
     """
 
     round: int
@@ -141,6 +143,22 @@ class Attempt(Record):
         """True if the workers have exited and their leftover processes are cleaned up."""
         return "ended" in self.stamps
 
+    @property
+    def failed_ns(self) -> int:
+        """Time of the first failure in monotonic nanoseconds, which is that of the exception if there is one.
+
+        Raises:
+            KeyError: no worker has failed.
+        """
+        return self.stamps.get("raised", self.stamps["failure_seen"])
+
+    def see_failure(self, local_rank: int, seen_ns: int) -> None:
+        """Record when the first failure was seen, and before that, when the worker's exception was raised."""
+        self.stamps["failure_seen"] = seen_ns
+        raised = self.raised.get(local_rank)
+        if raised is not None and raised.pid == self.pids[local_rank] and raised.seen_ns < seen_ns:
+            self.stamps["raised"] = raised.seen_ns
+
     def running(self) -> dict[int, int]:
         """Pids of the workers that are still running, by local rank. The pid of an exited worker is left out,
         because the kernel may have reused it.
@@ -171,16 +189,16 @@ class Attempt(Record):
         if failed.expired:
             failed.diagnosis, self.diagnosis = self.diagnosis, None
         failed.oom_kills, failed.oom_kills_after = self.oom_kills, read_counters(self.oom_kills)
-        failed.stamps["failure_seen"] = failed.exits[local_rank].seen_ns
+        failed.see_failure(local_rank, failed.exits[local_rank].seen_ns)
         self.oom_kills = failed.oom_kills_after
         self.replaced_workers.append(failed)
         self.pids[local_rank] = pid
         others = sorted(self.failed_exits(), key=lambda worker: worker.seen_ns)
         self.first_failure = others[0].local_rank if others else None
+        for name in ("raised", "failure_seen"):
+            self.stamps.pop(name, None)
         if others:
-            self.stamps["failure_seen"] = others[0].seen_ns
-        else:
-            self.stamps.pop("failure_seen", None)
+            self.see_failure(others[0].local_rank, others[0].seen_ns)
         return failed
 
     def how_it_began(self) -> str:
@@ -287,7 +305,7 @@ class Attempt(Record):
         event = self.expired.get(local_rank)
         return event is not None and event.raised is not None and event.raised.exit == "slow"
 
-    def failed_ns(self, worker: WorkerExited) -> int:
+    def ended_ns(self, worker: WorkerExited) -> int:
         """Return the time when a worker failed, in monotonic nanoseconds. The worker may have exited
         later.
         """
@@ -381,7 +399,8 @@ def phases(failed: Attempt, running: Attempt) -> dict[str, float]:
     of the whole restart.
 
     The first phase starts when the failure was seen, or, after a failure on another node, when the workers
-    were stopped. ``signalling`` lasts until the other workers have been signalled, ``stopping`` until all
+    were stopped. ``exiting`` lasts from a worker's exception to its exit, if the agent waited for the exit,
+    ``signalling`` lasts until the other workers have been signalled, ``stopping`` until all
     processes have exited, ``freeing`` until their device memory is free (omitted if it was free
     immediately), ``delay`` until the restart policy's delay is over, ``rendezvous`` until ranks and addresses
     are known, ``importing`` until the warm nursery is ready (if the start had to wait for it), and
@@ -393,6 +412,7 @@ def phases(failed: Attempt, running: Attempt) -> dict[str, float]:
         running: the attempt that replaces it.
     """
     ends = {
+        "exiting": failed.stamps.get("failure_seen"),
         "signalling": failed.stamps.get("siblings_signalled"),
         "stopping": failed.stamps.get("ended"),
         "freeing": failed.stamps.get("memory_free"),
@@ -401,7 +421,7 @@ def phases(failed: Attempt, running: Attempt) -> dict[str, float]:
         "starting": running.stamps.get("started"),
     }
     found: dict[str, float] = {}
-    begins = (failed.stamps.get(name) for name in ("failure_seen", "stopped", "ended"))
+    begins = (failed.stamps.get(name) for name in ("raised", "failure_seen", "stopped", "ended"))
     last = next((begin for begin in begins if begin is not None), None)
     for name, end in ends.items():
         if name == "rendezvous" and failed.delay > 0 and last is not None and end is not None:

@@ -292,7 +292,7 @@ def _failure(attempt: Attempt, worker: _core.WorkerExited, unread: str = "") -> 
         *(paths.stdouts.get(rank), paths.stderrs.get(rank), paths.error_files.get(rank, "")),
         # Report the exception or the hang as the failure, because the signal that killed the worker later is
         # only a consequence.
-        seen_ns=attempt.failed_ns(worker),
+        seen_ns=attempt.ended_ns(worker),
         sent_signal=worker.sent_signal if timer is None else None,
         cause=_cause(attempt, worker),
         note=note if worker.sent_signal is None else None,

@@ -101,7 +101,7 @@ class EventRecorder(Observer):
         """Record the end of the failed worker and the start of its replacement."""
         (local_rank,) = failed.exits
         self._restarts = failed.restarts
-        at_ns = time.time_ns() - time.monotonic_ns() + failed.stamps["failure_seen"]
+        at_ns = time.time_ns() - time.monotonic_ns() + failed.failed_ns
         self._record_ends(failed, has_succeeded=False, at_ns=at_ns, only=local_rank)
         self._restarts = attempt.restarts
         self._record_worker("START", attempt.plan.ranks[local_rank], attempt.pids[local_rank])

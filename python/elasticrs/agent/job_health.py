@@ -231,11 +231,12 @@ class HealthObserver(Observer):
     def replaced(self, attempt: Attempt, failed: Attempt) -> None:
         """Publish the reason why a worker was replaced, and the new list of workers."""
         self._native.restarted(_cause(failed))
+        self._native.recovered((failed.stamps["started"] - failed.failed_ns) / 1e9)
         self._publish(self._workers_now(attempt))
 
     def failed(self, attempt: Attempt) -> None:
         """Set the health status to ``UNHEALTHY``, and record the time of the failure."""
-        self._failed_ns = attempt.stamps["failure_seen"]
+        self._failed_ns = attempt.failed_ns
         if self._attempt is not None and not self._attempt.expired:
             self._native.enter("restarting")
         if attempt.first_failure in attempt.exits:
@@ -256,7 +257,7 @@ class HealthObserver(Observer):
         """
         self._native.files_ended()
         if attempt.silent and attempt.first_failure is not None:
-            self._failed_ns = attempt.stamps["failure_seen"]
+            self._failed_ns = attempt.failed_ns
             self._note_failure(attempt)
         self._enter_state("SUCCEEDED" if outcome == "succeeded" else "STOPPED")
         self._native.enter("restarting" if not self._job.is_multi_node else "waiting_for_nodes")

@@ -66,9 +66,9 @@ class MetricRecorder(Observer):
         took = time.monotonic() - self._starting_since
         _measured("LocalElasticAgent._start_workers", took, succeeded=False)
 
-    def failed(self, attempt: Attempt) -> None:  # noqa: ARG002 -- the base class's signature
+    def failed(self, attempt: Attempt) -> None:
         """Publish that the workers have failed."""
-        self._failed_at = time.monotonic()
+        self._failed_at = attempt.failed_ns / 1e9
         self._state("failed")
 
     def over(self, attempt: Attempt, outcome: str) -> None:
@@ -79,7 +79,7 @@ class MetricRecorder(Observer):
         elif outcome == "succeeded":
             self._state("succeeded")
         elif self._failed_at is not None:
-            _measured("LocalElasticAgent._stop_workers", now - self._failed_at)
+            _measured("LocalElasticAgent._stop_workers", now - attempt.stamps["failure_seen"] / 1e9)
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:
         """Publish the metrics of the whole run. If a signal or an exception ended the run, publish only its

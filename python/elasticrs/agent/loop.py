@@ -17,6 +17,7 @@ from functools import partial
 from elasticrs.agent import state_machine as machine
 from elasticrs.agent.signals import suspend
 from elasticrs.agent.tracker import AttemptTracker
+from elasticrs.host.background_call import FileAccess
 from elasticrs.host.stop_requests import StopRequests
 from elasticrs.job.failure_cause import Verdict
 from elasticrs.report import phrases
@@ -38,6 +39,12 @@ if TYPE_CHECKING:
     from elasticrs.job.config import JobConfig
 
 _NEVER = float("inf")
+
+
+def _import_for_cause() -> None:
+    import json  # noqa: F401
+
+    import elasticrs.agent.own_cause  # noqa: F401
 
 
 class Agent:
@@ -86,9 +93,10 @@ class Agent:
         self.checkpoints: CheckpointRequests | None = None
         self._error: Exception | None = None
         self._delayed_until = _NEVER
+        self._is_prepared = False
         self._checking: tuple[NodeCheck, machine.GroupEnded] | None = None
         # Periodic work. Each function does what is due, and returns the seconds until the next call.
-        self._duties: list[Callable[[], float]] = [decisions.seconds_left, self._end_delay]
+        self._duties: list[Callable[[], float]] = [decisions.seconds_left, self._end_delay, self._prepare]
         if job.uninterruptible_state_timeout > 0:
             from elasticrs.agent.sleepers import Sleepers
 
@@ -252,6 +260,17 @@ class Agent:
                 self._take_signals(self._tracker.supervisor)
                 self._actions.extend(self._decisions.look_around())
                 self._tracker.observers.quiet()
+
+    def _prepare(self) -> float:
+        """After the first failure, start to import what describes its cause while the workers exit. A restart
+        would have to wait for these imports.
+        """
+        attempts = self._tracker.result.attempts
+        if not self._is_prepared and attempts and attempts[-1].first_failure is not None:
+            self._is_prepared = True
+            # Import on a thread, because the search for `json` may touch the working directory.
+            FileAccess().begin(_import_for_cause)
+        return _NEVER
 
     def _end_delay(self) -> float:
         """Report the end of the delay before the next attempt."""

@@ -121,7 +121,7 @@ class Story(Observer):
                 self._cause(failed),
                 len(attempt.running()) - 1,
                 attempt.pids[local_rank],
-                failed.stamps["started"] - failed.stamps["failure_seen"],
+                failed.stamps["started"] - failed.failed_ns,
                 used,
                 phrases.local_time(time.time_ns()),
             )
@@ -228,7 +228,7 @@ def productive_ns(attempts: Iterable[Attempt]) -> int:
         started = attempt.stamps.get("started")
         if started is not None and "imported" in attempt.stamps:
             started = min(started, attempt.stamps["planned"])
-        end = attempt.stamps.get("failure_seen", attempt.stamps.get("ended"))
+        end = attempt.stamps.get("ended") if "failure_seen" not in attempt.stamps else attempt.failed_ns
         silent = [event.hung.since_ns for event in attempt.expired.values() if event.hung is not None]
         if started is not None and end is not None:
             total += max(0, min([end, *silent]) - started)

@@ -435,7 +435,7 @@ class AttemptTracker:
         attempt = self.result.attempts[-1]
         attempt.first_failure = attempt.accused(event.local_rank)
         attempt.signalled = event.siblings
-        attempt.stamps["failure_seen"] = event.seen_ns
+        attempt.see_failure(event.local_rank, event.seen_ns)
         attempt.stamps["siblings_signalled"] = event.signalled_ns
         if attempt.blame is None and (left := early_leavers(attempt)):
             from elasticrs.diagnosis.blame import Basis, Blame
@@ -513,7 +513,7 @@ class AttemptTracker:
         if self._replaces and has_failed and not is_stopped and attempt.first_failure is None:
             # Record the first failure here. If the other workers keep running, no other event reports it.
             attempt.first_failure = event.local_rank
-            attempt.stamps["failure_seen"] = event.seen_ns
+            attempt.see_failure(event.local_rank, event.seen_ns)
         meetings = page.meetings() if page is not None and event.exitcode != 0 else ()
         self.events.append(machine.WorkerExited(event.local_rank, event.exitcode, meetings))
         self.observers.exited(attempt, event)

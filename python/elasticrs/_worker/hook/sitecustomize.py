@@ -287,6 +287,7 @@ class _Failure:
             self.status = _exit_status(code)
             at_ns = _now_ns()
             undisturbed(lambda: self._write(lambda writer: self._write_exit(writer, code, at_ns)))
+            self._prepare_end()
 
     def at_exit(self) -> None:
         if os.getpid() == self._pid:
@@ -305,6 +306,11 @@ class _Failure:
             if ending["is_enabled"]():
                 ending["leave"](self.status)
 
+    def _prepare_end(self) -> None:
+        ending = _load(_FAST_EXIT)
+        if ending["is_enabled"]():
+            ending["keep_operators"]()
+
     def _is_main(self) -> bool:
         return self._get_ident() == self._main and not sys.flags.inspect
 
@@ -313,6 +319,8 @@ class _Failure:
             self._recorded, self.status = error, int(is_end)
             at_ns = _now_ns()
             undisturbed(lambda: self._write(lambda writer: self._write_error(writer, error, is_end, at_ns)))
+            if is_end:
+                self._prepare_end()
 
     def _write(self, action: "Callable[[dict[str, Any]], None]") -> None:
         try:

@@ -1,0 +1,9 @@
+"""Like ``raises.py``, but first reports when torch has computed a result."""
+
+import torch
+from raises import wait_and_fail
+from report import report
+
+assert (torch.ones(8, 8) @ torch.ones(8, 8)).sum().item() == 512
+report("torch")
+wait_and_fail()
