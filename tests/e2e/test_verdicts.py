@@ -239,6 +239,7 @@ def test_a_stopped_rank_does_not_hide_the_first_failure(run):
     first, other = sorted(ended.report["failures"], key=lambda each: each["was_stopped"])
     assert (first["rank"], first["exception"], first["place"]) == (1, "__main__.BadConfig", "worker.py:6")
     assert (other["rank"], other["was_stopped"], other["signal"]) == (0, True, "SIGTERM")
+    assert first["time"] < other["time"]
 
 
 def test_a_restart_window_limits_the_restarts(run):

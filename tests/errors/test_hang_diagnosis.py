@@ -8,10 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from helpers.procs import HANG
 from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticrs._worker.error_file import write_whole
+from elasticrs.agent import hang_diagnosis
 from elasticrs.agent.attempt import Attempt
 from elasticrs.agent.hang_diagnosis import (
     accuse_after_failure,
@@ -51,6 +53,19 @@ class Evidence:
         return examine(self.attempt)
 
 
+@pytest.fixture(autouse=True)
+def time_limit(monkeypatch):
+    """Return a function that sets the time limit for reading flight records. Because a busy machine may need
+    more than the limit of the agent, the limit is longer unless a test sets it.
+    """
+
+    def set_to(seconds):
+        monkeypatch.setattr(hang_diagnosis, "_TIME_LIMIT", seconds)
+
+    set_to(HANG)
+    return set_to
+
+
 @pytest.fixture
 def stuck(tmp_path):
     """Evidence recorded from eight ranks, of which rank 5 did not enter a collective."""
@@ -66,6 +81,14 @@ def test_flight_records_of_all_ranks_identify_the_culprit(stuck):
     (culprit,) = stuck.diagnosis.culprits
     assert (culprit.ranks, culprit.confidence) == ((5,), Confidence.CERTAIN)
     assert "rank 5 did not enter it: it is in " in stuck.diagnosis.summary
+
+
+def test_records_that_are_not_read_in_time_are_late(stuck, time_limit):
+    stuck.write(5, b"[]")
+    time_limit(0)
+    assert stuck.diagnosis is None
+    time_limit(HANG)
+    assert stuck.diagnosis.no_record == {NoRecord.DAMAGED: (5,)}
 
 
 def leave_a_fifo(path):

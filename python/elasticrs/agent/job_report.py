@@ -11,7 +11,7 @@ import os
 from elasticrs.agent.state_machine import Phase
 from elasticrs.job.failure_cause import Verdict
 from elasticrs.multiprocessing.errors.failure import TORCH_HINT
-from elasticrs.multiprocessing.errors.root_cause import failed_ns, root_cause, victims
+from elasticrs.multiprocessing.errors.root_cause import failed_ns, failed_wall_ns, root_cause, victims
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _failure(rank: int, failure: ProcessFailure, was_stopped: bool) -> dict[str,
         "exception": failure.exception,
         "place": failure.place,
         "message": None if message in (None, TORCH_HINT) else str(message)[-_MAX_TEXT:],
-        "time": failure.wall_ns / 1e9,
+        "time": failed_wall_ns(failure) / 1e9,
         "failed_ns": failed_ns(failure),
         "error_file": failure.error_file if os.path.isfile(failure.error_file) else None,
         "logs": failure.log_paths,

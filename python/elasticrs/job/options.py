@@ -223,7 +223,7 @@ def _warm(text: str) -> str:
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if not all(part.isidentifier() for part in name.split(".")):
-            raise ValueError(f"{expected} (not {name!r})")
+            raise ValueError(expected if name == text else f"{expected} (not {name!r})")
     if len(names) > 1 and not {"off", "auto"}.isdisjoint(names):
         raise ValueError(f"{expected} (off and auto stand alone)")
     return ",".join(names)

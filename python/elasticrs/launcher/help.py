@@ -81,7 +81,7 @@ def _overview(program: str, *, shows_all: bool) -> Iterator[str]:
     yield from wrapped(
         "Options marked * are not in torchrun. Underscores can replace dashes, and a name can be shortened "
         "if it stays unambiguous. PET_<NAME> in the environment sets the default of an option, such "
-        "as PET_MAX_RESTARTS=3. Times are in seconds and can have fractions.",
+        "as PET_MAX_RESTARTS=3. A DURATION is in seconds, or has a unit: 90, 1.5m, 2h.",
         "",
     )
 

@@ -29,10 +29,12 @@ def make_report_folder(path: str) -> None:
     """Create the folder of the JSON report, so that a mistake in the path is noticed before the job runs.
 
     Raises:
-        UsageError: the folder cannot be created.
+        UsageError: the folder cannot be created, or the path is itself a folder.
     """
     from elasticrs.job.config import UsageError
 
+    if os.path.isdir(path):
+        raise UsageError(f"--report: got {path!r}, which is a folder; name a file in it")
     try:
         os.makedirs(os.path.dirname(path) or os.curdir, exist_ok=True)
     except OSError as error:

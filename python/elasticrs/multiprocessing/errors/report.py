@@ -12,7 +12,13 @@ from __future__ import annotations
 import os
 
 from elasticrs.multiprocessing.errors.failure import NOT_AVAILABLE
-from elasticrs.multiprocessing.errors.root_cause import failed_ns, in_order, root_cause, victims
+from elasticrs.multiprocessing.errors.root_cause import (
+    failed_ns,
+    failed_wall_ns,
+    in_order,
+    root_cause,
+    victims,
+)
 from elasticrs.report.phrases import describe_exit, how_it_ended, local_time, ranks_text, signal_name, spans
 
 TYPE_CHECKING = False
@@ -129,8 +135,7 @@ def _when(failure: ProcessFailure) -> str:
     if failure.seen_ns is None:
         return failure.timestamp_isoformat()
     # Show the time that determines the order of the failures.
-    failed = failed_ns(failure) or failure.seen_ns
-    return local_time(failure.wall_ns - failure.seen_ns + failed, "_", has_milliseconds=True)
+    return local_time(failed_wall_ns(failure), "_", has_milliseconds=True)
 
 
 # --- the other failures ---

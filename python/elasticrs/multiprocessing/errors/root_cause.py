@@ -44,6 +44,11 @@ def failed_ns(failure: ProcessFailure) -> int | None:
     return recorded if seen - RECORD_WINDOW_NS <= recorded <= seen else seen
 
 
+def failed_wall_ns(failure: ProcessFailure) -> int:
+    """Return the time of :func:`failed_ns` on this node's wall clock, in nanoseconds since 1970."""
+    return failure.wall_ns + (failed_ns(failure) or 0) - (failure.seen_ns or 0)
+
+
 def _times(failures: Mapping[int, ProcessFailure]) -> dict[int, int | None]:
     """Return the time at which each worker failed, keyed by global rank.
 
