@@ -413,7 +413,7 @@ def test_the_last_call_is_reported_immediately_with_its_time_limit():
     a = cluster.add("a")
     b = cluster.add("b")
     (text,) = a.texts
-    says(text, "2 nodes", "4", "a (10.0.0.1), b (10.0.0.2)", "in 30 s")
+    says(text, "2 of", "4 nodes", "a (10.0.0.1), b (10.0.0.2)", "in 30 s")
     cluster.add("c")
     assert len(a.texts) == 1
     assert b.texts == []

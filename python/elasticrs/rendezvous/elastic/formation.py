@@ -193,7 +193,7 @@ def _tell_of_more(member: Member, view: View) -> None:
     if limit < FIRST_NEWS:
         return
     who = named(_shown(view, member.rendezvous))
-    text = f"{nodes(count)} of at most {most} have joined: {who}; the round starts in {limit:g} s"
+    text = f"{count} of at most {most} nodes have joined: {who}; the round starts in {limit:g} s"
     member.do(Announce(f"{text}, or as soon as all {most} are there ({name})"))
 
 

@@ -1,0 +1,65 @@
+"""What an agent asks name servers and other programs before it has met the others delays it only briefly."""
+
+import socket
+import threading
+import time
+
+import pytest
+from helpers import ports, procs
+from helpers.rendezvous import rendezvous
+
+from elasticrs.rendezvous.elastic.commands import command_of
+from elasticrs.rendezvous.elastic.hosting import Hosting, SystemResolver
+from elasticrs.rendezvous.elastic.meeting_point import MeetingPoint
+from elasticrs.store.coordination import ConnectionLost
+
+LIMIT = 10.0
+"""Seconds that are much longer than the time limit of 1 s, and much shorter than those of name servers."""
+
+
+@pytest.fixture
+def dead_resolver(monkeypatch):
+    """Make all name lookups hang until the end of the test."""
+    answers = threading.Event()
+
+    def resolve(_self, name):
+        answers.wait()
+        raise OSError(name)
+
+    monkeypatch.setattr(SystemResolver, "resolve", resolve)
+    yield
+    answers.set()
+
+
+def lost(point):
+    """Wait until the meeting point reports that it has no connection."""
+    procs.wait_until(point.take, lambda events: any(isinstance(each, ConnectionLost) for each in events))
+
+
+def test_a_name_server_that_does_not_answer_delays_each_attempt_to_connect_only_briefly(dead_resolver):
+    point = MeetingPoint(rendezvous("localhost", ports.free()), None, found=Hosting((), "it is elsewhere"))
+    try:
+        for _ in range(2):
+            began = time.monotonic()
+            assert point.connect() is None
+            assert time.monotonic() - began < LIMIT
+            lost(point)
+        assert not point.hosts
+    finally:
+        point.close()
+
+
+def test_a_program_that_does_not_answer_at_the_endpoint_delays_a_job_of_one_node_only_briefly():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        found = Hosting((("127.0.0.1", port),), "localhost is this machine")
+        job = rendezvous("localhost", port, nodes=(1, 1), command=command_of(["train.py"], "/train.py"))
+        point = MeetingPoint(job, None, found=found)
+        try:
+            began = time.monotonic()
+            point.host_if_possible()
+            assert time.monotonic() - began < LIMIT
+            assert point.hosts
+            assert point.address[1] != port
+        finally:
+            point.close()
