@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from helpers import procs
 from helpers.nodes import READY, WORKERS, Worker
+from helpers.said import says
 
 pytestmark = pytest.mark.privileged
 
@@ -119,6 +120,18 @@ def test_several_tasks_on_a_node_are_a_usage_error(submit):
     job.exits(2)
     assert job.stderr.count("SLURM_STEP_TASKS_PER_NODE=2(x2)") == 4
     assert "--ntasks-per-node=1" in job.stderr
+
+
+@pytest.mark.parametrize("options", [(), ("--standalone",)])
+def test_a_launcher_in_only_one_of_several_tasks_runs_or_says_at_once_what_is_wrong(submit, options):
+    in_task_0 = 'test "$SLURM_PROCID" != 0 || exec elasticrun "$@"'
+    _, job = submit(1, "srun", "-N1", "-n4", "sh", "-c", in_task_0, "sh", *options, RANKS)
+    if options:
+        succeed(workers(job, 1))
+        job.exits(0)
+    else:
+        job.exits(2)
+        says(job.stderr, "SLURM_STEP_TASKS_PER_NODE=4", "--standalone")
 
 
 IN_A_TERMINAL = ("python3", "-c", "import os, pty, sys; os._exit(pty.spawn(sys.argv[1:]) >> 8)")
