@@ -148,6 +148,7 @@ def hung_attempt(local_rank, group_rank, step, *, was_found_here=True):
             at_ns=now - 61 * 10**9,
             step=step + (rank != local_rank),
             is_global=False,
+            is_automatic=False,
             section=None,
             has_returned=False,
         )

@@ -72,7 +72,7 @@ def test_steps_that_the_launcher_counts_are_named_as_such():
         said = hangs.hung(hung([seen(1, found)]), RANKS)
         assert f"stopped at {text}" in said
         (note,) = hangs.heartbeat_notes([found], 100 * SECOND, RANKS)
-        assert f"in {text} " in note
+        assert f"in {text}, " in note
 
 
 def test_the_stack_of_the_current_thread_is_shown(tmp_path):

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elasticrs.agent.hangs import seconds
 from elasticrs.report.phrases import (
     duration,
     how_it_ended,
@@ -46,6 +47,13 @@ def test_a_local_time_names_its_moment_in_every_zone(zone, time_ns, has_millisec
     moment = time_ns - time_ns % (1_000_000 if has_milliseconds else 1_000_000_000)
     assert parsed - datetime(1970, 1, 1, tzinfo=timezone.utc) == timedelta(microseconds=moment // 1000)
     assert text.endswith("Z") == (zone == "UTC0")
+
+
+@pytest.mark.parametrize(
+    ("span", "text"), [(9.99, "9.99 s"), (9.996, "10.0 s"), (99.96, "100 s"), (1234, "1,234 s")]
+)
+def test_seconds_have_three_digits(span, text):
+    assert seconds(span) == text
 
 
 def test_a_time_that_no_calendar_has_is_shown_in_seconds():

@@ -186,7 +186,7 @@ def heartbeat_notes(beats: Iterable[Heartbeat], end_ns: int, ranks: Mapping[int,
         where = "" if step is None else f" in {step_text(step, is_automatic=is_automatic)}"
         where += f" in section '{printable(section)}'" if section else ""
         who = ranks_text(sorted(ranks[beat.local_rank] for beat in group))
-        notes.append(f"last heartbeat of {who}:{where} {span} before the failure")
+        notes.append(f"last heartbeat of {who}:{where}{',' if where else ''} {span} before the failure")
     if len(notes) > MAX_FRAMES:
         notes[MAX_FRAMES:] = [f"and {len(notes) - MAX_FRAMES} more such lines"]
     return notes
@@ -227,5 +227,7 @@ def _first(frames: Sequence[Frame], limit: int) -> list[str]:
 
 
 def seconds(span: float) -> str:
-    """Format a duration in seconds for display."""
-    return f"{span:.2f} s" if span < 10 else f"{span:.1f} s" if span < 100 else f"{span:,.0f} s"
+    """Format a duration in seconds for display. The digits depend on the rounded number, so that equal texts
+    mean equal durations.
+    """
+    return f"{span:.2f} s" if span < 9.995 else f"{span:.1f} s" if span < 99.95 else f"{span:,.0f} s"
