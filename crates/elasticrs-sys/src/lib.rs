@@ -15,13 +15,12 @@
 //! | [`signal`], [`stop`] | numbers, names and dispositions of signals; a process that stops itself |
 //! | [`procfs`], [`stat`] | read `/proc` |
 //! | [`fds`], [`duplicate`], [`socket`], [`poll`] | file descriptors: take over, duplicate, pass on, wait for |
-//! | [`page`], [`collapse`], [`heap`] | memory: shared with other processes, in huge pages, returned to the kernel |
+//! | [`page`], [`heap`] | memory: shared with other processes, returned to the kernel |
 //! | [`priority`], [`rlimit`] | priorities, and limits of other processes |
 //! | [`clock`], [`timer`] | the kernel's clocks, and timers on them |
 //! | [`named_enum`] | enums whose variants have names |
 
 pub mod clock;
-pub mod collapse;
 pub mod command;
 pub mod duplicate;
 pub mod exit;

@@ -3,7 +3,6 @@
 //! A single loop waits for the agent's socket, the agent's pidfd, SIGCHLD and the fence timer. See [`super`] for the
 //! invariants.
 
-mod compact;
 mod groups;
 mod guard;
 mod sentinel;
@@ -30,7 +29,6 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::sys::time::TimeSpec;
 use nix::unistd::{getpid, getsid, setsid};
 
-use self::compact::Compaction;
 use self::sentinel::Sentinel;
 pub use self::spawn::Worker;
 pub(crate) use self::spawn::command;
@@ -98,7 +96,6 @@ struct Nursery {
     child_signals: SignalFd,
     stack: Stack,
     forker: Option<Forker>,
-    compaction: Compaction,
     /// Name of this process before the nursery renamed it.
     name: CString,
     /// True if this process carries a token. Descendants inherit the token, so a descendant without one must have
@@ -185,7 +182,6 @@ impl Nursery {
             child_signals,
             stack: Stack::new()?,
             forker,
-            compaction: Compaction::Later,
             name,
             marked: start.is_some_and(|start| start.token.apply().is_ok()),
             oom_score_adj: lower_oom_score(),
@@ -214,9 +210,6 @@ impl Nursery {
     fn serve(mut self) -> io::Result<Option<Begun>> {
         loop {
             let ready = self.wait()?;
-            if self.sweep.is_none() && !ready.any() {
-                self.step_compaction();
-            }
             if ready.child {
                 while self.child_signals.read_signal()?.is_some() {}
                 self.reap();
@@ -243,7 +236,7 @@ impl Nursery {
     fn wait(&self) -> io::Result<Ready> {
         let timeout = match &self.sweep {
             Some(sweep) => Some(sweep.wait(Instant::now())),
-            None => self.postponed.as_ref().map(|_| Duration::ZERO).or(self.pause_of_compaction()),
+            None => self.postponed.as_ref().map(|_| Duration::ZERO),
         };
         let timeout = timeout.map(TimeSpec::from);
         let mut wanted = PollFlags::empty();
@@ -466,12 +459,6 @@ struct Ready {
     agent_gone: bool,
     socket: bool,
     fence: bool,
-}
-
-impl Ready {
-    fn any(&self) -> bool {
-        self.child || self.agent_gone || self.socket || self.fence
-    }
 }
 
 /// Reserves the file descriptors that are needed to kill processes, or as many of them as are available.

@@ -56,10 +56,7 @@ impl Nursery {
         };
         self.settle();
         match started {
-            Ok(settling) => {
-                self.begin_compaction();
-                self.unsettled = Some(Unsettled { process, settling });
-            }
+            Ok(settling) => self.unsettled = Some(Unsettled { process, settling }),
             Err(failure) => self.answer(&process, Err(failure)),
         }
         Served::GoOn
