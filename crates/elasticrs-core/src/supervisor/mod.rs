@@ -39,7 +39,6 @@ mod start;
 pub mod state;
 mod task;
 mod watch;
-mod zombies;
 
 pub use command::{Config, SupervisorError};
 pub use event::{

@@ -44,7 +44,7 @@ mod starts;
 mod sweeps;
 mod watchdog;
 
-use check::ZombieReports;
+use check::HeldReports;
 use current::Current;
 use current_nursery::CurrentNursery;
 use gathering::Evidence;
@@ -110,7 +110,7 @@ struct Task {
     heartbeats: Heartbeats,
     evidence: Evidence,
     raised: RaisedWorkers,
-    zombies: ZombieReports,
+    held: HeldReports,
     orphans: Orphans,
 }
 
@@ -157,7 +157,7 @@ impl Task {
             heartbeats: Heartbeats::new(Arc::clone(&shared.counters.heartbeats)),
             evidence: Evidence::default(),
             raised: RaisedWorkers::default(),
-            zombies: ZombieReports::new(Arc::clone(&shared.queue)),
+            held: HeldReports::new(Arc::clone(&shared.queue)),
             orphans: Orphans::default(),
             shared,
         })
@@ -537,7 +537,7 @@ impl Task {
     }
 
     fn on_swept(&mut self, swept: SweepOutcome) {
-        self.zombies.report_all_held(&swept);
+        self.held.report_all(&swept);
         self.deadlines.disarm(Timer::Sweep);
         match &mut self.current {
             Current::Idle => {}
@@ -553,7 +553,7 @@ impl Task {
 
     fn on_worker_swept(&mut self, local_rank: u32, swept: SweepOutcome) {
         self.deadlines.disarm(Timer::Sweep);
-        self.zombies.report_all_held(&swept);
+        self.held.report_all(&swept);
         // Finish the log files of this rank, because all processes that could write to them are gone.
         self.shared.logs.finish_rank(local_rank);
         self.raised.forget(local_rank);

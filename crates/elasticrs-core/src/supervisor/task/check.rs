@@ -1,14 +1,13 @@
 //! Decides what to do when the nursery does not report the exits of dead workers.
 
 use std::collections::BTreeSet;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use elasticrs_nursery::held::{self, Held};
 
 use crate::supervisor::event::SweepOutcome;
 use crate::supervisor::queue::Queue;
-use crate::supervisor::zombies::{Scanner, Subjects};
 
 /// Time between two checks of the workers, the nursery process, and the process that guards the nursery.
 pub(super) const CHECK_INTERVAL: Duration = Duration::from_secs(5);
@@ -63,44 +62,31 @@ impl Unreported {
     }
 }
 
-/// Reports exited processes that the kernel cannot remove. Each process is reported only once.
+/// Reports exited processes that cannot be reaped, because a tracer holds them. Each process is reported only once.
 #[derive(Debug)]
-pub(super) struct ZombieReports {
+pub(super) struct HeldReports {
     queue: Arc<Queue>,
-    /// Pids of the exited processes that were already reported as held by a tracer.
-    held: BTreeSet<i32>,
-    scanner: Arc<Mutex<Scanner>>,
+    /// Pids of the processes that were already reported.
+    reported: BTreeSet<i32>,
 }
 
-impl ZombieReports {
+impl HeldReports {
     pub(super) fn new(queue: Arc<Queue>) -> Self {
-        Self { queue, held: BTreeSet::new(), scanner: Arc::default() }
+        Self { queue, reported: BTreeSet::new() }
     }
 
     /// Reports that an exited process is held by a tracer.
-    pub(super) fn report_held(&mut self, pid: i32, message: String) {
-        if self.held.insert(pid) {
+    pub(super) fn report(&mut self, pid: i32, message: String) {
+        if self.reported.insert(pid) {
             self.queue.degraded(message);
         }
     }
 
     /// Reports the leftover processes that have exited but cannot be reaped, because a tracer holds them.
-    pub(super) fn report_all_held(&mut self, swept: &SweepOutcome) {
+    pub(super) fn report_all(&mut self, swept: &SweepOutcome) {
         for &pid in &swept.held {
-            self.report_held(pid, held::told(pid));
+            self.report(pid, held::told(pid));
         }
-    }
-
-    /// Scans for processes with many zombie children. The scan runs on another thread, because it reads `/proc`. Does
-    /// nothing if the previous scan is still running.
-    pub(super) fn scan(&self, subjects: Subjects) {
-        let (scanner, queue) = (Arc::clone(&self.scanner), Arc::clone(&self.queue));
-        tokio::task::spawn_blocking(move || {
-            let Ok(mut scanner) = scanner.try_lock() else { return };
-            for message in scanner.scan(&subjects) {
-                queue.degraded(message);
-            }
-        });
     }
 }
 
@@ -148,9 +134,9 @@ mod tests {
     #[test]
     fn a_process_held_by_a_tracer_is_reported_once() {
         let queue = Arc::new(Queue::new().expect("an eventfd"));
-        let mut reports = ZombieReports::new(Arc::clone(&queue));
+        let mut reports = HeldReports::new(Arc::clone(&queue));
         for (pid, message) in [(7, "first"), (7, "again"), (8, "other")] {
-            reports.report_held(pid, message.to_owned());
+            reports.report(pid, message.to_owned());
         }
         for expected in ["first", "other"] {
             let message = expected.to_owned();

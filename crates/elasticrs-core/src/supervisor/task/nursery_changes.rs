@@ -161,7 +161,6 @@ impl Task {
         }
         self.check_sentinel();
         let Current::Running(running) = &mut self.current else { return };
-        self.zombies.scan(running.zombie_subjects(self.owns_process));
         let adopted = running.adopted();
         let workers = running.group.living().filter(|pid| !adopted.contains(pid));
         // Ignore workers that are traced by the nursery (`PTRACE_TRACEME`), because the nursery reaps them as usual.
@@ -179,7 +178,7 @@ impl Task {
         }
         self.deadlines.arm(Timer::Check, outcome.pause, Instant::now());
         for (pid, held) in outcome.held {
-            self.zombies.report_held(pid, held.told);
+            self.held.report(pid, held.told);
             self.input(Input::Exited { pid, exit: held.exit, seen: Stamp::now() });
         }
     }

@@ -20,7 +20,6 @@ use crate::supervisor::event::StartFailure;
 use crate::supervisor::nursery_io::Nursery;
 use crate::supervisor::state::Group;
 use crate::supervisor::watch::{self, MemberExit};
-use crate::supervisor::zombies::Subjects;
 
 /// Maximum number of ancestors to check when looking for the worker that a process descends from.
 const MAX_DEPTH: usize = 64;
@@ -139,12 +138,6 @@ impl Running {
         let session = getsid(Some(Pid::from_raw(pid))).ok()?.as_raw();
         let leads = self.members.iter().any(|member| member.pid == session && member.leads_a_group);
         if leads { self.group.rank_of(session) } else { None }
-    }
-
-    /// Returns the processes to scan for zombie children.
-    pub(super) fn zombie_subjects(&self, agent: bool) -> Subjects {
-        let workers = self.group.living().filter_map(|pid| Some((self.group.rank_of(pid)?, pid))).collect();
-        Subjects { workers, agent }
     }
 
     /// Watches for the exits of the remaining workers, because the lost nursery no longer reports them.
