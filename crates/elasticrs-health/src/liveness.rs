@@ -13,11 +13,11 @@ pub struct Liveness {
     /// A liveness request is answered first by the agent's loop, and then by the supervisor's thread. True if only the
     /// loop has answered the pending request.
     is_passed_on: bool,
-    answered: Option<Answer>,
+    answered: Option<AgentAnswer>,
 }
 
 #[derive(Debug, Clone)]
-struct Answer {
+struct AgentAnswer {
     at: Instant,
     /// Time since the agent last made progress, measured when the agent answered the liveness request.
     age: Duration,
@@ -80,7 +80,7 @@ impl Liveness {
     /// activity.
     pub fn answer(&mut self, now: Instant, age: Duration, doing: Option<String>) {
         (self.asked, self.is_passed_on) = (None, false);
-        self.answered = Some(Answer { at: now, age, doing });
+        self.answered = Some(AgentAnswer { at: now, age, doing });
     }
 
     /// Decides whether the agent is alive at the time `now`.

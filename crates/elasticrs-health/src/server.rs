@@ -77,13 +77,13 @@ struct Shared {
 /// Reply of the agent's loop to a liveness request.
 ///
 /// The reply is recorded in `drop`, so that it is not lost if the runtime drops the task without running it.
-struct Answer {
+struct LoopAnswer {
     shared: Arc<Shared>,
     age: Duration,
     doing: Option<String>,
 }
 
-impl Drop for Answer {
+impl Drop for LoopAnswer {
     fn drop(&mut self) {
         self.shared.answer(self.age, self.doing.take());
     }
@@ -152,7 +152,7 @@ impl Handle {
     }
 
     fn answer_of_runtime(&self, age: Duration, doing: Option<String>) -> Task {
-        let answer = Answer { shared: Arc::clone(&self.shared), age, doing };
+        let answer = LoopAnswer { shared: Arc::clone(&self.shared), age, doing };
         Box::new(move || Box::pin(async move { drop(answer) }))
     }
 

@@ -36,14 +36,14 @@ const MAX_LINKS: usize = 64;
 
 /// A socket that the nursery holds open for its agent.
 #[derive(Debug)]
-pub struct Held {
+pub struct HeldSocket {
     pub socket: OwnedFd,
     /// Secret that the nursery sends through `socket` to prove that the agent and all of its processes have exited.
     /// `None` if `socket` is the agent's connection to the store.
     pub word: Option<LastWord>,
 }
 
-impl Held {
+impl HeldSocket {
     /// True if this is a link that is broken or was closed by its peer. Data sent on such a link is lost.
     fn is_dead_link(&self) -> bool {
         let closed_by_peer = PollFlags::from_bits_retain(libc::POLLRDHUP);
@@ -59,7 +59,7 @@ pub struct TooManyLinks;
 
 /// The sockets that the nursery holds, in the order in which they were added.
 #[derive(Debug, Default)]
-pub struct Connections(Vec<Held>);
+pub struct Connections(Vec<HeldSocket>);
 
 impl Connections {
     /// Adds a socket. If `beside` is true, the other sockets stay open. Otherwise, closes them first.
@@ -68,7 +68,7 @@ impl Connections {
     ///
     /// Fails if the new socket would exceed `MAX_LINKS`, the limit on connections to other agents. Never closes a live
     /// connection to make room, because its peer would then miss the death of this agent.
-    pub fn hold(&mut self, held: Held, beside: bool) -> Result<(), TooManyLinks> {
+    pub fn hold(&mut self, held: HeldSocket, beside: bool) -> Result<(), TooManyLinks> {
         if !beside {
             self.0.clear();
         }
@@ -86,7 +86,7 @@ impl Connections {
     pub fn release(&mut self, which: Release) {
         match which {
             Release::All => {
-                for Held { socket, word } in self.0.drain(..) {
+                for HeldSocket { socket, word } in self.0.drain(..) {
                     if let Some(word) = word {
                         // Ignore an error, because it means that the connection is down. The send buffer cannot be
                         // full, because no other data is ever sent on the connection.
@@ -105,7 +105,7 @@ impl Connections {
     }
 
     /// Returns the held sockets, newest last.
-    pub fn all(&self) -> &[Held] {
+    pub fn all(&self) -> &[HeldSocket] {
         &self.0
     }
 }
@@ -128,7 +128,7 @@ mod tests {
     fn add(connections: &mut Connections, number: Option<u8>) -> Result<UnixStream, TooManyLinks> {
         let (own, peer) = UnixStream::pair().unwrap();
         let word = number.map(|number| [number; 32]);
-        connections.hold(Held { socket: own.into(), word }, true).map(|()| peer)
+        connections.hold(HeldSocket { socket: own.into(), word }, true).map(|()| peer)
     }
 
     fn said(mut peer: UnixStream) -> Vec<u8> {

@@ -55,7 +55,7 @@ pub struct Fence {
 
 /// Result of checking the fence deadline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Look {
+pub enum FenceState {
     /// There is no deadline.
     Unset,
     /// The deadline has not passed yet. Contains the deadline in nanoseconds on `CLOCK_BOOTTIME`.
@@ -143,13 +143,13 @@ impl Fence {
     /// # Errors
     ///
     /// Fails if the timer cannot be set or stopped, which is not expected to happen.
-    pub fn look(&self) -> io::Result<Look> {
+    pub fn look(&self) -> io::Result<FenceState> {
         settle(
             || self.deadline.look(boot_now(), self.holder),
             |look| match look {
-                Look::At(at) | Look::HandedOver(Some(at)) => self.set_timer(at),
-                Look::Unset | Look::Passed { .. } => self.timer.unset(),
-                Look::HandedOver(None) => Ok(()),
+                FenceState::At(at) | FenceState::HandedOver(Some(at)) => self.set_timer(at),
+                FenceState::Unset | FenceState::Passed { .. } => self.timer.unset(),
+                FenceState::HandedOver(None) => Ok(()),
             },
         )
         .map_err(io::Error::from)
@@ -175,13 +175,13 @@ impl Fence {
 
 /// Reads the deadline with `look` and sets the timer accordingly. Then reads the deadline again, and repeats both steps
 /// if the deadline has changed.
-fn settle<E>(look: impl Fn() -> Look, set_timer: impl Fn(Look) -> Result<(), E>) -> Result<Look, E> {
+fn settle<E>(look: impl Fn() -> FenceState, set_timer: impl Fn(FenceState) -> Result<(), E>) -> Result<FenceState, E> {
     let mut found = look();
     loop {
         set_timer(found)?;
         match (found, look()) {
             // The first call to `look` marked the deadline as passed, so only its result has `first: true`.
-            (Look::Passed { .. }, Look::Passed { first: false }) => return Ok(found),
+            (FenceState::Passed { .. }, FenceState::Passed { first: false }) => return Ok(found),
             (found, same) if same == found => return Ok(found),
             (_, other) => found = other,
         }
@@ -224,22 +224,22 @@ impl Deadline {
         self.page.number().fetch_update(Ordering::SeqCst, Ordering::SeqCst, update).is_ok()
     }
 
-    fn look(&self, boot_now: u64, holder: Option<Holder>) -> Look {
+    fn look(&self, boot_now: u64, holder: Option<Holder>) -> FenceState {
         let number = self.page.number();
         loop {
             let found = number.load(Ordering::SeqCst);
             let deadline = found & DEADLINE;
             if holder.is_some_and(|holder| holder != holder_of(found)) {
-                return Look::HandedOver((deadline > PASSED).then_some(deadline));
+                return FenceState::HandedOver((deadline > PASSED).then_some(deadline));
             }
             match deadline {
-                NONE => return Look::Unset,
-                PASSED => return Look::Passed { first: false },
-                deadline if deadline > boot_now => return Look::At(deadline),
+                NONE => return FenceState::Unset,
+                PASSED => return FenceState::Passed { first: false },
+                deadline if deadline > boot_now => return FenceState::At(deadline),
                 _ => {
                     let passed = found & !DEADLINE | PASSED;
                     if number.compare_exchange(found, passed, Ordering::SeqCst, Ordering::SeqCst).is_ok() {
-                        return Look::Passed { first: true };
+                        return FenceState::Passed { first: true };
                     }
                 }
             }
@@ -296,12 +296,12 @@ mod tests {
         fn look_by(&mut self, nursery: Holder, now: u64) {
             let look = self.deadline.look(now, Some(nursery));
             match look {
-                Look::HandedOver(at) => self.at = at.or(self.at),
-                Look::At(at) => self.at = Some(at),
-                Look::Passed { .. } | Look::Unset => self.at = None,
+                FenceState::HandedOver(at) => self.at = at.or(self.at),
+                FenceState::At(at) => self.at = Some(at),
+                FenceState::Passed { .. } | FenceState::Unset => self.at = None,
             }
-            self.passed += u32::from(look == Look::Passed { first: true });
-            if !matches!(look, Look::HandedOver(_)) {
+            self.passed += u32::from(look == FenceState::Passed { first: true });
+            if !matches!(look, FenceState::HandedOver(_)) {
                 self.nurseries.push(nursery);
             }
         }
@@ -377,14 +377,14 @@ mod tests {
         let (deadline, _) = both();
         assert_eq!(deadline.set(Some(100)), Moved { too_late: false, timer: Some(100) });
         assert_eq!(deadline.set(Some(200)), Moved { too_late: false, timer: None });
-        assert_eq!(deadline.look(150, Some(0)), Look::At(200));
-        assert_eq!(deadline.look(200, Some(0)), Look::Passed { first: true });
-        assert_eq!(deadline.look(201, Some(0)), Look::Passed { first: false });
+        assert_eq!(deadline.look(150, Some(0)), FenceState::At(200));
+        assert_eq!(deadline.look(200, Some(0)), FenceState::Passed { first: true });
+        assert_eq!(deadline.look(201, Some(0)), FenceState::Passed { first: false });
         assert_eq!(deadline.set(Some(300)), Moved { too_late: true, timer: Some(300) });
-        assert_eq!(deadline.look(202, Some(0)), Look::At(300));
+        assert_eq!(deadline.look(202, Some(0)), FenceState::At(300));
         assert_eq!(deadline.set(Some(250)), Moved { too_late: false, timer: Some(250) }, "nearer than the timer");
         assert_eq!(deadline.set(None), Moved { too_late: false, timer: None });
-        assert_eq!(deadline.look(400, Some(0)), Look::Unset);
+        assert_eq!(deadline.look(400, Some(0)), FenceState::Unset);
     }
 
     fn is_readable(fence: &Fence) -> bool {
@@ -401,20 +401,20 @@ mod tests {
     fn a_check_silences_the_timer_until_the_deadline() {
         let agent = Fence::new().unwrap();
         let nursery = Fence::from_descriptors(agent.descriptors().unwrap(), agent.holder()).unwrap();
-        assert_eq!(nursery.look().unwrap(), Look::Unset);
+        assert_eq!(nursery.look().unwrap(), FenceState::Unset);
         let (near, far) = (boot_now() + 1_000_000, boot_now() + 3_600_000_000_000);
         assert!(agent.set(Some(near)) && agent.set(Some(far)));
         until_readable(&nursery);
-        assert_eq!(nursery.look().unwrap(), Look::At(far));
+        assert_eq!(nursery.look().unwrap(), FenceState::At(far));
         assert!(!is_readable(&nursery), "it would be looked at again and again");
         assert_eq!(left(&nursery).map(|left| left > Duration::from_secs(3000)), Some(true));
         assert!(agent.set(Some(near)));
         until_readable(&nursery);
-        assert_eq!(nursery.look().unwrap(), Look::Passed { first: true });
-        assert_eq!(nursery.look().unwrap(), Look::Passed { first: false });
+        assert_eq!(nursery.look().unwrap(), FenceState::Passed { first: true });
+        assert_eq!(nursery.look().unwrap(), FenceState::Passed { first: false });
         assert!(!is_readable(&nursery));
         assert!(!agent.set(None));
-        assert_eq!((nursery.look().unwrap(), left(&nursery)), (Look::Unset, None));
+        assert_eq!((nursery.look().unwrap(), left(&nursery)), (FenceState::Unset, None));
     }
 
     fn left(fence: &Fence) -> Option<Duration> {
@@ -434,12 +434,12 @@ mod tests {
             if let Some(nearer) = nearer.take() {
                 // Let the agent move the deadline after the nursery process has read it, but before the nursery process
                 // sets the timer.
-                timer.set(agent.set(Some(nearer)).timer.map(Look::At));
+                timer.set(agent.set(Some(nearer)).timer.map(FenceState::At));
             }
             timer.set(Some(look));
             Ok::<_, ()>(())
         };
-        assert_eq!(settle(|| nursery.deadline.look(100, Some(0)), set_timer), Ok(Look::At(200)));
-        assert_eq!(timer.get(), Some(Look::At(200)));
+        assert_eq!(settle(|| nursery.deadline.look(100, Some(0)), set_timer), Ok(FenceState::At(200)));
+        assert_eq!(timer.get(), Some(FenceState::At(200)));
     }
 }

@@ -21,7 +21,7 @@ const EXIT_CODE: usize = 52;
 
 /// A process that has exited but cannot be reaped yet, because a tracer holds it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Held {
+pub struct HeldProcess {
     pub exit: WorkerExit,
     /// Pid of the tracing process, such as a debugger.
     pub tracer: i32,
@@ -31,7 +31,7 @@ pub struct Held {
 
 /// Describes an exited process that cannot be reaped yet, because a tracer (such as a debugger) has not released it.
 /// `None` if the process is running, is gone, or has no visible tracer.
-pub fn by_tracer(pid: i32) -> Option<Held> {
+pub fn by_tracer(pid: i32) -> Option<HeldProcess> {
     let stat = Stat::of(pid)?;
     if !has_died(pid, Status::in_stat(&stat)?) {
         return None;
@@ -42,7 +42,7 @@ pub fn by_tracer(pid: i32) -> Option<Held> {
         Some(status) if may_read(pid) => WorkerExit::from_wait_status(status).unwrap_or(WorkerExit::Unknown),
         _ => WorkerExit::Unknown,
     };
-    (tracer != 0).then(|| Held { exit, tracer, told: tell(pid, &stat.name, tracer) })
+    (tracer != 0).then(|| HeldProcess { exit, tracer, told: tell(pid, &stat.name, tracer) })
 }
 
 /// Returns a one-line message about an exited process that cannot be reaped yet, because a tracer has not released it.

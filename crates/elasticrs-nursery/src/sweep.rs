@@ -30,7 +30,7 @@ const GRACE_OF_A_LOOK: Duration = Duration::from_millis(500);
 
 /// Result of one pass over all processes that may have to be killed.
 #[derive(Debug, Default)]
-struct Look {
+struct TokenPass {
     alive: BTreeSet<i32>,
     /// True if a process was found that still [unlinks shared memory](super::cleaner) and was therefore not killed.
     cleaners: bool,
@@ -50,7 +50,7 @@ struct Look {
 pub fn kill_by_token(token: Token, give_up: Duration) -> SweepOutcome {
     let me = std::process::id().cast_signed();
     repeat(give_up, |ended| {
-        let mut look = Look::default();
+        let mut look = TokenPass::default();
         for _ in 0..NEWEST_ROUNDS {
             let newest = tree::newest_pid();
             for pid in (newest - NEWEST..=newest + 1).rev().filter(|&pid| pid != me) {
@@ -72,7 +72,7 @@ pub fn kill_by_token(token: Token, give_up: Duration) -> SweepOutcome {
 pub fn sweep_children_of_self(known: &[i32], workers: &[i32], give_up: Duration) -> SweepOutcome {
     let me = std::process::id().cast_signed();
     repeat(give_up, |ended| {
-        let mut look = Look::default();
+        let mut look = TokenPass::default();
         for listed in tree::descendants(me, known) {
             let Listed { pid, parent } = listed;
             let Some(target) = Target::open(me, listed) else {
@@ -95,7 +95,7 @@ pub fn sweep_children_of_self(known: &[i32], workers: &[i32], give_up: Duration)
     })
 }
 
-impl Look {
+impl TokenPass {
     fn kill_by_token(&mut self, token: Token, pid: i32, ended: &mut Tally) {
         if Token::of(pid) != Some(token) {
             return;
@@ -139,7 +139,7 @@ struct Tally {
     acts_until: Instant,
 }
 
-fn repeat(give_up: Duration, mut look: impl FnMut(&mut Tally) -> Look) -> SweepOutcome {
+fn repeat(give_up: Duration, mut look: impl FnMut(&mut Tally) -> TokenPass) -> SweepOutcome {
     let mut give_up = Instant::now() + give_up;
     let (seen, ended, patience) = (BTreeSet::new(), Signalled::default(), Patience::default());
     let mut tally = Tally { seen, ended, patience, acts_until: give_up + GRACE_OF_A_LOOK };

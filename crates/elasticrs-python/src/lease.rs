@@ -13,13 +13,13 @@ use pyo3::prelude::*;
 use crate::supervisor::Supervisor;
 
 /// Passes a session's connections and deadline to the nursery.
-struct Nursery {
+struct NurseryGuard {
     keeper: Keeper,
     /// True if the nursery holds a second connection, to which the session may move.
     has_two: Arc<AtomicBool>,
 }
 
-impl Guard for Nursery {
+impl Guard for NurseryGuard {
     fn connected(&self, socket: BorrowedFd<'_>) {
         // The nursery (the process that supervises the workers) keeps a duplicate of the socket open, so that the
         // session lasts until the workers are dead. If the socket cannot be duplicated, the supervisor reports the
@@ -62,7 +62,7 @@ impl Guard for Nursery {
 /// Returns a guard that lets the nursery keep a client's socket open. Without a supervisor, returns [`NoGuard`].
 pub fn guard(supervisor: Option<&Py<Supervisor>>) -> Box<dyn Guard> {
     match supervisor {
-        Some(supervisor) => Box::new(Nursery { keeper: supervisor.get().inner.keeper(), has_two: Arc::default() }),
+        Some(supervisor) => Box::new(NurseryGuard { keeper: supervisor.get().inner.keeper(), has_two: Arc::default() }),
         None => Box::new(NoGuard),
     }
 }

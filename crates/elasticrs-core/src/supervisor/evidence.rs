@@ -178,7 +178,7 @@ struct Examination {
     target: i32,
     status: Option<Status>,
     kernel: String,
-    answer: Option<Answer>,
+    answer: Option<StackFile>,
     record: Record,
 }
 
@@ -204,14 +204,14 @@ struct RecordHeader {
 }
 
 /// A stack file that `faulthandler` was asked to write to, and the offset at which the new stacks start.
-struct Answer {
+struct StackFile {
     file: File,
     start: u64,
     length: u64,
     grew: Instant,
 }
 
-impl Answer {
+impl StackFile {
     fn is_whole(&mut self) -> bool {
         let length = self.file.metadata().map_or(self.length, |facts| facts.len());
         if length != self.length {
@@ -300,7 +300,7 @@ impl Examination {
 
     /// Reads the new stacks and removes them from the stack file. Leaves the file unchanged if it contains the
     /// traceback of a crash (**EVI-4**).
-    fn read(&self, answer: Answer) -> io::Result<String> {
+    fn read(&self, answer: StackFile) -> io::Result<String> {
         let start = answer.start;
         let (stacks, has_crash) = answer.read()?;
         if let Some(files) = self.subject.files.as_ref().filter(|_| !has_crash) {
@@ -353,11 +353,11 @@ fn can_answer(pid: i32) -> bool {
     Status::of(pid).is_some_and(|status| !matches!(status.state, 'T' | 't') && !status.has_ended())
 }
 
-fn ask(pidfd: &OwnedFd, stacks: &Path) -> io::Result<Answer> {
+fn ask(pidfd: &OwnedFd, stacks: &Path) -> io::Result<StackFile> {
     let file = open(File::options().read(true), stacks)?;
     let start = file.metadata()?.len();
     pidfd::send_signal(pidfd, stack_signal())?;
-    Ok(Answer { file, start, length: start, grew: Instant::now() })
+    Ok(StackFile { file, start, length: start, grew: Instant::now() })
 }
 
 /// Requests a worker's flight record, and returns the path of the file to which the worker will write it. Fails if no
@@ -389,7 +389,7 @@ fn is_missing(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::NotFound
 }
 
-impl Answer {
+impl StackFile {
     /// Returns the new stack traces, and true if they include the traceback of a crash. The worker may crash, because
     /// the signal that requests the stack traces can make system calls fail with `EINTR`.
     fn read(mut self) -> io::Result<(String, bool)> {
@@ -575,7 +575,7 @@ mod tests {
             let file = File::open(&files.stacks).unwrap();
             let (target, kernel, subject) = (own_pid(), String::new(), subject(own_pid(), &files));
             let examination = Examination { subject, target, status: None, kernel, answer: None, record: Record::Done };
-            let answer = Answer { file, start: 0, length: 0, grew: Instant::now() };
+            let answer = StackFile { file, start: 0, length: 0, grew: Instant::now() };
             let stacks = examination.read(answer).unwrap();
             assert_eq!(innermost_frame(&stacks).as_deref(), Some("File \"b.py\", line 7 in all_reduce"));
             let kept = fs::read(examination.subject.files.unwrap().stacks).unwrap();

@@ -26,7 +26,7 @@ impl GroupPolicy {
     }
 }
 
-enum Answer {
+enum WorkerStart {
     Awaited,
     Spawned { pid: i32, pidfd: OwnedFd },
     Failed,
@@ -34,7 +34,7 @@ enum Answer {
 
 /// A group whose workers are being started.
 pub(super) struct Starting {
-    answers: Vec<Answer>,
+    answers: Vec<WorkerStart>,
     policy: GroupPolicy,
     failure: Option<StartFailure>,
     nursery: Option<NurseryExit>,
@@ -48,7 +48,7 @@ pub(super) struct Starting {
 impl Starting {
     pub(super) fn new(spec: &GroupSpec) -> Self {
         Self {
-            answers: spec.processes.iter().map(|_| Answer::Awaited).collect(),
+            answers: spec.processes.iter().map(|_| WorkerStart::Awaited).collect(),
             policy: spec.policy.clone(),
             failure: None,
             nursery: None,
@@ -71,7 +71,7 @@ impl Starting {
 
     pub(super) fn spawned(&mut self, local_rank: u32, pid: i32, pidfd: Option<OwnedFd>) {
         if let Some(pidfd) = pidfd {
-            self.answer(local_rank, Answer::Spawned { pid, pidfd });
+            self.answer(local_rank, WorkerStart::Spawned { pid, pidfd });
         } else {
             self.failed(StartFailure::no_descriptor(local_rank, pid));
         }
@@ -80,7 +80,7 @@ impl Starting {
     /// Records that a worker could not be started. Only the first failure is reported.
     pub(super) fn failed(&mut self, failure: StartFailure) {
         if let StartFailure::Worker { local_rank, .. } = &failure {
-            self.answer(*local_rank, Answer::Failed);
+            self.answer(*local_rank, WorkerStart::Failed);
         }
         self.failure.get_or_insert(failure);
     }
@@ -91,7 +91,7 @@ impl Starting {
     /// [`Stage::NextFork`], the nursery hangs while it forks the next worker, so the second worker without a reply is
     /// reported.
     pub(super) fn hung(&mut self, stage: Option<Stage>, wait_channel: String) {
-        let mut waiting = (0..).zip(&self.answers).filter(|(_, answer)| matches!(answer, Answer::Awaited));
+        let mut waiting = (0..).zip(&self.answers).filter(|(_, answer)| matches!(answer, WorkerStart::Awaited));
         let (behind, stage) = match stage {
             Some(Stage::NextFork) => (1, Some(Stage::Fork)),
             other => (0, other),
@@ -102,7 +102,7 @@ impl Starting {
 
     /// Returns the pids of the workers that are already running.
     pub(super) fn pids(&self) -> Vec<i32> {
-        let pid = |answer: &Answer| if let Answer::Spawned { pid, .. } = answer { Some(*pid) } else { None };
+        let pid = |answer: &WorkerStart| if let WorkerStart::Spawned { pid, .. } = answer { Some(*pid) } else { None };
         self.answers.iter().filter_map(pid).collect()
     }
 
@@ -127,7 +127,7 @@ impl Starting {
     }
 
     pub(super) fn all_answered(&self) -> bool {
-        !self.answers.iter().any(|answer| matches!(answer, Answer::Awaited))
+        !self.answers.iter().any(|answer| matches!(answer, WorkerStart::Awaited))
     }
 
     pub(super) fn has_failed(&self) -> bool {
@@ -150,8 +150,8 @@ impl Starting {
     /// start.
     pub(super) fn into_group(self) -> (Group, Vec<(i32, OwnedFd)>, Vec<Input>) {
         let spawned = |answer| match answer {
-            Answer::Spawned { pid, pidfd } => Some((pid, pidfd)),
-            Answer::Awaited | Answer::Failed => None,
+            WorkerStart::Spawned { pid, pidfd } => Some((pid, pidfd)),
+            WorkerStart::Awaited | WorkerStart::Failed => None,
         };
         let members: Vec<_> = self.answers.into_iter().filter_map(spawned).collect();
         let pids: Vec<i32> = members.iter().map(|(pid, _)| *pid).collect();
@@ -159,7 +159,7 @@ impl Starting {
         (Group::new(&pids, self.policy), members, early)
     }
 
-    fn answer(&mut self, local_rank: u32, answer: Answer) {
+    fn answer(&mut self, local_rank: u32, answer: WorkerStart) {
         if let Some(slot) = self.answers.get_mut(local_rank as usize) {
             *slot = answer;
         }

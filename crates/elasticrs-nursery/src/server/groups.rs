@@ -4,10 +4,10 @@
 use elasticrs_sys::signal;
 use nix::sys::signal::Signal;
 
-use super::Nursery;
+use super::NurseryServer;
 use crate::cleaner;
 
-impl Nursery {
+impl NurseryServer {
     /// Sends a signal to the process group of a worker. Ignores errors, because the group may be gone, or may now
     /// belong to another user. The agent notices workers that do not exit.
     pub(super) fn signal_group(&mut self, pid: i32, signal: i32) {

@@ -3,18 +3,18 @@
 
 use std::os::fd::OwnedFd;
 
-use super::{LAST_SWEEP, Nursery};
+use super::{LAST_SWEEP, NurseryServer};
 use crate::activity::Activity;
-use crate::connections::{Held, LastWord, Release};
-use crate::fence::{Fence, Holder, Look};
+use crate::connections::{HeldSocket, LastWord, Release};
+use crate::fence::{Fence, Holder, FenceState};
 use crate::protocol::{Reply, Request, SweepLimits};
 
-impl Nursery {
+impl NurseryServer {
     pub(super) fn hold(&mut self, fds: Vec<OwnedFd>, beside: bool, word: Option<LastWord>) {
         // `fds` is empty if this process has reached its limit on open files. `hold` is not expected to fail, because
         // the agent enforces the same limit on the number of connections.
         let is_held =
-            fds.into_iter().next().is_some_and(|socket| self.held.hold(Held { socket, word }, beside).is_ok());
+            fds.into_iter().next().is_some_and(|socket| self.held.hold(HeldSocket { socket, word }, beside).is_ok());
         if !is_held {
             self.tell(&Reply::NotGuarded { errno: libc::EMFILE }, Vec::new());
         }
@@ -59,14 +59,14 @@ impl Nursery {
     /// then consider this agent dead. Returns true if the deadline has passed.
     pub(super) fn check_fence(&mut self) -> bool {
         match self.fence.as_ref().map(Fence::look) {
-            None | Some(Ok(Look::Unset | Look::At(_))) => false,
-            Some(Ok(Look::Passed { first })) => {
+            None | Some(Ok(FenceState::Unset | FenceState::At(_))) => false,
+            Some(Ok(FenceState::Passed { first })) => {
                 if first {
                     self.end_lease();
                 }
                 true
             }
-            Some(Ok(Look::HandedOver(_))) => {
+            Some(Ok(FenceState::HandedOver(_))) => {
                 self.fence = None;
                 false
             }

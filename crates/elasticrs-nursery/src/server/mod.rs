@@ -71,7 +71,7 @@ pub fn begin_warm(start: &str) {
 pub fn run_warm(start: Option<&str>, forker: Option<Forker>) -> Result<Worker, u8> {
     let code = |error: io::Error| error.raw_os_error().and_then(|errno| u8::try_from(errno).ok()).unwrap_or(255);
     let start = start.and_then(Start::parse);
-    let nursery = Nursery::new(start, forker).map_err(code)?;
+    let nursery = NurseryServer::new(start, forker).map_err(code)?;
     if let Some(start) = start.filter(|start| start.is_sentinel) {
         Sentinel::new(nursery, start.token).serve().map_err(code)?;
         return Err(0);
@@ -88,7 +88,7 @@ fn leave_program() -> CString {
     CString::new(name.trim_end()).unwrap_or_default()
 }
 
-struct Nursery {
+struct NurseryServer {
     pid: i32,
     link: NurseryLink,
     agent: OwnedFd,
@@ -143,7 +143,7 @@ struct Nursery {
     orphaned: bool,
 }
 
-impl Nursery {
+impl NurseryServer {
     fn new(start: Option<Start>, forker: Option<Forker>) -> io::Result<Self> {
         let [socket, agent, stages] = fds::take_inherited(FIXED_FDS)?;
         if forker.is_none() {
@@ -205,7 +205,7 @@ impl Nursery {
     }
 }
 
-impl Nursery {
+impl NurseryServer {
     /// Serves requests. Returns `None` when the nursery is done, and `Some` in each forked worker.
     fn serve(mut self) -> io::Result<Option<Begun>> {
         loop {

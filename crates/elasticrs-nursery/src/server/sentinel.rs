@@ -12,9 +12,9 @@ use std::time::{Duration, Instant};
 use elasticrs_sys::pidfd;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
-use super::{LAST_SWEEP, Nursery};
+use super::{LAST_SWEEP, NurseryServer};
 use crate::activity::{Activity, Doing, PATIENCE_MS};
-use crate::connections::{Connections, Held, Release};
+use crate::connections::{Connections, HeldSocket, Release};
 use crate::fence::Fence;
 use crate::link::NurseryLink;
 use crate::protocol::Request;
@@ -47,8 +47,8 @@ struct Guarded {
 }
 
 impl Sentinel {
-    pub(super) fn new(process: Nursery, token: Token) -> Self {
-        let Nursery { link, agent, held, .. } = process;
+    pub(super) fn new(process: NurseryServer, token: Token) -> Self {
+        let NurseryServer { link, agent, held, .. } = process;
         Self { token, link, agent, nursery: None, fence: None, held }
     }
 
@@ -87,7 +87,7 @@ impl Sentinel {
                 Request::Fence { holder } => self.fence = Fence::from_descriptors(fds, holder).ok(),
                 Request::Hold { beside, word } => {
                     for socket in fds {
-                        let _ = self.held.hold(Held { socket, word }, beside);
+                        let _ = self.held.hold(HeldSocket { socket, word }, beside);
                     }
                 }
                 Request::Release(which) => self.held.release(which),

@@ -10,7 +10,7 @@ use elasticrs_sys::stage::Stage;
 use nix::errno::Errno;
 use nix::sys::prctl;
 
-use super::{Nursery, Served};
+use super::{NurseryServer, Served};
 use crate::protocol::Reply;
 use crate::spec::{CpuSet, ProcessSpec};
 
@@ -20,7 +20,7 @@ const DEFAULT_PATH: &[u8] = b"/bin:/usr/bin";
 /// Flags with which the files of standard output and standard error are opened.
 const OUTPUT: i32 = libc::O_WRONLY | libc::O_CREAT | libc::O_APPEND;
 
-impl Nursery {
+impl NurseryServer {
     pub(super) fn spawn(&mut self, process: ProcessSpec, keep_ignored: &[i32], fds: Vec<OwnedFd>) -> Served {
         self.step();
         let local_rank = process.local_rank;

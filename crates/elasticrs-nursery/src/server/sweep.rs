@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 
-use super::Nursery;
+use super::NurseryServer;
 use crate::cleaner::{LAST_MOMENT, LONGEST, Patience};
 use crate::held;
 use crate::protocol::{Descendant, Savers, SweepLimits};
@@ -78,7 +78,7 @@ pub(super) struct Sweep {
 
 /// Result of one pass over all processes that may have to be killed.
 #[derive(Debug, Default)]
-struct Look {
+struct SweepPass {
     others: Vec<Listed>,
     exempt: Vec<i32>,
     /// True if a process was found that still [unlinks shared memory](crate::cleaner) and was therefore not killed.
@@ -169,7 +169,7 @@ impl Sweep {
         self.quiet_looks >= 2
     }
 
-    pub(super) fn step(&mut self, nursery: &Nursery, has_children: bool) -> Verdict {
+    pub(super) fn step(&mut self, nursery: &NurseryServer, has_children: bool) -> Verdict {
         if !has_children {
             return Verdict::Over { stuck: Vec::new(), spared: Vec::new(), held: Vec::new() };
         }
@@ -215,8 +215,8 @@ impl Sweep {
     }
 
     /// Checks all descendants once, and sends `signal` to those that must exit.
-    fn look(&mut self, nursery: &Nursery, signal: Option<Signal>, now: Instant) -> Look {
-        let mut look = Look::default();
+    fn look(&mut self, nursery: &NurseryServer, signal: Option<Signal>, now: Instant) -> SweepPass {
+        let mut look = SweepPass::default();
         let corpses = std::mem::take(&mut self.corpses);
         let living: Vec<i32> = self.left_by.iter().flat_map(|_| &nursery.workers).copied().collect();
         let (mut others, mut savers) = (BTreeSet::new(), BTreeSet::new());
@@ -267,12 +267,12 @@ impl Sweep {
     }
 
     /// True if processes in `session` are spared, because they belong to another worker than `left_by`.
-    fn is_left_by_another(&self, nursery: &Nursery, session: i32) -> bool {
+    fn is_left_by_another(&self, nursery: &NurseryServer, session: i32) -> bool {
         self.left_by.is_some_and(|worker| worker != session && nursery.sessions.contains(&session))
     }
 
     /// Sends a signal to a process. Returns true if `self` has not sent the same signal to this pid before.
-    fn signal(&mut self, nursery: &Nursery, pid: i32, target: &Target, signal: Signal) -> bool {
+    fn signal(&mut self, nursery: &NurseryServer, pid: i32, target: &Target, signal: Signal) -> bool {
         let is_new = if signal == Signal::SIGKILL { self.killed.insert(pid) } else { self.termed.insert(pid) };
         let was_named = signal == Signal::SIGKILL && self.termed.contains(&pid);
         if signal == Signal::SIGKILL {
@@ -290,7 +290,7 @@ impl Sweep {
     }
 }
 
-impl Nursery {
+impl NurseryServer {
     /// Returns true if the process is meant to outlive the job: it has left its worker's session and has reset its
     /// token.
     fn is_exempt(&self, pid: i32, status: Status) -> bool {

@@ -32,7 +32,7 @@ use super::auth;
 use super::durable::{Granted, Image, StateError, StateFile};
 use super::journal::Journal;
 use super::leases::Leases;
-use super::memory::{CONNECTION_COST, Held, Message};
+use super::memory::{CONNECTION_COST, BytesInUse, Message};
 use super::outbox::Outbox;
 use super::protocol::{Answer, Hello, Pace, Request, Secret, encode_changes};
 use super::relay::Relay;
@@ -146,7 +146,7 @@ pub(super) struct Hub {
     pub(super) has_told_of_worker: Cell<bool>,
     /// Buffer into which all connections read, one at a time.
     pub(super) scratch: RefCell<Vec<u8>>,
-    pub(super) held: Rc<Held>,
+    pub(super) held: Rc<BytesInUse>,
     /// Journal of a store that keeps its state in a file. `None` for other stores.
     pub(super) journal: Option<Journal>,
     shared: RefCell<Shared>,

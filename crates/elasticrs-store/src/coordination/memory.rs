@@ -13,17 +13,17 @@ pub(super) const CONNECTION_COST: usize = 2048;
 const MESSAGE_COST: usize = 96;
 
 /// Counts the bytes of memory that a server uses for all its connections and their messages.
-pub(super) type Held = Cell<usize>;
+pub(super) type BytesInUse = Cell<usize>;
 
-/// Number of bytes that one owner has added to a [`Held`] counter. Dropping this value subtracts the bytes.
+/// Number of bytes that one owner has added to a [`BytesInUse`] counter. Dropping this value subtracts the bytes.
 #[derive(Debug)]
 pub(super) struct Charge {
-    all: Rc<Held>,
+    all: Rc<BytesInUse>,
     bytes: Cell<usize>,
 }
 
 impl Charge {
-    pub(super) fn new(all: &Rc<Held>, bytes: usize) -> Self {
+    pub(super) fn new(all: &Rc<BytesInUse>, bytes: usize) -> Self {
         let charge = Self { all: Rc::clone(all), bytes: Cell::new(0) };
         charge.set(bytes);
         charge
@@ -53,7 +53,7 @@ pub(super) struct Message {
 }
 
 impl Message {
-    pub(super) fn new(all: &Rc<Held>, bytes: Vec<u8>) -> Rc<Self> {
+    pub(super) fn new(all: &Rc<BytesInUse>, bytes: Vec<u8>) -> Rc<Self> {
         let charge = Charge::new(all, MESSAGE_COST + bytes.capacity());
         Rc::new(Self { bytes, _charge: charge })
     }
@@ -61,7 +61,7 @@ impl Message {
     /// Creates a message that tells the client why the store closes the connection.
     ///
     /// The message does not count toward the memory limit, because a connection may be closed to free memory.
-    pub(super) fn last(all: &Rc<Held>, bytes: Vec<u8>) -> Rc<Self> {
+    pub(super) fn last(all: &Rc<BytesInUse>, bytes: Vec<u8>) -> Rc<Self> {
         Rc::new(Self { bytes, _charge: Charge::new(all, 0) })
     }
 }
@@ -80,7 +80,7 @@ mod tests {
 
     #[test]
     fn shared_messages_are_counted_once_and_all_memory_is_released() {
-        let all = Rc::new(Held::default());
+        let all = Rc::new(BytesInUse::default());
         let message = Message::new(&all, vec![0; 100]);
         let other = Rc::clone(&message);
         assert_eq!(all.get(), MESSAGE_COST + 100);

@@ -9,7 +9,7 @@ use std::rc::Rc;
 use tokio::net::TcpStream;
 use tokio::sync::Notify;
 
-use super::memory::{CONNECTION_COST, Charge, Held, Message};
+use super::memory::{CONNECTION_COST, Charge, BytesInUse, Message};
 use super::protocol::Answer;
 use super::wire::MAGIC;
 use crate::types::LostKind;
@@ -43,13 +43,13 @@ pub(super) struct Outbox {
     /// True while requests that were read from the client are waiting to be executed.
     pub(super) waits: Cell<bool>,
     pub(super) wake: Notify,
-    all: Rc<Held>,
+    all: Rc<BytesInUse>,
     /// Memory that is counted for the connection, including the received part of an incomplete request.
     connection: Charge,
 }
 
 impl Outbox {
-    pub(super) fn new(all: &Rc<Held>, peer: SocketAddr) -> Self {
+    pub(super) fn new(all: &Rc<BytesInUse>, peer: SocketAddr) -> Self {
         Self {
             peer,
             queue: RefCell::default(),
@@ -198,7 +198,7 @@ mod tests {
 
     #[test]
     fn one_long_message_does_not_count_toward_the_outbox_limit() {
-        let all = Rc::new(Held::default());
+        let all = Rc::new(BytesInUse::default());
         let outbox = Outbox::new(&all, ([127, 0, 0, 1], 1).into());
         let push = |length| outbox.push(Message::new(&all, vec![0; length]));
         assert!(push(1) && push(50 << 20) && push(1));
@@ -211,7 +211,7 @@ mod tests {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let client = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (stream, peer) = listener.accept().await.unwrap();
-        let all = Rc::new(Held::default());
+        let all = Rc::new(BytesInUse::default());
         let outbox = Outbox::new(&all, peer);
         let push = |length| outbox.push(Message::new(&all, vec![0; length]));
         assert!(push(50 << 20) && push(MAX_UNREAD));

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use elasticrs_nursery::held::{self, Held};
+use elasticrs_nursery::held::{self, HeldProcess};
 
 use crate::supervisor::event::SweepOutcome;
 use crate::supervisor::queue::Queue;
@@ -29,7 +29,7 @@ pub(super) struct CheckOutcome {
     pub(super) pause: Duration,
     /// Workers whose exits the supervisor must report itself. The nursery cannot reap these workers, because a tracer
     /// (such as a debugger) still holds them.
-    pub(super) held: Vec<(i32, Held)>,
+    pub(super) held: Vec<(i32, HeldProcess)>,
 }
 
 /// Action to take if the nursery does not report the exits of dead workers.
@@ -47,7 +47,7 @@ impl Unreported {
     ///
     /// `held` contains dead workers that a tracer, such as a debugger, has not released. `dead` contains all other dead
     /// workers. `is_starting` is true while a replacement is being started.
-    pub(super) fn check(&mut self, dead: Vec<i32>, held: Vec<(i32, Held)>, is_starting: bool) -> CheckOutcome {
+    pub(super) fn check(&mut self, dead: Vec<i32>, held: Vec<(i32, HeldProcess)>, is_starting: bool) -> CheckOutcome {
         // Unreported exits usually mean that the nursery hangs. While a replacement is being started, however, the
         // nursery may only be waiting for that start. Do not kill the nursery in that case, because the start has its
         // own deadline.
@@ -97,8 +97,8 @@ mod tests {
     use crate::supervisor::queue::Next;
     use elasticrs_sys::exit::WorkerExit;
 
-    fn held(pid: i32) -> (i32, Held) {
-        (pid, Held { exit: WorkerExit::Unknown, tracer: 9, told: "a tracer holds it".to_owned() })
+    fn held(pid: i32) -> (i32, HeldProcess) {
+        (pid, HeldProcess { exit: WorkerExit::Unknown, tracer: 9, told: "a tracer holds it".to_owned() })
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use elasticrs_nursery::connections::{Connections, Held, Release};
+use elasticrs_nursery::connections::{Connections, HeldSocket, Release};
 use elasticrs_nursery::fence::Fence;
 use elasticrs_nursery::protocol::Request;
 use nix::errno::Errno;
@@ -32,13 +32,13 @@ impl GuardedSockets {
     pub(super) fn change(&mut self, guarded: Guarded, mut nursery: Option<&mut Nursery>) {
         match guarded {
             Guarded::Hold(socket) => {
-                self.hold(Held { socket, word: None }, false, nursery);
+                self.hold(HeldSocket { socket, word: None }, false, nursery);
             }
             Guarded::Link { link, word, is_first } => {
-                self.hold(Held { socket: link, word: Some(word) }, !is_first, nursery);
+                self.hold(HeldSocket { socket: link, word: Some(word) }, !is_first, nursery);
             }
             Guarded::Beside(socket, held) => {
-                if !self.hold(Held { socket, word: None }, true, nursery.as_deref_mut()) {
+                if !self.hold(HeldSocket { socket, word: None }, true, nursery.as_deref_mut()) {
                     // Drop the socket, because the nursery has no duplicate of it. The nursery and this process must
                     // hold the same sockets, because `Release::Newest` closes the newest socket in each process.
                     self.connections.release(Release::Newest);
@@ -87,7 +87,7 @@ impl GuardedSockets {
 
     /// Keeps a socket open, and sends a duplicate of it to the nursery. If either step fails, reports the error to the
     /// agent and returns false.
-    fn hold(&mut self, held: Held, beside: bool, nursery: Option<&mut Nursery>) -> bool {
+    fn hold(&mut self, held: HeldSocket, beside: bool, nursery: Option<&mut Nursery>) -> bool {
         let request = Request::Hold { beside, word: held.word };
         let copy = held.socket.try_clone().map(|copy| vec![copy]);
         match self.connections.hold(held, beside) {

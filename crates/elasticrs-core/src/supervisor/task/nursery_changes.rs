@@ -4,7 +4,7 @@
 use std::time::Instant;
 
 use elasticrs_nursery::activity::Activity;
-use elasticrs_nursery::fence::Look;
+use elasticrs_nursery::fence::FenceState;
 use elasticrs_nursery::held;
 use elasticrs_nursery::launch::LaunchError;
 use elasticrs_nursery::token::Token;
@@ -242,7 +242,7 @@ impl Task {
     }
 
     fn has_fence_passed(&self) -> bool {
-        matches!(self.shared.fence.look(), Ok(Look::Passed { .. }))
+        matches!(self.shared.fence.look(), Ok(FenceState::Passed { .. }))
     }
 
     /// Handles the death of a nursery during its imports.

@@ -4,7 +4,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
-use elasticrs_nursery::fence::Look;
+use elasticrs_nursery::fence::FenceState;
 use elasticrs_nursery::protocol::Request;
 use elasticrs_nursery::spec::ProcessSpec;
 use elasticrs_nursery::tree::Status;
@@ -197,14 +197,14 @@ impl Task {
             return;
         }
         match self.shared.fence.look() {
-            Ok(Look::At(deadline)) => {
+            Ok(FenceState::At(deadline)) => {
                 let left = Duration::from_nanos(deadline.saturating_sub(boot_now()));
                 self.deadlines.arm(Timer::Fence, left + FENCE_SLACK, Instant::now());
             }
             // Do nothing, because no deadline is set, or because the nursery or its sentinel has already noticed that
             // the deadline has passed.
-            Ok(Look::Passed { first: false } | Look::Unset | Look::HandedOver(_)) | Err(_) => {}
-            Ok(Look::Passed { first: true }) => {
+            Ok(FenceState::Passed { first: false } | FenceState::Unset | FenceState::HandedOver(_)) | Err(_) => {}
+            Ok(FenceState::Passed { first: true }) => {
                 self.on_fenced_start();
                 if self.end_waiting() {
                     return;
