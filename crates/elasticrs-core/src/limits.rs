@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use elasticrs_nursery::descriptors;
+use elasticrs_nursery::start::given_descriptor_limit;
 use nix::sys::resource::{Resource, getrlimit};
 use nix::unistd::geteuid;
 
@@ -37,7 +37,7 @@ fn counted(number: u64, one: &str, many: &str) -> String {
 
 /// Returns the soft limit on open file descriptors that applies to the workers.
 pub(crate) fn descriptors_of_workers() -> u64 {
-    descriptors::given().or_else(|| Some(getrlimit(Resource::RLIMIT_NOFILE).ok()?.0)).unwrap_or(u64::MAX)
+    given_descriptor_limit().or_else(|| Some(getrlimit(Resource::RLIMIT_NOFILE).ok()?.0)).unwrap_or(u64::MAX)
 }
 
 /// Checks the requested numbers against `pid_max`, `RLIMIT_NPROC`, `RLIMIT_NOFILE`, and the `pids.max` of every control

@@ -15,8 +15,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use elasticrs_sys::clock::timer_of;
 use elasticrs_sys::page::Page;
-use elasticrs_sys::timer;
 use nix::sys::time::TimeSpec;
 use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags};
 
@@ -87,7 +87,7 @@ impl Activity {
     /// were received.
     pub fn from_descriptors(fds: Vec<OwnedFd>) -> io::Result<Self> {
         let [page, timer] = <[OwnedFd; 2]>::try_from(fds).map_err(|_| io::Error::from_raw_os_error(libc::EMFILE))?;
-        Ok(Self { page: Page::map_our_own(page)?, timer: timer::from_descriptor(timer)?, step: DONE })
+        Ok(Self { page: Page::map_our_own(page)?, timer: timer_of(timer)?, step: DONE })
     }
 
     /// Records that the next step of starting a worker has begun.

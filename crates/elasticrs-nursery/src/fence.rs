@@ -25,9 +25,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use elasticrs_sys::clock::boot_now;
+use elasticrs_sys::clock::{boot_now, timer_of};
 use elasticrs_sys::page::Page;
-use elasticrs_sys::timer;
 use nix::sys::time::TimeSpec;
 use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags};
 
@@ -104,7 +103,7 @@ impl Fence {
         let [page, timer] = <[OwnedFd; 2]>::try_from(fds).map_err(|_| io::Error::from_raw_os_error(libc::EMFILE))?;
         Ok(Self {
             deadline: Deadline { page: Page::map_our_own(page)? },
-            timer: timer::from_descriptor(timer)?,
+            timer: timer_of(timer)?,
             holder: Some(holder),
         })
     }

@@ -18,12 +18,11 @@ use nix::errno::Errno;
 use nix::fcntl::OFlag;
 
 use super::NAME;
-use super::descriptors;
 use super::link::AgentLink;
 use super::protocol::FIXED_FDS;
 use super::report;
 use super::server::command;
-use super::start::Start;
+use super::start::{Start, given_descriptor_limit};
 use super::token::Token;
 use crate::spec::ProcessSpec;
 
@@ -165,7 +164,7 @@ impl From<Errno> for LaunchError {
 /// Safe to call in a multithreaded process. The nursery does not depend on the calling thread, because it watches the
 /// whole process. However, the kernel kills a warm nursery if the calling thread exits before the nursery is ready. The
 /// nursery and its workers inherit descriptors 0 to 2, the working directory, the resource limits and the umask of this
-/// process. If [`raise`](super::descriptors::raise) has raised the soft limit on file descriptors, they get the
+/// process. If [`raise_descriptor_limit`](super::start::raise_descriptor_limit) has raised the soft limit on file descriptors, they get the
 /// previous limit. The images are tried in order, because some systems do not allow the embedded image to be executed
 /// (`vm.memfd_noexec`, security modules).
 ///
@@ -176,7 +175,7 @@ impl From<Errno> for LaunchError {
 /// makes the call fail and kills the new processes.
 pub fn launch(images: &[NurseryImage], since: Option<u64>, interrupt: &Interrupt) -> Result<Launched, LaunchError> {
     check_floor()?;
-    let start = Start { token: Token::random()?, descriptors: descriptors::given(), is_sentinel: false };
+    let start = Start { token: Token::random()?, descriptors: given_descriptor_limit(), is_sentinel: false };
     launch_as(images, since, start, interrupt)
 }
 

@@ -35,9 +35,8 @@
 //! | [`connections`] | agent and nursery: connections that keep the agent's session with its store open |
 //! | [`fence`] | agent and nursery: the deadline that they share |
 //! | [`activity`] | nursery and sentinel: shows whether the nursery is starting workers |
-//! | [`start`] | agent and nursery: the command-line argument of the nursery |
+//! | [`start`] | agent and nursery: the command-line argument of the nursery, and the limit on file descriptors |
 //! | [`spec`] | agent and nursery: the description of a process to start |
-//! | [`descriptors`] | agent: the limit on file descriptors that the workers inherit |
 //! | [`token`], [`tree`] | agent and nursery: find descendants |
 //! | [`cleaner`] | agent and nursery: recognises processes that are killed last |
 //!
@@ -49,7 +48,6 @@
 pub mod activity;
 pub mod cleaner;
 pub mod connections;
-pub mod descriptors;
 pub mod fence;
 pub mod held;
 pub mod launch;

@@ -12,7 +12,7 @@ use std::fs;
 use std::io::{self, Read};
 
 use elasticrs_sys::procfs;
-use elasticrs_sys::rlimit;
+use elasticrs_sys::resources;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 const BASE: u64 = 1 << 62;
@@ -66,7 +66,7 @@ fn soft_limit(pid: i32) -> Option<u64> {
     if procfs::is_own() {
         in_limits(&procfs::read(pid, "limits")?)
     } else {
-        rlimit::soft(pid, Resource::RLIMIT_RTTIME).ok()
+        resources::soft_limit(pid, Resource::RLIMIT_RTTIME).ok()
     }
 }
 
@@ -111,7 +111,7 @@ mod tests {
         token.apply().unwrap();
         let own = std::process::id().cast_signed();
         assert_eq!((Token::of(own), Token::is_reset(own)), (Some(token), false));
-        assert_eq!(rlimit::soft(own, Resource::RLIMIT_RTTIME), Ok(token.0));
+        assert_eq!(resources::soft_limit(own, Resource::RLIMIT_RTTIME), Ok(token.0));
         assert_eq!((Token::of(-1), Token::is_reset(-1), Token::is_reset(1)), (None, false, true));
     }
 }

@@ -5,8 +5,9 @@ use std::path::PathBuf;
 
 use elasticrs_core::timer::pages::HeartbeatPage;
 use elasticrs_core::{limits, logs};
+use elasticrs_nursery::cleaner;
+use elasticrs_nursery::start;
 use elasticrs_nursery::tree::{self, Target};
-use elasticrs_nursery::{cleaner, descriptors};
 use elasticrs_store::coordination;
 use elasticrs_sys::clock::Stamp;
 use elasticrs_sys::stop;
@@ -31,7 +32,7 @@ pub fn check_limits(processes: u64, files: u64, others: u64) -> PyResult<()> {
 
 #[pyfunction]
 pub fn raise_descriptor_limit() -> u64 {
-    descriptors::raise()
+    start::raise_descriptor_limit()
 }
 
 #[pyfunction]

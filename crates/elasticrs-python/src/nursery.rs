@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use elasticrs_nursery::launch::{NurseryImage, Warm};
 use elasticrs_nursery::server;
-use elasticrs_sys::duplicate::duplicate;
+use elasticrs_sys::fds::duplicate;
 use elasticrs_sys::fork::Forker;
 use nix::errno::Errno;
 use pyo3::exceptions::{PySystemExit, PyValueError};

@@ -10,7 +10,7 @@ use elasticrs_core::logs;
 use elasticrs_core::spec as core;
 use elasticrs_nursery::spec as nursery;
 use elasticrs_runtime::readings::Dest;
-use elasticrs_sys::duplicate::duplicate;
+use elasticrs_sys::fds::duplicate;
 use elasticrs_sys::signal::Signal;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;

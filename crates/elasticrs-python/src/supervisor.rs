@@ -11,7 +11,7 @@ use elasticrs_core::supervisor::{self as core, Config};
 use elasticrs_core::timer::hang::{LEAST_LEARNED, Limits, RemoteHang, StepLimit};
 use elasticrs_nursery::launch::NurseryImage;
 use elasticrs_sys::clock::boot_now;
-use elasticrs_sys::duplicate::duplicate;
+use elasticrs_sys::fds::duplicate;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 

@@ -1,7 +1,9 @@
-//! The kernel's clocks. All processes on a machine share them, so times from different processes can be compared.
+//! The kernel's clocks, and timers on them. All processes on a machine share them, so times from different processes can be compared.
 
+use std::os::fd::OwnedFd;
 use std::time::Duration;
 
+use nix::sys::timerfd::TimerFd;
 use nix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 
@@ -32,8 +34,28 @@ pub fn nanoseconds(span: Duration) -> u64 {
     u64::try_from(span.as_nanos()).unwrap_or(u64::MAX)
 }
 
+/// Converts a received descriptor to a timer. Fails with `EINVAL` if the descriptor is not a timer.
+pub fn timer_of(fd: OwnedFd) -> nix::Result<TimerFd> {
+    // SAFETY: the call below verifies that the descriptor is a timer before the value is used elsewhere.
+    let timer = unsafe { TimerFd::from_owned_fd(fd) };
+    timer.get()?;
+    Ok(timer)
+}
+
 fn read(clock: ClockId) -> u64 {
     let time = clock_gettime(clock).expect("every Linux of the last ten years has these clocks");
     let seconds = u64::try_from(time.tv_sec()).unwrap_or(0);
     seconds * 1_000_000_000 + u64::try_from(time.tv_nsec()).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use nix::errno::Errno;
+
+    use super::*;
+
+    #[test]
+    fn a_descriptor_that_is_not_a_timer_is_refused() {
+        assert_eq!(timer_of(nix::unistd::pipe().unwrap().0).unwrap_err(), Errno::EINVAL);
+    }
 }

@@ -1,4 +1,5 @@
-//! Functions for file descriptors: take over inherited ones, close unwanted ones, and create memory files.
+//! Functions for file descriptors: take over inherited ones, close unwanted ones, duplicate those that Python code owns,
+//! and create memory files.
 
 use std::ffi::CStr;
 use std::fs::File;
@@ -52,6 +53,20 @@ pub fn close_from(first: RawFd) -> io::Result<()> {
         unsafe { libc::close(fd) };
     }
     Ok(())
+}
+
+/// Returns a close-on-exec duplicate of the file descriptor `number`, which other code of this process may own.
+///
+/// # Errors
+/// `EBADF` if the descriptor is not open. `EMFILE` if no descriptor number is available.
+pub fn duplicate(number: RawFd) -> io::Result<OwnedFd> {
+    // SAFETY: the call takes only integers, and returns an error if the descriptor is not open.
+    let own = unsafe { libc::fcntl(number, libc::F_DUPFD_CLOEXEC, 3) };
+    if own < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the descriptor was just created, so no other code owns it.
+    Ok(unsafe { OwnedFd::from_raw_fd(own) })
 }
 
 /// Creates a memory file that contains `content`. The file is sealed, close-on-exec and executable.

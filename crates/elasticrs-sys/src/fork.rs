@@ -10,7 +10,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::{ForkResult, Pid};
 
-use super::spawn::{Child, Failure};
+use super::spawn::{self, Child, Command, Failure};
 use super::stage::Stage;
 use super::{pidfd, wait};
 
@@ -18,8 +18,13 @@ use super::{pidfd, wait};
 /// its libraries, and returns the result of `fork`.
 pub type Forker = Box<dyn FnMut() -> nix::Result<i32>>;
 
-/// Calls `fork`. This is the [`Forker`] of single-threaded Rust programs.
+/// Calls `fork`. This is the [`Forker`] of single-threaded Rust programs. Fails with `EBUSY` if the process has several
+/// threads.
 pub fn plain() -> nix::Result<i32> {
+    let threads = std::fs::read_dir("/proc/self/task").map_err(|_| Errno::ENOSYS)?.count();
+    if threads != 1 {
+        return Err(Errno::EBUSY);
+    }
     // SAFETY: the process has only one thread, so the child may do anything that the parent may do.
     match unsafe { nix::unistd::fork() }? {
         ForkResult::Child => Ok(0),
@@ -53,6 +58,16 @@ impl Outlet {
         // SAFETY: the descriptor was just created, so no other code owns it.
         self.0 = unsafe { OwnedFd::from_raw_fd(moved) };
         Ok(())
+    }
+
+    /// Sets up this forked child, which only such a child can, because no other process has an [`Outlet`]. See
+    /// [`Command`] for what is set up. Keeps the signal handlers, because the child continues the parent's program.
+    ///
+    /// `parent` is the pid of the process that forked. The source descriptors in [`Command::fds`] stay open, except
+    /// those whose numbers are now used by passed descriptors.
+    pub fn settle<'a>(&'a self, mut command: Command<'a>, parent: i32) -> Result<(), Failure> {
+        command.stages = Some(self.as_fd());
+        spawn::settle(&command, parent)
     }
 
     /// Reports that the child has finished its setup.

@@ -9,32 +9,28 @@
 //!
 //! | modules | contents |
 //! | --- | --- |
-//! | [`spawn`], [`fork`], [`command`] | start processes: from a program, as a fork, as a helper |
+//! | [`spawn`], [`fork`] | start processes: from a program, as a helper, as a fork |
 //! | [`stage`], [`shown`] | a new process: the stage of its start, its arguments and environment in `/proc` |
 //! | [`wait`], [`exit`], [`pidfd`] | reap and signal processes; how they exited |
 //! | [`signal`], [`stop`] | numbers, names and dispositions of signals; a process that stops itself |
 //! | [`procfs`], [`stat`] | read `/proc` |
-//! | [`fds`], [`duplicate`], [`socket`], [`poll`] | file descriptors: take over, duplicate, pass on, wait for |
-//! | [`page`], [`heap`] | memory: shared with other processes, returned to the kernel |
-//! | [`priority`], [`rlimit`] | priorities, and limits of other processes |
-//! | [`clock`], [`timer`] | the kernel's clocks, and timers on them |
+//! | [`fds`], [`socket`], [`poll`] | file descriptors: take over, duplicate, pass on, wait for |
+//! | [`page`] | memory that processes share |
+//! | [`resources`] | memory, priority and limits of processes |
+//! | [`clock`] | the kernel's clocks, and timers on them |
 //! | [`named_enum`] | enums whose variants have names |
 
 pub mod clock;
-pub mod command;
-pub mod duplicate;
 pub mod exit;
 pub mod fds;
 pub mod features;
 pub mod fork;
-pub mod heap;
 mod named;
 pub mod page;
 pub mod pidfd;
 pub mod poll;
-pub mod priority;
 pub mod procfs;
-pub mod rlimit;
+pub mod resources;
 pub mod shown;
 pub mod signal;
 pub mod socket;
@@ -42,5 +38,4 @@ pub mod spawn;
 pub mod stage;
 pub mod stat;
 pub mod stop;
-pub mod timer;
 pub mod wait;

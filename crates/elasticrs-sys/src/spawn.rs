@@ -13,14 +13,20 @@
 //! 4. The child runs on its own stack.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_long, c_void};
+use std::io;
 use std::num::NonZeroUsize;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::process::CommandExt;
+use std::process;
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use nix::errno::Errno;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
+use nix::sys::prctl;
+use nix::sys::signal::{SigSet, Signal};
+use nix::unistd::{getpid, getppid};
 
 use super::stage::Stage;
 use super::{pidfd, wait};
@@ -298,12 +304,8 @@ fn run(shared: &mut Shared<'_>) -> Result<(), Failure> {
     Err(failed(Stage::Exec)(execute(shared)))
 }
 
-/// Sets up a forked child in the same way as a child that is about to execute a program. Keeps the signal
-/// handlers, because the forked child continues the parent's program.
-///
-/// `parent` is the pid of the process that forked. The source descriptors in [`Command::fds`] stay open, except
-/// those whose numbers are now used by passed descriptors.
-pub fn settle(command: &Command<'_>, parent: i32) -> Result<(), Failure> {
+/// Sets up a forked child in the same way as a child that is about to execute a program.
+pub(super) fn settle(command: &Command<'_>, parent: i32) -> Result<(), Failure> {
     let mut shared = Shared::new(command, parent);
     prepare(&mut shared, |_| {})?;
     for &fd in shared.moved.iter().chain([&shared.stages]).filter(|&&fd| fd >= 0) {
@@ -311,6 +313,20 @@ pub fn settle(command: &Command<'_>, parent: i32) -> Result<(), Failure> {
     }
     set_signal_mask(0);
     Ok(())
+}
+
+/// Makes the kernel kill the child when this process dies or the thread that starts the child exits. Unblocks all
+/// signals in the child.
+pub fn die_with_thread(command: &mut process::Command) -> &mut process::Command {
+    let parent = getpid();
+    let arm = move || {
+        prctl::set_pdeathsig(Signal::SIGKILL)?;
+        SigSet::empty().thread_set_mask()?;
+        // Fail if the parent has already died, because the kernel would then never send the signal.
+        if getppid() == parent { Ok(()) } else { Err(io::Error::from(Errno::ESRCH)) }
+    };
+    // SAFETY: before exec, the child makes only three system calls and does not allocate.
+    unsafe { command.pre_exec(arm) }
 }
 
 fn prepare(shared: &mut Shared<'_>, close_others: impl FnOnce(&Shared<'_>)) -> Result<(), Failure> {

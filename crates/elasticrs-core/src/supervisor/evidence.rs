@@ -33,9 +33,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use elasticrs_nursery::tree::{Status, descendants, threads};
-use elasticrs_sys::command::die_with_thread;
 use elasticrs_sys::pidfd;
 use elasticrs_sys::procfs;
+use elasticrs_sys::spawn::die_with_thread;
 use elasticrs_sys::stat::Stat;
 use memchr::memmem;
 use serde::Deserialize;

@@ -34,7 +34,6 @@ mod gathering;
 mod guarded_sockets;
 mod heartbeats;
 mod images;
-mod imports;
 mod launches;
 mod nursery_changes;
 pub(super) mod raised_workers;
@@ -238,7 +237,7 @@ impl Task {
             NurseryReply::Ready { protocol: PROTOCOL, .. } => self.on_ready(),
             NurseryReply::Ready { .. } => {
                 if let Some(nursery) = self.nursery.get() {
-                    imports::refuse(nursery);
+                    nursery_changes::refuse(nursery);
                 }
             }
             NurseryReply::Spawned { local_rank, pid } => self.on_spawned(local_rank, pid, fds.into_iter().next()),

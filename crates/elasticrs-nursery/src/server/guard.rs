@@ -6,7 +6,7 @@ use std::os::fd::OwnedFd;
 use super::{LAST_SWEEP, NurseryServer};
 use crate::activity::Activity;
 use crate::connections::{HeldSocket, LastWord, Release};
-use crate::fence::{Fence, Holder, FenceState};
+use crate::fence::{Fence, FenceState, Holder};
 use crate::protocol::{Reply, Request, SweepLimits};
 
 impl NurseryServer {

@@ -3,7 +3,6 @@
 //! A single loop waits for the agent's socket, the agent's pidfd, SIGCHLD and the fence timer. See [`super`] for the
 //! invariants.
 
-mod groups;
 mod guard;
 mod sentinel;
 mod spawn;
@@ -20,7 +19,7 @@ use elasticrs_sys::exit::WorkerExit;
 use elasticrs_sys::fork::Forker;
 use elasticrs_sys::spawn::Stack;
 use elasticrs_sys::wait::{self, Waited};
-use elasticrs_sys::{fds, priority, signal};
+use elasticrs_sys::{fds, resources, signal};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, ppoll};
 use nix::sys::prctl;
@@ -36,6 +35,7 @@ use self::spawn::{Begun, Unsettled};
 use self::sweep::{Sweep, Verdict};
 use super::NAME;
 use super::activity::Activity;
+use super::cleaner;
 use super::connections::Connections;
 use super::fence::Fence;
 use super::link::NurseryLink;
@@ -373,7 +373,7 @@ impl NurseryServer {
         self.sweep = Some(Sweep::new(limits, number, left_by, std::mem::take(&mut self.untold)));
         // Raise the nursery's priority, because it would get too little CPU time while hundreds of processes are busy.
         // If this is not permitted, continue at the normal priority.
-        self.nice = priority::set_nice(-20).ok();
+        self.nice = resources::set_nice(-20).ok();
     }
 
     fn step_sweep(&mut self) -> Served {
@@ -425,7 +425,7 @@ impl NurseryServer {
     fn lower_priority(&mut self) {
         if let Some(nice) = self.nice.take() {
             // Ignore the result, because raising the nice value is always permitted.
-            let _ = priority::set_nice(nice);
+            let _ = resources::set_nice(nice);
         }
     }
 
@@ -441,6 +441,36 @@ impl NurseryServer {
     fn tell(&mut self, reply: &Reply, fds: Vec<OwnedFd>) {
         if !self.orphaned && self.link.send(reply, fds).is_err() {
             self.lose_agent();
+        }
+    }
+
+    // --- signals to groups of workers ------------------------------------------------------------------------
+
+    // Every SIGKILL comes through here, and every signal if the kernel cannot signal a group through a pidfd.
+
+    /// Sends a signal to the process group of a worker. Ignores errors, because the group may be gone, or may now
+    /// belong to another user. The agent notices workers that do not exit.
+    pub(super) fn signal_group(&mut self, pid: i32, signal: i32) {
+        if signal != libc::SIGKILL && self.workers.contains(&pid) {
+            let _ = signal::kill_group(pid, signal);
+        } else if self.sessions.contains(&pid) {
+            // Queue the signal for each process in the group. Do not signal the whole group, because SIGKILL would also
+            // kill processes that unlink shared memory. The group's number may also have been reused.
+            self.left_groups.insert(pid, signal);
+        }
+    }
+
+    /// Sends the pending signals to process groups. Lists the processes once for all groups, and signals each member
+    /// individually.
+    pub(super) fn signal_left_groups(&mut self) {
+        let groups = std::mem::take(&mut self.left_groups);
+        if groups.is_empty() {
+            return;
+        }
+        for target in cleaner::others_in_groups(self.pid, |group| groups.contains_key(&group)) {
+            if let Some(Ok(signal)) = groups.get(&target.status.group).map(|&signal| Signal::try_from(signal)) {
+                target.signal(signal);
+            }
         }
     }
 }

@@ -145,11 +145,8 @@ impl Begun {
         if let Err(errno) = outlet.move_above(floor) {
             outlet.fail(Failure { stage: Stage::Descriptors, errno, descriptor: 0 });
         }
-        let settled = command(&process, &[], &fds).and_then(|mut command| {
-            command.stages = Some(outlet.as_fd());
-            command.oom_score_adj = oom_score_adj;
-            spawn::settle(&command, parent)
-        });
+        let settled = command(&process, &[], &fds)
+            .and_then(|command| outlet.settle(Command { oom_score_adj, ..command }, parent));
         for fd in fds {
             if targets.contains(&fd.as_raw_fd()) {
                 // Do not close `fd`, because its number now belongs to one of the worker's own descriptors.

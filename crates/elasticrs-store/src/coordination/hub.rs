@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 
 use elasticrs_runtime::notices::{Notices, Rate, WINDOW};
 use elasticrs_sys::clock::{boot_now, wall_now};
-use elasticrs_sys::heap;
+use elasticrs_sys::resources::trim_heap;
 use tokio::sync::Notify;
 use tokio::task::{AbortHandle, JoinSet, yield_now};
 use tokio::time::timeout;
@@ -32,7 +32,7 @@ use super::auth;
 use super::durable::{Granted, Image, StateError, StateFile};
 use super::journal::Journal;
 use super::leases::Leases;
-use super::memory::{CONNECTION_COST, BytesInUse, Message};
+use super::memory::{BytesInUse, CONNECTION_COST, Message};
 use super::outbox::Outbox;
 use super::protocol::{Answer, Hello, Pace, Request, Secret, encode_changes};
 use super::relay::Relay;
@@ -619,7 +619,7 @@ impl Hub {
         loop {
             self.trim.notified().await;
             tokio::time::sleep(TRIM_AFTER).await;
-            heap::trim();
+            trim_heap();
         }
     }
 

@@ -9,7 +9,7 @@ use std::rc::Rc;
 use tokio::net::TcpStream;
 use tokio::sync::Notify;
 
-use super::memory::{CONNECTION_COST, Charge, BytesInUse, Message};
+use super::memory::{BytesInUse, CONNECTION_COST, Charge, Message};
 use super::protocol::Answer;
 use super::wire::MAGIC;
 use crate::types::LostKind;

@@ -23,13 +23,15 @@ use super::errors::{EtcdError, Status, code};
 use super::grpc::{CallError, Channel};
 use super::messages::{AuthenticateRequest, AuthenticateResponse};
 use super::options::Options;
-use super::probe::{is_own_store, speaks_plainly, speaks_tls};
 use super::tls::{self, Files, Identity, explain};
-use crate::coordination::probe::is_tcp_store;
-use crate::coordination::wire::MAX_ANSWER;
+use crate::coordination::probe::{answer, is_tcp_store};
+use crate::coordination::wire::{MAGIC, MAX_ANSWER};
 use crate::session::error::{Failure, StoreError};
 use crate::session::network::{connect, endpoint, plain, resolve};
 use crate::types::LostKind;
+
+/// Number of bytes to wait for. A TLS alert has seven bytes, and the server then closes the connection.
+const LEAST: usize = 7;
 
 /// A connection to one member.
 #[derive(Debug)]
@@ -377,6 +379,25 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Recorder<S> {
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         Pin::new(&mut self.stream).poll_shutdown(cx)
     }
+}
+
+// --- what listens on the port, after it has closed a connection without an answer ----------------------------
+
+/// Returns true if the peer speaks TLS. Sends an empty client hello, which a TLS server answers with an alert.
+async fn speaks_tls(peer: SocketAddr) -> bool {
+    matches!(answer(peer, &[0x16, 3, 1, 0, 4, 1, 0, 0, 0], LEAST).await, Some([0x15 | 0x16, 3, ..]))
+}
+
+/// Returns true if the peer speaks HTTP/2 without TLS. Such a server first sends a SETTINGS frame.
+async fn speaks_plainly(peer: SocketAddr) -> bool {
+    let greeting = [&b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"[..], &[0, 0, 0, 4, 0, 0, 0, 0, 0]].concat();
+    matches!(answer(peer, &greeting, LEAST).await, Some([_, _, _, 4, ..]))
+}
+
+/// Returns true if the peer is a coordination store of this project. Sends a frame of length zero, which makes
+/// such a store answer with its magic bytes.
+async fn is_own_store(peer: SocketAddr) -> bool {
+    answer(peer, &[&MAGIC[..], &[0; 4]].concat(), LEAST).await == Some(MAGIC)
 }
 
 #[cfg(test)]

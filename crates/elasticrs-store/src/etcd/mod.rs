@@ -30,7 +30,6 @@ mod mapping;
 mod messages;
 mod open;
 mod options;
-mod probe;
 mod retries;
 mod session;
 mod tasks;

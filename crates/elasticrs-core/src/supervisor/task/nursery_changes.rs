@@ -7,14 +7,15 @@ use elasticrs_nursery::activity::Activity;
 use elasticrs_nursery::fence::FenceState;
 use elasticrs_nursery::held;
 use elasticrs_nursery::launch::LaunchError;
+use elasticrs_nursery::report::{self, ImportFailure};
 use elasticrs_nursery::token::Token;
 use elasticrs_sys::clock::Stamp;
 use elasticrs_sys::exit::WorkerExit;
 
 use super::check::NurseryAction;
 use super::current::Current;
-use super::imports::rest;
 use super::launches::{Finished, LAUNCH_LIMIT, Purpose, Reason, SLOW_LAUNCH};
+use super::retired::Retired;
 use super::{Task, current_nursery};
 use crate::supervisor::deadlines::{AT_ONCE, Timer};
 use crate::supervisor::event::{Event, NurseryExit, StartFailure};
@@ -260,4 +261,33 @@ impl Task {
         self.shared.queue.push(Event::Warmed { failure: Some(exit) });
         self.launch(Reason::GoOnCold(exit), None);
     }
+}
+
+/// Cleans up after a nursery that died during its imports. If a module killed the nursery, returns the offset of its
+/// records in the report file, for another nursery, which imports the remaining modules. Otherwise returns `None`.
+fn rest(import: Import, sentinel: Option<Guard>, exit: NurseryExit, retired: &mut Retired) -> Option<u64> {
+    let Import { warm, since, failure, is_unguarded, .. } = import;
+    if let Some(Guard { sentinel, .. }) = sentinel {
+        retired.add_sentinel(*sentinel);
+    }
+    if is_unguarded {
+        report::fail(&warm.report, "the process that guards the import was lost");
+        return None;
+    }
+    let failure = failure.unwrap_or(ImportFailure::Exited(exit.exit));
+    let can_go_on = !exit.hung && report::blame(&warm.report, since, failure);
+    can_go_on.then_some(since)
+}
+
+/// Kills a nursery that speaks another protocol version. The job then continues with a nursery that does not preload
+/// modules. Only a nursery that preloads modules can use another version, because it runs an installed program, which
+/// may have been replaced since this process started.
+pub(super) fn refuse(nursery: &mut Nursery) {
+    if let Some(import) = &nursery.import {
+        report::fail(
+            &import.warm.report,
+            "another build of elasticrs was installed while this job was running; start the job again to use --warm",
+        );
+    }
+    nursery.kill();
 }
