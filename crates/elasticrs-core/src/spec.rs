@@ -18,7 +18,7 @@ pub struct StopPolicy {
 
 impl StopPolicy {
     /// True if the policy has no grace period.
-    pub fn is_hard(self) -> bool {
+    pub(crate) fn is_hard(self) -> bool {
         self.signal == Signal::KILL || self.grace.is_zero()
     }
 }

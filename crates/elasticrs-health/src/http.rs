@@ -2,7 +2,7 @@
 //! most headers.
 
 /// Maximum length of a request head in bytes.
-pub const MAX_HEAD: usize = 8 * 1024;
+pub(crate) const MAX_HEAD: usize = 8 * 1024;
 
 /// A request.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -27,7 +27,7 @@ pub const TEXT: &str = "text/plain; charset=utf-8";
 /// Content type of JSON.
 pub const JSON: &str = "application/json";
 /// Content type of Prometheus' text format.
-pub const METRICS: &str = "text/plain; version=0.0.4; charset=utf-8";
+pub(crate) const METRICS: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 impl Response {
     /// Creates a response with one line of text.

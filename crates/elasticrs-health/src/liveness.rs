@@ -3,11 +3,11 @@
 use std::time::{Duration, Instant};
 
 /// How long an answer is reused, so that a burst of requests wakes the agent's loop only once.
-pub const FRESH: Duration = Duration::from_millis(50);
+pub(crate) const FRESH: Duration = Duration::from_millis(50);
 
 /// State of the agent's liveness check: the pending request, if any, and the agent's last answer.
 #[derive(Debug, Clone)]
-pub struct Liveness {
+pub(crate) struct Liveness {
     limit: Duration,
     asked: Option<Instant>,
     /// A liveness request is answered first by the agent's loop, and then by the supervisor's thread. True if only the
@@ -27,7 +27,7 @@ struct AgentAnswer {
 
 /// Next step in handling a liveness request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum NextStep {
+pub(crate) enum NextStep {
     /// Wake the agent's loop and wait for its answer.
     WakeLoop,
     /// Wait for the agent's answer to an earlier liveness request, because that request is still pending.

@@ -40,7 +40,7 @@ pub struct LogFile {
 
 /// Result of checking a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum FileState {
+pub(crate) enum FileState {
     Absent,
     /// A regular file: its device and inode numbers, and its size in bytes.
     File((u64, u64), u64),
@@ -159,7 +159,7 @@ pub struct StreamCounts {
 
 /// Byte counts of the workers' log files, and the thread that updates the counts.
 #[derive(Default)]
-pub struct LogSizes {
+pub(crate) struct LogSizes {
     shared: Arc<Shared>,
     thread: Mutex<Option<Leavable>>,
 }

@@ -143,7 +143,7 @@ impl Registry {
     }
 
     /// Renders the metrics page (METRICS-1).
-    pub fn render(&self, moment: &Moment<'_>) -> String {
+    pub(crate) fn render(&self, moment: &Moment<'_>) -> String {
         let mut page = Page(String::with_capacity(4096));
         render_agent(&mut page, moment);
         self.render_identity(&mut page);

@@ -30,10 +30,10 @@ use crate::processes::Worker;
 /// Maximum number of simultaneous connections. See HEALTH-2.
 pub const MAX_CONNECTIONS: usize = 64;
 /// Time limit for receiving a client's request. The same limit applies to sending the response (HEALTH-1).
-pub const CLIENT_LIMIT: Duration = Duration::from_secs(2);
+pub(crate) const CLIENT_LIMIT: Duration = Duration::from_secs(2);
 /// Time limit for the agent's loop to answer. If no answer arrives in time, the response is based on the previous
 /// answer and on the waiting time.
-pub const ANSWER_LIMIT: Duration = Duration::from_secs(1);
+pub(crate) const ANSWER_LIMIT: Duration = Duration::from_secs(1);
 /// Maximum number of bytes that the server reads and discards after a request.
 const MAX_DROPPED: usize = 256 * 1024;
 /// How long a page of metrics is reused.

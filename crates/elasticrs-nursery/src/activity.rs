@@ -85,7 +85,7 @@ impl Activity {
     ///
     /// Returns `EMFILE` if a descriptor is missing, because the limit on open files was reached when the descriptors
     /// were received.
-    pub fn from_descriptors(fds: Vec<OwnedFd>) -> io::Result<Self> {
+    pub(crate) fn from_descriptors(fds: Vec<OwnedFd>) -> io::Result<Self> {
         let [page, timer] = <[OwnedFd; 2]>::try_from(fds).map_err(|_| io::Error::from_raw_os_error(libc::EMFILE))?;
         Ok(Self { page: Page::map_our_own(page)?, timer: timer_of(timer)?, step: DONE })
     }

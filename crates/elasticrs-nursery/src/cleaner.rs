@@ -26,7 +26,7 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// client has exited.
 const MANAGER_PATIENCE: Duration = Duration::from_secs(3);
 /// How long to wait for a process that unlinks shared memory, after it was killed for taking too long.
-pub const LAST_MOMENT: Duration = Duration::from_secs(1);
+pub(crate) const LAST_MOMENT: Duration = Duration::from_secs(1);
 /// Maximum additional time to wait for processes that unlink shared memory.
 pub const LONGEST: Duration = MANAGER_PATIENCE.saturating_add(LAST_MOMENT);
 
@@ -81,7 +81,7 @@ fn program(pid: i32) -> Option<PathBuf> {
 
 /// Tracks the time that processes get to unlink shared memory before they are killed.
 #[derive(Debug, Default)]
-pub struct Patience {
+pub(crate) struct Patience {
     alone_since: Option<Instant>,
     is_over: bool,
     /// Time limits of processes that unlink shared memory, keyed by pid and start time.
@@ -92,7 +92,7 @@ pub struct Patience {
 
 impl Patience {
     /// True if the process unlinks shared memory and its time limit has not passed.
-    pub fn spares(&mut self, target: &Target, now: Instant) -> bool {
+    pub(crate) fn spares(&mut self, target: &Target, now: Instant) -> bool {
         let Some(started) = target.started() else { return false };
         if let Some(patience) = patience_with(target) {
             self.seen.insert((target.pid, started), patience);

@@ -41,7 +41,7 @@ const DEADLINE: u64 = (1 << HOLDER_SHIFT) - 1;
 ///
 /// A number is reused after 16 nursery processes. This is safe, because the agent has killed the earlier process by
 /// then.
-pub type Holder = u8;
+pub(crate) type Holder = u8;
 
 /// The fence deadline and its timer.
 #[derive(Debug)]
@@ -99,7 +99,7 @@ impl Fence {
     /// # Errors
     /// The descriptors are not a page and a timer, or no memory is available. `EMFILE` if some descriptors did not
     /// arrive, because this process has reached its limit on open files.
-    pub fn from_descriptors(fds: Vec<OwnedFd>, holder: Holder) -> io::Result<Self> {
+    pub(crate) fn from_descriptors(fds: Vec<OwnedFd>, holder: Holder) -> io::Result<Self> {
         let [page, timer] = <[OwnedFd; 2]>::try_from(fds).map_err(|_| io::Error::from_raw_os_error(libc::EMFILE))?;
         Ok(Self {
             deadline: Deadline { page: Page::map_our_own(page)? },
@@ -156,7 +156,7 @@ impl Fence {
 
     /// Returns true if the deadline has passed. Unlike [`Self::look`], does not mark the deadline as passed and does
     /// not set the timer.
-    pub fn has_passed(&self) -> bool {
+    pub(crate) fn has_passed(&self) -> bool {
         let deadline = self.deadline.page.number().load(Ordering::SeqCst) & DEADLINE;
         deadline != NONE && deadline <= boot_now()
     }

@@ -19,7 +19,7 @@ use crate::spec::ProcessSpec;
 pub const PROTOCOL: u32 = 16;
 
 /// Maximum length of a frame in bytes. The environments of 1024 workers need far less.
-pub const MAX_FRAME: usize = 256 * 1024 * 1024;
+pub(crate) const MAX_FRAME: usize = 256 * 1024 * 1024;
 
 /// Numbers of the file descriptors that the nursery process inherits. They are the socket, the agent's pidfd, and the
 /// pipe for reporting the progress of starting a worker.

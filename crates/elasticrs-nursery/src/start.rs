@@ -35,7 +35,7 @@ impl Start {
     }
 
     /// Sets the soft limit on file descriptors that the workers inherit.
-    pub fn limit_descriptors(&self) -> nix::Result<()> {
+    pub(crate) fn limit_descriptors(&self) -> nix::Result<()> {
         let Some(soft) = self.descriptors else { return Ok(()) };
         let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
         // Respect the hard limit, because it may have been lowered since the agent sent the soft limit.

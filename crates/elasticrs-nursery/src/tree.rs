@@ -200,7 +200,7 @@ pub fn pids() -> Vec<i32> {
 }
 
 /// Returns the most recently assigned pid in this pid namespace, even if `/proc` belongs to another namespace.
-pub fn newest_pid() -> i32 {
+pub(crate) fn newest_pid() -> i32 {
     let load = fs::read_to_string("/proc/loadavg").unwrap_or_default();
     let pid = load.split_whitespace().next_back().and_then(|pid| pid.parse().ok());
     // If `/proc/loadavg` cannot be read, start a thread. Its thread ID is the newest pid, because threads and processes
@@ -260,7 +260,7 @@ impl Target {
     }
 
     /// True if the process ignores or blocks this signal.
-    pub fn disregards(&self, signal: Signal) -> bool {
+    pub(crate) fn disregards(&self, signal: Signal) -> bool {
         self.has(BLOCKED, signal) || self.has(IGNORED, signal)
     }
 
@@ -296,7 +296,7 @@ pub fn describe(pid: i32) -> Descendant {
 
 /// Processes that had to be signalled. The first 64 are listed, and the others are only counted.
 #[derive(Debug, Default)]
-pub struct Signalled {
+pub(crate) struct Signalled {
     /// The first 64 signalled processes.
     pub named: Vec<Descendant>,
     others: BTreeSet<i32>,

@@ -89,7 +89,7 @@ pub struct Txn {
 }
 
 /// Prefix of the keys that a session may use. `None` if it may use all keys.
-pub type Scope = Option<Arc<str>>;
+pub(crate) type Scope = Option<Arc<str>>;
 
 /// The keys that a client watches: a single key, or all keys with a prefix.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]

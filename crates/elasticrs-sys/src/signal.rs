@@ -48,7 +48,7 @@ pub fn set_default(number: signal::Signal) -> nix::Result<()> {
 
 /// Blocks each of the two signals while the handler of the other signal runs. The handlers then run in the order in
 /// which the signals arrive.
-pub fn take_turns(one: signal::Signal, other: signal::Signal) -> nix::Result<()> {
+pub(crate) fn take_turns(one: signal::Signal, other: signal::Signal) -> nix::Result<()> {
     for (number, waits) in [(one as i32, other as i32), (other as i32, one as i32)] {
         // SAFETY: the struct consists of integers and an optional handler, for which zero is a valid value.
         let mut action: libc::sigaction = unsafe { std::mem::zeroed() };

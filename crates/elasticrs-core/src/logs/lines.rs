@@ -22,18 +22,18 @@ pub const MAX_LINE: usize = 64 * 1024;
 
 /// Time without new bytes after which an unfinished line is shown. It is long enough to receive all parts of a line on
 /// a busy machine, and short enough that a prompt seems to appear immediately.
-pub const IDLE: Duration = Duration::from_millis(250);
+pub(crate) const IDLE: Duration = Duration::from_millis(250);
 
 /// Maximum time for which bytes of an unfinished line are held back while more bytes keep arriving. For example, a
 /// program may slowly print a row of dots.
-pub const GROWING: Duration = Duration::from_secs(1);
+pub(crate) const GROWING: Duration = Duration::from_secs(1);
 
 /// Minimum time between two displayed states of the same progress bar.
-pub const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
+pub(crate) const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A piece of text for the console, without prefix and newline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Unit<'a> {
+pub(crate) enum Unit<'a> {
     /// A complete line.
     Whole(&'a [u8]),
     /// A part of an unfinished line. Never empty.
@@ -44,7 +44,7 @@ pub enum Unit<'a> {
 
 /// State of the current line of one stream.
 #[derive(Debug, Default)]
-pub struct LineSplitter {
+pub(crate) struct LineSplitter {
     /// Bytes since the last `\n` or `\r` that have not been passed on yet.
     text: Vec<u8>,
     /// The last complete state of a progress bar, if it has not been shown yet.
@@ -234,7 +234,7 @@ pub(super) fn is_blank(text: &[u8]) -> bool {
 
 /// Merges the text of all streams that share a destination. Remembers which stream wrote the current unfinished line.
 #[derive(Debug, Default)]
-pub struct Screen<Stream> {
+pub(crate) struct Screen<Stream> {
     open: Option<Stream>,
 }
 

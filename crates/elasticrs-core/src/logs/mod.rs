@@ -249,7 +249,7 @@ impl Logs {
     }
 
     /// Same as [`Self::finish`], for the streams of one rank.
-    pub fn finish_rank(&self, local_rank: u32) {
+    pub(crate) fn finish_rank(&self, local_rank: u32) {
         self.finish_those(|info| info.stream.local_rank == local_rank);
     }
 

@@ -40,7 +40,7 @@ impl TimerCounters {
 }
 
 /// An expired timer is late if it is handled more than this number of nanoseconds after its deadline.
-pub const LATE_NS: u64 = 10_000_000;
+pub(crate) const LATE_NS: u64 = 10_000_000;
 
 /// Memory pages that contain the workers' heartbeats. If no group is running, these are the pages of the last group.
 #[derive(Debug, Default)]

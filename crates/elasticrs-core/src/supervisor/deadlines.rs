@@ -39,9 +39,9 @@ pub enum Timer {
 }
 
 /// Time limit for processes to exit after SIGKILL. A process that hangs in the kernel (state D) may exceed it.
-pub const GIVE_UP_AFTER: Duration = Duration::from_secs(30);
+pub(crate) const GIVE_UP_AFTER: Duration = Duration::from_secs(30);
 /// Time limits of a clean-up that sends SIGKILL at once.
-pub const AT_ONCE: SweepLimits = SweepLimits::at_once(GIVE_UP_AFTER);
+pub(crate) const AT_ONCE: SweepLimits = SweepLimits::at_once(GIVE_UP_AFTER);
 
 /// The deadlines that are set, at most one for each [`Timer`].
 #[derive(Debug, Default)]

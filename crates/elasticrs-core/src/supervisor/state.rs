@@ -19,7 +19,7 @@ use crate::spec::{Descendants, GroupPolicy, StopPolicy, StopScope};
 use crate::timer::hang::{Limits, RemoteHang, Watch};
 
 /// Time after which a worker that was stopped by a signal is reported as paused.
-pub const PAUSE_REPORT_DELAY: Duration = Duration::from_secs(1);
+pub(crate) const PAUSE_REPORT_DELAY: Duration = Duration::from_secs(1);
 /// Time between SIGTERM and SIGKILL for descendants that are still running after the time set by `--linger`.
 const LINGERER_GRACE: Duration = Duration::from_secs(1);
 /// Time limit for cleaning up leftover processes if some workers did not exit after SIGKILL. The limit is short,
@@ -222,7 +222,7 @@ impl Group {
 
     /// Like [`Self::rank_of`], but returns `None` for a failed member that is about to exit, because such a member is
     /// not watched for hangs.
-    pub fn watched_rank_of(&self, pid: i32) -> Option<u32> {
+    pub(crate) fn watched_rank_of(&self, pid: i32) -> Option<u32> {
         self.members.iter().find(|m| m.pid == pid && m.runs() && m.condemned.is_none()).map(|m| m.local_rank)
     }
 
@@ -237,7 +237,7 @@ impl Group {
     }
 
     /// Returns the local rank of the member with this pid. `None` if there is no such member, or if it has exited.
-    pub fn rank_of(&self, pid: i32) -> Option<u32> {
+    pub(crate) fn rank_of(&self, pid: i32) -> Option<u32> {
         self.members.iter().find(|m| m.pid == pid && m.runs()).map(|m| m.local_rank)
     }
 

@@ -9,7 +9,7 @@ use elasticrs_runtime::notices::Rate;
 use super::record::Refusal;
 
 /// Minimum time between two reports of the same kind.
-pub const INTERVAL: Duration = Duration::from_secs(60);
+pub(crate) const INTERVAL: Duration = Duration::from_secs(60);
 
 /// Counts of rejected timer records, by reason.
 #[derive(Debug, Default)]
@@ -29,10 +29,10 @@ impl Complaints {
 
 /// Maximum number of reports per [`INTERVAL`] about expired timers for which no signal is sent. The number is limited,
 /// because thousands of timers may expire within a second.
-pub const MAX_REPORTED: u32 = 64;
+pub(crate) const MAX_REPORTED: u32 = 64;
 
 /// Returns a message with the number of expired timers that were not reported individually. `None` if that is zero.
-pub fn more_timers(count: u64) -> Option<String> {
+pub(crate) fn more_timers(count: u64) -> Option<String> {
     let timers = if count == 1 { "timer" } else { "timers" };
     (count > 0).then(|| {
         format!("{count} more {timers} expired without a signal: at most {MAX_REPORTED} a minute are reported")

@@ -10,7 +10,7 @@ use elasticrs_sys::clock::Stamp;
 use elasticrs_sys::signal::Signal;
 
 /// Maximum number of active timers in all processes together.
-pub const MAX_TIMERS: usize = 16_384;
+pub(crate) const MAX_TIMERS: usize = 16_384;
 
 /// A timer that has expired.
 #[derive(Debug, Clone, PartialEq)]
@@ -99,7 +99,7 @@ impl Timers {
     }
 
     /// Removes all timers of a process.
-    pub fn remove_process(&mut self, pid: i32) {
+    pub(crate) fn remove_process(&mut self, pid: i32) {
         for timer in self.by_process.remove(&pid).into_iter().flat_map(HashMap::into_values) {
             self.queue.remove(&timer.position);
         }
@@ -138,7 +138,7 @@ impl Timers {
     }
 
     /// Resumes the clock. Postpones the deadlines of active timers by the length of the pause.
-    pub fn thaw(&mut self, now: Stamp) {
+    pub(crate) fn thaw(&mut self, now: Stamp) {
         if let Some(since) = self.frozen_at.take() {
             self.paused += now.0.saturating_sub(since);
         }

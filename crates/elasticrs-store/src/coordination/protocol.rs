@@ -16,7 +16,7 @@ use crate::types::{
 pub const VERSION: (u16, u16) = (4, 0);
 
 /// Challenge or proof in a handshake. Both have the length of a SHA-256 digest.
-pub type Digest = [u8; 32];
+pub(crate) type Digest = [u8; 32];
 
 /// Secret that a client sends, together with its session's ID, to resume the session.
 pub type Secret = [u8; 32];
@@ -131,7 +131,7 @@ impl Request {
     }
 
     /// Reads the protocol version from a hello. It is at the same position in all protocol versions.
-    pub fn version_of(frame: &[u8]) -> Result<(u16, u16), Malformed> {
+    pub(crate) fn version_of(frame: &[u8]) -> Result<(u16, u16), Malformed> {
         let mut c = Cursor::new(frame);
         match c.u8()? {
             HELLO => Field::read(&mut c),
@@ -153,7 +153,7 @@ impl Answer {
 }
 
 /// Encodes an [`Answer::Changes`] from borrowed changes, so that the caller does not have to copy them into a list.
-pub fn encode_changes<'a>(revision: u64, changes: impl ExactSizeIterator<Item = &'a Change>) -> Vec<u8> {
+pub(crate) fn encode_changes<'a>(revision: u64, changes: impl ExactSizeIterator<Item = &'a Change>) -> Vec<u8> {
     Writer::frame(|w| {
         w.u8(CHANGES);
         revision.write(w);

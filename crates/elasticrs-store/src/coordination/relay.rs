@@ -62,10 +62,10 @@ pub enum Target {
 }
 
 /// Function that runs a task on the thread of the workers' stores. Returns `false` if the thread cannot be started.
-pub type OnWorkersThread = Box<dyn Fn(Task) -> bool + Send>;
+pub(crate) type OnWorkersThread = Box<dyn Fn(Task) -> bool + Send>;
 
 /// Forwards connections to the workers' store.
-pub struct Relay {
+pub(crate) struct Relay {
     pub(super) target: watch::Receiver<Target>,
     run: OnWorkersThread,
     /// Number of connections that are currently forwarded.

@@ -12,14 +12,14 @@ use std::sync::Arc;
 pub const MAGIC: [u8; 8] = *b"\x93ERS\r\n\x1a\n";
 
 /// Maximum frame length before the peer is authenticated, in bytes.
-pub const MAX_UNPROVEN: usize = 1024;
+pub(crate) const MAX_UNPROVEN: usize = 1024;
 /// Maximum length of a request, in bytes.
 pub const MAX_REQUEST: usize = 1 << 20;
 /// Maximum length of an answer, in bytes. It is large because an answer can contain a snapshot of all keys with a
 /// prefix.
 pub const MAX_ANSWER: usize = 64 << 20;
 /// Maximum number of store IDs in a list: a store's own ID and those of the stores whose state it restored.
-pub const MAX_IDS: usize = 64;
+pub(crate) const MAX_IDS: usize = 64;
 
 /// Error for bytes that are not a valid message of this protocol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]

@@ -54,7 +54,7 @@ struct State {
 }
 
 /// ID of the store to which the client last connected, and the highest revision received from it.
-pub type MetStore = (StoreId, u64);
+pub(crate) type MetStore = (StoreId, u64);
 
 /// Event queue between the runtime thread and the user's threads.
 #[derive(Debug)]

@@ -16,7 +16,7 @@ const CANCELLED: u8 = 1;
 
 /// Maximum length of a value that append requests build up, in bytes. A value of this length still fits in one
 /// reply.
-pub const MAX_VALUE_STORED: usize = MAX_MESSAGE - 8;
+pub(crate) const MAX_VALUE_STORED: usize = MAX_MESSAGE - 8;
 
 /// Approximate memory in bytes that an entry uses in addition to its key and value.
 const OVERHEAD: usize = 96;

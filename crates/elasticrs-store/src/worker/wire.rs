@@ -8,9 +8,9 @@ pub const MAGIC: u32 = 0x3C85_F7CE;
 /// Maximum length of a key, in bytes.
 pub const MAX_KEY: u64 = 8192;
 /// Maximum length of a value in a request, in bytes.
-pub const MAX_VALUE: u64 = 8 * 1024 * 1024;
+pub(crate) const MAX_VALUE: u64 = 8 * 1024 * 1024;
 /// Maximum number of keys in a request.
-pub const MAX_KEYS: u64 = 131_072;
+pub(crate) const MAX_KEYS: u64 = 131_072;
 /// Maximum length of a request or reply, in bytes. Without it, a request with the maximum number of values of
 /// maximum length would take a terabyte.
 pub const MAX_MESSAGE: usize = 128 * 1024 * 1024;
@@ -193,7 +193,7 @@ pub struct Parser {
 
 impl Parser {
     /// True if the client has sent a valid `VALIDATE` request.
-    pub fn is_validated(&self) -> bool {
+    pub(crate) fn is_validated(&self) -> bool {
         self.is_validated
     }
 
