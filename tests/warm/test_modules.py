@@ -235,7 +235,7 @@ def test_other_programs_and_isolated_interpreters_preload_nothing(command, why):
 def test_a_program_without_a_file_preloads_only_listed_modules(arguments):
     found = warm.preload("auto", warm.entry_of_command([sys.executable, *arguments]))
     assert found.modules == ()
-    says(found.remarks[0], "no file")
+    says(found.remarks[0], "no source file")
     assert warm.preload("json", warm.entry_of_command([sys.executable, *arguments])).modules == ("json",)
 
 
