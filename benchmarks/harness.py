@@ -26,13 +26,10 @@ MAX_LOST_TURNS = 3
 
 
 class Launcher(NamedTuple):
-    """A launcher to measure."""
-
     name: str
     command: tuple[str, ...]
 
     def is_there(self) -> bool:
-        """Return true if the launcher can be run."""
         command = (*self.command, "--help")
         return subprocess.run(command, env=environment(), capture_output=True, check=False).returncode == 0
 
@@ -53,19 +50,14 @@ def stamped(launcher: Launcher) -> Launcher:
 
 
 class Options(NamedTuple):
-    """Options from the command line."""
-
     launchers: tuple[Launcher, ...]
     is_quick: bool
 
     def repeats(self, usual: int, quick: int) -> int:
-        """Return the number of repetitions."""
         return quick if self.is_quick else usual
 
 
 class Row(NamedTuple):
-    """One result for one launcher."""
-
     name: str
     launcher: str
     value: float
@@ -156,8 +148,6 @@ def _matches(report: Report, event: str, attempt: int | None, pids: Container[in
 
 
 class Run:
-    """A running launcher."""
-
     def __init__(
         self,
         launcher: Launcher,
@@ -249,7 +239,6 @@ def wait_readable(fd: int, timeout: float) -> bool:
 
 
 def worker(name: str) -> str:
-    """Return the path of a worker script."""
     return str(WORKERS / name)
 
 
@@ -299,8 +288,6 @@ def time_box(seconds: float, at_most: int) -> Iterator[int]:
 
 
 class Samples:
-    """Measured values of each launcher."""
-
     def __init__(self, options: Options) -> None:
         self._values: dict[str, list[float]] = {launcher.name: [] for launcher in options.launchers}
         self._limits: dict[str, float] = {}
@@ -318,7 +305,6 @@ class Samples:
     def rows(
         self, name: str, unit: str, conditions: str, pick: Callable[[Sequence[float]], float] = median
     ) -> list[Row]:
-        """Return one row for each launcher."""
         return [
             Row(name, launcher, value, unit, conditions, len(values), value >= self._limit(launcher))
             for launcher, values in self._values.items()

@@ -23,8 +23,6 @@ class Use(NamedTuple):
 
 
 class Figures:
-    """Resource use of idle launchers."""
-
     def __init__(self, options: Options) -> None:
         self._rss, self._cpu, self._wakeups, self._threads = (Samples(options) for _ in range(4))
 

@@ -24,8 +24,6 @@ LAST_LINES = 2000
 
 
 class Agent:
-    """The launcher of one node."""
-
     def __init__(self, command: Sequence[str], folder: Path, reports: Path, number: int) -> None:
         self._stderr = folder / f"stderr-{number}"
         self.started_ns = time.monotonic_ns()
@@ -68,14 +66,11 @@ class Agent:
 
 
 class Shape(NamedTuple):
-    """Size of a job."""
-
     nodes: int
     nproc: int
 
     @property
     def size(self) -> int:
-        """Total number of workers."""
         return self.nodes * self.nproc
 
     def __str__(self) -> str:
@@ -139,7 +134,6 @@ class Job:
         return report.rank // self._shape.nproc
 
     def agent_of(self, report: Report) -> Agent:
-        """Return the agent that runs a worker."""
         return next(agent for agent in self.agents if report.pid in tree(agent.process.pid))
 
     def running(self) -> list[Report]:

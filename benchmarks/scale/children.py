@@ -81,7 +81,6 @@ class Child:
         return int((self._proc / "statm").read_text(encoding="utf-8").split()[1]) * PAGE
 
     def kill(self) -> None:
-        """Kill the child immediately."""
         self._process.kill()
 
     def close(self) -> None:
@@ -105,8 +104,6 @@ def write_line(fd: int, message: Any) -> None:
 
 
 class Lines:
-    """Reads the commands sent to a child."""
-
     def __init__(self, fd: int = 0) -> None:
         self.fd = fd
         self._rest = b""

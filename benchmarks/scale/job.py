@@ -16,8 +16,6 @@ Figures: TypeAlias = dict[str, float]
 
 
 class Costs(NamedTuple):
-    """Counters of all processes at one moment."""
-
     up: float
     down: float
     sent: float
@@ -57,7 +55,6 @@ class Job:
         self.costs()
 
     def costs(self) -> Costs:
-        """Return the total costs so far."""
         counts = together(self.swarms, "counts")
         traffic = self.server.ask("traffic")
         cpu = [sum(child.cpu().values()) for child in (self.server, *self.swarms)]

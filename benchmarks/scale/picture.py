@@ -57,8 +57,6 @@ class Curve(NamedTuple):
 
 
 class Plot(NamedTuple):
-    """One diagram."""
-
     title: str
     unit: str
     curves: Sequence[Curve]

@@ -77,7 +77,6 @@ def _figure(value: float | None, unit: str) -> str:
 
 
 def picture(ours: Figures, others: Figures) -> str:
-    """Draw the curves."""
     form = [
         curve("all at once", ours, "form"),
         curve("last join", ours, "last join"),

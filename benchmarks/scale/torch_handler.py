@@ -31,8 +31,6 @@ def serve() -> None:
 
 
 class Agent(threading.Thread):
-    """One node."""
-
     def __init__(self, arguments: dict[str, Any], events: "queue.SimpleQueue[Any]") -> None:
         super().__init__(daemon=True)
         self._arguments = arguments

@@ -119,7 +119,6 @@ class Comparison:
         self.found: dict[tuple[str, str], list[str]] = {}
 
     def run(self) -> Differences:
-        """Compare all modules and the command line."""
         for name in torch_modules():
             self._module(name)
         self._options()
@@ -231,7 +230,6 @@ class Comparison:
 
 
 def exists(module: str) -> bool:
-    """Return true if a module with this name exists."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
@@ -310,7 +308,6 @@ def parameters(value: Any) -> dict[str, inspect.Parameter]:
 
 
 def is_same(theirs: object, ours: object) -> bool:
-    """Return true if two default values are equivalent for a caller."""
     if shown(theirs) == shown(ours):
         return True
     # A member of an IntEnum equals its number, so compare the values, too.

@@ -110,7 +110,6 @@ def test_a_restart_does_not_wait_for_a_stopped_rank_that_raised_and_stalls(launc
 
 
 def messages_of_kills(events):
-    """Return the message of each event about a worker that was killed."""
     recorded = [json.loads(text) for text in events.read_text().splitlines()]
     killed = [event for event in recorded if event["name"] == "kill worker process"]
     return [json.loads(event["metadata"]["metadata"])["message"] for event in killed]

@@ -105,7 +105,6 @@ class Nodes:
         self.agents = []
 
     def start(self, rank, *options, conf=None):
-        """Start the agent with this node rank."""
         given = {**(self._conf or {}), **(conf or {})}
         all_conf = (
             ["--rdzv-conf", ",".join(f"{name}={each}" for name, each in given.items())] if given else []

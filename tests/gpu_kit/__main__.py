@@ -73,7 +73,6 @@ def machine(device: str) -> dict[str, Any]:
 def row_of(
     check: str, outcome: str, detail: str = "", figures: Figures | None = None, seconds: float = 0.0
 ) -> dict[str, Any]:
-    """Return one row of the results."""
     return {
         "check": check,
         "outcome": outcome,
@@ -84,7 +83,6 @@ def row_of(
 
 
 def run(name: str, context: Context) -> dict[str, Any]:
-    """Run one check and return its row in the table of results."""
     started = time.monotonic()
     figures: Figures = {}
     try:

@@ -32,7 +32,6 @@ class Skipped(Exception):  # noqa: N818 -- a skipped check is no error
 
 
 def expect(condition: object, message: str) -> None:
-    """Fail the check unless the condition holds."""
     if not condition:
         raise CheckFailedError(message)
 
@@ -118,7 +117,6 @@ class Job:
 
     @property
     def output(self) -> str:
-        """The output of the launcher and the workers so far."""
         return self._output.read_text(encoding="utf-8", errors="replace")
 
     def wait(self, what: str, count: int = 1, **facts: object) -> list[dict[str, Any]]:

@@ -125,7 +125,6 @@ class UnderAgents(Trainers):
         self.agents[name].wait_for_line(line, "stderr")
 
     def fails(self, *names: str) -> None:
-        """Wait until the agents of these trainers fail."""
         for name in names:
             self._failed.add(self.agents[name].exits(1))
 
@@ -137,7 +136,6 @@ class UnderAgents(Trainers):
             agent.exits(0)
 
     def stderr_text(self) -> str:
-        """Return the stderr of the trainers and their agents."""
         return "".join(agent.stderr for agent in {*self.agents.values()})
 
     def close(self) -> None:

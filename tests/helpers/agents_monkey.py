@@ -474,7 +474,6 @@ class Game:
             self.complain(f"different first causes: {causes}")
 
     def clear(self) -> None:
-        """Kill all remaining processes."""
         for agent in self.living():
             agent.popen.kill()
             agent.popen.wait()

@@ -58,7 +58,6 @@ class BrokenLogsJob(SteadyJob):
         super().__init__(launch, folder, n, *args, env={"EVENTS": str(folder / "events")}, **how)
 
     def close(self) -> None:
-        """Close the pipe and the log folder."""
         os.close(self._events)
         self.let_go()
 

@@ -7,7 +7,6 @@ TARGET = Path(os.environ.get("CARGO_TARGET_DIR", Path(__file__).parents[2] / "ta
 
 
 def built(name: str) -> Path:
-    """Return the path of a program or a library."""
     return TARGET / "debug" / name
 
 

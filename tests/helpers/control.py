@@ -59,7 +59,6 @@ class Program:
         return answer
 
     def read_line(self) -> str:
-        """Return the next line that the program writes."""
         stdout = self._process.stdout
         assert stdout is not None
         deadline = time.monotonic() + HANG

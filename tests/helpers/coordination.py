@@ -202,7 +202,6 @@ class Server:
         self._clients: list[Client | RawClient] = []
 
     def client(self, **options: Any) -> Client:
-        """Return a connected client."""
         client = Client(self.port, **options)
         self._clients.append(client)
         return client.connected()
@@ -221,7 +220,6 @@ class Server:
 
 @contextlib.contextmanager
 def serving(**options: Any) -> Iterator[Server]:
-    """Run a server during a ``with`` block."""
     server = Server(**options)
     try:
         yield server

@@ -100,7 +100,6 @@ class Etcd:
 
     @property
     def endpoints(self) -> list[tuple[str, int]]:
-        """The addresses to which clients connect."""
         return [("127.0.0.1", each.port) for each in self.members]
 
     @property
@@ -140,7 +139,6 @@ class Etcd:
         self._keeper.ask("start", name=member.name, argv=argv, log=str(self.log(index)))
 
     def log(self, index: int) -> Path:
-        """Return the path of this member's log file."""
         return self._data / f"{self.members[index].name}.log"
 
     def kill(self, index: int) -> None:
@@ -207,7 +205,6 @@ class Etcd:
         return answer.get("health") == "true"
 
     def leader(self) -> int:
-        """Return the index of the cluster's leader."""
         for index in range(self.size):
             status = self.ask("maintenance/status", at=index)
             if status["leader"] == status["header"]["member_id"]:
@@ -215,7 +212,6 @@ class Etcd:
         raise AssertionError("no member leads")
 
     def close(self) -> None:
-        """End it."""
         self._keeper.close()
 
     # --- its contents ---
@@ -267,7 +263,6 @@ class Etcd:
         return {_decoded(each["key"]).decode(): _decoded(each.get("value", "")) for each in found}
 
     def leases(self) -> list[str]:
-        """The ids of all leases."""
         return [each["ID"] for each in self.ask("lease/leases").get("leases", [])]
 
     def compact(self) -> None:

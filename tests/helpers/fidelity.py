@@ -52,8 +52,6 @@ class Worker(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """A finished job."""
-
     code: int
     workers: dict[str, Worker]
     """By ``attempt.rank``."""

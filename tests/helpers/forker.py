@@ -52,6 +52,5 @@ class Forker:
         self._orders.flush()
 
     def close(self) -> None:
-        """End the process."""
         self._process.communicate()
         procs.bystanders.discard(self._process.pid)

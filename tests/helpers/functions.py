@@ -12,8 +12,6 @@ from elasticrs.multiprocessing import DefaultLogsSpecs, SignalException, start_p
 
 
 class UnpicklableError(Exception):
-    """Exception that cannot be pickled."""
-
     def __reduce__(self) -> NoReturn:
         raise TypeError("not to be pickled")
 

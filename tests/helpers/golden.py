@@ -23,8 +23,6 @@ VARIABLE = {
 
 
 class Golden:
-    """Compares texts with golden files, or rewrites the files."""
-
     def __init__(self, tmp_path: Path, *, updates: bool) -> None:
         self._variable = {re.escape(str(tmp_path)): "TMP", **VARIABLE}
         self._updates = updates

@@ -101,7 +101,6 @@ class Namespaces:
         return [each for each in procs.processes() if each.pid != self.pid and self.holds(each.pid)]
 
     def holds(self, pid: int) -> bool:
-        """Return true if a process runs in the namespaces."""
         return network_of(pid) == self._net
 
     def close(self) -> list[str]:
@@ -152,7 +151,6 @@ class Host(Namespaces):
         self._network.switch.configure(f"link set {self.port} down")
 
     def link_up(self) -> None:
-        """Reconnect the host to the network."""
         self._network.switch.configure(f"link set {self.port} up")
 
     def kill(self, pid: int, signum: int = signal.SIGKILL) -> None:
@@ -293,7 +291,6 @@ class Network:
         self.switch.configure(f"link set {host.port} master br0", f"link delete br{host.port[1:]}")
 
     def processes(self) -> list[procs.Process]:
-        """Return the processes that run on any host."""
         return [each for host in self.hosts for each in host.processes()]
 
     def close(self) -> list[str]:

@@ -22,7 +22,6 @@ def get(port: int, path: str, method: str = "GET", host: str | None = None) -> t
 
 
 def get_json(port: int, path: str) -> tuple[int, dict[str, Any]]:
-    """Return the HTTP status and the decoded JSON."""
     status, kind, text = get(port, path)
     assert kind == "application/json"
     content: dict[str, Any] = json.loads(text)

@@ -83,12 +83,10 @@ class Launched:
 
     @property
     def stdout(self) -> str:
-        """All output so far."""
         return self._output["stdout"].decode(errors="replace")
 
     @property
     def stderr(self) -> str:
-        """All output so far."""
         return self._output["stderr"].decode(errors="replace")
 
     @property
@@ -127,7 +125,6 @@ class Launched:
 
     @property
     def has_exited(self) -> bool:
-        """True if the launcher has exited."""
         return procs.wait_readable(self.pidfd, 0)
 
     def sources(self) -> list[int]:
@@ -195,7 +192,6 @@ class Launched:
         os.waitid(os.P_PIDFD, self.pidfd, os.WSTOPPED)
 
     def descendants(self) -> list[procs.Process]:
-        """Return all descendants of the launcher."""
         return procs.descendants(self.pid)
 
     def close(self) -> bool:

@@ -90,7 +90,6 @@ def finish(launched: Iterable[Launched], workers: Iterable[Worker]) -> None:
 
 
 def rdzv(backend: str, endpoint: str, run_id: str = "job", **conf: object) -> tuple[str, ...]:
-    """Return the options for a rendezvous with these settings."""
     settings = ",".join(f"{name}={value}" for name, value in conf.items())
     place = (f"--rdzv-backend={backend}", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={run_id}")
     return (*place, f"--rdzv-conf={settings}")
@@ -146,7 +145,6 @@ def pids(workers: Iterable[Worker], *hosts: Host) -> list[int]:
 
 
 def restarts(workers: Iterable[Worker]) -> set[int]:
-    """Return the restart counts that the workers have reported."""
     return {worker.restart for worker in workers}
 
 
@@ -165,8 +163,6 @@ def running_on(host: Host, *command: str | Path) -> Iterator[Launched]:
 
 
 class Agent:
-    """A launcher on a host."""
-
     def __init__(self, host: Host, launched: Launched) -> None:
         self.host, self.launched = host, launched
         self.pid = launched.pid

@@ -30,7 +30,6 @@ def free() -> int:
 
 
 def is_free(port: int) -> bool:
-    """Return true if nothing listens on this port."""
     with socket.socket(socket.AF_INET6) as sock:
         return sock.connect_ex(("::ffff:127.0.0.1", port)) != 0
 
@@ -60,7 +59,6 @@ def is_listening(port: int) -> bool:
 
 
 def listens(pid: int, port: int) -> bool:
-    """Return true if this process listens on this port."""
     links = {each.link for each in sockets() if each.port == port and each.state == LISTENS}
     return not links.isdisjoint(links_of(pid))
 

@@ -100,7 +100,6 @@ def process(pid: int) -> Process | None:
 
 
 def processes() -> list[Process]:
-    """Return all processes of the machine."""
     return _existing(_parents())
 
 
@@ -193,7 +192,6 @@ def wait_until(look: Callable[[], Found], is_so: Callable[[Found], bool] = bool)
 
 
 def wait_state(pid: int, state: str) -> None:
-    """Wait until a process is in this state."""
     assert wait_until(lambda: process(pid), lambda now: now is None or now.state == state), f"{pid} is gone"
 
 

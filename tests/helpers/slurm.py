@@ -156,8 +156,6 @@ class Slurm:
         self._own.add(daemon.pid)
 
     def wait_idle(self) -> None:
-        """Wait until all nodes are up and idle."""
-
         def are_idle() -> bool:
             shown = self.run("sinfo", "--noheader", "--format", "%D %T", check=False)
             return shown.stdout.split() == [str(len(self.nodes)), "idle"]
@@ -168,7 +166,6 @@ class Slurm:
             raise AssertionError(f"{error}\n{self.logs()}") from None
 
     def logs(self) -> str:
-        """Return the logs of the daemons."""
         logs = sorted(self.folder.glob("*.log"))
         return "\n".join(f"=== {log.name}\n{log.read_text(encoding='utf-8')}" for log in logs)
 
@@ -183,7 +180,6 @@ class Slurm:
         return [*self.login.prefix(self.folder), *map(str, command)]
 
     def job(self, number: int | str) -> dict[str, str]:
-        """Return what the controller reports about a job."""
         shown = self.run("scontrol", "show", "job", "--oneliner", str(number)).stdout
         return dict(part.partition("=")[::2] for part in shown.split())
 

@@ -31,7 +31,6 @@ class End:
 
     @property
     def pid(self) -> int:
-        """Pid of the program."""
         return self.launched.pid
 
     def order(self, command: str) -> None:
@@ -39,12 +38,10 @@ class End:
         self.launched.feed(command.encode() + b"\n")
 
     def tell(self, command: str) -> str:
-        """Send a command to the program, and return its answer."""
         self.order(command)
         return self.hear()
 
     def hear(self) -> str:
-        """Return the next line that the program prints."""
         self._heard += 1
         return self.launched.wait_for_lines("", self._heard, "stdout")[-1].string
 

@@ -28,8 +28,6 @@ class ClientError(Exception):
 
 
 class TorchClient:
-    """A process that runs one client."""
-
     def __init__(self, connection: Connection) -> None:
         self.pid: int | None = None
         self._connection = connection
@@ -65,7 +63,6 @@ class TorchClient:
         return self.result()
 
     def call(self, method: str, *args: object, timeout: float | None = None) -> Any:
-        """Call a method of the store."""
         self.begin_call(method, *args, timeout=timeout)
         return self.result()
 
@@ -98,6 +95,5 @@ class TorchClients(Forker):
         return [TorchClient(self._listener.accept()) for _ in range(count)]
 
     def close(self) -> None:
-        """End the process."""
         super().close()
         self._listener.close()

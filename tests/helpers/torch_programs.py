@@ -53,7 +53,6 @@ class TorchPrograms(Forker):
         return line
 
     def run_module(self, module: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run a module of this folder as a program."""
         program = (
             "import os, runpy, sys; folder, module = sys.argv[1:3]; del sys.argv[1:3]; os.chdir(folder);"
             " sys.path.insert(0, folder); runpy.run_module(module, run_name='__main__', alter_sys=True)"

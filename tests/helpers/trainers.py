@@ -161,7 +161,6 @@ class ByHand(Trainers):
         assert self.code(name) == code
 
     def fails(self, *names: str) -> None:
-        """Assert that these trainers failed."""
         for name in names:
             self.replaced(name, 1)
 
@@ -169,7 +168,6 @@ class ByHand(Trainers):
         """Do nothing, because there are no agents to wait for."""
 
     def stderr_text(self) -> str:
-        """Return the stderr of all trainers."""
         return self.stderr.read_text()
 
     def code(self, name: str) -> int:

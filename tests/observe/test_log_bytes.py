@@ -43,7 +43,6 @@ class Page:
         return found
 
     def counts(self):
-        """Return the numbers of bytes by rank and stream."""
         found = self.samples("log_bytes_total")
         return {tuple(re.findall(r'"(\w+)"', labels)[::2]): count for labels, count in found.items()}
 

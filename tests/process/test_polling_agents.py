@@ -164,7 +164,6 @@ def port(told):
 
 
 def round_with(node, size):
-    """Return the next round with ``size`` nodes."""
     while f"/{size} " not in (told := node.round()):
         pass
     return told

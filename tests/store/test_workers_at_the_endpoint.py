@@ -33,7 +33,6 @@ def worker(port: int, pid: int) -> socket.socket:
 
 
 def add(sock: socket.socket) -> int:
-    """Add 1 to a counter in the workers' store, and return the result."""
     sock.sendall(b"\x04" + struct.pack("<Q", 1) + b"n" + struct.pack("<q", 1))
     return int.from_bytes(sock.recv(8, socket.MSG_WAITALL), "little")
 

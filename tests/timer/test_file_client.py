@@ -18,8 +18,6 @@ from elasticrs.timer import FileTimerClient, FileTimerRequest, expires, file_bas
 
 
 class Fifo:
-    """A FIFO that the test reads."""
-
     def __init__(self, path):
         self.path = str(path)
         os.mkfifo(self.path)

@@ -38,8 +38,6 @@ def step(culprit, of_culprit, others="step()"):
 
 
 class Nodes(LoopbackJob):
-    """A job whose agents print a diagnosis."""
-
     def exits(self, code):
         assert self.ended() == [code] * len(self.nodes), self.story
 

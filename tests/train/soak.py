@@ -185,7 +185,6 @@ class Soak:
 
 
 def launch(*arguments: str | Path, env: dict[str, str], folder: Path) -> Launched:
-    """Start an agent."""
     environment = clean_environment({"TMPDIR": str(folder), **env})
     return Launched([*LAUNCHERS["elasticrs"], *arguments], env=environment, cwd=folder)
 

@@ -13,7 +13,6 @@ from elasticrs.train.membership import STUCK_TIMEOUT
 
 
 def gloo_socket():
-    """Return a socket with the options that gloo sets."""
     made = socket.socket()
     made.set_inheritable(True)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -14,8 +14,6 @@ from elasticrs.train.request_signals import RequestSignals, is_default
 
 
 class Asked(Coordinator):
-    """A coordinator that only records requests."""
-
     takes_requests = True
 
     def __init__(self):

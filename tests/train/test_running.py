@@ -147,8 +147,6 @@ def test_the_first_worker_without_data_ends_the_job_and_all_states_are_equal():
 
 
 class Saved(Sum):
-    """A state that can be saved and loaded."""
-
     def save(self, stream):
         stream.write(b"%d %d" % (self.steps, self.total))
 

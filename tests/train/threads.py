@@ -69,8 +69,6 @@ class Round:
 
 
 class ThreadCoordinator(Coordinator):
-    """Coordinator of one worker."""
-
     def __init__(self, job, name):
         self.job, self.name = job, name
         self.round = None

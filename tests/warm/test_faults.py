@@ -215,7 +215,6 @@ WARM = ("--warm", "json,colorsys")
 
 
 def test_a_killed_worker_and_a_killed_nursery_cost_one_restart_each(launch, tmp_path):
-    """The loss of a worker and the later loss of the nursery each cost exactly one restart."""
     restarts = 6
     job = SteadyJob(launch, tmp_path, 2, "--max-restarts", str(restarts), *WARM)
     for attempt in (0, 2, 4):

@@ -39,7 +39,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def _version(text: str) -> tuple[int, int]:
-    """Return the major and minor version contained in ``text``."""
     found = re.search(r"(\d+)\.(\d+)", text)
     if found is None:
         raise SystemExit(f"elasticrs: no version in {text!r}")

@@ -216,7 +216,6 @@ class _Run:
         self._times: Times | None = None
 
     def run(self) -> State:
-        """Run the training loop until it finishes, and return the state."""
         effects: dict[Action, Callable[[], Event | None]] = {
             Action.MEET: self._meet,
             Action.SYNC: self._sync,

@@ -51,8 +51,6 @@ class Impairment(NamedTuple):
 
 
 class Direction:
-    """Forwards frames in one direction."""
-
     def __init__(self, source: int, target: int, seed: str) -> None:
         self.source, self._target = source, target
         self._chance = random.Random(seed)

@@ -36,8 +36,6 @@ SETTINGS: dict[str, Any] = {
 
 
 class Direction:
-    """One direction of a connection."""
-
     def __init__(self, relay: "Relay", name: str, source: socket.socket, target: socket.socket) -> None:
         self._relay, self._name = relay, name
         self._source, self._target = source, target
@@ -89,8 +87,6 @@ class Direction:
 
 
 class Relay:
-    """All relayed connections, and the commands that change them."""
-
     def __init__(self, listen: tuple[str, int], target: tuple[str, int]) -> None:
         self.settings = dict(SETTINGS)
         self.counts = {"up": 0, "down": 0, "connections": 0}
@@ -109,7 +105,6 @@ class Relay:
             self._waiting.discard(future)
 
     def notify(self) -> None:
-        """Wake all waiting tasks."""
         for future in self._waiting:
             if not future.done():
                 future.set_result(None)
