@@ -6,9 +6,11 @@ from hypothesis import strategies as st
 
 from diagnosis.recorded_evidence import recorded
 from diagnosis.test_simulated import SHAPES, simulated
-from elasticrs.diagnosis.blame import Basis, Blame, decide
+from diagnosis.test_stacks import REDUCE, STEP
+from elasticrs.diagnosis.blame import Basis, Blame, decide, decide_failure
 from elasticrs.diagnosis.culprits import out_of_line
 from elasticrs.diagnosis.diagnose import diagnose
+from elasticrs.diagnosis.values import NoRecord
 
 GROUNDS = ("stopped", "behind", "elsewhere", "apart", "oldest")
 
@@ -42,6 +44,46 @@ def test_the_faulty_rank_is_blamed_or_a_candidate(seed, data):
     blame = decide(diagnose(run.evidence()), silent, data.draw(st.sampled_from(GROUNDS[1:])))
     assert rank in blame.ranks
     assert not blame.is_decided or blame.ranks == (rank,)
+
+
+def aborted_by_gloo(run):
+    """Return the ranks that gloo may abort in a simulated job: those that expect less data than another rank
+    of their group sends.
+    """
+    calls = {}
+    for rank, called in enumerate(run.called):
+        for group, number, (_, name, elements) in called:
+            if (rank, group, number) not in run.complete and name in ("all_reduce", "all_gather"):
+                calls.setdefault((group, number, name), {})[rank] = elements
+    return sorted(
+        rank for sizes in calls.values() for rank, elements in sizes.items() if elements < max(sizes.values())
+    )
+
+
+@given(st.integers(0, 10**9), st.data())
+def test_the_rank_that_gloo_has_aborted_is_blamed_only_if_it_is_the_faulty_one(seed, data):
+    run, faulty = simulated(seed, SHAPES) or (None, 0)
+    aborted = [] if run is None else aborted_by_gloo(run)
+    if not aborted:
+        return
+    rank = data.draw(st.sampled_from(aborted))
+    evidence = run.evidence()
+    evidence[rank] = evidence[rank]._replace(records=NoRecord.ABORTED, frames=(*REDUCE, *STEP))
+    # A rank may not answer before it is stopped.
+    late = data.draw(st.sampled_from([None, *(each for each in range(len(evidence)) if each != rank)]))
+    if late is not None:
+        evidence[late] = evidence[late]._replace(records=NoRecord.LATE)
+    blame = decide_failure(diagnose(evidence), rank, range(len(evidence)), may_be_innocent=True)
+    assert blame is not None
+    assert faulty in blame.ranks
+    assert not blame.is_decided or blame.ranks == (faulty,)
+
+
+def test_an_aborted_rank_is_a_candidate_if_there_are_no_records():
+    undecided = Blame((0, 1, 2), False, Basis.RECORDS)
+    assert decide_failure(None, 1, range(3), may_be_innocent=True) == undecided
+    assert decide_failure(None, 1, range(3)) is None
+    assert decide_failure(None, 0, range(1), may_be_innocent=True) == Blame((0,), True, Basis.RECORDS)
 
 
 def test_the_only_rank_that_does_not_fit_into_the_order_of_all_is_out_of_line():

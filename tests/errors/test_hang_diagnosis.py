@@ -8,6 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from diagnosis.model import dump
+from diagnosis.test_culprits import calls
 from helpers.procs import HANG
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,17 +17,20 @@ from hypothesis import strategies as st
 from elasticrs._worker.error_file import write_whole
 from elasticrs.agent import hang_diagnosis
 from elasticrs.agent.attempt import Attempt
-from elasticrs.agent.hang_diagnosis import (
-    accuse_after_failure,
-    diagnose_running,
-    diagnosis_of_failure,
-    examine,
-)
+from elasticrs.agent.hang_diagnosis import diagnose_running, examine, examine_failure
 from elasticrs.agent.record_requests import is_collective_failure
+from elasticrs.diagnosis.blame import Basis, Blame
 from elasticrs.diagnosis.flight_record import MAX_BYTES
 from elasticrs.diagnosis.values import Confidence, NoRecord
 from elasticrs.job.ranks import WorkerRanks
-from elasticrs.workers.logs import LogPaths, flight_dumps, flight_record_file, flight_requests_file, hang_file
+from elasticrs.workers.logs import (
+    LogPaths,
+    fault_file,
+    flight_dumps,
+    flight_record_file,
+    flight_requests_file,
+    hang_file,
+)
 from elasticrs.workers.plan import Plan
 
 RECORDED = Path(__file__).resolve().parents[1] / "diagnosis" / "recorded"
@@ -175,8 +180,9 @@ def aborted(tmp_path):
 
 def after_failure(attempt):
     attempt.stamps["failure_seen"] = 1
-    attempt.diagnosis = diagnosis_of_failure(attempt)
-    accuse_after_failure(attempt)
+    attempt.diagnosis, blame = examine_failure(attempt)
+    if blame is not None:
+        attempt.accuse(blame, 1)
     return attempt.diagnosis
 
 
@@ -207,10 +213,76 @@ def test_only_failures_of_collectives_are_diagnosed(aborted):
     attempt.raised[3] = SimpleNamespace(text="RuntimeError: x", seen_ns=1, pid=1, origin="peer")
     assert is_collective_failure(attempt)
     del attempt.raised[3]
-    attempt.exits[3].exitcode = -11
+    # The exit of a peer may be noticed before that of the aborted rank.
+    attempt.first_failure = 4
+    assert is_collective_failure(attempt)
+    attempt.first_failure, attempt.exits[3].exitcode = 3, -11
     assert not is_collective_failure(attempt)
     attempt.first_failure = None
     assert not is_collective_failure(attempt)
+
+
+INSIDE = [["torch/distributed/distributed_c10d.py", 4181, "all_reduce"], ["train.py", 9, "<module>"]]
+ABORT = """Fatal Python error: Aborted
+
+{header} 0x00007f27f7e6db80 (most recent call first):
+  File "/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 4181 in all_reduce
+  File "train.py", line 9 in <module>
+"""
+
+
+@pytest.fixture
+def mismatched(tmp_path):
+    """A failed attempt of four ranks. Rank 2 passed more elements than the others, so gloo aborted rank 0."""
+    evidence = Evidence(tmp_path, 4)
+    for rank in range(1, 4):
+        record = dump(calls("all_reduce", sizes=[[4096 if rank == 2 else 4]]))
+        evidence.write(rank, json.dumps({"groups": {"0": [0, 1, 2, 3]}, "stack": INSIDE}).encode(), record)
+    Path(fault_file(evidence.files[0])).write_text(ABORT.format(header="Thread"))
+    evidence.attempt.exits[0] = SimpleNamespace(exitcode=-6, sent_signal=None, seen_ns=9)
+    evidence.attempt.first_failure = 0
+    return evidence
+
+
+def test_the_records_of_the_survivors_clear_the_rank_that_gloo_has_aborted(mismatched):
+    found = after_failure(mismatched.attempt)
+    assert found.no_record == {NoRecord.ABORTED: (0,)}
+    assert mismatched.attempt.blame == Blame((2,), True, Basis.RECORDS)
+    assert mismatched.attempt.first_failure == 2
+    assert {rank for stack in found.stacks for rank in stack.ranks} == {0, 1, 2, 3}
+
+
+def test_a_rank_that_python_code_has_aborted_stays_the_cause(mismatched):
+    fault = Path(fault_file(mismatched.files[0]))
+    for rank in (1, 2, 3):
+        mismatched.write(rank, b'{"no_record": "off"}')
+    fault.write_text(ABORT.format(header="Current thread"))
+    assert examine_failure(mismatched.attempt) == (None, None)
+    # The frames show that the rank was in a collective, so gloo may have aborted it.
+    fault.write_text(ABORT.format(header="Thread"))
+    assert examine_failure(mismatched.attempt) == (None, Blame((0, 1, 2, 3), False, Basis.RECORDS))
+    # Nothing is known about the rank, which uses no torch or uses it.
+    fault.write_text("")
+    assert examine_failure(mismatched.attempt) == (None, None)
+    os.mkfifo(flight_requests_file(mismatched.files[0]))
+    assert examine_failure(mismatched.attempt) == (None, Blame((0, 1, 2, 3), False, Basis.RECORDS))
+
+
+def test_the_stack_of_a_rank_that_has_raised_is_not_shown(mismatched):
+    hook = ["/elasticrs/_worker/hook/sitecustomize.py", 275, "excepthook"]
+    header = json.dumps({"groups": {"0": [0, 1, 2, 3]}, "stack": [hook, *INSIDE]}).encode()
+    mismatched.write(1, header, dump(calls("all_reduce", waits=False, sizes=[[4]])))
+    found = after_failure(mismatched.attempt)
+    assert mismatched.attempt.blame.ranks == (2,)
+    # The record says that the collective is over, but for this rank it has failed.
+    assert found.collectives[0].waiting == (1, 2, 3)
+    assert {rank for stack in found.stacks for rank in stack.ranks} == {0, 2, 3}
+
+
+@pytest.mark.parametrize("stack", [7, [["a.py", 1]], [["a.py", -1, "f"]], [["a.py", True, "f"]], [7]])
+def test_a_record_with_an_invalid_stack_counts_as_missing(mismatched, stack):
+    mismatched.write(1, json.dumps({"groups": {}, "stack": stack}).encode(), dump(calls("all_reduce")))
+    assert after_failure(mismatched.attempt).no_record[NoRecord.DAMAGED] == (1,)
 
 
 class Answers:

@@ -3,12 +3,15 @@
 import random
 
 import pytest
+from diagnosis.model import dump
 from diagnosis.recorded_evidence import recorded
+from diagnosis.test_culprits import calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticrs.diagnosis.diagnose import observe
 from elasticrs.diagnosis.node_evidence import encode
+from elasticrs.diagnosis.values import NoRecord, RankEvidence
 from elasticrs.rendezvous.elastic import messages as m
 from elasticrs.rendezvous.elastic.round_outcome import MAX_DIAGNOSIS
 from rendezvous.cluster import running
@@ -90,6 +93,35 @@ def test_conclusive_records_decide_even_if_no_node_has_found_the_blamed_rank_to_
     for agent in agents:
         cause = agent.outcome.cause
         assert (cause["rank"], cause["group_rank"], cause["node"]) == (5, 5, agents[5].name)
+
+
+def test_a_rank_that_exited_with_code_0_on_another_node_is_blamed_for_a_hang():
+    cluster, agents = running(NODES, max_restarts=0)
+    agents[5].send(m.WorkersDone())
+    agents[3].send(m.WorkerFailed({**HUNG, "rank": 3}))
+    for number in range(NODES):
+        if number != 5:
+            agents[number].send(m.GroupEnded(None, None, EVIDENCE[number]))
+    assert cluster.head.state == "CLOSED"
+    for agent in agents:
+        cause = agent.outcome.cause
+        assert (cause["rank"], cause["node"], cause["exitcode"]) == (5, agents[5].name, 0)
+        assert "of which there is no record (exited)" in cause["diagnosis"]
+
+
+def test_the_leader_clears_a_rank_that_gloo_has_aborted():
+    cluster, agents = running(4, max_restarts=0)
+    records = [dump(calls("all_reduce", sizes=[[99 if rank == 2 else 4]])) for rank in range(4)]
+    found = [RankEvidence(rank, f"n{rank}", (record,)) for rank, record in enumerate(records)]
+    found[0] = found[0]._replace(records=NoRecord.ABORTED)
+    evidence = [encode([observe(each)], max_bytes=32 << 10, max_steps=200) for each in found]
+    aborted = {"node": "n0", "rank": 0, "exitcode": -6, "time_ns": 9, "message": "Signal 6 (SIGABRT)"}
+    agents[0].send(m.WorkerFailed(aborted))
+    for number in range(4):
+        agents[number].send(m.GroupEnded(aborted if number == 0 else None, None, evidence[number]))
+    assert cluster.head.state == "CLOSED"
+    for agent in agents:
+        assert (agent.outcome.cause["rank"], agent.outcome.cause["node"]) == (2, agents[2].name)
 
 
 def test_an_undecided_diagnosis_names_the_candidates():

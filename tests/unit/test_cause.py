@@ -131,6 +131,16 @@ def test_a_report_shows_the_first_failure_of_another_node_not_local_victims(gold
     texts["a rank of another node hung, and one here waited for it"] = report(result)
     hung.expired, hung.first_failure = {}, None
     texts["a rank of another node hung, and none here"] = report(result)
+    result.attempts = [hung_attempt(0, 0, 8)]
+    kept = {
+        name: result.first_cause.fields()[name] for name in ("node", "host", "rank", "local_rank", "ground")
+    }
+    shown = {
+        "message": "hung: kept the other ranks waiting",
+        "diagnosis": "rank 3 did not enter all_reduce #9",
+    }
+    result.first_cause = Cause(**kept, **shown)
+    texts["the flight records blame a rank of another node that no node found"] = report(result)
     variable = {r"\d+\.\d{3} ms earlier": "SPAN earlier"}
     golden("failure-report-of-another-node", texts, variable)
 

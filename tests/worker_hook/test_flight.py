@@ -87,11 +87,14 @@ def opens(error_file):
     return True
 
 
-def test_each_request_gets_the_newest_entries_and_the_groups(worker, error_file):
-    process = worker(TORCH, START, UP, REST)
+def test_each_request_gets_the_newest_entries_the_groups_and_the_stack(worker, error_file):
+    # The stack is that of the main thread, although another thread writes it.
+    wait = f"import threading\ndef wait_here():\n    {UP}\n    {REST}\nwait_here()"
+    process = worker(TORCH, START, wait)
     for _ in range(3):
         header, record = request(error_file)
-        assert header == {"is_waiting": True, "groups": {"0": [0, 1], "dp": [5]}}
+        assert (header["is_waiting"], header["groups"]) == (True, {"0": [0, 1], "dp": [5]})
+        assert [function for _, _, function in header["stack"]] == ["wait_here", "<module>"]
         numbers = [entry["record_id"] for entry in record["entries"]]
         assert numbers == list(range(500 - flight.MAX_ENTRIES, 500))
     output, _ = process.communicate("")

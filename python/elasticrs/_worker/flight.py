@@ -24,6 +24,9 @@ _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 _SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 """Variables with the size of torch's recorder, of which the first that is set counts. 0 turns it off."""
 
+MAX_FRAMES = 48
+"""Maximum number of frames of the main thread's stack. The innermost frames are kept."""
+
 _owner = 0
 """Pid of the process that has started the thread. Differs from the own pid in a forked child."""
 
@@ -120,7 +123,8 @@ def flight_document() -> str:
     """Return the flight records of this process as lines of JSON.
 
     The first line is an object. It contains ``is_waiting``, which is true if a collective is not complete,
-    and ``groups``, the global ranks of each process group by name, or only ``no_record``, a value of
+    ``groups``, the global ranks of each process group by name, and ``stack``, the main thread's frames; or
+    only ``no_record``, a value of
     :class:`elasticrs.diagnosis.values.NoRecord`. Each further line is the record of one recorder of torch,
     with the latest :data:`MAX_ENTRIES` collectives.
     """
@@ -143,12 +147,27 @@ def flight_document() -> str:
             for each in used
             for entry in each["entries"]
         )
-        header = {"is_waiting": is_waiting, "groups": _groups()}
+        header = {"is_waiting": is_waiting, "groups": _groups(), "stack": _stack()}
         return "\n".join(json.dumps(line) for line in (header, *used))
     # Catch every exception, because these functions of torch are private and may behave differently in a
     # newer release. Report a damaged record in that case.
     except Exception:
         return json.dumps({"no_record": "damaged"})
+
+
+def _stack() -> list[tuple[str, int, str]]:
+    """Return the file, line and function of the main thread's frames, innermost first. Return an empty list
+    if the main thread is unknown.
+    """
+    # Do not import the module here, because it takes the thread that imports it for the main thread.
+    threading: Any = sys.modules.get("threading")
+    frame = None if threading is None else sys._current_frames().get(threading.main_thread().ident)
+    stack: list[tuple[str, int, str]] = []
+    while frame is not None and len(stack) < MAX_FRAMES:
+        code = frame.f_code
+        stack.append((code.co_filename, frame.f_lineno or 0, code.co_name))
+        frame = frame.f_back
+    return stack
 
 
 def _groups() -> dict[str, list[int]]:

@@ -77,7 +77,6 @@ class Attempt(Record):
             collective is unknown.
         diagnosis: diagnosis that names the ranks that keep the others waiting. ``None`` unless a worker hung
             or a collective failed, and there is enough evidence.
-        has_requested_records: true if the agent has requested flight records because a collective failed.
         heartbeats: last heartbeat of each worker that sent any. Set when the attempt has ended.
         xids: Xid errors that NVIDIA's driver has reported since the start of the attempt, by GPU and code.
         oom_kills: counters of the kernel's OOM killer at the start of the attempt.
@@ -116,7 +115,6 @@ class Attempt(Record):
     expired: dict[int, Overdue] = fresh(factory=dict)
     blame: Blame | None = None
     diagnosis: Diagnosis | None = None
-    has_requested_records: bool = False
     heartbeats: list[Heartbeat] = fresh(factory=list)
     xids: dict[tuple[int, int], Xid] = fresh(factory=dict)
     oom_kills: dict[str, int] = fresh(factory=dict)
@@ -225,6 +223,15 @@ class Attempt(Record):
             return f"it raised an exception, and {was} {event.raised.limit:g} s later (--exit-timeout)"
         if event.hung is None and not event.is_blamed:
             return None
+        try:
+            return self._why_blamed(event, local_rank)
+        # Catch every exception, because a defect in the text must not end the job without a report.
+        except Exception as error:
+            from elasticrs.diagnosis.values import failed
+
+            return f"{'failed' if event.hung is None else 'hung'}; {failed(error).summary}"
+
+    def _why_blamed(self, event: Overdue, local_rank: int) -> str:
         from elasticrs.agent.hangs import hung, kept_waiting
 
         if event.hung is None:
@@ -251,9 +258,10 @@ class Attempt(Record):
         self.blame = blame
         places = {rank: local_rank for local_rank, rank in self.global_ranks().items()}
         named = [places[rank] for rank in blame.ranks]
+        if not blame.is_decided:
+            seen_first = self.first_failure if event is None else event.local_rank
+            named = [seen_first if seen_first in named else named[0]]
         if event is not None:
-            if not blame.is_decided:
-                named = [event.local_rank if event.local_rank in named else named[0]]
             del self.expired[event.local_rank]
         for local_rank in named:
             exited = self.exits.get(local_rank)

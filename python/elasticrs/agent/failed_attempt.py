@@ -183,8 +183,10 @@ def _last_failures(result: JobResult) -> dict[int, ProcessFailure]:
         failed[rank].named = f"{cause.blamed} (local_rank: {failed[rank].local_rank})"
     if cause.diagnosis is not None:
         failed[rank].more_notes = [cause.diagnosis, *failed[rank].more_notes]
-    if result.attempts and cause.ground is not None:
+    if result.attempts and cause.ground is not None and (cause.diagnosis is None or cause.blamed is None):
         note = f"it may have waited for rank {rank}, which hung first, judged over all nodes"
+        if cause.diagnosis is not None:
+            note = f"it waited for rank {rank}, as the flight records of all nodes show"
         global_ranks = result.attempts[-1].global_ranks()
         for late in (global_ranks[local_rank] for local_rank in result.attempts[-1].expired):
             if late != rank and late in failed:
@@ -325,11 +327,20 @@ def _add_hang(
             others = 3 if attempt.expired[rank].raised is not None else 0
             failure.stack = hangs.stack(path, others=others)
             failure.log_paths["hang"] = path
+    blame = attempt.blame
+    if (
+        blame is not None
+        and not blame.is_decided
+        and attempt.diagnosis is not None
+        and rank in attempt.expired
+    ):
+        from elasticrs.agent import hangs
+
+        failure.stack = hangs.stacks_of(attempt.diagnosis, blame.ranks) or failure.stack
     if rank == attempt.first_failure and attempt.diagnosis is not None and not attempt.expired:
         failure.more_notes = [attempt.diagnosis.summary]
     if rank == attempt.first_failure or (attempt.first_failure is None and rank in attempt.expired):
         failure.more_notes = [*failure.more_notes, *_last_heartbeats(attempt, failure.seen_ns)]
-    blame = attempt.blame
     if blame is not None and rank == attempt.first_failure and (len(blame.ranks) > 1 or not blame.is_decided):
         places = {each: place for place, each in attempt.global_ranks().items()}
         local_ranks = phrases.ranges_text(sorted(places[each] for each in blame.ranks))

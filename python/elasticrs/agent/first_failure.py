@@ -26,9 +26,8 @@ def early_leavers(attempt: Attempt) -> tuple[int, ...]:
     run more steps than the others. Also return an empty tuple if the job has workers on other nodes, or if
     the workers are members of a rendezvous.
     """
-    failure = attempt.raised.get(attempt.first_failure if attempt.first_failure is not None else -1)
     ranks = attempt.global_ranks()
-    if failure is None or attempt.plan.page is not None or len(ranks) != attempt.world_size:
+    if attempt.plan.page is not None or len(ranks) != attempt.world_size or not _is_lost_peer_first(attempt):
         return ()
     left = [
         ranks[local_rank]
@@ -36,7 +35,15 @@ def early_leavers(attempt: Attempt) -> tuple[int, ...]:
         if exited.exitcode == 0 and exited.sent_signal is None
     ]
     is_minority = 2 * len(left) <= len(ranks)
-    return tuple(sorted(left)) if is_minority and failure.origin == "peer" else ()
+    return tuple(sorted(left)) if is_minority else ()
+
+
+def _is_lost_peer_first(attempt: Attempt) -> bool:
+    """Return true if the first failure only reports a lost peer, and if no other evidence names a rank."""
+    if attempt.blame is not None:
+        return attempt.blame.basis == "exit"
+    failure = attempt.raised.get(attempt.first_failure if attempt.first_failure is not None else -1)
+    return failure is not None and failure.origin == "peer"
 
 
 class _Seen(Value):
@@ -106,6 +113,13 @@ def how_it_failed(attempt: Attempt, local_rank: int) -> str:
         return _how_it_hung(attempt, overdue.hung)
     if overdue is not None and overdue.timer is not None:
         return " has hung"
+    if (
+        overdue is not None
+        and overdue.is_blamed
+        and attempt.blame is not None
+        and not attempt.blame.is_decided
+    ):
+        return f": {attempt.who(local_rank)} {attempt.why_expired(local_rank)}"
     if overdue is not None and overdue.is_blamed:
         return f" {attempt.why_expired(local_rank)}"
     # If the worker was killed during its exit, report the signal instead of the exception, because the signal

@@ -9,28 +9,35 @@ import json
 import os
 import stat
 import time
+from typing import NamedTuple
 
 from elasticrs._worker.flight import MAX_ENTRIES
-from elasticrs.agent.record_requests import record_files, request_records
-from elasticrs.diagnosis.blame import decide, decided
+from elasticrs.agent.record_requests import aborted, record_files, request_records
+from elasticrs.diagnosis.blame import decide, decide_failure
+from elasticrs.diagnosis.culprits import shows_waiting
 from elasticrs.diagnosis.diagnose import observe, telling
 from elasticrs.diagnosis.flight_record import MAX_BYTES, MAX_NAME
 from elasticrs.diagnosis.node_evidence import encode
-from elasticrs.diagnosis.stacks import MAX_TEXT
-from elasticrs.diagnosis.values import NoRecord, RankEvidence
-from elasticrs.workers.logs import flight_record_file, flight_requests_file, hang_file
+from elasticrs.diagnosis.stacks import MAX_TEXT, abort
+from elasticrs.diagnosis.values import Frame, NoRecord, RankEvidence
+from elasticrs.workers.logs import fault_file, flight_record_file, flight_requests_file, hang_file
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from elasticrs._core import WorkerHung
     from elasticrs.agent.attempt import Attempt
+    from elasticrs.diagnosis.blame import Blame
     from elasticrs.diagnosis.rank_record import RankFacts
     from elasticrs.diagnosis.values import Diagnosis
 
+_MAX_FRAMES = 200
 _MAX_RECORDS = 4
 """Maximum number of records of one worker, one for each recorder of torch."""
 
 _MAX_RANK = 1 << 31
+_SIGABRT = 6
 _MAX_AGE = 600.0
 """Maximum age, in seconds, of the flight record of a failed collective. The limit is generous, because NCCL's
 watchdog writes the record some time before the process exits.
@@ -72,18 +79,31 @@ def examine(attempt: Attempt) -> Diagnosis | None:
     return _telling(attempt, _facts(attempt))
 
 
-def diagnosis_of_failure(attempt: Attempt) -> Diagnosis | None:
+def examine_failure(attempt: Attempt) -> tuple[Diagnosis | None, Blame | None]:
     """Name the ranks that made a collective fail, if all workers of the job ran on this node. Call this after
-    the workers have exited. Return ``None`` if there is not enough evidence.
+    the worker that failed first has exited.
+
+    Returns:
+        The diagnosis, and the decision which ranks are to blame. Each is ``None`` if there is not enough
+        evidence.
     """
-    return _telling(attempt, _facts_of_failure(attempt))
+    facts, first = _facts_of_failure(attempt), aborted(attempt)
+    first = attempt.first_failure if first is None else first
+    if len(facts) != attempt.world_size or first is None:
+        return None, None
+    diagnosis = telling(facts)
+    rank = attempt.global_ranks()[first]
+    own = next(each for each in facts if each.rank == rank)
+    may_be_innocent = own.record is NoRecord.ABORTED and _may_have_waited(attempt, first, own)
+    ranks = [each.rank for each in facts]
+    return diagnosis, decide_failure(diagnosis, rank, ranks, may_be_innocent=may_be_innocent)
 
 
-def accuse_after_failure(attempt: Attempt) -> None:
-    """Blame the ranks that made a collective fail, if the attempt's diagnosis names them."""
-    blame = decided(attempt.diagnosis)
-    if blame is not None and attempt.blame is None:
-        attempt.accuse(blame, attempt.stamps["failure_seen"])
+def _may_have_waited(attempt: Attempt, local_rank: int, facts: RankFacts) -> bool:
+    """Return true if an aborted rank was in a collective, or if its stack is unknown and it uses torch."""
+    if facts.frames:
+        return bool(shows_waiting(facts.frames))
+    return os.path.lexists(flight_requests_file(attempt.paths.error_files.get(local_rank, "")))
 
 
 def accuse(attempt: Attempt, event: WorkerHung) -> None:
@@ -186,20 +206,35 @@ def _facts_of_failure(attempt: Attempt) -> list[RankFacts]:
     for local_rank, rank in attempt.global_ranks().items():
         found = RankEvidence(rank, os.uname().nodename, NoRecord.LATE)
         exited = attempt.exits.get(local_rank)
+        error_file = attempt.paths.error_files.get(local_rank, "")
         if exited is not None and exited.exitcode == 0 and exited.sent_signal is None:
             found = found._replace(records=NoRecord.EXITED)
+        elif exited is not None and exited.exitcode == -_SIGABRT and exited.sent_signal is None:
+            stacks = _content(fault_file(error_file), MAX_TEXT) if error_file else None
+            frames, is_own = abort((stacks or b"").decode("utf-8", "replace"))
+            reason = NoRecord.EXITED if is_own else NoRecord.ABORTED
+            found = found._replace(records=reason, frames=frames)
         elif local_rank in attempt.raised:
             found = found._replace(records=_why_late(attempt, local_rank))
-        error_file = attempt.paths.error_files.get(local_rank, "")
         path = next(iter(record_files(attempt, local_rank, oldest)), None)
         if path is not None and time.monotonic() < deadline:
             is_dump = path != flight_record_file(error_file)
-            records, groups = ((_content(path, MAX_BYTES) or b"",), {}) if is_dump else _document(error_file)
+            written = _Written((_content(path, MAX_BYTES) or b"",)) if is_dump else _document(error_file)
             age_ns = _age(error_file, path)
             has_raised = age_ns is not None and age_ns >= -_RAISING_NS
-            found = found._replace(records=records, groups=groups, has_raised=has_raised)
+            has_raised |= local_rank in attempt.raised or any(map(_is_of_hook, written.frames))
+            # After an exception, the stack shows the exit of the program, and not the failed collective.
+            frames = () if has_raised else written.frames
+            found = found._replace(
+                records=written.records, groups=written.groups, has_raised=has_raised, frames=frames
+            )
         facts.append(observe(found))
     return facts
+
+
+def _is_of_hook(frame: Frame) -> bool:
+    """Return true if a frame belongs to the hook that handles an uncaught exception."""
+    return frame.file.endswith("/_worker/hook/sitecustomize.py")
 
 
 def _why_late(attempt: Attempt, local_rank: int) -> NoRecord:
@@ -219,13 +254,13 @@ def _evidence(rank: int, error_file: str, *, has_exited: bool, is_late: bool) ->
         reason = NoRecord.EXITED if has_exited else NoRecord.LATE if is_late else NoRecord.NO_TORCH
         return RankEvidence(rank, node, reason)
     stacks = _content(hang_file(error_file), MAX_TEXT)
-    records, groups = _document(error_file)
+    written = _document(error_file)
     return RankEvidence(
         rank,
         node,
-        records,
+        written.records,
         None if stacks is None else stacks[:MAX_TEXT].decode("utf-8", "replace"),
-        groups,
+        written.groups,
         (_age(error_file, flight_record_file(error_file)) or 0) > 0,
     )
 
@@ -240,29 +275,41 @@ def _age(path: str, other: str) -> int | None:
         return None  # Either the worker raised no exception, or it did not write a record.
 
 
-def _document(error_file: str) -> tuple[tuple[bytes, ...] | NoRecord, dict[str, list[int]]]:
-    """Return the flight records of a worker and the ranks of its groups; see
-    :func:`elasticrs._worker.flight.flight_document`.
-    """
+class _Written(NamedTuple):
+    """What a worker has written on request; see :func:`elasticrs._worker.flight.flight_document`."""
+
+    records: tuple[bytes, ...] | NoRecord
+    groups: Mapping[str, list[int]] = {}
+    frames: tuple[Frame, ...] = ()
+
+
+def _document(error_file: str) -> _Written:
     document = _content(flight_record_file(error_file), MAX_BYTES)
     if document is None:
         has_thread = os.path.lexists(flight_requests_file(error_file))
-        return NoRecord.LATE if has_thread else NoRecord.NO_TORCH, {}
+        return _Written(NoRecord.LATE if has_thread else NoRecord.NO_TORCH)
     first, *records = document.split(b"\n", _MAX_RECORDS)
     try:
         header = json.loads(first) if len(document) <= MAX_BYTES else None
     except (ValueError, RecursionError):
         header = None
     if type(header) is not dict:
-        return NoRecord.DAMAGED, {}
+        return _Written(NoRecord.DAMAGED)
     if "no_record" in header:
         known = {reason.value: reason for reason in (NoRecord.NO_TORCH, NoRecord.OFF)}
         reason = header["no_record"]
-        return known.get(reason, NoRecord.DAMAGED) if type(reason) is str else NoRecord.DAMAGED, {}
+        return _Written(known.get(reason, NoRecord.DAMAGED) if type(reason) is str else NoRecord.DAMAGED)
     groups = header.get("groups")
     if type(groups) is not dict or not all(map(_is_group, groups.items())):
-        return NoRecord.DAMAGED, {}
-    return tuple(records), groups
+        return _Written(NoRecord.DAMAGED)
+    stack = header.get("stack", [])
+    if type(stack) is not list or not all(map(_is_frame, stack)):
+        return _Written(NoRecord.DAMAGED)
+    return _Written(tuple(records), groups, tuple(Frame(*frame) for frame in stack[:_MAX_FRAMES]))
+
+
+def _is_frame(frame: object) -> bool:
+    return type(frame) is list and [type(part) for part in frame] == [str, int, str] and frame[1] >= 0
 
 
 def _is_group(group: tuple[str, object]) -> bool:

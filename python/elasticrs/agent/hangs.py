@@ -10,7 +10,7 @@ import time
 from itertools import islice
 
 from elasticrs.diagnosis.stacks import MAX_TEXT, frame_of, short, threads
-from elasticrs.report.phrases import printable, ranks_text
+from elasticrs.report.phrases import how_it_ended, printable, ranks_text
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 MAX_FRAMES = 12
 MAX_FRAMES_OF_OTHERS = 4
+MAX_STACKS = 4
+"""Maximum number of stacks of candidates in a report."""
 _EARLIER = 0.01
 """If a worker stopped at least this number of seconds before the others, the report mentions the difference.
 """
@@ -73,8 +75,9 @@ def kept_waiting(exited: WorkerExited | None, at_ns: int, diagnosis: Diagnosis |
         diagnosis: diagnosis of the failed collective; ``None`` if there is none.
     """
     summary = "" if diagnosis is None else diagnosis.summary
-    is_early = exited is not None and exited.seen_ns <= at_ns
-    how = _left_early(exited) if exited is not None and is_early else "made a collective of the others fail"
+    how = "made a collective of the others fail"
+    if exited is not None and exited.seen_ns <= at_ns:
+        how = _left_early(exited) if (exited.exitcode or 0) >= 0 else how_it_ended(exited.exitcode)
     return "; ".join(filter(None, (how, summary)))
 
 
@@ -213,6 +216,24 @@ def stack(path: str, *, others: int = 0) -> str | None:
     for other in islice(found, others):
         shown += ["another thread:", *_first(other, MAX_FRAMES_OF_OTHERS)]
     return "\n".join(shown)
+
+
+def stacks_of(diagnosis: Diagnosis, ranks: Sequence[int]) -> str | None:
+    """Return the innermost frames of these ranks. Ranks with the same stack share an entry. Return ``None``
+    if no stack is known.
+    """
+    shown: list[str] = []
+    groups = [(sorted(set(ranks).intersection(stack.ranks)), stack.frames) for stack in diagnosis.stacks]
+    groups = [(those, frames) for those, frames in groups if those]
+    for those, frames in groups[:MAX_STACKS]:
+        were = "was" if len(those) == 1 else "were"
+        shown += [
+            f"where {ranks_text(those)} {were}, the most recent call first:",
+            *_first(frames, MAX_FRAMES),
+        ]
+    if len(groups) > MAX_STACKS:
+        shown.append(f"and {len(groups) - MAX_STACKS} more stacks")
+    return "\n".join(shown) or None
 
 
 def _is_own(frame: Frame) -> bool:

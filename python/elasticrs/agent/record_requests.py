@@ -1,8 +1,5 @@
-"""Requests flight records from this node's workers, and finds the records that they have written.
-
-A worker whose exception reports a lost or silent peer notifies the agent before it exits. The agent signals
-the other workers only after that worker has exited, so most of them can still write their records. The agent
-does not wait for the records.
+"""Requests flight records from this node's workers while they run, and finds the records that they have
+written. After a failure, the core requests the records.
 """
 
 from __future__ import annotations
@@ -26,18 +23,6 @@ def request_records(attempt: Attempt) -> list[str]:
     """
     paths = attempt.paths.error_files.values()
     return [flight_record_file(path) for path in paths if path and _is_requested(path)]
-
-
-def request_after_lost_peer(attempt: Attempt) -> None:
-    """Request flight records after a worker's exception has reported a lost or silent peer. Do nothing if
-    records have already been requested for this reason in this attempt.
-
-    Args:
-        attempt: running attempt.
-    """
-    if not attempt.has_requested_records:
-        attempt.has_requested_records = True
-        request_records(attempt)
 
 
 def _is_requested(error_file: str) -> bool:
@@ -88,7 +73,7 @@ def is_collective_failure(attempt: Attempt) -> bool:
     """Return true if another rank may have caused the first failure by making a collective fail.
 
     An exception counts if it reports a lost or silent peer. Without an exception, a death by SIGABRT counts,
-    because NCCL's watchdog kills its process with SIGABRT.
+    because gloo and NCCL's watchdog end their process in this way.
     """
     from elasticrs.agent.first_failure import first_seen
 
@@ -96,8 +81,17 @@ def is_collective_failure(attempt: Attempt) -> bool:
         return True
     if attempt.first_failure is None or attempt.first_failure in attempt.expired:
         return False
-    first = first_seen(attempt)
-    raised, exited = attempt.raised.get(first), attempt.exits.get(first)
-    if raised is not None:
-        return raised.origin == "peer"
-    return exited is not None and exited.exitcode == -_SIGABRT
+    raised = attempt.raised.get(first_seen(attempt))
+    return aborted(attempt) is not None if raised is None else raised.origin == "peer"
+
+
+def aborted(attempt: Attempt) -> int | None:
+    """Return the local rank of the first worker that died by SIGABRT by itself. ``None`` if there is none.
+
+    The exits of its peers may have been noticed earlier, because the kernel closes the connections of a
+    process before it reports the exit.
+    """
+    for local_rank, exited in attempt.exits.items():
+        if exited.exitcode == -_SIGABRT and exited.sent_signal is None:
+            return local_rank
+    return None

@@ -281,12 +281,21 @@ class SeveralNodes(Decisions):
 
         evidence = None
         if self._gathers_evidence or attempt.files.run(partial(has_records, attempt), False):
-            from elasticrs.agent.hang_diagnosis import node_evidence
-
-            read = partial(node_evidence, attempt, is_hang=self._gathers_evidence)
-            evidence = attempt.files.run(read, None)
+            evidence = self._evidence(attempt)
         told = None if cause is None else cause.encoded()
         return self._over(messages.GroupEnded(told, event.why_stuck, evidence, event.found_unfit))
+
+    def _evidence(self, attempt: Attempt) -> bytes | None:
+        try:
+            from elasticrs.agent.hang_diagnosis import node_evidence
+
+            return attempt.files.run(partial(node_evidence, attempt, is_hang=self._gathers_evidence), None)
+        # Catch every exception, because a defect of the diagnosis must not end the job without a report.
+        except Exception as error:
+            from elasticrs.diagnosis.values import failed
+
+            self._console.say(failed(error).summary)
+            return None
 
     def _health_timeout(self) -> float:
         """Return the maximum total duration, in seconds, of the node check and the wait for free device

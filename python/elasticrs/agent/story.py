@@ -59,7 +59,7 @@ class Story(Observer):
         self._tells_all = owns_process and is_talkative(os.environ.get("LOGLEVEL", ""))
         self._begun_ns = time.monotonic_ns()
         self._failed: tuple[Attempt, AnnounceRestart] | None = None
-        self._is_restart = False
+        self._is_restart = self._is_told = False
 
     def acting(self, action: Action, plan: Plan | None) -> None:  # noqa: ARG002 -- the base class's signature
         """Remember an announced restart. :meth:`started` prints a message about the restart once the workers
@@ -72,6 +72,7 @@ class Story(Observer):
 
     def prepared(self, attempt: Attempt) -> None:
         """Print the folder of the logs, before the first attempt."""
+        self._is_told = False
         folder = attempt.paths.run_folder
         if attempt is self._result.attempts[0] and self._tells_all and folder and any(_outputs(attempt)):
             self._say(f"logs in {folder}")
@@ -107,8 +108,10 @@ class Story(Observer):
             self._tell_first(attempt)
 
     def exited(self, attempt: Attempt, worker: _core.WorkerExited) -> None:
-        """Print a line about the worker that failed first."""
-        if worker.local_rank == attempt.first_failure and not attempt.is_told_at_once(worker.local_rank):
+        """Print a line about the worker that failed first, unless it was printed earlier. When the worker has
+        exited, the ranks to blame may have changed to others.
+        """
+        if worker.local_rank == attempt.first_failure or attempt.blame is not None:
             self._tell_first(attempt)
 
     def replaced(self, attempt: Attempt, failed: Attempt) -> None:
@@ -187,14 +190,19 @@ class Story(Observer):
     def _tell_first(self, attempt: Attempt) -> None:
         # In a job on several nodes, the rendezvous prints the first failure on every node, so do not print it
         # here.
-        if self._job.is_multi_node or not attempt.signalled:
+        if self._job.is_multi_node or not attempt.signalled or self._is_told:
             return
+        self._is_told = True
         first = first_seen(attempt)
         who = attempt.who_failed(first, attempt.pids[first]) + how_it_failed(attempt, first)
         others = (
             "the other rank: its" if attempt.signalled == 1 else f"the other {attempt.signalled} ranks: their"
         )
-        self._say(f"{who}; stopping {others} errors are side effects")
+        if attempt.blame is not None and not attempt.blame.is_decided:
+            # One of the ranks that are stopped may be to blame, so its errors may be more than side effects.
+            self._say(f"{who}; stopping all ranks")
+        else:
+            self._say(f"{who}; stopping {others} errors are side effects")
 
     def _cause(self, attempt: Attempt) -> str:
         """Return the reason why an attempt ended, and store it for the report."""

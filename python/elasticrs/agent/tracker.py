@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from elasticrs.agent.observer import Observer
     from elasticrs.agent.warming import Warming
     from elasticrs.agent.workers import Leftovers, Workers
+    from elasticrs.diagnosis.blame import Blame
+    from elasticrs.diagnosis.values import Diagnosis
     from elasticrs.job.config import JobConfig
     from elasticrs.report.console import Console
     from elasticrs.workers.logs import LogPaths
@@ -437,12 +439,15 @@ class AttemptTracker:
         attempt.signalled = event.siblings
         attempt.see_failure(event.local_rank, event.seen_ns)
         attempt.stamps["siblings_signalled"] = event.signalled_ns
-        if attempt.blame is None and (left := early_leavers(attempt)):
-            from elasticrs.diagnosis.blame import Basis, Blame
-
-            attempt.accuse(Blame(left, True, Basis.EXIT), event.seen_ns)
+        self._accuse_leavers(attempt)
         self.events.append(machine.FailureSeen(event.local_rank))
         self.observers.failed(attempt)
+
+    def _accuse_leavers(self, attempt: Attempt) -> None:
+        if left := early_leavers(attempt):
+            from elasticrs.diagnosis.blame import Basis, Blame
+
+            attempt.accuse(Blame(left, True, Basis.EXIT), attempt.stamps["failure_seen"])
 
     def _on_timer(self, event: _core.TimerExpired) -> None:
         log_expired(self._job.run_id, event)
@@ -456,15 +461,29 @@ class AttemptTracker:
         self._is_overdue(event.local_rank, Overdue(event.seen_ns, hung=event))
         attempt = self.result.attempts[-1]
         if attempt.diagnosis is None:
-            from elasticrs.agent.hang_diagnosis import accuse, examine
-
-            attempt.diagnosis = attempt.files.run(partial(examine, attempt), None)
-            if not self._replaces:
-                accuse(attempt, event)
+            self._diagnose(attempt, partial(self._explain_hang, attempt, event))
         if self._job.is_multi_node and not self._replaces:
             self.events.append(machine.HangSeen(event.local_rank))
         self._learn_from(event)
         self.observers.hung(event)
+
+    def _explain_hang(self, attempt: Attempt, event: _core.WorkerHung) -> None:
+        from elasticrs.agent.hang_diagnosis import accuse, examine
+
+        attempt.diagnosis = attempt.files.run(partial(examine, attempt), None)
+        if not self._replaces:
+            accuse(attempt, event)
+
+    def _diagnose(self, attempt: Attempt, explain: Callable[[], None]) -> None:
+        """Explain a failure. If a defect prevents that, the report says so and contains the other facts."""
+        try:
+            explain()
+        # Catch every exception, because a defect of the diagnosis must not end the job without a report.
+        except Exception as error:
+            from elasticrs.diagnosis.values import failed
+
+            attempt.diagnosis = failed(error, attempt.world_size)
+            self._console.say(attempt.diagnosis.summary)
 
     def _learn_from(self, event: _core.WorkerHung) -> None:
         """Use a generous time limit in the next attempts if a worker has exceeded a learned limit.
@@ -489,10 +508,6 @@ class AttemptTracker:
     def _on_raised(self, event: _core.WorkerRaised) -> None:
         attempt = self.result.attempts[-1]
         attempt.raised[event.local_rank] = event
-        if self._job.hang_timeout is not None and event.origin == "peer":
-            from elasticrs.agent.record_requests import request_after_lost_peer
-
-            attempt.files.begin(partial(request_after_lost_peer, attempt))
         if event.exit != "begun":
             self._is_overdue(event.local_rank, Overdue(event.seen_ns, raised=event))
 
@@ -515,6 +530,8 @@ class AttemptTracker:
             attempt.first_failure = event.local_rank
             attempt.see_failure(event.local_rank, event.seen_ns)
         meetings = page.meetings() if page is not None and event.exitcode != 0 else ()
+        if event.local_rank == attempt.first_failure and self._job.hang_timeout is not None:
+            self._diagnose(attempt, partial(self._explain, attempt))
         self.events.append(machine.WorkerExited(event.local_rank, event.exitcode, meetings))
         self.observers.exited(attempt, event)
         if is_early and not is_stopped:
@@ -524,6 +541,19 @@ class AttemptTracker:
             who = self._who(event.local_rank, event.pid)
             self._console.say(f"{who} exited with code 0 in the middle of the training; stopping all workers")
             self.events.append(machine.ReplaceFailed(event.local_rank))
+
+    def _explain(self, attempt: Attempt) -> None:
+        """If the first failure may be the failure of a collective, find the ranks to blame for it."""
+        from elasticrs.agent.record_requests import is_collective_failure
+
+        if attempt.diagnosis is not None or self._replaces or not is_collective_failure(attempt):
+            return
+        from elasticrs.agent.hang_diagnosis import examine_failure
+
+        unknown: tuple[Diagnosis | None, Blame | None] = (None, None)
+        attempt.diagnosis, blame = attempt.files.run(partial(examine_failure, attempt), unknown)
+        if blame is not None and attempt.blame is None:
+            attempt.accuse(blame, attempt.stamps["failure_seen"])
 
     def _on_swept(self, event: _core.WorkerSwept) -> None:
         rank = event.local_rank
@@ -587,14 +617,9 @@ class AttemptTracker:
                 attempt.fail_silently(leftovers.silent, event.ended_ns)
                 outcome = "failed"
         conflict = outcome == "failed" and attempt.files.run(partial(is_port_conflict, attempt), False)
-        if outcome == "failed" and attempt.diagnosis is None:
-            from elasticrs.agent.record_requests import has_records, is_collective_failure
-
-            if is_collective_failure(attempt) and attempt.files.run(partial(has_records, attempt), False):
-                from elasticrs.agent.hang_diagnosis import accuse_after_failure, diagnosis_of_failure
-
-                attempt.diagnosis = attempt.files.run(partial(diagnosis_of_failure, attempt), None)
-                accuse_after_failure(attempt)
+        if outcome == "failed":
+            self._accuse_leavers(attempt)
+            self._diagnose(attempt, partial(self._explain, attempt))
         stuck = tuple(event.stuck_ranks)
         if outcome == "lost" and not stuck and "started" not in attempt.stamps:
             how = phrases.how_the_nursery_ended(event.nursery_exitcode, event.nursery_hung)

@@ -6,6 +6,8 @@ and the restart policy all show this decision.
   exception is a rank that was stopped by a signal (SIGSTOP), because the state of its process is proof.
 - **BLAME-3** Heartbeats decide only if there are no flight records, or if no rank waits according to the
   records.
+- **BLAME-4** A rank that native code has aborted inside a collective is not blamed without conclusive
+  records, because gloo aborts the rank that expects less data, which may be innocent. It is a candidate.
 """
 
 from __future__ import annotations
@@ -13,10 +15,13 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
+from elasticrs.diagnosis.values import NoRecord
 from elasticrs.report.phrases import ranks_text
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from elasticrs.diagnosis.values import Diagnosis
 
 _STOPPED = "stopped"
@@ -77,3 +82,31 @@ def decide(diagnosis: Diagnosis | None, rank: int, ground: str) -> Blame:
     if ground == _STOPPED or not candidates or candidates == (rank,):
         return Blame((rank,), True, Basis.HEARTBEATS)
     return Blame(candidates, False, Basis.RECORDS)
+
+
+def decide_failure(
+    diagnosis: Diagnosis | None, rank: int, ranks: Sequence[int], *, may_be_innocent: bool = False
+) -> Blame | None:
+    """Decide which ranks are to blame for the failure of a collective. Pure function.
+
+    Args:
+        diagnosis: result of comparing the flight records; ``None`` if there is not enough evidence.
+        rank: rank that failed first.
+        ranks: all ranks of the job.
+        may_be_innocent: true if native code has aborted this rank, and the rank may have been in a
+            collective.
+
+    Returns:
+        The decision; ``None`` if nothing contradicts that the rank that failed first is to blame.
+    """
+    blame = decided(diagnosis)
+    if blame is not None:
+        return blame
+    suspects = () if diagnosis is None else diagnosis.candidates
+    if suspects and diagnosis is not None and rank in diagnosis.no_record.get(NoRecord.ABORTED, ()):
+        candidates = sorted({rank, *suspects})
+    elif not suspects and may_be_innocent:
+        candidates = sorted({rank, *ranks})
+    else:
+        return None
+    return Blame(tuple(candidates), len(candidates) == 1, Basis.RECORDS)

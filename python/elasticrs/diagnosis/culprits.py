@@ -14,6 +14,9 @@ Only two kinds of ranks are blamed: roots, and ranks whose calls do not match th
   in each kind of group. Ranks that run the same program can be sorted by these numbers, because a rank that
   is ahead in one kind of group is not behind in another kind. If only one rank contradicts this order, that
   rank has skipped, reordered or added a collective.
+- **CUL-5** A rank that gloo has aborted is not to blame for that. Its call is unknown, but it expected less
+  data than another rank sent. So it counts for the smaller of two sizes. An abort is explained only by calls
+  that do not match, and not by ranks that are absent or have no record.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from elasticrs.diagnosis.values import Confidence, Culprit, NoRecord, Reason
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from elasticrs.diagnosis.collectives import Matched
     from elasticrs.diagnosis.values import Call, Frame, StuckCollective
@@ -104,6 +107,7 @@ class _Search:
         self._matched, self._stacks, self._ranks = matched, stacks, sorted(ranks)
         self._shown = {rank: shows_waiting(stacks.get(rank)) for rank in ranks}
         """Result of :func:`shows_waiting` for each rank of the job."""
+        self._aborted = {rank for rank, why in matched.no_record.items() if why is NoRecord.ABORTED}
         self._waits: dict[int, list[int]] = {}
         """Indexes of the collectives in which each rank waits."""
         for index, stuck in enumerate(matched.stuck):
@@ -122,6 +126,14 @@ class _Search:
                     named.update(ranks)
 
         add(self._with_other_calls())
+        if self._aborted:
+            add(self._aborted_ones())
+        else:
+            self._add_others(add, found)
+        found.sort(key=lambda culprit: (_CONFIDENCES.index(culprit.confidence), -_weight(culprit)))
+        return tuple(found)
+
+    def _add_others(self, add: Callable[[Iterable[Culprit]], None], found: Sequence[Culprit]) -> None:
         add(self._roots())
         add(self._peers())
         add(self._not_started())
@@ -132,8 +144,6 @@ class _Search:
         add(self._outside(unexplained))
         if all(culprit.confidence is Confidence.POSSIBLE for culprit in found):
             add(self._out_of_line())
-        found.sort(key=lambda culprit: (_CONFIDENCES.index(culprit.confidence), -_weight(culprit)))
-        return tuple(found)
 
     # --- calls that do not match ---
 
@@ -141,9 +151,9 @@ class _Search:
         for stuck in self._matched.stuck:
             if not stuck.sides:
                 continue
-            majority = stuck.sides[0]
-            compared = sum(len(side.ranks) for side in stuck.sides)
-            is_most = 2 * len(majority.ranks) > compared
+            votes = self._votes(stuck)
+            majority = max(stuck.sides, key=lambda side: votes[side.call])
+            is_most = 2 * votes[majority.call] > sum(votes.values())
             expected = majority.call if is_most else self._matched.usual.get(stuck)
             if expected is None:
                 continue  # CUL-1
@@ -153,6 +163,33 @@ class _Search:
                 if side.call != expected:
                     reason = _difference(expected, side.call)
                     yield Culprit(side.ranks, reason, confidence, stuck, side.call, expected)
+
+    def _votes(self, stuck: StuckCollective) -> dict[Call, int]:
+        """Return the number of ranks on each side of a collective whose calls do not match."""
+        votes = {side.call: len(side.ranks) for side in stuck.sides}
+        sizes = {call.elements for call in votes}
+        is_by_size = len({(call.operation, call.dtypes) for call in votes}) == 1 and None not in sizes
+        if is_by_size:
+            votes[min(votes, key=lambda call: call.elements or 0)] += len(self._aborted_in(stuck))  # CUL-5
+        return votes
+
+    def _aborted_in(self, stuck: StuckCollective) -> set[int]:
+        """Return the ranks that may have been aborted in this collective."""
+        return self._aborted.intersection(stuck.unknown)
+
+    def _aborted_ones(self) -> Iterator[Culprit]:
+        """Yield the ranks that gloo may have aborted because their own call is wrong (**CUL-5**). The
+        choice is likely if more other ranks made the same call, if the records of all others are known, and
+        if the rank cannot have been aborted in another collective.
+        """
+        stuck_in = [stuck for stuck in self._matched.stuck if stuck.waiting and self._aborted_in(stuck)]
+        for stuck in stuck_in:
+            aborted = sorted(self._aborted_in(stuck))
+            is_alone = len(self._matched.no_record) == len(aborted) and len(stuck_in) == 1
+            is_odd = is_alone and len(stuck.waiting) > len(aborted)
+            if not stuck.sides:
+                confidence = Confidence.LIKELY if is_odd else Confidence.POSSIBLE
+                yield Culprit(tuple(aborted), Reason.NO_RECORD, confidence, stuck)
 
     # --- roots ---
 
@@ -278,8 +315,10 @@ class _Search:
             found.update(rank for side in each.sides for rank in side.ranks)
             if 2 * len(free.intersection(each.absent)) > len(each.members):
                 found.update(each.waiting)  # CUL-1
-            if not each.sides and not each.absent and not each.unknown:
+            if self._aborted_in(each) or not (each.sides or each.absent or each.unknown):
                 found.update(each.members)
+        if self._aborted and found:
+            found.update(self._matched.no_record)  # CUL-5
         return tuple(sorted(found | (free or missing)))
 
     # --- missing evidence ---

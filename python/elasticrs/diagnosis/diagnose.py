@@ -10,11 +10,11 @@ from elasticrs.diagnosis.node_evidence import NodeEvidenceError, decode
 from elasticrs.diagnosis.paragraph import Writer
 from elasticrs.diagnosis.rank_record import RankFacts, reduced
 from elasticrs.diagnosis.stacks import main_thread, merge
-from elasticrs.diagnosis.values import Diagnosis, NoRecord
+from elasticrs.diagnosis.values import Diagnosis, NoRecord, failed
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from elasticrs.diagnosis.rank_record import RankRecord
     from elasticrs.diagnosis.values import RankEvidence
@@ -25,8 +25,8 @@ def observe(found: RankEvidence) -> RankFacts:
 
     A record that cannot be parsed counts as missing and does not raise an exception.
     """
-    record = _parsed(found)
-    return RankFacts(found.rank, found.node, record, main_thread(found.stacks) if found.stacks else ())
+    frames = main_thread(found.stacks) if found.stacks else found.frames
+    return RankFacts(found.rank, found.node, _parsed(found), frames)
 
 
 def diagnose(evidence: Iterable[RankEvidence]) -> Diagnosis:
@@ -69,7 +69,9 @@ def judge(facts: Iterable[RankFacts]) -> Diagnosis:
     )
 
 
-def diagnose_nodes(nodes: Sequence[tuple[str, bytes | None]], world_size: int) -> Diagnosis | None:
+def diagnose_nodes(
+    nodes: Sequence[tuple[str, bytes | None]], world_size: int, finished: Collection[int] = ()
+) -> Diagnosis | None:
     """Name the ranks that keep a job from making progress, based on the evidence from all nodes. Pure
     function.
 
@@ -79,25 +81,28 @@ def diagnose_nodes(nodes: Sequence[tuple[str, bytes | None]], world_size: int) -
         nodes: each node's name and evidence, in the order of the nodes' group ranks. The evidence is the
             result of :func:`.node_evidence.encode`; ``None`` if the node did not answer.
         world_size: number of ranks in the job.
+        finished: indexes of the nodes whose ranks have all exited with code 0. They send no evidence.
 
     Returns:
         The diagnosis; ``None`` if the evidence shows neither a stuck collective nor a rank to blame.
     """
     facts: dict[int, RankFacts] = {}
-    silent: list[str] = []
+    silent: list[tuple[str, bool]] = []
     first = 0
 
     def lose(end: int) -> None:
         # The missing ranks belong to nodes that did not answer, because ranks are numbered in node order. If
         # there are several such nodes, leave the node's name empty.
-        name = silent[0] if len(silent) == 1 else ""
-        facts.update({rank: RankFacts(rank, name, NoRecord.LOST) for rank in range(first, end)})
+        name = silent[0][0] if len(silent) == 1 else ""
+        have_exited = bool(silent) and all(has_finished for _, has_finished in silent)
+        reason = NoRecord.EXITED if have_exited else NoRecord.LOST
+        facts.update({rank: RankFacts(rank, name, reason) for rank in range(first, end)})
         silent.clear()
 
-    for name, encoded in nodes:
+    for index, (name, encoded) in enumerate(nodes):
         found = {each.rank: each for each in _decoded(encoded) if first <= each.rank < world_size}
         if not found:
-            silent.append(name)
+            silent.append((name, index in finished))
             continue
         lose(min(found))
         facts.update(found)
@@ -115,7 +120,11 @@ def telling(facts: Iterable[RankFacts]) -> Diagnosis | None:
     facts = list(facts)
     if all(isinstance(found.record, NoRecord) for found in facts):
         return None
-    diagnosis = judge(facts)
+    try:
+        diagnosis = judge(facts)
+    # Catch every exception, because a defect in this package must not hide the failure that it explains.
+    except Exception as error:
+        return failed(error, len(facts))
     return diagnosis if diagnosis.culprits or diagnosis.collectives else None
 
 

@@ -33,6 +33,7 @@ _WHY_NO_RECORD = {
     NoRecord.OFF: "the recorder is off",
     NoRecord.LATE: "no answer in time",
     NoRecord.EXITED: "exited",
+    NoRecord.ABORTED: "aborted",
     NoRecord.RETURNED: "its program has returned",
     NoRecord.LOST_PEER: "it has lost a peer",
     NoRecord.LOST: "the node did not answer",
@@ -89,6 +90,8 @@ class Writer:
     def _clause(self, culprit: Culprit) -> str:
         ranks, doubt = self.ranks(culprit.ranks), _DOUBT[culprit.confidence]
         they, them, are = ("they", "them", "are") if len(culprit.ranks) > 1 else ("it", "it", "is")
+        if self._are_aborted(culprit.ranks):
+            are = "were" if len(culprit.ranks) > 1 else "was"
         places = self._places(culprit.ranks)
         where = f": {they} {are} {places}" if places else ""
         collective = culprit.collective
@@ -104,7 +107,9 @@ class Writer:
             )
         why = f"of which there is no record ({self._why(culprit.ranks)})"
         blame = {
-            Reason.NO_RECORD: f"they {doubt}wait for {ranks}, {why}",
+            Reason.NO_RECORD: f"{doubt}because of {ranks}, {why}"
+            if self._are_aborted(culprit.ranks)
+            else f"they {doubt}wait for {ranks}, {why}",
             Reason.NOT_STARTED: f"the devices of {ranks} have not started it",
             Reason.OUTSIDE: f"{ranks} {are} in no collective, so the others {doubt}wait for {them}",
             Reason.OTHER_ORDER: f"{ranks} did not enter it and {doubt}skipped or reordered a collective",
@@ -115,6 +120,9 @@ class Writer:
         if doubt:
             not_entered += f", and the others {doubt}wait for {them}"
         return f"{self._waits(collective)}; {blame.get(culprit.reason, not_entered)}{where}"
+
+    def _are_aborted(self, ranks: Iterable[int]) -> bool:
+        return all(self._no_record.get(rank) is NoRecord.ABORTED for rank in ranks)
 
     def _undecided(self) -> list[str]:
         """Describe collectives for which the flight records do not show which ranks are to blame."""

@@ -26,7 +26,9 @@ _MAX_NUMBER = 10
 
 _FRAME = re.compile(rf' *File "(.*)", line (\d{{1,{_MAX_NUMBER}}}) in (.+)')
 _SPIED = re.compile(rf"    (\S.*?) \((.*):(\d{{1,{_MAX_NUMBER}}})\)")
+_ABORTED = "Fatal Python error: Aborted"
 _HEADER = re.compile(r"(Current thread|Thread) 0x.*\(most recent call first\):")
+_WRAPPER = "/torch/distributed/c10d_logger.py"
 _WAITING = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_collectives.py")
 """Path suffixes of the files whose functions wait for other ranks."""
 
@@ -55,6 +57,17 @@ def threads(text: str) -> Iterator[tuple[Frame, ...]]:
     else:
         headers.sort(key=lambda number: (not lines[number].startswith("Current"), -number))
     return (_frames(lines, header, is_spied=is_spied) for header in headers)
+
+
+def abort(text: str) -> tuple[tuple[Frame, ...], bool]:
+    """Parse the output of ``faulthandler`` about an abort of the process.
+
+    Returns:
+        The main thread's frames, innermost first, and true if a thread that runs Python code has aborted the
+        process. Otherwise, a native thread may have done so, such as a thread of gloo or NCCL.
+    """
+    stacks = text[-MAX_TEXT:].rpartition(_ABORTED)[2]
+    return main_thread(stacks), any(line.startswith("Current thread 0x") for line in stacks.splitlines())
 
 
 def frame_of(line: str) -> Frame | None:
@@ -130,7 +143,9 @@ def place(frames: Sequence[Frame]) -> str:
     own = program_frame(frames)
     if own is None or own == frames[0]:
         return short(frames[0])
-    called = frames[list(frames).index(own) - 1]
+    inner = frames[: list(frames).index(own)]
+    # Skip the function that torch wraps around each collective.
+    called = next((frame for frame in reversed(inner) if not frame.file.endswith(_WRAPPER)), inner[-1])
     return f"{short(called)}, called at {line(own)}"
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from enum import Enum
 from typing import NamedTuple
 
-from elasticrs.report.phrases import spans
+from elasticrs.report.phrases import printable, spans
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
+
+_MAX_ERROR = 200
+"""Maximum length of the text of an exception in a diagnosis, in characters."""
 
 JSON_VERSION = 1
 """Version of the JSON form of a :class:`Diagnosis`."""
@@ -26,6 +30,10 @@ class NoRecord(str, Enum):
     LATE = "late"
     """The worker did not answer in time, for example because it holds the GIL."""
     EXITED = "exited"
+    ABORTED = "aborted"
+    """The worker died by SIGABRT, and a native thread may have caused this. gloo does so in a rank that
+    receives more data than it expects, because the calls of the ranks differ. That rank may be innocent.
+    """
     RETURNED = "returned"
     """The worker's program has returned, and its interpreter runs no more Python code."""
     LOST_PEER = "lost_peer"
@@ -58,6 +66,8 @@ class RankEvidence(NamedTuple):
     """True if the rank's program raised an exception before the record was taken. In that case, torch also
     marks the failed collective as retired.
     """
+    frames: tuple[Frame, ...] = ()
+    """Frames of the main thread, innermost first, if ``stacks`` is ``None``. Empty if unknown."""
 
 
 class Reason(str, Enum):
@@ -229,6 +239,22 @@ class Diagnosis(NamedTuple):
             ],
             "evidence": list(self.evidence),
         }
+
+
+def failed(error: Exception, ranks: int = 0) -> Diagnosis:
+    """Return the diagnosis to use if a defect of elasticrs prevents one. It only says so.
+
+    Args:
+        error: the exception that the defect has raised.
+        ranks: number of ranks of the job; 0 if unknown.
+    """
+    entry, place = error.__traceback__, ""
+    while entry is not None:
+        place = f" at {os.path.basename(entry.tb_frame.f_code.co_filename)}:{entry.tb_lineno}"
+        entry = entry.tb_next
+    why = printable(f"{type(error).__name__}: {error}")[:_MAX_ERROR]
+    summary = f"the diagnosis failed because of a defect in elasticrs ({why}{place})"
+    return Diagnosis(summary, ranks, (), (), (), {}, (), ())
 
 
 def _collective(stuck: StuckCollective) -> dict[str, Any]:

@@ -53,6 +53,9 @@ const SETTLED: Duration = Duration::from_millis(40);
 const PAUSE: Duration = Duration::from_millis(5);
 /// Time for which a worker is observed to find out whether it works.
 const WINDOW: Duration = Duration::from_millis(250);
+/// Time limit for the workers to write their flight records after a failure that another worker may have caused. The
+/// stop of the other workers is delayed by this time at most, because the records are lost when the workers exit.
+pub const RECORDS: Duration = Duration::from_millis(300);
 /// Time limit for `py-spy` to exit after SIGKILL. Like the worker that it inspects, `py-spy` may hang in the kernel.
 const REAPED: Duration = Duration::from_millis(100);
 const MAX_THREADS: usize = 64;
@@ -136,6 +139,20 @@ impl GatheringLimit {
 
     fn is_over(&self) -> bool {
         Instant::now() >= self.deadline || self.is_cancelled.load(Ordering::Relaxed)
+    }
+}
+
+/// Requests the flight record of a worker, and waits until the worker has written it. Returns earlier if the worker
+/// cannot write it.
+///
+/// If the worker is exiting in the kernel, waits until its exit has been noticed, because the worker that has left the
+/// others may still be among the running ones.
+pub(super) fn take_record(pid: i32, files: &EvidenceFiles, limit: &GatheringLimit) {
+    let record = if remove_record(files) { request_record(files).ok() } else { None };
+    let is_due = || record.as_ref().is_some_and(|record| record.symlink_metadata().is_err()) && can_answer(pid);
+    let is_exiting = || Stat::of(pid).is_some_and(|stat| stat.is_ending());
+    while (is_due() || is_exiting()) && !limit.is_over() {
+        std::thread::sleep(PAUSE);
     }
 }
 
@@ -229,10 +246,7 @@ impl Examination {
         let (status, kernel) = (Status::of(subject.pid), kernel_side(target));
         let answer = asked.filter(|(pid, _)| can_answer(*pid));
         let answer = answer.and_then(|(_, pidfd)| ask(&pidfd, &subject.files.as_ref()?.stacks).ok());
-        // Remove an old flight record, because it describes an earlier hang from which the worker has recovered
-        // (**EVI-6**).
-        let removed = subject.files.as_ref().map(|files| fs::remove_file(files.flight_record()));
-        let is_removed = removed.is_some_and(|removed| removed.map_or_else(|error| is_missing(&error), |()| true));
+        let is_removed = subject.files.as_ref().is_some_and(remove_record);
         let record = if is_removed && can_answer(target) { Record::Due } else { Record::Done };
         Self { subject, target, status, kernel, answer, record }
     }
@@ -383,6 +397,12 @@ fn read_collectives(record: &Path) -> Option<Collectives> {
         true => Some(Collectives::Pending),
         false => Some(Collectives::Complete),
     }
+}
+
+/// Removes an old flight record, because it describes an earlier hang from which the worker has recovered (**EVI-6**).
+/// Returns true if there is none left.
+fn remove_record(files: &EvidenceFiles) -> bool {
+    fs::remove_file(files.flight_record()).map_or_else(|error| is_missing(&error), |()| true)
 }
 
 fn is_missing(error: &io::Error) -> bool {

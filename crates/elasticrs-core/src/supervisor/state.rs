@@ -11,6 +11,7 @@ use elasticrs_sys::signal::Signal;
 use self::hangs::PendingAction;
 pub use self::hangs::Snapshot;
 use self::member::{Member, Pause, Place, StopRole, to_group};
+use self::records::{HeldExit, Records};
 pub use super::deadlines::Timer;
 use super::deadlines::{AT_ONCE, GIVE_UP_AFTER};
 use super::event::{Event, NurseryExit, Outcome, StartFailure, SweepOutcome, TimerExpired, WorkerRaised};
@@ -70,6 +71,9 @@ pub enum Input {
     Snapshot(Snapshot),
     /// Result of [`Effect::TakeEvidence`].
     Evidence(Vec<WorkerEvidence>),
+    /// Answer to [`Effect::TakeRecords`]: each member has written its flight record, or is not going to write one in
+    /// time.
+    Recorded,
     /// Members, or their descendants, have recorded uncaught exceptions. `dying` contains the pids of the members that
     /// are already exiting in the kernel, because the exit of such a member may have caused the exceptions.
     Raised { workers: Vec<WorkerRaised>, dying: Vec<i32> },
@@ -127,6 +131,8 @@ pub enum Effect {
         /// True to measure whether the members that are outside of collectives work.
         measures_work: bool,
     },
+    /// Request the flight records of all members. Answered by [`Input::Recorded`] after a short time.
+    TakeRecords,
     /// Report a failed worker to Python. The executor adds the time at which all other workers had been signalled.
     ReportFailure {
         local_rank: u32,
@@ -193,6 +199,9 @@ pub struct Group {
     gathered: Option<Vec<WorkerEvidence>>,
     /// Indices of failed members that still have leftover processes, in exit order. The first one is being cleaned up.
     left: VecDeque<usize>,
+    records: Records,
+    /// Exits that are handled when the members have written their flight records, oldest first. See [`records`].
+    held: Vec<HeldExit>,
     /// True if [`Timer::Kill`] has expired while an excused member was still exiting. See [`Member::is_excused`].
     is_overdue: bool,
 }
@@ -216,6 +225,8 @@ impl Group {
             waiting: None,
             gathered: None,
             left: VecDeque::new(),
+            records: Records::default(),
+            held: Vec::new(),
             is_overdue: false,
         }
     }
@@ -249,6 +260,9 @@ impl Group {
     /// Returns true if `input` may make the group signal its members. Before such an input, pass [`Input::Dead`] to
     /// [`Self::on_input`], because members that are already dead must not be recorded as signalled.
     pub fn may_signal(&self, input: &Input) -> bool {
+        if !self.held.is_empty() {
+            return true;
+        }
         match input {
             Input::Exited { exit, .. } => match self.phase {
                 Phase::Running => {
@@ -276,6 +290,7 @@ impl Group {
         if self.phase == Phase::Finished {
             return Vec::new();
         }
+        self.release_before(&input);
         match input {
             Input::Exited { pid, exit, seen } => self.on_exit(pid, exit, seen),
             Input::Paused { pid, signal } => self.on_paused(pid, signal),
@@ -312,6 +327,7 @@ impl Group {
             Input::Watch(limits) => self.on_watch(limits),
             Input::Snapshot(snapshot) => self.snapshot = snapshot,
             Input::Evidence(found) => self.on_evidence(found),
+            Input::Recorded => self.on_recorded(),
             Input::Raised { workers, dying } => self.on_raised(workers, &dying),
             Input::ExitSampled { local_rank, progressed } => {
                 self.on_exit_sampled(local_rank, progressed);
@@ -331,6 +347,9 @@ impl Group {
 
     fn on_exit(&mut self, pid: i32, exit: WorkerExit, seen: Stamp) {
         let Some(index) = self.members.iter().position(|m| m.pid == pid && !m.ended) else { return };
+        if self.is_held(index, exit) {
+            return self.held.push(HeldExit { pid, exit, seen });
+        }
         self.settle_before_exit(index, exit);
         let member = &mut self.members[index];
         member.ended = true;
@@ -616,6 +635,7 @@ mod failing;
 mod hangs;
 mod member;
 mod pausing;
+mod records;
 mod replacing;
 mod saving;
 #[cfg(test)]

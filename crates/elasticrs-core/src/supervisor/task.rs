@@ -19,7 +19,6 @@ use tokio::task::{JoinError, JoinSet};
 use super::command::{Command, Config, Reply, Shared, SupervisorError};
 use super::deadlines::{Deadlines, GIVE_UP_AFTER, Timer};
 use super::event::{Event, StartFailure, SweepOutcome};
-use super::evidence::WorkerEvidence;
 use super::nursery_io::NurseryEvent;
 use super::orphans::Orphans;
 use super::state::{Effect, GroupOutcome, Input};
@@ -46,7 +45,7 @@ mod watchdog;
 use check::HeldReports;
 use current::Current;
 use current_nursery::CurrentNursery;
-use gathering::Evidence;
+use gathering::{Evidence, Gathered};
 use guarded_sockets::GuardedSockets;
 use heartbeats::Heartbeats;
 use images::Images;
@@ -123,7 +122,7 @@ enum Wake {
     Command(Command),
     Deadline,
     Watchdog(WatchdogEvent),
-    Evidence(Vec<WorkerEvidence>),
+    Gathered(Gathered),
     Raised(RaisedEvent),
     Close { keep_descendants: bool },
 }
@@ -191,7 +190,8 @@ impl Task {
                     // and sockets and timers would not be polled.
                     tokio::task::yield_now().await;
                 }
-                Wake::Evidence(evidence) => self.input(Input::Evidence(evidence)),
+                Wake::Gathered(Gathered::Evidence(evidence)) => self.input(Input::Evidence(evidence)),
+                Wake::Gathered(Gathered::Records) => self.input(Input::Recorded),
                 Wake::Raised(event) => {
                     self.on_raised(event);
                     // Yield to the runtime. Otherwise, a sender that never stops could prevent the runtime from polling
@@ -214,7 +214,7 @@ impl Task {
             swept = self.sweeps.own_completed() => Wake::Swept(swept),
             finished = self.launches.finished() => Wake::Launched(Box::new(finished)),
             Some(result) = self.tasks.join_next() => Wake::Task(result),
-            evidence = self.evidence.gathered() => Wake::Evidence(evidence),
+            gathered = self.evidence.gathered() => Wake::Gathered(gathered),
             command = inbox.recv() => match command {
                 Some(Command::Close { keep_descendants }) => Wake::Close { keep_descendants },
                 Some(command) => Wake::Command(command),
@@ -462,6 +462,11 @@ impl Task {
             Effect::TakeEvidence { title, measures_work } => {
                 if let Some(running) = self.current.running() {
                     self.evidence.gather(running, &title, measures_work);
+                }
+            }
+            Effect::TakeRecords => {
+                if let Some(running) = self.current.running() {
+                    self.evidence.take_records(running);
                 }
             }
             Effect::ReportFailure { local_rank, seen, siblings } => {

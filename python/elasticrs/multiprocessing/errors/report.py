@@ -101,6 +101,7 @@ def _root_entry(index: int, rank: int, failure: ProcessFailure) -> list[str]:
     signal = failure.signal_name()
     name = f" ({signal})" if signal != NOT_AVAILABLE else ""
     exitcode = "unknown" if failure.exitcode is None else failure.exitcode
+    pid = "unknown" if failure.pid < 0 else failure.pid
     # Indent every line of the traceback except the first.
     traceback = "\n  ".join(_bounded(traceback_text(failure)))
     lines = [
@@ -108,7 +109,7 @@ def _root_entry(index: int, rank: int, failure: ProcessFailure) -> list[str]:
         f"  time      : {_when(failure)}",
         f"  host      : {failure.host or os.uname().nodename}",
         f"  rank      : {failure.named or f'{_rank_of(rank)} (local_rank: {failure.local_rank})'}",
-        f"  exitcode  : {exitcode} (pid: {failure.pid}) {name}".rstrip(),
+        f"  exitcode  : {exitcode} (pid: {pid}) {name}".rstrip(),
         f"  error_file: {failure.error_file}",
         f"  traceback : {traceback}",
         *(f"  note      : {note}" for note in _notes(failure)),

@@ -128,50 +128,66 @@ def diagnosed(
     is_hang = blame_of(cause) is not None
     if not is_hang and not cause.get("is_consequence") and cause.get("exitcode") != -_SIGABRT:
         return cause, None
-    from elasticrs.diagnosis.blame import decide, decided
+    from elasticrs.diagnosis.blame import decide, decide_failure
     from elasticrs.diagnosis.diagnose import diagnose_nodes
 
     nodes = [(seat.name, view.evidence_of(rank)) for rank, seat in enumerate(view.seats)]
-    diagnosis = diagnose_nodes(nodes, min(head.world_size, MAX_DIAGNOSED))
-    if diagnosis is None:
-        return cause, None
+    world_size = min(head.world_size, MAX_DIAGNOSED)
+    diagnosis = diagnose_nodes(nodes, world_size, view.done)
     rank = cause.get("rank")
-    blame = decided(diagnosis)
-    if is_hang and rank is not None:
+    if diagnosis is None or rank is None:
+        return cause, None if diagnosis is None else cut(diagnosis.summary, MAX_DIAGNOSIS)
+    blame = decide_failure(diagnosis, rank, range(world_size))
+    if is_hang:
         blame = decide(diagnosis, rank, cause["ground"])
     if blame is not None and blame.is_decided and rank not in blame.ranks:
         cause = _cause_of(view, head, cause, blame.ranks[0])
-    if blame is not None and (len(blame.ranks) > 1 or not blame.is_decided):
+        rank = cause.get("rank")
+    if blame is not None and (len(blame.ranks) > 1 or not blame.is_decided or rank not in blame.ranks):
         cause = {**cause, "blamed": blame.text}
     return cause, cut(diagnosis.summary, MAX_DIAGNOSIS)
 
 
 def _cause_of(view: View, head: Head, cause: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Return the cause of the hang of a rank that the flight records blame. If no node has reported that this
-    rank hung, return ``cause`` with the place of this rank.
+    """Return the cause of the hang or failure of a rank that the flight records blame. If no node has
+    reported that this rank hung, return ``cause`` with the place of this rank.
     """
     from elasticrs.diagnosis.node_evidence import NodeEvidenceError, decode
 
+    kept = ("round", "time_ns", "error_ns", "ground", "silence")
+    shared = {name: cause[name] for name in kept if name in cause}
+    is_hang = blame_of(cause) is not None
     known = [other for other in known_causes(view, head) if other.get("rank") == rank]
     hung = [(blame, other) for other in known if (blame := blame_of(other)) is not None]
     if hung:
         return min(hung, key=lambda each: each[0])[1]
+    end, silent = 0, []
     for group_rank, seat in enumerate(view.seats):
         try:
             ranks = [found.rank for found in decode(view.evidence_of(group_rank) or b"")]
         except NodeEvidenceError:
+            silent.append(group_rank)
             continue  # This node has sent no usable evidence.
+        if rank < min(ranks, default=0):
+            break
+        end, silent = max(ranks, default=-1) + 1, []
         if rank in ranks:
-            kept = ("round", "time_ns", "error_ns", "ground", "silence")
+            what = "hung: kept the other ranks waiting" if is_hang else "made a collective of the others fail"
             return {
-                **{name: cause[name] for name in kept if name in cause},
+                **shared,
                 "node": seat.name,
                 "host": seat.name,
                 "group_rank": group_rank,
                 "rank": rank,
                 "local_rank": ranks.index(rank),
-                "message": "hung: kept the other ranks waiting, as the flight records show",
+                "message": f"{what}, as the flight records show",
             }
+    if len(silent) == 1 and silent[0] in view.done:
+        (group_rank,) = silent
+        seat = view.seats[group_rank]
+        place = {"node": seat.name, "host": seat.name, "group_rank": group_rank, "rank": rank}
+        message = "exited with code 0 while others still waited for it"
+        return {**shared, **place, "local_rank": rank - end, "exitcode": 0, "message": message}
     return cause
 
 

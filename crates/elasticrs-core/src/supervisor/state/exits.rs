@@ -34,6 +34,7 @@ impl Group {
             }
             self.effects.extend(limit.map(|limit| Effect::Arm(Timer::Exit(local_rank), between_samples(limit))));
         }
+        self.take_records_after_raise();
         self.stop_after_raise(dying);
     }
 

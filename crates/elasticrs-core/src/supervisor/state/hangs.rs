@@ -139,6 +139,9 @@ impl Group {
 
     /// Carries out the delayed actions if they are due. Otherwise, checks the heartbeats.
     pub(super) fn on_check(&mut self) {
+        if self.is_holding() {
+            return; // A worker has failed, so the others wait for it.
+        }
         let due = self.waiting.iter().flatten().find_map(PendingAction::due);
         if due.is_some_and(|due| due <= self.snapshot.at.0) {
             return self.settle();

@@ -2,7 +2,7 @@ use std::collections::BTreeSet;
 
 use proptest::prelude::*;
 
-use self::exits::{failed_by_itself, raised, sampled};
+use self::exits::{failed_by_itself, lost_peer, raised, sampled};
 use self::hangs::{DELAYED, FOUR_SECONDS, after_evidence, remote_hang, snapshot};
 use super::*;
 use crate::supervisor::event::{ExitStage, KillReason, Origin, WorkersKilled};
@@ -10,6 +10,7 @@ use crate::supervisor::start::tests::policy;
 
 mod exits;
 mod hangs;
+mod records;
 mod replacing;
 mod saving;
 
@@ -19,6 +20,8 @@ const KILL: StopPolicy = StopPolicy { signal: Signal::KILL, grace: Duration::ZER
 const FAILED: WorkerExit = WorkerExit::Exited { code: 1 };
 const DONE: WorkerExit = WorkerExit::Exited { code: 0 };
 const KILLED: WorkerExit = WorkerExit::Signaled { signal: 9 };
+/// Exit of a worker that was killed by SIGABRT.
+const ABORTED: WorkerExit = WorkerExit::Signaled { signal: 6 };
 /// Exit of a worker that was killed by SIGTERM.
 const ENDED: WorkerExit = WorkerExit::Signaled { signal: 15 };
 
@@ -406,6 +409,7 @@ fn any_exit() -> impl Strategy<Value = WorkerExit> {
         1 => Just(FAILED),
         1 => Just(KILLED),
         1 => Just(ENDED),
+        1 => Just(ABORTED),
         1 => Just(WorkerExit::Unknown),
     ]
 }
@@ -436,7 +440,9 @@ fn any_input() -> impl Strategy<Value = Input> {
         1 => Just(Input::Watch(DELAYED)),
         1 => Just(Input::StopForHang(TERM_30, remote_hang())),
         2 => Just(Input::Evidence(Vec::new())),
+        2 => Just(Input::Recorded),
         2 => (0..4_u32).prop_map(raised),
+        2 => (0..4_u32).prop_map(lost_peer),
         2 => (0..4_u32).prop_map(failed_by_itself),
         2 => (0..4_u32, any::<Option<bool>>()).prop_map(|(rank, progressed)| sampled(rank, progressed)),
         2 => prop::collection::vec(pid(), 0..3).prop_map(Input::Dead),
@@ -455,6 +461,7 @@ struct Seen {
     owed_sweeps: u32,
     is_frozen: bool,
     takes_evidence: bool,
+    records: Records,
     /// Pids of all exited workers, whether or not their exits have been reported.
     gone: BTreeSet<i32>,
     stopped_groups: BTreeSet<i32>,
@@ -494,6 +501,10 @@ impl Seen {
                     prop_assert!(!self.takes_evidence, "one after the other");
                     self.takes_evidence = true;
                 }
+                Effect::TakeRecords => {
+                    prop_assert_eq!(self.records, Records::NotRequested, "a second request removes the first records");
+                    self.records = Records::Requested;
+                }
                 Effect::Freeze | Effect::Thaw => {
                     self.is_frozen = !self.is_frozen;
                     prop_assert_eq!(self.is_frozen, *effect == Effect::Freeze, "they take turns");
@@ -513,6 +524,15 @@ impl Seen {
             prop_assert_eq!(left, Vec::<i32>::new(), "SUP-8: nobody ends what they have left");
         }
         Ok(())
+    }
+
+    /// Returns true if the records have been requested and not answered. They are answered now.
+    fn takes_records(&mut self) -> bool {
+        let is_due = self.records == Records::Requested;
+        if is_due {
+            self.records = Records::Done;
+        }
+        is_due
     }
 
     /// Checks that the helpers of a running worker get no stop signal, because the worker may need them to save a
@@ -554,6 +574,9 @@ proptest! {
             if let Input::Evidence(_) = &input && !std::mem::take(&mut seen.takes_evidence) {
                 continue;
             }
+            if input == Input::Recorded && !seen.takes_records() {
+                continue;
+            }
             let looks_for_dead = group.may_signal(&input);
             if group.needs_snapshot(&input) {
                 seen.take(&group.on_input(snapshot(now, beats.map(|ago| Some(now - ago?)))))?;
@@ -574,6 +597,10 @@ proptest! {
                 seen.check_scope(&effects)?;
             }
         }
+        if seen.takes_records() {
+            seen.take(&group.on_input(Input::Recorded))?;
+        }
+        prop_assert!(!group.is_holding(), "an exit is never handled");
         let stopping = seen.armed.contains(&Timer::Kill) && group.phase != Phase::Saving;
         if stopping && seen.ends.is_empty() {
             let effects = group.on_input(Input::Expired(Timer::Kill));
@@ -586,6 +613,9 @@ proptest! {
         }
         for pid in PIDS {
             seen.take(&group.on_input(exited(pid, KILLED)))?;
+        }
+        if seen.takes_records() {
+            seen.take(&group.on_input(Input::Recorded))?;
         }
         if seen.ends.is_empty() {
             prop_assert!(seen.owed_sweeps > 0, "all are gone, and nobody sweeps");

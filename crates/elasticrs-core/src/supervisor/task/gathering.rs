@@ -21,6 +21,15 @@ pub(super) struct Evidence {
     files: Vec<EvidenceFiles>,
     py_spy: Option<PathBuf>,
     gathering: Option<Gathering>,
+    records: Option<Gathering>,
+}
+
+/// What has been gathered.
+pub(super) enum Gathered {
+    /// The diagnostics of all workers.
+    Evidence(Vec<WorkerEvidence>),
+    /// The flight records, which are in files.
+    Records,
 }
 
 impl Evidence {
@@ -43,22 +52,45 @@ impl Evidence {
         self.gathering = Some(gathering);
     }
 
-    /// Waits for the diagnostics of the workers. Never returns if no diagnostics are being gathered. Cancel-safe.
-    pub(super) async fn gathered(&mut self) -> Vec<WorkerEvidence> {
-        let Some(gathering) = &mut self.gathering else { return std::future::pending().await };
-        let evidence = gathering.finish().await;
-        self.gathering = None;
-        evidence
+    /// Requests the flight records of all running workers of the group.
+    pub(super) fn take_records(&mut self, running: &Running) {
+        let mut records = Gathering::new(GatheringLimit::until(Instant::now() + evidence::RECORDS));
+        for pid in running.pids() {
+            let Some(local_rank) = running.group.rank_of(pid) else { continue };
+            let Some(files) = self.files.get(local_rank as usize).cloned() else { continue };
+            records.add(local_rank, move |limit| {
+                evidence::take_record(pid, &files, limit);
+                WorkerEvidence { local_rank, ..WorkerEvidence::default() }
+            });
+        }
+        self.records = Some(records);
+    }
+
+    /// Waits for the diagnostics or the flight records of the workers. Never returns if nothing is being gathered.
+    /// Cancel-safe.
+    pub(super) async fn gathered(&mut self) -> Gathered {
+        let (gathering, records) = (&mut self.gathering, &mut self.records);
+        tokio::select! {
+            evidence = finished(gathering) => Gathered::Evidence(evidence),
+            _ = finished(records) => Gathered::Records,
+        }
     }
 
     /// Cancels the collection of diagnostics. Its threads finish in the background. Closing the supervisor waits for
     /// the threads, because they must reap the child process `py-spy`.
     pub(super) fn cancel(&mut self, retired: &mut Retired) {
-        if let Some(mut gathering) = self.gathering.take() {
+        for mut gathering in [self.gathering.take(), self.records.take()].into_iter().flatten() {
             gathering.limit.is_cancelled.store(true, Ordering::Relaxed);
             retired.add(async move { drop(gathering.finish().await) });
         }
     }
+}
+
+async fn finished(gathering: &mut Option<Gathering>) -> Vec<WorkerEvidence> {
+    let Some(running) = gathering else { return std::future::pending().await };
+    let evidence = running.finish().await;
+    *gathering = None;
+    evidence
 }
 
 /// Evidence that is being gathered.

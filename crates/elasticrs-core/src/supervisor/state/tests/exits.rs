@@ -6,7 +6,10 @@ const AFTER_TERM: KillReason = KillReason::AfterSignal(Signal::TERM);
 
 /// Returns the record of an exception of a worker's own process.
 fn exception(local_rank: u32, is_own: bool) -> WorkerRaised {
-    let origin = if is_own { Origin::Own } else { Origin::Unknown };
+    exception_from(local_rank, if is_own { Origin::Own } else { Origin::Unknown })
+}
+
+fn exception_from(local_rank: u32, origin: Origin) -> WorkerRaised {
     let (pid, limit) = (PIDS[local_rank as usize], Some(Duration::from_secs(10)));
     WorkerRaised { local_rank, pid, text: String::new(), seen: Stamp(5), limit, origin, exit: ExitStage::Begun }
 }
@@ -18,6 +21,11 @@ fn all_raised(workers: Vec<WorkerRaised>) -> Input {
 /// Creates the input for an exception that another worker's exit may have caused.
 pub(super) fn raised(local_rank: u32) -> Input {
     all_raised(vec![exception(local_rank, false)])
+}
+
+/// Creates the input for an exception that reports a lost peer.
+pub(super) fn lost_peer(local_rank: u32) -> Input {
+    all_raised(vec![exception_from(local_rank, Origin::Peer)])
 }
 
 /// Creates the input for an exception that another worker's exit cannot have caused.

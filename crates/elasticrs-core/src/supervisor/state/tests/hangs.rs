@@ -221,7 +221,7 @@ proptest! {
         let _ = group.on_input(snapshot(0, [Some(0); 4]));
         let _ = group.on_input(Input::Watch(FOUR_SECONDS));
         let (mut now, mut takes_evidence) = (0, false);
-        let (mut gone, mut signalled) = (BTreeSet::new(), BTreeSet::new());
+        let (mut gone, mut reported, mut signalled) = (BTreeSet::new(), BTreeSet::new(), BTreeSet::new());
         let (mut blamed, mut innocent) = (BTreeSet::new(), BTreeSet::new());
         for (input, passed) in history {
             now += passed;
@@ -232,8 +232,9 @@ proptest! {
                 Input::Dead(pids) => gone.extend(pids.iter().copied()),
                 Input::Exited { pid, exit, .. } => {
                     gone.insert(*pid);
+                    let is_first = reported.insert(*pid);
                     let local_rank = PIDS.iter().position(|known| known == pid);
-                    innocent.extend(local_rank.filter(|_| *exit == DONE && !signalled.contains(pid)));
+                    innocent.extend(local_rank.filter(|_| *exit == DONE && is_first && !signalled.contains(pid)));
                 }
                 _ => {}
             }
