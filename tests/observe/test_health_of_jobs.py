@@ -293,6 +293,36 @@ def test_status_says_which_ranks_stand_where_while_no_rank_makes_progress(launch
     release(job, pids)
 
 
+LEAVES_A_COLLECTIVE = """
+    import os, signal
+    import torch
+    import torch.distributed as dist
+    from elasticrs.timer import heartbeat
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    dist.init_process_group("gloo")
+    ones = torch.ones(4)
+    dist.all_reduce(ones)
+    heartbeat(1)
+    os.write(1, b"here %d %d 0.\\n" % (dist.get_rank(), os.getpid()))
+    if dist.get_rank() == 1:
+        signal.sigwait([signal.SIGUSR1])
+    dist.all_reduce(ones)
+"""
+
+
+@pytest.mark.slow
+def test_status_says_who_waits_in_which_collective(launch, worker_script):
+    argv = launcher_with("agent.job_health", PROGRESS_LIMIT=0.2)
+    job, port, pids = start(launch, worker_script(LEAVES_A_COLLECTIVE), "--hang-timeout=600", argv=argv)
+    waits = "rank 0 waits in all_reduce #2"
+    status = wait_until(
+        lambda: status_of(port), lambda found: waits in (found["no_progress"] or {"what": ""})["what"]
+    )
+    says(status["no_progress"]["what"], "step 1", waits, "rank 1 did not enter it")
+    os.kill(pids[1], signal.SIGUSR1)
+    assert job.wait() == 0, job.stderr
+
+
 @pytest.mark.parametrize(
     ("modules", "is_warm", "why"),
     [("off", None, None), ("colorsys", True, None), ("auto", False, "nothing .*worker.py.*")],
