@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticrs._worker.error_file import write_whole
-from elasticrs.agent import hang_diagnosis
+from elasticrs.agent import hang_diagnosis, hangs
 from elasticrs.agent.attempt import Attempt
 from elasticrs.agent.hang_diagnosis import diagnose_running, examine, examine_failure
 from elasticrs.agent.record_requests import is_collective_failure
 from elasticrs.diagnosis.blame import Basis, Blame
 from elasticrs.diagnosis.flight_record import MAX_BYTES
-from elasticrs.diagnosis.values import Confidence, NoRecord
+from elasticrs.diagnosis.values import Confidence, Frame, MergedStack, NoRecord
 from elasticrs.job.ranks import WorkerRanks
 from elasticrs.workers.logs import (
     LogPaths,
@@ -277,6 +277,34 @@ def test_the_stack_of_a_rank_that_has_raised_is_not_shown(mismatched):
     # The record says that the collective is over, but for this rank it has failed.
     assert found.collectives[0].waiting == (1, 2, 3)
     assert {rank for stack in found.stacks for rank in stack.ranks} == {0, 2, 3}
+
+
+def test_the_report_shows_the_stacks_of_all_candidates(mismatched):
+    found = after_failure(mismatched.attempt)
+    text = hangs.stacks_of(found, (0, 1, 2))
+    # Ranks 1 and 2 have the same stack.
+    assert text.count("where ") == 2
+    assert "where ranks 1, 2 were, " in text
+    assert "where rank 0 was, " in text
+    assert text.count('File "train.py", line 9 in <module>') == 2
+    assert hangs.stacks_of(found._replace(stacks=()), (0, 1)) is None
+    more = tuple(MergedStack((rank,), (Frame("a.py", rank, "f"),)) for rank in range(9))
+    assert hangs.stacks_of(found._replace(stacks=more), range(9)).endswith("and 5 more stacks")
+
+
+def test_after_a_failed_collective_the_diagnosis_says_where_the_absent_rank_is(mismatched):
+    for rank in range(4):
+        names = ["all_reduce"] if rank == 1 else ["all_reduce"] * 2
+        stack = [["train.py", 7, "load"]] if rank == 1 else INSIDE
+        header = json.dumps({"groups": {"0": [0, 1, 2, 3]}, "stack": stack}).encode()
+        mismatched.write(rank, header, dump(calls(*names, waits=rank != 1)))
+    mismatched.attempt.exits.clear()
+    lost = SimpleNamespace(text="RuntimeError: Timed out", origin="peer", seen_ns=1, pid=1)
+    mismatched.attempt.raised[0] = lost
+    assert is_collective_failure(mismatched.attempt)
+    assert after_failure(mismatched.attempt).summary.endswith(
+        "rank 1 did not enter it, and the others probably wait for it: it is in load (train.py:7)"
+    )
 
 
 @pytest.mark.parametrize("stack", [7, [["a.py", 1]], [["a.py", -1, "f"]], [["a.py", True, "f"]], [7]])
