@@ -283,14 +283,15 @@ class MeetingPoint:
     def announce_workers_store(self, agent: str, head: Head | None) -> None:
         """Tell a store that no agent hosts the address of the workers' store of the round in ``head``. That
         store then passes connections of workers on; see :meth:`follow`. Do nothing if this agent hosts the
-        store.
+        store, or if this process is a worker, whose token gives no access to such keys.
 
         Args:
             agent: name of this agent. It has group rank 0 in the round.
             head: state of the job.
         """
         address = workers_store(head)
-        is_own_store = self._rendezvous.etcd is None and not self._rendezvous.is_static
+        rendezvous = self._rendezvous
+        is_own_store = rendezvous.etcd is None and not rendezvous.is_static and rendezvous.job is None
         if address is None or self._server is not None or not is_own_store:
             return
         # Ignore the reply, because jobs whose workers use MASTER_ADDR do not need this.
