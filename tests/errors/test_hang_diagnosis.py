@@ -19,6 +19,7 @@ from elasticrs.agent import hang_diagnosis, hangs
 from elasticrs.agent.attempt import Attempt
 from elasticrs.agent.hang_diagnosis import diagnose_running, examine, examine_failure
 from elasticrs.agent.record_requests import is_collective_failure
+from elasticrs.agent.tracker import AttemptTracker
 from elasticrs.diagnosis.blame import Basis, Blame
 from elasticrs.diagnosis.flight_record import MAX_BYTES
 from elasticrs.diagnosis.values import Confidence, Frame, MergedStack, NoRecord
@@ -250,6 +251,21 @@ def test_the_records_of_the_survivors_clear_the_rank_that_gloo_has_aborted(misma
     assert mismatched.attempt.blame == Blame((2,), True, Basis.RECORDS)
     assert mismatched.attempt.first_failure == 2
     assert {rank for stack in found.stacks for rank in stack.ranks} == {0, 1, 2, 3}
+
+
+def test_the_rank_is_found_when_the_exit_of_the_aborted_rank_is_noticed_later(mismatched):
+    """The exit of a peer is noticed first, so it is not known yet that gloo has aborted rank 0."""
+    attempt = mismatched.attempt
+    aborted = attempt.exits.pop(0)
+    attempt.first_failure, attempt.stamps["failure_seen"] = 3, 1
+    attempt.raised[3] = SimpleNamespace(text="RuntimeError: reset", origin="peer", seen_ns=1, pid=1)
+    mismatched.record(3).unlink()
+    tracker = SimpleNamespace(_replaces=False)
+    AttemptTracker._explain(tracker, attempt)
+    assert attempt.blame is None
+    attempt.exits[0] = aborted
+    AttemptTracker._explain(tracker, attempt)
+    assert attempt.blame == Blame((2,), True, Basis.RECORDS)
 
 
 def test_a_rank_that_python_code_has_aborted_stays_the_cause(mismatched):

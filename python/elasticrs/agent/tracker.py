@@ -546,7 +546,9 @@ class AttemptTracker:
         """If the first failure may be the failure of a collective, find the ranks to blame for it."""
         from elasticrs.agent.record_requests import is_collective_failure
 
-        if attempt.diagnosis is not None or self._replaces or not is_collective_failure(attempt):
+        # If no rank is blamed yet, try again at the end of the attempt, when all exits are known.
+        is_explained = attempt.diagnosis is not None and attempt.blame is not None
+        if is_explained or self._replaces or not is_collective_failure(attempt):
             return
         from elasticrs.agent.hang_diagnosis import examine_failure
 
