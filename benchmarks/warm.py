@@ -160,18 +160,30 @@ def measure_idle(options: Options, ranks: int) -> list[Row]:
             nursery = parent_of(running.reports.peek("torch", 1)[0].pid)
             if nursery == running.process.pid:
                 return
-            before = idle.use([nursery])
+            before = _settled(nursery)
             time.sleep(seconds)
             after = idle.use([nursery])
             wakeups.add(launcher, after.wakeups - before.wakeups)
             cpu.add(launcher, (after.cpu_ns - before.cpu_ns) / 1e6)
 
     take_turns(options, 1, one)
-    conditions = f"{ranks} workers that wait, {seconds} s"
+    conditions = f"{ranks} workers that wait, {seconds} s, after it has asked for huge pages"
     return [
         *wakeups.rows(f"idle nursery of {ranks}: wake-ups", "", conditions),
         *cpu.rows(f"idle nursery of {ranks}: CPU", "ms", conditions),
     ]
+
+
+def _settled(pid: int) -> idle.Use:
+    """Wait until the process has been idle for two seconds, but at most a minute."""
+    now = idle.use([pid])
+    for _ in range(30):
+        before = now
+        time.sleep(2.0)
+        now = idle.use([pid])
+        if now.wakeups == before.wakeups:
+            break
+    return now
 
 
 STRACE = ("strace", "-f", "-qq", "--seccomp-bpf", "-e", "trace=open,openat,openat2")

@@ -15,12 +15,13 @@
 //! | [`signal`], [`stop`] | numbers, names and dispositions of signals; a process that stops itself |
 //! | [`procfs`], [`stat`] | read `/proc` |
 //! | [`fds`], [`socket`], [`poll`] | file descriptors: take over, duplicate, pass on, wait for |
-//! | [`page`] | memory that processes share |
+//! | [`page`], [`collapse`] | memory: shared with other processes, in huge pages |
 //! | [`resources`] | memory, priority and limits of processes |
 //! | [`clock`] | the kernel's clocks, and timers on them |
 //! | [`named_enum`] | enums whose variants have names |
 
 pub mod clock;
+pub mod collapse;
 pub mod exit;
 pub mod fds;
 pub mod features;

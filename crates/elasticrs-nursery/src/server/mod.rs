@@ -3,6 +3,7 @@
 //! A single loop waits for the agent's socket, the agent's pidfd, SIGCHLD and the fence timer. See [`super`] for the
 //! invariants.
 
+mod compact;
 mod guard;
 mod sentinel;
 mod spawn;
@@ -28,6 +29,7 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::sys::time::TimeSpec;
 use nix::unistd::{getpid, getsid, setsid};
 
+use self::compact::Compaction;
 use self::sentinel::Sentinel;
 pub use self::spawn::Worker;
 pub(crate) use self::spawn::command;
@@ -96,6 +98,7 @@ struct NurseryServer {
     child_signals: SignalFd,
     stack: Stack,
     forker: Option<Forker>,
+    compaction: Compaction,
     /// Name of this process before the nursery renamed it.
     name: CString,
     /// True if this process carries a token. Descendants inherit the token, so a descendant without one must have
@@ -182,6 +185,7 @@ impl NurseryServer {
             child_signals,
             stack: Stack::new()?,
             forker,
+            compaction: Compaction::Later,
             name,
             marked: start.is_some_and(|start| start.token.apply().is_ok()),
             oom_score_adj: lower_oom_score(),
@@ -210,6 +214,9 @@ impl NurseryServer {
     fn serve(mut self) -> io::Result<Option<Begun>> {
         loop {
             let ready = self.wait()?;
+            if self.sweep.is_none() && !ready.any() {
+                self.step_compaction();
+            }
             if ready.child {
                 while self.child_signals.read_signal()?.is_some() {}
                 self.reap();
@@ -236,7 +243,7 @@ impl NurseryServer {
     fn wait(&self) -> io::Result<Ready> {
         let timeout = match &self.sweep {
             Some(sweep) => Some(sweep.wait(Instant::now())),
-            None => self.postponed.as_ref().map(|_| Duration::ZERO),
+            None => self.postponed.as_ref().map(|_| Duration::ZERO).or(self.pause_of_compaction()),
         };
         let timeout = timeout.map(TimeSpec::from);
         let mut wanted = PollFlags::empty();
@@ -489,6 +496,12 @@ struct Ready {
     agent_gone: bool,
     socket: bool,
     fence: bool,
+}
+
+impl Ready {
+    fn any(&self) -> bool {
+        self.child || self.agent_gone || self.socket || self.fence
+    }
 }
 
 /// Reserves the file descriptors that are needed to kill processes, or as many of them as are available.

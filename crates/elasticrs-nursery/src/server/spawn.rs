@@ -56,7 +56,10 @@ impl NurseryServer {
         };
         self.settle();
         match started {
-            Ok(settling) => self.unsettled = Some(Unsettled { process, settling }),
+            Ok(settling) => {
+                self.begin_compaction();
+                self.unsettled = Some(Unsettled { process, settling });
+            }
             Err(failure) => self.answer(&process, Err(failure)),
         }
         Served::GoOn
