@@ -29,7 +29,7 @@
 //!   examined, the time limits of the other ranks restart, because they may have been waiting for it;
 //! - **HANG-12** ranks are not hung while one of them works outside of collectives and all others wait for it in
 //!   collectives, see [`slow`]. They are examined again after each limit for steps, and count as hung when the
-//!   [generous limit](StepLimit::generous) has passed since their last sign of activity.
+//!   generous limit has passed since their last sign of activity.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
