@@ -141,7 +141,7 @@ def test_the_number_of_operations_is_limited():
 
 
 DUMP = """
-import sys, torch
+import json, sys, torch
 from torch import distributed
 from torch._C import _distributed_c10d as c10d
 store = distributed.FileStore(sys.argv[1] + "/store", 1)
@@ -149,6 +149,9 @@ distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 for _ in range(3):
     distributed.all_reduce(torch.ones(4))
 distributed.barrier(distributed.new_group([0], group_desc="dp"))
+# A thread of gloo marks the barrier as retired, maybe after the barrier has returned.
+while not all(entry["retired"] for entry in json.loads(c10d._dump_fr_trace_json())["entries"]):
+    pass
 for name, dump in (("pickle", c10d._dump_fr_trace), ("json", c10d._dump_fr_trace_json)):
     content = dump()
     with open(f"{sys.argv[1]}/{name}", "wb") as file:

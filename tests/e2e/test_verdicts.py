@@ -430,9 +430,10 @@ class TestNodeCheck:
 
 
 def test_an_unwritable_report_file_is_reported_and_does_not_fail_the_job(launch, worker_script, tmp_path):
-    path = tmp_path / "folder"
-    path.mkdir()
-    launched = launch("--report", f"file:{path}", worker_script("pass")).exits(0)
+    path = tmp_path / "report.json"
+    # A folder that exists before the job starts is a usage error.
+    script = worker_script("import os, sys; os.mkdir(sys.argv[1])")
+    launched = launch("--report", f"file:{path}", script, path).exits(0)
     assert str(path) in launched.stderr
     assert os.strerror(errno.EISDIR) in launched.stderr
 

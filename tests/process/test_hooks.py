@@ -372,7 +372,8 @@ def work():
     from elasticrs import timer
     timer.configure(timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"]))
     with timer.expires(after=0.01, scope="epoch"):
-        signal.pause()
+        while True:
+            signal.pause()
 """
     main = """
 os.environ["TORCHELASTIC_ENABLE_FILE_TIMER"] = "1"

@@ -27,6 +27,7 @@ USAGE = "the script does not exist"
 COVERED_BELOW = {USAGE, "POLICY-4"}
 ELSEWHERE = {
     "a collective times out": "timer/test_hang_diagnosis_nodes.py",
+    "`gloo::EnforceNotMet`": "verdicts/test_hangs.py",
     "the node did not answer": "network/test_hang_diagnosis.py",
     "a note about an Xid": "e2e/test_gpu_watch.py",
     "dead workers still hold": "e2e/test_gpu_watch.py",

@@ -157,7 +157,7 @@ def test_optimizer_steps_are_heartbeats_in_warm_workers(launch, worker_script):
         for _ in range(5):
             weight.sum().backward()
             optimizer.step()
-        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        while os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             signal.pause()
         os._exit(0)
     """)
