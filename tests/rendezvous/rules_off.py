@@ -51,8 +51,9 @@ def rule_off(name):
     if owner:
         owners = [getattr(sys.modules[rule.__module__], owner)]
     else:
-        modules = [module for name, module in sys.modules.items() if name.startswith("elasticrs.rendezvous")]
+        modules = [module for name, module in sys.modules.items() if name.startswith("elasticrs.")]
         owners = [module for module in modules if vars(module).get(rule.__name__) is rule]
+        assert owners, f"no module has {rule.__qualname__}"
     with contextlib.ExitStack() as stack:
         for each in owners:
             stack.enter_context(mock.patch.object(each, rule.__name__, replacement))

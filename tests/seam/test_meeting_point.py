@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from helpers import ports, procs
@@ -63,3 +64,17 @@ def test_a_program_that_does_not_answer_at_the_endpoint_delays_a_job_of_one_node
             assert point.address[1] != port
         finally:
             point.close()
+
+
+@pytest.mark.parametrize(("job", "announced"), [(None, ["10.0.0.1 1001"]), ("job of the workers", [])])
+def test_only_an_agent_announces_the_workers_store_and_not_a_worker(monkeypatch, job, announced):
+    # The token of a worker gives no access to the key, so the store would close the worker's connection.
+    own = rendezvous("localhost", ports.free()).replaced(job=job)
+    point = MeetingPoint(own, None, found=Hosting((), "it is elsewhere"))
+    sent = []
+    monkeypatch.setattr(point, "send", sent.append)
+    try:
+        point.announce_workers_store("agent", SimpleNamespace(state="RUNNING", master=("10.0.0.1", 1001)))
+    finally:
+        point.close()
+    assert [put.value.decode() for txn in sent for put in txn.then] == announced
