@@ -34,7 +34,7 @@ def normalised(report):
     """Return the last report in a text, without the parts that vary between runs."""
     lines = report[report.rindex(" FAILED\n") :].splitlines()
     text = "\n".join(re.sub(r"^[=-]{10,}$", "-----", line.rstrip()) for line in lines)
-    # elasticrs prints times with milliseconds and the offset from UTC, and torchrun prints whole seconds.
+    # elasticrs prints times with milliseconds and the offset from UTC. torchrun prints whole seconds.
     text = re.sub(r"\d{4}-\d\d-\d\d_\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)?", "TIME", text)
     text = re.sub(r"(host +: ).*", r"\1HOST", text)
     text = re.sub(r"(?i)\b(pid:? )\d+", r"\1PID", text)
@@ -64,8 +64,9 @@ def test_the_report_and_the_error_file(start, worker_script, tmp_path, how):
         reports[launcher] = normalised(launched.stderr)
         found = list(logs.glob("*/attempt_0/0/error.json"))
         errors[launcher] = [comparable(json.loads(file.read_text())) for file in found]
-    # Our report may have additional lines, and it begins with the root cause. Otherwise it contains all of
-    # torchrun's lines in the same order.
+    # elasticrs prints the root cause first, and may print additional lines. Compare the lines of torchrun
+    # before its root cause and the lines from the root cause on separately: the lines of each part appear in
+    # the same order.
     wanted = without_frames(reports["torchrun"])
     root = next(index for index, line in enumerate(wanted) if line.startswith("Root Cause"))
     for part in (wanted[:root], wanted[root:]):

@@ -47,8 +47,8 @@ def test_the_faulty_rank_is_blamed_or_a_candidate(seed, data):
 
 
 def aborted_by_gloo(run):
-    """Return the ranks that gloo may abort in a simulated job: those that expect less data than another rank
-    of their group sends.
+    """Return the ranks that gloo may abort in a simulated job. Gloo may abort a rank that expects less data
+    than another rank of its group sends.
     """
     calls = {}
     for rank, called in enumerate(run.called):
@@ -69,7 +69,7 @@ def test_the_rank_that_gloo_has_aborted_is_blamed_only_if_it_is_the_faulty_one(s
     rank = data.draw(st.sampled_from(aborted))
     evidence = run.evidence()
     evidence[rank] = evidence[rank]._replace(records=NoRecord.ABORTED, frames=(*REDUCE, *STEP))
-    # A rank may not answer before it is stopped.
+    # A rank may be stopped before it has written its flight record.
     late = data.draw(st.sampled_from([None, *(each for each in range(len(evidence)) if each != rank)]))
     if late is not None:
         evidence[late] = evidence[late]._replace(records=NoRecord.LATE)

@@ -1,4 +1,4 @@
-"""A defect in the diagnosis itself never hides the failure that it explains."""
+"""An exception in the code of the diagnosis never hides the failure that is being diagnosed."""
 
 from types import SimpleNamespace
 

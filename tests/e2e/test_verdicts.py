@@ -253,7 +253,7 @@ def test_a_signal_during_the_restart_delay_ends_the_job(launch, worker_script):
     launched.wait_for_line(r"restarting in \d+ min")
     launched.signal(signal.SIGTERM)
     launched.exits(1)
-    # No worker runs, so there is nothing to wait for, and no other attempt has begun.
+    # During the restart delay, no worker is running. The launcher exits without another attempt.
     assert launched.stderr.count(" exited with code 1; restarting in") == 1
     last = launched.stderr.splitlines()[-1]
     says(last, "stopped by SIGTERM", "rank 0 of 1 exited with code 1", "1 of 5 restarts charged")

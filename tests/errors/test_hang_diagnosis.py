@@ -61,8 +61,8 @@ class Evidence:
 
 @pytest.fixture(autouse=True)
 def time_limit(monkeypatch):
-    """Return a function that sets the time limit for reading flight records. Because a busy machine may need
-    more than the limit of the agent, the limit is longer unless a test sets it.
+    """Return a function that sets the time limit for reading flight records. By default, tests use a longer
+    limit than the agent, because reading may be slow on a busy machine.
     """
 
     def set_to(seconds):
@@ -214,7 +214,7 @@ def test_only_failures_of_collectives_are_diagnosed(aborted):
     attempt.raised[3] = SimpleNamespace(text="RuntimeError: x", seen_ns=1, pid=1, origin="peer")
     assert is_collective_failure(attempt)
     del attempt.raised[3]
-    # The exit of a peer may be noticed before that of the aborted rank.
+    # The agent may notice the exit of a peer before the exit of the aborted rank.
     attempt.first_failure = 4
     assert is_collective_failure(attempt)
     attempt.first_failure, attempt.exits[3].exitcode = 3, -11
@@ -254,7 +254,7 @@ def test_the_records_of_the_survivors_clear_the_rank_that_gloo_has_aborted(misma
 
 
 def test_the_rank_is_found_when_the_exit_of_the_aborted_rank_is_noticed_later(mismatched):
-    """The exit of a peer is noticed first, so it is not known yet that gloo has aborted rank 0."""
+    """The agent notices the exit of a peer first. At this time, gloo's abort of rank 0 is not known yet."""
     attempt = mismatched.attempt
     aborted = attempt.exits.pop(0)
     attempt.first_failure, attempt.stamps["failure_seen"] = 3, 1
@@ -274,10 +274,12 @@ def test_a_rank_that_python_code_has_aborted_stays_the_cause(mismatched):
         mismatched.write(rank, b'{"no_record": "off"}')
     fault.write_text(ABORT.format(header="Current thread"))
     assert examine_failure(mismatched.attempt) == (None, None)
-    # The frames show that the rank was in a collective, so gloo may have aborted it.
+    # The main thread was in a collective, and no thread that runs Python code has aborted the process, so
+    # gloo may have aborted the process.
     fault.write_text(ABORT.format(header="Thread"))
     assert examine_failure(mismatched.attempt) == (None, Blame((0, 1, 2, 3), False, Basis.RECORDS))
-    # Nothing is known about the rank, which uses no torch or uses it.
+    # The stack of the rank is unknown. Gloo may have aborted the rank if the rank uses torch. The FIFO shows
+    # that it does.
     fault.write_text("")
     assert examine_failure(mismatched.attempt) == (None, None)
     os.mkfifo(flight_requests_file(mismatched.files[0]))
@@ -290,7 +292,8 @@ def test_the_stack_of_a_rank_that_has_raised_is_not_shown(mismatched):
     mismatched.write(1, header, dump(calls("all_reduce", waits=False, sizes=[[4]])))
     found = after_failure(mismatched.attempt)
     assert mismatched.attempt.blame.ranks == (2,)
-    # The record says that the collective is over, but for this rank it has failed.
+    # The flight record of rank 1 marks the collective as complete. Rank 1 still counts as waiting, because
+    # the collective has failed on rank 1.
     assert found.collectives[0].waiting == (1, 2, 3)
     assert {rank for stack in found.stacks for rank in stack.ranks} == {0, 2, 3}
 

@@ -1,5 +1,5 @@
-"""Decision of a worker whether the end of another rank may have caused its exception. Choice of the member
-that represents an exception group.
+"""Tests of two decisions of a worker: whether the exit of another rank may have caused its exception, and
+which member represents an exception group.
 """
 
 import builtins
@@ -49,7 +49,7 @@ def native(text, kind=RuntimeError, caller="__main__"):
 
     Args:
         text: text of the exception.
-        kind: its type.
+        kind: type of the exception.
         caller: name of the module that called the native code.
     """
     names = {"__name__": caller, "call": ctypes.pythonapi.PyErr_SetString}
@@ -97,7 +97,7 @@ UNKNOWN = [
     while_handling(raised(ValueError("the step failed")), native(CLOSED), is_suppressed=True),
 ]
 OWN = [
-    # The text is that of a lost peer, but neither the type nor the code that raised it is.
+    # These texts match a lost peer, but the type of the exception and the code that raised it do not.
     *(raised(kind(text)) for kind in (ValueError, RuntimeError, OSError) for text in GLOO),
     native(CLOSED, caller="torch.nn.functional"),
     native("mat1 and mat2 shapes cannot be multiplied", caller="torch.nn.modules.linear"),

@@ -1,4 +1,4 @@
-"""The phases of a restart, and the restarts that are left."""
+"""The phases of a restart, and the number of restarts that are left."""
 
 import time
 from types import SimpleNamespace

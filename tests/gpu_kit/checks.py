@@ -175,8 +175,9 @@ def check_flight_recorder(context: Context) -> Figures:
 
 
 def check_hang(context: Context) -> Figures:
-    """Check that ``--hang-timeout`` detects an endless kernel, saves the stack and restarts the job. Waiting
-    for the device uses the CPU, so the rank may count as slow first, and as hung after ten limits.
+    """Check that ``--hang-timeout`` detects an endless kernel, saves the stack and restarts the job. The
+    rank may count as slow first, because waiting for the device uses the CPU. In this case, it counts as hung
+    after ten times the limit.
     """
     with Job(context, ["--max-restarts", "1", "--hang-timeout", "1"], "hang.py") as job:
         (stepped,) = job.wait("stepped", attempt=0)

@@ -137,7 +137,8 @@ def test_a_spare_node_reports_that_it_waits_until_the_job_ends(hosts, multinode)
     first, second, third = hosts(3)
     job = multinode(first, "2")
     workers = job.formed(*job.start(first, second))
-    # The last agent is on the machine of another agent, from another session, so it is probably no spare.
+    # The last agent runs on the machine of `second`, but was started in another session. It was probably not
+    # meant as a spare, so it fails.
     waiting = [spare] = job.start(third)
     waiting += job.start(second)
     for each in waiting:

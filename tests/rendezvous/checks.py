@@ -281,8 +281,8 @@ class Checks:
             for proc in self.world.procs:
                 if proc.member.agent.agent != agent_of(member):
                     continue
-                # A signal stops running workers at once. If the node has no workers of this round yet, or no
-                # longer, the signal stops nothing until the agent handles it.
+                # A signal stops running workers at once. If the node has no workers of this round, the signal
+                # has no effect until the agent handles it.
                 has_workers = proc.group is not None and proc.group.round == number
                 is_leaving = proc.leaving if has_workers else proc.member.leaving is not None
                 if not proc.alive or proc.is_lost or is_leaving or proc.member.phase is Phase.FENCED:

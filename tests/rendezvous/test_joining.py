@@ -147,7 +147,9 @@ def test_a_second_run_of_the_same_command_does_not_succeed_without_having_run():
 
 @pytest.mark.parametrize(("machine", "launch", "most"), [("c", "two", 2), ("a", "one", 2), ("a", "two", 3)])
 def test_a_spare_succeeds(machine, launch, most):
-    """A spare is on another machine, or was started together with the others, or the job may grow."""
+    """A spare succeeds in three cases: it runs on another machine, it belongs to the same launch as the
+    others, or the job may still grow.
+    """
     cluster = Cluster(min_nodes=2, max_nodes=most, scale_up=False)
     first = [launched(cluster, node, node, "one") for node in "ab"]
     if most == 3:

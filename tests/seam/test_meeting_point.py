@@ -1,4 +1,6 @@
-"""What an agent asks name servers and other programs before it has met the others delays it only briefly."""
+"""Before an agent has met the others, a name server or another program that does not answer delays the agent
+only briefly.
+"""
 
 import socket
 import threading

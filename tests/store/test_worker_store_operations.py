@@ -145,7 +145,7 @@ def test_a_client_is_usable_after_a_wait_has_timed_out(client, connect, store):
     other.call("set", "never", "now")
     client.call("wait", ["never"])
     assert client.call("get", "never") == b"now"
-    # Set the time limit after connecting, because it would apply to the connection, too.
+    # Set the time limit after connecting, because the limit would otherwise apply to connecting, too.
     client.call("set_timeout", timeout=0.05)
     with pytest.raises(ClientError, match="timeout"):
         client.call("get", "none")

@@ -1,5 +1,5 @@
 """Health sources of `--node-check`: their syntax, the program that runs the built-in one, and the commands in
-contrib/ that ask services of a site.
+contrib/ that query services of a site.
 """
 
 import json
@@ -147,7 +147,7 @@ def test_the_command_for_gpud_finds_nodes_unfit_that_need_a_repair():
 
 
 def frame(kind, flags, stream, payload=b""):
-    """Return a frame of HTTP/2."""
+    """Return an HTTP/2 frame."""
     return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
 
 
@@ -155,7 +155,7 @@ DATA, HEADERS, SETTINGS, IS_LAST, IS_COMPLETE, STATUS_200 = 0, 1, 4, 1, 4, b"\x8
 
 
 def answer_call(listener, message):
-    """Answer one call of gRPC, over HTTP/2, with an encoded message."""
+    """Answer one gRPC call over HTTP/2 with an encoded message."""
     connection, _ = listener.accept()
     with connection, connection.makefile("rb") as stream:
         connection.sendall(frame(SETTINGS, 0, 0) + frame(SETTINGS, 1, 0))

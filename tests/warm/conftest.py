@@ -26,11 +26,11 @@ def library(tmp_path):
 
 
 class Reports:
-    """An agent's state of warm starts, which gets what the test reports in place of a nursery.
+    """An agent's state of warm starts. The test sends the reports that a nursery would send.
 
     Attributes:
         said: the messages printed so far.
-        renewed: how many nurseries had to import again.
+        renewed: number of nurseries that were stopped so that the next one imports again.
     """
 
     def __init__(self):
@@ -45,7 +45,7 @@ class Reports:
         self.state.ended(SimpleNamespace(**{**usual, **event}))
 
     def may_fork(self, is_idle=True):
-        """Return whether workers may be forked. ``is_idle`` is false if the supervisor keeps its nursery."""
+        """Return true if workers may be forked. ``is_idle`` is false if the supervisor keeps its nursery."""
 
         def renew():
             self.renewed += is_idle

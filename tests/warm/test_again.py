@@ -1,4 +1,4 @@
-"""If files of imported modules change while a job runs, the next restart imports them again."""
+"""If files of imported modules change while a job runs, the next restart imports the modules again."""
 
 import os
 import re
@@ -77,7 +77,7 @@ class Job:
         os.kill(self.seen(attempt)[1], signal.SIGUSR2)
 
     def started(self, attempt):
-        """Return whether an attempt started warm or cold, and its phases."""
+        """Return ``warm`` or ``cold`` for the start of an attempt, and the phases of that start."""
         running = rf"attempt {attempt} is running, .*\((.*)\), (warm|cold)"
         line = self.launched.wait_for_line(running, "stderr")
         return line[2], line[1]

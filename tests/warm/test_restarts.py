@@ -18,7 +18,7 @@ pytestmark = pytest.mark.beyond_torchrun
 
 def restarted(launch, folder, modules, *, loses_nursery=False, env=None):
     """Run a job whose first attempt fails because a worker or the nursery is killed. Return the launcher, and
-    what the event log says about the restart.
+    the metadata of the restart in the event log.
     """
     events = f"--event-log-handler=file:{folder / 'events'}"
     job = SteadyJob(launch, folder, 2, "--max-restarts=1", f"--warm={modules}", events, env=env or {})

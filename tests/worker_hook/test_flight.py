@@ -88,7 +88,7 @@ def opens(error_file):
 
 
 def test_each_request_gets_the_newest_entries_the_groups_and_the_stack(worker, error_file):
-    # The stack is that of the main thread, although another thread writes it.
+    # The record contains the stack of the main thread, although another thread writes the record.
     wait = f"import threading\ndef wait_here():\n    {UP}\n    {REST}\nwait_here()"
     process = worker(TORCH, START, wait)
     for _ in range(3):

@@ -1,4 +1,4 @@
-//! Tests for a nursery that is stopped between two groups, so that the next one imports changed modules.
+//! Tests for stopping the nursery between two groups, so that a new nursery imports the changed modules.
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 mod common;
@@ -19,7 +19,7 @@ use elasticrs_testkit::wait_for_end;
 use nix::sys::ptrace;
 use tempfile::TempDir;
 
-/// A supervisor whose next nursery does what the test has written to a file.
+/// A supervisor and a file. When a nursery starts, it behaves as the text in the file says.
 struct Job {
     supervisor: Supervisor,
     folder: TempDir,
@@ -34,7 +34,7 @@ impl Job {
         Self { supervisor: Supervisor::new(Config { nursery, owns_process: true }).unwrap(), folder }
     }
 
-    /// Stops the nursery. The next one does `what` instead of its imports.
+    /// Stops the nursery. `what` tells the next nursery how to behave instead of importing modules.
     fn renew(&self, what: &str) {
         write(self.folder.path().join("what"), what).unwrap();
         assert!(self.supervisor.renew_nursery().unwrap());
@@ -159,7 +159,8 @@ fn a_nursery_that_is_being_stopped_does_not_consume_the_fence_of_the_next_one() 
     let held = hold(first);
     job.renew("");
     job.run_warm();
-    // The first nursery wakes up first. It finds both that its link is closed and that the deadline has passed.
+    // Let the first nursery run before the second. The first nursery finds that its link is closed, and that the
+    // deadline has passed.
     let second = hold(job.nursery());
     job.supervisor.fence().set(Some(boot_now()));
     ptrace::detach(held, None).unwrap();

@@ -177,7 +177,7 @@ fn a_start_fails_if_no_nursery_can_be_executed() {
 fn a_start_that_waits_for_a_slow_nursery_ends_at_the_fence() {
     let job = Job::cold();
     let slow = job.without_nursery();
-    // Set the deadline before the start, as agents do, because the start looks for one only once.
+    // Set the deadline before the start, as agents do, because a start checks for a deadline only once.
     job.supervisor.fence().set(Some(boot_now() + 1_000_000_000));
     job.supervisor.start(group(vec![worker(&["sleep"])])).unwrap();
     slow.wait_until_opened();

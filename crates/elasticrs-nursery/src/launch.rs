@@ -164,12 +164,13 @@ impl From<Errno> for LaunchError {
 /// Safe to call in a multithreaded process. The nursery does not depend on the calling thread, because it watches the
 /// whole process. However, the kernel kills a warm nursery if the calling thread exits before the nursery is ready. The
 /// nursery and its workers inherit descriptors 0 to 2, the working directory, the resource limits and the umask of this
-/// process. If [`raise_descriptor_limit`](super::start::raise_descriptor_limit) has raised the soft limit on file descriptors, they get the
-/// previous limit. The images are tried in order, because some systems do not allow the embedded image to be executed
-/// (`vm.memfd_noexec`, security modules).
+/// process. If [`raise_descriptor_limit`](super::start::raise_descriptor_limit) has raised the soft limit on file
+/// descriptors, the nursery and its workers get the previous limit. The images are tried in order, because some systems
+/// do not allow the embedded image to be executed (`vm.memfd_noexec`, security modules).
 ///
-/// `since` is the offset in a warm nursery's report file at which the records of earlier nurseries start that died during
-/// these imports. The nursery leaves out the modules that killed them. `None` if there are none. See [`Warming::since`].
+/// `since` is an offset in the report file of a warm nursery. The records of earlier nurseries that died during these
+/// imports start at this offset. The new nursery does not import the modules that killed them. `None` if no nursery has
+/// died during these imports. See [`Warming::since`].
 ///
 /// Blocks until a program has been executed, so it can block forever on a dead network file system. [`Interrupt::set`]
 /// makes the call fail and kills the new processes.

@@ -1,4 +1,4 @@
-//! Command-line argument of a nursery, and the limit on file descriptors that it passes on to the workers.
+//! Command-line argument of a nursery, and the limit on file descriptors for the nursery and its workers.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,7 +7,8 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 use super::token::Token;
 
-/// This process's soft limit on file descriptors before [`raise_descriptor_limit`] raised it. 0 if the limit was not raised.
+/// Soft limit of this process on file descriptors before [`raise_descriptor_limit`] raised the limit. 0 if the limit
+/// was not raised.
 static GIVEN: AtomicU64 = AtomicU64::new(0);
 
 /// Settings of a nursery. The text form is `TOKEN` or `TOKEN/DESCRIPTORS`. Both parts are decimal numbers, and
@@ -60,7 +61,8 @@ impl fmt::Display for Start {
 /// descriptors above 1023. Nurseries that are started later, and their workers, still get the previous limit.
 pub fn raise_descriptor_limit() -> u64 {
     let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE) else { return 0 };
-    // Keep the soft limit if setting it fails, which happens if `fs.nr_open` was lowered below the hard limit.
+    // If the limit cannot be raised, keep the current soft limit. Raising the limit fails if `fs.nr_open` was lowered
+    // below the hard limit.
     if soft < hard && setrlimit(Resource::RLIMIT_NOFILE, hard, hard).is_ok() {
         let _ = GIVEN.compare_exchange(0, soft, Ordering::Relaxed, Ordering::Relaxed);
         return hard;
@@ -68,7 +70,8 @@ pub fn raise_descriptor_limit() -> u64 {
     soft
 }
 
-/// Returns the soft limit on file descriptors as it was before [`raise_descriptor_limit`] raised it. `None` if the limit was not raised.
+/// Returns the soft limit on file descriptors that applied before [`raise_descriptor_limit`] raised the limit. `None`
+/// if the limit was not raised.
 pub fn given_descriptor_limit() -> Option<u64> {
     Some(GIVEN.load(Ordering::Relaxed)).filter(|&soft| soft != 0)
 }

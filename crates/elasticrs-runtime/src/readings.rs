@@ -56,7 +56,7 @@ pub struct Heartbeat {
     pub step: Option<u64>,
     /// True if the worker counts its steps across restarts.
     pub is_global: bool,
-    /// True if the steps are those of an optimizer, counted by this library.
+    /// True if `step` is the number of optimizer steps that this library has counted.
     pub is_automatic: bool,
     pub section: Option<String>,
     /// True if the program has returned, and the process is exiting.

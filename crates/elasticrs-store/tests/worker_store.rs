@@ -91,7 +91,7 @@ fn the_greeting_may_come_in_pieces() {
     assert_eq!(nonce, [1, 2, 3, 4]);
 }
 
-/// WS-4
+/// Checks WS-4.
 #[test]
 fn invalid_input_closes_only_its_own_connection_with_one_log_line() {
     let served = served(Limits::default());
@@ -133,7 +133,7 @@ fn a_connection_without_a_greeting_is_closed() {
     assert_eq!(get(&mut greeted, b"none"), b"");
 }
 
-/// WS-3, WS-4
+/// Checks WS-3, WS-4.
 #[test]
 fn a_client_that_stops_reading_is_disconnected_and_holds_little_memory() {
     let limits = Limits { bytes: 20 << 20, stall: Duration::from_secs(2), ..Limits::default() };
@@ -152,7 +152,7 @@ fn a_client_that_stops_reading_is_disconnected_and_holds_little_memory() {
     assert_eq!(get(&mut other, b"large"), value);
 }
 
-/// WS-3
+/// Checks WS-3.
 #[test]
 fn replies_that_the_client_has_do_not_count_toward_the_memory_limit() {
     let served = served(Limits { bytes: 20 << 20, ..Limits::default() });
@@ -171,7 +171,7 @@ fn replies_that_the_client_has_do_not_count_toward_the_memory_limit() {
     }
 }
 
-/// WS-3
+/// Checks WS-3.
 #[test]
 fn incomplete_requests_count_toward_the_memory_limit() {
     let served = served(Limits { bytes: 1 << 20, ..Limits::default() });
@@ -185,7 +185,7 @@ fn incomplete_requests_count_toward_the_memory_limit() {
     assert_eq!(get(&mut other, b"small"), [5; 1000]);
 }
 
-/// WS-2
+/// Checks WS-2.
 #[test]
 fn pipelined_requests_are_answered_in_order() {
     let served = served(Limits::default());
@@ -205,7 +205,7 @@ fn pipelined_requests_are_answered_in_order() {
     writer.join().unwrap();
 }
 
-/// WS-5
+/// Checks WS-5.
 #[test]
 fn close_ends_the_listener_and_every_connection() {
     let served = served(Limits::default());

@@ -1,4 +1,5 @@
-//! The kernel's clocks, and timers on them. All processes on a machine share them, so times from different processes can be compared.
+//! The kernel's clocks, and timers that use them. All processes on a machine share these clocks, so times from
+//! different processes can be compared.
 
 use std::os::fd::OwnedFd;
 use std::time::Duration;

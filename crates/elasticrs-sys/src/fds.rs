@@ -1,5 +1,5 @@
-//! Functions for file descriptors: take over inherited ones, close unwanted ones, duplicate those that Python code owns,
-//! and create memory files.
+//! Functions for file descriptors. They take over inherited descriptors, close unwanted descriptors, duplicate
+//! descriptors that Python code owns, and create memory files.
 
 use std::ffi::CStr;
 use std::fs::File;

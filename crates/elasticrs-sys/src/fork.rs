@@ -60,11 +60,11 @@ impl Outlet {
         Ok(())
     }
 
-    /// Sets up this forked child, which only such a child can, because no other process has an [`Outlet`]. See
-    /// [`Command`] for what is set up. Keeps the signal handlers, because the child continues the parent's program.
+    /// Sets up this forked child as described by `command`. Only a forked child can call this method, because no other
+    /// process has an [`Outlet`]. Keeps the signal handlers, because the child continues the parent's program.
     ///
-    /// `parent` is the pid of the process that forked. The source descriptors in [`Command::fds`] stay open, except
-    /// those whose numbers are now used by passed descriptors.
+    /// `parent` is the pid of the process that forked. A source descriptor in [`Command::fds`] stays open, unless a
+    /// passed descriptor has taken its number.
     pub fn settle<'a>(&'a self, mut command: Command<'a>, parent: i32) -> Result<(), Failure> {
         command.stages = Some(self.as_fd());
         spawn::settle(&command, parent)

@@ -8,8 +8,8 @@ use nix::sys::resource::Resource;
 /// Returns all unused whole pages of the heap to the kernel.
 ///
 /// Without this call, glibc keeps the memory of freed small and medium-sized blocks. With other C libraries, this
-/// function does nothing. It takes about a millisecond for a few hundred MiB. During that time, other threads may
-/// have to wait when they allocate memory.
+/// function does nothing. For a few hundred MiB, the call takes about a millisecond. During that time, other threads
+/// may have to wait when they allocate memory.
 pub fn trim_heap() {
     #[cfg(target_env = "gnu")]
     // SAFETY: the call takes only an integer, and acquires the allocator's locks itself.
@@ -18,10 +18,10 @@ pub fn trim_heap() {
     }
 }
 
-/// Sets the nice value of the calling thread and returns the previous value. The error is `EACCES` if this process is
-/// not permitted to lower the value (`CAP_SYS_NICE`, `RLIMIT_NICE`).
+/// Sets the nice value of the calling thread and returns the previous value. Fails with `EACCES` if this process is not
+/// permitted to lower the value (`CAP_SYS_NICE`, `RLIMIT_NICE`).
 pub fn set_nice(value: i32) -> nix::Result<i32> {
-    // This call cannot fail for the calling thread, so a result of −1 is a nice value and not an error.
+    // `getpriority` cannot fail for the calling thread, so a result of −1 is a nice value and not an error.
     // SAFETY: the call takes only integers.
     let before = unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) };
     // SAFETY: the call takes only integers.

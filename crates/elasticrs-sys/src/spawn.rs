@@ -304,7 +304,8 @@ fn run(shared: &mut Shared<'_>) -> Result<(), Failure> {
     Err(failed(Stage::Exec)(execute(shared)))
 }
 
-/// Sets up a forked child in the same way as a child that is about to execute a program.
+/// Sets up a forked child in the same way as a child that is about to execute a program, but keeps the signal handlers
+/// and other open descriptors.
 pub(super) fn settle(command: &Command<'_>, parent: i32) -> Result<(), Failure> {
     let mut shared = Shared::new(command, parent);
     prepare(&mut shared, |_| {})?;

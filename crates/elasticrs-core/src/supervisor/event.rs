@@ -195,7 +195,7 @@ named_enum! {
     pub enum Origin {
         /// Another worker's exit cannot have caused the exception.
         Own = "own",
-        /// The exception only reports that another worker is lost or does not answer.
+        /// The exception reports that another worker is lost or does not answer.
         Peer = "peer",
         Unknown = "unknown",
     }

@@ -51,17 +51,19 @@ const ANSWERS: Duration = Duration::from_millis(1200);
 /// Time without growth after which a stack file is considered complete.
 const SETTLED: Duration = Duration::from_millis(40);
 const PAUSE: Duration = Duration::from_millis(5);
-/// Time for which a worker is observed to find out whether it works.
+/// Period over which a worker's CPU use and I/O are measured, to find out whether the worker is busy.
 const WINDOW: Duration = Duration::from_millis(250);
-/// Time limit for the workers to write their flight records after a failure that another worker may have caused. The
-/// stop of the other workers is delayed by this time at most, because the records are lost when the workers exit.
+/// Time limit for the workers to write their flight records, after a failure that another worker may have caused. The
+/// running workers are stopped only after they have written their records or the limit has passed, because the records
+/// are lost when the workers exit.
 pub const RECORDS: Duration = Duration::from_millis(300);
 /// Time limit for `py-spy` to exit after SIGKILL. Like the worker that it inspects, `py-spy` may hang in the kernel.
 const REAPED: Duration = Duration::from_millis(100);
 const MAX_THREADS: usize = 64;
 const MAX_DESCENDANTS: usize = 64;
 const MAX_STACKS: usize = 256 * 1024;
-/// Maximum length of the first line of a flight record, which contains the members of all groups.
+/// Maximum length of the first line of a flight record, in bytes. This line lists the members of all process groups of
+/// torch.
 const MAX_HEADER: u64 = 1024 * 1024;
 /// Maximum number of bytes of the stack file that are searched for the traceback of a crash.
 const MAX_ANSWER: u64 = 16 * 1024 * 1024;
@@ -103,7 +105,8 @@ pub(super) struct Subject {
     pub(super) pid: i32,
     pub(super) files: Option<EvidenceFiles>,
     pub(super) title: String,
-    /// True to measure whether the worker works, if it is outside of collectives.
+    /// True if the examination also measures whether the worker is busy. The measurement is skipped if the worker is in
+    /// a collective.
     pub(super) measures_work: bool,
 }
 
@@ -118,7 +121,7 @@ pub struct WorkerEvidence {
     /// Innermost Python frame of the thread that handled the signal, usually the main thread. `None` if it is
     /// unknown.
     pub frame: Option<String>,
-    /// What the worker does. Unknown unless this was measured.
+    /// Activity of the worker. `Unknown` if the activity was not measured.
     pub activity: Activity,
     /// Reason why the report could not be written. `None` if it was written.
     pub problem: Option<String>,
@@ -142,11 +145,11 @@ impl GatheringLimit {
     }
 }
 
-/// Requests the flight record of a worker, and waits until the worker has written it. Returns earlier if the worker
-/// cannot write it.
+/// Requests the flight record of a worker, and waits until the worker has written the record. Does not wait if the
+/// worker cannot write a record.
 ///
-/// If the worker is exiting in the kernel, waits until its exit has been noticed, because the worker that has left the
-/// others may still be among the running ones.
+/// If the worker is already exiting in the kernel, waits until the worker has been reaped. The exit of this worker may
+/// have caused the failure, although the exit of another worker was noticed first.
 pub(super) fn take_record(pid: i32, files: &EvidenceFiles, limit: &GatheringLimit) {
     let record = if remove_record(files) { request_record(files).ok() } else { None };
     let is_due = || record.as_ref().is_some_and(|record| record.symlink_metadata().is_err()) && can_answer(pid);
@@ -178,8 +181,8 @@ pub(super) fn gather(subject: Subject, py_spy: Option<&Path>, limit: &GatheringL
     found
 }
 
-/// Returns true if the worker and its descendants use the CPU, read or write. Blocks for [`WINDOW`], or until the time
-/// limit `limit`.
+/// Returns true if the worker and its descendants are busy: if they use a CPU, read or write. Blocks for [`WINDOW`],
+/// but not longer than until `limit`.
 fn works(pid: i32, limit: &GatheringLimit) -> bool {
     let (before, until) = (sample(pid), Instant::now() + WINDOW);
     while Instant::now() < until && !limit.is_over() {
@@ -400,7 +403,7 @@ fn read_collectives(record: &Path) -> Option<Collectives> {
 }
 
 /// Removes an old flight record, because it describes an earlier hang from which the worker has recovered (**EVI-6**).
-/// Returns true if there is none left.
+/// Returns true if the file no longer exists.
 fn remove_record(files: &EvidenceFiles) -> bool {
     fs::remove_file(files.flight_record()).map_or_else(|error| is_missing(&error), |()| true)
 }
@@ -656,7 +659,7 @@ mod tests {
         for (program, expected) in [("while :; do :; done", true), ("read line", false)] {
             let mut child = Command::new("sh").args(["-c", program]).stdin(Stdio::piped()).spawn().unwrap();
             let pid = child.id().cast_signed();
-            // Wait until the shell runs the program, because the start of the shell takes CPU time, too.
+            // Wait until the shell runs the program, because the shell also uses CPU time while it starts.
             while works(pid, &limit) != expected && !limit.is_over() {}
             assert_eq!(works(pid, &limit), expected, "{program}");
             child.kill().unwrap();

@@ -1,5 +1,6 @@
-//! Checks that the exit of a worker after an uncaught exception makes progress, and that a worker without a heartbeat
-//! works. The worker may be flushing files, uploading data, or waiting for a CPU.
+//! Measures the CPU use and the I/O of a worker. The measurement shows whether the exit after an uncaught exception
+//! makes progress, and whether a worker that missed its heartbeat deadline is busy. Such a worker may be flushing
+//! files, uploading data, or waiting for a CPU.
 //!
 //! [`sample`] adds up the CPU time and the transferred bytes of the worker and its descendants. It runs on its own
 //! thread, because it reads `/proc` and may block. The pure functions [`progressed`] and [`is_busy`] compare two samples
@@ -88,14 +89,15 @@ pub(super) fn progressed(before: &Sample, after: &Sample, ticks_per_second: u64)
         || after.read.saturating_sub(before.read) >= MANY_BYTES
 }
 
-/// Returns true if the worker used the CPU, read or wrote most of the time between two samples. Stricter than
-/// [`progressed`], because the other threads of a hung worker may still poll, and write their findings to a file.
+/// Returns true if the worker was busy between two samples. A worker is busy if it used or waited for a CPU for at
+/// least half of the time, or if it read and wrote at least [`MANY_BYTES`] in total. This check is stricter than
+/// [`progressed`], because background threads of a hung worker may still poll and write small amounts to a file.
 pub(super) fn is_busy(before: &Sample, after: &Sample, ticks_per_second: u64) -> bool {
     let bytes = after.read.saturating_sub(before.read).saturating_add(after.written.saturating_sub(before.written));
     uses_cpu(before, after, ticks_per_second, 2) || bytes >= MANY_BYTES
 }
 
-/// Returns true if the worker spent at least 1/`share` of the time between two samples on a CPU, or waiting for one.
+/// Returns true if the worker spent at least 1/`share` of the time between two samples on a CPU or waiting for a CPU.
 fn uses_cpu(before: &Sample, after: &Sample, ticks_per_second: u64, share: u32) -> bool {
     let span = nanoseconds(after.since(before));
     let cpu = after.cpu.saturating_sub(before.cpu).saturating_mul(1_000_000_000 / ticks_per_second.max(1));

@@ -209,8 +209,8 @@ impl Supervisor {
         self.ask(Command::Suspend)
     }
 
-    /// Stops the nursery. The next start launches another one, which imports the modules again. Call this after files of
-    /// imported modules have changed.
+    /// Stops the nursery. The next start launches a new nursery, which imports the modules again. Call this method
+    /// after files of imported modules have changed.
     ///
     /// Returns false, and keeps the nursery, if a group exists or if the deadline for killing all workers has passed.
     ///

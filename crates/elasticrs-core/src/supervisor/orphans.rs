@@ -26,7 +26,8 @@ pub(super) struct Orphans {
 impl Orphans {
     /// Reaps all orphans that were already zombies at the previous call. Does nothing if this process is not pid 1.
     ///
-    /// `nursery` is the pid of a child that other code of the supervisor reaps.
+    /// `nursery` is the pid of the current nursery, which other code of the supervisor reaps. `None` if there is no
+    /// nursery.
     pub(super) fn reap(&mut self, nursery: Option<i32>) {
         if process::id() != 1 {
             return;
@@ -48,8 +49,8 @@ impl Orphans {
     }
 }
 
-/// Returns the zombie children that run in other sessions, except `nursery`. Children in this process's own session were
-/// started by Python.
+/// Returns the zombie children that belong to other sessions, except `nursery`. Children in this process's own session
+/// are left out, because Python started them.
 fn zombies(nursery: Option<i32>) -> BTreeSet<Zombie> {
     let own = getsid(None);
     let is_foreign = |pid: &i32| nursery != Some(*pid) && getsid(Some(Pid::from_raw(*pid))) != own;

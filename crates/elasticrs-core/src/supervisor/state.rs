@@ -71,8 +71,8 @@ pub enum Input {
     Snapshot(Snapshot),
     /// Result of [`Effect::TakeEvidence`].
     Evidence(Vec<WorkerEvidence>),
-    /// Answer to [`Effect::TakeRecords`]: each member has written its flight record, or is not going to write one in
-    /// time.
+    /// Reply to [`Effect::TakeRecords`]. Each member has written its flight record, or cannot write a record within the
+    /// time limit.
     Recorded,
     /// Members, or their descendants, have recorded uncaught exceptions. `dying` contains the pids of the members that
     /// are already exiting in the kernel, because the exit of such a member may have caused the exceptions.
@@ -128,10 +128,10 @@ pub enum Effect {
     /// Gather diagnostics, such as stack traces, about all members. Answered by [`Input::Evidence`].
     TakeEvidence {
         title: String,
-        /// True to measure whether the members that are outside of collectives work.
+        /// True if the executor also measures whether the members that are outside of collectives are busy.
         measures_work: bool,
     },
-    /// Request the flight records of all members. Answered by [`Input::Recorded`] after a short time.
+    /// Request the flight records of all members. Answered by [`Input::Recorded`] within a short time limit.
     TakeRecords,
     /// Report a failed worker to Python. The executor adds the time at which all other workers had been signalled.
     ReportFailure {
@@ -194,13 +194,13 @@ pub struct Group {
     /// Actions that wait for diagnostics about the workers, or for the end of a delay. `None` if there is nothing to
     /// wait for.
     waiting: Option<Vec<PendingAction>>,
-    /// Diagnostics for the actions in `waiting`. `None` until they are complete, and unless an action also waits for
-    /// the report of an exit.
+    /// Complete diagnostics for the actions in `waiting`, if one of these actions also waits for the report of an exit.
+    /// `None` if the diagnostics are incomplete or no action waits for an exit.
     gathered: Option<Vec<WorkerEvidence>>,
     /// Indices of failed members that still have leftover processes, in exit order. The first one is being cleaned up.
     left: VecDeque<usize>,
     records: Records,
-    /// Exits that are handled when the members have written their flight records, oldest first. See [`records`].
+    /// Exits that are not handled until the members have written their flight records, oldest first. See [`records`].
     held: Vec<HeldExit>,
     /// True if [`Timer::Kill`] has expired while an excused member was still exiting. See [`Member::is_excused`].
     is_overdue: bool,

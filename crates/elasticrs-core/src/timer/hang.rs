@@ -25,11 +25,11 @@
 //!   still training;
 //! - **HANG-10** a rank that waits for other ranks is not hung while another rank is in a section whose time limit has
 //!   not passed, see [`Watch::excuse`]. The time limit of the waiting rank restarts when that section ends;
-//! - **HANG-11** a rank that exits with code 0 before it was signalled is not hung. If it exits while its hang is being
-//!   examined, the time limits of the other ranks restart, because they may have been waiting for it;
-//! - **HANG-12** ranks are not hung while one of them works outside of collectives and all others wait for it in
-//!   collectives, see [`slow`]. They are examined again after each limit for steps, and count as hung when the
-//!   generous limit has passed since their last sign of activity.
+//! - **HANG-11** a rank that exits with code 0 before it was signalled is not hung. If the rank exits while its hang is
+//!   being examined, the time limits of the other ranks restart, because they may have been waiting for this rank;
+//! - **HANG-12** the late ranks are slow, not hung, if at least one of them works outside of collectives and each of
+//!   the others works or waits in a collective, see [`slow`]. Slow ranks are examined again after each limit for steps.
+//!   They count as hung when the longer limit for slow ranks has passed since their last sign of activity.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -50,7 +50,7 @@ const SLACK: Duration = Duration::from_secs(1);
 pub const LEAST_LEARNED: Duration = Duration::from_secs(60);
 /// Time limit for a step until the durations of [`ENOUGH_STEPS`] steps are known.
 pub const UNLEARNED: Duration = Duration::from_secs(30 * 60);
-/// Factor by which the time limit of a slow rank exceeds a fixed limit for steps.
+/// Factor by which a fixed limit for steps is multiplied for slow ranks.
 const SLOWER: u32 = 10;
 /// Number of step durations that must be known before a limit is learned.
 pub const ENOUGH_STEPS: usize = 16;
@@ -65,10 +65,11 @@ pub enum StepLimit {
 }
 
 impl StepLimit {
-    /// Returns the limit for ranks that are slow. `step` is the current limit for a step.
+    /// Returns the time limit for slow ranks. `step` is the current limit for a step. The result is never less than
+    /// `step`.
     ///
-    /// A fixed limit is multiplied by [`SLOWER`], up to [`UNLEARNED`]. If the limit is learned, the result is the limit
-    /// that applied before enough steps were known.
+    /// A fixed limit is multiplied by [`SLOWER`], but the product is capped at [`UNLEARNED`]. For a learned limit, the
+    /// result is [`UNLEARNED`] or the minimum of the learned limit, whichever is longer.
     fn generous(self, step: Duration) -> Duration {
         match self {
             Self::Fixed(limit) => step.max(limit.saturating_mul(SLOWER).min(UNLEARNED)),
@@ -98,7 +99,7 @@ pub struct Beat {
     pub step: Option<u64>,
     /// True if the worker counts its steps across restarts.
     pub is_global: bool,
-    /// True if the steps are those of an optimizer, counted by this library.
+    /// True if `step` is the number of optimizer steps that this library has counted.
     pub is_automatic: bool,
     pub section: Option<Section>,
     /// True if the program has returned and the process is exiting. In that case, `last` is the time at which the
@@ -230,7 +231,8 @@ pub struct Watch {
     /// Ranks that [`Watch::still_exiting`] has already returned.
     exits_reported: BTreeSet<usize>,
     excuse: Option<Excuse>,
-    /// Slow ranks, with the time of their last sign of activity and their time limit since then.
+    /// Slow ranks. Each value contains the time of the rank's last sign of activity, and the extended time limit that
+    /// started at that time.
     slow: BTreeMap<usize, (u64, Duration)>,
 }
 
@@ -326,10 +328,12 @@ impl Watch {
         true
     }
 
-    /// Records that these ranks are slow, so that they are examined again after another limit for steps (**HANG-12**).
+    /// Extends the time limits of these slow ranks by one limit for steps, up to the limit for slow ranks
+    /// (**HANG-12**). When an extended limit has passed, the rank is examined again.
     ///
-    /// Returns `None` if their generous limit has passed. Otherwise, returns that limit, and true if the ranks have
-    /// become slow since the last sign of activity of one of them.
+    /// Returns `None` if no time limit can be extended, because all of them have already reached the limit for slow
+    /// ranks. Otherwise, returns that limit and a flag. The flag is true if at least one rank was not known to be slow
+    /// since its last sign of activity.
     pub fn slow(&mut self, ranks: &[Overdue], seen: &[RankState]) -> Option<(Duration, bool)> {
         let step = self.step_limit(seen);
         let generous = self.limits.step.generous(step);
@@ -543,10 +547,10 @@ pub fn still_late(mut late: Vec<Overdue>, seen: &[RankState], line: Option<u64>)
     late
 }
 
-/// Collectives in the flight record of a process.
+/// State of the collectives in the flight record of a process.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Collectives {
-    /// The process has imported torch, but has written no flight record.
+    /// The state is unknown, for example because the process has imported torch but has written no flight record.
     #[default]
     Unknown,
     /// The process has not imported torch.
@@ -557,24 +561,25 @@ pub enum Collectives {
     Complete,
 }
 
-/// What a rank does while its heartbeat is late.
+/// Activity of a rank whose heartbeat is late.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Activity {
     #[default]
     Unknown,
-    /// The rank is in a collective. It may use the CPU, because collectives may wait in a busy loop.
+    /// The rank is in a collective. The rank may still use a CPU, because some collectives wait in a busy loop.
     Waits,
-    /// The rank uses the CPU, reads or writes outside of collectives.
+    /// The rank is outside of collectives, and uses a CPU, reads or writes.
     Works,
-    /// The rank does nothing outside of collectives.
+    /// The rank is outside of collectives, and is idle.
     Blocked,
 }
 
-/// Decides what a rank does. Calls `works` only if the rank is outside of collectives, because the measurement takes
-/// time. `works` returns true if the rank uses the CPU, reads or writes.
+/// Returns the activity of a rank. `works` measures whether the rank uses a CPU, reads or writes. It is called only if
+/// the rank is outside of collectives, because the measurement takes time.
 ///
-/// `frame` is the innermost frame of the rank's Python program. `None` if it is unknown. The frame alone proves nothing
-/// if torch is used, because NCCL's collectives run in the background, and the program waits for them elsewhere.
+/// `frame` is the innermost frame of the rank's Python program. `None` if the frame is unknown. If the rank uses torch,
+/// a frame outside of torch's collectives is not sufficient. NCCL runs collectives in the background, so the program
+/// may wait for them in other code.
 pub fn activity(frame: Option<&str>, collectives: Collectives, works: impl FnOnce() -> bool) -> Activity {
     let Some(frame) = frame else { return Activity::Unknown };
     let is_call = frame.contains("/torch/distributed/") && !frame.contains("/torch/distributed/checkpoint/");
@@ -592,12 +597,13 @@ pub fn activity(frame: Option<&str>, collectives: Collectives, works: impl FnOnc
     }
 }
 
-/// Returns the ranks in `late` that work, if they are the reason why the heartbeats are late (**HANG-12**). Otherwise
-/// returns an empty list, and a rank is hung. `activity` returns what a rank does.
+/// Returns the working ranks in `late` if these ranks explain why all heartbeats are late (**HANG-12**). Returns an
+/// empty list if a rank may be hung. `activity` returns the activity of a rank.
 ///
-/// The ranks are only slow if every rank in `late` either works or waits in a collective, and at least one works. If
-/// all of them wait, their collectives do not match or the network hangs. If one is blocked, the others may be waiting
-/// for that rank. A time limit that the program or another option sets is never extended.
+/// The ranks in `late` are slow, not hung, if each of them works or waits in a collective, and at least one of them
+/// works. If all ranks wait, their collectives do not match or the network hangs. If a rank is blocked, the other ranks
+/// may be waiting for that rank. Only the limit for steps is extended. The limits for sections, the start and the exit
+/// are never extended.
 pub fn slow(late: &[Overdue], activity: impl Fn(usize) -> Activity) -> Vec<usize> {
     let is_slow = |overdue: &Overdue| {
         matches!(overdue.missed, Missed::Step | Missed::Line)

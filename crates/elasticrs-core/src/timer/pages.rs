@@ -25,7 +25,7 @@ const TIMES: usize = 64;
 const TIMES_KEPT: usize = 128;
 /// Bit of the word `STEP` that is set if the worker counts its steps across restarts.
 const GLOBAL: u64 = 1 << 63;
-/// Bit of the word `STEP` that is set if the steps are those of an optimizer, counted by this library.
+/// Bit of the word `STEP` that is set if the steps are optimizer steps that this library has counted.
 const AUTOMATIC: u64 = 1 << 62;
 /// Value of the word `LIMIT` while the worker is in a program section without a time limit.
 const UNLIMITED: u64 = u64::MAX;

@@ -453,22 +453,25 @@ impl NurseryServer {
 
     // --- signals to groups of workers ------------------------------------------------------------------------
 
-    // Every SIGKILL comes through here, and every signal if the kernel cannot signal a group through a pidfd.
+    // These methods send every SIGKILL to a group. They also send the other signals if the kernel cannot signal a group
+    // through a pidfd.
 
-    /// Sends a signal to the process group of a worker. Ignores errors, because the group may be gone, or may now
-    /// belong to another user. The agent notices workers that do not exit.
+    /// Sends a signal to the process group of a worker, or queues the signal for [`Self::signal_left_groups`]. Ignores
+    /// errors, because the group may be gone, or may now belong to another user. The agent notices workers that do not
+    /// exit.
     pub(super) fn signal_group(&mut self, pid: i32, signal: i32) {
         if signal != libc::SIGKILL && self.workers.contains(&pid) {
             let _ = signal::kill_group(pid, signal);
         } else if self.sessions.contains(&pid) {
-            // Queue the signal for each process in the group. Do not signal the whole group, because SIGKILL would also
-            // kill processes that unlink shared memory. The group's number may also have been reused.
+            // Queue the signal, so that each process in the group is signalled individually. Do not signal the whole
+            // group, because SIGKILL would also kill processes that unlink shared memory. In addition, the group's
+            // number may have been reused.
             self.left_groups.insert(pid, signal);
         }
     }
 
-    /// Sends the pending signals to process groups. Lists the processes once for all groups, and signals each member
-    /// individually.
+    /// Sends the queued signals. Lists the processes of the system once for all groups, and signals each process in a
+    /// group individually.
     pub(super) fn signal_left_groups(&mut self) {
         let groups = std::mem::take(&mut self.left_groups);
         if groups.is_empty() {

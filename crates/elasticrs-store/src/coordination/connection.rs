@@ -177,7 +177,8 @@ impl Connection {
             return Err(Disconnect::Refused((LostKind::Limit, said)));
         }
         match &self.hub.config.run_id {
-            // Agents look for a store of all jobs with an empty ID. That they do not find one here is no error.
+            // An agent sends an empty run ID to find out whether this store serves all jobs. This store serves a single
+            // job, so close the connection. Report no error, because the agent expects that this may happen.
             Some(_) if hello.run_id.is_empty() => Err(Disconnect::Gone),
             Some(served) if *served != hello.run_id => {
                 let said = format!("this endpoint serves run {served}, not {}", hello.run_id);

@@ -155,10 +155,10 @@ pub(super) struct Hub {
     trim: Notify,
 }
 
-/// Prefix of the keys that announce the workers' stores of a round.
+/// Prefix of the keys that announce the address of a round's workers' store.
 const WORKERS_STORES: &str = "%workers/";
 
-/// Decodes the host and the port in a key that announces a workers' store.
+/// Decodes the host and the port in the value of a key that announces a workers' store.
 fn address_of(value: &[u8]) -> Option<(String, u16)> {
     let (host, port) = str::from_utf8(value).ok()?.rsplit_once(' ')?;
     Some((host.to_owned(), port.parse().ok()?))
@@ -344,17 +344,18 @@ impl Hub {
         shared.sessions.values().any(|known| known.outbox.as_ref().is_some_and(|outbox| outbox.peer.ip() == address))
     }
 
-    /// Returns host and port of the workers' store of each run that has announced it and has a client at an address
-    /// for which `is_near` returns true.
+    /// Returns the host and the port of each announced workers' store whose run has a client nearby. A client is nearby
+    /// if `is_near` returns true for its address.
     ///
-    /// A store of all jobs has no agent that tells it where to forward workers. Instead, the agent of group rank 0
-    /// writes the address of each round's workers' store to a leased key below [`WORKERS_STORES`].
+    /// A store that serves all jobs has no agent that notifies it of the workers' stores. Instead, the agent with group
+    /// rank 0 of each job writes the address of the round's workers' store to a leased key. The key starts with
+    /// [`WORKERS_STORES`].
     pub(super) fn announced(&self, is_near: impl Fn(IpAddr) -> bool) -> Vec<(String, u16)> {
         let shared = self.shared.borrow();
         let near = |known: &Session| known.outbox.as_ref().is_some_and(|outbox| is_near(outbox.peer.ip()));
         let runs: HashSet<&str> =
             shared.sessions.values().filter(|known| near(known)).map(|known| known.run_id.as_str()).collect();
-        // Another agent may have had group rank 0 in an earlier round, so use only the latest key of each run.
+        // Use only the latest key of each run, because another agent may have had group rank 0 in an earlier round.
         let mut latest = HashMap::new();
         let entries = shared.state.entries().range::<str, _>((Bound::Included(WORKERS_STORES), Bound::Unbounded));
         for (_, stored) in entries.take_while(|(key, _)| key.starts_with(WORKERS_STORES)) {

@@ -3,8 +3,8 @@
 //! Scripts may set `MASTER_ADDR` and `MASTER_PORT` to the rendezvous endpoint, because torch's launcher serves agents
 //! and workers from a single store at this endpoint. The agents' store recognises clients of torch's `TCPStore` by
 //! their first bytes, and forwards their connections to the workers' store of the current round. The agent that hosts
-//! the store tells it the address of the workers' store. A store without an agent reads it from a key, see
-//! `Hub::announced`.
+//! the agents' store notifies the store of the address of the workers' store. A store without an agent reads the
+//! address from a key, see `Hub::announced`.
 //!
 //! - **RELAY-1** a connection is forwarded only to the store of the current round, so no worker sees the keys of
 //!   another round;

@@ -30,7 +30,8 @@ use crate::session::error::{Failure, StoreError};
 use crate::session::network::{connect, endpoint, plain, resolve};
 use crate::types::LostKind;
 
-/// Number of bytes to wait for. A TLS alert has seven bytes, and the server then closes the connection.
+/// Number of bytes to read before the answer is examined. A TLS alert has seven bytes, and the server closes the
+/// connection after the alert.
 const LEAST: usize = 7;
 
 /// A connection to one member.
@@ -381,14 +382,14 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Recorder<S> {
     }
 }
 
-// --- what listens on the port, after it has closed a connection without an answer ----------------------------
+// --- protocol of a server that has closed a connection without an answer -------------------------------------
 
 /// Returns true if the peer speaks TLS. Sends an empty client hello, which a TLS server answers with an alert.
 async fn speaks_tls(peer: SocketAddr) -> bool {
     matches!(answer(peer, &[0x16, 3, 1, 0, 4, 1, 0, 0, 0], LEAST).await, Some([0x15 | 0x16, 3, ..]))
 }
 
-/// Returns true if the peer speaks HTTP/2 without TLS. Such a server first sends a SETTINGS frame.
+/// Returns true if the peer speaks HTTP/2 without TLS. An HTTP/2 server first sends a SETTINGS frame.
 async fn speaks_plainly(peer: SocketAddr) -> bool {
     let greeting = [&b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"[..], &[0, 0, 0, 4, 0, 0, 0, 0, 0]].concat();
     matches!(answer(peer, &greeting, LEAST).await, Some([_, _, _, 4, ..]))

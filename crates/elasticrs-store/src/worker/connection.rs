@@ -177,8 +177,8 @@ impl Connection {
         let mut hub = self.hub.borrow_mut();
         let mut out = self.peer.out.borrow_mut();
         let mut used = 0;
-        // A client that pipelines requests and reads more slowly than it is sent to may never have all its replies. The
-        // part that it has must not be kept until then.
+        // Drop the replies that have already been sent. If a client pipelines requests and reads slowly, there may
+        // always be unsent replies, so the sent replies cannot be kept until all replies are sent.
         if self.sent > 0 && out.len() - self.sent <= MAX_UNSENT {
             *out = out.split_off(self.sent);
             self.sent = 0;

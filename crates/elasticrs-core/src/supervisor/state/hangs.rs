@@ -1,9 +1,9 @@
 //! Handles workers that hang: decides when to check heartbeats, when to gather evidence, and which worker to blame.
 //!
 //! The rules for the time limits are in [`crate::timer::hang`]. Workers may recover or exit while evidence is gathered.
-//! Once the evidence is complete, each decision is therefore made with the latest heartbeats. If a worker fails
-//! earlier, the decisions about this worker are made before its exit is reported. If a worker exits with code 0 before
-//! it was signalled, the decisions about it are dropped, because it has finished its work (**HANG-11**).
+//! Decisions therefore use the latest heartbeats when the evidence is complete. If a worker fails before that, the
+//! decisions about this worker are made before its exit is reported. If a worker exits with code 0 without having been
+//! signalled, the decisions about this worker are dropped, because the worker has finished its work (**HANG-11**).
 
 use std::time::Duration;
 
@@ -69,7 +69,7 @@ impl PendingAction {
 
     /// Returns true if the action was caused by this member, for example by its missed heartbeat.
     ///
-    /// If the member fails, take the action before the exit is handled, because actions have no effect on exited
+    /// If this member fails, carry out the action before the exit is handled, because actions have no effect on exited
     /// members.
     fn concerns(&self, member: usize, local_rank: u32) -> bool {
         match self {
@@ -80,13 +80,14 @@ impl PendingAction {
         }
     }
 
-    /// Returns true if the action is dropped when this member exits with code 0. Such an action was caused by the
-    /// member, but neither the member nor another node has been notified of it.
+    /// Returns true if the action is dropped when this member exits with code 0. This applies to actions that the
+    /// member caused, as long as neither the member nor another node has been notified of the action.
     fn is_cancelled_by(&self, member: usize, local_rank: u32) -> bool {
         matches!(self, Self::Timer(_) | Self::Hung(_)) && self.concerns(member, local_rank)
     }
 
-    /// Returns true if ranks may be late because one of them is slow. See [`slow`].
+    /// Returns true if the late ranks may be slow instead of hung, because each of them exceeded the limit for steps.
+    /// See [`slow`].
     fn may_be_slow(&self) -> bool {
         matches!(self, Self::Hung(check)
             if check.late.iter().all(|overdue| matches!(overdue.missed, Missed::Step | Missed::Line)))
@@ -140,7 +141,7 @@ impl Group {
     /// Carries out the delayed actions if they are due. Otherwise, checks the heartbeats.
     pub(super) fn on_check(&mut self) {
         if self.is_holding() {
-            return; // A worker has failed, so the others wait for it.
+            return; // The other workers may be late because they wait for the worker that has failed.
         }
         let due = self.waiting.iter().flatten().find_map(PendingAction::due);
         if due.is_some_and(|due| due <= self.snapshot.at.0) {
@@ -212,8 +213,8 @@ impl Group {
             if self.is_excused(*local_rank))
     }
 
-    /// Carries out the pending actions. If one of them depends on how a dead worker exited, waits for the report of
-    /// that exit first.
+    /// Carries out the pending actions. If an action depends on how a dead worker exited, keeps the evidence until that
+    /// exit has been reported.
     pub(super) fn on_evidence(&mut self, evidence: Vec<WorkerEvidence>) {
         if self.awaits_an_exit() {
             self.gathered = Some(evidence);
@@ -279,10 +280,10 @@ impl Group {
         self.carry_out_all(waiting, &[]);
     }
 
-    /// Handles the exit of a worker while evidence is being gathered. If the worker failed, takes the actions that
-    /// concern the worker first. They are still justified, because the worker may have failed only because of the
-    /// signal that requests the stacks: `pause`, for example, returns on any signal. If the worker succeeded, drops
-    /// these actions instead. The other actions keep waiting for evidence.
+    /// Handles the exit of a worker while evidence is being gathered. If the worker failed, first carries out the
+    /// actions that concern this worker. These actions are still justified, because the signal that requests the stacks
+    /// may have caused the failure. For example, `pause` returns on any signal. If the worker succeeded, drops these
+    /// actions instead. All other actions continue to wait for the evidence.
     pub(super) fn settle_before_exit(&mut self, index: usize, exit: WorkerExit) {
         let has_succeeded = exit.is_success() && self.members[index].condemned.is_none();
         if has_succeeded {
@@ -296,8 +297,9 @@ impl Group {
         }
     }
 
-    /// Drops the pending actions that this worker caused, because it has exited with code 0 before it was signalled
-    /// (**HANG-11**). Restarts the time limits of the other workers, because they may have been waiting for this one.
+    /// Drops the pending actions that this worker caused, because the worker exited with code 0 before the group
+    /// signalled it (**HANG-11**). Restarts the time limits of the other workers, because they may have been waiting
+    /// for this worker.
     fn cancel_before_success(&mut self, index: usize) {
         let local_rank = self.members[index].local_rank;
         let Some(waiting) = self.waiting.as_mut().filter(|_| self.phase == Phase::Running) else { return };
@@ -345,8 +347,8 @@ impl Group {
         }
     }
 
-    /// Returns true if a pending action was caused by a member that is dead but whose exit has not been reported. The
-    /// exit decides whether the action is taken or dropped.
+    /// Returns true if a pending action was caused by a dead member whose exit has not been reported yet. The exit
+    /// status decides whether that action is carried out or dropped.
     fn awaits_an_exit(&self) -> bool {
         let is_dead = |(_, member): &(usize, &Member)| member.dead && !member.ended;
         self.members.iter().enumerate().filter(is_dead).any(|(index, member)| {
@@ -429,8 +431,8 @@ impl Group {
         check
     }
 
-    /// Extends the time limits of the late ranks if they are only slow (**HANG-12**). Returns false if a rank hangs, or
-    /// if the generous limit has passed.
+    /// Extends the time limits of the late ranks if these ranks are slow but not hung (**HANG-12**). Returns false if a
+    /// rank hangs, or if the time limits cannot be extended any further.
     fn tolerate_slow(&mut self, check: &HangCheck, evidence: &[WorkerEvidence]) -> bool {
         let HangCheck { late, seen, .. } = self.without_recovered(check.clone());
         let late: Vec<Overdue> = late.into_iter().filter(|overdue| self.members[overdue.rank].runs()).collect();
@@ -572,8 +574,9 @@ fn recovered(local_ranks: &[u32]) -> String {
     )
 }
 
-/// Returns the notice that these ranks are slow. `silent` is the time since the last heartbeat of the first rank,
-/// `limit` the time after which it counts as hung, and `frame` its innermost frame.
+/// Returns the notice that these ranks are slow. `silent` is the time since the last heartbeat of the first rank.
+/// `limit` is the time without a heartbeat after which this rank counts as hung. `frame` is the innermost Python frame
+/// of this rank.
 fn are_slow(local_ranks: &[u32], silent: Duration, limit: Duration, frame: &str) -> String {
     let ranks_are = ranks_are(local_ranks);
     format!(

@@ -1,12 +1,14 @@
 //! Flight records for a failure that another worker may have caused.
 //!
-//! If the calls of the workers to a collective differ, gloo may abort a worker whose call is right. Only the flight
-//! records of the others show which call is wrong, and they are lost when these workers are stopped. So after a death
-//! by SIGABRT, or after the exit of a worker whose exception reports a lost peer, the group first requests the records,
-//! and handles the exit when they are written. Their time limit is short. Each failure of another kind stops the group
-//! at once.
+//! If the workers call a collective with different arguments, gloo may abort a worker whose arguments are right. Only
+//! the flight records of the other workers show which call is wrong. These records are lost when the workers are
+//! stopped.
 //!
-//! To the rest of the state machine, it looks as if the exit had been noticed a little later.
+//! Therefore, the group requests the flight records before it handles one of these exits: the death of a worker by
+//! SIGABRT, or the exit of a worker whose exception reports a lost peer. The group handles the exit when the records
+//! are written, or when a short time limit has passed. All other failures stop the group at once.
+//!
+//! The rest of the state machine cannot tell a held exit from an exit that was noticed a little later.
 
 use elasticrs_sys::clock::Stamp;
 use elasticrs_sys::exit::WorkerExit;
@@ -17,8 +19,8 @@ use crate::supervisor::event::Origin;
 
 const SIGABRT: i32 = 6;
 
-/// State of the request for flight records. They are requested only once, because a second request would remove the
-/// records of workers that have written theirs and exited.
+/// State of the request for flight records. The records are requested only once, because a second request would delete
+/// the records of workers that have exited in the meantime.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) enum Records {
     #[default]
@@ -27,7 +29,7 @@ pub(super) enum Records {
     Done,
 }
 
-/// Exit of a member that is not handled yet.
+/// Exit that was noticed but is not handled until the flight records are written.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct HeldExit {
     pub(super) pid: i32,
@@ -40,15 +42,15 @@ impl Group {
         !self.held.is_empty()
     }
 
-    /// Requests the flight records if a worker's exception reports a lost peer. Nothing waits for the records before
-    /// that worker exits.
+    /// Requests the flight records if the exception of a running worker reports a lost peer. The group does not wait
+    /// for the records until that worker exits.
     pub(super) fn take_records_after_raise(&mut self) {
         if self.members.iter().any(|m| m.runs() && has_lost_peer(m)) {
             self.take_records();
         }
     }
 
-    /// Returns true if the exit of this member must not be handled before the flight records are written. Requests the
+    /// Returns true if the exit of this member cannot be handled until the flight records are written. Requests the
     /// records if necessary.
     pub(super) fn is_held(&mut self, index: usize, exit: WorkerExit) -> bool {
         if self.is_holding() {
@@ -61,8 +63,11 @@ impl Group {
         self.phase == Phase::Running && (is_aborted || is_lost_peer) && !is_alone && self.take_records()
     }
 
-    /// Requests the flight records, if the workers write them and have not been asked yet. Returns true while the
-    /// records are being written.
+    /// Requests the flight records unless they were already requested. Returns true while the workers are writing the
+    /// records.
+    ///
+    /// Returns false and requests nothing if the group is stopping, is not watched for hangs, has pending actions, or
+    /// replaces failed workers.
     fn take_records(&mut self) -> bool {
         let is_possible =
             self.phase == Phase::Running && self.watch.is_some() && self.waiting.is_none() && !self.policy.replaces;
@@ -77,7 +82,7 @@ impl Group {
         self.release();
     }
 
-    /// Handles the held exits before any input whose handling may depend on them.
+    /// Handles the held exits now, unless this input can be handled before them.
     pub(super) fn release_before(&mut self, input: &Input) {
         let may_wait = match input {
             Input::Exited { .. }

@@ -526,7 +526,7 @@ impl Seen {
         Ok(())
     }
 
-    /// Returns true if the records have been requested and not answered. They are answered now.
+    /// Answers the pending request for flight records. Returns true if there was such a request.
     fn takes_records(&mut self) -> bool {
         let is_due = self.records == Records::Requested;
         if is_due {

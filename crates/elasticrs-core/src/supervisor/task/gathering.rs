@@ -24,11 +24,11 @@ pub(super) struct Evidence {
     records: Option<Gathering>,
 }
 
-/// What has been gathered.
+/// Result that [`Evidence::gathered`] waited for.
 pub(super) enum Gathered {
     /// The diagnostics of all workers.
     Evidence(Vec<WorkerEvidence>),
-    /// The flight records, which are in files.
+    /// The workers have written their flight records to files, or the time limit has passed.
     Records,
 }
 
@@ -38,8 +38,8 @@ impl Evidence {
         (self.files, self.py_spy) = (files, py_spy);
     }
 
-    /// Starts gathering diagnostics, such as stack traces, about all running workers of the group. If `measures_work` is
-    /// true, also measures whether the workers that are outside of collectives work.
+    /// Starts gathering diagnostics, such as stack traces, about all running workers of the group. If `measures_work`
+    /// is true, also measures whether the workers that are outside of collectives are busy.
     pub(super) fn gather(&mut self, running: &Running, title: &str, measures_work: bool) {
         let mut gathering = Gathering::new(GatheringLimit::until(Instant::now() + evidence::LIMIT));
         for pid in running.pids() {

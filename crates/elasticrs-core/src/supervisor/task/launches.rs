@@ -107,9 +107,9 @@ impl Launches {
         Self { running: Vec::new(), tasks: JoinSet::new(), newest: 0, threads: Arc::default(), queue }
     }
 
-    /// Starts the launch of the nursery that starts the workers. The nursery runs the first of these images that can be
-    /// executed. `since` is the parameter of [`launch::launch`]. The launch fails if it takes longer than `limit`. Must
-    /// be called on the runtime thread.
+    /// Launches a nursery on another thread. The nursery runs the first of these images that can be executed. `since`
+    /// is passed to [`launch::launch`]. The launch fails if it takes longer than `limit`. Must be called on the runtime
+    /// thread.
     pub(super) fn nursery(&mut self, reason: Reason, images: Vec<NurseryImage>, since: Option<u64>, limit: Duration) {
         let launch = Launch { program: program(&images), limit };
         self.start(Purpose::Current(reason), launch, move |interrupt| launch::launch(&images, since, interrupt));

@@ -34,10 +34,11 @@ impl Task {
         self.nursery.arm_import(&mut self.deadlines);
     }
 
-    /// Stops the nursery, so that the next start launches another one. Returns false if the nursery has to stay.
+    /// Stops the nursery, so that the next start launches a new nursery. Returns false and keeps the nursery if a group
+    /// exists, or if the deadline for killing all workers has passed.
     pub(super) fn renew_nursery(&mut self) -> bool {
-        // From now on, only the next nursery enforces the deadline for killing all workers, although this one may still
-        // run briefly.
+        // Hand over the deadline for killing all workers to the next nursery. The current nursery may still run
+        // briefly, but it no longer enforces the deadline.
         if !self.current.is_idle() || !self.shared.fence.hand_over() {
             return false;
         }
@@ -263,8 +264,9 @@ impl Task {
     }
 }
 
-/// Cleans up after a nursery that died during its imports. If a module killed the nursery, returns the offset of its
-/// records in the report file, for another nursery, which imports the remaining modules. Otherwise returns `None`.
+/// Cleans up after a nursery that died during its imports. If a module killed the nursery, another nursery can import
+/// the remaining modules. In that case, returns the offset in the report file at which the records of these imports
+/// start. Otherwise, returns `None`.
 fn rest(import: Import, sentinel: Option<Guard>, exit: NurseryExit, retired: &mut Retired) -> Option<u64> {
     let Import { warm, since, failure, is_unguarded, .. } = import;
     if let Some(Guard { sentinel, .. }) = sentinel {
@@ -280,8 +282,8 @@ fn rest(import: Import, sentinel: Option<Guard>, exit: NurseryExit, retired: &mu
 }
 
 /// Kills a nursery that speaks another protocol version. The job then continues with a nursery that does not preload
-/// modules. Only a nursery that preloads modules can use another version, because it runs an installed program, which
-/// may have been replaced since this process started.
+/// modules. Only a nursery that preloads modules can use another version. Such a nursery runs an installed program, and
+/// another version may have been installed since this process started.
 pub(super) fn refuse(nursery: &mut Nursery) {
     if let Some(import) = &nursery.import {
         report::fail(

@@ -506,7 +506,7 @@ fn overdue_step(rank: usize, since: u64, limit: u64) -> Overdue {
 
 #[test]
 fn slow_ranks_are_examined_again_until_the_generous_limit() {
-    // Checks invariant HANG-12. Rank 0 works, rank 1 waits for it.
+    // Checks HANG-12 for two ranks that count as slow at every examination.
     for (limits, step, generous) in [
         (fixed(10), 10, 100),
         (fixed(300), 300, 1800),
@@ -540,7 +540,8 @@ fn any_activity() -> impl Strategy<Value = Activity> {
 }
 
 proptest! {
-    /// Checks HANG-12: only the limit for steps is extended, only if a rank works, and only if no rank is blocked.
+    /// Checks HANG-12: ranks are slow only if all of them exceeded the limit for steps, at least one rank works, and
+    /// every other rank works or waits in a collective.
     #[test]
     fn ranks_are_slow_only_if_one_works_and_no_other_may_hang(
         late in prop::collection::vec((any_activity(), prop::sample::select(vec![
@@ -557,8 +558,8 @@ proptest! {
         prop_assert_eq!(!working.is_empty(), works && !may_hang && !has_own_limit);
     }
 
-    /// Checks HANG-12: whatever is measured, a silent rank is hung when the generous limit has passed, and no rank is
-    /// tolerated before its own limit has passed.
+    /// Checks HANG-12: for every sequence of measurements, a rank counts as hung when it has been silent for ten
+    /// limits. No rank is late before the limit of the rank that has been silent the longest has passed.
     #[test]
     fn every_silent_rank_is_hung_after_the_generous_limit(
         limit in 1_u64..40,

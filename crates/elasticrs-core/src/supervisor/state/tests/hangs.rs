@@ -191,7 +191,7 @@ fn an_exit_with_code_0_does_not_cancel_a_hang_that_other_nodes_know_of() {
     assert!(effects.iter().any(|effect| matches!(effect, Effect::ReportFailure { local_rank: 2, .. })));
 }
 
-/// Returns an input that may end, hang or examine the workers of a group that runs on one node.
+/// Returns a strategy for inputs about exits, hangs, expired timers, stops and suspensions of a group's workers.
 fn any_input_about_hangs() -> impl Strategy<Value = Input> {
     let pid = || prop::sample::select(PIDS.to_vec());
     prop_oneof![
@@ -211,7 +211,7 @@ fn any_input_about_hangs() -> impl Strategy<Value = Input> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1000))]
 
-    /// Checks **HANG-11**: a worker that exits with code 0 before it was signalled is blamed for nothing.
+    /// Checks **HANG-11**: no failure is reported for a worker that exits with code 0 without having been signalled.
     #[test]
     fn a_worker_that_succeeds_without_a_signal_is_never_blamed(
         history in prop::collection::vec((any_input_about_hangs(), 0..5_u64), 0..30),
@@ -425,7 +425,7 @@ fn waiting(local_rank: u32) -> WorkerEvidence {
     WorkerEvidence { activity: Activity::Waits, ..frame(local_rank, REDUCE) }
 }
 
-/// Returns a group whose ranks have all sent no heartbeat for four seconds.
+/// Returns a group in which no rank has sent a heartbeat for four seconds.
 fn all_silent() -> Group {
     let mut group = silent();
     let _ = group.on_input(snapshot(4, [Some(0); 4]));

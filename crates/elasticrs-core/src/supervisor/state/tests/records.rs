@@ -1,4 +1,4 @@
-//! Tests of failures after which the flight records are requested before the other workers are stopped.
+//! Tests that after some failures, the group requests the flight records before it stops the other workers.
 
 use super::exits::{failed_by_itself, lost_peer};
 use super::*;
@@ -30,7 +30,7 @@ fn exits(effects: &[Effect]) -> Vec<u32> {
 fn after_an_abort_the_siblings_are_stopped_when_the_records_are_written() {
     let mut group = recording();
     assert_eq!(group.on_input(exited(101, ABORTED)), [Effect::TakeRecords]);
-    // The connection of a sibling to the aborted worker is closed, so this sibling fails, too.
+    // A sibling also fails, because it has lost its connection to the aborted worker.
     let effects = group.on_input(lost_peer(2));
     assert!(matches!(effects[..], [Effect::Report(Event::WorkerRaised(_)), ..]), "{effects:?}");
     assert_eq!(group.on_input(exited(102, FAILED)), []);
@@ -64,9 +64,9 @@ fn all_other_failures_stop_the_siblings_at_once() {
     let mut group = recording();
     assert!(!group.on_input(raised(1)).contains(&Effect::TakeRecords));
     assert!(failed(&group.on_input(exited(101, FAILED))).is_some());
-    // These workers write no records.
+    // The workers of this group write no flight records.
     assert!(failed(&lingering().on_input(exited(101, ABORTED))).is_some());
-    // No other worker is left.
+    // No other worker is running.
     let mut group = recording();
     let _ = all_exit(&mut group, &[100, 102, 103], DONE);
     assert!(failed(&group.on_input(exited(101, ABORTED))).is_some());
