@@ -41,7 +41,9 @@ LAUNCHERS = (
 
 
 def stamped(launcher: Launcher) -> Launcher:
-    """Return a launcher that writes the timestamps that :meth:`Run.signalled` reads. torchrun has none."""
+    """Return a variant of the launcher that writes the timestamps for :meth:`Run.signalled`. Return torchrun
+    unchanged, because it has no such timestamps.
+    """
     if launcher.name == "torchrun":
         return launcher
     _, ours = LAUNCHERS
@@ -191,8 +193,8 @@ class Run:
             self.wait()
 
     def signalled(self) -> dict[int, int]:
-        """Return when the launcher had signalled all siblings of a failed worker, by attempt, after the
-        launcher has exited. Only the launcher from :func:`stamped` writes these timestamps.
+        """Return the time at which all siblings of the failed worker had been signalled, by attempt. Call
+        this after the launcher has exited. Only the launcher from :func:`stamped` writes these timestamps.
         """
         if not self._signalled.exists():
             return {}

@@ -1,4 +1,4 @@
-"""Time from an exception that ends a worker's program, or from ``sys.exit(3)``, until its siblings are
+"""Measures the time from an uncaught exception or ``sys.exit(3)`` in a worker until its siblings are
 signalled, until all workers have exited, and until the restarted workers run.
 """
 
@@ -29,7 +29,7 @@ FAILURES_PER_LAUNCH = 25
 
 
 class Measured:
-    """Samples of one way to fail."""
+    """Samples for one kind of failure."""
 
     def __init__(self, options: Options, ranks: int) -> None:
         self._ranks = ranks
@@ -45,18 +45,20 @@ class Measured:
         failures: int,
         rng: random.Random,
     ) -> None:
-        """Run a job, and let a random worker fail several times. Wait for the next failure until all workers
-        have reported ``ready`` again.
+        """Run a job and make a random worker fail, ``failures`` times in all. Before each failure, wait until
+        all workers have reported ``ready``.
         """
         options = ("--nproc-per-node", str(self._ranks), "--max-restarts", str(failures))
-        # Otherwise, elasticrs would end the job, because a restart does not prevent the same failure.
+        # Disable the limit for repeated failures. Otherwise, elasticrs would end the job when the same
+        # failure occurs again.
         environ = {"PET_MAX_SAME_FAILURES": "0"}
         with run(stamped(launcher), *options, worker(program), how, environ=environ) as running:
             failed = {}
             for attempt in range(failures):
                 running.reports.peek(ready, self._ranks, attempt)
                 workers = running.reports.take("first-line", self._ranks, attempt)
-                # Wait until all processes are idle, plus a random time, because some launchers poll.
+                # Wait until all processes are idle. Use a random delay, because some launchers poll at fixed
+                # intervals.
                 time.sleep(rng.uniform(0.2, 0.4))
                 failed[attempt], ended_ns = _fail_one(running, workers, rng, attempt)
                 stamps = [each.at_ns for each in running.reports.take("terminated", self._ranks - 1, attempt)]
@@ -66,17 +68,17 @@ class Measured:
                 self._restarted.add(launcher, (max(usable) - failed[attempt]) / 1e6)
             running.stop()
             signalled = running.signalled()
-            # The last attempt is stopped by this program, and not by a failure.
+            # Leave out the last attempt, because this program stopped it and no worker failed in it.
             sent = [signalled[attempt] - at_ns for attempt, at_ns in failed.items() if attempt in signalled]
             self._sent.add(launcher, *(each / 1e6 for each in sent))
 
     def rows(self, what: str, conditions: str, usable: str) -> list[Row]:
-        """Return the rows of the results.
+        """Return the results as rows of a table.
 
         Args:
             what: how the worker fails.
             conditions: conditions of the measurement.
-            usable: what the restarted workers have done at the end of the last period.
+            usable: name of the event at which the restarted workers count as running.
         """
         rows = []
         for percent in (50, 99):
@@ -95,8 +97,8 @@ class Measured:
 
 
 def _fail_one(running: Run, workers: Sequence[Report], rng: random.Random, attempt: int) -> tuple[int, int]:
-    """Let a random worker fail, and return the times at which its program failed and at which the last worker
-    had exited.
+    """Make a random worker fail. Return the time of the failure and the time at which the last worker had
+    exited.
     """
     pidfds = [os.pidfd_open(each.pid) for each in workers]
     try:

@@ -16,9 +16,9 @@ from benchmarks.etcd_member import running
 from benchmarks.scale.children import Lines, write_line
 from elasticrs import _core
 
-# Fields of struct tcp_info (linux/tcp.h, since 4.19): bytes received, bytes sent, and bytes sent again. The
-# bytes that the peer has acknowledged are no measure, because an acknowledgment may come 40 ms later, in the
-# next phase.
+# Fields of struct tcp_info (linux/tcp.h, since 4.19): bytes received, bytes sent, and bytes retransmitted. Do
+# not use the number of acknowledged bytes, because an acknowledgment may arrive 40 ms late, in the next
+# phase.
 BYTES = struct.Struct("=Q64xQQ")
 BYTES_OFFSET = 128
 

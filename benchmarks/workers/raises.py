@@ -1,5 +1,5 @@
-"""Reports its first line, then waits. On SIGUSR1 the program fails in the way that its argument names: by an
-exception (``raise``) or by ``sys.exit(3)`` (``exit``).
+"""Worker that reports its first line and then waits for a signal. On SIGUSR1, the worker fails in the way
+that its argument names: with an uncaught exception (``raise``) or with ``sys.exit(3)`` (``exit``).
 """
 
 import time

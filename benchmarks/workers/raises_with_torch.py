@@ -1,4 +1,4 @@
-"""Like ``raises.py``, but first reports when torch has computed a result."""
+"""Worker like ``raises.py`` that first computes a result with torch and reports ``torch``."""
 
 import torch
 from raises import wait_and_fail

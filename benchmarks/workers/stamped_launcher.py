@@ -1,5 +1,6 @@
-"""The launcher of elasticrs, which at the end also writes when it had signalled the siblings of each first
-failure: the number of restarts before the failure, and nanoseconds of the monotonic clock.
+"""Launcher of elasticrs that also writes timestamps when the job is over. Each line stands for an attempt in
+which a worker failed. The line contains the number of restarts before the failure, and the time at which all
+siblings of the worker had been signalled, in monotonic nanoseconds.
 """
 
 import os

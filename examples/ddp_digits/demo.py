@@ -89,13 +89,13 @@ class Story(NamedTuple):
 
 
 def tell(exitcode: int, lines: Sequence[str], events: Sequence[Mapping[str, Any]], clock: float) -> Story:
-    """Describe a run, and check what was promised.
+    """Describe a run, and list the promises that the run broke.
 
     Args:
-        exitcode: of the launcher.
-        lines: what it printed, the stamps of the workers included.
+        exitcode: exit code of the launcher.
+        lines: output of the launcher, which includes the workers' timestamps.
         events: the agent's events.
-        clock: milliseconds by which the clock of the events is ahead of that of the stamps.
+        clock: milliseconds by which the clock of the events is ahead of the clock of the workers' timestamps.
     """
     text = "".join(lines)
     stamps = [match.groupdict() for match in STAMP.finditer(text)]
@@ -137,7 +137,7 @@ def _count(event: Mapping[str, Any]) -> int:
 
 
 def _ends(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int]]:
-    """Yield the local rank and the exit code of each worker of the first attempt that has failed."""
+    """Yield the local rank and the exit code of each worker that failed in the first attempt."""
     for event in events:
         if event["name"] == "torchelastic.worker.status.FAILED" and _count(event) == 0:
             about = json.loads(event["metadata"]["metadata"])

@@ -276,7 +276,7 @@ class Heartbeat:
         """True if the worker counts its steps across restarts."""
     @property
     def is_automatic(self) -> bool:
-        """True if the steps are those of an optimizer, counted by this library from the worker's start."""
+        """True if the steps are optimizer steps that this library has counted since the worker's start."""
     @property
     def section(self) -> str | None:
         """Name of the section that the worker was in; ``None`` if it was in none."""
@@ -373,7 +373,8 @@ class WorkerRaised:
     @property
     def origin(self) -> Literal["own", "peer", "unknown"]:
         """``"own"``: another worker's exit cannot have caused the exception. ``"peer"``: the exception only
-        reports that another worker is lost or does not answer.
+        reports that another worker is lost or does not answer. ``"unknown"``: another worker's exit may have
+        caused the exception.
         """
     @property
     def exit(self) -> Literal["begun", "slow", "stalled"]:
@@ -703,10 +704,11 @@ class Supervisor:
         """Suspend all groups with SIGSTOP, and pause their deadlines, until :meth:`resume` is called."""
     def resume(self) -> None: ...
     def renew_nursery(self) -> bool:
-        """Stop the nursery, because files of imported modules have changed. The next start launches another
-        nursery, which imports the modules again, and waits for it. :class:`Warmed` reports the result.
+        """Stop the nursery, because files of imported modules have changed. The next start of workers
+        launches a new nursery and waits until that nursery has imported the modules again. :class:`Warmed`
+        reports the result of the imports.
 
-        Keep the nursery and return false if a group exists or if the fence has passed.
+        Return false, and do not stop the nursery, if a group of workers exists or if the fence has passed.
 
         Raises:
             SupervisorError: see the class.

@@ -22,7 +22,9 @@ _CODEC = ("utf-8", "backslashreplace")
 """Text encoding, and the error handler for lone surrogates, which UTF-8 cannot encode."""
 
 _MAX_CAUSES, _MAX_FRAMES = 4, 20
-"""Maximum number of causes in a notice, and of the innermost frames of each exception."""
+"""Maximum number of causes in a notice, and maximum number of frames of each exception. The innermost frames
+are kept.
+"""
 
 _MAX_MEMBERS = 100
 """Maximum number of members of an exception group that are compared with each other."""
@@ -34,7 +36,7 @@ _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ")
 """Path fragments that identify code outside the user's program."""
 
 PARSERS = frozenset(("argparse", "optparse", "click.core", "typer.core"))
-"""Modules that end a program with exit code 2 if they reject its arguments."""
+"""Modules of command-line parsers, which exit with code 2 if they reject the program's arguments."""
 
 _STARTERS = ("<frozen ", "/runpy.py", "/importlib/__init__.py")
 """Parts of paths of code that starts a program or imports a module."""
@@ -84,13 +86,13 @@ _GLOO_LOST_PEER = (
     *("connection closed", "connection reset", "broken pipe", "socket closed"),
     *("timed out waiting", "application timeout"),
 )
-"""Phrases with which gloo reports that a peer has closed a connection or does not answer. The exception is a
-plain ``RuntimeError``, so only its text tells it from other errors of native code.
+"""Phrases in gloo's error messages that mean that a peer has closed a connection or does not answer. Gloo
+raises a plain ``RuntimeError``, so only the text distinguishes these errors from other errors of native code.
 """
 
 _LOCAL_CALLERS = ("torch.nn.modules.", "torch.nn.functional")
-"""Prefixes of the names of modules whose calls of native code never wait for another rank. Modules that
-communicate, such as ``SyncBatchNorm``, do so by functions of ``torch.distributed``.
+"""Name prefixes of Python modules whose calls of native code never wait for another rank. Layers that
+communicate, such as ``SyncBatchNorm``, call functions of ``torch.distributed`` for that purpose.
 """
 
 
@@ -143,16 +145,23 @@ def failure_facts(error: BaseException) -> "dict[str, object]":
     """Describe an uncaught exception for the restart policy.
 
     Returns:
-        ``exception``: qualified name of its type. ``place``: file name and line where it was raised, such as
-        ``train.py:88``, in the user's program if possible. ``is_start_error``: true if a file of the program
-        could not be parsed, or lacks a module that it imports at its top level, or if the program has
-        rejected its arguments (``SystemExit``; see HOOK-8 in the hook). ``is_retryable``: false if the
-        exception, one of its causes, or a member of one of these exception groups is an
-        ``elasticrs.errors.NonRetryable`` or a ``bdb.BdbQuit``. The latter means that the user has quit the
-        debugger. ``is_transient``: true if the exception reports a lost connection or a timeout.
-        ``is_lost_peer``: true if :func:`origin` returns ``"peer"``. ``python``: path of the interpreter.
-        ``member`` and ``more``, for an exception group only: the text of the member that represents it (see
-        :func:`representative`), and the number of other members.
+        A dictionary with these items:
+
+        - ``exception``: qualified name of the exception's type.
+        - ``place``: file name and line where the exception was raised, such as ``train.py:88``, in the user's
+          program if possible.
+        - ``is_start_error``: true if the program could not start. One of its files could not be parsed, or
+          imports a missing module at its top level, or the program rejected its arguments (``SystemExit``;
+          see HOOK-8 in the hook).
+        - ``is_retryable``: false if another attempt is useless, because of an
+          ``elasticrs.errors.NonRetryable`` or a ``bdb.BdbQuit``. The latter means that the user has quit the
+          debugger. The causes of the exception and the members of exception groups are checked as well.
+        - ``is_transient``: true if the exception reports a lost connection or a timeout.
+        - ``is_lost_peer``: true if :func:`origin` returns ``"peer"``.
+        - ``python``: path of the interpreter.
+        - ``member``: text of the exception that represents an exception group; see :func:`representative`.
+          Missing for other exceptions.
+        - ``more``: number of the group's other innermost members. Missing for other exceptions.
     """
     kind = type(error)
     frames, shown = _frames(error.__traceback__)
@@ -193,8 +202,9 @@ def is_rejection(error: SystemExit) -> bool:
 def _frames(
     entry: "types.TracebackType | None",
 ) -> "tuple[list[tuple[types.CodeType, int]], list[tuple[str, int]]]":
-    """Return the code and line of each frame of a traceback, except those of this package. Also return the
-    file and line of each frame in the user's program, or of all frames if none is in the user's program.
+    """Return two lists of the frames of a traceback. Frames of this package are left out if there are others.
+    The first list contains the code and line of each frame. The second list contains the file and line of
+    each frame in the user's program, or of every frame if none is in the user's program.
     """
     frames = []
     while entry is not None:
@@ -206,12 +216,14 @@ def _frames(
 
 
 def representative(error: BaseException) -> "tuple[BaseException, types.TracebackType | None, int]":
-    """Return the exception that stands for ``error`` wherever only one exception is named.
+    """Return the exception to report for ``error`` in places where only one exception can be named.
 
-    For an exception group, this is one of its innermost members: a member that makes another attempt useless,
-    otherwise a member that is no side effect of a lost connection, otherwise any member. If several members
-    qualify, the names of their types and their places decide, because the order of the members may differ
-    from one attempt to the next.
+    For an exception group, this is one of its innermost members. Members that make another attempt useless
+    are preferred to other members. Among these, members that are not side effects of a lost connection or a
+    timeout are preferred.
+
+    If several members remain, the names of their types and their places decide. The order of the members does
+    not decide, because it may differ from one attempt to the next.
 
     Returns:
         The exception, its traceback, and the number of other innermost members. A member that was never
@@ -225,14 +237,14 @@ def representative(error: BaseException) -> "tuple[BaseException, types.Tracebac
         path, line = (_frames(entry)[1] or [("", 0)])[-1]
         return not _is_marked(each), is_side_effect, _qualified(type(each)), os.path.basename(path), line
 
-    # Do not rank a single exception, because this runs before the agent is notified.
+    # Do not rank a single exception, because the ranking would delay the notice to the agent.
     told, entry = found[0] if len(found) == 1 else min(found[:_MAX_MEMBERS], key=rank)
     return told, entry, len(found) - 1
 
 
 def _innermost(error: BaseException) -> "list[tuple[BaseException, types.TracebackType | None]]":
-    """Return the innermost members of an exception group with their tracebacks; the exception itself if it is
-    no group.
+    """Return the innermost members of an exception group with their tracebacks. For any other exception,
+    return only the exception itself.
     """
     found: list[tuple[BaseException, types.TracebackType | None]] = []
     pending: list[tuple[BaseException, types.TracebackType | None]] = [(error, error.__traceback__)]
@@ -301,9 +313,9 @@ def _related(
 
     Args:
         error: the exception.
-        with_context: if true, include the exceptions that were being handled when these exceptions were
+        with_context: if true, include the exceptions that were being handled when the other exceptions were
             raised.
-        with_suppressed: if true, include them also after ``raise … from``.
+        with_suppressed: if true, also include those handled exceptions that ``raise … from`` has suppressed.
     """
     pending: list[BaseException | None] = [error]
     seen: set[int] = set()
@@ -366,14 +378,17 @@ def write_uncaught(path: str, error: BaseException, at_ns: int) -> None:
 
 
 def origin(error: BaseException) -> str:
-    """Say whether the end of another rank may have caused an uncaught exception. Only types of exceptions and
-    the code that raised them decide, except for errors of gloo, which have no type of their own.
+    """Decide whether another rank's exit may have caused an uncaught exception. Use the types of the
+    exceptions and the code that raised them. For errors of gloo, also use the text, because gloo has no
+    exception type of its own.
 
     Returns:
-        ``"own"``: it cannot be a consequence. The agent then stops the other ranks immediately. ``"peer"``:
-        it only reports that a peer is lost or does not answer (for an exception group: all members do).
-        ``"unknown"``: otherwise. The agent then waits for the exit of this process, because the rank that
-        failed first may be about to record its own exception.
+        - ``"own"``: another rank's exit cannot have caused the exception. The agent stops the other ranks
+          immediately.
+        - ``"peer"``: the exception only reports that a peer is lost or does not answer. For an exception
+          group, this is true of all members.
+        - ``"unknown"``: any other exception. The agent waits for the exit of this process, because the rank
+          that failed first may be about to record its own exception.
     """
     if all(any(map(_is_lost_peer, _related(each))) for each, _ in _innermost(error)):
         return "peer"
@@ -389,7 +404,7 @@ def _is_lost_peer(error: BaseException) -> bool:
 
 
 def _may_follow_from_peer(error: BaseException) -> bool:
-    """Return true for errors of connections and child processes, and for errors of collectives."""
+    """Return true if the exception is an error of a connection, a child process or a collective."""
     if isinstance(error, (ConnectionError, TimeoutError, EOFError)):
         return True
     if any(base.__module__.startswith("torch.distributed") for base in type(error).__mro__):
@@ -398,11 +413,11 @@ def _may_follow_from_peer(error: BaseException) -> bool:
 
 
 def _may_be_of_collective(error: BaseException) -> bool:
-    """Return true for a ``RuntimeError`` of native code that may have waited for another rank.
+    """Return true if native code that may have waited for another rank raised this ``RuntimeError``.
 
-    Torch reports most errors of its backends in this way, also out of ``backward`` and out of a call that the
-    program itself makes, such as ``work.wait()``. Python's own subclasses, such as ``RecursionError``, and
-    torch's error for exhausted memory are no errors of a backend.
+    Torch raises a ``RuntimeError`` for most errors of its backends, for example in ``backward`` or in a call
+    that the program itself makes, such as ``work.wait()``. Python's own subclasses, such as
+    ``RecursionError``, are not errors of a backend. Torch's error for exhausted memory is not one either.
     """
     kind = type(error)
     if not isinstance(error, RuntimeError) or (kind.__module__ == "builtins" and kind is not RuntimeError):
@@ -445,10 +460,10 @@ def give_notice_of_exit(name: str, code: str, of: str, at_ns: int) -> None:
     """Notify the agent that ``sys.exit`` has ended the program of this process.
 
     Args:
-        name: as for :func:`give_notice`.
+        name: see :func:`give_notice`.
         code: the exit code or text.
-        of: what :func:`origin` returns for the exception that the program was handling; ``"own"`` if there
-            was none.
+        of: result of :func:`origin` for the exception that the program was handling; ``"own"`` if there was
+            none.
         at_ns: see :func:`error_document`.
     """
     text = "Traceback (most recent call last):\nSystemExit: %s\n" % code[: _NOTICE_PART // 2]  # noqa: UP031
@@ -476,8 +491,8 @@ def _notice_text(error: BaseException) -> str:
     """Return the innermost frames of the traceback, and the start and the end of the exception's text.
 
     The result is truncated, because the agent reads at most 4096 bytes per notice. The end of the text is
-    included, because it may be the traceback of another process. For an exception group, return the text of
-    the member that represents it.
+    included, because it may contain the traceback of another process. For an exception group, the result
+    describes the member that :func:`representative` returns.
     """
     told, frames, _ = representative(error)
     said = _said(told).encode(*_CODEC)
@@ -492,11 +507,11 @@ def _notice_text(error: BaseException) -> str:
 
 
 def _stacks(error: BaseException, frames: "types.TracebackType | None") -> "list[str]":
-    """Return the traceback without the source lines and without the text of the exception itself. Include
-    exceptions that caused it.
+    """Return the tracebacks of an exception and its causes, without source lines. The text of the exception
+    itself is left out.
 
-    :mod:`traceback` is not used, because its import takes longer than the agent needs to stop the other
-    ranks, and because it reads the source files, which may be on a file system that does not answer.
+    Do not use :mod:`traceback`, because its import takes longer than the agent needs to stop the other ranks.
+    It would also read the source files, which may be on a file system that does not respond.
     """
     stacks = [_stack(error, frames)]
     for _ in range(_MAX_CAUSES):
@@ -528,7 +543,7 @@ def _stack(error: BaseException, entry: "types.TracebackType | None") -> str:
 
 
 def _said(error: BaseException) -> str:
-    """Return the type and the text of an exception, and its notes, as in a traceback."""
+    """Return the lines that end a traceback: the type, the text and the notes of an exception."""
     kind = type(error)
     name = kind.__qualname__
     if kind.__module__ not in ("__main__", "builtins"):

@@ -52,8 +52,8 @@ def leave(status: int) -> None:
 def keep_operators() -> None:
     """Tell torch not to unregister its operators at exit.
 
-    Each library of operators has a :class:`weakref.finalize` for this. They only change data of this process,
-    and take about as long as everything else that a failed worker does before its exit.
+    Torch registers a :class:`weakref.finalize` for each library of operators. These finalizers only change
+    data of this process. They take about as long as all other work of a failed worker before its exit.
     """
     unregister = getattr(sys.modules.get("torch.library"), "_del_library", None)
     if unregister is None:

@@ -122,11 +122,15 @@ def _wait_for_request(requests: str) -> bool:
 def flight_document() -> str:
     """Return the flight records of this process as lines of JSON.
 
-    The first line is an object. It contains ``is_waiting``, which is true if a collective is not complete,
-    ``groups``, the global ranks of each process group by name, and ``stack``, the main thread's frames; or
-    only ``no_record``, a value of
-    :class:`elasticrs.diagnosis.values.NoRecord`. Each further line is the record of one recorder of torch,
-    with the latest :data:`MAX_ENTRIES` collectives.
+    The first line is an object with these fields:
+
+    - ``is_waiting``: true if a collective is not complete.
+    - ``groups``: global ranks of each process group, by name.
+    - ``stack``: frames of the main thread.
+
+    If there is no record, the object contains only ``no_record``, a value of
+    :class:`elasticrs.diagnosis.values.NoRecord`. Otherwise, each further line is the record of one of torch's
+    recorders, with the latest :data:`MAX_ENTRIES` collectives.
     """
     import json
 
@@ -159,7 +163,8 @@ def _stack() -> list[tuple[str, int, str]]:
     """Return the file, line and function of the main thread's frames, innermost first. Return an empty list
     if the main thread is unknown.
     """
-    # Do not import the module here, because it takes the thread that imports it for the main thread.
+    # Do not import `threading` here, because that module regards the thread that imports it as the main
+    # thread.
     threading: Any = sys.modules.get("threading")
     frame = None if threading is None else sys._current_frames().get(threading.main_thread().ident)
     stack: list[tuple[str, int, str]] = []

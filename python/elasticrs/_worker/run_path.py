@@ -23,8 +23,9 @@ def run_script_path(training_script: str, *training_script_args: str) -> None:
     except SystemExit as exit_:
         if exit_.code in (None, 0):
             return
-        # In a process without the hook, such as a fork, record that the arguments were rejected, because a
-        # restart cannot fix them. The hook records that by itself. It has then changed the type of the code.
+        # The hook records rejected arguments itself, and replaces the code with an object of another type. If
+        # the code is still an `int`, this process has no hook, for example because it was forked. Record the
+        # rejection here in that case, because a restart cannot fix the arguments.
         if type(exit_.code) is int and is_rejection(exit_):
             path = os.environ.get("TORCHELASTIC_ERROR_FILE")
             if path:

@@ -70,13 +70,13 @@ class Attempt(Record):
             this worker.
         first_failure: local rank of the worker that failed first.
         raised: uncaught exception that each worker reported, by local rank.
-        expired: reasons why workers count as failed whatever their exit code, by local rank. The reasons are
-            timers, heartbeat deadlines, ``--exit-timeout``, and other workers that waited for them.
+        expired: reasons why workers count as failed regardless of their exit code, by local rank. The reasons
+            are timers, heartbeat deadlines, ``--exit-timeout``, and other workers that waited for them.
         blame: decision about which ranks of this node are to blame for a hang or a failed collective; see
-            :mod:`elasticrs.diagnosis.blame`. ``None`` if there was neither, or if the cause of the failed
-            collective is unknown.
-        diagnosis: diagnosis that names the ranks that keep the others waiting. ``None`` unless a worker hung
-            or a collective failed, and there is enough evidence.
+            :mod:`elasticrs.diagnosis.blame`. ``None`` if no worker hung and no collective failed, or if the
+            cause of the failed collective is unknown.
+        diagnosis: diagnosis that names the ranks that keep the others waiting. ``None`` if no worker hung and
+            no collective failed, or if there is not enough evidence.
         heartbeats: last heartbeat of each worker that sent any. Set when the attempt has ended.
         xids: Xid errors that NVIDIA's driver has reported since the start of the attempt, by GPU and code.
         oom_kills: counters of the kernel's OOM killer at the start of the attempt.
@@ -92,12 +92,12 @@ class Attempt(Record):
             :func:`phases`.
         delay: seconds by which the restart policy delayed the next attempt.
         files: object that accesses the workers' files with a time limit.
-        stamps: monotonic nanoseconds of ``planned``, ``imported``, ``started``, ``raised``,
-            ``failure_seen``, ``siblings_signalled``, ``stopped``, ``ended`` and ``memory_free``. ``imported``
-            is set only if the start had to wait for the imports, ``raised`` only if the agent waited for the
-            exit of a worker that had raised an exception, ``stopped`` only if this agent was asked to stop
-            the workers, and ``memory_free`` only if the agent waited for dead workers to release device
-            memory.
+        stamps: times of events in monotonic nanoseconds. The events are ``planned``, ``imported``,
+            ``started``, ``raised``, ``failure_seen``, ``siblings_signalled``, ``stopped``, ``ended`` and
+            ``memory_free``. ``imported`` is set only if the start had to wait for the imports. ``raised`` is
+            set only if the agent waited for the exit of a worker that had raised an exception. ``stopped`` is
+            set only if this agent was asked to stop the workers. ``memory_free`` is set only if the agent
+            waited for dead workers to release device memory.
     """
 
     round: int
@@ -143,7 +143,8 @@ class Attempt(Record):
 
     @property
     def failed_ns(self) -> int:
-        """Time of the first failure in monotonic nanoseconds, which is that of the exception if there is one.
+        """Time of the first failure in monotonic nanoseconds. If the agent waited for the exit of a worker
+        that had raised an exception, this is the time of the exception.
 
         Raises:
             KeyError: no worker has failed.
@@ -151,7 +152,9 @@ class Attempt(Record):
         return self.stamps.get("raised", self.stamps["failure_seen"])
 
     def see_failure(self, local_rank: int, seen_ns: int) -> None:
-        """Record when the first failure was seen, and before that, when the worker's exception was raised."""
+        """Record the time at which the first failure was seen. If the worker raised an exception before that,
+        also record the time of the exception.
+        """
         self.stamps["failure_seen"] = seen_ns
         raised = self.raised.get(local_rank)
         if raised is not None and raised.pid == self.pids[local_rank] and raised.seen_ns < seen_ns:
@@ -225,7 +228,8 @@ class Attempt(Record):
             return None
         try:
             return self._why_blamed(event, local_rank)
-        # Catch every exception, because a defect in the text must not end the job without a report.
+        # Catch every exception, because an error in the code that writes this text must not end the job
+        # without a report.
         except Exception as error:
             from elasticrs.diagnosis.values import failed
 
@@ -403,17 +407,24 @@ class Attempt(Record):
 
 
 def phases(failed: Attempt, running: Attempt) -> dict[str, float]:
-    """Return the duration of each phase of a restart in milliseconds, in order. The durations add up to that
-    of the whole restart.
+    """Return the duration of each phase of a restart in milliseconds, in order. The durations add up to the
+    duration of the whole restart.
 
-    The first phase starts when the failure was seen, or, after a failure on another node, when the workers
-    were stopped. ``exiting`` lasts from a worker's exception to its exit, if the agent waited for the exit,
-    ``signalling`` lasts until the other workers have been signalled, ``stopping`` until all
-    processes have exited, ``freeing`` until their device memory is free (omitted if it was free
-    immediately), ``delay`` until the restart policy's delay is over, ``rendezvous`` until ranks and addresses
-    are known, ``importing`` until the warm nursery is ready (if the start had to wait for it), and
-    ``starting`` until all workers run. If the end of a phase is unknown, its time counts as part of the next
-    phase.
+    The first phase starts at the exception if the agent waited for the exit of a worker that had raised one.
+    Otherwise, it starts when the failure was seen, or, after a failure on another node, when the workers were
+    stopped. The phases are:
+
+    - ``exiting``: until the failure was seen. Present only if the phase starts at the exception.
+    - ``signalling``: until the other workers have been signalled.
+    - ``stopping``: until all processes have exited.
+    - ``freeing``: until their device memory is free. Omitted if it was free immediately.
+    - ``delay``: until the restart policy's delay is over.
+    - ``rendezvous``: until ranks and addresses are known.
+    - ``importing``: until the warm nursery is ready. Omitted if the start did not have to wait for the
+      nursery.
+    - ``starting``: until all workers run.
+
+    If the end of a phase is unknown, its time counts as part of the next phase.
 
     Args:
         failed: the attempt that has ended.

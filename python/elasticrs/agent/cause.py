@@ -36,7 +36,8 @@ def remote_failure(cause: Cause, clock: Clock) -> ProcessFailure:
     failure = ProcessFailure(
         -1 if cause.local_rank is None else cause.local_rank,
         -1 if cause.pid is None else cause.pid,
-        # If no node has reported the exit, leave the code unknown.
+        # Use 1 if a node has reported the failed worker without an exit code. If no node has reported the
+        # worker, its pid is also missing, and its exit code stays unknown.
         1 if cause.exitcode is None and cause.pid is not None else cause.exitcode,
         "",
         seen_ns=None if cause.time_ns is None else clock.to_monotonic(cause.time_ns),

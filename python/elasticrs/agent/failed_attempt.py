@@ -303,7 +303,8 @@ def _failure(attempt: Attempt, worker: _core.WorkerExited, unread: str = "") -> 
     if unread:
         failure.more_notes = [unread]
     raised = attempt.raised.get(rank)
-    # Also use the notice, because the file may be unreadable, or written by torch, without such facts.
+    # Use the notice as well as the error file, because the file may be unreadable, or torch may have written
+    # the file without this information.
     if raised is not None and raised.origin == "peer" and raised.pid in (worker.pid, failure.recorded_pid):
         failure.is_lost_peer = True
     if timer is not None and failure.error_file != NOT_AVAILABLE:

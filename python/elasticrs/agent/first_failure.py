@@ -39,7 +39,10 @@ def early_leavers(attempt: Attempt) -> tuple[int, ...]:
 
 
 def _is_lost_peer_first(attempt: Attempt) -> bool:
-    """Return true if the first failure only reports a lost peer, and if no other evidence names a rank."""
+    """Return true if a rank that exited with code 0 may have caused the first failure. If the ranks to blame
+    have been decided, that decision must be based on such an exit. Otherwise, the first failure must be an
+    exception that only reports a lost peer.
+    """
     if attempt.blame is not None:
         return attempt.blame.basis == "exit"
     failure = attempt.raised.get(attempt.first_failure if attempt.first_failure is not None else -1)

@@ -82,7 +82,8 @@ class FunctionWorkers(Workers):
         self._arguments = list(arguments)
         self._start_method = start_method
         self._is_script = is_script
-        # Multiprocessing keeps the interpreter that it has found first.
+        # Multiprocessing remembers the original interpreter. A different `sys.executable` shows that, for
+        # example, a profiler has replaced it.
         if sys.executable != os.fsdecode(spawn.get_executable()) and is_script_file(sys.executable):
             self.unfollowed = sys.executable
         if not BY_METHOD[start_method].has_keeper:

@@ -72,9 +72,11 @@ def examine(attempt: Attempt) -> Diagnosis | None:
     Call this before the exits of killed workers are recorded.
 
     Returns:
-        The diagnosis. ``None`` if no worker has a flight record, if the records show neither an incomplete
-        collective nor a rank to blame, or if the job has workers on other nodes, because their evidence
-        arrives later.
+        The diagnosis. ``None`` in these cases:
+
+        - No worker has a flight record.
+        - The records show neither an incomplete collective nor a rank to blame.
+        - The job has workers on other nodes, because their evidence arrives later.
     """
     return _telling(attempt, _facts(attempt))
 
@@ -84,8 +86,9 @@ def examine_failure(attempt: Attempt) -> tuple[Diagnosis | None, Blame | None]:
     the worker that failed first has exited.
 
     Returns:
-        The diagnosis, and the decision which ranks are to blame. Each is ``None`` if there is not enough
-        evidence.
+        The diagnosis, and the decision about which ranks are to blame. Each is ``None`` if there is not
+        enough evidence. The decision is also ``None`` if no evidence speaks against blaming the rank that
+        failed first.
     """
     facts, first = _facts_of_failure(attempt), aborted(attempt)
     first = attempt.first_failure if first is None else first
@@ -100,7 +103,9 @@ def examine_failure(attempt: Attempt) -> tuple[Diagnosis | None, Blame | None]:
 
 
 def _may_have_waited(attempt: Attempt, local_rank: int, facts: RankFacts) -> bool:
-    """Return true if an aborted rank was in a collective, or if its stack is unknown and it uses torch."""
+    """Return true if the stack of an aborted rank shows that the rank was waiting for other ranks. If the
+    stack is unknown, return true if the rank uses torch.
+    """
     if facts.frames:
         return bool(shows_waiting(facts.frames))
     return os.path.lexists(flight_requests_file(attempt.paths.error_files.get(local_rank, "")))
@@ -223,7 +228,8 @@ def _facts_of_failure(attempt: Attempt) -> list[RankFacts]:
             age_ns = _age(error_file, path)
             has_raised = age_ns is not None and age_ns >= -_RAISING_NS
             has_raised |= local_rank in attempt.raised or any(map(_is_of_hook, written.frames))
-            # After an exception, the stack shows the exit of the program, and not the failed collective.
+            # Ignore the stack after an exception, because it shows the exit of the program instead of the
+            # failed collective.
             frames = () if has_raised else written.frames
             found = found._replace(
                 records=written.records, groups=written.groups, has_raised=has_raised, frames=frames
@@ -276,7 +282,9 @@ def _age(path: str, other: str) -> int | None:
 
 
 class _Written(NamedTuple):
-    """What a worker has written on request; see :func:`elasticrs._worker.flight.flight_document`."""
+    """Flight records and stack that a worker has written; see
+    :func:`elasticrs._worker.flight.flight_document`.
+    """
 
     records: tuple[bytes, ...] | NoRecord
     groups: Mapping[str, list[int]] = {}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MAX_FRAMES = 12
 MAX_FRAMES_OF_OTHERS = 4
 MAX_STACKS = 4
-"""Maximum number of stacks of candidates in a report."""
+"""Maximum number of distinct stacks of candidates in a report."""
 _EARLIER = 0.01
 """If a worker stopped at least this number of seconds before the others, the report mentions the difference.
 """
@@ -134,8 +134,8 @@ def _stopped_at(own: RankSeen | None, others: Sequence[RankSeen]) -> str:
 
 
 def step_text(step: int, *, is_automatic: bool) -> str:
-    """Name a step as the user counts it. Optimizer steps that this library counts start from 0 in each
-    attempt.
+    """Format the number of a training step for the user. If this library counts the optimizer steps, the text
+    says so, because the count restarts at 0 in each attempt.
     """
     return f"optimizer step {step:,} of this attempt" if is_automatic else f"step {step:,}"
 
@@ -219,8 +219,8 @@ def stack(path: str, *, others: int = 0) -> str | None:
 
 
 def stacks_of(diagnosis: Diagnosis, ranks: Sequence[int]) -> str | None:
-    """Return the innermost frames of these ranks. Ranks with the same stack share an entry. Return ``None``
-    if no stack is known.
+    """Return text with the innermost frames of these ranks. Ranks with the same stack are listed together.
+    Return ``None`` if the stack of none of these ranks is known.
     """
     shown: list[str] = []
     groups = [(sorted(set(ranks).intersection(stack.ranks)), stack.frames) for stack in diagnosis.stacks]
@@ -248,7 +248,7 @@ def _first(frames: Sequence[Frame], limit: int) -> list[str]:
 
 
 def seconds(span: float) -> str:
-    """Format a duration in seconds for display. The digits depend on the rounded number, so that equal texts
-    mean equal durations.
+    """Format a duration in seconds for display. The rounded duration determines the number of digits, so that
+    a duration is never shown in two formats.
     """
     return f"{span:.2f} s" if span < 9.995 else f"{span:.1f} s" if span < 99.95 else f"{span:,.0f} s"

@@ -37,7 +37,9 @@ SCHEMA = 1
 PROGRESS_LIMIT = 5.0
 """Seconds without a heartbeat of any worker after which the status says that there is no progress."""
 _TIME_TO_ASK = 5.0
-"""Seconds that must be left until the hang timeout to request flight records for the status."""
+"""Minimum time in seconds until the hang timeout. If less time is left, do not request flight records for the
+status.
+"""
 
 MAX_EARLIER_FAILURES = 16
 """Maximum number of earlier failures that the status lists in addition to the last one."""
@@ -118,10 +120,11 @@ class HealthObserver(Observer):
         return True
 
     def _who_waits(self, attempt: Attempt, since_ns: int) -> str | None:
-        """Return which ranks wait in which collective; ``None`` if that is unknown or not known yet.
+        """Return text that says which ranks wait in which collective; ``None`` if this is not known.
 
-        Request the flight records once after the last heartbeat, on another thread. Do not request them
-        shortly before the hang timeout, because the core will then request them itself.
+        Request the flight records at most once after each heartbeat, on another thread, because the request
+        blocks. Do not request the records shortly before the hang timeout, because the core will soon request
+        them itself.
 
         Args:
             attempt: running attempt.

@@ -54,7 +54,7 @@ def exit_code(codes: ExitCodes, result: JobResult, failed: Failures) -> int:
         root = failed[rank]
         was_killed = cause is not None and cause.rank == rank and cause.was_killed
         # Ignore the exit code if the agent killed the worker, because the code only reflects the agent's
-        # signal. The same applies if the agent of another node did.
+        # signal. The same applies if the agent of another node killed the worker.
         code = root.exitcode if root.sent_signal is None and not was_killed else None
         # As a shell does, report death by a signal as 128 plus the signal number.
         return result.exit_code if not code else code if code > 0 else 128 - code

@@ -262,13 +262,14 @@ class Agent:
                 self._tracker.observers.quiet()
 
     def _prepare(self) -> float:
-        """After the first failure, start to import what describes its cause while the workers exit. A restart
-        would have to wait for these imports.
+        """After the first failure, import the modules that describe its cause while the workers exit.
+        Otherwise, the restart would have to wait for these imports.
         """
         attempts = self._tracker.result.attempts
         if not self._is_prepared and attempts and attempts[-1].first_failure is not None:
             self._is_prepared = True
-            # Import on a thread, because the search for `json` may touch the working directory.
+            # Import on another thread, because the search for `json` may access the working directory, whose
+            # file system may not respond.
             FileAccess().begin(_import_for_cause)
         return _NEVER
 

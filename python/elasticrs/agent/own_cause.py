@@ -291,7 +291,7 @@ def _message(attempt: Attempt, first: ProcessFailure) -> str:
 
 
 def _is_same(text: str, member: str) -> bool:
-    """Return true if the text of an exception group is summarized by this member of the group."""
+    """Return true if the summaries of both texts name the same exception and place."""
     found, told = summarize(text), summarize(member)
     return (found and (found.said, found.place)) == (told and (told.said, told.place))
 

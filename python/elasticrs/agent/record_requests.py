@@ -1,5 +1,5 @@
-"""Requests flight records from this node's workers while they run, and finds the records that they have
-written. After a failure, the core requests the records.
+"""Requests flight records from this node's running workers, and finds the records that the workers have
+written. After a failure, the core requests the records instead.
 """
 
 from __future__ import annotations
@@ -72,8 +72,14 @@ def has_records(attempt: Attempt) -> bool:
 def is_collective_failure(attempt: Attempt) -> bool:
     """Return true if another rank may have caused the first failure by making a collective fail.
 
-    An exception counts if it reports a lost or silent peer. Without an exception, a death by SIGABRT counts,
-    because gloo and NCCL's watchdog end their process in this way.
+    Return true if one of these conditions holds:
+
+    - The ranks to blame are ranks that exited with code 0 while other ranks still waited for them.
+    - The worker that failed first has raised an exception that reports a lost or silent peer.
+    - That worker has raised no exception, and a worker died by SIGABRT. gloo and NCCL's watchdog end their
+      process in this way.
+
+    The last two conditions do not apply if the first failure is an expired time limit.
     """
     from elasticrs.agent.first_failure import first_seen
 
@@ -86,10 +92,11 @@ def is_collective_failure(attempt: Attempt) -> bool:
 
 
 def aborted(attempt: Attempt) -> int | None:
-    """Return the local rank of the first worker that died by SIGABRT by itself. ``None`` if there is none.
+    """Return the local rank of the first worker that died by SIGABRT without a signal from elasticrs.
+    ``None`` if there is none.
 
-    The exits of its peers may have been noticed earlier, because the kernel closes the connections of a
-    process before it reports the exit.
+    Other workers may have exited before this worker, because the kernel closes the connections of a process
+    before it reports the process's exit.
     """
     for local_rank, exited in attempt.exits.items():
         if exited.exitcode == -_SIGABRT and exited.sent_signal is None:

@@ -290,7 +290,7 @@ class SeveralNodes(Decisions):
             from elasticrs.agent.hang_diagnosis import node_evidence
 
             return attempt.files.run(partial(node_evidence, attempt, is_hang=self._gathers_evidence), None)
-        # Catch every exception, because a defect of the diagnosis must not end the job without a report.
+        # Catch every exception, because an error in the diagnosis code must not end the job without a report.
         except Exception as error:
             from elasticrs.diagnosis.values import failed
 

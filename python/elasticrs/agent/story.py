@@ -108,8 +108,8 @@ class Story(Observer):
             self._tell_first(attempt)
 
     def exited(self, attempt: Attempt, worker: _core.WorkerExited) -> None:
-        """Print a line about the worker that failed first, unless it was printed earlier. When the worker has
-        exited, the ranks to blame may have changed to others.
+        """Print the first failure, unless that was done earlier. If no ranks to blame have been determined
+        yet, wait until the worker that failed first has exited.
         """
         if worker.local_rank == attempt.first_failure or attempt.blame is not None:
             self._tell_first(attempt)
@@ -199,7 +199,8 @@ class Story(Observer):
             "the other rank: its" if attempt.signalled == 1 else f"the other {attempt.signalled} ranks: their"
         )
         if attempt.blame is not None and not attempt.blame.is_decided:
-            # One of the ranks that are stopped may be to blame, so its errors may be more than side effects.
+            # Do not call the errors of the other ranks side effects, because one of these ranks may be to
+            # blame.
             self._say(f"{who}; stopping all ranks")
         else:
             self._say(f"{who}; stopping {others} errors are side effects")

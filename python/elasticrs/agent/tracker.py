@@ -416,9 +416,9 @@ class AttemptTracker:
         self.observers.not_started()
 
     def _start_cold(self, why: str) -> bool:
-        """Start the workers of this attempt again without forking, if their first start was a fork. The fork
-        itself may have failed, for example in a fork handler of an imported library. Return false if the
-        workers were not forked, or if they have been told to stop.
+        """If the workers of this attempt were forked, start them again without forking. The fork may have
+        failed, for example in a fork handler of an imported library. Return false if the workers were not
+        forked, or if they have been told to stop.
         """
         attempt = self.result.attempts[-1]
         if self._warming is None or "stopped" in attempt.stamps:
@@ -475,10 +475,12 @@ class AttemptTracker:
             accuse(attempt, event)
 
     def _diagnose(self, attempt: Attempt, explain: Callable[[], None]) -> None:
-        """Explain a failure. If a defect prevents that, the report says so and contains the other facts."""
+        """Call ``explain`` to diagnose a failure. If ``explain`` raises an exception, the report says so and
+        contains the other facts.
+        """
         try:
             explain()
-        # Catch every exception, because a defect of the diagnosis must not end the job without a report.
+        # Catch every exception, because an error in the diagnosis code must not end the job without a report.
         except Exception as error:
             from elasticrs.diagnosis.values import failed
 
@@ -543,10 +545,11 @@ class AttemptTracker:
             self.events.append(machine.ReplaceFailed(event.local_rank))
 
     def _explain(self, attempt: Attempt) -> None:
-        """If the first failure may be the failure of a collective, find the ranks to blame for it."""
+        """Find the ranks to blame if the first failure may be a failed collective."""
         from elasticrs.agent.record_requests import is_collective_failure
 
-        # If no rank is blamed yet, try again at the end of the attempt, when all exits are known.
+        # If the diagnosis or the ranks to blame are still unknown, try again at the end of the attempt, when
+        # all exits are known.
         is_explained = attempt.diagnosis is not None and attempt.blame is not None
         if is_explained or self._replaces or not is_collective_failure(attempt):
             return
@@ -579,7 +582,8 @@ class AttemptTracker:
     def _on_ended(self, event: _core.GroupEnded) -> None:
         attempt = self.result.attempts[-1]
         if event.outcome == "lost" and "started" not in attempt.stamps and not event.stuck_ranks:
-            # A fork handler of an imported library may have killed the nursery.
+            # Start the workers without the nursery, because a fork handler of an imported library may have
+            # killed it.
             self._workers.ended(self.supervisor)
             how = phrases.how_the_nursery_ended(event.nursery_exitcode, event.nursery_hung)
             if self._start_cold(f"the nursery {how}"):

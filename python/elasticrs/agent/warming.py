@@ -3,8 +3,8 @@
 The workers of an attempt are forked only if no file of an imported module has changed. When files have
 changed, the next attempt gets a new nursery, which imports the modules again.
 
-- **AGAIN-1** If a file has changed before an attempt begins, as far as :mod:`elasticrs.workers.warm.sources`
-  can detect it, the workers of the attempt run the new code.
+- **AGAIN-1** If a file has changed before an attempt begins, the workers of the attempt run the new code.
+  This covers all changes that :mod:`elasticrs.workers.warm.sources` can detect.
 - **AGAIN-2** A failed import is not repeated. Workers start cold for the rest of the job.
 """
 
@@ -93,13 +93,13 @@ class Warming:
             self._say(f"warm: workers start cold from the next restart on: {self._never_again}")
 
     def start_cold(self, why: str) -> None:
-        """Report that the workers of this attempt start cold, without preloaded modules."""
+        """Tell the user that the workers of this attempt start cold (without preloaded modules)."""
         self.is_warm, self.why_cold = False, why
         self._say(f"warm: workers start cold: {why}")
 
     def may_fork(self, supervisor: Supervisor) -> bool:
         """Return true if the workers of a new attempt may be forked from a process with preloaded modules. If
-        the modules' files have changed, stop that process, so that the attempt waits for another one.
+        the modules' files have changed, stop that process. The attempt then waits for a new process.
 
         Args:
             supervisor: supervisor of the nursery. It may not have a group of workers.

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 
 _STOP_DELAY = 1.0
-"""Seconds to wait in a job on several nodes after a hang is reported and before the workers are stopped.
-Meanwhile, the other nodes gather evidence.
+"""Seconds between the report of a hang and the stop of the workers, in a job on several nodes. In this time,
+the other nodes gather evidence.
 """
 
 _DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
@@ -136,10 +136,10 @@ class Workers(ABC):
             exited.
         warm_command: part of the command line that all workers have in common; ``None`` if no worker is
             forked from a warm nursery.
-        follower: debugger or tracer that follows the workers. The workers then start cold. ``None`` if no
-            such tool is active in this process.
-        unfollowed: script with which a profiler has replaced the Python interpreter of this process
-            (``sys.executable``), although it does not follow the workers; ``None`` if there is none.
+        follower: debugger or tracer that follows the workers, so that they start cold; ``None`` if no such
+            tool is active in this process.
+        unfollowed: script that a profiler has set as ``sys.executable`` in this process. The profiler does
+            not follow the workers. ``None`` if there is no such script.
         may_fork: false if the workers of the next attempt have to start cold.
     """
 

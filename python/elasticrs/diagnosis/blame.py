@@ -1,13 +1,14 @@
-"""Decides which ranks are to blame for a hang. The launcher's lines, the report, the events, the status page
-and the restart policy all show this decision.
+"""Decides which ranks are to blame for a hang or a failed collective. The launcher's lines, the report, the
+events, the status page and the restart policy all show this decision.
 
-- **BLAME-1** The flight records decide if they are conclusive.
+- **BLAME-1** If the flight records are conclusive, they determine the ranks to blame.
 - **BLAME-2** If the flight records are not conclusive, no rank is blamed, and the candidates are named. The
   exception is a rank that was stopped by a signal (SIGSTOP), because the state of its process is proof.
 - **BLAME-3** Heartbeats decide only if there are no flight records, or if no rank waits according to the
   records.
-- **BLAME-4** A rank that native code has aborted inside a collective is not blamed without conclusive
-  records, because gloo aborts the rank that expects less data, which may be innocent. It is a candidate.
+- **BLAME-4** If native code has aborted a rank inside a collective, only conclusive records can blame that
+  rank. Without them, the rank is a candidate, because gloo aborts the rank that expects less data, and that
+  rank may be innocent.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def decide_failure(
             collective.
 
     Returns:
-        The decision; ``None`` if nothing contradicts that the rank that failed first is to blame.
+        The decision; ``None`` if no evidence speaks against blaming the rank that failed first.
     """
     blame = decided(diagnosis)
     if blame is not None:

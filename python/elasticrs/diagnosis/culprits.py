@@ -1,8 +1,8 @@
 """Finds the ranks that keep a hung job waiting, by comparing the flight records and stacks of all ranks.
 
 Most ranks of a hung job only wait. A rank that waits in a collective waits for the ranks that have not called
-it. An absent rank may itself wait in another collective. If it does not wait for any rank, it is a *root*.
-Only two kinds of ranks are blamed: roots, and ranks whose calls do not match those of a majority.
+it. An absent rank may itself wait in another collective. An absent rank that does not wait for any rank is a
+*root*. Only two kinds of ranks are blamed: roots, and ranks whose calls do not match those of a majority.
 
 - **CUL-1** If the calls of the ranks differ, only a minority is blamed. If two sides are equally large, other
   groups that run the same program decide, such as the other tensor-parallel groups. If there are no such
@@ -14,9 +14,10 @@ Only two kinds of ranks are blamed: roots, and ranks whose calls do not match th
   in each kind of group. Ranks that run the same program can be sorted by these numbers, because a rank that
   is ahead in one kind of group is not behind in another kind. If only one rank contradicts this order, that
   rank has skipped, reordered or added a collective.
-- **CUL-5** A rank that gloo has aborted is not to blame for that. Its call is unknown, but it expected less
-  data than another rank sent. So it counts for the smaller of two sizes. An abort is explained only by calls
-  that do not match, and not by ranks that are absent or have no record.
+- **CUL-5** A rank is not a culprit merely because gloo has aborted it. The call of the aborted rank is
+  unknown, but the rank expected less data than another rank sent. The rank therefore counts for the smaller
+  of two sizes. Calls that do not match can explain an abort. Ranks that are absent or have no record cannot
+  explain it.
 """
 
 from __future__ import annotations
@@ -165,7 +166,9 @@ class _Search:
                     yield Culprit(side.ranks, reason, confidence, stuck, side.call, expected)
 
     def _votes(self, stuck: StuckCollective) -> dict[Call, int]:
-        """Return the number of ranks on each side of a collective whose calls do not match."""
+        """Return, for each of the differing calls of a collective, the number of ranks that made the call. If
+        the calls differ only in size, also count the aborted ranks for the smallest size.
+        """
         votes = {side.call: len(side.ranks) for side in stuck.sides}
         sizes = {call.elements for call in votes}
         is_by_size = len({(call.operation, call.dtypes) for call in votes}) == 1 and None not in sizes
@@ -178,9 +181,13 @@ class _Search:
         return self._aborted.intersection(stuck.unknown)
 
     def _aborted_ones(self) -> Iterator[Culprit]:
-        """Yield the ranks that gloo may have aborted because their own call is wrong (**CUL-5**). The
-        choice is likely if more other ranks made the same call, if the records of all others are known, and
-        if the rank cannot have been aborted in another collective.
+        """Yield the aborted ranks as culprits if their own calls may have been wrong (**CUL-5**).
+
+        The confidence is likely if all of these conditions hold. Otherwise, it is possible.
+
+        - More ranks wait in the collective than were aborted.
+        - The records of all other ranks are known.
+        - The ranks cannot have been aborted in another collective.
         """
         stuck_in = [stuck for stuck in self._matched.stuck if stuck.waiting and self._aborted_in(stuck)]
         for stuck in stuck_in:

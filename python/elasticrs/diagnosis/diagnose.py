@@ -122,7 +122,7 @@ def telling(facts: Iterable[RankFacts]) -> Diagnosis | None:
         return None
     try:
         diagnosis = judge(facts)
-    # Catch every exception, because a defect in this package must not hide the failure that it explains.
+    # Catch every exception, because an error in this package must not hide the failure to be explained.
     except Exception as error:
         return failed(error, len(facts))
     return diagnosis if diagnosis.culprits or diagnosis.collectives else None

@@ -63,8 +63,9 @@ def abort(text: str) -> tuple[tuple[Frame, ...], bool]:
     """Parse the output of ``faulthandler`` about an abort of the process.
 
     Returns:
-        The main thread's frames, innermost first, and true if a thread that runs Python code has aborted the
-        process. Otherwise, a native thread may have done so, such as a thread of gloo or NCCL.
+        The main thread's frames, innermost first, and a flag. The flag is true if a thread that runs Python
+        code has aborted the process. If the flag is false, a native thread may have aborted the process, such
+        as a thread of gloo or NCCL.
     """
     stacks = text[-MAX_TEXT:].rpartition(_ABORTED)[2]
     return main_thread(stacks), any(line.startswith("Current thread 0x") for line in stacks.splitlines())

@@ -31,8 +31,9 @@ class NoRecord(str, Enum):
     """The worker did not answer in time, for example because it holds the GIL."""
     EXITED = "exited"
     ABORTED = "aborted"
-    """The worker died by SIGABRT, and a native thread may have caused this. gloo does so in a rank that
-    receives more data than it expects, because the calls of the ranks differ. That rank may be innocent.
+    """The worker died by SIGABRT, and a native thread may have aborted it. gloo aborts a rank that receives
+    more data than it expects, which happens if the calls of the ranks differ. The aborted rank may be
+    innocent.
     """
     RETURNED = "returned"
     """The worker's program has returned, and its interpreter runs no more Python code."""
@@ -242,10 +243,10 @@ class Diagnosis(NamedTuple):
 
 
 def failed(error: Exception, ranks: int = 0) -> Diagnosis:
-    """Return the diagnosis to use if a defect of elasticrs prevents one. It only says so.
+    """Return a diagnosis whose only content is that the diagnosis failed because of a defect in elasticrs.
 
     Args:
-        error: the exception that the defect has raised.
+        error: exception that the code of the diagnosis has raised.
         ranks: number of ranks of the job; 0 if unknown.
     """
     entry, place = error.__traceback__, ""

@@ -170,7 +170,7 @@ class HealthSource(Value):
         """Parse the name of a built-in source, or the command line of a program.
 
         Raises:
-            ValueError: the text is neither of them.
+            ValueError: the text is neither the name of a built-in source nor a valid command line.
         """
         name, colon, _ = text.strip().partition(":")
         if name in ("gpud", "nvhcd"):

@@ -66,7 +66,7 @@ _GONE = {
     "ELASTICRS_TIMELINE": "the event 'attempt running' has the times of a restart"
     " (--event-log-handler file:PATH)",
 }
-"""Variables that earlier versions read, and what to use instead."""
+"""Environment variables that only earlier versions read, each with advice on the replacement."""
 
 
 class Launch(Value):

@@ -230,8 +230,8 @@ def _tell_failure(
 
 
 def _has_failed(result: JobResult) -> bool:
-    """Return true if a rank had failed when the job was stopped: the next attempt was delayed, or a rank that
-    had raised an exception was still exiting.
+    """Return true if a rank had already failed when the job was stopped. In that case, either the next
+    attempt was being delayed, or a rank that had raised an exception was still exiting.
     """
     if not result.attempts:
         return False

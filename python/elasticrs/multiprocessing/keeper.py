@@ -65,14 +65,15 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 exit_at_once = posix._exit
-"""Original ``os._exit``. A profiler may have replaced it in ``os`` with a function that raises an exception,
-and the forked copy of the program would then continue.
+"""Original ``os._exit``. A profiler may have replaced ``os._exit`` with a function that raises an exception.
+A call of that function would let the forked copy of the program continue.
 """
 
 IMPORT_NO_MORE = signal.SIGRTMAX
 """Signal that kills a keeper during its imports, together with the processes that the imports have started.
-After the imports, the keeper ignores this signal and waits for messages from the program. Unlike most
-real-time signals, it has a name in ``signal.Signals``, which a profiler's own ``signal.signal`` may require.
+After the imports, the keeper ignores this signal and waits for messages from the program. The signal has a
+name in ``signal.Signals``, unlike most real-time signals. A profiler that replaces ``signal.signal`` may
+require such a name.
 """
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, IMPORT_NO_MORE)

@@ -74,7 +74,7 @@ def headline(text: str, more: int = 0) -> str | None:
 
     Args:
         text: the text.
-        more: number of other members of an exception group, if the text is that of one member.
+        more: number of the exception group's other members, if the text describes only one member.
     """
     found = summarize(text)
     if found is None:

@@ -29,7 +29,9 @@ _UNLIMITED = 2**64 - 1
 _GLOBAL = 2**63
 """Bit that is set in the step's word of the heartbeat page if steps are counted across restarts."""
 _AUTOMATIC = 2**62
-"""Bit that is set in the step's word of the heartbeat page if the steps are those of an optimizer."""
+"""Bit that is set in the step's word of the heartbeat page if the steps are automatically counted optimizer
+steps.
+"""
 
 _words: memoryview | None = None
 _automatic: memoryview | None = None

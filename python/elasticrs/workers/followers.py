@@ -48,7 +48,7 @@ def follower_of(command: Sequence[str]) -> Follower | None:
 
 
 def is_script_file(program: str) -> bool:
-    """Return true if a program is a script and not a binary. False if it cannot be read."""
+    """Return true if a program is a script. Return false if the program is a binary or cannot be read."""
     import shutil
 
     try:

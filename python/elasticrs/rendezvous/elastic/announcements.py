@@ -19,7 +19,7 @@ INDEPENDENT = "give a job of its own another --rdzv-endpoint and --rdzv-id (or -
 """Advice for the user if this agent has reached the rendezvous of another job."""
 
 TWIN = f"beside another launch on this machine; if this is a run of its own, stop it and {INDEPENDENT}"
-"""What the user is told if this machine takes part in the job by two launches."""
+"""End of messages to the user if another launch on this machine takes part in the same job."""
 
 
 def named(names: Sequence[str]) -> str:
@@ -74,8 +74,8 @@ def how_it_failed(cause: Mapping[str, Any]) -> str:
     """
     lines = str(cause.get("message") or "").strip().splitlines()
     if blame_of(cause) is not None or (cause.get("was_killed") and len(lines) == 1):
-        # Ignore the exit code of a hung worker, or of one that died with its nursery, because it did not die
-        # by itself.
+        # Ignore the exit code of a worker that hung or that died with its nursery, because such a worker was
+        # killed.
         return f": {lines[-1].strip() if lines else 'hung'}"
     if cause.get("message") == SILENT:
         return f" {SILENT}"

@@ -129,7 +129,9 @@ def _tell_of_waiting(member: Member, leader: Leader, view: View) -> None:
 
 
 def _tell_of_refusal(member: Member, leader: Leader, view: View) -> None:
-    """Tell the user, once before each round, that a node was refused. The job may be waiting for it."""
+    """Tell the user that a node was refused, because the job may be waiting for that node. Do this at most
+    once before each round.
+    """
     if view.refusal is not None and leader.told_refusal != view.round:
         leader.told_refusal = view.round
         member.do(Announce(f"a node that would have joined was refused: {view.refusal}"))

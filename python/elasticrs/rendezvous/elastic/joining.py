@@ -48,13 +48,13 @@ by now.
 """
 
 MAX_REFUSAL = MAX_NAME - 8
-"""Maximum length of the reason that a refused agent tells the other nodes, in bytes."""
+"""Maximum length, in bytes, of the reason for the refusal that a refused agent reports to the other nodes."""
 
 REFUSAL_TIMEOUT = 2.0
-"""Seconds that a refused agent waits until the store has taken that reason."""
+"""Seconds for which a refused agent waits until the store has accepted the reason for the refusal."""
 
 MAX_NEIGHBORS = 16
-"""Maximum number of other agents of this host that an agent looks at when it registers."""
+"""Maximum number of other agents on the same host that an agent considers when it registers."""
 
 OTHER_JOB = "another job was started with this id"
 
@@ -207,8 +207,8 @@ def job_found(member: Member, link: Link, reply: Reply) -> None:
 
 
 def _refuse(member: Member, link: Link, why: str, *, is_alone: bool) -> None:
-    """Exit, because this agent may not take part in the job. First tell the nodes of the job, which may be
-    waiting for this node.
+    """Refuse to take part in the job, and exit. If other nodes are registered, notify them first, because
+    they may be waiting for this node.
     """
     member.joining.refusal = why
     if is_alone:
@@ -220,7 +220,9 @@ def _refuse(member: Member, link: Link, why: str, *, is_alone: bool) -> None:
 
 
 def leave_refused(member: Member) -> None:
-    """Exit, because the nodes of the job know that this agent was refused, or the store takes too long."""
+    """Exit after a refusal. Either there are no other nodes to notify, or the store has replied to the
+    notification, or :data:`REFUSAL_TIMEOUT` has elapsed.
+    """
     if member.joining.refusal is not None:
         member.exit(Outcome("refused", member.joining.refusal))
 
@@ -309,11 +311,12 @@ def earlier_registrations(member: Member, incarnation: int) -> list[Operation]:
 
 
 def look_for_twin(member: Member, reply: Reply) -> None:
-    """Find out from the reply to the first registration whether this host already takes part in the job by
-    another launch. Both may be runs of the same command that the user takes for independent jobs.
+    """Check whether another launch on this host already takes part in the job. The reply to the first
+    registration lists the host's other agents. The two launches may be runs of the same command that the user
+    considers independent jobs.
 
-    Tell the user if the job already runs. Otherwise, the user may be starting the nodes of one job in several
-    sessions of this host.
+    Tell the user only if the job already runs. Before the first round, the user may be starting the nodes of
+    one job in several sessions on this host.
     """
     neighbors = reply.results[0]
     if member.joining.was_registered or not isinstance(neighbors, Sequence):

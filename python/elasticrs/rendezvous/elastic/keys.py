@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from elasticrs.store.coordination import Operation
 
 WORKERS_STORES = "%workers/"
-"""Prefix of the keys with which the agents of group rank 0 announce their round's workers' store to a store
-of all jobs. The store itself reads these keys.
+"""Key prefix for the addresses of the workers' stores. The agent of group rank 0 writes the address for each
+round to a rendezvous store that serves all jobs. That rendezvous store itself reads these keys.
 """
 
 _MAX_DIGITS = 15
@@ -111,8 +111,8 @@ class Keys:
         return self.farewells + member
 
     def host(self, host: str) -> str:
-        """Return the prefix of the keys with which the agents of one host name their launches. Each key is
-        attached to its agent's lease.
+        """Return the key prefix for the agents of one host. Each agent stores the identifier of its launch
+        below this prefix, attached to its lease.
         """
         return f"{self.hosts}{_escaped(host)}/"
 

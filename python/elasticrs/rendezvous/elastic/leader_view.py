@@ -53,8 +53,8 @@ class View:
         waiting: candidates that are not members of the current round.
         causes: members whose registration reports that their own node has had a failure or is unfit.
         farewells: members that have announced their departure.
-        refusal: reason why another node was last refused since the current round started; ``None`` if none
-            was.
+        refusal: reason for the latest refusal of another node since the current round started; ``None`` if no
+            node was refused.
         damaged: messages to the user about records that could not be read, by key.
     """
 

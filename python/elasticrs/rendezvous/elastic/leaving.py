@@ -156,9 +156,11 @@ def aborted(member: Member, reply: Reply) -> Entry | None:
 
 
 def _unused(member: Member) -> Outcome:
-    """Return the outcome for a node that the job did not need. If this machine takes part in the job by
-    another launch, and the job never has more nodes, this agent is probably not a spare, but a run of its
-    own. The caller of that run may not take the success of the other one for its own.
+    """Return the outcome for a node that a successful job did not need.
+
+    Such a node is usually a spare. The node is probably not a spare if another launch on this machine takes
+    part in the job and the job's number of nodes is fixed. The user has then probably started two independent
+    jobs that share a rendezvous. Report a failure in that case, because the second job has not run.
     """
     text = "the job has succeeded without this node"
     is_fixed = member.rendezvous.min_nodes == member.rendezvous.max_nodes

@@ -68,8 +68,8 @@ _BEFORE_MEETING = ("refused", "unreachable")
 
 
 _ANY_RUN = ""
-"""Run id for finding a store for all jobs. A store that an agent hosts silently closes such a connection,
-because it serves only the agent's own job.
+"""Run id for a connection that checks whether a store serves all jobs. A store that an agent hosts silently
+closes such a connection, because that store serves only the agent's own job.
 """
 
 
@@ -281,9 +281,12 @@ class MeetingPoint:
             self._server.lead_workers(address, agent)
 
     def announce_workers_store(self, agent: str, head: Head | None) -> None:
-        """Tell a store that no agent hosts the address of the workers' store of the round in ``head``. That
-        store then passes connections of workers on; see :meth:`follow`. Do nothing if this agent hosts the
-        store, or if this process is a worker, whose token gives no access to such keys.
+        """Write the address of the workers' store of the round in ``head`` to the rendezvous store. A
+        rendezvous store that serves all jobs forwards connections of workers to this address; see
+        :meth:`follow`.
+
+        Do nothing with etcd or the back end ``static``, or if this agent hosts the rendezvous store. Also do
+        nothing if this process is a worker, because its token gives no access to such keys.
 
         Args:
             agent: name of this agent. It has group rank 0 in the round.
@@ -294,7 +297,8 @@ class MeetingPoint:
         is_own_store = rendezvous.etcd is None and not rendezvous.is_static and rendezvous.job is None
         if address is None or self._server is not None or not is_own_store:
             return
-        # Ignore the reply, because jobs whose workers use MASTER_ADDR do not need this.
+        # Ignore the reply, because only workers that connect to the endpoint of the rendezvous need this key.
+        # By default, workers connect to the workers' store directly.
         put = Put(f"{WORKERS_STORES}{agent}", f"{address[0]} {address[1]}".encode(), True)
         self.send(Txn(0, [], [put]))
 
@@ -546,8 +550,8 @@ def workers_store(head: Head | None) -> tuple[str, int] | None:
 
 
 def launch_of(environ: Mapping[str, str]) -> str:
-    """Return what the user has started this process with: the step of Slurm, or else the session, such as a
-    login or a batch job.
+    """Return an identifier of the launch to which this process belongs. This is the Slurm step, or outside of
+    Slurm the session. For example, each login and each batch job has its own session.
     """
     step = environ.get("SLURM_STEP_ID")
     return f"session {os.getsid(0)}" if step is None else f"step {environ.get('SLURM_JOB_ID')}.{step}"

@@ -131,7 +131,8 @@ class Leader(Record):
         sent_at: revision of the view when the last write was sent.
         wait_for: revision that the view must reach before the next decision.
         stalled: true if the last write was rejected, and the view has not changed since it was sent.
-        timers: for the name of each timer that was set in the current state of the job, true if it has fired.
+        timers: names of the timers that were set in the current state of the job. The value is true if the
+            timer has fired.
         of_head: revision of the state of the job to which the timers belong.
         count: number of rounds that this leader has proposed.
         judged: inputs of the last verdict on an ended round, and that verdict.
@@ -209,11 +210,11 @@ class Joining(Record):
             otherwise ``None``.
         rank_holder: another node that has this node's rank; ``None`` if there is none.
         told_of_port: true if the user was told that another program responds at the port of the store.
-        refusal: reason why this agent may not take part, which it tells the other nodes before it exits;
-            ``None`` if it may.
+        refusal: reason why this agent may not take part in the job; ``None`` if it may. The agent reports the
+            reason to the other nodes before it exits.
         found_round: number of the job's round when this agent found the job; 0 if no round had started.
-        has_twin: true if an agent of this host that belongs to another launch took part in the job when this
-            agent joined it. The two launches may be independent runs of the same command.
+        has_twin: true if another launch on this host already took part in the job when this agent joined the
+            job. The two launches may be independent runs of the same command.
     """
 
     begun: int | None = None

@@ -229,7 +229,7 @@ class Outcome(Value):
         message: message of one line for the user.
         cause: cause of the job's first failure.
         has_failed: for ``closed``, true if the job had neither succeeded nor been closed by an agent; for
-            ``spare``, true if this agent is probably a run of its own and not a spare.
+            ``spare``, true if this agent is probably not a spare, but was started as a job of its own.
         is_permanent: for ``failed``, true if another attempt would fail in the same way.
     """
 

@@ -456,10 +456,10 @@ def job_of(value: bytes) -> dict[str, Any]:
 
 
 def text_of(value: bytes | None) -> str:
-    """Decode a record that is one text.
+    """Decode a record that consists of one text.
 
     Raises:
-        DamagedError: the bytes are not a text, or it is too long.
+        DamagedError: the bytes are not a text of the expected length.
     """
     text = decode(value or b"")
     if not validation.NAME(text):

@@ -140,8 +140,8 @@ class ThisAgent(Value):
         health_timeout: maximum number of seconds that this node needs, after its workers have stopped, for
             the node check and for the wait until device memory is free. 0 if it does neither.
         why_hosts: reason why this process serves the store; ``None`` if it does not.
-        launch: what the user has started this agent with, such as a session or a step of Slurm. It is
-            compared only between agents of the same host.
+        launch: identifier of the session or Slurm step in which the user started this agent. Only the
+            identifiers of agents on the same host are compared.
     """
 
     job: str

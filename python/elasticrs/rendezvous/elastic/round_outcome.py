@@ -149,8 +149,9 @@ def diagnosed(
 
 
 def _cause_of(view: View, head: Head, cause: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Return the cause of the hang or failure of a rank that the flight records blame. If no node has
-    reported that this rank hung, return ``cause`` with the place of this rank.
+    """Return the cause to report if the flight records blame ``rank``. If a node has reported that this rank
+    hung, return that node's cause. Otherwise, build a cause from the node and local rank of this rank. If
+    these are not known, return ``cause``.
     """
     from elasticrs.diagnosis.node_evidence import NodeEvidenceError, decode
 

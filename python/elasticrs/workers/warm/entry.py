@@ -55,8 +55,8 @@ def entry_of_command(command: Sequence[str]) -> Entry:
     if program not in (sys.executable, os.environ.get("PYTHON_EXEC")) and not name.startswith("python"):
         return Entry(name, why_cold=f"{name} is not a Python interpreter")
     interpreter = None if program == sys.executable else program
-    # A script could remove `PYTHONPATH` before it starts Python, and then the nursery would run the user's
-    # program instead of its own code.
+    # Do not preload modules if the interpreter is a script. The script could remove `PYTHONPATH` before it
+    # starts Python, and the nursery would then run the user's program instead of its own code.
     if is_script_file(program):
         return Entry(name, why_cold=f"{name} is a script, which may start Python in another way")
     found = parse_python(arguments)
@@ -116,7 +116,7 @@ def entry_of_script(path: str, interpreter: str | None = None, *, start_method: 
 def _is_archive(path: str) -> bool:
     from zipimport import ZipImportError, zipimporter
 
-    # Do not open a pipe, because it can be read only once and the worker must read it.
+    # Do not open a pipe, because a pipe can be read only once, and the worker must read it.
     if not os.path.isfile(path):
         return False
     try:

@@ -67,7 +67,7 @@ _AT_START = frozenset(
         *("posixpath", "site", "stat", "zipimport"),
     )
 )
-"""Modules that each interpreter has imported before it runs a script."""
+"""Modules that every Python interpreter imports before it runs a script."""
 _WIDTH, _SHOWN = 60, 4
 _ENOUGH = 1 << 19
 """Maximum number of bytes of source files to parse. The limit exists because the launch waits for the parser,
