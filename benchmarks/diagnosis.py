@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from elasticrs.agent.hang_diagnosis import limits
-from elasticrs.diagnosis import flight_record, stacks
-from elasticrs.diagnosis.diagnose import diagnose, diagnose_nodes, observe
-from elasticrs.diagnosis.node_evidence import encode
-from elasticrs.diagnosis.values import RankEvidence
+from elasticrs._engine.hangs import flight_record, stacks
+from elasticrs._engine.hangs.diagnose import diagnose, diagnose_nodes, observe
+from elasticrs._engine.hangs.node_evidence import encode
+from elasticrs._engine.hangs.values import RankEvidence
+from elasticrs._engine.supervise.failures.hang_diagnosis import limits
 
 ENTRIES = 200
 TENSOR_RANKS = 8

@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 from benchmarks.harness import HANG, Launcher, Options, Row, Samples, take_turns, wait_readable, worker
 from benchmarks.nodes import Shape, job
-from elasticrs.job.restart_policy import RestartSettings
-from elasticrs.rendezvous.elastic import round_outcome
-from elasticrs.rendezvous.elastic.keys import Keys
-from elasticrs.rendezvous.elastic.leader_view import View
-from elasticrs.rendezvous.elastic.records import Head, Node, Slot, encode
-from elasticrs.rendezvous.elastic.settings import Settings
+from elasticrs._engine.job.restart_policy import RestartSettings
+from elasticrs._engine.nodes.protocol import round_outcome
+from elasticrs._engine.nodes.protocol.keys import Keys
+from elasticrs._engine.nodes.protocol.leader_view import View
+from elasticrs._engine.nodes.protocol.records import Head, Node, Slot, encode
+from elasticrs._engine.nodes.transport.settings import Settings
 
 SHAPE = Shape(nodes=3, nproc=2)
 NOW = 1_700_000_000_000_000_000
@@ -136,7 +136,7 @@ import os, sys, time, torch
 def status(name):
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) for line in file if line.startswith(name))
-from elasticrs._worker.flight import answer_with_record
+from elasticrs._engine.inside.flight import answer_with_record
 before, start = status("VmRSS"), time.perf_counter()
 answer_with_record()
 took = time.perf_counter() - start

@@ -35,9 +35,11 @@ CRATE_LAYERS = {
 
 
 CORE_DOORS = (
-    *("agent/health_check_server", "agent/signals", "agent/tracker", "agent/workers"),
-    *("multiprocessing/keeper", "multiprocessing/supervised_group"),
-    *("store/session", "timer/file_server", "workers/ports", "workers/process"),
+    *("_engine/nodes/transport/session", "_engine/workers/ports", "_engine/workers/process"),
+    *("_engine/supervise/observe/health_check_server", "_engine/supervise/run/signals"),
+    *("_engine/supervise/run/tracker", "_engine/supervise/run/workers"),
+    *("_engine/workers/functions/keeper", "_engine/workers/functions/supervised_group"),
+    "timer/file_server",
 )
 """The modules of the package that may import the extension, but for type checkers."""
 

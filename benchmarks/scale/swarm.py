@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.scale.children import Lines, write_line
 from benchmarks.scale.server import raise_descriptors
 from elasticrs import _core
-from elasticrs.job.restart_policy import RestartSettings
-from elasticrs.rendezvous.elastic import machine, messages
-from elasticrs.rendezvous.elastic.etcd_site import EtcdSite
-from elasticrs.rendezvous.elastic.rendezvous import Rendezvous, ThisAgent
-from elasticrs.rendezvous.elastic.settings import Settings
-from elasticrs.store.coordination import Put, Reply, Txn, Unwatch, Watch
-from elasticrs.store.session import NativeSession
+from elasticrs._engine.job.restart_policy import RestartSettings
+from elasticrs._engine.nodes.protocol import machine, messages
+from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous, ThisAgent
+from elasticrs._engine.nodes.transport.coordination import Put, Reply, Txn, Unwatch, Watch
+from elasticrs._engine.nodes.transport.etcd_site import EtcdSite
+from elasticrs._engine.nodes.transport.session import NativeSession
+from elasticrs._engine.nodes.transport.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,7 +6,7 @@ siblings of the worker had been signalled, in monotonic nanoseconds.
 import os
 import sys
 
-from elasticrs.agent.tracker import AttemptTracker
+from elasticrs._engine.supervise.run.tracker import AttemptTracker
 from elasticrs.launch import main
 
 _tidy_up = AttemptTracker.tidy_up

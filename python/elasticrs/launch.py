@@ -1,7 +1,7 @@
 """Entry points ``python -m elasticrs.launch`` and ``elasticrun``. The functions have the same names as in
 ``torch.distributed.launch``.
 
-The implementation is in :mod:`elasticrs.launcher.command_line`.
+The implementation is in :mod:`.command_line`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if _is_command:
     gc.set_threshold(20_000)
 
 from elasticrs import lazy  # noqa: E402
-from elasticrs.launcher import command_line  # noqa: E402
+from elasticrs._engine.cli import command_line  # noqa: E402
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -21,18 +21,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from elasticrs import lazy
-from elasticrs._worker.run_path import run_script_path
-from elasticrs.job import config as defaults
-from elasticrs.job.config import UsageError
-from elasticrs.job.options import OPTIONS, Namespace
-from elasticrs.launcher import command_line
-from elasticrs.launcher.parser import OLD_LAUNCHERS, get_args_parser
+from elasticrs._engine.cli import command_line
+from elasticrs._engine.cli.parser import OLD_LAUNCHERS, get_args_parser
+from elasticrs._engine.inside.run_path import run_script_path
+from elasticrs._engine.job import config as defaults
+from elasticrs._engine.job.config import UsageError
+from elasticrs._engine.job.options import OPTIONS, Namespace
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Sequence
 
-    from elasticrs.agent.health_check_server import HealthCheckServer
+    from elasticrs._engine.supervise.observe.health_check_server import HealthCheckServer
     from elasticrs.launcher.api import LaunchConfig
     from elasticrs.multiprocessing.api import LogsSpecs
 
@@ -106,7 +106,7 @@ def determine_local_world_size(nproc_per_node: str | int) -> int:
     Raises:
         ValueError: this machine has no such device, or the word is unknown.
     """
-    from elasticrs.host import devices
+    from elasticrs._engine.gpus import devices
 
     with suppress(ValueError):
         return int(nproc_per_node)
@@ -259,7 +259,7 @@ def _health_check_server(values: Namespace) -> HealthCheckServer | None:
         # Open no server here, because the agent opens the health check server itself if
         # `TORCHELASTIC_HEALTH_CHECK_PORT` is set.
         return None
-    from elasticrs.agent.observer_factory import open_server
+    from elasticrs._engine.supervise.observe.observer_factory import open_server
 
     host = values.health_check_host or os.environ.get("ELASTICRS_HEALTH_CHECK_HOST") or defaults.LOOPBACK
     settings = defaults.ObserveSettings.taken_from(values, health_check_host=host)
@@ -279,15 +279,15 @@ def _rdzv_configs(values: Namespace) -> dict[str, Any]:
 
 
 def _get_logs_specs_class(logs_specs_name: str | None) -> type[LogsSpecs]:
-    from elasticrs.multiprocessing import plugins
+    from elasticrs._engine.workers.functions import plugins
 
     chosen: type[LogsSpecs] = plugins.specs_class(logs_specs_name or "default")
     return chosen
 
 
 def _logs_specs(values: Namespace, nproc: int) -> LogsSpecs:
-    from elasticrs.job.config import LogSettings
-    from elasticrs.multiprocessing.plugins import make_logs_specs
+    from elasticrs._engine.job.config import LogSettings
+    from elasticrs._engine.workers.functions.plugins import make_logs_specs
 
     return make_logs_specs(LogSettings.taken_from(values), nproc)
 
@@ -295,7 +295,7 @@ def _logs_specs(values: Namespace, nproc: int) -> LogsSpecs:
 def _numa_options(mode: str | None) -> Any:
     if mode is None:
         return None
-    from elasticrs.host.numa import AffinityMode, NumaOptions
+    from elasticrs._engine.gpus.numa import AffinityMode, NumaOptions
 
     return NumaOptions(AffinityMode(mode))
 
@@ -314,7 +314,7 @@ def _command(values: Namespace, use_env: bool) -> tuple[Callable[..., Any] | str
 
 
 def _say(values: Namespace, line: str) -> None:
-    from elasticrs.report.console import Console
+    from elasticrs._engine.process.console import Console
 
     Console(log_prefix=values.log_prefix).say(line)
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from elasticrs.diagnosis.values import NoRecord, RankEvidence
+from elasticrs._engine.hangs.values import NoRecord, RankEvidence
 
 RECORDED = Path(__file__).resolve().parent / "recorded"
 

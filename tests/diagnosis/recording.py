@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from verdicts.desynchronised import EXIT, LOAD, SPIN, WORKER, Groups, Step
 
-from elasticrs.diagnosis.values import NoRecord, RankEvidence
+from elasticrs._engine.hangs.values import NoRecord, RankEvidence
 
 RECORDED = Path(__file__).resolve().parent / "recorded"
 

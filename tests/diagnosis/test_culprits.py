@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from diagnosis.model import dump, entry
 from diagnosis.test_stacks import LOADER, REDUCE, STEP, written
-from elasticrs.diagnosis.diagnose import diagnose
-from elasticrs.diagnosis.stacks import Frame
-from elasticrs.diagnosis.values import Confidence, NoRecord, RankEvidence, Reason
+from elasticrs._engine.hangs.diagnose import diagnose
+from elasticrs._engine.hangs.stacks import Frame
+from elasticrs._engine.hangs.values import Confidence, NoRecord, RankEvidence, Reason
 
 (SCHEMA,) = schemas("design/diagnosis.md")
 

@@ -4,13 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from elasticrs.agent import hang_diagnosis, hangs
-from elasticrs.agent.attempt import Attempt, Overdue
-from elasticrs.agent.tracker import AttemptTracker
-from elasticrs.diagnosis import diagnose
-from elasticrs.diagnosis.values import failed
-from elasticrs.job.ranks import WorkerRanks
-from elasticrs.workers.plan import Plan
+from elasticrs._engine.hangs import diagnose
+from elasticrs._engine.hangs.values import failed
+from elasticrs._engine.job.ranks import WorkerRanks
+from elasticrs._engine.supervise.attempts import hangs
+from elasticrs._engine.supervise.attempts.attempt import Attempt, Overdue
+from elasticrs._engine.supervise.failures import hang_diagnosis
+from elasticrs._engine.supervise.run.tracker import AttemptTracker
+from elasticrs._engine.workers.plan import Plan
 
 
 def breaks(*_, **__):

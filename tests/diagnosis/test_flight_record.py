@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from diagnosis.model import dump, entry
 from diagnosis.recorded_evidence import recorded
-from elasticrs.diagnosis import flight_record
-from elasticrs.diagnosis.flight_record import Damage, Entry, FlightRecord, FlightRecordError, State, parse
+from elasticrs._engine.hangs import flight_record
+from elasticrs._engine.hangs.flight_record import Damage, Entry, FlightRecord, FlightRecordError, State, parse
 
 REAL = recorded("skipped")[0].records[0]
 

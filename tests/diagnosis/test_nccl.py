@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from elasticrs.diagnosis.diagnose import diagnose
-from elasticrs.diagnosis.flight_record import State, parse
-from elasticrs.diagnosis.values import Confidence, RankEvidence, Reason
+from elasticrs._engine.hangs.diagnose import diagnose
+from elasticrs._engine.hangs.flight_record import State, parse
+from elasticrs._engine.hangs.values import Confidence, RankEvidence, Reason
 
 RECORDS = Path(__file__).resolve().parent / "nccl"
 NCCL, GLOO = "_dump_nccl_trace_json", "_dump_fr_trace_json"

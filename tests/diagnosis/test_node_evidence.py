@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from diagnosis.model import FAULTS, Run, job, mesh, program, with_fault
 from diagnosis.recorded_evidence import recorded
 from diagnosis.test_recorded import EXPECTED
-from elasticrs.diagnosis.diagnose import diagnose, diagnose_nodes, judge, observe
-from elasticrs.diagnosis.node_evidence import (
+from elasticrs._engine.hangs.diagnose import diagnose, diagnose_nodes, judge, observe
+from elasticrs._engine.hangs.node_evidence import (
     MAX_DECODED,
     MAX_STEPS,
     NodeEvidenceError,
     decode,
     encode,
 )
-from elasticrs.diagnosis.rank_record import GroupSteps, RankFacts, RankRecord, Step, Transfer
-from elasticrs.diagnosis.values import Call, Frame, NoRecord
+from elasticrs._engine.hangs.rank_record import GroupSteps, RankFacts, RankRecord, Step, Transfer
+from elasticrs._engine.hangs.values import Call, Frame, NoRecord
 
 LIMITS = {"max_bytes": 32 << 10, "max_steps": 200}
 NAMES = st.text(max_size=6)

@@ -8,10 +8,10 @@ from helpers.schema import schemas
 from diagnosis.recorded_evidence import recorded
 from diagnosis.test_culprits import DONE, OUTSIDE, WAITING, WAITS, calls, rank
 from diagnosis.test_recorded import EXPECTED
-from elasticrs.diagnosis.diagnose import diagnose
-from elasticrs.diagnosis.paragraph import MAX_LINES, ranks_text
-from elasticrs.diagnosis.values import NoRecord
-from elasticrs.report.phrases import spans
+from elasticrs._engine.hangs.diagnose import diagnose
+from elasticrs._engine.hangs.paragraph import MAX_LINES, ranks_text
+from elasticrs._engine.hangs.values import NoRecord
+from elasticrs._engine.job.phrases import spans
 
 (SCHEMA,) = schemas("design/diagnosis.md")
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs.diagnosis.flight_record import Damage, FlightRecordError, parse
-from elasticrs.diagnosis.pickled import MAX_OPERATIONS, PickledError, plain
+from elasticrs._engine.hangs.flight_record import Damage, FlightRecordError, parse
+from elasticrs._engine.hangs.pickled import MAX_OPERATIONS, PickledError, plain
 
 SCALARS = (
     st.none()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diagnosis.recorded_evidence import recorded
-from elasticrs.diagnosis.stacks import (
+from elasticrs._engine.hangs.stacks import (
     MAX_FRAMES,
     Frame,
     main_thread,

@@ -11,7 +11,7 @@ from helpers.procs import HANG
 pytestmark = pytest.mark.beyond_torchrun
 
 MARK = "print('STARTED')"
-PATIENT = launcher_with("host.devices", SLOW=HANG)
+PATIENT = launcher_with("_engine.gpus.devices", SLOW=HANG)
 """On a loaded machine, the import of torch takes so long that a second line says so."""
 
 

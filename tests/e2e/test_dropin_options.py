@@ -305,9 +305,9 @@ def test_the_use_env_option_of_the_old_launcher_is_accepted(launch, worker_scrip
 
 BIND = """
 import os, sys
-import elasticrs.host.numa
+import elasticrs._engine.gpus.numa
 from elasticrs import LaunchConfig, elastic_launch
-from elasticrs.host.numa import AffinityMode, NumaOptions
+from elasticrs._engine.gpus.numa import AffinityMode, NumaOptions
 
 def work():
     return sorted(os.sched_getaffinity(0))
@@ -315,7 +315,7 @@ def work():
 if __name__ == "__main__":
     cpus = sorted(os.sched_getaffinity(0))
     wanted = [[cpus[0]], [cpus[-1]]]
-    elasticrs.host.numa.cpus_by_local_rank = lambda mode, nproc, environ: wanted[:nproc]
+    elasticrs._engine.gpus.numa.cpus_by_local_rank = lambda mode, nproc, environ: wanted[:nproc]
     config = LaunchConfig(1, 1, 2, rdzv_backend="c10d", numa_options=NumaOptions(AffinityMode.NODE))
     assert elastic_launch(config, work)() == dict(enumerate(wanted))
     show = "import os; os.write(1, f'{sorted(os.sched_getaffinity(0))}\\\\n'.encode())"
@@ -336,7 +336,7 @@ def test_functions_and_programs_run_on_the_chosen_cpus(launch, tmp_path):
 FALL_BACK = """
 import warnings
 from elasticrs import LaunchConfig, elastic_launch
-from elasticrs.host.numa import AffinityMode, NumaOptions
+from elasticrs._engine.gpus.numa import AffinityMode, NumaOptions
 
 for falls_back in (True, False):
     options = NumaOptions(AffinityMode.SOCKET, should_fall_back_if_binding_fails=falls_back)

@@ -155,7 +155,7 @@ def test_a_hanging_nvml_call_does_not_affect_the_job(run, gpus):
 
 def watcher_of(launched, gpus):
     gpus.wait_for_calls("nvmlInit_v2")
-    (watcher,) = [each for each in launched.descendants() if "host.gpu_watch" in each.command]
+    (watcher,) = [each for each in launched.descendants() if "_engine.gpus.gpu_watch" in each.command]
     return watcher.pid
 
 

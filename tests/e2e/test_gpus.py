@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from helpers.procs import run_program
 
-from elasticrs.host.devices import CountError, has_slices, visible_gpus, worker_count
+from elasticrs._engine.gpus.devices import CountError, has_slices, visible_gpus, worker_count
 
 pytestmark = [pytest.mark.gpu, pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(150)]
 

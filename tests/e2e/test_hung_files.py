@@ -10,7 +10,7 @@ from helpers.launcher import launcher_with
 
 pytestmark = pytest.mark.beyond_torchrun
 
-IMPATIENT = launcher_with("host.background_call", FILE_LIMIT=0.3)
+IMPATIENT = launcher_with("_engine.process.background_call", FILE_LIMIT=0.3)
 
 PROGRAM = """
 import os, signal, sys
@@ -52,14 +52,14 @@ def test_the_report_of_a_failure_whose_files_hang_names_the_exit_code(launch, tm
 AUDITED = """
 import os, sys, threading
 from elasticrs.launch import main
-from elasticrs.agent import loop, tracker
+from elasticrs._engine.supervise.run import loop, tracker
 
 EVENTS = {
     "open", "os.listdir", "os.scandir", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate",
     "socket.getaddrinfo", "socket.gethostbyname", "subprocess.Popen", "os.posix_spawn",
 }
 # The counters of the kernel, and the modules that are imported after a failure.
-PACKAGE = os.path.dirname(os.path.dirname(loop.__file__))
+PACKAGE = os.path.dirname(sys.modules["elasticrs"].__file__)
 ALLOWED = ("/proc/", "/sys/", "/dev/", sys.prefix, sys.base_prefix, PACKAGE)
 watch = {"on": False}
 

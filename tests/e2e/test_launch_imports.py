@@ -55,8 +55,8 @@ def test_unused_observer_modules_are_not_imported():
         "elasticrs.events",
         "elasticrs.metrics",
         "elasticrs.agent.job_",
-        "elasticrs.agent.observer_factory",
-        "elasticrs.workers.warm",
+        "elasticrs._engine.supervise.observe.observer_factory",
+        "elasticrs._engine.workers.warm",
     )
     assert not {name for name in loaded("--no-python", "true") if name.startswith(watchers)}
 
@@ -65,10 +65,10 @@ def test_help_does_not_import_the_agent():
     modules = loaded("--help")
     assert {name for name in modules if "elasticrs" not in name} <= STANDARD
     assert "elasticrs._core" not in modules
-    assert "elasticrs.agent.loop" not in modules
+    assert "elasticrs._engine.supervise.run.loop" not in modules
 
 
 def test_torchrun_check_is_imported_only_for_the_check_option():
-    name = "elasticrs.launcher.torchrun_check"
+    name = "elasticrs._engine.cli.torchrun_check"
     assert name not in loaded("--no-python", "true") | loaded("--help")
     assert name in loaded("--check", "torchrun", "--no-python", "true")

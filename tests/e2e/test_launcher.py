@@ -84,7 +84,7 @@ def test_an_unread_console_does_not_fail_a_job(launch, worker_script, tmp_path):
         import sys
         sys.stdout.write("a line that nobody reads\\n" * 100_000)
     """)
-    short = launcher_with("agent.tracker", DRAIN_TIMEOUT=0.2)
+    short = launcher_with("_engine.supervise.run.tracker", DRAIN_TIMEOUT=0.2)
     job = launch("-t", "1", "--log-dir", tmp_path / "logs", script, argv=short)
     # Do not read the launcher's stdout before it has exited.
     assert procs.wait_readable(job.pidfd)

@@ -68,7 +68,7 @@ def stuck():
 
 
 TELLS_END = """
-from elasticrs.agent.tracker import AttemptTracker
+from elasticrs._engine.supervise.run.tracker import AttemptTracker
 tidy_up = AttemptTracker.tidy_up
 AttemptTracker.tidy_up = lambda self: (tidy_up(self), open("ended", "w").close())
 """
@@ -98,7 +98,7 @@ def unread_report(stuck_launcher, stuck):
     """
 
     def start(patience):
-        argv = (*launcher_with("launcher.command_line", PATIENCE=patience), "--no-python", "false")
+        argv = (*launcher_with("_engine.cli.command_line", PATIENCE=patience), "--no-python", "false")
         return stuck_launcher(*argv, stdout=subprocess.DEVNULL, stderr=stuck)
 
     return start
@@ -117,7 +117,8 @@ def test_the_launcher_gives_up_writing_a_report_that_is_not_read(unread_report):
 
 
 def test_a_signal_while_the_console_is_blocked_does_not_hang_the_launcher(stuck_launcher, stuck, tmp_path):
-    argv = (*launcher_with("agent.tracker", DRAIN_TIMEOUT=2.0), "--log-dir", str(tmp_path), "--tee", "1")
+    impatient = launcher_with("_engine.supervise.run.tracker", DRAIN_TIMEOUT=2.0)
+    argv = (*impatient, "--log-dir", str(tmp_path), "--tee", "1")
     launcher = stuck_launcher(*argv, "--no-python", "seq", "10", stdout=stuck, stderr=subprocess.PIPE)
     launcher.send_signal(signal.SIGTERM)
     _, stderr = launcher.communicate(timeout=procs.HANG)

@@ -100,7 +100,7 @@ def test_on_failure_replace_disables_nccl_async_error_handling_unless_set(launch
 def test_workers_failing_before_the_next_rendezvous_cost_one_restart(launch, worker_script):
     meets = """
     import os
-    from elasticrs.workers.node_page import page_of
+    from elasticrs._engine.workers.node_page import page_of
     page = page_of(os.environ)
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         page.place(int(os.environ["LOCAL_RANK"]), 3, 1)
@@ -172,7 +172,7 @@ def test_a_signal_stops_all_workers_after_a_replacement(launch, worker_script):
 
 TRAINERS = {
     "none": "",
-    "agent's": "import elasticrs.workers.node_page as n, os; page = n.page_of(os.environ)",
+    "agent's": "import elasticrs._engine.workers.node_page as n, os; page = n.page_of(os.environ)",
     "own endpoint": "from elasticrs.train import CoordinatorP2P; "
     "made = CoordinatorP2P('gloo', 'elasticrs://127.0.0.1:1/job?min_workers=1&max_workers=1', 1)",
 }

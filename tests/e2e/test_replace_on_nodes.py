@@ -20,7 +20,7 @@ pytestmark = pytest.mark.beyond_torchrun
 WORKER = """
     # Meets the others, as elasticrs.train does, when SIGUSR2 comes: its agent reads the same bytes.
     import os, signal
-    from elasticrs.workers.node_page import page_of
+    from elasticrs._engine.workers.node_page import page_of
     began, page = int(os.environ["RANK"]), page_of(os.environ)
     def meet(*_):
         number = int(open("meeting").read())

@@ -77,7 +77,7 @@ def comparable(env, home):
     """Return the environment without random values and without intentional differences."""
     env = {name: value.replace(home, "HOME") for name, value in env.items() if name not in OURS | TORCHS}
     # The startup hook removes its folder from the path before the script runs.
-    assert "_worker" not in env.get("PYTHONPATH", "")
+    assert "inside/hook" not in env.get("PYTHONPATH", "")
     assert env.pop("MASTER_PORT").isdecimal()
     env["MASTER_ADDR"] = "here" if env["MASTER_ADDR"] in ("localhost", "127.0.0.1") else env["MASTER_ADDR"]
     run_id = env["TORCHELASTIC_RUN_ID"]

@@ -10,9 +10,9 @@ from helpers import ports, procs
 from helpers.ended import Ended, report_of
 from helpers.said import says
 
-from elasticrs.agent.attempt import JobResult
-from elasticrs.job.config import JobConfig
-from elasticrs.launcher.outcome import conclude_stopped
+from elasticrs._engine.cli.outcome import conclude_stopped
+from elasticrs._engine.job.config import JobConfig
+from elasticrs._engine.supervise.attempts.attempt import JobResult
 
 pytestmark = pytest.mark.beyond_torchrun
 

@@ -14,17 +14,18 @@ from helpers.procs import HANG
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs._worker.error_file import write_whole
-from elasticrs.agent import hang_diagnosis, hangs
-from elasticrs.agent.attempt import Attempt
-from elasticrs.agent.hang_diagnosis import diagnose_running, examine, examine_failure
-from elasticrs.agent.record_requests import is_collective_failure
-from elasticrs.agent.tracker import AttemptTracker
-from elasticrs.diagnosis.blame import Basis, Blame
-from elasticrs.diagnosis.flight_record import MAX_BYTES
-from elasticrs.diagnosis.values import Confidence, Frame, MergedStack, NoRecord
-from elasticrs.job.ranks import WorkerRanks
-from elasticrs.workers.logs import (
+from elasticrs._engine.hangs.blame import Basis, Blame
+from elasticrs._engine.hangs.flight_record import MAX_BYTES
+from elasticrs._engine.hangs.values import Confidence, Frame, MergedStack, NoRecord
+from elasticrs._engine.inside.error_file import write_whole
+from elasticrs._engine.job.ranks import WorkerRanks
+from elasticrs._engine.supervise.attempts import hangs
+from elasticrs._engine.supervise.attempts.attempt import Attempt
+from elasticrs._engine.supervise.failures import hang_diagnosis
+from elasticrs._engine.supervise.failures.hang_diagnosis import diagnose_running, examine, examine_failure
+from elasticrs._engine.supervise.failures.record_requests import is_collective_failure
+from elasticrs._engine.supervise.run.tracker import AttemptTracker
+from elasticrs._engine.workers.logs import (
     LogPaths,
     fault_file,
     flight_dumps,
@@ -32,7 +33,7 @@ from elasticrs.workers.logs import (
     flight_requests_file,
     hang_file,
 )
-from elasticrs.workers.plan import Plan
+from elasticrs._engine.workers.plan import Plan
 
 RECORDED = Path(__file__).resolve().parents[1] / "diagnosis" / "recorded"
 
@@ -287,7 +288,7 @@ def test_a_rank_that_python_code_has_aborted_stays_the_cause(mismatched):
 
 
 def test_the_stack_of_a_rank_that_has_raised_is_not_shown(mismatched):
-    hook = ["/elasticrs/_worker/hook/sitecustomize.py", 275, "excepthook"]
+    hook = ["/elasticrs/_engine/inside/hook/sitecustomize.py", 275, "excepthook"]
     header = json.dumps({"groups": {"0": [0, 1, 2, 3]}, "stack": [hook, *INSIDE]}).encode()
     mismatched.write(1, header, dump(calls("all_reduce", waits=False, sizes=[[4]])))
     found = after_failure(mismatched.attempt)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs._worker.error_file import failure_facts, origin, representative
+from elasticrs._engine.inside.error_file import failure_facts, origin, representative
 from elasticrs.errors import NonRetryable
 
 CLOSED = "[pair.cc:534] Connection closed by peer [10.0.0.2]:4242"

@@ -13,8 +13,8 @@ from unittest import mock
 import pytest
 from helpers.procs import run_program
 
-from elasticrs import _worker
-from elasticrs._worker.error_file import write_whole
+from elasticrs._engine import inside
+from elasticrs._engine.inside.error_file import write_whole
 from elasticrs.multiprocessing.errors import (
     ChildFailedError,
     ErrorHandler,
@@ -235,7 +235,7 @@ def test_a_pipe_or_device_as_error_file_is_not_removed(special, tmp_path, monkey
 
 
 def test_the_worker_hook_creates_no_file_beside_a_pipe_or_device(special):
-    hook = Path(_worker.__file__).with_name("hook")
+    hook = Path(inside.__file__).with_name("hook")
     env = {"PYTHONPATH": str(hook), "TORCHELASTIC_ERROR_FILE": str(special)}
     done = subprocess.run(
         [sys.executable, "-c", "[][1]"], env=env, capture_output=True, timeout=30, check=False

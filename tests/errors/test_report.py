@@ -13,14 +13,14 @@ from unittest import mock
 
 import pytest
 
-from elasticrs.agent.attempt import Attempt
-from elasticrs.agent.failed_attempt import failures
-from elasticrs.job.ranks import NodeShare, assign
+from elasticrs._engine.job.ranks import NodeShare, assign
+from elasticrs._engine.process.console import Console
+from elasticrs._engine.supervise.attempts.attempt import Attempt
+from elasticrs._engine.supervise.failures.failed_attempt import failures
+from elasticrs._engine.workers.failures.report import painted
+from elasticrs._engine.workers.plan import Plan
 from elasticrs.multiprocessing import errors
 from elasticrs.multiprocessing.errors import ChildFailedError, ProcessFailure
-from elasticrs.multiprocessing.errors.report import painted
-from elasticrs.report.console import Console
-from elasticrs.workers.plan import Plan
 
 NOW = time.monotonic_ns()
 MS = 1_000_000

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from elasticrs.agent.attempt import Attempt, JobResult, phases
-from elasticrs.job.restart_policy import FailureHistory, RestartSettings
-from elasticrs.workers.plan import Plan
+from elasticrs._engine.job.restart_policy import FailureHistory, RestartSettings
+from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult, phases
+from elasticrs._engine.workers.plan import Plan
 
 
 def test_restart_phases_cover_the_whole_restart():

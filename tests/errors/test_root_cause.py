@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs.multiprocessing.errors import ChildFailedError, ProcessFailure
-from elasticrs.multiprocessing.errors.root_cause import (
+from elasticrs._engine.workers.failures.root_cause import (
     RECORD_WINDOW_NS,
     WAVE_NS,
     in_order,
     root_cause,
     victims,
 )
+from elasticrs.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 NOW = time.monotonic_ns()
 MS = 1_000_000

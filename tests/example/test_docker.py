@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from helpers import procs
 
-from elasticrs.launcher.arguments import parse
+from elasticrs._engine.cli.arguments import parse
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "examples/docker/Dockerfile"

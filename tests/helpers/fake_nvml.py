@@ -88,7 +88,8 @@ class FakeGpus:
         }
         program = (
             "import sys; from elasticrs.launch import main;"
-            "from elasticrs.agent import gpu_watcher; from elasticrs.host import nvidia;"
+            "from elasticrs._engine.supervise.run import gpu_watcher;"
+            "from elasticrs._engine.gpus import nvidia;"
             f"nvidia.DEVICE = {str(self._folder)!r}; vars(gpu_watcher).update({constants!r});"
             "sys.exit(main())"
         )

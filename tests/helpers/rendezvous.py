@@ -1,9 +1,9 @@
 """Descriptions of rendezvous for tests."""
 
-from elasticrs.rendezvous.elastic.commands import Command
-from elasticrs.rendezvous.elastic.etcd_site import EtcdSite
-from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
-from elasticrs.rendezvous.elastic.settings import Settings
+from elasticrs._engine.nodes.protocol.commands import Command
+from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
+from elasticrs._engine.nodes.transport.etcd_site import EtcdSite
+from elasticrs._engine.nodes.transport.settings import Settings
 
 
 def rendezvous(

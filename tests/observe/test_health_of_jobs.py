@@ -62,7 +62,7 @@ def samples_of():
 RATES = """
     # What elasticrs.train does.
     import os, signal
-    from elasticrs.workers.node_page import page_of
+    from elasticrs._engine.workers.node_page import page_of
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     page, rank = page_of(os.environ), int(os.environ["LOCAL_RANK"])
     page.place(rank, 3, 1)
@@ -283,7 +283,7 @@ STANDS_STILL = """
 
 
 def test_status_says_which_ranks_stand_where_while_no_rank_makes_progress(launch, worker_script):
-    argv = launcher_with("agent.job_health", PROGRESS_LIMIT=0.2)
+    argv = launcher_with("_engine.supervise.observe.job_health", PROGRESS_LIMIT=0.2)
     job, port, pids = start(launch, worker_script(STANDS_STILL), "--hang-timeout=600", argv=argv)
     status = wait_until(lambda: status_of(port), lambda found: found["no_progress"])
     assert status["state"] == "NO_PROGRESS"
@@ -312,7 +312,7 @@ LEAVES_A_COLLECTIVE = """
 
 @pytest.mark.slow
 def test_status_says_who_waits_in_which_collective(launch, worker_script):
-    argv = launcher_with("agent.job_health", PROGRESS_LIMIT=0.2)
+    argv = launcher_with("_engine.supervise.observe.job_health", PROGRESS_LIMIT=0.2)
     job, port, pids = start(launch, worker_script(LEAVES_A_COLLECTIVE), "--hang-timeout=600", argv=argv)
     waits = "rank 0 waits in all_reduce #2"
     status = wait_until(

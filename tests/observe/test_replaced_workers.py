@@ -10,10 +10,10 @@ from helpers import procs
 from helpers.http_client import get, get_json, port_of, wait_until_answers
 from helpers.schema import schemas
 
-from elasticrs.agent.attempt import Attempt, JobResult
-from elasticrs.agent.job_metrics import MetricRecorder
-from elasticrs.agent.state_machine import Phase
-from elasticrs.job.config import JobConfig
+from elasticrs._engine.job.config import JobConfig
+from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
+from elasticrs._engine.supervise.attempts.state_machine import Phase
+from elasticrs._engine.supervise.observe.job_metrics import MetricRecorder
 from elasticrs.metrics.api import add_sink, remove_sink
 
 pytestmark = pytest.mark.beyond_torchrun
@@ -24,7 +24,7 @@ EVENT, INNER = schemas("events.md")
 WORKER = """
     # Meets the others as elasticrs.train does: a node of two workers, whose ranks are not in order.
     import os, signal
-    from elasticrs.workers.node_page import page_of
+    from elasticrs._engine.workers.node_page import page_of
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1, signal.SIGUSR2])
     page = page_of(os.environ)
     local, life = int(os.environ["LOCAL_RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -105,7 +105,7 @@ def test_the_report_distinguishes_two_workers_with_the_same_rank(launch, worker_
     script = worker_script("""
         # Uses elasticrs.train
         import os, signal
-        from elasticrs.workers.node_page import page_of
+        from elasticrs._engine.workers.node_page import page_of
         page_of(os.environ).place(7, 8, 1 + int(os.environ["LOCAL_RANK"]))
         os.write(1, f"UP {os.environ['LOCAL_RANK']} {os.getpid()}.\\n".encode())
         signal.pause()

@@ -8,14 +8,8 @@ from typing import Any
 import pytest
 from helpers import procs
 
-from elasticrs.multiprocessing import (
-    DefaultLogsSpecs,
-    PContext,
-    Std,
-    SubprocessContext,
-    foreign,
-    start_processes,
-)
+from elasticrs._engine.workers.functions import foreign
+from elasticrs.multiprocessing import DefaultLogsSpecs, PContext, Std, SubprocessContext, start_processes
 
 FACTORY = "elasticrs.multiprocessing.api.get_subprocess_handler"
 

@@ -9,9 +9,9 @@ import threading
 import pytest
 from helpers import functions, procs
 
-from elasticrs.job.config import START_METHODS
+from elasticrs._engine.job.config import START_METHODS
+from elasticrs._engine.workers.functions.supervised_group import SupervisedGroup
 from elasticrs.multiprocessing import DefaultLogsSpecs, start_processes
-from elasticrs.multiprocessing.supervised_group import SupervisedGroup
 
 TIMES = 20
 

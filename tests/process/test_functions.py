@@ -11,8 +11,8 @@ from helpers import ports
 from helpers.host_programs import told
 from helpers.procs import run_program
 
+from elasticrs._engine.job.phrases import SILENT
 from elasticrs.launcher import LaunchConfig
-from elasticrs.report.phrases import SILENT
 
 TESTS = str(Path(__file__).parents[1])
 

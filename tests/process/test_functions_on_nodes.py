@@ -8,7 +8,7 @@ import pytest
 from helpers import ports
 from helpers.host_programs import told
 
-from elasticrs.report.phrases import SILENT
+from elasticrs._engine.job.phrases import SILENT
 from elasticrs.store import connect
 
 HOST = '''

@@ -7,7 +7,7 @@ from helpers import ports, procs
 from helpers.host_programs import told
 from helpers.schema import schemas
 
-from elasticrs.host.stop_requests import ECHO
+from elasticrs._engine.process.stop_requests import ECHO
 
 HOST = '''
 from elasticrs.agent.server import LocalElasticAgent, RunResult, WorkerSpec, WorkerState
@@ -345,7 +345,7 @@ tell(*CALLS[0])
 )
 def test_the_last_health_state_is_the_outcome_of_the_job(host, code, restarts, last):
     functions = """
-from elasticrs.agent.job_health import HealthObserver
+from elasticrs._engine.supervise.observe.job_health import HealthObserver
 from elasticrs.agent.server.health_check_server import HealthCheckServer
 
 STATES = []

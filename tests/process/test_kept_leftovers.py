@@ -99,7 +99,7 @@ def test_killing_the_launcher_kills_a_lingering_process(leave):
 
 UNENDABLE = """
     import subprocess
-    from elasticrs.multiprocessing import keeper
+    from elasticrs._engine.workers.functions import keeper
 
     keeper._GIVE_UP = keeper._LAST_MOMENT = 0.05
     # As in state D.

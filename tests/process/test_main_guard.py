@@ -7,7 +7,7 @@ from helpers import procs
 from helpers.launcher import clean_environment
 from helpers.procs import run_program
 
-from elasticrs.multiprocessing.main_guard import MESSAGE
+from elasticrs._engine.workers.functions.main_guard import MESSAGE
 
 LAUNCH = """
 from elasticrs.launcher import LaunchConfig, elastic_launch

@@ -15,11 +15,12 @@ import pytest
 from helpers import functions, procs
 
 from elasticrs import multiprocessing
-from elasticrs.host import stop_requests
-from elasticrs.job.config import START_METHODS
-from elasticrs.multiprocessing import DefaultLogsSpecs, PContext, SignalException, interrupts, start_processes
+from elasticrs._engine.job.config import START_METHODS
+from elasticrs._engine.process import stop_requests
+from elasticrs._engine.workers.functions import interrupts
+from elasticrs.multiprocessing import DefaultLogsSpecs, PContext, SignalException, start_processes
 
-PACKAGE = str(Path(multiprocessing.__file__).parent)
+PACKAGES = tuple(str(Path(str(module.__file__)).parent) for module in (multiprocessing, interrupts))
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def start(n: int, entrypoint: str | Callable[..., object], *args: object, method
 
 
 class SignalAt:
-    """Sends SIGTERM to this process at a chosen line or instruction of :mod:`elasticrs.multiprocessing`.
+    """Sends SIGTERM to this process at a chosen line or instruction of the modules that start functions.
 
     Args:
         step: which, counted from 0.
@@ -61,7 +62,7 @@ class SignalAt:
 
     def _enter(self, frame: FrameType, _event: str, _arg: object) -> Callable[..., object] | None:
         # Do not trace forked children, which inherit the trace function.
-        if os.getpid() != self._pid or not frame.f_code.co_filename.startswith(PACKAGE):
+        if os.getpid() != self._pid or not frame.f_code.co_filename.startswith(PACKAGES):
             return None
         frame.f_trace_opcodes = self._event == "opcode"
         return self._step

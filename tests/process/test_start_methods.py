@@ -9,7 +9,7 @@ import pytest
 from helpers import procs
 from helpers.host_programs import told
 
-from elasticrs.report.phrases import SILENT
+from elasticrs._engine.job.phrases import SILENT
 
 HOST = """
 import subprocess

@@ -15,7 +15,8 @@ import pytest
 from helpers import functions, held, procs
 
 from elasticrs import _core
-from elasticrs.job.config import START_METHODS
+from elasticrs._engine.job.config import START_METHODS
+from elasticrs._engine.workers.functions.start_methods import BY_METHOD
 from elasticrs.multiprocessing import (
     DefaultLogsSpecs,
     LogsDest,
@@ -25,7 +26,6 @@ from elasticrs.multiprocessing import (
     start_processes,
 )
 from elasticrs.multiprocessing.api import MultiprocessContext, SubprocessContext
-from elasticrs.multiprocessing.start_methods import BY_METHOD
 from elasticrs.multiprocessing.subprocess_handler import SubprocessHandler, get_subprocess_handler
 
 methods = pytest.mark.parametrize("method", START_METHODS)

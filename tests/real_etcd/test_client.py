@@ -7,7 +7,7 @@ from helpers.procs import wait_until
 from helpers.store_contract import StoreContract
 
 from elasticrs import _core
-from elasticrs.store.coordination import MAX_OPERATIONS
+from elasticrs._engine.nodes.transport.coordination import MAX_OPERATIONS
 
 
 @pytest.fixture

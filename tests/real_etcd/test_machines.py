@@ -11,12 +11,12 @@ import pytest
 from helpers.procs import HANG
 from rendezvous import agents
 
-from elasticrs.rendezvous.elastic import messages as m
-from elasticrs.rendezvous.elastic.machine import step
-from elasticrs.rendezvous.elastic.records import Head
-from elasticrs.rendezvous.elastic.timers import Timers, now
-from elasticrs.store.coordination import ConnectionLost, Notice, Txn, Unwatch, Watch
-from elasticrs.store.session import Client, NativeSession
+from elasticrs._engine.nodes.protocol import messages as m
+from elasticrs._engine.nodes.protocol.machine import step
+from elasticrs._engine.nodes.protocol.records import Head
+from elasticrs._engine.nodes.protocol.timers import Timers, now
+from elasticrs._engine.nodes.transport.coordination import ConnectionLost, Notice, Txn, Unwatch, Watch
+from elasticrs._engine.nodes.transport.session import Client, NativeSession
 
 PATIENT, QUICK = 20.0, 2.0
 """Seconds of a lease: longer than any election on a busy machine, and as short as can be."""

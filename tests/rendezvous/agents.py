@@ -2,10 +2,10 @@
 
 from helpers.rendezvous import rendezvous
 
-from elasticrs.job.restart_policy import RestartSettings
-from elasticrs.rendezvous.elastic.commands import Command
-from elasticrs.rendezvous.elastic.machine import Member
-from elasticrs.rendezvous.elastic.rendezvous import ThisAgent
+from elasticrs._engine.job.restart_policy import RestartSettings
+from elasticrs._engine.nodes.protocol.commands import Command
+from elasticrs._engine.nodes.protocol.machine import Member
+from elasticrs._engine.nodes.protocol.rendezvous import ThisAgent
 
 
 def command(*words, place="/train.py", user=0):

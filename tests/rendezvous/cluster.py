@@ -4,11 +4,11 @@ clock.
 
 from helpers.said import says
 
-from elasticrs.rendezvous.elastic import messages as m
-from elasticrs.rendezvous.elastic.keys import Keys
-from elasticrs.rendezvous.elastic.machine import step
-from elasticrs.rendezvous.elastic.records import Head
-from elasticrs.store.coordination import Connected, ConnectionLost, Txn, Unwatch, Watch
+from elasticrs._engine.nodes.protocol import messages as m
+from elasticrs._engine.nodes.protocol.keys import Keys
+from elasticrs._engine.nodes.protocol.machine import step
+from elasticrs._engine.nodes.protocol.records import Head
+from elasticrs._engine.nodes.transport.coordination import Connected, ConnectionLost, Txn, Unwatch, Watch
 
 from . import agents
 from .store import Conn, Store

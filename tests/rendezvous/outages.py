@@ -4,7 +4,7 @@ The lease of a session outlives its connection. The client takes the session up 
 its lease can end, so that nothing of its workers is left by then.
 """
 
-from elasticrs.store.coordination import Txn
+from elasticrs._engine.nodes.transport.coordination import Txn
 
 
 class Outages:

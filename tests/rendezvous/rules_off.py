@@ -7,7 +7,7 @@ import contextlib
 import sys
 from unittest import mock
 
-from elasticrs.rendezvous.elastic import (
+from elasticrs._engine.nodes.protocol import (
     connecting,
     formation,
     joining,
@@ -20,11 +20,11 @@ from elasticrs.rendezvous.elastic import (
     static_ranks,
     succession,
 )
-from elasticrs.rendezvous.elastic.keys import agent_of
-from elasticrs.rendezvous.elastic.leader_view import View
-from elasticrs.rendezvous.elastic.member import Member
-from elasticrs.rendezvous.elastic.messages import Outcome
-from elasticrs.store.coordination import CreatedAt, Delete
+from elasticrs._engine.nodes.protocol.keys import agent_of
+from elasticrs._engine.nodes.protocol.leader_view import View
+from elasticrs._engine.nodes.protocol.member import Member
+from elasticrs._engine.nodes.protocol.messages import Outcome
+from elasticrs._engine.nodes.transport.coordination import CreatedAt, Delete
 
 from .store import Conn, Store
 from .world import World

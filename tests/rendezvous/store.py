@@ -8,8 +8,8 @@ state may die: what it has not written to disk is lost, and nobody was told of i
 
 from __future__ import annotations
 
-from elasticrs.job.value import Value
-from elasticrs.store.coordination import (
+from elasticrs._engine.job.value import Value
+from elasticrs._engine.nodes.transport.coordination import (
     MAX_OPERATIONS,
     Changes,
     CreatedAt,

@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 
-from elasticrs.rendezvous.elastic import messages as m
-from elasticrs.rendezvous.elastic.machine import Phase, step
-from elasticrs.store.coordination import ConnectionLost
+from elasticrs._engine.nodes.protocol import messages as m
+from elasticrs._engine.nodes.protocol.machine import Phase, step
+from elasticrs._engine.nodes.transport.coordination import ConnectionLost
 from rendezvous import agents
 from rendezvous.cluster import Cluster, ends
 

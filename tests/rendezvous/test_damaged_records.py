@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs.rendezvous.elastic import messages as m
-from elasticrs.rendezvous.elastic import records
-from elasticrs.rendezvous.elastic.records import Head, Node, Slot, encode
-from elasticrs.rendezvous.elastic.validation import DamagedError
-from elasticrs.store.coordination import Put
+from elasticrs._engine.nodes.protocol import messages as m
+from elasticrs._engine.nodes.protocol import records
+from elasticrs._engine.nodes.protocol.records import Head, Node, Slot, encode
+from elasticrs._engine.nodes.protocol.validation import DamagedError
+from elasticrs._engine.nodes.transport.coordination import Put
 from rendezvous.cluster import Cluster, end_all, running
 
 READERS = {

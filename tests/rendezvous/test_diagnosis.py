@@ -9,11 +9,11 @@ from diagnosis.test_culprits import calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticrs.diagnosis.diagnose import observe
-from elasticrs.diagnosis.node_evidence import encode
-from elasticrs.diagnosis.values import NoRecord, RankEvidence
-from elasticrs.rendezvous.elastic import messages as m
-from elasticrs.rendezvous.elastic.round_outcome import MAX_DIAGNOSIS
+from elasticrs._engine.hangs.diagnose import observe
+from elasticrs._engine.hangs.node_evidence import encode
+from elasticrs._engine.hangs.values import NoRecord, RankEvidence
+from elasticrs._engine.nodes.protocol import messages as m
+from elasticrs._engine.nodes.protocol.round_outcome import MAX_DIAGNOSIS
 from rendezvous.cluster import running
 
 NODES = 8

@@ -3,11 +3,17 @@
 import pytest
 from helpers.said import says
 
-from elasticrs.rendezvous.elastic import messages as m
-from elasticrs.rendezvous.elastic.machine import Phase, step
-from elasticrs.rendezvous.elastic.records import decode, encode
-from elasticrs.report.phrases import local_time
-from elasticrs.store.coordination import Connected, ConnectionLost, Delete, DeletePrefix, Put
+from elasticrs._engine.job.phrases import local_time
+from elasticrs._engine.nodes.protocol import messages as m
+from elasticrs._engine.nodes.protocol.machine import Phase, step
+from elasticrs._engine.nodes.protocol.records import decode, encode
+from elasticrs._engine.nodes.transport.coordination import (
+    Connected,
+    ConnectionLost,
+    Delete,
+    DeletePrefix,
+    Put,
+)
 from rendezvous import agents
 from rendezvous.cluster import Cluster, end_all, ends, running
 

@@ -1,7 +1,7 @@
 """A late registration does not delete a newer one of the same agent."""
 
-from elasticrs.rendezvous.elastic import messages as m
-from elasticrs.store.coordination import ConnectionLost, Put, Txn
+from elasticrs._engine.nodes.protocol import messages as m
+from elasticrs._engine.nodes.transport.coordination import ConnectionLost, Put, Txn
 from rendezvous.cluster import running
 from rendezvous.rules_off import rule_off
 

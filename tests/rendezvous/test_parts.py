@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs.job.policy_options import MAX_IN_WINDOW
-from elasticrs.job.ranks import NodeShare, assign, node_ranks
-from elasticrs.job.restart_policy import FailureHistory
-from elasticrs.rendezvous.elastic.keys import Keys
-from elasticrs.rendezvous.elastic.records import (
+from elasticrs._engine.job.policy_options import MAX_IN_WINDOW
+from elasticrs._engine.job.ranks import NodeShare, assign, node_ranks
+from elasticrs._engine.job.restart_policy import FailureHistory
+from elasticrs._engine.nodes.protocol.keys import Keys
+from elasticrs._engine.nodes.protocol.records import (
     MAX_CAUSE,
     MAX_HEAD,
     Head,
@@ -19,7 +19,7 @@ from elasticrs.rendezvous.elastic.records import (
     encode,
     master_addr,
 )
-from elasticrs.rendezvous.elastic.seating import Candidate, natural, seat
+from elasticrs._engine.nodes.protocol.seating import Candidate, natural, seat
 
 names = st.text(alphabet="node0129-.", max_size=6)
 shares = st.lists(

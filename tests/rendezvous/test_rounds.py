@@ -3,10 +3,10 @@
 import pytest
 from helpers.said import says
 
-from elasticrs.job.restart_policy import RestartSettings
-from elasticrs.rendezvous.elastic import messages as m
-from elasticrs.rendezvous.elastic.records import Head
-from elasticrs.store.coordination import Txn
+from elasticrs._engine.job.restart_policy import RestartSettings
+from elasticrs._engine.nodes.protocol import messages as m
+from elasticrs._engine.nodes.protocol.records import Head
+from elasticrs._engine.nodes.transport.coordination import Txn
 from rendezvous.cluster import Cluster, end_all, ends, running
 
 

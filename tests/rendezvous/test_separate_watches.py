@@ -3,10 +3,10 @@
 import pytest
 from helpers.said import says
 
-from elasticrs.rendezvous.elastic import messages as m
-from elasticrs.rendezvous.elastic.machine import step
-from elasticrs.rendezvous.elastic.records import Head, Slot
-from elasticrs.store.coordination import Changes, Get, Put, Reply, Txn, Unwatch, Watch
+from elasticrs._engine.nodes.protocol import messages as m
+from elasticrs._engine.nodes.protocol.machine import step
+from elasticrs._engine.nodes.protocol.records import Head, Slot
+from elasticrs._engine.nodes.transport.coordination import Changes, Get, Put, Reply, Txn, Unwatch, Watch
 from rendezvous.cluster import Cluster, running
 from rendezvous.store import Entry
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from elasticrs.rendezvous.elastic import messages as m
-from elasticrs.rendezvous.elastic.machine import step
-from elasticrs.store.coordination import Connected, ConnectionLost, Txn
+from elasticrs._engine.nodes.protocol import messages as m
+from elasticrs._engine.nodes.protocol.machine import step
+from elasticrs._engine.nodes.transport.coordination import Connected, ConnectionLost, Txn
 from rendezvous import agents
 from rendezvous.cluster import Cluster, end_all, ends, running
 from rendezvous.rules_off import rule_off

@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs.rendezvous.elastic.keys import Keys
-from elasticrs.rendezvous.elastic.leader_view import View
-from elasticrs.rendezvous.elastic.records import Head, Node, Slot, encode
+from elasticrs._engine.nodes.protocol.keys import Keys
+from elasticrs._engine.nodes.protocol.leader_view import View
+from elasticrs._engine.nodes.protocol.records import Head, Node, Slot, encode
 from rendezvous.store import Entry
 
 KEYS = Keys("job")

@@ -7,9 +7,9 @@ fails any more, and what the job has come to is judged.
 
 import zlib
 
-from elasticrs.rendezvous.elastic import messages as m
-from elasticrs.rendezvous.elastic.machine import Phase, step
-from elasticrs.store.coordination import Connected, ConnectionLost, Txn, Unwatch, Watch
+from elasticrs._engine.nodes.protocol import messages as m
+from elasticrs._engine.nodes.protocol.machine import Phase, step
+from elasticrs._engine.nodes.transport.coordination import Connected, ConnectionLost, Txn, Unwatch, Watch
 
 from . import agents
 from .checks import COMMAND, OTHER_COMMAND, Checks, ViolationError, require

@@ -11,10 +11,10 @@ import pytest
 from helpers import ports, procs
 from helpers.rendezvous import rendezvous
 
-from elasticrs.rendezvous.elastic.commands import command_of
-from elasticrs.rendezvous.elastic.hosting import Hosting, SystemResolver
-from elasticrs.rendezvous.elastic.meeting_point import MeetingPoint
-from elasticrs.store.coordination import ConnectionLost
+from elasticrs._engine.nodes.hosting import Hosting, SystemResolver
+from elasticrs._engine.nodes.meeting_point import MeetingPoint
+from elasticrs._engine.nodes.protocol.commands import command_of
+from elasticrs._engine.nodes.transport.coordination import ConnectionLost
 
 LIMIT = 10.0
 """Seconds that are much longer than the time limit of 1 s, and much shorter than those of name servers."""

@@ -11,8 +11,8 @@ from helpers.groups import Group
 from helpers.procs import HANG, children, process
 
 from elasticrs import _core
-from elasticrs.workers.environment import warm_environment
-from elasticrs.workers.warm.modules import Preload
+from elasticrs._engine.workers.environment import warm_environment
+from elasticrs._engine.workers.warm.modules import Preload
 
 SLEEP = ["sleep", "1234"]
 

@@ -24,8 +24,8 @@ from helpers.etcd_fixtures import Site, site
 from helpers.procs import run_program
 
 from elasticrs import _core
+from elasticrs._engine.nodes.transport.store import connected
 from elasticrs.store import DistNetworkError, DistStoreError, QueueEmptyError, connect
-from elasticrs.store.store import connected
 
 SOON = datetime.timedelta(milliseconds=50)
 

@@ -33,9 +33,9 @@ from helpers.coordination import (
 from helpers.said import says
 
 from elasticrs import _core
-from elasticrs.store.coordination import Notice, Put
-from elasticrs.store.requests import Requests
-from elasticrs.store.session import NativeSession
+from elasticrs._engine.nodes.transport.coordination import Notice, Put
+from elasticrs._engine.nodes.transport.requests import Requests
+from elasticrs._engine.nodes.transport.session import NativeSession
 
 pytestmark = pytest.mark.beyond_torchrun
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from elasticrs.timer import heartbeats
+from elasticrs._engine.inside import heartbeats
 
 PID, COUNT, STEP, LIMIT, EXIT, TIMES = 0, 1, 2, 3, 4, 64
 UNLIMITED = 2**64 - 1

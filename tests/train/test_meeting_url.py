@@ -2,7 +2,7 @@
 
 import pytest
 
-from elasticrs.job.config import UsageError
+from elasticrs._engine.job.config import UsageError
 from elasticrs.train.meeting_url import parse
 from elasticrs.train.rendezvous import RendezvousParameters
 

@@ -8,13 +8,13 @@ from contextlib import closing
 import pytest
 from helpers.procs import run_program
 
+from elasticrs._engine.workers.node_page import VARIABLE, AgentPage, page_of
 from elasticrs.train import SimpleWorkerStats
 from elasticrs.train.agent import AgentCoordinator
 from elasticrs.train.custom_loop import on_change
 from elasticrs.train.meeting_url import parse
 from elasticrs.train.membership import Membership
 from elasticrs.train.p2p import CoordinatorP2P
-from elasticrs.workers.node_page import VARIABLE, AgentPage, page_of
 
 URL = "elasticrs://localhost:1/job?min_workers=2&max_workers=4"
 
@@ -97,7 +97,7 @@ def test_a_forked_child_cannot_join_a_rendezvous():
 
 IN_A_ROUND = """
 import logging, os, resource, socket, sys, threading
-from elasticrs.rendezvous.elastic.messages import Stop
+from elasticrs._engine.nodes.protocol.messages import Stop
 from elasticrs.train.groups import Connections
 from elasticrs.train.meeting_url import parse
 from elasticrs.train.membership import Membership, Round

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from elasticrs._worker.error_file import failure_facts
+from elasticrs._engine.inside.error_file import failure_facts
 from elasticrs.train import (
     NonRetryableException,
     RetryableException,

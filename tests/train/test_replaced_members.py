@@ -2,9 +2,9 @@
 
 import pytest
 
-from elasticrs.rendezvous.elastic.describe import describe
-from elasticrs.rendezvous.elastic.handler import ElasticRendezvousHandler
-from elasticrs.store.session import Server
+from elasticrs._engine.nodes.describe import describe
+from elasticrs._engine.nodes.handler import ElasticRendezvousHandler
+from elasticrs._engine.nodes.transport.session import Server
 
 
 @pytest.fixture

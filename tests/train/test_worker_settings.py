@@ -5,10 +5,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from elasticrs.agent.member_workers import among_workers, for_workers, variables_of_members
-from elasticrs.rendezvous.elastic import etcd_site, settings
-from elasticrs.rendezvous.elastic.describe import describe
-from elasticrs.rendezvous.elastic.keys import Keys, workers_keys, workers_of
+from elasticrs._engine.nodes.describe import describe
+from elasticrs._engine.nodes.protocol.keys import Keys, workers_keys, workers_of
+from elasticrs._engine.nodes.transport import etcd_site, settings
+from elasticrs._engine.supervise.decide.member_workers import among_workers, for_workers, variables_of_members
 from elasticrs.train.meeting_url import parse
 
 OF_THE_STORE = {"connect_timeout", "store_lost_timeout", "store_grace", "lease_ttl", "read_timeout"}

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs.agent.state_machine import (
+from elasticrs._engine.job.failure_cause import Cause, Verdict
+from elasticrs._engine.job.restart_policy import Evidence, RestartSettings
+from elasticrs._engine.supervise.attempts.state_machine import (
     MAX_PORT_RETRIES,
     SIGKILL,
     AgentState,
@@ -35,8 +37,6 @@ from elasticrs.agent.state_machine import (
     WorkerSwept,
     step,
 )
-from elasticrs.job.failure_cause import Cause, Verdict
-from elasticrs.job.restart_policy import Evidence, RestartSettings
 
 SIGTERM = 15
 SIGINT = 2

@@ -9,13 +9,13 @@ import sys
 
 import pytest
 
-from elasticrs.job.config import UsageError
-from elasticrs.job.options import OPTIONS, OURS
-from elasticrs.launcher.arguments import TextRequested, parse, resolve
-from elasticrs.launcher.help import COMMON, TOPICS, WIDTH, help_text
-from elasticrs.launcher.parser import get_args_parser
-from elasticrs.rendezvous.elastic import etcd_site
-from elasticrs.rendezvous.elastic.settings import KEYS
+from elasticrs._engine.cli.arguments import TextRequested, parse, resolve
+from elasticrs._engine.cli.help import COMMON, TOPICS, WIDTH, help_text
+from elasticrs._engine.cli.parser import get_args_parser
+from elasticrs._engine.job.config import UsageError
+from elasticrs._engine.job.options import OPTIONS, OURS
+from elasticrs._engine.nodes.transport import etcd_site
+from elasticrs._engine.nodes.transport.settings import KEYS
 
 ENV = {"PATH": "/usr/bin:/bin"}
 

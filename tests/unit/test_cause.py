@@ -7,10 +7,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from elasticrs.agent.attempt import Attempt, JobResult, Overdue
-from elasticrs.agent.cause import remote_failure
-from elasticrs.agent.failed_attempt import all_failures
-from elasticrs.agent.own_cause import (
+from elasticrs._engine.gpus.xids import Xid
+from elasticrs._engine.job.failure_cause import Cause
+from elasticrs._engine.job.ranks import NodeShare, assign
+from elasticrs._engine.nodes.protocol import validation
+from elasticrs._engine.nodes.protocol.announcements import failure_of
+from elasticrs._engine.nodes.protocol.records import bound_cause
+from elasticrs._engine.process.clock import Clock
+from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult, Overdue
+from elasticrs._engine.supervise.attempts.cause import remote_failure
+from elasticrs._engine.supervise.failures.failed_attempt import all_failures
+from elasticrs._engine.supervise.failures.own_cause import (
     MAX_LINE,
     MAX_LINES,
     MAX_MESSAGE,
@@ -19,16 +26,9 @@ from elasticrs.agent.own_cause import (
     not_started,
     own_cause,
 )
-from elasticrs.host.clock import Clock
-from elasticrs.host.xids import Xid
-from elasticrs.job.failure_cause import Cause
-from elasticrs.job.ranks import NodeShare, assign
+from elasticrs._engine.workers.logs import LogPaths
+from elasticrs._engine.workers.plan import Plan
 from elasticrs.multiprocessing.errors import ChildFailedError
-from elasticrs.rendezvous.elastic import validation
-from elasticrs.rendezvous.elastic.announcements import failure_of
-from elasticrs.rendezvous.elastic.records import bound_cause
-from elasticrs.workers.logs import LogPaths
-from elasticrs.workers.plan import Plan
 
 PLACE = Place("b", "host-b", 1)
 

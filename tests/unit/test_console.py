@@ -9,8 +9,8 @@ from helpers.procs import HANG
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from elasticrs.report.console import Console, prefix
-from elasticrs.report.phrases import local_time
+from elasticrs._engine.job.phrases import local_time
+from elasticrs._engine.process.console import Console, prefix
 
 
 @pytest.fixture

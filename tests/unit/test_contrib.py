@@ -9,8 +9,8 @@ import pytest
 import yaml
 from helpers.procs import run_program
 
-from elasticrs.job.policy_options import ExitCodes
-from elasticrs.launcher.arguments import parse
+from elasticrs._engine.cli.arguments import parse
+from elasticrs._engine.job.policy_options import ExitCodes
 
 CONTRIB = Path(__file__).resolve().parents[2] / "contrib"
 KUBERNETES = [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrs.job.options import OPTIONS
+from elasticrs._engine.job.options import OPTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
@@ -77,7 +77,7 @@ FOREIGN = {
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
 def test_paths_named_in_the_docs_exist(page):
-    """A page may shorten a path to its last names, such as ``agent/loop.py``."""
+    """A page may shorten a path to its last names, such as ``_engine/supervise/run/loop.py``."""
     text = re.sub(r"\]\([^)]*\)", "]", without_code(PAGES[page]))
     files = re.findall(r"(?<![\w./<{-])([\w.-]+(?:/[\w.-]+)*\.(?:py|pyi|rs|toml|sh))(?![\w/])", text)
     folders = re.findall(

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from elasticrs.job.options import OPTIONS
-from elasticrs.rendezvous.elastic import etcd_site
-from elasticrs.rendezvous.elastic.settings import KEYS
+from elasticrs._engine.job.options import OPTIONS
+from elasticrs._engine.nodes.transport import etcd_site
+from elasticrs._engine.nodes.transport.settings import KEYS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/several-nodes.md").read_text(encoding="utf-8")

@@ -2,10 +2,10 @@
 
 from rendezvous.store import Entry
 
-from elasticrs.rendezvous.elastic.driver import drop_stale
-from elasticrs.rendezvous.elastic.records import Head
-from elasticrs.rendezvous.elastic.timers import Timers
-from elasticrs.store.coordination import Changes, ConnectionLost, Reply
+from elasticrs._engine.nodes.driver import drop_stale
+from elasticrs._engine.nodes.protocol.records import Head
+from elasticrs._engine.nodes.protocol.timers import Timers
+from elasticrs._engine.nodes.transport.coordination import Changes, ConnectionLost, Reply
 
 HEAD = "/elasticrs/job/head"
 LOST = ConnectionLost("closed", "the store has gone")

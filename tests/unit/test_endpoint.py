@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs.job.config import UsageError
-from elasticrs.rendezvous.endpoint import parse_endpoint
+from elasticrs._engine.job.config import UsageError
+from elasticrs._engine.nodes.transport.endpoint import parse_endpoint
 
 
 @pytest.mark.parametrize(

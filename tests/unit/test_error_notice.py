@@ -8,8 +8,8 @@ import traceback
 import pytest
 from worker_hook.test_hook import interpreters, worker
 
-from elasticrs._worker.error_file import give_notice
-from elasticrs.report.traceback_summary import headline
+from elasticrs._engine.inside.error_file import give_notice
+from elasticrs._engine.job.traceback_summary import headline
 
 __all__ = ["worker"]
 
@@ -147,7 +147,7 @@ def test_a_notice_is_sent_before_modules_are_imported_and_source_files_are_read(
         if event == "open":
             seen.append(str(arguments[0]))
         if event == "socket.sendto":
-            own = [path for path in seen if path.endswith(".py") and "/_worker/" not in path]
+            own = [path for path in seen if path.endswith(".py") and "/_engine/inside/" not in path]
             os.write(1, repr((own, sorted(set(sys.modules) - loaded - {*sys.builtin_module_names}))).encode())
     sys.addaudithook(watch)
     raise ValueError("no such batch")

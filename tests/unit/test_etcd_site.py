@@ -7,13 +7,13 @@ import re
 
 import pytest
 
-from elasticrs.job.config import UsageError
-from elasticrs.launcher.arguments import parse, resolve
+from elasticrs._engine.cli.arguments import parse, resolve
+from elasticrs._engine.job.config import UsageError
+from elasticrs._engine.nodes.describe import PYTHON, describe
+from elasticrs._engine.nodes.transport.etcd_site import EXPECTED, NAMES, lease_of
+from elasticrs._engine.nodes.transport.settings import KEYS
 from elasticrs.rendezvous import RendezvousParameters
 from elasticrs.rendezvous.api import rendezvous_handler_registry
-from elasticrs.rendezvous.elastic.describe import PYTHON, describe
-from elasticrs.rendezvous.elastic.etcd_site import EXPECTED, NAMES, lease_of
-from elasticrs.rendezvous.elastic.settings import KEYS
 from elasticrs.rendezvous.registry import get_rendezvous_handler
 
 

@@ -10,20 +10,21 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elasticrs import _core
-from elasticrs.agent import job_report, tracker
-from elasticrs.agent import state_machine as machine
-from elasticrs.agent.attempt import phases
-from elasticrs.agent.failed_attempt import all_failures, headline_of
-from elasticrs.agent.job_events import EventRecorder
-from elasticrs.agent.job_metrics import MetricRecorder
-from elasticrs.agent.own_cause import Place, evidence, facts, first_word, own_cause
-from elasticrs.agent.tracker import AttemptTracker
-from elasticrs.agent.workers import CommandWorkers, WorkerSetup
-from elasticrs.host.clock import Clock
-from elasticrs.job.config import JobConfig, ObserveSettings
-from elasticrs.job.ranks import NodeShare, assign
+from elasticrs._engine.job.config import JobConfig, ObserveSettings
+from elasticrs._engine.job.ranks import NodeShare, assign
+from elasticrs._engine.process.clock import Clock
+from elasticrs._engine.supervise.attempts import state_machine as machine
+from elasticrs._engine.supervise.attempts.attempt import phases
+from elasticrs._engine.supervise.failures.failed_attempt import all_failures, headline_of
+from elasticrs._engine.supervise.failures.own_cause import Place, evidence, facts, first_word, own_cause
+from elasticrs._engine.supervise.observe import job_report
+from elasticrs._engine.supervise.observe.job_events import EventRecorder
+from elasticrs._engine.supervise.observe.job_metrics import MetricRecorder
+from elasticrs._engine.supervise.run import tracker
+from elasticrs._engine.supervise.run.tracker import AttemptTracker
+from elasticrs._engine.supervise.run.workers import CommandWorkers, WorkerSetup
+from elasticrs._engine.workers.plan import Plan
 from elasticrs.multiprocessing.errors import ChildFailedError
-from elasticrs.workers.plan import Plan
 
 N = 3
 RANK = st.integers(0, N - 1)

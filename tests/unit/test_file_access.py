@@ -8,8 +8,8 @@ import threading
 import pytest
 from helpers.procs import HANG
 
-from elasticrs.host import background_call
-from elasticrs.host.background_call import FileAccess
+from elasticrs._engine.process import background_call
+from elasticrs._engine.process.background_call import FileAccess
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from helpers.fake_nvml import gpus
 from helpers.procs import HANG
 
-from elasticrs.host.child_program import command
+from elasticrs._engine.process.child_program import command
 
 __all__ = ["gpus"]
 
@@ -24,7 +24,7 @@ class Watched:
         pids = os.readlink("/proc/self/ns/pid") if pids is None else pids
         arguments = (str(gpus.path(log)), pids)
         self._process = subprocess.Popen(
-            [*(program or command("elasticrs.host.gpu_watch")), *arguments],
+            [*(program or command("elasticrs._engine.gpus.gpu_watch")), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, **gpus.environment, **environment},
@@ -250,7 +250,7 @@ def test_an_unreadable_kernel_log_is_reported_and_nvml_is_still_used(watch, gpus
 
 def test_a_hanging_nvml_call_is_reported_and_the_kernel_log_is_still_read(watch, gpus):
     gpus.set("hangs", "nvmlDeviceGetMemoryInfo_v2 2")
-    program = list(command("elasticrs.host.gpu_watch"))
+    program = list(command("elasticrs._engine.gpus.gpu_watch"))
     program[program.index("-c") + 1] = program[program.index("-c") + 1].replace(
         "sys.exit", "main.__globals__['CALL_LIMIT'] = 0.2; sys.exit"
     )

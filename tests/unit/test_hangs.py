@@ -5,8 +5,8 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs._worker import flight
-from elasticrs.agent import hangs
+from elasticrs._engine.inside import flight
+from elasticrs._engine.supervise.attempts import hangs
 
 SECOND = 10**9
 RANKS = {0: 4, 1: 5, 2: 6, 3: 7}

@@ -13,10 +13,10 @@ import pytest
 from helpers.procs import run_program
 
 import elasticrs
-from elasticrs.host import health_program
-from elasticrs.host.health_program import NO_ANSWER, UNFIT
-from elasticrs.host.node_check import NodeCheck
-from elasticrs.job.policy_options import HealthSource, similar_source
+from elasticrs._engine.gpus import health_program
+from elasticrs._engine.gpus.health_program import NO_ANSWER, UNFIT
+from elasticrs._engine.gpus.node_check import NodeCheck
+from elasticrs._engine.job.policy_options import HealthSource, similar_source
 
 CHECKS = Path(__file__).resolve().parents[2] / "contrib" / "node-checks"
 

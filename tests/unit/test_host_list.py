@@ -5,7 +5,7 @@ from helpers.host_lists import host_lists
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs.schedulers.host_list import MOST, expand
+from elasticrs._engine.cli.schedulers.host_list import MOST, expand
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,8 @@ from helpers.rendezvous import rendezvous
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs.job.config import UsageError
-from elasticrs.rendezvous.elastic.addresses import (
-    is_loopback,
-    is_loopback_name,
-    is_unspecified,
-    is_usable_elsewhere,
-    packed,
-)
-from elasticrs.rendezvous.elastic.etcd_site import EtcdSite
-from elasticrs.rendezvous.elastic.hosting import (
+from elasticrs._engine.job.config import UsageError
+from elasticrs._engine.nodes.hosting import (
     SystemResolver,
     decide,
     decide_again,
@@ -29,6 +21,14 @@ from elasticrs.rendezvous.elastic.hosting import (
     listening_address,
     unresolved,
 )
+from elasticrs._engine.nodes.transport.addresses import (
+    is_loopback,
+    is_loopback_name,
+    is_unspecified,
+    is_usable_elsewhere,
+    packed,
+)
+from elasticrs._engine.nodes.transport.etcd_site import EtcdSite
 
 ALL = ("::",)
 ONE = (1, 1)
@@ -327,7 +327,7 @@ def test_an_explicit_is_host_is_not_decided_again():
 
 def test_agents_with_the_same_loopback_have_the_same_host_identity(tmp_path):
     assert host_identity() == host_identity()
-    ask = "from elasticrs.rendezvous.elastic.hosting import host_identity; print(host_identity())"
+    ask = "from elasticrs._engine.nodes.hosting import host_identity; print(host_identity())"
     done = run_program([sys.executable, "-c", ask], check=True)
     assert done.stdout.strip() == host_identity()
     other = tmp_path / "net"
@@ -390,8 +390,8 @@ def test_the_system_resolver_recognizes_this_machine():
 
 ASK = """
 import sys
-from elasticrs.rendezvous.elastic.etcd_site import EtcdSite
-from elasticrs.rendezvous.elastic.hosting import SystemResolver
+from elasticrs._engine.nodes.transport.etcd_site import EtcdSite
+from elasticrs._engine.nodes.hosting import SystemResolver
 print(*(SystemResolver().is_local(address) for address in sys.argv[1:]))
 """
 

@@ -7,10 +7,11 @@ import pytest
 from helpers import ports
 from helpers.rendezvous import rendezvous
 
-from elasticrs.job.restart_policy import RestartSettings
-from elasticrs.rendezvous.elastic import lent_port, messages
-from elasticrs.rendezvous.elastic.driver import Driver
-from elasticrs.rendezvous.elastic.lent_port import PATIENCE, LentPort
+from elasticrs._engine.job.restart_policy import RestartSettings
+from elasticrs._engine.nodes import lent_port
+from elasticrs._engine.nodes.driver import Driver
+from elasticrs._engine.nodes.lent_port import PATIENCE, LentPort
+from elasticrs._engine.nodes.protocol import messages
 
 
 class Session:

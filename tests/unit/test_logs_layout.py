@@ -6,10 +6,9 @@ import stat
 
 import pytest
 
-from elasticrs.job.config import LogSettings, UsageError, parse_streams
-from elasticrs.job.ranks import NodeShare, assign
-from elasticrs.multiprocessing import DefaultLogsSpecs
-from elasticrs.workers.logs import (
+from elasticrs._engine.job.config import LogSettings, UsageError, parse_streams
+from elasticrs._engine.job.ranks import NodeShare, assign
+from elasticrs._engine.workers.logs import (
     LogPaths,
     RunLogs,
     coloured,
@@ -18,6 +17,7 @@ from elasticrs.workers.logs import (
     line_prefixes,
     wants_colour,
 )
+from elasticrs.multiprocessing import DefaultLogsSpecs
 
 
 def test_no_stream_is_redirected_by_default():

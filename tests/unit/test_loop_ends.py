@@ -7,13 +7,13 @@ import os
 import pytest
 
 from elasticrs import _core
-from elasticrs.agent import state_machine as machine
-from elasticrs.agent.attempt import Attempt
-from elasticrs.agent.decisions import Decisions
-from elasticrs.agent.loop import Agent
-from elasticrs.agent.workers import CommandWorkers, WorkerSetup
-from elasticrs.job.config import JobConfig
-from elasticrs.workers.plan import Plan
+from elasticrs._engine.job.config import JobConfig
+from elasticrs._engine.supervise.attempts import state_machine as machine
+from elasticrs._engine.supervise.attempts.attempt import Attempt
+from elasticrs._engine.supervise.decide.decisions import Decisions
+from elasticrs._engine.supervise.run.loop import Agent
+from elasticrs._engine.supervise.run.workers import CommandWorkers, WorkerSetup
+from elasticrs._engine.workers.plan import Plan
 
 REAL = _core.Supervisor
 
@@ -93,7 +93,7 @@ def test_final_events_are_reported_despite_an_unread_descriptor(monkeypatch, cap
     told = []
     monkeypatch.setattr(_core, "Supervisor", Found)
     monkeypatch.setattr(_core, "LogTrouble", Trouble)
-    from elasticrs.agent import tracker
+    from elasticrs._engine.supervise.run import tracker
 
     monkeypatch.setitem(tracker._RECORDERS, Trouble, lambda _tracker, event: told.append(event.path))
     agent([]).run()

@@ -8,9 +8,9 @@ import sys
 import pytest
 from helpers import procs
 
-from elasticrs.host import node_check
-from elasticrs.host.node_check import MAX_LINE, MAX_LINES, NodeCheck
-from elasticrs.job.policy_options import HealthSource
+from elasticrs._engine.gpus import node_check
+from elasticrs._engine.gpus.node_check import MAX_LINE, MAX_LINES, NodeCheck
+from elasticrs._engine.job.policy_options import HealthSource
 
 
 def command(*words):
@@ -111,8 +111,8 @@ def test_a_check_command_that_cannot_be_killed_does_not_block_the_agent(monkeypa
 def test_a_check_command_does_not_outlive_a_killed_agent(tmp_path):
     program = """
 import sys
-from elasticrs.host import node_check
-from elasticrs.job.policy_options import HealthSource
+from elasticrs._engine.gpus import node_check
+from elasticrs._engine.job.policy_options import HealthSource
 
 watch = node_check._watch
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from elasticrs.host.devices import Gpu, visible_gpus
-from elasticrs.host.numa import cpus_by_local_rank
+from elasticrs._engine.gpus.devices import Gpu, visible_gpus
+from elasticrs._engine.gpus.numa import cpus_by_local_rank
 
 NONE = "/no/such/folder"
 
@@ -144,7 +144,7 @@ def test_amd_gpus_are_found_through_the_kfd_driver(tmp_path):
 AGAINST_TORCH = """
 import builtins, os, random, sys
 import torch.numa.binding as theirs
-from elasticrs.host.numa import AffinityMode, cpus_by_local_rank
+from elasticrs._engine.gpus.numa import AffinityMode, cpus_by_local_rank
 
 root, nodes = sys.argv[1], list(map(int, sys.argv[2].split(",")))
 

@@ -6,9 +6,9 @@ from statistics import median
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs.agent import pace
-from elasticrs.agent.pace import FIRST, INTERVAL, SPAN, THRESHOLD, Pace, slowest, step
-from elasticrs.workers.node_page import Standing
+from elasticrs._engine.supervise.observe import pace
+from elasticrs._engine.supervise.observe.pace import FIRST, INTERVAL, SPAN, THRESHOLD, Pace, slowest, step
+from elasticrs._engine.workers.node_page import Standing
 
 
 def standing(local_rank, rate, pid=None):

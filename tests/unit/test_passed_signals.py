@@ -8,8 +8,8 @@ from helpers.procs import wait_until
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs.agent import passed_signals
-from elasticrs.agent.passed_signals import PATIENCE, TICK, PassedSignals, can_take
+from elasticrs._engine.supervise.run import passed_signals
+from elasticrs._engine.supervise.run.passed_signals import PATIENCE, TICK, PassedSignals, can_take
 
 USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2
 

@@ -12,9 +12,15 @@ from pathlib import Path
 import pytest
 from helpers.fake_nvml import gpus
 
-from elasticrs.host import devices
-from elasticrs.host.devices import Count, CountError, UnknownDeviceError, cuda_device_count, worker_count
-from elasticrs.workers.ports import StorePort
+from elasticrs._engine.gpus import devices
+from elasticrs._engine.gpus.devices import (
+    Count,
+    CountError,
+    UnknownDeviceError,
+    cuda_device_count,
+    worker_count,
+)
+from elasticrs._engine.workers.ports import StorePort
 
 __all__ = ["gpus"]
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs.workers.python_options import PythonCommand, parse_python
+from elasticrs._engine.workers.python_options import PythonCommand, parse_python
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from elasticrs._engine.job.ranks import NodeShare, node_ranks
 from elasticrs.agent.server import rank_exchange
-from elasticrs.job.ranks import NodeShare, node_ranks
 
 SHARES = [NodeShare("trainer", 2), NodeShare("reader", 1), NodeShare("trainer", 3)]
 

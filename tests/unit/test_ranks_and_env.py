@@ -3,10 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs.job.config import JobConfig
-from elasticrs.job.ranks import NodeShare, assign
-from elasticrs.workers.environment import worker_env
-from elasticrs.workers.plan import Plan
+from elasticrs._engine.job.config import JobConfig
+from elasticrs._engine.job.ranks import NodeShare, assign
+from elasticrs._engine.workers.environment import worker_env
+from elasticrs._engine.workers.plan import Plan
 
 nodes = st.lists(
     st.builds(NodeShare, st.sampled_from(["trainer", "reader"]), st.integers(1, 5)), min_size=1, max_size=6

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from elasticrs.job.config import UsageError
-from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
-from elasticrs.rendezvous.elastic.settings import KEYS, Settings, read_settings
+from elasticrs._engine.job.config import UsageError
+from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
+from elasticrs._engine.nodes.transport.settings import KEYS, Settings, read_settings
 
 NAMES = [key.name for key in KEYS]
 

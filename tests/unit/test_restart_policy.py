@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs.job.failure_cause import Cause, Permanence
-from elasticrs.job.restart_policy import (
+from elasticrs._engine.job.failure_cause import Cause, Permanence
+from elasticrs._engine.job.restart_policy import (
     MAX_SUSPECTS,
     STEADY,
     UNPROVEN,

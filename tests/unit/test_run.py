@@ -11,8 +11,8 @@ from helpers import http_client
 from helpers.procs import HANG
 
 import elasticrs.launch as distrib_launch
-from elasticrs.job.config import DEFAULT_SIGNALS
-from elasticrs.launcher.arguments import parse
+from elasticrs._engine.cli.arguments import parse
+from elasticrs._engine.job.config import DEFAULT_SIGNALS
 from elasticrs.multiprocessing import DefaultLogsSpecs, Std
 from elasticrs.run import (
     _get_logs_specs_class,
@@ -230,7 +230,7 @@ def test_main_without_arguments_reads_the_command_line(launch, worker_script, mo
 OLD_PROGRAM = """
 import sys
 import elasticrs.launch as distrib_launch
-from elasticrs.workers import logs
+from elasticrs._engine.workers import logs
 
 script, *options = sys.argv[1:]
 distrib_launch.launch(distrib_launch.parse_args(["--nproc-per-node=2", *options, script, "own"]))

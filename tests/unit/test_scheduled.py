@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs.job.config import UsageError
-from elasticrs.launcher.arguments import parse
-from elasticrs.launcher.scheduled import with_scheduler
-from elasticrs.schedulers.slurm import FIRST_PORT, PORTS, place_of
+from elasticrs._engine.cli.arguments import parse
+from elasticrs._engine.cli.scheduled import with_scheduler
+from elasticrs._engine.cli.schedulers.slurm import FIRST_PORT, PORTS, place_of
+from elasticrs._engine.job.config import UsageError
 
 STEP = {
     "SLURM_JOB_ID": "4711",
@@ -268,13 +268,13 @@ class TestNodeLossWarnings:
 
 
 def test_scheduler_modules_are_loaded_only_under_a_scheduler(monkeypatch):
-    from elasticrs.launcher.arguments import resolve
+    from elasticrs._engine.cli.arguments import resolve
 
     for name in [name for name in sys.modules if "schedule" in name and name.startswith("elasticrs")]:
         monkeypatch.delitem(sys.modules, name)
     for argv, environ in ((["-m", "this"], {}), (["--no-scheduler", "-m", "this"], STEP)):
         resolve(parse(argv, environ), {"PATH": "/usr/bin:/bin", **environ})
-        assert not [name for name in sys.modules if name.startswith("elasticrs.schedulers")]
+        assert not [name for name in sys.modules if name.startswith("elasticrs._engine.cli.schedulers")]
     job = resolve(parse(["-m", "this"], STEP), {"PATH": "/usr/bin:/bin", **STEP})
     assert job.rendezvous.run_id == "4711.0"
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from elasticrs.job.config import UsageError
-from elasticrs.launcher.arguments import parse, resolve
-from elasticrs.launcher.back_end import meeting_of
-from elasticrs.launcher.scheduled import with_scheduler
-from elasticrs.schedulers import kubernetes
+from elasticrs._engine.cli.arguments import parse, resolve
+from elasticrs._engine.cli.back_end import meeting_of
+from elasticrs._engine.cli.scheduled import with_scheduler
+from elasticrs._engine.cli.schedulers import kubernetes
+from elasticrs._engine.job.config import UsageError
 
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
 TRAIN_JOB = {

@@ -5,9 +5,9 @@ import os
 
 import pytest
 
-from elasticrs.agent.server import LocalElasticAgent, WorkerSpec
-from elasticrs.job import options
-from elasticrs.job.config import (
+from elasticrs._engine.cli.arguments import parse, resolve
+from elasticrs._engine.job import options
+from elasticrs._engine.job.config import (
     HandlerSettings,
     JobConfig,
     LogSettings,
@@ -15,9 +15,9 @@ from elasticrs.job.config import (
     UnresolvedSettings,
     WorkerSettings,
 )
-from elasticrs.job.value import defaults_of
+from elasticrs._engine.job.value import defaults_of
+from elasticrs.agent.server import LocalElasticAgent, WorkerSpec
 from elasticrs.launcher import LaunchConfig, api
-from elasticrs.launcher.arguments import parse, resolve
 from elasticrs.multiprocessing.api import DefaultLogsSpecs
 from elasticrs.rendezvous.api import RendezvousParameters
 from elasticrs.rendezvous.registry import get_rendezvous_handler

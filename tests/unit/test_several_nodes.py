@@ -4,10 +4,10 @@ error messages.
 
 import pytest
 
-from elasticrs.job.config import UsageError
-from elasticrs.launcher.arguments import parse, resolve
+from elasticrs._engine.cli.arguments import parse, resolve
+from elasticrs._engine.job.config import UsageError
+from elasticrs._engine.nodes.describe import PYTHON, describe
 from elasticrs.rendezvous import RendezvousParameters
-from elasticrs.rendezvous.elastic.describe import PYTHON, describe
 from elasticrs.rendezvous.registry import get_rendezvous_handler
 
 ENV = {"PATH": "/usr/bin:/bin"}

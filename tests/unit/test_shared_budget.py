@@ -6,7 +6,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticrs.agent.shared_budget import (
+from elasticrs._engine.nodes.protocol import messages
+from elasticrs._engine.supervise.attempts.state_machine import (
+    SIGKILL,
+    SIGTERM,
+    GroupEnded,
+    Replace,
+    ReplaceFailed,
+    Start,
+    StartFailed,
+    Stop,
+    WorkerReplaced,
+    WorkerSwept,
+)
+from elasticrs._engine.supervise.decide.shared_budget import (
     Finish,
     JobEnded,
     MustStop,
@@ -19,19 +32,6 @@ from elasticrs.agent.shared_budget import (
     WorkerFailed,
     step,
 )
-from elasticrs.agent.state_machine import (
-    SIGKILL,
-    SIGTERM,
-    GroupEnded,
-    Replace,
-    ReplaceFailed,
-    Start,
-    StartFailed,
-    Stop,
-    WorkerReplaced,
-    WorkerSwept,
-)
-from elasticrs.rendezvous.elastic import messages
 
 GRACE = 30.0
 STOPPED = Stop(SIGTERM, GRACE, is_announced=True)

@@ -10,7 +10,7 @@ from helpers import procs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs.agent.sleepers import Sleepers, overdue, since
+from elasticrs._engine.supervise.run.sleepers import Sleepers, overdue, since
 from elasticrs.utils.process_state import read_state
 
 PIDS = st.integers(1, 4)

@@ -4,13 +4,13 @@ import time
 
 import pytest
 
-from elasticrs.agent.attempt import Attempt, JobResult
-from elasticrs.agent.state_machine import Phase
-from elasticrs.agent.story import Story, productive_ns
-from elasticrs.job.config import JobConfig
-from elasticrs.job.ranks import NodeShare, assign
-from elasticrs.report.phrases import goodput
-from elasticrs.workers.plan import Plan
+from elasticrs._engine.job.config import JobConfig
+from elasticrs._engine.job.phrases import goodput
+from elasticrs._engine.job.ranks import NodeShare, assign
+from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
+from elasticrs._engine.supervise.attempts.state_machine import Phase
+from elasticrs._engine.supervise.observe.story import Story, productive_ns
+from elasticrs._engine.workers.plan import Plan
 
 S = 1_000_000_000
 

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs.agent.hangs import seconds
-from elasticrs.report.phrases import (
+from elasticrs._engine.job.phrases import (
     duration,
     how_it_ended,
     how_the_nursery_ended,
@@ -19,6 +18,7 @@ from elasticrs.report.phrases import (
     signal_name,
     stop_line,
 )
+from elasticrs._engine.supervise.attempts.hangs import seconds
 
 
 def test_restart_and_stop_messages_match_the_golden_file(golden):

@@ -8,11 +8,11 @@ import shlex
 
 import pytest
 
-from elasticrs.host import devices, numa
-from elasticrs.job.config import UsageError
-from elasticrs.job.options import OPTIONS
-from elasticrs.launcher import command_line, torchrun_check
-from elasticrs.launcher.help import WIDTH
+from elasticrs._engine.cli import command_line, torchrun_check
+from elasticrs._engine.cli.help import WIDTH
+from elasticrs._engine.gpus import devices, numa
+from elasticrs._engine.job.config import UsageError
+from elasticrs._engine.job.options import OPTIONS
 
 SCREEN = 45
 """Lines of a terminal that fills a screen."""

@@ -11,10 +11,10 @@ import os
 import pytest
 from helpers.launcher import clean_environment
 
-from elasticrs.job.config import UsageError
-from elasticrs.launcher import command_line
-from elasticrs.rendezvous.elastic.describe import PYTHON, describe
-from elasticrs.workers import logs
+from elasticrs._engine.cli import command_line
+from elasticrs._engine.job.config import UsageError
+from elasticrs._engine.nodes.describe import PYTHON, describe
+from elasticrs._engine.workers import logs
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import pytest
 
-from elasticrs.job.value import Record, Value, fresh, shared_fields
+from elasticrs._engine.job.value import Record, Value, fresh, shared_fields
 
 
 class Point(Value):

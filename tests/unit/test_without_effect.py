@@ -5,8 +5,8 @@ import zipfile
 
 import pytest
 
-from elasticrs.job.config import UsageError
-from elasticrs.launcher.arguments import parse, resolve
+from elasticrs._engine.cli.arguments import parse, resolve
+from elasticrs._engine.job.config import UsageError
 
 ENV = {"PATH": "/usr/bin:/bin"}
 SEVERAL = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=a:1", "--rdzv-id=x")

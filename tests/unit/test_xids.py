@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticrs.host import xids
-from elasticrs.host.xids import Xid, meaning, parse
+from elasticrs._engine.gpus import xids
+from elasticrs._engine.gpus.xids import Xid, meaning, parse
 
 CATALOG = json.loads((Path(xids.__file__).parent / "xids.json").read_text())
 HERE = (0, 0, 6)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from helpers.forker import WORKERS, Forker
 from helpers.procs import HANG, wait_until
 
-from elasticrs.diagnosis.values import NoRecord, RankEvidence
+from elasticrs._engine.hangs.values import NoRecord, RankEvidence
 
 WORKER = WORKERS / "desynchronised.py"
 KINDS = ("missing", "dead", "order", "size", "groups")

@@ -1,7 +1,7 @@
 """Replays a recorded job. Builds the evidence that each attempt leaves on each node, and passes it to the
 agents' code for a decision.
 
-One node is decided by :class:`elasticrs.agent.decisions.OneNode`, several nodes by the members of a simulated
+One node is decided by :class:`.OneNode`, several nodes by the members of a simulated
 rendezvous. In both cases, the options come from a command line, the error files are real files, and each node
 reports its failures and its exit code as the launcher does.
 """
@@ -15,23 +15,24 @@ from typing import Any, NamedTuple
 
 from rendezvous.cluster import Cluster
 
-from elasticrs.agent import failed_attempt, job_report
-from elasticrs.agent import state_machine as machine
-from elasticrs.agent.attempt import Attempt, JobResult, Overdue
-from elasticrs.agent.decisions import OneNode
-from elasticrs.agent.first_failure import first_seen
-from elasticrs.agent.own_cause import Place, first_word, own_cause
-from elasticrs.agent.several_nodes import has_failed_alone, verdict_of
-from elasticrs.host import clock
-from elasticrs.host.clock import Clock
-from elasticrs.job.failure_cause import Cause
-from elasticrs.job.policy_options import ExitCodes
-from elasticrs.job.ranks import NodeShare, assign
-from elasticrs.launcher.arguments import parse, resolve
-from elasticrs.multiprocessing.errors.root_cause import root_cause
-from elasticrs.rendezvous.elastic import messages
-from elasticrs.workers.logs import LogPaths
-from elasticrs.workers.plan import Plan
+from elasticrs._engine.cli.arguments import parse, resolve
+from elasticrs._engine.job.failure_cause import Cause
+from elasticrs._engine.job.policy_options import ExitCodes
+from elasticrs._engine.job.ranks import NodeShare, assign
+from elasticrs._engine.nodes.protocol import messages
+from elasticrs._engine.process import clock
+from elasticrs._engine.process.clock import Clock
+from elasticrs._engine.supervise.attempts import state_machine as machine
+from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult, Overdue
+from elasticrs._engine.supervise.decide.decisions import OneNode
+from elasticrs._engine.supervise.decide.several_nodes import has_failed_alone, verdict_of
+from elasticrs._engine.supervise.failures import failed_attempt
+from elasticrs._engine.supervise.failures.first_failure import first_seen
+from elasticrs._engine.supervise.failures.own_cause import Place, first_word, own_cause
+from elasticrs._engine.supervise.observe import job_report
+from elasticrs._engine.workers.failures.root_cause import root_cause
+from elasticrs._engine.workers.logs import LogPaths
+from elasticrs._engine.workers.plan import Plan
 
 MS = 1_000_000
 OPTIONS = "--max-restarts 5 --exit-codes verdict"

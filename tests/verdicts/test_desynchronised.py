@@ -4,7 +4,7 @@ from contextlib import closing
 
 import pytest
 
-from elasticrs.diagnosis.diagnose import diagnose
+from elasticrs._engine.hangs.diagnose import diagnose
 from verdicts.desynchronised import KINDS, Groups, drawn
 
 pytestmark = pytest.mark.torch

@@ -10,7 +10,7 @@ import pytest
 from helpers.ended import Ended
 from helpers.said import says
 
-from elasticrs.agent import evidence
+from elasticrs._engine.supervise.attempts import evidence
 
 pytestmark = pytest.mark.beyond_torchrun
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from elasticrs.agent.warming import Warming
+from elasticrs._engine.supervise.run.warming import Warming
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 from helpers import procs
 from helpers.said import says
 
-from elasticrs.workers.warm import sources
+from elasticrs._engine.workers.warm import sources
 
 
 @pytest.fixture

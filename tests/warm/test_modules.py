@@ -9,9 +9,9 @@ from helpers.said import says
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs.job.config import UsageError
-from elasticrs.workers import warm
-from elasticrs.workers.warm.steps import Import, steps
+from elasticrs._engine.job.config import UsageError
+from elasticrs._engine.workers import warm
+from elasticrs._engine.workers.warm.steps import Import, steps
 
 
 def imports(source, package=""):

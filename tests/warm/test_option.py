@@ -3,9 +3,9 @@
 import pytest
 from helpers.said import line_with, says
 
-from elasticrs.job.config import UsageError
+from elasticrs._engine.cli.arguments import parse, resolve
+from elasticrs._engine.job.config import UsageError
 from elasticrs.launcher import LaunchConfig, elastic_launch
-from elasticrs.launcher.arguments import parse, resolve
 
 
 def preload(*argv, **environ):

@@ -5,9 +5,9 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs.workers.warm import import_report
-from elasticrs.workers.warm.import_report import LeftOut, Ready, Report
-from elasticrs.workers.warm.sources import remember
+from elasticrs._engine.workers.warm import import_report
+from elasticrs._engine.workers.warm.import_report import LeftOut, Ready, Report
+from elasticrs._engine.workers.warm.sources import remember
 
 READY = {
     "seconds": 4.25,

@@ -10,7 +10,7 @@ import pytest
 from helpers.fidelity import Job
 from helpers.said import line_with
 
-from elasticrs import _worker
+from elasticrs._engine import inside
 
 pytestmark = pytest.mark.beyond_torchrun
 
@@ -280,7 +280,7 @@ def test_a_given_hash_seed_is_kept(job, tmp_path):
 
 def test_sitecustomize_of_the_nursery_parses_with_old_pythons():
     """With a syntax error there, Python would go on to the user's script."""
-    source = Path(_worker.__file__).parent / "nursery/sitecustomize.py"
+    source = Path(inside.__file__).parent / "nursery/sitecustomize.py"
     assert ast.parse(source.read_text(), feature_version=(3, 4))
 
 

@@ -158,7 +158,7 @@ def test_data_in_open_files_is_written(worker):
 def test_a_function_in_a_spawned_process_runs_its_callbacks_and_is_not_torn_down(worker):
     source = """
     import multiprocessing
-    from elasticrs.multiprocessing.function_process import call_and_return
+    from elasticrs._engine.workers.functions.function_process import call_and_return
 
     def fail():
         atexit.register(print, "callback")
@@ -216,7 +216,7 @@ def test_finalizers_run_except_those_that_unregister_the_operators_of_torch(work
 def test_torch_unregisters_its_operators_by_finalizers_that_are_skipped(torch_programs):
     source = """
 import weakref
-from elasticrs._worker.fast_exit import keep_operators
+from elasticrs._engine.inside.fast_exit import keep_operators
 
 held = type("Held", (), {})()
 own = weakref.finalize(held, print)

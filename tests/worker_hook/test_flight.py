@@ -11,7 +11,7 @@ import textwrap
 import pytest
 from helpers.procs import HANG, reap_adopted, wait_gone, wait_until
 
-from elasticrs._worker import flight
+from elasticrs._engine.inside import flight
 
 # A fake of torch's modules, whose flight record has more entries than the worker keeps.
 TORCH = """
@@ -26,7 +26,7 @@ TORCH = """
     sys.modules[c10d_of_python.__name__] = c10d_of_python
 """
 
-START = "from elasticrs._worker.flight import answer_with_record; answer_with_record()"
+START = "from elasticrs._engine.inside.flight import answer_with_record; answer_with_record()"
 UP = "print('UP', flush=True)"
 REST = "sys.stdin.read()"
 

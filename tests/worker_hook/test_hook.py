@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from helpers.procs import HANG, run_program
 
-from elasticrs.workers.environment import hook_environment
+from elasticrs._engine.workers.environment import hook_environment
 
 HOOK = str(Path(hook_environment({})["PYTHONPATH"]))
 NAMES = ["python3.8", "python3.9", "python3.10", "python3.11", "python3.12", "python3.13", "python3.14"]

@@ -19,7 +19,7 @@ from datetime import timedelta
 import torch
 from torch import distributed
 
-from elasticrs._worker.flight import answer_with_record
+from elasticrs._engine.inside.flight import answer_with_record
 
 never = threading.Event()
 

@@ -1,6 +1,6 @@
 """The agent of one node: it starts and monitors the workers and decides how to react to failures.
 
-:mod:`~elasticrs.agent.state_machine` makes the decisions and :mod:`~elasticrs.agent.loop` executes them. The
+:mod:`.state_machine` makes the decisions and :mod:`.loop` executes them. The
 classes that users subclass are in :mod:`elasticrs.agent.server`.
 """
 

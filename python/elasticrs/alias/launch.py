@@ -10,8 +10,8 @@ import os
 import sys
 
 from elasticrs import launch
-from elasticrs.job.config import UsageError
-from elasticrs.launcher.arguments import TextRequested, parse
+from elasticrs._engine.cli.arguments import TextRequested, parse
+from elasticrs._engine.job.config import UsageError
 
 
 def with_local_rank(argv: list[str]) -> list[str]:

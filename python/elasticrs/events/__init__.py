@@ -39,7 +39,7 @@ __all__ = [
 
 
 class RoleRanks(Protocol):
-    """Interface of an object with a worker's ranks, such as :class:`~elasticrs.job.ranks.WorkerRanks` or
+    """Interface of an object with a worker's ranks, such as :class:`.WorkerRanks` or
     torch's ``Worker``.
     """
 

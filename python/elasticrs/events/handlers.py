@@ -12,7 +12,7 @@ import stat
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, TextIO
 
-from elasticrs.report.console import Console
+from elasticrs._engine.process.console import Console
 
 __all__ = ["EVENT_HANDLERS", "UnknownDestinationError", "get_logging_handler"]
 

@@ -14,21 +14,21 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from elasticrs import events
-from elasticrs.agent.health_check_server import _AliveCallbackProxy
-from elasticrs.agent.observer_factory import check_destination
+from elasticrs._engine.job import config as defaults
+from elasticrs._engine.job import options
+from elasticrs._engine.job.config import UnresolvedSettings, WorkerSettings
+from elasticrs._engine.nodes.transport.endpoint import parse_endpoint
+from elasticrs._engine.nodes.transport.settings import exit_barrier_timeout_of
+from elasticrs._engine.supervise.observe.health_check_server import _AliveCallbackProxy
+from elasticrs._engine.supervise.observe.observer_factory import check_destination
+from elasticrs._engine.workers.functions.main_guard import refuse_while_main_is_imported
 from elasticrs.agent.server.local_elastic_agent import LocalElasticAgent
 from elasticrs.agent.server.worker_group import WorkerSpec, with_settings
-from elasticrs.job import config as defaults
-from elasticrs.job import options
-from elasticrs.job.config import UnresolvedSettings, WorkerSettings
 from elasticrs.metrics import MetricsConfig, initialize_metrics
 from elasticrs.multiprocessing.api import DefaultLogsSpecs, LogsSpecs, SignalException
 from elasticrs.multiprocessing.errors import ChildFailedError
-from elasticrs.multiprocessing.main_guard import refuse_while_main_is_imported
 from elasticrs.rendezvous import registry as rdzv_registry
 from elasticrs.rendezvous.api import RendezvousParameters
-from elasticrs.rendezvous.elastic.settings import exit_barrier_timeout_of
-from elasticrs.rendezvous.endpoint import parse_endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,8 +46,8 @@ _log = logging.getLogger("elasticrs.agent")
 @with_settings
 class LaunchConfig(WorkerSettings, UnresolvedSettings):
     """Configuration of a job, with torch's fields and defaults. The keyword-only fields do not exist in
-    torch. See :class:`~elasticrs.job.config.WorkerSettings` and
-    :class:`~elasticrs.job.config.UnresolvedSettings`.
+    torch. See :class:`.WorkerSettings` and
+    :class:`.UnresolvedSettings`.
 
     Args:
         min_nodes: minimum number of nodes.
@@ -68,7 +68,7 @@ class LaunchConfig(WorkerSettings, UnresolvedSettings):
         metrics_cfg: configuration for :func:`elasticrs.metrics.initialize_metrics`.
         local_addr: address of this node.
         event_log_handler: destination of events; see :func:`elasticrs.events.get_logging_handler`.
-        numa_options: binding of the workers to CPUs; see :class:`elasticrs.host.numa.NumaOptions`.
+        numa_options: binding of the workers to CPUs; see :class:`.NumaOptions`.
         signals_to_handle: names of signals that stop the job, separated by commas.
         duplicate_stdout_filters: texts to search for. Tee'd lines that contain one of them are also copied to
             ``filtered_stdout.log``.

@@ -13,30 +13,30 @@ import os
 import signal
 from typing import TYPE_CHECKING, Any
 
-from elasticrs.agent.observer_factory import check_destination, open_server
+from elasticrs._engine.job import phrases
+from elasticrs._engine.job.config import UsageError
+from elasticrs._engine.supervise.observe.observer_factory import check_destination, open_server
+from elasticrs._engine.supervise.run.signals import suspend
+from elasticrs._engine.workers.process import SupervisorError
 from elasticrs.agent.server.local_elastic_agent import LocalElasticAgent
 from elasticrs.agent.server.raised_signals import raised_signals
 from elasticrs.agent.server.worker_group import WorkerSpec
-from elasticrs.agent.signals import suspend
-from elasticrs.job.config import UsageError
 from elasticrs.launcher.api import run_agent, shut_down_after
 from elasticrs.multiprocessing.api import DefaultLogsSpecs, SignalException
 from elasticrs.multiprocessing.errors import ChildFailedError
 from elasticrs.rendezvous import registry
 from elasticrs.rendezvous.api import RendezvousError, RendezvousHandler, RendezvousParameters, is_kind
-from elasticrs.report import phrases
-from elasticrs.workers.process import SupervisorError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
+    from elasticrs._engine.cli.arguments import Launch
+    from elasticrs._engine.job.config import HandlerSettings
+    from elasticrs._engine.process.console import Console
+    from elasticrs._engine.supervise.run.signals import SignalPipe
+    from elasticrs._engine.supervise.run.workers import Workers
     from elasticrs.agent.server.worker_group import RunResult
-    from elasticrs.agent.signals import SignalPipe
-    from elasticrs.agent.workers import Workers
-    from elasticrs.job.config import HandlerSettings
-    from elasticrs.launcher.arguments import Launch
-    from elasticrs.report.console import Console
 
 _DEFAULT_TIMEOUT = 900
 """Timeout in seconds that torch's launcher passes to every handler."""
@@ -185,8 +185,8 @@ def _report(result: RunResult, name: str, console: Console, write: Callable[[str
     if not result.failures:
         write(console.prefixed(f"the job has failed{os.linesep}"))
         return
-    from elasticrs.agent.failed_attempt import hand_on
-    from elasticrs.multiprocessing.errors.report import how_it_failed
+    from elasticrs._engine.supervise.failures.failed_attempt import hand_on
+    from elasticrs._engine.workers.failures.report import how_it_failed
 
     error = ChildFailedError(name, result.failures)
     rank, first = error.get_first_failure()

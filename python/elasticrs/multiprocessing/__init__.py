@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from elasticrs.host.numa import NumaOptions
+    from elasticrs._engine.gpus.numa import NumaOptions
     from elasticrs.multiprocessing.api import (
         DefaultLogsSpecs,
         LogsDest,
@@ -82,8 +82,9 @@ def start_processes(
         SystemExit: this process is a worker that is still importing the main module, because the main module
             has no ``__name__`` guard.
     """
-    from elasticrs.multiprocessing import api, interrupts
-    from elasticrs.multiprocessing.main_guard import refuse_while_main_is_imported
+    from elasticrs._engine.workers.functions import interrupts
+    from elasticrs._engine.workers.functions.main_guard import refuse_while_main_is_imported
+    from elasticrs.multiprocessing import api
 
     refuse_while_main_is_imported()
     nprocs = len(args)

@@ -21,11 +21,11 @@ from enum import IntFlag
 from typing import TYPE_CHECKING, Any, TextIO
 
 from elasticrs import lazy
-from elasticrs.host.stop_requests import StopRequests
-from elasticrs.job.config import DEFAULT_SIGNALS, LogSettings, parse_streams
-from elasticrs.multiprocessing import interrupts
+from elasticrs._engine.job.config import DEFAULT_SIGNALS, LogSettings, parse_streams
+from elasticrs._engine.process.stop_requests import StopRequests
+from elasticrs._engine.workers import logs
+from elasticrs._engine.workers.functions import interrupts
 from elasticrs.multiprocessing.tail_log import TailLog
-from elasticrs.workers import logs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

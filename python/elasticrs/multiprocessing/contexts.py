@@ -9,26 +9,26 @@ import pickle
 import time
 from typing import TYPE_CHECKING, Any
 
-from elasticrs.host.numa import cpus_of_options
-from elasticrs.job.config import check_start_method, default_stop_scope
+from elasticrs._engine.gpus.numa import cpus_of_options
+from elasticrs._engine.job.config import check_start_method, default_stop_scope
+from elasticrs._engine.job.phrases import SILENT
+from elasticrs._engine.workers.environment import hook_environment, inherited_environment
+from elasticrs._engine.workers.functions.failed_process import failure_of
+from elasticrs._engine.workers.functions.supervised_group import SupervisedGroup
+from elasticrs._engine.workers.process import console_stream, process_spec
 from elasticrs.multiprocessing.api import PContext, RunProcsResult, clean_up, get_std_cm, logger
 from elasticrs.multiprocessing.errors import ProcessFailure
-from elasticrs.multiprocessing.failed_process import failure_of
-from elasticrs.multiprocessing.supervised_group import SupervisedGroup
 from elasticrs.multiprocessing.tail_log import replaced_streams
-from elasticrs.report.phrases import SILENT
-from elasticrs.workers.environment import hook_environment, inherited_environment
-from elasticrs.workers.process import console_stream, process_spec
 
 if TYPE_CHECKING:
     import signal
     from collections.abc import Callable
 
     from elasticrs._core import LogStream, WorkerExited
-    from elasticrs.host.numa import NumaOptions
+    from elasticrs._engine.gpus.numa import NumaOptions
+    from elasticrs._engine.workers.functions.foreign import ForeignPrograms
+    from elasticrs._engine.workers.functions.start_methods import FunctionStart
     from elasticrs.multiprocessing.api import LogsSpecs
-    from elasticrs.multiprocessing.foreign import ForeignPrograms
-    from elasticrs.multiprocessing.start_methods import FunctionStart
     from elasticrs.multiprocessing.subprocess_handler import SubprocessHandler
 
 __all__ = ["MultiprocessContext", "SubprocessContext"]
@@ -167,7 +167,7 @@ class SubprocessContext(_SupervisedContext):
         self._foreign: ForeignPrograms | None = None
 
     def _start(self) -> None:
-        from elasticrs.multiprocessing import foreign
+        from elasticrs._engine.workers.functions import foreign
         from elasticrs.multiprocessing.subprocess_handler import SubprocessHandler
 
         if self._group is not None or self._foreign is not None:
@@ -277,7 +277,7 @@ class MultiprocessContext(_SupervisedContext):
         self._functions: FunctionStart | None = None
 
     def _start(self) -> None:
-        from elasticrs.multiprocessing.start_methods import BY_METHOD, Functions
+        from elasticrs._engine.workers.functions.start_methods import BY_METHOD, Functions
 
         if self._functions is not None:
             raise ValueError("start() was called twice")

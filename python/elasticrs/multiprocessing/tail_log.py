@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from typing import TYPE_CHECKING, BinaryIO, TextIO
 
-from elasticrs.job.value import Record
+from elasticrs._engine.job.value import Record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from elasticrs.rendezvous.elastic.etcd_site import EtcdSite
-from elasticrs.rendezvous.elastic.handler import ElasticRendezvousHandler
-from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
-from elasticrs.rendezvous.elastic.settings import Settings
+from elasticrs._engine.nodes.handler import ElasticRendezvousHandler
+from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
+from elasticrs._engine.nodes.transport.etcd_site import EtcdSite
+from elasticrs._engine.nodes.transport.settings import Settings
 
 if TYPE_CHECKING:
     from elasticrs.rendezvous.api import RendezvousHandler, RendezvousParameters

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 
-from elasticrs.job.config import DEFAULT_MASTER_PORT
+from elasticrs._engine.job.config import DEFAULT_MASTER_PORT
+from elasticrs._engine.nodes.transport.endpoint import parse_endpoint
+from elasticrs._engine.nodes.transport.session import Client, NativeSession, Server
+from elasticrs._engine.workers.ports import StorePort, agent_hosts_store
 from elasticrs.rendezvous.api import (
     RendezvousClosedError,
     RendezvousHandler,
@@ -12,9 +15,6 @@ from elasticrs.rendezvous.api import (
     RendezvousParameters,
     RendezvousStoreInfo,
 )
-from elasticrs.rendezvous.endpoint import parse_endpoint
-from elasticrs.store.session import Client, NativeSession, Server
-from elasticrs.workers.ports import StorePort, agent_hosts_store
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -78,8 +78,8 @@ class OneNodeRendezvous(RendezvousHandler):
         is started on first use, because most single-node jobs never use the store.
         """
         if self._store is None:
+            from elasticrs._engine.nodes.transport.requests import Requests
             from elasticrs.store import Store
-            from elasticrs.store.requests import Requests
 
             self._store = Store(Requests(self._connect))
         return self._store.with_prefix(f"torch.rendezvous.{self._run_id}.{self._round}/")

@@ -13,9 +13,9 @@ import logging
 import os
 from typing import Any, cast
 
-from elasticrs.job.config import UsageError
+from elasticrs._engine.job.config import UsageError
+from elasticrs._engine.nodes.describe import BACKENDS, PYTHON, Words, check_backend, describe, is_in_file
 from elasticrs.rendezvous.api import RendezvousHandler, RendezvousParameters, rendezvous_handler_registry
-from elasticrs.rendezvous.elastic.describe import BACKENDS, PYTHON, Words, check_backend, describe, is_in_file
 from elasticrs.rendezvous.one_node_handler import OneNodeRendezvous
 
 __all__ = ["get_rendezvous_handler"]
@@ -97,7 +97,7 @@ def _create(params: RendezvousParameters) -> RendezvousHandler:
         _log.warning("%s", notice)
     if rendezvous is None:
         return OneNodeRendezvous(params)
-    from elasticrs.rendezvous.elastic.handler import ElasticRendezvousHandler
+    from elasticrs._engine.nodes.handler import ElasticRendezvousHandler
 
     return ElasticRendezvousHandler(rendezvous, params.backend)
 

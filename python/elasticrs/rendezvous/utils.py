@@ -23,7 +23,7 @@ _SHORTEST_DELAY = 0.01
 def parse_rendezvous_endpoint(endpoint: str | None, default_port: int) -> tuple[str, int]:
     """Parse ``HOST[:PORT]`` by torch's rules and with torch's error messages.
 
-    The command line uses :func:`elasticrs.rendezvous.endpoint.parse_endpoint` instead, which is stricter.
+    The command line uses :func:`.parse_endpoint` instead, which is stricter.
 
     Args:
         endpoint: endpoint to parse. If it is empty or ``None``, the host is ``localhost``.

@@ -3,7 +3,12 @@
 ``python -m elasticrs.store`` starts a server. :func:`connect` returns a :class:`Store` that uses it.
 """
 
-from elasticrs.store.store import Store, connect
-from elasticrs.store.timed import DistError, DistNetworkError, DistStoreError, QueueEmptyError
+from elasticrs._engine.nodes.transport.store import Store, connect
+from elasticrs._engine.nodes.transport.timed import (
+    DistError,
+    DistNetworkError,
+    DistStoreError,
+    QueueEmptyError,
+)
 
 __all__ = ["DistError", "DistNetworkError", "DistStoreError", "QueueEmptyError", "Store", "connect"]

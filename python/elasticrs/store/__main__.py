@@ -16,8 +16,8 @@ import socket
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from elasticrs.job.config import DEFAULT_PORT
-from elasticrs.store.session import Server, raise_descriptor_limit
+from elasticrs._engine.job.config import DEFAULT_PORT
+from elasticrs._engine.nodes.transport.session import Server, raise_descriptor_limit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,9 +15,9 @@ that the interpreter has not loaded at startup.
 """
 
 from elasticrs import lazy
+from elasticrs._engine.inside.heartbeats import heartbeat
 from elasticrs.timer.api import RequestQueue, TimerClient, TimerRequest, TimerServer, configure, expires
 from elasticrs.timer.file_based_local_timer import FileTimerClient, FileTimerRequest
-from elasticrs.timer.heartbeats import heartbeat
 from elasticrs.timer.local_timer import LocalTimerClient, LocalTimerServer, MultiprocessingRequestQueue
 
 TYPE_CHECKING = False

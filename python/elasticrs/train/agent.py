@@ -7,11 +7,11 @@ from functools import cache
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from elasticrs.rendezvous.endpoint import shown_endpoint
+from elasticrs._engine.nodes.transport.endpoint import shown_endpoint
+from elasticrs._engine.workers.environment import TOKEN_VARIABLE
+from elasticrs._engine.workers.ports import bind
 from elasticrs.train.meeting_url import JOB_VARIABLE, MEMBER_VARIABLE, MeetingPlace, parse
 from elasticrs.train.p2p import CoordinatorP2P
-from elasticrs.workers.environment import TOKEN_VARIABLE
-from elasticrs.workers.ports import bind
 
 __all__ = ["AgentCoordinator"]
 

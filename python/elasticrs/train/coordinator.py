@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from elasticrs.job.value import Value
+from elasticrs._engine.job.value import Value
 from elasticrs.train.errors import NonRetryableException, StopException
 
 if TYPE_CHECKING:

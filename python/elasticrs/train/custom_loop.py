@@ -6,11 +6,11 @@ import datetime
 import os
 from typing import TYPE_CHECKING
 
+from elasticrs._engine.workers.node_page import page_of
 from elasticrs.train import groups
 from elasticrs.train.agent import agent_place
 from elasticrs.train.meeting_url import parse
 from elasticrs.train.membership import Membership
-from elasticrs.workers.node_page import page_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from elasticrs.rendezvous.elastic.messages import Stop
+    from elasticrs._engine.nodes.protocol.messages import Stop
     from elasticrs.train.membership import Round
 
 __all__ = ["Participant", "on_change"]
@@ -44,7 +44,7 @@ def on_change(callback: Callable[[Stop], None] | None = None, init_method: str |
             job.close()                                  # end the job for all workers
 
     Args:
-        callback: Called on a separate thread with a :class:`~elasticrs.rendezvous.elastic.messages.Stop` as
+        callback: Called on a separate thread with a :class:`.Stop` as
             soon as a round ends for this worker. A framework can use it to abort communication that this
             library does not know about. The callback must not raise. If the attribute ``planned`` of the
             argument is true, no worker has failed and nothing needs to be aborted.

@@ -34,10 +34,10 @@ from socketserver import ThreadingTCPServer
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from elasticrs.job.value import Value
-from elasticrs.rendezvous.endpoint import shown_endpoint
+from elasticrs._engine.job.value import Value
+from elasticrs._engine.nodes.transport.endpoint import shown_endpoint
+from elasticrs._engine.workers.node_page import VARIABLE
 from elasticrs.train.coordinator import FinalState
-from elasticrs.workers.node_page import VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

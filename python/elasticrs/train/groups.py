@@ -32,7 +32,7 @@ import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from elasticrs.workers.environment import NCCL_ENDS_PROCESSES
+from elasticrs._engine.workers.environment import NCCL_ENDS_PROCESSES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

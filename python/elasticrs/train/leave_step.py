@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from elasticrs.job.value import Record
+from elasticrs._engine.job.value import Record
 
 if TYPE_CHECKING:
     from typing import Literal, TypeAlias

@@ -1,4 +1,4 @@
-"""Convert the rendezvous URL of a job's workers to settings of :mod:`elasticrs.rendezvous.elastic`.
+"""Convert the rendezvous URL of a job's workers to settings of :mod:`.protocol`.
 
 ``elasticrs://HOST:PORT/JOB?min_workers=2&max_workers=4`` names a built-in coordination store, and
 ``etcd://HOST:PORT/JOB?…`` a store in etcd. The URL may contain ``min_workers``, ``max_workers`` and every key
@@ -11,17 +11,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from elasticrs.job.config import UsageError, seconds_within
-from elasticrs.job.value import Value
-from elasticrs.rendezvous.elastic.describe import Words, describe
-from elasticrs.rendezvous.elastic.keys import workers_scope
+from elasticrs._engine.job.config import UsageError, seconds_within
+from elasticrs._engine.job.value import Value
+from elasticrs._engine.nodes.describe import Words, describe
+from elasticrs._engine.nodes.protocol.keys import workers_scope
+from elasticrs._engine.workers.environment import TOKEN_VARIABLE
 from elasticrs.train.membership import STUCK_TIMEOUT
-from elasticrs.workers.environment import TOKEN_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
+    from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
 
 _SCHEMES = {"elasticrs": "c10d", "etcd": "etcd"}
 _EXPECTED = "elasticrs://HOST:PORT/JOB?min_workers=N&max_workers=M or etcd://HOST[:PORT]/JOB?…"

@@ -24,9 +24,9 @@ import time
 from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
-from elasticrs.job.value import Record, fresh
+from elasticrs._engine.job.value import Record, fresh
+from elasticrs._engine.nodes.handler import ElasticRendezvousHandler
 from elasticrs.rendezvous.api import RendezvousClosedError, RendezvousError
-from elasticrs.rendezvous.elastic.handler import ElasticRendezvousHandler
 from elasticrs.store import DistError
 from elasticrs.train.groups import Connections
 from elasticrs.train.leave_step import AT_ONCE, LeaveStep, agreed, heard, said
@@ -34,11 +34,11 @@ from elasticrs.train.leave_step import AT_ONCE, LeaveStep, agreed, heard, said
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from elasticrs.rendezvous.elastic.messages import Stop
-    from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
+    from elasticrs._engine.nodes.protocol.messages import Stop
+    from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
+    from elasticrs._engine.workers.node_page import WorkerPage
     from elasticrs.store import Store
     from elasticrs.train.final_state import Late
-    from elasticrs.workers.node_page import WorkerPage
 
 __all__ = ["Membership", "Round"]
 

@@ -10,6 +10,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
+from elasticrs._engine.workers.node_page import page_of
 from elasticrs.rendezvous.api import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 from elasticrs.store import DistError
 from elasticrs.train import groups
@@ -19,7 +20,6 @@ from elasticrs.train.errors import CannotContinueError, StopException
 from elasticrs.train.events import record
 from elasticrs.train.meeting_url import parse
 from elasticrs.train.membership import Membership
-from elasticrs.workers.node_page import page_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

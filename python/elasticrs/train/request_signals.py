@@ -19,7 +19,7 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from elasticrs.multiprocessing.interrupts import CaughtSignals
+from elasticrs._engine.workers.functions.interrupts import CaughtSignals
 
 if TYPE_CHECKING:
     from types import FrameType, TracebackType

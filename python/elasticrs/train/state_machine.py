@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from elasticrs.job.value import Value
+from elasticrs._engine.job.value import Value
 
 OF_OTHERS = 100
 """Limit for aborted collectives, as a multiple of the limit for failures."""

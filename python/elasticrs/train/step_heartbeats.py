@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from elasticrs.timer.heartbeats import Section, heartbeat_unless_given
+from elasticrs._engine.inside.heartbeats import Section, heartbeat_unless_given
 
 _meeting = Section("meeting of the workers", None)
 _is_meeting = False

@@ -7,7 +7,7 @@ the second worker fails. All workers then start a new round, where :func:`disagr
 
 from __future__ import annotations
 
-from elasticrs.job.value import Record
+from elasticrs._engine.job.value import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

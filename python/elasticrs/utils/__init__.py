@@ -1,8 +1,8 @@
 """Helpers with the same names as in torch: stores, ports, macros, loggers, and samplers."""
 
 from elasticrs import lazy
+from elasticrs._engine.workers.arguments import macros
 from elasticrs.utils.api import get_env_variable_or_raise, get_socket_with_port
-from elasticrs.workers.arguments import macros
 
 __all__ = ["get_env_variable_or_raise", "get_socket_with_port", "macros"]
 

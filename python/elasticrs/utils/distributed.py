@@ -8,9 +8,9 @@ import socket
 from contextlib import closing
 from typing import Any
 
+from elasticrs._engine.workers.ports import bind
 from elasticrs.utils.logging import get_logger
 from elasticrs.utils.store import barrier
-from elasticrs.workers.ports import bind
 
 __all__ = ["create_c10d_store", "get_free_port", "get_socket_with_port"]
 

@@ -7,7 +7,7 @@
 //! also works if the worker is blocked in a collective or never releases the GIL. If a worker does not write its
 //! stacks, `py-spy` inspects it, provided that `py-spy` is installed.
 //!
-//! The flight record of torch comes from a thread of the worker, which `python/elasticrs/_worker/flight.py` starts. The
+//! The flight record of torch comes from a thread of the worker, which `python/elasticrs/_engine/inside/flight.py` starts. The
 //! thread is blocked while it opens a FIFO, until this module opens the other end. It then writes the record to a file,
 //! which the agent reads. The thread needs the GIL, so a worker that never releases the GIL writes no record.
 //!
@@ -71,7 +71,7 @@ const MAX_ANSWER: u64 = 16 * 1024 * 1024;
 /// contain it.
 const CRASH: &[u8] = b"Fatal Python error";
 
-/// Returns the signal that makes a worker write its Python stacks. `python/elasticrs/_worker/hook/sitecustomize.py`
+/// Returns the signal that makes a worker write its Python stacks. `python/elasticrs/_engine/inside/hook/sitecustomize.py`
 /// uses the same number.
 pub fn stack_signal() -> i32 {
     libc::SIGRTMIN() + 12
@@ -86,12 +86,12 @@ pub struct EvidenceFiles {
 }
 
 impl EvidenceFiles {
-    /// Returns the path of the worker's flight record. `python/elasticrs/_worker/flight.py` uses the same name.
+    /// Returns the path of the worker's flight record. `python/elasticrs/_engine/inside/flight.py` uses the same name.
     fn flight_record(&self) -> PathBuf {
         self.stacks.with_extension("flight")
     }
 
-    /// Returns the path of the FIFO through which a flight record is requested. `python/elasticrs/_worker/flight.py`
+    /// Returns the path of the FIFO through which a flight record is requested. `python/elasticrs/_engine/inside/flight.py`
     /// uses the same name.
     fn flight_requests(&self) -> PathBuf {
         self.stacks.with_extension("flight_requests")

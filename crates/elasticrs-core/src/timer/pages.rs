@@ -1,6 +1,6 @@
 //! The memory page in which a worker stores its heartbeats.
 //!
-//! The page consists of 64-bit words in native byte order. `python/elasticrs/timer/heartbeats.py` writes it. The writer
+//! The page consists of 64-bit words in native byte order. `python/elasticrs/_engine/inside/heartbeats.py` writes it. The writer
 //! and the reader never wait for each other. A worker can write anything to its page, so this module ignores values
 //! that cannot be the time of a heartbeat of this worker. Otherwise, an invalid word could hide a hang, or distort a
 //! learned limit.

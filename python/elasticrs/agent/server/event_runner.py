@@ -6,30 +6,30 @@ import signal
 from functools import partial
 from typing import TYPE_CHECKING
 
-from elasticrs.agent.decision_factory import make_decisions
-from elasticrs.agent.loop import Agent
-from elasticrs.agent.observer_factory import make_observers
+from elasticrs._engine.job.ranks import NodeShare, assign
+from elasticrs._engine.job.value import Record
+from elasticrs._engine.process.console import Console
+from elasticrs._engine.supervise.attempts.state_machine import Phase
+from elasticrs._engine.supervise.decide.decision_factory import make_decisions
+from elasticrs._engine.supervise.observe.observer_factory import make_observers
+from elasticrs._engine.supervise.run.loop import Agent
+from elasticrs._engine.supervise.run.signals import catch_signals
+from elasticrs._engine.workers.functions.supervised_group import not_started
+from elasticrs._engine.workers.plan import Plan
 from elasticrs.agent.server.worker_group import RunResult, WorkerState
-from elasticrs.agent.signals import catch_signals
-from elasticrs.agent.state_machine import Phase
-from elasticrs.job.ranks import NodeShare, assign
-from elasticrs.job.value import Record
 from elasticrs.multiprocessing.api import SignalException
-from elasticrs.multiprocessing.supervised_group import not_started
 from elasticrs.rendezvous.api import RendezvousClosedError
 from elasticrs.rendezvous.one_node_handler import OneNodeRendezvous
-from elasticrs.report.console import Console
-from elasticrs.workers.plan import Plan
 
 if TYPE_CHECKING:
     from elasticrs import _core
-    from elasticrs.agent.attempt import JobResult
-    from elasticrs.agent.decisions import Decisions
-    from elasticrs.agent.health_check_server import HealthCheckServer
+    from elasticrs._engine.job.config import JobConfig
+    from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
+    from elasticrs._engine.supervise.attempts.attempt import JobResult
+    from elasticrs._engine.supervise.decide.decisions import Decisions
+    from elasticrs._engine.supervise.observe.health_check_server import HealthCheckServer
     from elasticrs.agent.server.local_job import LocalJob
     from elasticrs.agent.server.worker_group import WorkerGroup
-    from elasticrs.job.config import JobConfig
-    from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
 
 
 class EventRunner(Record):
@@ -96,10 +96,10 @@ class EventRunner(Record):
             group.state = WorkerState.STOPPED
             sigval = signal.Signals(result.signum)
             raise SignalException(f"stopped by {sigval.name}", sigval)
-        from elasticrs.agent.failed_attempt import all_failures
-        from elasticrs.agent.job_report import exit_code
-        from elasticrs.job.policy_options import ExitCodes
-        from elasticrs.multiprocessing.errors.root_cause import root_cause
+        from elasticrs._engine.job.policy_options import ExitCodes
+        from elasticrs._engine.supervise.failures.failed_attempt import all_failures
+        from elasticrs._engine.supervise.observe.job_report import exit_code
+        from elasticrs._engine.workers.failures.root_cause import root_cause
 
         group.state = WorkerState.FAILED
         failed = all_failures(result)
@@ -117,7 +117,7 @@ class EventRunner(Record):
             )
         outcome = getattr(decisions, "outcome", None)
         if outcome is not None and outcome.kind not in {"failed", "stuck", "excluded"}:
-            from elasticrs.rendezvous.elastic.handler import error_of
+            from elasticrs._engine.nodes.handler import error_of
 
             raise error_of(outcome)
         error = not_started(result.message or "the workers could not be started", result.start_errno)

@@ -9,17 +9,17 @@ import signal
 import time
 from typing import TYPE_CHECKING, Any
 
-from elasticrs.agent.workers import variables_of
-from elasticrs.workers.arguments import macros
-from elasticrs.workers.logs import line_prefixes
+from elasticrs._engine.supervise.run.workers import variables_of
+from elasticrs._engine.workers.arguments import macros
+from elasticrs._engine.workers.logs import line_prefixes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from elasticrs._engine.workers.plan import Plan
     from elasticrs.agent.server.local_job import LocalJob
     from elasticrs.agent.server.worker_group import WorkerSpec
     from elasticrs.multiprocessing.api import PContext
-    from elasticrs.workers.plan import Plan
 
 
 def start_by(

@@ -15,13 +15,20 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from elasticrs._worker.run_path import run_script_path
-from elasticrs.agent.health_check_server import HealthCheckServer as OurServer
-from elasticrs.agent.health_check_server import (
+from elasticrs._engine.inside.run_path import run_script_path
+from elasticrs._engine.job import config as defaults
+from elasticrs._engine.job import phrases
+from elasticrs._engine.job.policy_options import MaxRestarts
+from elasticrs._engine.process.console import Console
+from elasticrs._engine.supervise.observe.health_check_server import HealthCheckServer as OurServer
+from elasticrs._engine.supervise.observe.health_check_server import (
     _AliveCallbackProxy,  # noqa: F401 -- torch exports it here
     server_of_environment,
 )
-from elasticrs.agent.observer_factory import make_observers_of_hooks
+from elasticrs._engine.supervise.observe.observer_factory import make_observers_of_hooks
+from elasticrs._engine.supervise.run.signals import suspend
+from elasticrs._engine.supervise.run.sleepers import Sleepers
+from elasticrs._engine.workers.process import check_limits
 from elasticrs.agent.server.event_runner import EventRunner
 from elasticrs.agent.server.given_context import GivenContext, start_by
 from elasticrs.agent.server.local_job import LocalJob
@@ -35,24 +42,17 @@ from elasticrs.agent.server.simple_elastic_agent import (
     WorkerSpec,
     WorkerState,
 )
-from elasticrs.agent.signals import suspend
-from elasticrs.agent.sleepers import Sleepers
 from elasticrs.events.hostname import fq_hostname
-from elasticrs.job import config as defaults
-from elasticrs.job.policy_options import MaxRestarts
 from elasticrs.metrics import prof
 from elasticrs.multiprocessing import start_processes
 from elasticrs.rendezvous.one_node_handler import OneNodeRendezvous
-from elasticrs.report import phrases
-from elasticrs.report.console import Console
-from elasticrs.workers.process import check_limits
 
 if TYPE_CHECKING:
     from typing import Protocol
 
-    from elasticrs.agent.signals import SignalPipe
+    from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
+    from elasticrs._engine.supervise.run.signals import SignalPipe
     from elasticrs.multiprocessing.api import LogsSpecs
-    from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
 
     class HealthCheckServer(Protocol):
         """Interface of a health check server, as in torch."""
@@ -268,7 +268,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         result: RunResult = super()._invoke_run(role)
         attempt = self._pcontext.attempt if self._pcontext is not None else None
         if result.is_failed() and not result.failures and attempt is not None:
-            from elasticrs.agent.failed_attempt import failures
+            from elasticrs._engine.supervise.failures.failed_attempt import failures
 
             # No worker caused the failure. For example, the nursery may have died. Report the workers that
             # failed as a consequence.
@@ -368,8 +368,8 @@ def _name_command(spec: WorkerSpec) -> None:
     handler: Any = spec.rdzv_handler
     if spec.entrypoint is None or not hasattr(handler, "rendezvous"):
         return
-    from elasticrs.rendezvous.elastic import commands
-    from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
+    from elasticrs._engine.nodes.protocol import commands
+    from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
 
     rendezvous = handler.rendezvous
     # Check the type, because a handler of another package may have an attribute of this name.

@@ -6,23 +6,23 @@ import os
 import signal
 from typing import TYPE_CHECKING
 
+from elasticrs._engine.gpus.numa import cpus_of_options
+from elasticrs._engine.job import config as defaults
+from elasticrs._engine.job.config import JobConfig, ObserveSettings
+from elasticrs._engine.supervise.run.signals import ignored_signals
+from elasticrs._engine.supervise.run.workers import CommandWorkers, Workers, WorkerSetup
+from elasticrs._engine.workers.environment import hook_environment, inherited_environment
+from elasticrs._engine.workers.functions.plugins import attempt_logs
 from elasticrs.agent.server.replaced_console import ReplacedConsole
-from elasticrs.agent.signals import ignored_signals
-from elasticrs.agent.workers import CommandWorkers, Workers, WorkerSetup
-from elasticrs.host.numa import cpus_of_options
-from elasticrs.job import config as defaults
-from elasticrs.job.config import JobConfig, ObserveSettings
-from elasticrs.multiprocessing.plugins import attempt_logs
 from elasticrs.multiprocessing.tail_log import replaced_streams
-from elasticrs.workers.environment import hook_environment, inherited_environment
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from elasticrs.agent.observer import Observer
+    from elasticrs._engine.supervise.observe.observer import Observer
+    from elasticrs._engine.workers.warm import Entry, Preload
     from elasticrs.agent.server.worker_group import WorkerSpec
     from elasticrs.multiprocessing.api import LogsSpecs
-    from elasticrs.workers.warm import Entry, Preload
 
 
 class LocalJob:
@@ -129,7 +129,7 @@ class LocalJob:
             {1, 2} - replaced_streams().keys(),
         )  # fmt: skip
         if callable(spec.entrypoint):
-            from elasticrs.agent.function_workers import function_workers
+            from elasticrs._engine.supervise.run.function_workers import function_workers
 
             return function_workers(setup, spec.entrypoint, spec.args, self.start_method)
         return CommandWorkers(setup, [str(spec.entrypoint), *map(str, spec.args)])
@@ -151,7 +151,7 @@ class LocalJob:
 
 
 def _entry(spec: WorkerSpec, start_method: str) -> Entry:
-    from elasticrs.workers import warm
+    from elasticrs._engine.workers import warm
 
     if callable(spec.entrypoint):
         return warm.entry_of_function(spec.entrypoint, spec.args, start_method)
@@ -162,7 +162,7 @@ def _preload(spec: WorkerSpec, start_method: str) -> Preload | None:
     # Check the type, because programs may pass a mock specification, whose fields are mocks.
     if not isinstance(spec.warm, str) or spec.warm == "off":
         return None
-    from elasticrs.workers import warm
+    from elasticrs._engine.workers import warm
 
     try:
         return warm.preload(spec.warm, _entry(spec, start_method))

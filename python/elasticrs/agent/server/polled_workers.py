@@ -1,7 +1,7 @@
 """Workers of an agent whose hooks decide when the workers are started and stopped.
 
 A hook starts the workers, polls them, waits for events, or stops them. The tracker records and reports
-everything else, as in :mod:`elasticrs.agent.loop`. Frameworks that access the internals of an agent know this
+everything else, as in :mod:`.loop`. Frameworks that access the internals of an agent know this
 object as ``_pcontext``.
 """
 
@@ -12,25 +12,25 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
-from elasticrs.agent import state_machine as machine
-from elasticrs.agent.signals import suspend
-from elasticrs.agent.tracker import AttemptTracker
+from elasticrs._engine.job import phrases
+from elasticrs._engine.process.console import END_PATIENCE
+from elasticrs._engine.supervise.attempts import state_machine as machine
+from elasticrs._engine.supervise.run.signals import suspend
+from elasticrs._engine.supervise.run.tracker import AttemptTracker
+from elasticrs._engine.workers.functions.interrupts import held, waiting, when_safe
+from elasticrs._engine.workers.functions.supervised_group import LATE, not_started
 from elasticrs.multiprocessing.api import RunProcsResult
-from elasticrs.multiprocessing.interrupts import held, waiting, when_safe
-from elasticrs.multiprocessing.supervised_group import LATE, not_started
-from elasticrs.report import phrases
-from elasticrs.report.console import END_PATIENCE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from elasticrs.agent.attempt import Attempt
-    from elasticrs.agent.observer import Observer
-    from elasticrs.agent.signals import SignalPipe
-    from elasticrs.agent.workers import Workers
-    from elasticrs.job.config import JobConfig
-    from elasticrs.report.console import Console
-    from elasticrs.workers.plan import Plan
+    from elasticrs._engine.job.config import JobConfig
+    from elasticrs._engine.process.console import Console
+    from elasticrs._engine.supervise.attempts.attempt import Attempt
+    from elasticrs._engine.supervise.observe.observer import Observer
+    from elasticrs._engine.supervise.run.signals import SignalPipe
+    from elasticrs._engine.supervise.run.workers import Workers
+    from elasticrs._engine.workers.plan import Plan
 
 
 _PHASES: dict[str | None, machine.Phase] = {
@@ -233,7 +233,7 @@ class PolledWorkers:
             values = self._workers.return_values(attempt)
             result.return_values = {local_ranks[rank]: value for rank, value in values.items()}
             return result
-        from elasticrs.agent.failed_attempt import failures
+        from elasticrs._engine.supervise.failures.failed_attempt import failures
 
         self._tracker.count_oom_kills()
         result.failures = {local_ranks[rank]: failure for rank, failure in failures(attempt).items()}

@@ -11,7 +11,7 @@ import time
 from contextlib import contextmanager
 from math import inf
 
-from elasticrs.job.value import Record
+from elasticrs._engine.job.value import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from elasticrs.host.stop_requests import StopRequests
+from elasticrs._engine.process.stop_requests import StopRequests
+from elasticrs._engine.workers.functions.interrupts import CaughtSignals, raise_when_safe, when_safe
 from elasticrs.multiprocessing.api import SignalException
-from elasticrs.multiprocessing.interrupts import CaughtSignals, raise_when_safe, when_safe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator

@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from elasticrs._engine.job.ranks import NodeRanks, NodeShare, node_ranks
 from elasticrs.agent.server.worker_group import _RoleInstanceInfo
-from elasticrs.job.ranks import NodeRanks, NodeShare, node_ranks
 from elasticrs.utils.store import _barrier_nonblocking
 
 TERMINAL_STATE_SYNC_ID = "torchelastic/agent/terminal_state"

@@ -9,15 +9,15 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from elasticrs.agent.observer import Observer
+from elasticrs._engine.supervise.observe.observer import Observer
+from elasticrs._engine.workers.logs import line_prefixes
 from elasticrs.multiprocessing.tail_log import TailLog
-from elasticrs.workers.logs import line_prefixes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import TextIO
 
-    from elasticrs.agent.attempt import Attempt, JobResult
+    from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
 
 
 class ReplacedConsole(Observer):

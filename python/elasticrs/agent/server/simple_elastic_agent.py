@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from elasticrs._engine.job import config as defaults
+from elasticrs._engine.job.ranks import NodeShare, node_ranks
 from elasticrs.agent.server import rank_exchange
 from elasticrs.agent.server.progress import START_ALLOWANCE, UNLIMITED, Progress
 from elasticrs.agent.server.worker_group import (
@@ -30,8 +32,6 @@ from elasticrs.agent.server.worker_group import (
 )
 from elasticrs.events import STATUS, Event, EventSource, details_of_worker, record, status_metadata
 from elasticrs.events.hostname import fq_hostname as _get_fq_hostname  # noqa: F401 -- torch exports it here
-from elasticrs.job import config as defaults
-from elasticrs.job.ranks import NodeShare, node_ranks
 from elasticrs.metrics import prof, put_metric
 from elasticrs.multiprocessing.api import SignalException
 from elasticrs.multiprocessing.errors import ChildFailedError

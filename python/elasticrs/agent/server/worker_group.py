@@ -9,13 +9,13 @@ from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from elasticrs.job import config as defaults
-from elasticrs.job import options
-from elasticrs.job.config import UnresolvedSettings, WorkerSettings
-from elasticrs.job.ranks import WorkerRanks
+from elasticrs._engine.job import config as defaults
+from elasticrs._engine.job import options
+from elasticrs._engine.job.config import UnresolvedSettings, WorkerSettings
+from elasticrs._engine.job.ranks import WorkerRanks
+from elasticrs._engine.workers.plan import Plan
+from elasticrs._engine.workers.ports import StorePort
 from elasticrs.rendezvous.api import RendezvousError
-from elasticrs.workers.plan import Plan
-from elasticrs.workers.ports import StorePort
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,8 +41,8 @@ def with_settings(made: type[T]) -> type[T]:
 @with_settings
 class WorkerSpec(WorkerSettings, UnresolvedSettings):
     """Specification of the workers of one node. Its keyword-only fields, which torch does not have, are
-    described in :class:`~elasticrs.job.config.WorkerSettings` and
-    :class:`~elasticrs.job.config.UnresolvedSettings`.
+    described in :class:`.WorkerSettings` and
+    :class:`.UnresolvedSettings`.
 
     Args:
         role: role of the workers.
@@ -57,7 +57,7 @@ class WorkerSpec(WorkerSettings, UnresolvedSettings):
         master_addr: address of the workers' store; determined by the rendezvous if ``None``.
         local_addr: address of this node.
         event_log_handler: destination of events; see :func:`elasticrs.events.get_logging_handler`.
-        numa_options: binding of the workers to CPUs; see :class:`elasticrs.host.numa.NumaOptions`.
+        numa_options: binding of the workers to CPUs; see :class:`.NumaOptions`.
         duplicate_stdout_filters: texts to search for. Tee'd lines that contain one of them are also copied to
             ``filtered_stdout.log``.
         duplicate_stderr_filters: the same for standard error.

@@ -1,10 +1,10 @@
 """Failures of workers. A worker reports its failure to the agent, and the agent reports it to its own parent
 process.
 
-A worker writes its exception to an error file, either through the hook in :mod:`elasticrs._worker` or because
-its function is decorated with :func:`record`. The agent turns the file into a :class:`ProcessFailure`, adds
-information from the kernel, and raises :class:`ChildFailedError`, whose text is the failure report. The
-names, the file format and the layout of the report are the same as in torch.
+A worker writes its exception to an error file, either by the hook in :mod:`elasticrs._engine.inside` or
+because its function is decorated with :func:`record`. The agent turns the file into a
+:class:`ProcessFailure`, adds information from the kernel, and raises :class:`ChildFailedError`, whose text is
+the failure report. The names, the file format and the layout of the report are the same as in torch.
 
 Workers import this module, so it imports nothing that is needed only after a failure.
 """
@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from functools import wraps
 
+from elasticrs._engine.workers.failures.failure import NOT_AVAILABLE, ProcessFailure
 from elasticrs.errors import JobFailedError
 from elasticrs.multiprocessing.errors.error_handler import ErrorHandler
-from elasticrs.multiprocessing.errors.failure import NOT_AVAILABLE, ProcessFailure
 from elasticrs.multiprocessing.errors.handlers import get_error_handler
 
 TYPE_CHECKING = False
@@ -63,14 +63,14 @@ class ChildFailedError(JobFailedError):
 
     def get_first_failure(self) -> tuple[int, ProcessFailure]:
         """Return the rank whose failure is the root cause, and the failure itself. See :mod:`.root_cause`."""
-        from elasticrs.multiprocessing.errors.root_cause import root_cause
+        from elasticrs._engine.workers.failures.root_cause import root_cause
 
         rank = root_cause(self.failures)
         return rank, self.failures[rank]
 
     def format_msg(self, boarder_delim: str = "=", section_delim: str = "-") -> str:
         """Return the failure report. The arguments are the characters that form its separator lines."""
-        from elasticrs.multiprocessing.errors.report import format_report
+        from elasticrs._engine.workers.failures.report import format_report
 
         return format_report(self.name, self.failures, boarder_delim, section_delim)
 

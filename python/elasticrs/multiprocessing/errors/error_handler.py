@@ -69,8 +69,8 @@ class ErrorHandler:
         except Exception as error:  # For example, stderr has no file descriptor.
             _warn(f"Unable to enable fault handler. {type(error).__name__}: {error}")
         # Import the hook now, because `record_exception` needs it and a later import could be interrupted.
-        from elasticrs._worker.hook import sitecustomize  # noqa: F401
-        from elasticrs._worker.stacks import answer_with_stacks
+        from elasticrs._engine.inside.hook import sitecustomize  # noqa: F401
+        from elasticrs._engine.inside.stacks import answer_with_stacks
 
         answer_with_stacks()
 
@@ -84,7 +84,7 @@ class ErrorHandler:
             _debug("recording an exception of %s", self._fn_name)
         path = self._get_error_file_path()
         if path:
-            from elasticrs._worker.hook.sitecustomize import undisturbed
+            from elasticrs._engine.inside.hook.sitecustomize import undisturbed
 
             undisturbed(lambda: _write(path, e))
 
@@ -125,7 +125,7 @@ class ErrorHandler:
         """
         import json
 
-        from elasticrs.multiprocessing.errors.failure import load_object
+        from elasticrs._engine.workers.failures.failure import load_object
 
         try:
             rootcause_error = load_object(rootcause_error_file)
@@ -145,8 +145,8 @@ class ErrorHandler:
             )
 
     def _write_error_file(self, file_path: str, error_msg: str) -> None:
-        from elasticrs._worker.error_file import write_whole
-        from elasticrs._worker.hook.sitecustomize import undisturbed
+        from elasticrs._engine.inside.error_file import write_whole
+        from elasticrs._engine.inside.hook.sitecustomize import undisturbed
 
         try:
             undisturbed(lambda: write_whole(file_path, error_msg))
@@ -158,7 +158,7 @@ class ErrorHandler:
 
         A child of the worker may have written the file, because children inherit ``TORCHELASTIC_ERROR_FILE``.
         """
-        from elasticrs._worker.error_file import may_be_replaced
+        from elasticrs._engine.inside.error_file import may_be_replaced
 
         if not os.path.isfile(my_error_file) or not may_be_replaced(my_error_file):
             return
@@ -176,7 +176,7 @@ class ErrorHandler:
 
 
 def _write(path: str, error: BaseException) -> None:
-    from elasticrs._worker.error_file import error_document, write_whole
+    from elasticrs._engine.inside.error_file import error_document, write_whole
 
     write_whole(path, error_document(error, "record"))
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from elasticrs.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
 if TYPE_CHECKING:
-    from elasticrs.host.numa import NumaOptions
+    from elasticrs._engine.gpus.numa import NumaOptions
 
 __all__ = ["get_subprocess_handler"]
 

@@ -6,12 +6,12 @@ import os
 import signal
 from typing import TYPE_CHECKING, Any
 
-from elasticrs.host.numa import cpus_of_options
-from elasticrs.multiprocessing.supervised_group import SupervisedGroup, SupervisedProcess
-from elasticrs.workers.process import process_spec
+from elasticrs._engine.gpus.numa import cpus_of_options
+from elasticrs._engine.workers.functions.supervised_group import SupervisedGroup, SupervisedProcess
+from elasticrs._engine.workers.process import process_spec
 
 if TYPE_CHECKING:
-    from elasticrs.host.numa import NumaOptions
+    from elasticrs._engine.gpus.numa import NumaOptions
 
 __all__ = ["SubprocessHandler"]
 

@@ -6,12 +6,12 @@ import os
 from typing import TYPE_CHECKING
 from urllib.parse import quote, urlencode
 
-from elasticrs.job.value import Value
+from elasticrs._engine.job.value import Value
 from elasticrs.rendezvous import api
 from elasticrs.rendezvous.api import RendezvousHandler
 
 if TYPE_CHECKING:
-    from elasticrs.rendezvous.elastic.handler import ElasticRendezvousHandler
+    from elasticrs._engine.nodes.handler import ElasticRendezvousHandler
 
 __all__ = [
     "RendezvousClosedException",
@@ -78,7 +78,7 @@ def get_rendezvous(rdzv_params: RendezvousParameters) -> ElasticRendezvousHandle
     Raises:
         ValueError: the parameters are invalid.
     """
-    from elasticrs.rendezvous.elastic.handler import ElasticRendezvousHandler
+    from elasticrs._engine.nodes.handler import ElasticRendezvousHandler
     from elasticrs.train.meeting_url import parse
 
     place = parse(rdzv_params.url, os.environ, source="rendezvous")

@@ -1,0 +1,593 @@
+"""Parse the command line and the ``PET_*`` environment variables into a :class:`Launch`.
+
+The grammar is the same as argparse's, as far as users of torchrun can notice: ``--name value``,
+``--name=value``, ``-r3``, ``-r 3``, unambiguous abbreviations, and ``--`` before the script. Everything after
+the script's name belongs to the script.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import elasticrs
+from elasticrs._engine.cli.back_end import meeting_of
+from elasticrs._engine.cli.module_check import why_no_module
+from elasticrs._engine.cli.without_effect import hint_for_missing_script, settings_without_effect
+from elasticrs._engine.job import config
+from elasticrs._engine.job.config import HandlerSettings, JobConfig, LogSettings, ObserveSettings, UsageError
+from elasticrs._engine.job.options import NEWER, OPTIONS, OURS, Namespace, Option
+from elasticrs._engine.job.policy_options import HealthSource, similar_source
+from elasticrs._engine.job.value import Value
+from elasticrs._engine.workers.python_options import parse_python
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from elasticrs._engine.cli.back_end import Meeting
+    from elasticrs._engine.nodes.protocol.commands import Command
+    from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
+    from elasticrs._engine.workers.warm import Entry, Preload
+
+_BY_NAME = {option.name: option for option in OPTIONS}
+_ALL = "; --help all lists the options"
+_ALIKE = 4
+"""Minimum length of the prefix that an unknown option and the suggested option share."""
+_MANY = 32
+"""Number of workers per CPU above which the launcher prints a warning, because so many workers are most
+likely a mistake.
+"""
+_SCHEDULERS = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST")
+"""Environment variables that show that a scheduler has started this process. They are defined here and not
+in :mod:`.schedulers`, so that a launch without a scheduler does not import that package.
+"""
+_REPEATED = frozenset(option.dest for option in OPTIONS if option.repeats)
+_BY_LETTER = {option.short: option for option in OPTIONS if option.short}
+
+
+class TextRequested(Exception):  # noqa: N818 -- not an error
+    """Raised for options such as ``--help``, for which the launcher prints text instead of starting a job.
+
+    Args:
+        what: name of the option: ``help``, ``version``, ``print-completion`` or ``check``.
+        words: values of the option. ``help`` has one if the user has named a topic, and ``print-completion``
+            has the name of a shell. Those of ``check`` are the command line to check, including the program.
+    """
+
+    def __init__(self, what: str, *words: str) -> None:
+        super().__init__(what)
+        self.what = what
+        self.words = words
+
+
+_GONE = {
+    "ELASTICRS_KUBEFLOW_PROGRESS": "let the script report its progress to Kubeflow; /status shows the"
+    " training step (--health-check-port)",
+    "ELASTICRS_TIMELINE": "the event 'attempt running' has the times of a restart"
+    " (--event-log-handler file:PATH)",
+}
+"""Environment variables that only earlier versions read, each with advice on the replacement."""
+
+
+class Launch(Value):
+    """A job that is ready to run, with the command that its workers execute.
+
+    Args:
+        job: configuration for the agent.
+        logs: settings for the workers' output.
+        command: program and arguments of each worker.
+        notices: lines for the user, for example about a default that was chosen.
+        variables: variables that are added to the environment of each worker.
+        observe: settings of events, metrics and health checks.
+        runs_path: true if ``command`` is a script with its arguments, to be run by :func:`run_script_path`.
+        start_method: start method of function workers: ``spawn``, ``fork`` or ``forkserver``.
+        rendezvous: rendezvous in which the agent meets the agents of other nodes; ``None`` without other
+            nodes.
+        handler: settings of a rendezvous handler that is polled; ``None`` if there is none.
+    """
+
+    job: JobConfig
+    logs: LogSettings
+    command: list[str]
+    notices: list[str]
+    variables: dict[str, str]
+    observe: ObserveSettings
+    runs_path: bool = False
+    rendezvous: Rendezvous | None = None
+    handler: HandlerSettings | None = None
+    start_method: str = "spawn"
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Namespace:
+    """Parse the command line.
+
+    Args:
+        argv: arguments of the launcher, without its program name.
+        environ: environment with defaults in ``PET_*`` variables. An argument takes precedence over its
+            variable.
+
+    Raises:
+        UsageError: the command line has a mistake. The message is one line for the user.
+        TextRequested: the user has asked for a text instead of a job, such as the help.
+    """
+    values: dict[str, object] = {}
+    script: str | None = None
+    rest: list[str] = []
+    arguments = iter(argv)
+    for argument in arguments:
+        if argument != "--" and argument.startswith("-") and len(argument) > 1:
+            for name, value in _read(argument, arguments).items():
+                earlier = values.get(name) if name in _REPEATED else None
+                values[name] = earlier + value if isinstance(earlier, tuple) else value  # type: ignore[operator]
+            continue
+        script = next(arguments, None) if argument == "--" else argument
+        rest = list(arguments)
+    given = frozenset(values)
+    values = {**_defaults(environ, values), **values}
+    if isinstance(values["signals_to_handle"], str):
+        values["signals_to_handle"] = config.parse_signals(config.DEFAULT_SIGNALS)
+    if script is None:
+        raise UsageError("no script given: elasticrun [options] script [arguments of the script]")
+    return Namespace(**values, given=given, training_script=script, training_script_args=rest)
+
+
+def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
+    """Convert the options into a job. Check everything that can be checked before a process is started.
+
+    Raises:
+        UsageError: the command line has a mistake. The message is one line for the user.
+    """
+    for name, instead in _GONE.items():
+        if environ.get(name, "") not in ("", "0"):
+            raise UsageError(f"{name} is set, but this variable is gone: {instead}")
+    notices: list[str] = []
+    command = _command(args, environ)
+    if not args.no_scheduler and any(map(environ.get, _SCHEDULERS)):
+        from elasticrs._engine.cli.scheduled import with_scheduler
+
+        args = with_scheduler(args, environ, notices)
+    nproc = _nproc(args.nproc_per_node, environ, notices)
+    timeout = args.shutdown_timeout
+    grace = config.shutdown_timeout_from(environ) if timeout is None else timeout
+    meeting = meeting_of(args, environ, grace, notices)
+    if meeting.rendezvous is not None:
+        meeting = meeting.replaced(rendezvous=meeting.rendezvous.replaced(command=_compared(args, command)))
+    if args.on_failure == "replace":
+        _check_replace(args, meeting)
+    job = JobConfig.taken_from(
+        args,
+        nproc=nproc,
+        run_id=meeting.run_id,
+        name=args.training_script,
+        shutdown_timeout=grace,
+        signals=args.signals_to_handle,
+        forwarded=_forwarded(args),
+        stop_scope=args.stop_scope or ("group" if args.no_python else "worker"),
+        linger=None if args.keep_descendants else args.linger,
+        master_addr=meeting.master_addr,
+        master_port=meeting.master_port,
+        is_multi_node=meeting.rendezvous is not None,
+        cpus=_cpus(args.numa_binding, nproc, environ),
+        uninterruptible_state_timeout=config.uninterruptible_state_timeout_from(environ),
+        preload=_preload(args, command),
+    )
+    template = args.log_line_prefix_template or environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
+    logs = LogSettings.taken_from(args, log_line_prefix_template=template)
+    for text in args.node_check or ():
+        _check_source(HealthSource.parse(text), environ)
+    if args.virtual_local_rank:
+        _check_devices(nproc, environ)
+    if args.hang_startup_timeout is not None and args.hang_timeout is None:
+        raise UsageError("--hang-startup-timeout needs --hang-timeout: SECONDS or auto")
+    if args.hang_exit_timeout != config.WorkerSettings.hang_exit_timeout and args.hang_timeout is None:
+        raise UsageError("--hang-exit-timeout needs --hang-timeout: SECONDS or auto")
+    is_polled = meeting.handler is not None
+    is_alone = not (is_polled or job.is_multi_node)
+    notices += settings_without_effect(args, environ, nproc, is_polled=is_polled, is_alone=is_alone)
+    cpus = len(os.sched_getaffinity(0))
+    if nproc > _MANY * cpus:
+        notices.append(f"--nproc-per-node is {nproc}, but this node has only {cpus} CPUs to run workers on")
+    if nproc > 1 and not args.no_python and not args.module and _is_from_stdin(args):
+        notices.append(
+            f"only one of the {nproc} workers can read the program from standard input; the others run "
+            "nothing: write the program to a file"
+        )
+    variables = {"TORCHELASTIC_SIGNALS_TO_HANDLE": _names(args.signals_to_handle)}
+    if nproc > 1 and "OMP_NUM_THREADS" not in environ:
+        variables["OMP_NUM_THREADS"] = "1"
+        notices.append("OMP_NUM_THREADS is not set: each worker gets 1 thread; set it to what your job needs")
+    return Launch(
+        job,
+        logs,
+        command,
+        notices,
+        variables,
+        _observe(args, command, meeting, environ, notices),
+        args.run_path,
+        meeting.rendezvous,
+        meeting.handler,
+        args.start_method,
+    )
+
+
+def check_limits(launch: Launch) -> None:
+    """Check that the resource limits of this process are high enough for the job's workers.
+
+    Raises:
+        UsageError: a resource limit is too low.
+    """
+    from elasticrs._engine.workers import process
+    from elasticrs._engine.workers.logs import followed_files
+
+    nproc = launch.job.nproc
+    try:
+        process.check_limits(nproc, launch.job.hang_timeout, os.environ, followed_files(launch.logs, nproc))
+    except ValueError as error:
+        raise UsageError(f"--nproc-per-node: got {nproc}: {error}") from None
+
+
+def _observe(
+    args: Namespace, command: list[str], meeting: Meeting, environ: Mapping[str, str], notices: list[str]
+) -> ObserveSettings:
+    metrics = os.path.join(os.path.dirname(elasticrs.__file__), "metrics")
+    host = args.health_check_host or environ.get("ELASTICRS_HEALTH_CHECK_HOST") or config.LOOPBACK
+    return ObserveSettings.taken_from(
+        args,
+        entry_point=os.path.basename(command[0]),
+        rdzv_backend="c10d" if meeting.rendezvous is None else meeting.rendezvous.backend,
+        # Command-line jobs record metrics only if `static_init.py` exists; see `elasticrs.metrics`.
+        has_metrics=os.path.exists(os.path.join(metrics, "static_init.py")),
+        health_check_port=_health_port(args, environ, notices),
+        health_check_host=host,
+    )
+
+
+def _health_port(args: Namespace, environ: Mapping[str, str], notices: list[str]) -> int | None:
+    port: int | None = args.health_check_port
+    text = environ.get("TORCHELASTIC_HEALTH_CHECK_PORT")
+    if port is not None or text is None:
+        return port
+    try:
+        return config.health_port(text)
+    except ValueError as error:
+        # As in torch, an invalid port only disables the health check server.
+        notices.append(
+            f"no health check server: TORCHELASTIC_HEALTH_CHECK_PORT: got {text!r}, expected {error}"
+        )
+        return None
+
+
+def _read(argument: str, arguments: Iterator[str]) -> dict[str, object]:
+    if argument.startswith("--"):
+        name, equals, text = argument.partition("=")
+        try:
+            option = _find(name)
+        except TextRequested as request:
+            if request.what == "help":
+                raise _help(text if equals else next(arguments, ""), is_exact=bool(equals)) from None
+            raise
+        if option.is_flag:
+            if equals:
+                raise UsageError(f"{option.flag}: got {text!r}, expected no value")
+            return {option.dest: True}
+        value = _convert(option, option.flag, text if equals else _value(option, arguments))
+        if option.name in ("print-completion", "check"):
+            raise TextRequested(option.name, str(value), *arguments)
+        return {option.dest: value}
+    letter, tail = argument[1], argument[2:]
+    if letter == "h":
+        raise _help(tail or next(arguments, ""), is_exact=False)
+    found = _BY_LETTER.get(letter)
+    if found is None:
+        near = _suggestion(argument[1:])
+        # Report only the first letter, because the word may combine several short options. Report the whole
+        # word if it resembles a long option.
+        raise UsageError(f"unknown option {argument if near != _ALL else '-' + letter}{near}")
+    if found.is_flag:
+        more = _read("-" + tail, arguments) if tail else {}
+        return {found.dest: True, **more}
+    text = tail[1:] if tail.startswith("=") else tail
+    return {found.dest: _convert(found, "-" + letter, text or _value(found, arguments))}
+
+
+def _help(word: str, *, is_exact: bool) -> TextRequested:
+    """Create the exception that reports a request for help on a topic.
+
+    Args:
+        word: text after ``--help=``, or the argument after ``--help``, which may be the script instead.
+        is_exact: true if the word was given as ``--help=WORD``. In this case, the word must be a topic.
+
+    Raises:
+        UsageError: the topic does not exist.
+    """
+    from elasticrs._engine.cli.help import TOPICS
+
+    if is_exact and word not in TOPICS:
+        raise UsageError(f"--help: got {word!r}, expected " + " or ".join(TOPICS))
+    return TextRequested("help", *([word] if word in TOPICS else []))
+
+
+def _find(typed: str) -> Option:
+    name = typed[2:].replace("_", "-")
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    if name in ("help", "version"):
+        raise TextRequested(name)
+    candidates = [option for option in OPTIONS if name and option.name.startswith(name)]
+    # If an abbreviation matches several options, prefer torchrun's options, because every abbreviation that
+    # torchrun accepts must also work here.
+    torchs = [option for option in candidates if option.group != OURS]
+    if not torchs and name and "help".startswith(name):
+        raise TextRequested("help")
+    candidates = torchs or [option for option in candidates if option.name in NEWER] or candidates
+    if len(candidates) == 1:
+        return candidates[0]
+    if candidates:
+        raise UsageError(f"{typed} could be " + " or ".join(option.flag for option in candidates))
+    raise UsageError(f"unknown option {typed}{_suggestion(name)}")
+
+
+def _suggestion(name: str) -> str:
+    import difflib
+
+    typed = name.partition("=")[0].lower().replace("_", "-")
+    near = difflib.get_close_matches(typed, _BY_NAME, 1)
+    if not near:
+        # Suggest an option with the same start, such as --nproc-per-node for --nprocs.
+        near = [known for known in _BY_NAME if known.startswith(typed[: max(_ALIKE, len(typed) - 1)])]
+    return f" (did you mean --{near[0]}?)" if near else _ALL
+
+
+def _value(option: Option, arguments: Iterator[str]) -> str:
+    text = next(arguments, None)
+    # Like argparse, reject values that look like options. Negative numbers and text with spaces are accepted.
+    if text is None or (text.startswith("-") and len(text) > 1 and " " not in text and not _is_number(text)):
+        example = f"{option.flag} {option.kind.metavar if option.kind is not None else ''}"
+        raise UsageError(f"{option.flag}: a value is missing, as in {example}")
+    return text
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _convert(option: Option, name: str, text: str) -> object:
+    try:
+        return option.converted(text)
+    except ValueError as error:
+        raise UsageError(f"{name}: got {text!r}, expected {error}") from None
+
+
+def _defaults(environ: Mapping[str, str], given: Mapping[str, object]) -> dict[str, object]:
+    """Return the default of each option. For options in ``given``, ignore the environment variable."""
+    found: dict[str, object] = {}
+    for option in OPTIONS:
+        found[option.dest] = option.default
+        text = environ.get(option.variable) if option.has_variable else None
+        if text is None or option.dest in given:
+            continue
+        if option.is_flag:
+            try:
+                found[option.dest] = bool(int(text))
+            except ValueError:
+                raise UsageError(f"{option.variable}: got {text!r}, expected 0 or 1") from None
+        else:
+            found[option.dest] = _convert(option, option.variable, text)
+    return found
+
+
+def _names(signums: Sequence[int]) -> str:
+    import signal
+
+    return ",".join(signal.Signals(signum).name for signum in signums)
+
+
+def _forwarded(args: Namespace) -> tuple[int, ...]:
+    try:
+        return config.forwarded_signals(args.signals_to_forward, args.signals_to_handle)
+    except ValueError as error:
+        got = _names(args.signals_to_forward)
+        raise UsageError(f"--signals-to-forward: got {got!r}, expected {error}") from None
+
+
+def _nproc(wanted: int | str, environ: Mapping[str, str], notices: list[str]) -> int:
+    if isinstance(wanted, int):
+        return wanted
+    from elasticrs._engine.gpus import devices
+
+    name = "PET_NPROC_PER_NODE" if environ.get("PET_NPROC_PER_NODE") == wanted else "--nproc-per-node"
+    try:
+        count = devices.worker_count(wanted, environ)
+    except devices.UnknownDeviceError:
+        raise UsageError(
+            f"{name}: got {wanted!r}, expected a whole number from 1, cpu, gpu, xpu or auto"
+        ) from None
+    except devices.CountError as error:
+        raise UsageError(f"{name}: got {wanted!r}, but {error}") from None
+    notices.append(f"--nproc-per-node {wanted} is {count.number} ({count.kind}, according to {count.source})")
+    return count.number
+
+
+def _cpus(mode: str | None, nproc: int, environ: Mapping[str, str]) -> list[list[int]] | None:
+    if mode is None:
+        return None
+    from elasticrs._engine.gpus.numa import cpus_by_local_rank
+
+    try:
+        return cpus_by_local_rank(mode, nproc, environ)
+    except (ValueError, OSError) as error:
+        raise UsageError(f"--numa-binding: got {mode!r}, but {error}") from None
+
+
+def _check_replace(args: Namespace, meeting: Meeting) -> None:
+    """Check that the job supports replacing individual workers.
+
+    Raises:
+        UsageError: the job does not support replacement.
+    """
+    where, back_end = "--on-failure: got 'replace', but", None
+    if args.no_python:
+        raise UsageError(f"{where} with --no-python, single workers cannot be replaced")
+    if not meeting.lets_workers_meet:
+        is_file = meeting.handler is not None and args.rdzv_backend == "c10d"
+        back_end = f"--rdzv-backend {args.rdzv_backend}{' in a file' if is_file else ''}"
+    method = args.start_method if args.run_path else "spawn"
+    if why := config.why_not_replaceable(method, back_end):
+        raise UsageError(f"{where} {why}")
+
+
+def _entry(args: Namespace, command: list[str]) -> Entry:
+    from elasticrs._engine.workers import warm
+
+    if args.no_python:
+        return warm.Entry(command[0], why_cold="with --no-python, the workers are not Python programs")
+    if args.run_path:
+        return warm.entry_of_script(command[0], start_method=args.start_method)
+    return warm.entry_of_command(command)
+
+
+def _preload(args: Namespace, command: list[str]) -> Preload | None:
+    if args.warm == "off":
+        return None
+    from elasticrs._engine.workers import warm
+
+    entry = _entry(args, command)
+    try:
+        return warm.preload(args.warm, entry)
+    except UsageError as error:
+        raise UsageError(f"--warm: got {args.warm!r}, but {error}") from None
+
+
+def _check_devices(nproc: int, environ: Mapping[str, str]) -> None:
+    from elasticrs._engine.workers.environment import virtual_local_rank
+
+    try:
+        virtual_local_rank(nproc - 1, environ)
+    except ValueError as error:
+        raise UsageError(f"--virtual-local-rank: {error}") from None
+
+
+def _command(args: Namespace, environ: Mapping[str, str]) -> list[str]:
+    script: str = args.training_script
+    if args.run_path:
+        _check_script(script)
+        return [script, *args.training_script_args]
+    if args.no_python:
+        if args.module:
+            raise UsageError("--no-python and --module cannot be combined")
+        _check_program(script, "script", environ)
+        return [script, *args.training_script_args]
+    python = environ.get("PYTHON_EXEC") or sys.executable
+    _check_program(python, "PYTHON_EXEC" if environ.get("PYTHON_EXEC") else "the Python interpreter", environ)
+    if args.module:
+        if not script:
+            raise UsageError("-m: got '', expected the name of a module")
+        if python == sys.executable and (why := why_no_module(script)):
+            raise UsageError(f"-m: got {script!r}, but {why}")
+        return [python, "-u", "-m", script, *args.training_script_args]
+    if script.startswith("-") and not os.path.exists(script):
+        return [python, "-u", *_python_words(args, python)]
+    _check_script(script)
+    # Prepend `./` to the name, because Python would treat a name that starts with `-` as an option.
+    path = os.path.join(os.curdir, script) if script.startswith("-") else script
+    return [python, "-u", path, *args.training_script_args]
+
+
+def _is_from_stdin(args: Namespace) -> bool:
+    script = args.training_script
+    if script == "/dev/stdin":
+        return True
+    has_options = script.startswith("-") and not os.path.exists(script)
+    return has_options and parse_python([script, *args.training_script_args]).kind == "stdin"
+
+
+def _python_words(args: Namespace, python: str) -> list[str]:
+    """Return the words after ``--`` as arguments of the Python interpreter. The first word is an option, as
+    in ``-X faulthandler train.py`` or ``-c CODE``.
+
+    Raises:
+        UsageError: the words contain an unknown option, or no program that Python can run.
+    """
+    words = [args.training_script, *args.training_script_args]
+    found = parse_python(words)
+    if found.unknown is not None:
+        raise UsageError(
+            f"script {args.training_script!r} does not exist, and Python has no option {found.unknown}"
+        )
+    if found.program is None:
+        missing = {"c": "code is missing after -c", "m": "the name of a module is missing after -m"}
+        raise UsageError(
+            f"{' '.join(words)}: {missing.get(found.kind, 'no script follows the options of Python')}"
+        )
+    if found.kind == "script":
+        _check_script(found.program)
+    elif found.kind == "m" and python == sys.executable and (why := why_no_module(found.program)):
+        raise UsageError(f"-m: got {found.program!r}, but {why}")
+    return words
+
+
+def _compared(args: Namespace, command: list[str]) -> Command:
+    """Return the workers' command in the form that is compared with the commands of other nodes."""
+    from elasticrs._engine.nodes.protocol import commands
+
+    program, *arguments = command
+    if args.run_path:
+        return commands.command_of_file(program, arguments)
+    if args.no_python:
+        return commands.command_of_program(program, arguments)
+    return commands.command_of_python(arguments)
+
+
+def _check_source(source: HealthSource, environ: Mapping[str, str]) -> None:
+    """Verify that the program for a node check (``--node-check``) is available.
+
+    Raises:
+        UsageError: the program is missing.
+    """
+    if source.built_in is None:
+        try:
+            _check_program(source.words[0], "--node-check: program", environ)
+        except UsageError as error:
+            near = similar_source(source.words[0])
+            raise UsageError(f"{error} (did you mean {near}?)" if near else str(error)) from None
+
+
+def _check_script(script: str) -> None:
+    if not os.path.exists(script):
+        raise UsageError(f"script {script!r} does not exist{hint_for_missing_script(script)}")
+    if os.path.isdir(script) and not os.path.exists(os.path.join(script, "__main__.py")):
+        raise UsageError(f"script {script!r} is a folder without a __main__.py")
+    if not os.access(script, os.R_OK):
+        raise UsageError(f"script {script!r} cannot be read: permission denied")
+
+
+def _check_interpreter(program: str, what: str) -> None:
+    """Raise ``UsageError`` if the first line of a script names an interpreter and ends with CR LF."""
+    with open(program, "rb") as file:
+        line = file.read(256).partition(b"\n")[0]
+    words = line[2:].split()
+    if line.startswith(b"#!") and line.endswith(b"\r") and words and not os.path.exists(words[0] + b"\r"):
+        raise UsageError(
+            f"the first line of {what} {program!r}, {os.fsdecode(line.strip())}, ends with CR LF, so the "
+            "kernel looks for another interpreter; convert the script, for example with dos2unix"
+        )
+
+
+def _check_program(program: str, what: str, environ: Mapping[str, str]) -> None:
+    if os.sep in program:
+        if not os.path.exists(program):
+            raise UsageError(f"{what} {program!r} does not exist")
+        if os.path.isdir(program) or not os.access(program, os.X_OK):
+            raise UsageError(f"{what} {program!r} is not executable")
+        _check_interpreter(program, what)
+        return
+    for folder in environ.get("PATH", os.defpath).split(os.pathsep):
+        path = os.path.join(folder, program)
+        if os.path.isfile(path) and os.access(path, os.X_OK):
+            return
+    raise UsageError(f"{what} {program!r} was not found in PATH")

@@ -1,0 +1,354 @@
+"""Implementation of the command line: parse the options, run the job, and return an exit code. See
+:mod:`elasticrs.launch`.
+
+The exit code is 0 if every worker exited with 0, and 1 if the job failed or a signal stopped it. The exit
+code is 2 if the command line or its environment contains a mistake. In this case nothing was started, and a
+line on stderr describes the mistake.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+from functools import partial
+
+from elasticrs._engine.cli import terminal
+from elasticrs._engine.supervise.run.signals import catch_signals, ignored_signals
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from elasticrs._engine.cli.arguments import Launch
+    from elasticrs._engine.process.console import Console
+    from elasticrs._engine.supervise.attempts.attempt import JobResult
+    from elasticrs._engine.supervise.observe.observer import Observer
+    from elasticrs._engine.supervise.run.signals import SignalPipe
+    from elasticrs._engine.supervise.run.workers import Workers
+    from elasticrs._engine.workers.logs import LogPaths
+
+    AttemptLogs = Callable[[str, dict[int, dict[str, str]]], LogPaths]
+
+PATIENCE = 10.0
+"""Maximum number of seconds that the launcher waits for a reader of its stderr."""
+
+_FIRST_SIGNALS = (
+    *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
+    *(signal.SIGUSR1, signal.SIGUSR2),
+)
+
+
+def main(
+    args: Sequence[str] | None = None,
+    *,
+    ends_by_sigint: bool = False,
+    signal_mask: Iterable[int] | None = None,
+) -> int:
+    """Launch a job, wait until it has finished, and return the exit code.
+
+    Args:
+        args: command line without the program name; ``sys.argv[1:]`` if ``None``.
+        ends_by_sigint: true if SIGINT has its default action until signal handlers are installed; see
+            :mod:`elasticrs.launch`.
+        signal_mask: signals that are blocked from now on; ``None`` to keep the current signal mask.
+    """
+    _open_standard_descriptors()
+    # Install the signal handlers before the slow imports, because a signal during the imports would otherwise
+    # kill the process without cleanup.
+    signals = _catch_first_signals(ends_by_sigint)
+    if signal_mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
+    before = None
+    try:
+        if args is None:
+            terminal.leave_input_to_foreground()
+            before = terminal.settings()
+        return _main(sys.argv[1:] if args is None else args, signals, owns_process=args is None)
+    finally:
+        terminal.restore(before)
+        if signals is not None:
+            # Ignore signals from now on, because a signal during the interpreter's shutdown would change the
+            # exit code.
+            signals.close(ignore=args is None)
+
+
+def _catch_first_signals(ends_by_sigint: bool) -> SignalPipe | None:
+    if not ends_by_sigint:
+        return catch_signals(_FIRST_SIGNALS)
+    # Install Python's default SIGINT handler first, because `catch_signals` saves the current handler, and
+    # forked workers restore the saved handler.
+    #
+    # Block SIGINT until both handlers are installed. Otherwise, Ctrl-C could raise `KeyboardInterrupt`.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        return catch_signals(_FIRST_SIGNALS)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _main(argv: Sequence[str], signals: SignalPipe | None, *, owns_process: bool) -> int:
+    from elasticrs._engine.cli.arguments import TextRequested, check_limits, parse, resolve
+    from elasticrs._engine.job.config import UsageError
+
+    log_prefix = None
+    try:
+        args = parse(argv, os.environ)
+        log_prefix = args.log_prefix
+        launch = resolve(args, os.environ)
+        if owns_process and not launch.runs_path:
+            from elasticrs._engine.workers.process import raise_descriptor_limit
+
+            raise_descriptor_limit()
+            _look_here_last()
+        check_limits(launch)
+        if launch.job.report is not None:
+            from elasticrs._engine.cli.outcome import make_report_folder
+
+            make_report_folder(launch.job.report)
+        return _run(launch, signals)
+    except TextRequested as request:
+        return _print_text(request.what, request.words)
+    except UsageError as error:
+        return _fail(str(error), 2, log_prefix)
+
+
+def _look_here_last() -> None:
+    """Move the working directory to the end of ``sys.path``. ``python -m`` puts it first, so a ``json.py``
+    beside the user's script would hide the standard module.
+    """
+    try:
+        here = os.getcwd()
+    except OSError:
+        return
+    if sys.path[:1] == [here]:
+        sys.path.append(sys.path.pop(0))
+
+
+def _run(launch: Launch, signals: SignalPipe | None) -> int:
+    from elasticrs._engine.process.console import END_PATIENCE, Console
+    from elasticrs._engine.supervise.run.workers import CommandWorkers, WorkerSetup
+    from elasticrs._engine.workers.environment import hook_environment, inherited_environment
+
+    has_peers = launch.job.is_multi_node or launch.handler is not None
+    console = Console(log_prefix=launch.job.log_prefix, is_one_of_several=has_peers)
+    if signals is None:
+        console.say("signals are not handled, because the job does not run in the main thread")
+    else:
+        signals.catch((*launch.job.signals, *launch.job.forwarded), pauses=True)
+    logs, remove_if_empty = _logs(launch)
+    setup = WorkerSetup(
+        launch.job,
+        logs,
+        launch.logs.log_line_prefix_template,
+        hook_environment({**inherited_environment(), **launch.variables}),
+        ignored_signals(),
+        (launch.logs.duplicate_stdout_filters, launch.logs.duplicate_stderr_filters),
+    )
+    for notice in launch.notices:
+        console.say(notice)
+    write = partial(_write, console, signals, launch.job.forwarded)
+    workers: Workers
+    if launch.runs_path:
+        from elasticrs._engine.supervise.run.function_workers import script_workers
+
+        workers = script_workers(setup, launch.command, launch.start_method)
+    else:
+        workers = CommandWorkers(setup, launch.command)
+    if launch.handler is not None:
+        from elasticrs.launcher.by_handler import run_by_handler
+
+        code = run_by_handler(launch, launch.handler, workers, console, signals, write)
+    else:
+        code = _run_agent(launch, workers, console, signals, write)
+    try:
+        remove_if_empty()
+    except OSError as error:
+        console.say(f"a log folder could not be removed: {error.strerror}")
+    console.flush(END_PATIENCE)
+    return code
+
+
+def _run_agent(
+    launch: Launch,
+    workers: Workers,
+    console: Console,
+    signals: SignalPipe | None,
+    write: Callable[[str], bool],
+) -> int:
+    from elasticrs._engine.cli.outcome import conclude, conclude_stopped
+    from elasticrs._engine.supervise.decide.decision_factory import make_decisions
+    from elasticrs._engine.supervise.run.loop import Agent
+    from elasticrs._engine.workers.process import SupervisorError
+
+    agent = Agent(
+        launch.job,
+        workers,
+        make_decisions(launch.job, launch.rendezvous, console),
+        signals=signals,
+        owns_process=True,
+        console=console,
+        observers=_observers(launch, console),
+    )
+    try:
+        result = agent.run()
+    except (SupervisorError, OSError) as error:
+        why = f"the job was stopped: {error}"
+        console.write(console.prefixed(f"{why}{os.linesep}"), PATIENCE)
+        return conclude_stopped(launch.job, agent.result, why, console.say)
+    headline = None if result.exit_code == 0 else _tell_failure(launch, result, console, write)
+    return conclude(launch.job, result, headline, console.say)
+
+
+def _tell_failure(
+    launch: Launch, result: JobResult, console: Console, write: Callable[[str], bool]
+) -> str | None:
+    """Print the failure report, followed by a summary line with the root cause. Return the root cause as one
+    line; ``None`` if it is unknown.
+    """
+    headline = None
+    is_read = True
+
+    def write_report(text: str) -> None:
+        nonlocal is_read
+        is_read = write(text)
+
+    if result.signum is None or _has_failed(result):
+        from elasticrs._engine.supervise.failures.failed_attempt import print_report
+
+        headline = print_report(launch.job, result, console.say, write_report)
+    if result.ending is not None:
+        how, more = result.ending
+        console.say(how + (f": {headline}" if headline else "") + more)
+        if is_read:
+            # Wait until the summary line has been written, because `say` only queues it. Do not wait if the
+            # failure report could not be written, because the output then has no reader.
+            write("")
+    return headline
+
+
+def _has_failed(result: JobResult) -> bool:
+    """Return true if a rank had already failed when the job was stopped. In that case, either the next
+    attempt was being delayed, or a rank that had raised an exception was still exiting.
+    """
+    if not result.attempts:
+        return False
+    attempt = result.attempts[-1]
+    if attempt.has_ended and "stopped" not in attempt.stamps:
+        return attempt.first_failure is not None
+    if not attempt.raised:
+        return False
+    return attempt.first_failure is None or attempt.was_stopped_by_exception()
+
+
+def _logs(launch: Launch) -> tuple[AttemptLogs, Callable[[], object]]:
+    """Return two functions: one creates the log files of an attempt, the other removes the temporary log
+    folder after the job if it contains no files.
+    """
+    if launch.logs.logs_specs is None:
+        from elasticrs._engine.process.background_call import FileAccess
+        from elasticrs._engine.workers.logs import RunLogs
+
+        logs = RunLogs(launch.logs, launch.job.run_id, launch.job.nproc)
+        files = FileAccess()
+
+        def attempt(name: str, variables: dict[int, dict[str, str]]) -> LogPaths:
+            paths = files.run(partial(logs.attempt, name, variables), None)
+            if paths is None:
+                why = "the file system of the logs does not respond"
+                raise TimeoutError(errno.ETIMEDOUT, why, logs.directory)
+            return paths
+
+        return attempt, partial(files.run, logs.remove_if_empty, None)
+    from elasticrs._engine.workers.functions.plugins import attempt_logs, make_logs_specs
+
+    specs = make_logs_specs(launch.logs, launch.job.nproc)
+    # A user-defined log class may lack `_remove_if_empty`. In that case, an empty log folder is not removed.
+    return attempt_logs(specs), getattr(specs, "_remove_if_empty", lambda: None)
+
+
+def _observers(launch: Launch, console: Console) -> Sequence[Observer]:
+    if launch.observe.is_off:
+        return ()
+    from elasticrs._engine.supervise.observe.observer_factory import make_observers
+
+    return make_observers(launch.job, launch.observe, console.say)
+
+
+def _print_text(what: str, words: Sequence[str]) -> int:
+    """Write the requested text to standard output; see :class:`.arguments.TextRequested`. Return the exit
+    code.
+    """
+    code = 0
+    if what == "help":
+        from elasticrs._engine.cli.help import help_text
+
+        text = help_text("elasticrun", *words)
+    elif what == "version":
+        from elasticrs import __version__
+
+        text = f"elasticrs {__version__}{os.linesep}"
+    elif what == "check":
+        from elasticrs._engine.cli.torchrun_check import check
+        from elasticrs._engine.job.config import UsageError
+
+        try:
+            text, code = check(words, os.environ)
+        except UsageError as error:
+            return _fail(str(error), 2)
+    else:
+        from elasticrs._engine.cli.parser import completion
+
+        try:
+            text = completion(words[0])
+        except ImportError:
+            return _fail("--print-completion needs the package shtab: pip install 'elasticrs[completion]'", 1)
+    left = text.encode()
+    try:
+        while left:
+            left = left[os.write(1, left) :]
+    except OSError as error:
+        return _fail(f"cannot write to standard output: {error.strerror}", 1)
+    return code
+
+
+def _fail(message: str, code: int, log_prefix: str | None = None) -> int:
+    from elasticrs._engine.process.console import Console
+
+    console = Console(log_prefix=log_prefix)
+    console.write(console.prefixed(message + os.linesep), PATIENCE)
+    return code
+
+
+def _write(console: Console, signals: SignalPipe | None, others: Sequence[int], text: str) -> bool:
+    """Write text, and wait until it has been written. Return false if the reader takes too long or a signal
+    arrives.
+
+    Any signal except SIGTSTP and the signals in ``others`` interrupts the wait, so that the user can stop a
+    launcher whose reader has stopped reading.
+    """
+    from elasticrs._engine.workers.failures.report import painted
+
+    if signals is None:
+        return console.write(text, PATIENCE, paint=painted)
+    pipe = signals
+
+    def is_asked_to_stop() -> bool:
+        taken = pipe.take()
+        if signal.SIGTSTP in taken:
+            pipe.stop_this_process()
+        return any(signum not in {signal.SIGTSTP, *others} for signum in taken)
+
+    return console.write(text, PATIENCE, pipe.fd, is_asked_to_stop, painted)
+
+
+def _open_standard_descriptors() -> None:
+    """Open those standard file descriptors (0 to 2) that are closed. Otherwise, the next file to be opened
+    would get one of these numbers, and the workers would inherit it.
+    """
+    # The kernel assigns the lowest free number, so this loop ends once descriptors 0 to 2 are all open.
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)

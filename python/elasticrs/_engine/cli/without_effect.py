@@ -1,0 +1,155 @@
+"""Warn about settings that have no effect or an unexpected effect.
+
+The job is started anyway, because only the user knows whether a setting is a mistake.
+"""
+
+from __future__ import annotations
+
+import os
+
+from elasticrs._engine.job.config import PREFIX_NAMES, JobConfig
+from elasticrs._engine.job.options import OPTIONS
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from elasticrs._engine.job.options import Namespace
+
+_HARDLY_OF_A_SCRIPT = frozenset((
+    *("nproc-per-node", "nnodes", "standalone", "max-restarts", "on-failure", "hang-timeout", "no-python"),
+    *("rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "local-ranks-filter", "shutdown-timeout"),
+))  # fmt: skip
+"""Launcher options that a script is unlikely to define itself.
+
+Options such as ``--log-dir`` are not included, because a script may define them as well.
+"""
+
+
+def settings_without_effect(
+    args: Namespace,
+    environ: Mapping[str, str],
+    nproc: int,
+    *,
+    is_polled: bool = False,
+    is_alone: bool = False,
+) -> Iterator[str]:
+    """Yield a warning for each setting that has no effect.
+
+    Args:
+        args: parsed command line.
+        environ: environment of the launcher.
+        nproc: number of workers on this node.
+        is_polled: true if the rendezvous handler must be polled; see :mod:`elasticrs.launcher.by_handler`.
+        is_alone: true if the job has a single node.
+    """
+    yield from _options_of_the_script(args.training_script, args.training_script_args)
+    yield from _unknown_variables(environ)
+    yield from _replaced_by_standalone(args)
+    if is_polled:
+        yield from _without_policy(args)
+    if is_alone and args.on_failure == "replace" and args.restart_delay != "0":
+        yield (
+            "--restart-delay has no effect with --on-failure replace on one node: a failed worker "
+            "is replaced at once"
+        )
+    if args.on_failure == "replace" and args.max_excluded_nodes != JobConfig.defaults()["max_excluded_nodes"]:
+        yield (
+            "--max-excluded-nodes has no effect with --on-failure replace: an unfit node leaves once its "
+            "workers have exited"
+        )
+    yield from _filters(args)
+    yield from _local_ranks(args.local_ranks_filter, nproc)
+    template = args.log_line_prefix_template or environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or ""
+    yield from _unknown_names(template)
+
+
+def _options_of_the_script(script: str, arguments: list[str]) -> Iterator[str]:
+    for argument in arguments:
+        if argument == "--":
+            return
+        flag = argument.partition("=")[0]
+        if flag.startswith("--") and flag[2:].replace("_", "-") in _HARDLY_OF_A_SCRIPT:
+            yield f"{flag} has no effect, because it is passed to {script}; put it before {script}"
+
+
+def _unknown_variables(environ: Mapping[str, str]) -> Iterator[str]:
+    known = {option.variable: option for option in OPTIONS}
+    for name in sorted(name for name in environ if name.startswith("PET_")):
+        option = known.get(name)
+        if option is None:
+            import difflib
+
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            yield f"{name} has no effect: there is no such option{hint}"
+        elif not option.has_variable:
+            yield f"{name} has no effect: as with torchrun, {option.flag} is read from the command line only"
+
+
+def _replaced_by_standalone(args: Namespace) -> Iterator[str]:
+    given = {
+        "--rdzv-endpoint": bool(args.rdzv_endpoint.strip()),
+        "--rdzv-id": args.rdzv_id != "none",
+        "--master-port": args.master_port is not None,
+    }
+    for flag in (flag for flag, is_given in given.items() if is_given and args.standalone):
+        yield f"{flag} has no effect with --standalone: one node, a free port and a random id"
+
+
+def _without_policy(args: Namespace) -> Iterator[str]:
+    """Yield a warning for each failure-handling option that torch's polling loop ignores. The loop restarts
+    the workers after every failure until no restarts are left.
+    """
+    unset = JobConfig.defaults()
+    for flag in (
+        *("--restart-delay", "--max-same-failures", "--fatal-exit-codes", "--exit-codes", "--report"),
+        *("--node-check", "--node-check-timeout", "--max-excluded-nodes"),
+    ):
+        name = flag[2:].replace("-", "_")
+        if getattr(args, name) != unset[name]:
+            yield f"{flag} has no effect, because the rendezvous handler is polled (--rdzv-backend)"
+    if getattr(args.max_restarts, "window", None) is not None:
+        yield (
+            f"--max-restarts: {int(args.max_restarts)} restarts are allowed for the whole job, because the "
+            "rendezvous handler is polled (--rdzv-backend)"
+        )
+
+
+def _filters(args: Namespace) -> Iterator[str]:
+    for name, stream in (("stdout", 1), ("stderr", 2)):
+        tee = (
+            args.tee if isinstance(args.tee, int) else max(args.tee.values(), key=lambda bits: bits & stream)
+        )
+        if stream == 2 and args.capture_stderr:
+            continue
+        if getattr(args, f"duplicate_{name}_filters") and not tee & stream:
+            yield f"--duplicate-{name}-filters has no effect: it needs --tee for {name}"
+
+
+def _local_ranks(chosen: frozenset[int] | None, nproc: int) -> Iterator[str]:
+    missing = sorted(rank for rank in chosen or () if rank >= nproc)
+    if missing:
+        names = ",".join(map(str, missing))
+        shown = "" if len(missing) < len(chosen or ()) else ", so the console shows no worker"
+        exist = f"0 to {nproc - 1} exist"
+        yield f"--local-ranks-filter: no worker of this node has local rank {names} ({exist}){shown}"
+
+
+def _unknown_names(template: str) -> Iterator[str]:
+    names = [part.partition("}")[0] for part in template.split("${")[1:] if "}" in part]
+    unknown = ", ".join(f"${{{name}}}" for name in names if name not in PREFIX_NAMES)
+    if unknown:
+        known = ", ".join(f"${{{name}}}" for name in PREFIX_NAMES)
+        yield f"--log-line-prefix-template: {unknown} is not replaced; the known names are {known}"
+
+
+def hint_for_missing_script(script: str) -> str:
+    """Guess why the script does not exist, and return a hint for the user. The hint may be empty."""
+    if script[:1] in {"\u2010", "\u2011", "\u2012", "\u2013", "\u2014", "\u2212"}:
+        plain = script.lstrip("\u2010\u2011\u2012\u2013\u2014\u2212-")
+        return f"; it starts with a typographic dash instead of '-': type --{plain}"
+    first = script.split(" ", maxsplit=1)[0]
+    if " " in script and os.path.isfile(first):
+        return f"; pass the script and its arguments as separate words, without quotes around {script}"
+    return ""

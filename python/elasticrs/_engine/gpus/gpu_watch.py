@@ -1,0 +1,414 @@
+"""Program that monitors a node's NVIDIA GPUs for the agent. The program reports Xids (error codes of NVIDIA's
+driver) and the device memory that dead workers still hold. :mod:`.gpu_watcher` starts it.
+
+Requests and messages are JSON objects, one per line. The program reads requests from standard input:
+
+- ``{"begin": N}``: attempt N begins. Forget earlier Xids. Do not attribute memory that is already in use to
+  the attempt's workers.
+- ``{"workers": [PID, …]}``: pids of the attempt's workers.
+- ``{"settle": N}``: attempt N is ending. Report all Xids and the memory that its workers still hold, and send
+  another report when this memory is free.
+
+The program writes messages to standard output:
+
+- ``{"begun": N}``: the memory in use at the beginning of attempt N has been measured.
+- ``{"xid": {…}, "attempt": N}``: an Xid that is new or has changed, with the fields of
+  :class:`.Xid`.
+- ``{"settled": N, "held": {GPU: BYTES}}``: memory that dead workers still hold. If they hold any, another
+  message of this kind follows when all of it is free.
+- ``{"problem": TEXT}``: description of something that cannot be monitored. If the message contains
+  ``"is_blind": true``, no more messages about memory follow.
+
+The program exits at EOF on standard input.
+
+NVML is called on separate threads, because its functions may hang in the driver.
+"""
+
+from __future__ import annotations
+
+import _thread
+import json
+import os
+import select
+import sys
+import time
+from queue import Empty, SimpleQueue
+
+from elasticrs._engine.gpus import devices, nvml, xids
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from elasticrs._engine.gpus.nvml import Device, Nvml
+
+TOLERANCE = 64 << 20
+"""Growth of a GPU's memory in use since the beginning of an attempt, in bytes, that is not attributed to the
+attempt's workers.
+"""
+CALL_LIMIT = 5.0
+"""Seconds after which an NVML call counts as hung."""
+INIT_LIMIT = 60.0
+"""Seconds after which NVML's initialization counts as hung. It is slow if no other process uses the
+driver.
+"""
+MAX_XIDS = 64
+"""Maximum number of different Xids to record per attempt."""
+MAX_PIDS = 8
+"""Maximum number of pids to record per Xid."""
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.25
+_EVENT_WAIT = 3600.0
+_MAX_ANCESTORS = 16
+_RECORD_SIZE = 8192
+"""Buffer size in bytes for one record of the kernel log. Each read returns a single record."""
+
+
+def send(**message: Any) -> None:
+    """Send a message to the agent in a single write."""
+    os.write(1, (json.dumps(message) + "\n").encode())
+
+
+class Workers:
+    """An attempt's workers.
+
+    Attributes:
+        pids: pids of the workers.
+    """
+
+    def __init__(self) -> None:
+        self.pids: frozenset[int] = frozenset()
+
+    def of(self, pid: int) -> int | None:
+        """Return the pid of the worker that is this process or one of its ancestors. Return ``None`` if there
+        is no such worker.
+        """
+        for _ in range(_MAX_ANCESTORS):
+            if pid in self.pids:
+                return pid
+            try:
+                with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+                    pid = int(file.read().rpartition(")")[2].split()[1])
+            except (OSError, IndexError, ValueError):
+                return None  # The process has exited.
+        return None
+
+
+class Memory:
+    """Measures the device memory that an attempt's workers hold. Used only on the thread that calls NVML."""
+
+    def __init__(self, library: Nvml, gpus: list[Device], workers: Workers) -> None:
+        self._library = library
+        self._workers = workers
+        # Leave out GPUs that are divided into MIG slices, because other jobs may use some of the slices, and
+        # their processes are not visible here.
+        self._gpus = [gpu for gpu in gpus if not library.is_divided(gpu)]
+        self._before: dict[int, int] = {}
+
+    def remember(self) -> None:
+        """Record the memory in use before the workers use any."""
+        self._before = self._unclaimed()
+
+    def held(self) -> dict[int, int]:
+        """Return the bytes of device memory that workers, dead or alive, hold on each GPU. Leave out GPUs on
+        which workers hold no memory.
+        """
+        held = {gpu: used - self._before.get(gpu, 0) for gpu, used in self._unclaimed().items()}
+        return {gpu: size for gpu, size in held.items() if size > TOLERANCE}
+
+    def _unclaimed(self) -> dict[int, int]:
+        return {gpu.index: self._library.used_memory(gpu) - self._claimed(gpu) for gpu in self._gpus}
+
+    def _claimed(self, gpu: Device) -> int:
+        processes = self._library.processes(gpu)
+        others = (
+            pid for pid in processes if os.path.exists(f"/proc/{pid}") and self._workers.of(pid) is None
+        )
+        return sum(processes[pid] for pid in others)
+
+
+class Calls:
+    """The thread that makes the calls to NVML, and a second thread that waits for NVML's events.
+
+    Attributes:
+        requests: the agent's requests, each a name and a value. The first thread handles them.
+        results: results for the main thread, each a name and a value.
+        fd: file descriptor that becomes readable when a result is added.
+        since: start time of the current call, in seconds of the monotonic clock; ``None`` if no call is
+            running.
+        limit: seconds after which the current call counts as hung.
+        function: name of the NVML function that is being called.
+    """
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        self.requests: SimpleQueue[tuple[str, Any]] = SimpleQueue()
+        self.results: SimpleQueue[tuple[str, Any]] = SimpleQueue()
+        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.since: float | None = time.monotonic()
+        self.limit = INIT_LIMIT
+        self._library: Nvml | None = None
+        _thread.start_new_thread(self._run, ())
+
+    @property
+    def function(self) -> str:
+        return "nvmlInit_v2" if self._library is None else self._library.calling
+
+    def _result(self, name: str, value: Any = None) -> None:
+        self.results.put((name, value))
+        os.eventfd_write(self.fd, 1)
+
+    def _run(self) -> None:
+        try:
+            self._library = library = nvml.Nvml()
+            found = [library.device(index) for index in range(library.count())]
+            memory = Memory(library, gpus := _visible(found), self._workers)
+            self._result("gpus", gpus)
+            self._watch_events(library, gpus)
+            self.limit = CALL_LIMIT
+            while True:
+                self.since = None
+                name, value = self.requests.get()
+                self.since = time.monotonic()
+                if name == "begin":
+                    memory.remember()
+                    self._result("begun", value)
+                else:
+                    self._settle(memory, value)
+        except nvml.NvmlError as error:
+            self.since = None
+            self._result("failed", str(error))
+
+    def _settle(self, memory: Memory, number: int) -> None:
+        pause = _FIRST_PAUSE
+        held = memory.held()
+        self._result("settled", (number, held))
+        while held and self.requests.empty():
+            self.since = None
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+            self.since = time.monotonic()
+            held = memory.held()
+            if not held:
+                self._result("settled", (number, held))
+
+    def _watch_events(self, library: Nvml, gpus: list[Device]) -> None:
+        try:
+            events = library.watch_xids(gpus)
+        except nvml.NvmlError as error:
+            self._result("no events", str(error))
+            return
+
+        def run() -> None:
+            try:
+                while True:
+                    if (event := events.wait(_EVENT_WAIT)) is not None:
+                        self._result("xid", event)
+            except nvml.NvmlError as error:
+                self._result("no events", str(error))
+
+        _thread.start_new_thread(run, ())
+
+
+def _visible(gpus: list[Device]) -> list[Device]:
+    return [gpus[index] for index in devices.visible_indices(os.environ, [gpu.uuid for gpu in gpus])]
+
+
+class Xids:
+    """The Xids that occurred during an attempt."""
+
+    def __init__(self, workers: Workers, *, has_kernel_pids: bool) -> None:
+        self._workers = workers
+        self._has_kernel_pids = has_kernel_pids
+        self._attempt = -1
+        self._seen: dict[tuple[int, int], dict[str, Any]] = {}
+        self._changed: set[tuple[int, int]] = set()
+
+    def begin(self, attempt: int) -> None:
+        """Forget all Xids. Called when a new attempt begins."""
+        self._attempt = attempt
+        self._seen.clear()
+        self._changed.clear()
+
+    def add(self, gpu: int, code: int, record: xids.LogRecord | None = None) -> None:
+        """Add an Xid. Report it immediately if the Xid is new or its record names a new process. Otherwise
+        only count it.
+
+        Args:
+            gpu: number of the GPU.
+            code: error code of the Xid.
+            record: the Xid's record in the kernel log; ``None`` if NVML reported the Xid.
+        """
+        key = gpu, code
+        is_new = key not in self._seen
+        if is_new and len(self._seen) >= MAX_XIDS:
+            return
+        new = {"code": code, "gpu": gpu, "events": 0, "records": 0, "pids": [], "workers": [], "detail": ""}
+        entry = self._seen.setdefault(key, new)
+        self._changed.add(key)
+        entry["events" if record is None else "records"] += 1
+        if record is not None:
+            entry["detail"] = entry["detail"] or record.detail
+            is_new |= self._add_process(entry, record.pid)
+        if is_new:
+            self.report()
+
+    def _add_process(self, entry: dict[str, Any], pid: int | None) -> bool:
+        """Add a process to an Xid's entry. Return true if the process was added."""
+        if pid is None or pid in entry["pids"] or len(entry["pids"]) >= MAX_PIDS:
+            return False
+        entry["pids"].append(pid)
+        worker = self._workers.of(pid) if self._has_kernel_pids else None
+        if worker is not None and worker not in entry["workers"]:
+            entry["workers"].append(worker)
+        return True
+
+    def report(self) -> None:
+        """Report the Xids that have changed since the last report."""
+        for key in sorted(self._changed):
+            entry = dict(self._seen[key])
+            # Prefer NVML's count, because NVML reports each error once, while the kernel log may contain
+            # several records for one error.
+            events, records = entry.pop("events"), entry.pop("records")
+            send(xid={**entry, "count": events or records}, attempt=self._attempt)
+        self._changed.clear()
+
+
+class Watch:
+    """Event loop of the program's main thread.
+
+    Args:
+        kernel_log: path of the kernel log.
+        has_kernel_pids: true if the pids in the kernel log are valid in this process's pid namespace.
+    """
+
+    def __init__(self, kernel_log: str, *, has_kernel_pids: bool) -> None:
+        self._workers = Workers()
+        self._xids = Xids(self._workers, has_kernel_pids=has_kernel_pids)
+        self._numbers: dict[tuple[int, int, int], int] = {}
+        self._poll = select.poll()
+        self._poll.register(0, select.POLLIN)
+        self._unread = b""
+        self._has_failed = False
+        self._log = _open_log(kernel_log)
+        self._calls = Calls(self._workers)
+        self._poll.register(self._calls.fd, select.POLLIN)
+
+    def run(self) -> None:
+        """Handle requests, NVML's results and kernel log records until the agent closes standard input."""
+        while True:
+            ready = dict(self._poll.poll(1000 * CALL_LIMIT))
+            if self._log is not None and self._log in ready:
+                self._read_log(self._log)
+            if self._calls.fd in ready:
+                os.eventfd_read(self._calls.fd)
+                self._take_results()
+            if 0 in ready and not self._read_requests():
+                return
+            since = self._calls.since
+            if since is not None and time.monotonic() - since > self._calls.limit and not self._has_failed:
+                self._fail(f"NVML hangs in {self._calls.function}")
+
+    # --- the agent ---
+
+    def _read_requests(self) -> bool:
+        part = os.read(0, 65536)
+        *lines, self._unread = (self._unread + part).split(b"\n")
+        for request in map(json.loads, lines):
+            ((name, value),) = request.items()
+            if name == "workers":
+                self._workers.pids = frozenset(value)
+                continue
+            if name == "begin":
+                self._workers.pids = frozenset()
+                self._xids.begin(value)
+            else:
+                self._xids.report()
+            if not self._has_failed:
+                self._calls.requests.put((name, value))
+        return bool(part)
+
+    # --- NVML ---
+
+    def _take_results(self) -> None:
+        while True:
+            try:
+                name, value = self._calls.results.get_nowait()
+            except Empty:
+                return
+            if name == "gpus":
+                self._know({xids.address_of(gpu.address): gpu.index for gpu in value})
+            elif name == "begun":
+                send(begun=value)
+            elif name == "settled":
+                self._xids.report()
+                send(settled=value[0], held=value[1])
+            elif name == "xid":
+                self._xids.add(value[0].index, value[1])
+            elif name == "failed":
+                self._fail(value)
+            else:
+                send(problem=f"NVML reports no Xids ({value})")
+
+    def _fail(self, why: str) -> None:
+        self._has_failed = True
+        send(problem=f"{why}: the use of device memory is unknown", is_blind=True)
+        if not self._numbers:
+            # Number the GPUs as the driver's files do, because those files use the same order as nvidia-smi.
+            known = devices.visible_gpus(os.environ)
+            self._know({xids.address_of(gpu.address): index for index, gpu in enumerate(known)})
+
+    def _know(self, numbers: dict[tuple[int, int, int], int]) -> None:
+        self._numbers = numbers
+        if self._log is not None:
+            self._poll.register(self._log, select.POLLIN)
+
+    # --- the kernel log ---
+
+    def _read_log(self, log: int) -> None:
+        try:
+            text = os.read(log, _RECORD_SIZE)
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            # The kernel has dropped records that were not read in time. The next read continues after them.
+            return
+        if not text:
+            self._poll.unregister(log)
+            return
+        for line in text.decode("utf-8", "replace").splitlines():
+            record = xids.parse(line)
+            gpu = None if record is None else self._numbers.get(record.address)
+            if record is not None and gpu is not None:
+                self._xids.add(gpu, record.code, record)
+
+
+def _open_log(path: str) -> int | None:
+    try:
+        log = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        send(problem=f"{path}: {error.strerror}: Xids come only from NVML, without pids and details")
+        return None
+    try:
+        os.lseek(log, 0, os.SEEK_END)
+    except OSError:
+        return log  # The path names a FIFO, which has no earlier records to skip.
+    return log
+
+
+def main(kernel_log: str, kernel_pid_namespace: str) -> int:
+    """Watch the GPUs until standard input is closed. Return the exit code.
+
+    Args:
+        kernel_log: path of the kernel log.
+        kernel_pid_namespace: name of the pid namespace to which the kernel log's pids belong.
+    """
+    own = os.readlink("/proc/self/ns/pid")
+    try:
+        Watch(kernel_log, has_kernel_pids=own == kernel_pid_namespace).run()
+    except BrokenPipeError:
+        # The agent has died.
+        os._exit(1)
+    sys.stdout.flush()
+    # Skip the interpreter's shutdown, because it could hang if another thread is blocked in the driver.
+    os._exit(0)

@@ -1,0 +1,282 @@
+"""Run the checks that decide whether this node can run workers (``--node-check``)."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import time
+from functools import partial
+
+from elasticrs._engine.gpus.health_program import UNFIT
+from elasticrs._engine.job.phrases import how_it_ended, printable
+from elasticrs._engine.job.value import Value
+from elasticrs._engine.process.background_call import BackgroundCall
+from elasticrs._engine.process.child_program import command as program
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from elasticrs._engine.job.policy_options import HealthSource
+
+MAX_OUTPUT = 65536
+"""Maximum number of bytes of a check's output that are kept. The beginning of longer output is dropped."""
+MAX_LINES = 20
+"""Maximum number of lines of the output that are shown to the user."""
+MAX_LINE = 300
+"""Maximum length of an output line that is shown to the user, in characters. Longer lines are truncated."""
+EXIT_LIMIT = 2.0
+"""Seconds that a killed command may take to exit. In a hung driver it takes longer. A command of another
+user, such as ``sudo``, cannot be killed.
+"""
+_PAUSE = 0.01
+
+_STOPPED = frozenset(
+    code
+    for signum in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    for code in (-signum, 128 + signum)
+)
+"""Return codes of a check that was killed by another process or by the kernel's OOM killer. Such a check has
+produced no result. A shell returns 128 plus the signal number if its last command was killed by the signal.
+"""
+
+
+class NodeCheckResult(Value):
+    """Result of a check.
+
+    Args:
+        title: name of the check, shown before each line of its output.
+        unfit: reason why this node cannot run workers; ``None`` if it can, or if the check gave no answer.
+        problem: reason why the check gave no answer; ``None`` if it did.
+        lines: last lines of the check's output, without the line that became the reason.
+    """
+
+    title: str = "node check"
+    unfit: str | None = None
+    problem: str | None = None
+    lines: tuple[str, ...] = ()
+
+
+class NodeCheck:
+    """One concurrent run of all checks. Each check runs in a child process that is watched by a separate
+    thread.
+
+    Args:
+        sources: checks to run.
+        timeout: seconds after which a check is killed. A hanging check does not make the node unfit, because
+            it does not prove that the node is broken.
+
+    Attributes:
+        fd: file descriptor that becomes readable when all checks have finished.
+
+    Raises:
+        OSError: the process has run out of file descriptors.
+        RuntimeError: no thread can be started.
+    """
+
+    def __init__(self, sources: Sequence[HealthSource], timeout: float) -> None:
+        self._cancelled = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        try:
+            self._call = BackgroundCall(partial(_run_all, sources, timeout, self._cancelled))
+        except BaseException:
+            os.close(self._cancelled)
+            raise
+        self.fd = self._call.fd
+
+    def cancel(self) -> None:
+        """Kill the processes of all checks. :attr:`fd` becomes readable soon afterwards."""
+        os.eventfd_write(self._cancelled, 1)
+
+    def finish(self) -> list[NodeCheckResult]:
+        """Wait until all checks have finished, release all resources, and return the results."""
+        try:
+            self._call.wait()
+            results: list[NodeCheckResult] = self._call.take()
+        finally:
+            self._call.close()
+            os.close(self._cancelled)
+        return results
+
+
+def _run_all(sources: Sequence[HealthSource], timeout: float, cancelled: int) -> list[NodeCheckResult]:
+    if len(sources) == 1:
+        return [_run(sources[0], timeout, cancelled)]
+    calls: list[BackgroundCall] = []
+    try:
+        for source in sources:
+            calls.append(BackgroundCall(partial(_run, source, timeout, cancelled)))  # noqa: PERF401 -- close them all
+        for call in calls:
+            call.wait()
+        return [call.take() for call in calls]
+    except (OSError, RuntimeError) as error:
+        # Kill the processes of the checks, because the ``finally`` block would otherwise wait until each
+        # process exits or times out.
+        os.eventfd_write(cancelled, 1)
+        return [NodeCheckResult(problem=f"the node checks could not be started: {error}")]
+    finally:
+        for call in calls:
+            call.wait()
+            call.close()
+
+
+def _run(source: HealthSource, timeout: float, cancelled: int) -> NodeCheckResult:
+    title = source.built_in or "node check"
+    try:
+        guard = _Guard()
+        try:
+            process = _start(_command(source))
+            try:
+                guard.watch(process.pid)
+                output, problem = _watch(process, timeout, cancelled)
+            finally:
+                has_exited = _end(process, guard)
+        finally:
+            guard.close()
+    except OSError as error:
+        return NodeCheckResult(title, problem=f"{source.title} could not be run: {error.strerror}")
+    if problem is not None:
+        problem += " and was killed" if has_exited else f", and process {process.pid} cannot be killed"
+    text = output.decode("utf-8", "replace").splitlines()[-MAX_LINES:]
+    lines = tuple(line if len(line) <= MAX_LINE else line[:MAX_LINE] + "…" for line in text)
+    if problem is not None:
+        return NodeCheckResult(title, problem=f"{source.title} {problem}", lines=lines)
+    if process.returncode == 0:
+        return NodeCheckResult(title, lines=lines)
+    how = f"{source.title} {how_it_ended(process.returncode)}"
+    if process.returncode in _STOPPED:
+        return NodeCheckResult(title, problem=how, lines=lines)
+    if source.built_in is None:
+        return NodeCheckResult(title, unfit=how, lines=lines)
+    reason = f"{source.title}: {printable(lines[-1])}" if lines and process.returncode > 0 else how
+    is_unfit = process.returncode == UNFIT
+    return NodeCheckResult(title, reason if is_unfit else None, None if is_unfit else reason, lines[:-1])
+
+
+class _Guard:
+    """Helper process that kills the command if this process dies first. See
+    :mod:`.group_guard`.
+
+    Raises:
+        OSError: the process cannot be started.
+    """
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            program("elasticrs._engine.process.group_guard"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def watch(self, group: int) -> None:
+        """Have the guard kill ``group`` if the current process dies before it calls :meth:`close`."""
+        assert self._process.stdin is not None
+        try:
+            os.write(self._process.stdin.fileno(), str(group).encode())
+        except BrokenPipeError:
+            return  # The guard was killed. Continue, because it is needed only if this process dies.
+
+    def close(self) -> None:
+        """End the guard. Idempotent."""
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+
+def _command(source: HealthSource) -> list[str]:
+    if source.built_in is None:
+        return list(source.words)
+    return program("elasticrs._engine.gpus.health_program", source.built_in)
+
+
+def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
+    # Unblock all signals, because the command inherits this thread's signal mask, which blocks them.
+    blocked = signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _watch(process: subprocess.Popen[bytes], timeout: float, cancelled: int) -> tuple[bytes, str | None]:
+    """Read the command's output until it exits, exceeds the timeout, or is cancelled. Return the output, and
+    the reason for killing the command (``None`` if it exited by itself).
+    """
+    assert process.stdout is not None
+    stdout, pidfd = process.stdout.fileno(), os.pidfd_open(process.pid)
+    os.set_blocking(stdout, False)
+    output, end = b"", time.monotonic() + timeout
+    poll = select.poll()
+    for fd in (stdout, pidfd, cancelled):
+        poll.register(fd, select.POLLIN)
+    try:
+        while True:
+            ready = dict(poll.poll(max(0.0, end - time.monotonic()) * 1000))
+            if cancelled in ready:
+                return output, "was cancelled"
+            if not ready or time.monotonic() > end:
+                return output, f"did not finish within {timeout:g} s"
+            if stdout in ready:
+                part = os.read(stdout, MAX_OUTPUT)
+                output = (output + part)[-MAX_OUTPUT:]
+                if not part:
+                    poll.unregister(stdout)
+            elif pidfd in ready:
+                # Do not read until end-of-file, because a leftover process of the command may keep the pipe
+                # open.
+                return output, None
+    finally:
+        os.close(pidfd)
+
+
+def _end(process: subprocess.Popen[bytes], guard: _Guard) -> bool:
+    """Kill the command and the rest of its process group. Return false if the command has not exited after
+    :data:`EXIT_LIMIT` seconds.
+
+    The command has not been reaped yet, so its process group id cannot have been reused.
+    """
+    _kill_group(process.pid)
+    guard.close()
+    exit_fd = os.pidfd_open(process.pid)
+    try:
+        poll = select.poll()
+        poll.register(exit_fd, select.POLLIN)
+        has_exited = bool(poll.poll(1000 * EXIT_LIMIT))
+    finally:
+        os.close(exit_fd)
+        if process.stdout is not None:
+            process.stdout.close()
+    if has_exited:
+        process.wait()
+        _reap_group(process.pid)
+    return has_exited
+
+
+def _kill_group(group: int) -> None:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except PermissionError:
+        return  # The remaining processes belong to another user, so this process cannot kill them.
+
+
+def _reap_group(group: int) -> None:
+    """Reap the leftover processes of the command's group. They are children of this process only if it is a
+    subreaper.
+    """
+    end = time.monotonic() + EXIT_LIMIT
+    try:
+        while time.monotonic() < end:
+            if os.waitid(os.P_PGID, group, os.WEXITED | os.WNOHANG) is None:
+                time.sleep(_PAUSE)
+    except ChildProcessError:
+        return

@@ -1,0 +1,167 @@
+"""Check with NVML, the management library of NVIDIA's driver, whether this node's GPUs can run workers."""
+
+from __future__ import annotations
+
+import _thread
+import os
+import sys
+
+from elasticrs._engine.gpus import nvml
+from elasticrs._engine.gpus.health_program import NO_ANSWER, UNFIT, NoAnswerError, say
+from elasticrs._engine.gpus.nvml import NvmlError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from elasticrs._engine.gpus.nvml import Nvml
+
+LIMIT = 40.0
+"""Time limit for all NVML calls together, in seconds. The limit is long because initializing the library is
+slow if the driver is not loaded yet.
+"""
+
+_FIELDS = (nvml.RECOVERY_ACTION, nvml.REMAP_FAILURE, nvml.REMAP_PENDING, nvml.ECC_UNCORRECTABLE)
+_PROOFS = {
+    nvml.GPU_IS_LOST: "it has fallen off the bus or is not accessible",
+    nvml.RESET_REQUIRED: "it needs a reset before it can be used again",
+}
+"""Return values of NVML functions that prove that a GPU cannot be used, with the reason as text for users."""
+
+
+class Verdict:
+    """Results of the GPU check so far.
+
+    Attributes:
+        unfit: reasons why GPUs cannot run workers, one for each unfit GPU.
+        remarks: facts that do not make a GPU unfit.
+        count: number of GPUs that were examined.
+        unexamined: errors of GPUs that could not be examined.
+    """
+
+    def __init__(self) -> None:
+        self.unfit: list[str] = []
+        self.remarks: list[str] = []
+        self.unexamined: list[str] = []
+        self.count = 0
+
+    def line(self) -> str:
+        """Return the results as a single line of text."""
+        if self.unfit:
+            return "; ".join(self.unfit)
+        if not self.count:
+            return "NVML shows no GPU"
+        return f"{self.count} GPU{'s are' if self.count > 1 else ' is'} fit"
+
+
+def examine(library: Nvml, verdict: Verdict) -> None:
+    """Examine all GPUs and add the results to ``verdict``.
+
+    Raises:
+        NvmlError: the library cannot count the GPUs.
+    """
+    for index in range(library.count()):
+        try:
+            device = library.device(index)
+            fields = library.fields(device, _FIELDS)
+            verdict.count += 1
+        except NvmlError as error:
+            if error.code in _PROOFS:
+                verdict.unfit.append(f"GPU {index} is unfit: {_PROOFS[error.code]} ({error})")
+            else:
+                verdict.unexamined.append(f"GPU {index} could not be examined: {error}")
+            continue
+        name = f"GPU {index} ({device.address})"
+        reason = why_unfit(fields)
+        if reason is not None:
+            verdict.unfit.append(f"{name} is unfit: {reason}")
+        verdict.remarks += [f"{name}: {remark}" for remark in remarks(fields)]
+
+
+def why_unfit(fields: dict[int, int]) -> str | None:
+    """Return the reason why a GPU with these field values cannot run workers; ``None`` if it can.
+
+    A GPU is unfit if the driver requests a recovery action, or if a faulty memory row could not be replaced.
+    Older drivers do not report recovery actions. With them, a GPU is also unfit if it has uncorrectable
+    memory errors and a faulty row that will be replaced at the next reset. Either alone proves nothing,
+    because the damage may have been repaired.
+    """
+    action = fields.get(nvml.RECOVERY_ACTION)
+    if action in nvml.RECOVERY_ACTIONS and action != 0:
+        return f"the driver asks for {nvml.RECOVERY_ACTIONS[action]}"
+    if fields.get(nvml.REMAP_FAILURE):
+        return "a faulty row of its memory could not be replaced"
+    if action is None and fields.get(nvml.REMAP_PENDING) and fields.get(nvml.ECC_UNCORRECTABLE):
+        return "its memory has uncorrectable errors, and a faulty row will be replaced only at the next reset"
+    return None
+
+
+def remarks(fields: dict[int, int]) -> list[str]:
+    """Return findings that an administrator should see but that do not make the GPU unfit."""
+    found = []
+    action = fields.get(nvml.RECOVERY_ACTION)
+    if action is None:
+        found.append("the driver does not report a recovery action")
+    elif action not in nvml.RECOVERY_ACTIONS:
+        found.append(f"the driver asks for recovery action {action}, which elasticrs does not know")
+    if errors := fields.get(nvml.ECC_UNCORRECTABLE):
+        found.append(f"{errors} uncorrectable memory error{'s' if errors > 1 else ''} since the last reset")
+    if fields.get(nvml.REMAP_PENDING):
+        found.append("a faulty memory row will be replaced at the next reset")
+    return found
+
+
+def problem_of(error: NvmlError) -> str:
+    """Return the message to show the user if NVML fails with this error."""
+    if error.code == nvml.LIBRARY_NOT_FOUND:
+        return f"NVML is not available ({error})"
+    if error.code == nvml.DRIVER_NOT_LOADED:
+        return "the NVIDIA driver is not loaded"
+    if error.code == nvml.VERSION_MISMATCH:
+        return "NVML and the loaded driver have different versions; a reboot usually helps"
+    if error.code == nvml.FUNCTION_NOT_FOUND:
+        return f"NVML does not support this check ({error})"
+    return f"NVML failed ({error})"
+
+
+def main() -> int:
+    """Run the check and print its result. Return 1 if a GPU is unfit, otherwise 0. If an NVML call hangs,
+    exit the process instead of returning.
+
+    Raises:
+        NoAnswerError: NVML cannot be used, and no GPU has been found unfit.
+    """
+    verdict, over = Verdict(), _thread.allocate_lock()
+    problems: list[str] = []
+    libraries: list[Nvml] = []
+    over.acquire()
+
+    def run() -> None:
+        try:
+            libraries.append(nvml.Nvml())
+            examine(libraries[0], verdict)
+        except NvmlError as error:
+            problems.append(problem_of(error))
+        # Catch every exception. Otherwise, a check that has failed would report that the GPUs are fit.
+        except Exception as error:
+            problems.append(f"the check failed ({error!r})")
+        finally:
+            over.release()
+
+    _thread.start_new_thread(run, ())
+    has_answered = over.acquire(timeout=LIMIT)
+    if not has_answered:
+        where = libraries[0].calling if libraries else "nvmlInit_v2"
+        problems.append(f"NVML hangs in {where} (for {LIMIT:g} s)")
+    problems += verdict.unexamined
+    for remark in verdict.remarks:
+        say(remark)
+    if verdict.unfit or not problems:
+        say("; ".join([verdict.line(), *problems]))
+    if not has_answered:
+        if not verdict.unfit:
+            say("; ".join(problems))
+        sys.stdout.flush()
+        # Skip the normal exit, because the thread that hangs in the driver would block it.
+        os._exit(UNFIT if verdict.unfit else NO_ANSWER)
+    if problems and not verdict.unfit:
+        raise NoAnswerError("; ".join(problems))
+    return 1 if verdict.unfit else 0

@@ -1,0 +1,326 @@
+"""Matches the flight records of all ranks, to find the collectives that have not completed, the ranks that
+have not called them, and the ranks whose calls differ.
+
+- **COL-1** A rank counts as absent from a collective only if its record covers the group: the record contains
+  a call in this group, or no entry of the record was overwritten.
+- **COL-2** A record that contradicts the others is not used. If a rank has completed a collective that needs
+  data from every rank, but the record of another rank does not contain that collective, this record is
+  outdated.
+- **COL-3** The result does not depend on the order of the ranks.
+
+The members of a group are known from the records (NCCL) or from the workers. The default group has all ranks
+as its members. For any other group, only the ranks that have called one of its collectives are known.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from elasticrs._engine.hangs.rank_record import DEFAULT_GROUP, RankRecord
+from elasticrs._engine.hangs.values import NoRecord, Side, StuckCollective
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from elasticrs._engine.hangs.rank_record import GroupSteps, Step
+    from elasticrs._engine.hangs.values import Call
+
+_NEEDS_ALL_RANKS = frozenset(("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"))
+"""Operations that complete on no rank before all ranks have called them."""
+
+
+class Track(NamedTuple):
+    """The collectives of one rank in one group."""
+
+    steps: Mapping[int, Step]
+    """Steps, keyed by the number of the collective."""
+    entered: int
+    """Number of the last collective that the rank has called. 0 if the rank has called none."""
+    waits_in: int | None
+    """Number of the first collective that has not completed. ``None`` if all have completed."""
+
+
+class Group(NamedTuple):
+    """A process group, as seen in the records of the ranks."""
+
+    backend: str
+    name: str
+    description: str
+    members: tuple[int, ...]
+    are_members_known: bool
+    tracks: Mapping[int, Track]
+    """Track of each rank. A member without a track has no record that covers this group (**COL-1**)."""
+
+
+class Matched(NamedTuple):
+    """Result of comparing the collectives in the flight records of all ranks."""
+
+    stuck: tuple[StuckCollective, ...]
+    """Collectives that have not completed, and those whose calls do not match."""
+    not_started: Mapping[StuckCollective, tuple[int, ...]]
+    """For each collective that runs on the devices of most ranks, the ranks whose devices have not started
+    it.
+    """
+    receiving: Mapping[int, tuple[int, ...]]
+    """For each rank in a point-to-point operation, the ranks that it waits for. Empty if these ranks are
+    unknown.
+    """
+    no_record: Mapping[int, NoRecord]
+    """Ranks without a usable record, including ranks whose records are outdated."""
+    usual: Mapping[StuckCollective, Call] = {}
+    """For each collective whose calls do not match, the call that other groups of the same kind made at the
+    same point. Only groups whose earlier calls equal those of this group are compared.
+    """
+    progress: Mapping[int, tuple[int, ...]] = {}
+    """Progress of each rank: the number of collectives that the rank has called in each kind of group. Groups
+    with the same backend and description are of the same kind. A kind is ignored unless its groups contain
+    each rank exactly once, as the tensor-parallel groups of a mesh do. Empty if a rank has no usable record.
+    """
+
+
+def match(ranks: Mapping[int, RankRecord | NoRecord]) -> Matched:
+    """Match the flight records of all ranks.
+
+    Args:
+        ranks: records by rank, for all ranks of the job.
+    """
+    usable = {rank: record for rank, record in sorted(ranks.items()) if isinstance(record, RankRecord)}
+    no_record = {rank: record for rank, record in sorted(ranks.items()) if isinstance(record, NoRecord)}
+    world = tuple(sorted(ranks))
+    groups = _groups(usable, world)
+    outdated = {rank for group in groups for rank in _outdated(group, usable)}
+    if outdated:
+        usable = {rank: record for rank, record in usable.items() if rank not in outdated}
+        no_record |= dict.fromkeys(outdated, NoRecord.OUTDATED)
+        groups = _groups(usable, world)
+    stuck: list[StuckCollective] = []
+    not_started, usual = {}, {}
+    kinds = _kinds(groups)
+    for group in groups:
+        found = _stuck(group)
+        stuck += found
+        for collective in found:
+            late = _not_started(group, collective)
+            if late:
+                not_started[collective] = late
+            call = _usual_call(group, collective, kinds) if collective.sides else None
+            if call is not None:
+                usual[collective] = call
+    progress = {} if no_record else _progress(kinds, world)
+    receiving = _receiving(usable, world)
+    return Matched(tuple(stuck), not_started, receiving, dict(sorted(no_record.items())), usual, progress)
+
+
+# --- groups ---
+
+
+def _groups(ranks: Mapping[int, RankRecord], world: tuple[int, ...]) -> list[Group]:
+    by_group: dict[tuple[str, str], dict[int, GroupSteps]] = {}
+    for rank, record in ranks.items():
+        for key, steps in record.groups.items():
+            by_group.setdefault(key, {})[rank] = steps
+    groups = []
+    for (backend, name), by_rank in sorted(by_group.items()):
+        for members, is_known, inside in _memberships(name, by_rank, ranks, world):
+            tracks = {rank: _track(by_rank[rank].steps) for rank in inside}
+            for rank in members:
+                if rank in ranks and rank not in tracks and not ranks[rank].is_truncated:
+                    tracks[rank] = Track({}, 0, None)
+            description = by_rank[inside[0]].description
+            groups.append(Group(backend, name, description, members, is_known, tracks))
+    return groups
+
+
+def _memberships(
+    name: str, by_rank: Mapping[int, GroupSteps], ranks: Mapping[int, RankRecord], world: tuple[int, ...]
+) -> list[tuple[tuple[int, ...], bool, list[int]]]:
+    """Return the process groups with this name. Several groups may share a name if they have no rank in
+    common.
+
+    Each item contains the members, true if all members are known, and the ranks whose flight records contain
+    the group.
+    """
+    known: dict[tuple[int, ...], list[int]] = {}
+    unknown = []
+    for rank in by_rank:
+        members = ranks[rank].members.get(name, ())
+        if rank in members:
+            known.setdefault(members, []).append(rank)
+        else:
+            unknown.append(rank)
+    found = []
+    for rank in unknown:
+        homes = [members for members in known if rank in members]
+        if len(homes) == 1:
+            known[homes[0]].append(rank)
+        else:
+            found.append(rank)
+    result = [(members, True, sorted(inside)) for members, inside in sorted(known.items())]
+    if found:
+        is_default = not known and all(by_rank[rank].description == DEFAULT_GROUP for rank in found)
+        result.append((world if is_default else tuple(found), is_default, found))
+    return result
+
+
+def _track(steps: Mapping[int, Step]) -> Track:
+    waits_in = min((seq for seq, step in steps.items() if not step.is_complete), default=None)
+    return Track(steps, max(steps), waits_in)
+
+
+def _kinds(groups: Iterable[Group]) -> dict[tuple[str, str], list[Group]]:
+    """Return the groups by kind. Groups with the same backend and description are of the same kind."""
+    kinds: dict[tuple[str, str], list[Group]] = {}
+    for group in groups:
+        kinds.setdefault((group.backend, group.description), []).append(group)
+    return kinds
+
+
+def _usual_call(
+    group: Group, collective: StuckCollective, kinds: Mapping[tuple[str, str], Sequence[Group]]
+) -> Call | None:
+    """Return the call that other groups of the same kind made in place of a collective whose calls do not
+    match. Compare only groups whose earlier calls equal those of this group. Return ``None`` if no such group
+    has reached this collective, if these groups made different calls, or if no rank of this group made their
+    call.
+    """
+    before = {
+        seq: step.call
+        for track in group.tracks.values()
+        for seq, step in track.steps.items()
+        if seq < collective.seq
+    }
+    calls = set()
+    for other in kinds[group.backend, group.description]:
+        for track in () if other is group else other.tracks.values():
+            common = before.keys() & track.steps.keys()
+            is_alike = bool(common) and all(track.steps[seq].call == before[seq] for seq in common)
+            if is_alike and collective.seq in track.steps:
+                calls.add(track.steps[collective.seq].call)
+    (usual,) = calls if len(calls) == 1 else (None,)
+    return usual if any(side.call == usual for side in collective.sides) else None
+
+
+def _progress(
+    kinds: Mapping[tuple[str, str], Sequence[Group]], world: tuple[int, ...]
+) -> dict[int, tuple[int, ...]]:
+    counts = []
+    for alike in kinds.values():
+        ranks = [rank for group in alike for rank in group.tracks]
+        if tuple(sorted(ranks)) == world:
+            counts.append({rank: track.entered for group in alike for rank, track in group.tracks.items()})
+    return {rank: tuple(entered[rank] for entered in counts) for rank in world}
+
+
+# --- contradictions ---
+
+
+def _outdated(group: Group, ranks: Mapping[int, RankRecord]) -> set[int]:
+    """Return the ranks whose records are outdated, according to the records of other ranks of this group
+    (**COL-2**).
+    """
+    reached = max(
+        (
+            seq
+            for rank, track in group.tracks.items()
+            if not ranks[rank].has_raised
+            for seq, step in track.steps.items()
+            if step.is_complete and step.call.operation in _NEEDS_ALL_RANKS and step.call.elements != 0
+        ),
+        default=0,
+    )
+    return {rank for rank, track in group.tracks.items() if track.entered < reached}
+
+
+# --- calls that do not match ---
+
+
+def _mismatch(group: Group) -> dict[int, tuple[Side, ...]]:
+    """Find the first collective for which the ranks made different calls. Return its number and these calls,
+    or an empty dictionary if all ranks made the same calls.
+
+    Ignore such a collective if it has completed on all ranks and the calls of all later collectives match,
+    because the ranks may then have used variants of an operation that this module does not know.
+    """
+    calls: dict[int, dict[Call, list[int]]] = {}
+    incomplete = set()
+    for rank in sorted(group.tracks):
+        for seq, step in group.tracks[rank].steps.items():
+            calls.setdefault(seq, {}).setdefault(step.call, []).append(rank)
+            if not step.is_complete:
+                incomplete.add(seq)
+    differing = sorted(seq for seq, by_call in calls.items() if len(by_call) > 1)
+    for seq in differing:
+        if seq in incomplete or seq < differing[-1]:
+            sides = [Side(tuple(ranks), call) for call, ranks in calls[seq].items()]
+            return {seq: tuple(sorted(sides, key=lambda side: (-len(side.ranks), side.ranks)))}
+    return {}
+
+
+# --- collectives that have not completed ---
+
+
+def _stuck(group: Group) -> list[StuckCollective]:
+    mismatch = _mismatch(group)
+    waiting: dict[int, list[int]] = {seq: [] for seq in mismatch}
+    for rank in sorted(group.tracks):
+        waits_in = group.tracks[rank].waits_in
+        if waits_in is not None:
+            waiting.setdefault(waits_in, []).append(rank)
+    return [
+        StuckCollective(
+            group.backend,
+            group.name,
+            group.description,
+            group.members,
+            group.are_members_known,
+            seq,
+            _operation(group, seq),
+            tuple(ranks),
+            tuple(rank for rank in sorted(group.tracks) if group.tracks[rank].entered < seq),
+            tuple(rank for rank in group.members if rank not in group.tracks),
+            mismatch.get(seq, ()),
+        )
+        for seq, ranks in sorted(waiting.items())
+    ]
+
+
+def _operation(group: Group, seq: int) -> str:
+    operations = [track.steps[seq].call.operation for track in group.tracks.values() if seq in track.steps]
+    return most_frequent(operations)
+
+
+def _not_started(group: Group, collective: StuckCollective) -> tuple[int, ...]:
+    if collective.absent or collective.unknown or collective.sides or not collective.are_members_known:
+        return ()
+    steps = {rank: track.steps.get(collective.seq) for rank, track in group.tracks.items()}
+    late = tuple(rank for rank, step in sorted(steps.items()) if step is not None and not step.is_started)
+    is_minority = collective.backend != "gloo" and 2 * len(late) < len(group.members)
+    return late if is_minority else ()
+
+
+def most_frequent(names: Iterable[str]) -> str:
+    """Return the most frequent name. If several names are equally frequent, return the alphabetically first
+    one.
+    """
+    counts: dict[str, int] = {}
+    for name in names:
+        counts[name] = counts.get(name, 0) + 1
+    return min(counts, key=lambda name: (-counts[name], name))
+
+
+# --- point-to-point operations ---
+
+
+def _receiving(ranks: Mapping[int, RankRecord], world: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
+    """Return, for each rank in an incomplete point-to-point operation, the peers that it waits for."""
+    receiving: dict[int, set[int]] = {}
+    for rank, record in ranks.items():
+        for transfer in record.transfers:
+            peers = receiving.setdefault(rank, set())
+            members = record.members.get(transfer.group, ())
+            if not members and transfer.description == DEFAULT_GROUP:
+                members = world
+            if transfer.peer is not None and transfer.peer < len(members):
+                peers.add(members[transfer.peer])
+    return {rank: tuple(sorted(peers)) for rank, peers in sorted(receiving.items())}

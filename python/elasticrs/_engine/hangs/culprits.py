@@ -1,0 +1,416 @@
+"""Finds the ranks that keep a hung job waiting, by comparing the flight records and stacks of all ranks.
+
+Most ranks of a hung job only wait. A rank that waits in a collective waits for the ranks that have not called
+it. An absent rank may itself wait in another collective. An absent rank that does not wait for any rank is a
+*root*. Only two kinds of ranks are blamed: roots, and ranks whose calls do not match those of a majority.
+
+- **CUL-1** If the calls of the ranks differ, only a minority is blamed. If two sides are equally large, other
+  groups that run the same program decide, such as the other tensor-parallel groups. If there are no such
+  groups, no rank is blamed.
+- **CUL-2** A rank whose stack shows that it waits for other ranks is blamed only if there is no better
+  explanation, because gloo does not record point-to-point operations.
+- **CUL-3** The result does not depend on the order of the ranks.
+- **CUL-4** If no other rule finds the culprit, compare the numbers of collectives that the ranks have called
+  in each kind of group. Ranks that run the same program can be sorted by these numbers, because a rank that
+  is ahead in one kind of group is not behind in another kind. If only one rank contradicts this order, that
+  rank has skipped, reordered or added a collective.
+- **CUL-5** A rank is not a culprit merely because gloo has aborted it. The call of the aborted rank is
+  unknown, but the rank expected less data than another rank sent. The rank therefore counts for the smaller
+  of two sizes. Calls that do not match can explain an abort. Ranks that are absent or have no record cannot
+  explain it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+from elasticrs._engine.hangs.stacks import is_library, waits_for_ranks
+from elasticrs._engine.hangs.values import Confidence, Culprit, NoRecord, Reason
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from elasticrs._engine.hangs.collectives import Matched
+    from elasticrs._engine.hangs.values import Call, Frame, StuckCollective
+
+_CONFIDENCES = list(Confidence)
+_MAX_PROGRESSES = 256
+"""Maximum number of distinct values of ``Matched.progress`` to compare, because each pair of values is
+compared.
+"""
+
+
+def blame(
+    matched: Matched, stacks: Mapping[int, Sequence[Frame]], ranks: Sequence[int]
+) -> tuple[tuple[Culprit, ...], tuple[int, ...]]:
+    """Return the culprits, sorted by confidence, highest first. Each rank is named at most once. Also return
+    the candidates: the ranks that may be to blame. There are none if a culprit is likely or certain.
+
+    Args:
+        matched: result of matching the flight records.
+        stacks: frames of the main thread of each rank, innermost first. Ranks may be missing.
+        ranks: all ranks of the job.
+    """
+    search = _Search(matched, stacks, ranks)
+    culprits = search.culprits()
+    is_known = any(culprit.confidence is not Confidence.POSSIBLE for culprit in culprits)
+    return culprits, () if is_known else search.suspects(culprits)
+
+
+def out_of_line(progress: Mapping[int, Sequence[int]]) -> int | None:
+    """Return the rank that contradicts the order of the other ranks (**CUL-4**): without this rank, all ranks
+    can be sorted by their progress. Return ``None`` if there is no such rank, if there are several, or if all
+    ranks can be sorted.
+
+    Args:
+        progress: for each rank, the number of collectives in each kind of group.
+    """
+    by_progress: dict[tuple[int, ...], list[int]] = {}
+    for rank in sorted(progress):
+        by_progress.setdefault(tuple(progress[rank]), []).append(rank)
+    if len(by_progress) > _MAX_PROGRESSES:
+        return None
+    pairs = [
+        (one, other)
+        for one, other in itertools.combinations(sorted(by_progress), 2)
+        if any(mine > its for mine, its in zip(one, other, strict=True))
+    ]
+    if not pairs:
+        return None
+    everywhere = set(pairs[0]).intersection(*map(set, pairs))
+    # Ignore values that several ranks share, because several ranks are unlikely to make the same mistake.
+    alone = [by_progress[each][0] for each in everywhere if len(by_progress[each]) == 1]
+    return alone[0] if len(alone) == 1 else None
+
+
+def shows_waiting(frames: Sequence[Frame] | None) -> bool | None:
+    """Return true if the stack shows that the rank waits for other ranks, and false if it shows that the rank
+    does not wait. Return ``None`` if the stack is unknown, or if the rank may be in ``Work.wait``, which has
+    no Python frame.
+    """
+    if not frames:
+        return None
+    if waits_for_ranks(frames):
+        return True
+    return False if is_library(frames[0]) else None
+
+
+class _Ends(NamedTuple):
+    has_root: bool
+    has_unknown: bool
+    """True if the root may be a rank without a record, or an unknown member of a group."""
+
+
+class _Search:
+    def __init__(self, matched: Matched, stacks: Mapping[int, Sequence[Frame]], ranks: Sequence[int]) -> None:
+        self._matched, self._stacks, self._ranks = matched, stacks, sorted(ranks)
+        self._shown = {rank: shows_waiting(stacks.get(rank)) for rank in ranks}
+        """Result of :func:`shows_waiting` for each rank of the job."""
+        self._aborted = {rank for rank, why in matched.no_record.items() if why is NoRecord.ABORTED}
+        self._waits: dict[int, list[int]] = {}
+        """Indexes of the collectives in which each rank waits."""
+        for index, stuck in enumerate(matched.stuck):
+            for rank in stuck.waiting:
+                self._waits.setdefault(rank, []).append(index)
+
+    def culprits(self) -> tuple[Culprit, ...]:
+        found: list[Culprit] = []
+        named: set[int] = set()
+
+        def add(culprits: Iterable[Culprit]) -> None:
+            for culprit in culprits:
+                ranks = tuple(rank for rank in culprit.ranks if rank not in named)
+                if ranks:
+                    found.append(culprit._replace(ranks=ranks))
+                    named.update(ranks)
+
+        add(self._with_other_calls())
+        if self._aborted:
+            add(self._aborted_ones())
+        else:
+            self._add_others(add, found)
+        found.sort(key=lambda culprit: (_CONFIDENCES.index(culprit.confidence), -_weight(culprit)))
+        return tuple(found)
+
+    def _add_others(self, add: Callable[[Iterable[Culprit]], None], found: Sequence[Culprit]) -> None:
+        add(self._roots())
+        add(self._peers())
+        add(self._not_started())
+        ends = [(stuck, self._ends_of(index)) for index, stuck in enumerate(self._matched.stuck)]
+        unexplained = [stuck for stuck, end in ends if stuck.waiting and not end.has_root]
+        add(self._in_other_order([index for index, (_, end) in enumerate(ends) if not any(end)]))
+        add(self._without_record(unexplained))
+        add(self._outside(unexplained))
+        if all(culprit.confidence is Confidence.POSSIBLE for culprit in found):
+            add(self._out_of_line())
+
+    # --- calls that do not match ---
+
+    def _with_other_calls(self) -> Iterator[Culprit]:
+        for stuck in self._matched.stuck:
+            if not stuck.sides:
+                continue
+            votes = self._votes(stuck)
+            majority = max(stuck.sides, key=lambda side: votes[side.call])
+            is_most = 2 * votes[majority.call] > sum(votes.values())
+            expected = majority.call if is_most else self._matched.usual.get(stuck)
+            if expected is None:
+                continue  # CUL-1
+            is_certain = stuck.are_members_known and 2 * len(majority.ranks) > len(stuck.members)
+            confidence = Confidence.CERTAIN if is_certain else Confidence.LIKELY
+            for side in stuck.sides:
+                if side.call != expected:
+                    reason = _difference(expected, side.call)
+                    yield Culprit(side.ranks, reason, confidence, stuck, side.call, expected)
+
+    def _votes(self, stuck: StuckCollective) -> dict[Call, int]:
+        """Return, for each of the differing calls of a collective, the number of ranks that made the call. If
+        the calls differ only in size, also count the aborted ranks for the smallest size.
+        """
+        votes = {side.call: len(side.ranks) for side in stuck.sides}
+        sizes = {call.elements for call in votes}
+        is_by_size = len({(call.operation, call.dtypes) for call in votes}) == 1 and None not in sizes
+        if is_by_size:
+            votes[min(votes, key=lambda call: call.elements or 0)] += len(self._aborted_in(stuck))  # CUL-5
+        return votes
+
+    def _aborted_in(self, stuck: StuckCollective) -> set[int]:
+        """Return the ranks that may have been aborted in this collective."""
+        return self._aborted.intersection(stuck.unknown)
+
+    def _aborted_ones(self) -> Iterator[Culprit]:
+        """Yield the aborted ranks as culprits if their own calls may have been wrong (**CUL-5**).
+
+        The confidence is likely if all of these conditions hold. Otherwise, it is possible.
+
+        - More ranks wait in the collective than were aborted.
+        - The records of all other ranks are known.
+        - The ranks cannot have been aborted in another collective.
+        """
+        stuck_in = [stuck for stuck in self._matched.stuck if stuck.waiting and self._aborted_in(stuck)]
+        for stuck in stuck_in:
+            aborted = sorted(self._aborted_in(stuck))
+            is_alone = len(self._matched.no_record) == len(aborted) and len(stuck_in) == 1
+            is_odd = is_alone and len(stuck.waiting) > len(aborted)
+            if not stuck.sides:
+                confidence = Confidence.LIKELY if is_odd else Confidence.POSSIBLE
+                yield Culprit(tuple(aborted), Reason.NO_RECORD, confidence, stuck)
+
+    # --- roots ---
+
+    def _is_free(self, rank: int) -> bool:
+        return rank not in self._waits and rank not in self._matched.receiving
+
+    def _idle(self, ranks: Iterable[int]) -> list[int]:
+        """Return the ranks whose flight records and stacks show that they do not wait. Leave out ranks
+        without a flight record.
+        """
+        free = [rank for rank in ranks if self._is_free(rank) and rank not in self._matched.no_record]
+        return [rank for rank in free if self._shown.get(rank) is not True]
+
+    def _free_absent(self, stuck: StuckCollective) -> list[int]:
+        """Return the ranks that have not called the collective and, according to the flight records, do not
+        wait. If possible, leave out ranks whose stacks show that they wait (**CUL-2**).
+        """
+        free = [rank for rank in stuck.absent if self._is_free(rank)]
+        others = [rank for rank in free if self._shown.get(rank) is not True]
+        return others or free
+
+    def _roots(self) -> Iterator[Culprit]:
+        for stuck in sorted(self._matched.stuck, key=lambda stuck: -len(stuck.waiting)):
+            free = self._free_absent(stuck) if stuck.waiting and not stuck.sides else []
+            if not free or 2 * len(free) > len(stuck.members):
+                continue  # CUL-1
+            by_confidence: dict[Confidence, list[int]] = {}
+            for rank in free:
+                by_confidence.setdefault(self._confidence(rank, stuck), []).append(rank)
+            for confidence, ranks in by_confidence.items():
+                yield Culprit(tuple(ranks), Reason.DID_NOT_ENTER, confidence, stuck)
+
+    def _confidence(self, rank: int, stuck: StuckCollective) -> Confidence:
+        waits = self._shown.get(rank)
+        if waits:
+            return Confidence.POSSIBLE
+        hides_waiting = stuck.backend == "gloo" and waits is None
+        is_complete = stuck.are_members_known and not stuck.unknown
+        return Confidence.CERTAIN if is_complete and not hides_waiting else Confidence.LIKELY
+
+    def _peers(self) -> Iterator[Culprit]:
+        """Yield the ranks for which other ranks wait in a send or receive. Skip a rank that is itself
+        waiting.
+        """
+        peers = {peer for found in self._matched.receiving.values() for peer in found}
+        free = self._idle(sorted(peers))
+        if free and 2 * len(free) <= len(self._ranks):
+            yield Culprit(tuple(free), Reason.NO_PEER, Confidence.LIKELY, None)
+
+    def _not_started(self) -> Iterator[Culprit]:
+        for stuck, ranks in self._matched.not_started.items():
+            yield Culprit(ranks, Reason.NOT_STARTED, Confidence.LIKELY, stuck)
+
+    # --- chains of waiting ranks ---
+
+    def _ends_of(self, start: int) -> _Ends:
+        """Search for the ranks that a stuck collective waits for, directly or through other collectives.
+        Return whether a cause was found, and whether the cause may be a rank without a flight record.
+
+        Args:
+            start: index of the collective.
+        """
+        reached, pending = {start}, [start]
+        has_root = has_unknown = False
+        while pending and not has_root:
+            stuck = self._matched.stuck[pending.pop()]
+            absent = stuck.absent
+            # If all ranks have called the collective, none of them is to blame.
+            is_full = not absent and not stuck.unknown and stuck.are_members_known
+            has_root = (
+                is_full
+                or bool(stuck.sides)
+                or any(self._is_free(rank) or rank in self._matched.receiving for rank in absent)
+            )
+            has_unknown = has_unknown or bool(stuck.unknown) or not stuck.are_members_known
+            ahead = {index for rank in absent for index in self._waits.get(rank, ())} - reached
+            reached |= ahead
+            pending += ahead
+        return _Ends(has_root, has_unknown)
+
+    def _in_other_order(self, circles: Sequence[int]) -> Iterator[Culprit]:
+        """Yield the rank that is part of every cycle of waiting ranks, if there is exactly one such rank.
+
+        Ranks that call the groups in the same order cannot wait for each other in a circle. So if a single
+        rank has called them in another order, every circle contains this rank.
+
+        Args:
+            circles: indexes of the collectives whose ranks wait for each other in several groups.
+        """
+        ahead: dict[int, dict[int, set[int]]] = {index: {} for index in circles}
+        for index in circles:
+            for rank in self._matched.stuck[index].absent:
+                for further in self._waits.get(rank, ()):
+                    ahead[index].setdefault(further, set()).add(rank)
+        circle = _circle(ahead)
+        on_circle = [ahead[index][further] for index, further in itertools.pairwise([*circle, *circle[:1]])]
+        candidates = {rank for ranks in on_circle if len(ranks) == 1 for rank in ranks}
+        breaking = [rank for rank in candidates if not _circle(ahead, without=rank)]
+        if len(breaking) == 1:
+            stuck = [self._matched.stuck[index] for index in circles]
+            missed = max(
+                (collective for collective in stuck if breaking[0] in collective.absent),
+                key=lambda collective: len(collective.waiting),
+            )
+            yield Culprit(tuple(breaking), Reason.OTHER_ORDER, Confidence.LIKELY, missed)
+
+    def _out_of_line(self) -> Iterator[Culprit]:
+        """Yield the only rank that contradicts the order of the other ranks (**CUL-4**)."""
+        waiting = [stuck for stuck in self._matched.stuck if stuck.waiting or stuck.sides]
+        rank = out_of_line(self._matched.progress) if waiting else None
+        if rank is not None:
+            missed = max(waiting, key=lambda stuck: (rank in stuck.absent, len(stuck.waiting)))
+            yield Culprit((rank,), Reason.OTHER_ORDER, Confidence.LIKELY, missed)
+
+    def suspects(self, culprits: Iterable[Culprit]) -> tuple[int, ...]:
+        """Return the ranks that may be to blame for a hang without a likely or certain culprit."""
+        found = {rank for culprit in culprits for rank in culprit.ranks}
+        stuck = self._matched.stuck
+        missing = {rank for each in stuck if each.waiting for rank in (*each.absent, *each.unknown)}
+        missing = {rank for rank in missing if self._matched.no_record.get(rank) is not NoRecord.LOST_PEER}
+        free = {rank for rank in missing if self._is_free(rank)}
+        for each in stuck:
+            found.update(rank for side in each.sides for rank in side.ranks)
+            if 2 * len(free.intersection(each.absent)) > len(each.members):
+                found.update(each.waiting)  # CUL-1
+            if self._aborted_in(each) or not (each.sides or each.absent or each.unknown):
+                found.update(each.members)
+        if self._aborted and found:
+            found.update(self._matched.no_record)  # CUL-5
+        return tuple(sorted(found | (free or missing)))
+
+    # --- missing evidence ---
+
+    def _without_record(self, unexplained: Sequence[StuckCollective]) -> Iterator[Culprit]:
+        for stuck in unexplained:
+            missing = stuck.unknown
+            if not stuck.are_members_known:
+                missing = tuple(self._matched.no_record)
+            suspects = tuple(rank for rank in missing if not self._has_waited(rank))
+            if not suspects or stuck.absent or 2 * len(suspects) > len(self._ranks):
+                continue
+            yield Culprit(suspects, Reason.NO_RECORD, self._confidence_without(suspects), stuck)
+
+    def _has_waited(self, rank: int) -> bool:
+        """Return true if other evidence shows that a rank without a record was waiting for other ranks."""
+        return bool(self._shown.get(rank)) or self._matched.no_record.get(rank) is NoRecord.LOST_PEER
+
+    def _confidence_without(self, suspects: Sequence[int]) -> Confidence:
+        reasons = {self._matched.no_record.get(rank) for rank in suspects}
+        if reasons <= {NoRecord.EXITED, NoRecord.RETURNED}:
+            return Confidence.CERTAIN
+        is_weak = not reasons.isdisjoint((NoRecord.OUTDATED, NoRecord.OFF, NoRecord.NO_TORCH, None))
+        is_outside = all(self._shown.get(rank) is False for rank in suspects)
+        return (
+            Confidence.LIKELY if is_outside or (len(suspects) == 1 and not is_weak) else Confidence.POSSIBLE
+        )
+
+    def _outside(self, unexplained: Sequence[StuckCollective]) -> Iterator[Culprit]:
+        """If the flight records do not explain a hang, yield the ranks that are not in any collective,
+        because the other ranks may wait for them.
+        """
+        if not self._matched.stuck:
+            yield from self._outside_by_stacks()
+        for stuck in unexplained:
+            if stuck.are_members_known or stuck.absent:
+                continue
+            free = self._idle(self._ranks)
+            if free and 2 * len(free) <= len(self._ranks):
+                is_shown = all(self._shown.get(rank) is False for rank in free)
+                confidence = Confidence.LIKELY if is_shown else Confidence.POSSIBLE
+                yield Culprit(tuple(free), Reason.OUTSIDE, confidence, stuck)
+
+    def _outside_by_stacks(self) -> Iterator[Culprit]:
+        waiting = [rank for rank in self._ranks if self._shown.get(rank)]
+        outside = tuple(rank for rank in self._ranks if not self._shown.get(rank) and self._stacks.get(rank))
+        if outside and 2 * len(waiting) > len(self._ranks):
+            is_shown = len(waiting) + len(outside) == len(self._ranks)
+            confidence = Confidence.LIKELY if is_shown else Confidence.POSSIBLE
+            yield Culprit(outside, Reason.OUTSIDE, confidence, None)
+
+
+def _circle(ahead: Mapping[int, Mapping[int, set[int]]], without: int | None = None) -> list[int]:
+    """Return a cycle of collectives, in which each one waits for the next, and the last one for the first.
+    Return an empty list if there is no cycle.
+
+    Args:
+        ahead: for each collective, the collectives in which its absent ranks wait, and these ranks.
+            Collectives are given by index.
+        without: rank to ignore. ``None`` to ignore no rank.
+    """
+    done: set[int] = set()
+    for start in ahead:
+        path: list[int] = []
+        pending = [(start, False)]
+        while pending:
+            index, is_finished = pending.pop()
+            if is_finished:
+                done.add(path.pop())
+            elif index in path:
+                return path[path.index(index) :]
+            elif index not in done:
+                path.append(index)
+                pending.append((index, True))
+                pending += [
+                    (further, False) for further, ranks in ahead.get(index, {}).items() if ranks != {without}
+                ]
+    return []
+
+
+def _difference(expected: Call, called: Call) -> Reason:
+    if called.operation != expected.operation:
+        return Reason.OTHER_OPERATION
+    return Reason.OTHER_SIZE if called.elements != expected.elements else Reason.OTHER_TYPE
+
+
+def _weight(culprit: Culprit) -> int:
+    return len(culprit.collective.waiting) if culprit.collective else 0

@@ -1,0 +1,165 @@
+"""Parses and merges the stacks of ranks.
+
+The input is the output of ``faulthandler`` or ``py-spy dump``, alone or in one of the agent's hang files. A
+diagnosis uses only the main thread, because differences between the ranks' background threads are irrelevant.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+from elasticrs._engine.hangs.values import Frame, MergedStack
+from elasticrs._engine.job.phrases import printable
+from elasticrs._engine.job.traceback_summary import LIBRARIES
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+MAX_TEXT = 1 << 20
+"""Number of characters that are parsed. The agent keeps at most 256 KiB of stacks for each rank."""
+
+MAX_FRAMES = 200
+_MAX_NUMBER = 10
+"""Maximum number of digits of a line number."""
+
+_FRAME = re.compile(rf' *File "(.*)", line (\d{{1,{_MAX_NUMBER}}}) in (.+)')
+_SPIED = re.compile(rf"    (\S.*?) \((.*):(\d{{1,{_MAX_NUMBER}}})\)")
+_ABORTED = "Fatal Python error: Aborted"
+_HEADER = re.compile(r"(Current thread|Thread) 0x.*\(most recent call first\):")
+_WRAPPER = "/torch/distributed/c10d_logger.py"
+_WAITING = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_collectives.py")
+"""Path suffixes of the files whose functions wait for other ranks."""
+
+
+def main_thread(text: str) -> tuple[Frame, ...]:
+    """Return the main thread's frames, innermost first. Return an empty tuple if the text contains no
+    stack.
+    """
+    return next(threads(text), ())
+
+
+def threads(text: str) -> Iterator[tuple[Frame, ...]]:
+    """Iterate over the stacks of all threads, starting with the main thread. A stack is a tuple of frames,
+    innermost first.
+
+    In the output of ``faulthandler``, the main thread is the thread marked as current or, if no thread is
+    marked, the last thread. In the output of ``py-spy``, it is the thread named ``MainThread`` or, if no
+    thread has this name, the first thread.
+    """
+    lines = text[:MAX_TEXT].splitlines()
+    headers = [number for number, line in enumerate(lines) if _HEADER.match(line)]
+    is_spied = not headers
+    if is_spied:
+        headers = [number for number, line in enumerate(lines) if line.startswith("Thread ")]
+        headers.sort(key=lambda number: not lines[number].endswith('"MainThread"'))
+    else:
+        headers.sort(key=lambda number: (not lines[number].startswith("Current"), -number))
+    return (_frames(lines, header, is_spied=is_spied) for header in headers)
+
+
+def abort(text: str) -> tuple[tuple[Frame, ...], bool]:
+    """Parse the output of ``faulthandler`` about an abort of the process.
+
+    Returns:
+        The main thread's frames, innermost first, and a flag. The flag is true if a thread that runs Python
+        code has aborted the process. If the flag is false, a native thread may have aborted the process, such
+        as a thread of gloo or NCCL.
+    """
+    stacks = text[-MAX_TEXT:].rpartition(_ABORTED)[2]
+    return main_thread(stacks), any(line.startswith("Current thread 0x") for line in stacks.splitlines())
+
+
+def frame_of(line: str) -> Frame | None:
+    """Parse a line of ``faulthandler`` output. Return ``None`` if the line does not describe a frame."""
+    written = _FRAME.fullmatch(line)
+    return None if written is None else Frame(written[1], int(written[2]), written[3])
+
+
+def _frames(lines: Sequence[str], header: int, *, is_spied: bool) -> tuple[Frame, ...]:
+    frames = []
+    for line in lines[header + 1 :][:MAX_FRAMES]:
+        if not line.startswith("  "):
+            break
+        frame = _spied_frame(line) if is_spied else frame_of(line)
+        if frame is not None:
+            frames.append(frame)
+    return tuple(frames)
+
+
+def _spied_frame(line: str) -> Frame | None:
+    spied = _SPIED.fullmatch(line)
+    # Remove the class name, because `faulthandler` writes only the function name.
+    return None if spied is None else Frame(spied[2], int(spied[3]), spied[1].rpartition(".")[2])
+
+
+def merge(stacks: Mapping[int, tuple[Frame, ...]]) -> tuple[MergedStack, ...]:
+    """Return each distinct stack once, with its ranks. Stacks are sorted by frequency, most frequent first,
+    and then by the lowest rank.
+
+    Args:
+        stacks: frames by rank. Empty stacks are left out.
+    """
+    by_frames: dict[tuple[Frame, ...], list[int]] = {}
+    for rank in sorted(stacks):
+        if stacks[rank]:
+            by_frames.setdefault(stacks[rank], []).append(rank)
+    merged = [MergedStack(tuple(ranks), frames) for frames, ranks in by_frames.items()]
+    return tuple(sorted(merged, key=lambda stack: (-len(stack.ranks), stack.ranks)))
+
+
+def waits_for_ranks(frames: Sequence[Frame]) -> bool:
+    """Return true if the stack shows that the thread waits for other ranks, in a communication call of
+    ``torch.distributed`` or in a backward pass.
+
+    Only the library frames that are called from the innermost function of the program count. Frames further
+    out may also be in ``torch.distributed``, for example the launcher of the program or the wrapper of a
+    model. False does not prove that the thread is not waiting, because ``Work.wait`` has no Python frame.
+    """
+    for number, frame in enumerate(frames):
+        if not is_library(frame):
+            return False
+        if frame.file.endswith(_WAITING) or frame.function == "_engine_run_backward":
+            return True
+        is_inner = number == 0 and "/torch/distributed/" in frame.file
+        if is_inner and "/torch/distributed/checkpoint/" not in frame.file:
+            return True
+    return False
+
+
+def program_frame(frames: Sequence[Frame]) -> Frame | None:
+    """Return the innermost frame outside of installed packages and the standard library. ``None`` if there is
+    no such frame.
+    """
+    return next((frame for frame in frames if not is_library(frame)), None)
+
+
+def place(frames: Sequence[Frame]) -> str:
+    """Describe the position of a thread, such as ``load (train.py:71)``.
+
+    If the thread is inside a library, also name the calling line of the program, as in ``__next__
+    (dataloader.py:741), called at train.py:71``.
+    """
+    own = program_frame(frames)
+    if own is None or own == frames[0]:
+        return short(frames[0])
+    inner = frames[: list(frames).index(own)]
+    # Skip the function that torch wraps around each collective.
+    called = next((frame for frame in reversed(inner) if not frame.file.endswith(_WRAPPER)), inner[-1])
+    return f"{short(called)}, called at {line(own)}"
+
+
+def is_library(frame: Frame) -> bool:
+    """Return true if the file of a frame belongs to an installed package or to the standard library."""
+    return any(part in frame.file for part in LIBRARIES)
+
+
+def short(frame: Frame) -> str:
+    """Return a short form of a frame, such as ``step (train.py:88)``."""
+    return printable(f"{frame.function} ({os.path.basename(frame.file)}:{frame.line})")
+
+
+def line(frame: Frame) -> str:
+    """Return the file name and line of a frame, such as ``train.py:71``."""
+    return printable(f"{os.path.basename(frame.file)}:{frame.line}")

@@ -1,0 +1,601 @@
+"""Writes the error file in which a worker records its uncaught exception.
+
+The format is torch's: ``message`` with ``extraInfo``, whose values are strings. Additional data is stored
+under the key ``elasticrs``. :class:`elasticrs.multiprocessing.errors.ErrorHandler` imports this module.
+Workers that cannot import elasticrs execute it by path, so it uses only the standard library of Python 3.8.
+"""
+
+import errno
+import os
+import sys
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import types
+    from collections.abc import Iterator
+
+_NOTICE_PART = 2000
+"""Maximum size of each of the two parts of a notice, in bytes. The agent reads at most 4096 bytes."""
+
+_CODEC = ("utf-8", "backslashreplace")
+"""Text encoding, and the error handler for lone surrogates, which UTF-8 cannot encode."""
+
+_MAX_CAUSES, _MAX_FRAMES = 4, 20
+"""Maximum number of causes in a notice, and maximum number of frames of each exception. The innermost frames
+are kept.
+"""
+
+_MAX_MEMBERS = 100
+"""Maximum number of members of an exception group that are compared with each other."""
+
+_MAX_DEPTH = 16
+"""Maximum depth of the chain of causes that is searched. Prevents endless recursion."""
+
+_LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ")
+"""Path fragments that identify code outside the user's program."""
+
+PARSERS = frozenset(("argparse", "optparse", "click.core", "typer.core"))
+"""Modules of command-line parsers, which exit with code 2 if they reject the program's arguments."""
+
+_STARTERS = ("<frozen ", "/runpy.py", "/importlib/__init__.py")
+"""Parts of paths of code that starts a program or imports a module."""
+
+_ELASTICRS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + "/"
+"""Folder of this package, which may be installed in any place."""
+
+_NOT_RETRYABLE = {("elasticrs.errors", "NonRetryable"), ("bdb", "BdbQuit")}
+"""Exceptions after which another attempt is useless, as pairs of module and name."""
+
+_OF_CHILDREN = {
+    *("CalledProcessError", "ChildFailedError", "ProcessRaisedException", "ProcessExitedException"),
+}
+"""Names of exceptions that report the failure of a child process."""
+
+_TRANSIENT = frozenset(
+    (
+        *("builtins.ConnectionError", "builtins.TimeoutError", "asyncio.exceptions.TimeoutError"),
+        *("concurrent.futures._base.TimeoutError", "socket.timeout", "socket.gaierror", "socket.herror"),
+        *("ssl.SSLEOFError", "ssl.SSLZeroReturnError", "http.client.RemoteDisconnected"),
+        *("torch.distributed.DistBackendError", "torch.distributed.DistNetworkError"),
+        *("torch.distributed.DistStoreError", "torch.distributed.DistQueueEmptyError"),
+    )
+)
+"""Types of exceptions that report a lost connection or a timeout. Subclasses of these types count as well."""
+
+_OF_NETWORK = frozenset(
+    (
+        *(errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+        *(errno.ENOTCONN, errno.EADDRNOTAVAIL),
+    )
+)
+"""Error numbers of network errors for which Python has no exception type."""
+
+_LOST_PEER = frozenset(
+    (
+        *("builtins.BrokenPipeError", "builtins.ConnectionAbortedError", "builtins.ConnectionResetError"),
+        *("torch.distributed.DistBackendError", "torch.distributed.DistNetworkError"),
+        "torch.distributed.DistStoreError",
+    )
+)
+"""Types of exceptions that report that a peer has closed a connection or does not answer. Subclasses of these
+types count as well.
+"""
+
+_GLOO_LOST_PEER = (
+    *("connection closed", "connection reset", "broken pipe", "socket closed"),
+    *("timed out waiting", "application timeout"),
+)
+"""Phrases in gloo's error messages that mean that a peer has closed a connection or does not answer. Gloo
+raises a plain ``RuntimeError``, so only the text distinguishes these errors from other errors of native code.
+"""
+
+_LOCAL_CALLERS = ("torch.nn.modules.", "torch.nn.functional")
+"""Name prefixes of Python modules whose calls of native code never wait for another rank. Layers that
+communicate, such as ``SyncBatchNorm``, call functions of ``torch.distributed`` for that purpose.
+"""
+
+
+def error_document(error: BaseException, written_by: str, at_ns: "int | None" = None) -> str:
+    """Return the content of the error file.
+
+    Args:
+        error: the exception, with its traceback.
+        written_by: ``"hook"`` or ``"record"``.
+        at_ns: time when the exception was raised, in monotonic nanoseconds; ``None`` for the current time.
+    """
+    import json
+    import traceback
+
+    kind, text = type(error), _message(error)
+    now_ns = time.monotonic_ns()
+    at_ns = now_ns if at_ns is None else at_ns
+    now = time.time_ns() - (now_ns - at_ns)
+    return json.dumps(
+        {
+            "message": {
+                "message": text,
+                "extraInfo": {
+                    "py_callstack": "".join(traceback.format_exception(kind, error, error.__traceback__)),
+                    "timestamp": str(now // 1_000_000_000),
+                },
+            },
+            "elasticrs": {
+                "time_ns": now,
+                "monotonic_ns": at_ns,
+                "pid": os.getpid(),
+                "written_by": written_by,
+                "failure": failure_facts(error),
+            },
+        }
+    )
+
+
+def _message(error: BaseException) -> str:
+    kind = type(error)
+    try:  # A program's `__str__` may fail.
+        return "%s: %s" % (kind.__name__, error)  # noqa: UP031
+    except Exception:
+        import traceback
+
+        return traceback.format_exception_only(kind, error)[-1].strip()
+
+
+def failure_facts(error: BaseException) -> "dict[str, object]":
+    """Describe an uncaught exception for the restart policy.
+
+    Returns:
+        A dictionary with these items:
+
+        - ``exception``: qualified name of the exception's type.
+        - ``place``: file name and line where the exception was raised, such as ``train.py:88``, in the user's
+          program if possible.
+        - ``is_start_error``: true if the program could not start. One of its files could not be parsed, or
+          imports a missing module at its top level, or the program rejected its arguments (``SystemExit``;
+          see HOOK-8 in the hook).
+        - ``is_retryable``: false if another attempt is useless, because of an
+          ``elasticrs.errors.NonRetryable`` or a ``bdb.BdbQuit``. The latter means that the user has quit the
+          debugger. The causes of the exception and the members of exception groups are checked as well.
+        - ``is_transient``: true if the exception reports a lost connection or a timeout.
+        - ``is_lost_peer``: true if :func:`origin` returns ``"peer"``.
+        - ``python``: path of the interpreter.
+        - ``member``: text of the exception that represents an exception group; see :func:`representative`.
+          Missing for other exceptions.
+        - ``more``: number of the group's other innermost members. Missing for other exceptions.
+    """
+    kind = type(error)
+    frames, shown = _frames(error.__traceback__)
+    # Exclude subclasses of SyntaxError that libraries define, because they report invalid data, not invalid
+    # code. An example is the `ParseError` of Python's XML parser.
+    is_code = not isinstance(error, SyntaxError) or kind.__module__ == "builtins"
+    if isinstance(error, SyntaxError) and is_code and error.filename:
+        shown.append((error.filename, error.lineno or 0))
+    # Count the exception as a start error only if all frames are module-level code or import machinery. A
+    # function can also import or parse a file long after the start.
+    is_importing = all(
+        code.co_name == "<module>" or any(part in code.co_filename for part in _STARTERS)
+        for code, _ in frames
+    )
+    told, _, more = representative(error)
+    of_group = {} if told is error else {"member": _notice_text(error), "more": more}
+    return {
+        "exception": _qualified(kind),
+        "place": "%s:%d" % (os.path.basename(shown[-1][0]), shown[-1][1]) if shown else None,  # noqa: UP031
+        "is_start_error": (isinstance(error, SystemExit) and error.code == 2)
+        or (isinstance(error, (SyntaxError, ImportError)) and is_code and is_importing),
+        "is_retryable": not _is_marked(error),
+        "is_transient": _is_transient(error),
+        "is_lost_peer": origin(error) == "peer",
+        "python": sys.executable,
+        **of_group,
+    }
+
+
+def is_rejection(error: SystemExit) -> bool:
+    """Return true if a command-line parser has rejected the program's arguments."""
+    entry = error.__traceback__
+    while entry is not None and entry.tb_next is not None:
+        entry = entry.tb_next
+    return error.code == 2 and entry is not None and entry.tb_frame.f_globals.get("__name__") in PARSERS
+
+
+def _frames(
+    entry: "types.TracebackType | None",
+) -> "tuple[list[tuple[types.CodeType, int]], list[tuple[str, int]]]":
+    """Return two lists of the frames of a traceback. Frames of this package are left out if there are others.
+    The first list contains the code and line of each frame. The second list contains the file and line of
+    each frame in the user's program, or of every frame if none is in the user's program.
+    """
+    frames = []
+    while entry is not None:
+        frames.append((entry.tb_frame.f_code, entry.tb_lineno))
+        entry = entry.tb_next
+    frames = [(code, line) for code, line in frames if not code.co_filename.startswith(_ELASTICRS)] or frames
+    own = [(code, line) for code, line in frames if not any(part in code.co_filename for part in _LIBRARIES)]
+    return frames, [(code.co_filename, line) for code, line in own or frames]
+
+
+def representative(error: BaseException) -> "tuple[BaseException, types.TracebackType | None, int]":
+    """Return the exception to report for ``error`` in places where only one exception can be named.
+
+    For an exception group, this is one of its innermost members. Members that make another attempt useless
+    are preferred to other members. Among these, members that are not side effects of a lost connection or a
+    timeout are preferred.
+
+    If several members remain, the names of their types and their places decide. The order of the members does
+    not decide, because it may differ from one attempt to the next.
+
+    Returns:
+        The exception, its traceback, and the number of other innermost members. A member that was never
+        raised itself has the traceback of its group.
+    """
+    found = _innermost(error)
+
+    def rank(pair: "tuple[BaseException, types.TracebackType | None]") -> "tuple[bool, bool, str, str, int]":
+        each, entry = pair
+        is_side_effect = _is_transient(each) or origin(each) == "peer"
+        path, line = (_frames(entry)[1] or [("", 0)])[-1]
+        return not _is_marked(each), is_side_effect, _qualified(type(each)), os.path.basename(path), line
+
+    # Do not rank a single exception, because the ranking would delay the notice to the agent.
+    told, entry = found[0] if len(found) == 1 else min(found[:_MAX_MEMBERS], key=rank)
+    return told, entry, len(found) - 1
+
+
+def _innermost(error: BaseException) -> "list[tuple[BaseException, types.TracebackType | None]]":
+    """Return the innermost members of an exception group with their tracebacks. For any other exception,
+    return only the exception itself.
+    """
+    found: list[tuple[BaseException, types.TracebackType | None]] = []
+    pending: list[tuple[BaseException, types.TracebackType | None]] = [(error, error.__traceback__)]
+    seen: set[int] = set()
+    while pending:
+        each, entry = pending.pop()
+        members = [] if id(each) in seen else _members(each)
+        seen.add(id(each))
+        found += [] if members else [(each, entry)]
+        pending += [(member, member.__traceback__ or entry) for member in members]
+    return found
+
+
+def _members(error: BaseException) -> "list[BaseException]":
+    """Return the members of an exception group; an empty list for any other exception."""
+    members = getattr(error, "exceptions", ())
+    return [each for each in members if isinstance(each, BaseException)] if isinstance(members, tuple) else []
+
+
+def _qualified(kind: type) -> str:
+    return "%s.%s" % (kind.__module__, kind.__qualname__)  # noqa: UP031
+
+
+def _is_one_of(error: BaseException, names: "frozenset[str]") -> bool:
+    return any(_qualified(base) in names for base in type(error).__mro__)
+
+
+def _is_transient(error: BaseException, depth: int = 0) -> bool:
+    """Return true if an exception reports a lost connection or a timeout, or was caused by such an exception.
+    For an exception group, return true if this holds for all members.
+    """
+    if depth > _MAX_DEPTH:
+        return False
+    members = _members(error)
+    if members:
+        return all(_is_transient(each, depth + 1) for each in members)
+    if _is_one_of(error, _TRANSIENT):
+        return True
+    causes: list[object] = [error.__cause__]
+    if isinstance(error, OSError):
+        if isinstance(error.errno, int) and error.errno in _OF_NETWORK:
+            return True
+        # A `URLError` has the original error as its reason. An `OSError` of an HTTP library often has the
+        # original error as its context. Ignore the context of all other exceptions, because they are often
+        # mistakes in an exception handler.
+        causes += [error.__context__, vars(error).get("reason")]
+    return any(isinstance(cause, BaseException) and _is_transient(cause, depth + 1) for cause in causes)
+
+
+def _is_marked(error: BaseException) -> bool:
+    """Return true if an exception, or any exception among its causes and exception group members, is one of
+    :data:`_NOT_RETRYABLE`.
+    """
+    return any(
+        (base.__module__, base.__name__) in _NOT_RETRYABLE
+        for each in _related(error, with_context=False)
+        if not getattr(each, "may_succeed_later", False)
+        for base in type(each).__mro__
+    )
+
+
+def _related(
+    error: BaseException, *, with_context: bool = True, with_suppressed: bool = False
+) -> "Iterator[BaseException]":
+    """Iterate over an exception, its causes, and the members of exception groups.
+
+    Args:
+        error: the exception.
+        with_context: if true, include the exceptions that were being handled when the other exceptions were
+            raised.
+        with_suppressed: if true, also include those handled exceptions that ``raise … from`` has suppressed.
+    """
+    pending: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while pending:
+        each = pending.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
+        pending.append(each.__cause__)
+        if with_suppressed or (with_context and not each.__suppress_context__):
+            pending.append(each.__context__)
+        pending += _members(each)
+
+
+def write_whole(path: str, text: str) -> None:
+    """Replace ``path`` atomically, so that no reader sees a partly written file.
+
+    Write the file in place if it cannot be replaced (a bind-mounted file such as ``/dev/termination-log``, a
+    directory without write permission), or must not be replaced (``/dev/null``, ``/dev/stderr``).
+
+    Raises:
+        OSError: the file could be neither replaced nor written in place.
+    """
+    if not may_be_replaced(path):
+        _write(path, text)
+        return
+    partial = "%s.%d.partial" % (path, os.getpid())  # noqa: UP031
+    try:
+        _write(partial, text)
+        os.replace(partial, path)
+    except OSError:
+        # Delete the partial file first to free space, because the disk may be full.
+        if os.path.exists(partial):
+            os.unlink(partial)
+        _write(path, text)
+
+
+def may_be_replaced(path: str) -> bool:
+    """Return true if ``path`` does not exist or is a regular file. Devices, pipes and symbolic links must not
+    be replaced.
+    """
+    return not os.path.lexists(path) or (os.path.isfile(path) and not os.path.islink(path))
+
+
+def write_uncaught(path: str, error: BaseException, at_ns: int) -> None:
+    """Write the error file for an uncaught exception, unless an existing file must be kept.
+
+    Args:
+        path: the error file.
+        error: the exception.
+        at_ns: time when the exception was raised; see :func:`error_document`. The time of writing may be
+            later than the exits of the other ranks, because the agent stops them before the file is written.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    if not _is_kept(path, error):
+        write_whole(path, error_document(error, "hook", at_ns))
+
+
+def origin(error: BaseException) -> str:
+    """Decide whether another rank's exit may have caused an uncaught exception. Use the types of the
+    exceptions and the code that raised them. For errors of gloo, also use the text, because gloo has no
+    exception type of its own.
+
+    Returns:
+        - ``"own"``: another rank's exit cannot have caused the exception. The agent stops the other ranks
+          immediately.
+        - ``"peer"``: the exception only reports that a peer is lost or does not answer. For an exception
+          group, this is true of all members.
+        - ``"unknown"``: any other exception. The agent waits for the exit of this process, because the rank
+          that failed first may be about to record its own exception.
+    """
+    if all(any(map(_is_lost_peer, _related(each))) for each, _ in _innermost(error)):
+        return "peer"
+    may_follow = any(_may_follow_from_peer(each) for each in _related(error, with_suppressed=True))
+    return "unknown" if may_follow else "own"
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    if _is_one_of(error, _LOST_PEER):
+        return True
+    text = _message(error).lower() if _may_be_of_collective(error) else ""
+    return any(words in text for words in _GLOO_LOST_PEER)
+
+
+def _may_follow_from_peer(error: BaseException) -> bool:
+    """Return true if the exception is an error of a connection, a child process or a collective."""
+    if isinstance(error, (ConnectionError, TimeoutError, EOFError)):
+        return True
+    if any(base.__module__.startswith("torch.distributed") for base in type(error).__mro__):
+        return True
+    return type(error).__name__ in _OF_CHILDREN or _may_be_of_collective(error)
+
+
+def _may_be_of_collective(error: BaseException) -> bool:
+    """Return true if native code that may have waited for another rank raised this ``RuntimeError``.
+
+    Torch raises a ``RuntimeError`` for most errors of its backends, for example in ``backward`` or in a call
+    that the program itself makes, such as ``work.wait()``. Python's own subclasses, such as
+    ``RecursionError``, are not errors of a backend. Torch's error for exhausted memory is not one either.
+    """
+    kind = type(error)
+    if not isinstance(error, RuntimeError) or (kind.__module__ == "builtins" and kind is not RuntimeError):
+        return False
+    entry = error.__traceback__
+    while entry is not None and entry.tb_next is not None:
+        entry = entry.tb_next
+    if entry is None:
+        return True
+    caller = entry.tb_frame.f_globals.get("__name__")
+    is_local = isinstance(caller, str) and caller.startswith(_LOCAL_CALLERS)
+    return not (is_local or kind.__name__ == "OutOfMemoryError" or _is_raise_statement(entry))
+
+
+def _is_raise_statement(entry: "types.TracebackType") -> bool:
+    """Return true if a Python ``raise`` statement raised the exception, and false if native code did."""
+    from opcode import opmap
+
+    code = entry.tb_frame.f_code.co_code
+    return entry.tb_lasti < len(code) and code[entry.tb_lasti] == opmap["RAISE_VARARGS"]
+
+
+def give_notice(name: str, error: BaseException, at_ns: "int | None" = None) -> None:
+    """Notify the agent that an uncaught exception ends this process.
+
+    The notice contains the time, the result of :func:`origin`, and the end of the traceback. The agent can
+    therefore stop the other ranks and name the exception without reading a file.
+
+    Args:
+        name: name of the agent's abstract socket, from ``ELASTICRS_NOTICES``. The kernel adds the pid of the
+            sender to each message.
+        error: the uncaught exception.
+        at_ns: see :func:`error_document`.
+    """
+    at_ns = time.monotonic_ns() if at_ns is None else at_ns
+    _send(name, at_ns, _notice_text(error), origin(error))
+
+
+def give_notice_of_exit(name: str, code: str, of: str, at_ns: int) -> None:
+    """Notify the agent that ``sys.exit`` has ended the program of this process.
+
+    Args:
+        name: see :func:`give_notice`.
+        code: the exit code or text.
+        of: result of :func:`origin` for the exception that the program was handling; ``"own"`` if there was
+            none.
+        at_ns: see :func:`error_document`.
+    """
+    text = "Traceback (most recent call last):\nSystemExit: %s\n" % code[: _NOTICE_PART // 2]  # noqa: UP031
+    _send(name, at_ns, text, of)
+
+
+def _send(name: str, at_ns: int, text: str, of: str) -> None:
+    if not name:
+        return
+    from _socket import AF_UNIX, SOCK_DGRAM, socket
+
+    notices = socket(AF_UNIX, SOCK_DGRAM)
+    try:
+        # If the agent's receive queue is full, wait for at most one second, because a stopped agent must not
+        # delay this worker's exit any longer.
+        notices.settimeout(1)
+        notices.sendto(f"{at_ns} {of}\n{text}".encode(*_CODEC), "\0" + name)
+    except OSError:
+        return  # A lost notice is harmless, because the agent reads the error file after the worker's exit.
+    finally:
+        notices.close()
+
+
+def _notice_text(error: BaseException) -> str:
+    """Return the innermost frames of the traceback, and the start and the end of the exception's text.
+
+    The result is truncated, because the agent reads at most 4096 bytes per notice. The end of the text is
+    included, because it may contain the traceback of another process. For an exception group, the result
+    describes the member that :func:`representative` returns.
+    """
+    told, frames, _ = representative(error)
+    said = _said(told).encode(*_CODEC)
+    stacks = "".join(_stacks(told, frames)).encode(*_CODEC)
+    if len(stacks) > _NOTICE_PART:
+        stacks = stacks[-_NOTICE_PART:].partition(b"\n")[2]  # Keep only whole lines.
+    parts = [stacks, said]
+    if len(said) > _NOTICE_PART:
+        parts[1:] = [said[: _NOTICE_PART // 2], b"\n", said[-_NOTICE_PART // 2 :]]
+    # Drop characters that were cut in half when the parts were truncated.
+    return "".join([part.decode("utf-8", "ignore") for part in parts])
+
+
+def _stacks(error: BaseException, frames: "types.TracebackType | None") -> "list[str]":
+    """Return the tracebacks of an exception and its causes, without source lines. The text of the exception
+    itself is left out.
+
+    Do not use :mod:`traceback`, because its import takes longer than the agent needs to stop the other ranks.
+    It would also read the source files, which may be on a file system that does not respond.
+    """
+    stacks = [_stack(error, frames)]
+    for _ in range(_MAX_CAUSES):
+        cause = error.__cause__
+        link = "The above exception was the direct cause of the following exception:"
+        if cause is None and not error.__suppress_context__:
+            cause = error.__context__
+            link = "During handling of the above exception, another exception occurred:"
+        if cause is None:
+            break
+        stacks.append("%s%s\n%s\n\n" % (_stack(cause, cause.__traceback__), _said(cause), link))  # noqa: UP031
+        error = cause
+    return stacks[::-1]
+
+
+def _stack(error: BaseException, entry: "types.TracebackType | None") -> str:
+    lines: list[str] = []
+    while entry is not None:
+        code = entry.tb_frame.f_code
+        lines.append('  File "%s", line %s, in %s\n' % (code.co_filename, entry.tb_lineno, code.co_name))  # noqa: UP031
+        if len(lines) > 2 * _MAX_FRAMES:
+            del lines[:-_MAX_FRAMES]
+        entry = entry.tb_next
+    if lines:
+        lines.insert(0, "Traceback (most recent call last):\n")
+    if isinstance(error, SyntaxError) and error.filename:
+        lines.append('  File "%s", line %s\n' % (error.filename, error.lineno))  # noqa: UP031
+    return "".join(lines)
+
+
+def _said(error: BaseException) -> str:
+    """Return the lines that end a traceback: the type, the text and the notes of an exception."""
+    kind = type(error)
+    name = kind.__qualname__
+    if kind.__module__ not in ("__main__", "builtins"):
+        name = "%s.%s" % (kind.__module__, name)  # noqa: UP031
+    try:  # A program's `__str__` may fail.
+        text = str(error.msg if isinstance(error, SyntaxError) else error)
+    except Exception:
+        text = "<exception str() failed>"
+    notes = getattr(error, "__notes__", ())
+    said = [name + ": " + text if text else name]
+    said += [note for note in notes if isinstance(note, str)] if isinstance(notes, (list, tuple)) else []
+    return "\n".join(said) + "\n"
+
+
+def _is_kept(path: str, error: BaseException) -> bool:
+    """Return true if an existing error file must be kept, because it describes the failure better than this
+    exception.
+
+    - A file that this process has written is kept if ``@record`` or the program has written it. A file that
+      the hook has written is replaced.
+    - A file that another process has written is kept only if this exception reports the failure of a child
+      process. Otherwise, this process has handled the failure of the child process, so the file does not
+      describe the failure of this process.
+    """
+    if not os.path.isfile(path):
+        # Do not read a file that is not a regular file, because reading a terminal or a pipe would block.
+        return False
+    import json
+
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            data = json.load(file)
+    except FileNotFoundError:
+        return False
+    except ValueError:
+        return True
+    own = data.get("elasticrs") if isinstance(data, dict) else None
+    writer = own.get("pid") if isinstance(own, dict) else None
+    if writer not in (None, os.getpid()):
+        return any(type(each).__name__ in _OF_CHILDREN for each in _related(error))
+    return not isinstance(own, dict) or own.get("written_by") != "hook"
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w", encoding="utf-8", opener=_open_at_once) as file:
+        file.write(text)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file. Fail with ``ENXIO`` if it is a named pipe that no process reads, instead of waiting for a
+    reader.
+    """
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    os.set_blocking(descriptor, True)
+    return descriptor

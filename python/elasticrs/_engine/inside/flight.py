@@ -1,0 +1,186 @@
+"""Writes a worker's flight record (torch's log of the latest collectives) when the agent requests it.
+
+A thread blocks while it opens a FIFO beside the error file. When the agent finds a hang, it opens the other
+end, and the thread writes the record to a file. Until then, the thread uses no CPU time, has no open file
+descriptor, and does not hold the GIL. It answers while the main thread waits in a collective, but not while a
+thread holds the GIL.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+MAX_ENTRIES = 200
+"""Maximum number of collectives in the record of one backend. The latest ones are kept."""
+
+_DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+"""Functions of torch that return a record as JSON: of backends for the CPU, and of NCCL."""
+
+_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+"""Variables with the size of torch's recorder, of which the first that is set counts. 0 turns it off."""
+
+MAX_FRAMES = 48
+"""Maximum number of frames of the main thread's stack. The innermost frames are kept."""
+
+_owner = 0
+"""Pid of the process that has started the thread. Differs from the own pid in a forked child."""
+
+
+def answer_with_record() -> None:
+    """Start the thread that writes the flight record, if the agent monitors this worker's heartbeats.
+
+    Do nothing if this process has already started it, or if the FIFO or the thread cannot be created, because
+    then only the record is missing from the report. ``ELASTICRS_TRACEBACKS=0`` disables the thread.
+    """
+    global _owner  # noqa: PLW0603 -- one thread for each process
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    is_off = "ELASTICRS_HEARTBEAT" not in os.environ or os.environ.get("ELASTICRS_TRACEBACKS") == "0"
+    if not path or is_off or _owner == os.getpid():
+        return
+    _owner = os.getpid()
+    from elasticrs._engine.inside.error_file import may_be_replaced
+
+    if not may_be_replaced(path):
+        return  # The error file is a device such as /dev/null, so create no file next to it.
+    requests = f"{path}.flight_requests"
+    try:
+        if os.path.lexists(requests):
+            # Another process of this worker created the FIFO. Replace the FIFO, so that only the newest
+            # process answers requests.
+            os.unlink(requests)
+        os.mkfifo(requests, 0o600)
+        _start_thread(requests, f"{path}.flight")
+    except (OSError, RuntimeError):
+        return  # Ignore the error, because a report without a flight record is still useful.
+
+
+def _start_thread(requests: str, record: str) -> None:
+    from _signal import (  # type: ignore[import-not-found]
+        SIG_BLOCK,
+        SIG_SETMASK,
+        SIGABRT,
+        SIGBUS,
+        SIGFPE,
+        SIGILL,
+        SIGSEGV,
+        pthread_sigmask,
+        valid_signals,
+    )
+    from _thread import start_new_thread
+
+    # In the new thread, block all signals except faults such as SIGSEGV, because the thread could otherwise
+    # receive a signal for which the program waits with `sigwait`.
+    before = pthread_sigmask(SIG_BLOCK, valid_signals() - {SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGSEGV})
+    try:
+        start_new_thread(_answer, (requests, record))
+    finally:
+        pthread_sigmask(SIG_SETMASK, before)
+
+
+def _answer(requests: str, record: str) -> None:
+    """Write the flight record each time the agent opens the FIFO. Return once the FIFO no longer exists."""
+    from elasticrs._engine.inside.error_file import write_whole
+
+    while _wait_for_request(requests):
+        try:
+            write_whole(record, flight_document())
+        except OSError:  # noqa: PERF203 -- one iteration for each request
+            return  # Ignore the error. The report will only lack this record.
+
+
+def _wait_for_request(requests: str) -> bool:
+    """Block until the agent has opened and closed the FIFO. Return false if the FIFO no longer exists."""
+    from stat import S_ISFIFO
+
+    try:
+        # Block, with the GIL released, until the agent opens the FIFO for writing.
+        descriptor = os.open(requests, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        if not S_ISFIFO(os.fstat(descriptor).st_mode):
+            return False
+        # Read until the agent has closed the FIFO, because the next `open` would otherwise return before the
+        # agent sends a new request.
+        #
+        # Close the FIFO before writing the record, because the agent takes an open FIFO as a sign that the
+        # thread is waiting for a request.
+        while os.read(descriptor, 512):
+            pass
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def flight_document() -> str:
+    """Return the flight records of this process as lines of JSON.
+
+    The first line is an object with these fields:
+
+    - ``is_waiting``: true if a collective is not complete.
+    - ``groups``: global ranks of each process group, by name.
+    - ``stack``: frames of the main thread.
+
+    If there is no record, the object contains only ``no_record``, a value of
+    :class:`.NoRecord`. Otherwise, each further line is the record of one of torch's
+    recorders, with the latest :data:`MAX_ENTRIES` collectives.
+    """
+    import json
+
+    c10d: Any = sys.modules.get("torch._C._distributed_c10d")
+    if c10d is None:
+        return json.dumps({"no_record": "no_torch"})
+    dumps = [getattr(c10d, name) for name in _DUMPS if hasattr(c10d, name)]
+    size = next((os.environ[name] for name in _SIZES if name in os.environ), None)
+    if not dumps or size == "0":
+        return json.dumps({"no_record": "off"})
+    try:
+        records = [json.loads(dump(includeCollectives=True, onlyActive=False)) for dump in dumps]
+        for record in records:
+            record["entries"] = record.get("entries", [])[-MAX_ENTRIES:]
+        used = [record for record in records if record["entries"]] or records[:1]
+        is_waiting = any(
+            entry.get("retired") is not True and entry.get("state") != "completed"
+            for each in used
+            for entry in each["entries"]
+        )
+        header = {"is_waiting": is_waiting, "groups": _groups(), "stack": _stack()}
+        return "\n".join(json.dumps(line) for line in (header, *used))
+    # Catch every exception, because these functions of torch are private and may behave differently in a
+    # newer release. Report a damaged record in that case.
+    except Exception:
+        return json.dumps({"no_record": "damaged"})
+
+
+def _stack() -> list[tuple[str, int, str]]:
+    """Return the file, line and function of the main thread's frames, innermost first. Return an empty list
+    if the main thread is unknown.
+    """
+    # Do not import `threading` here, because that module regards the thread that imports it as the main
+    # thread.
+    threading: Any = sys.modules.get("threading")
+    frame = None if threading is None else sys._current_frames().get(threading.main_thread().ident)
+    stack: list[tuple[str, int, str]] = []
+    while frame is not None and len(stack) < MAX_FRAMES:
+        code = frame.f_code
+        stack.append((code.co_filename, frame.f_lineno or 0, code.co_name))
+        frame = frame.f_back
+    return stack
+
+
+def _groups() -> dict[str, list[int]]:
+    """Return the global ranks in each of this rank's process groups, by group name. The ranks are recorded
+    separately, because Gloo's flight records do not list the members of a group.
+    """
+    distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if distributed is None:
+        return {}
+    world = distributed._world
+    return {name: sorted(world.pg_group_ranks[group]) for group, name in list(world.pg_names.items())}

@@ -1,0 +1,459 @@
+"""Runs at the start of a worker's interpreter, so that uncaught exceptions appear in the failure report.
+
+Python imports a module named ``sitecustomize`` automatically, and
+:func:`.hook_environment` puts this directory first in ``PYTHONPATH``. This file
+has to work in any Python from 3.8 on, even if elasticrs cannot be imported there. It guarantees:
+
+- **HOOK-1** ``sys.path``, ``PYTHONPATH`` and ``sys.modules`` are restored before the user's ``sitecustomize``
+  or any other user code runs, so children of the worker do not run this hook.
+- **HOOK-2** ``site`` finds and runs the user's ``sitecustomize``, and reports an error in it, as it does
+  without this hook.
+- **HOOK-3** the previous ``sys.excepthook`` still prints the exception. The new ``sys.excepthook`` only
+  writes the error file, and only in the process in which it was installed, not in forked children.
+- **HOOK-4** modules that are needed only after a failure are imported only then.
+- **HOOK-5** this hook adds a finder to ``sys.meta_path`` only if the agent watches heartbeats, and removes it
+  after ``torch.optim.optimizer`` is imported. The finder delegates to the other finders.
+- **HOOK-6** if the program has a Python handler for SIGUSR1 or SIGUSR2, that signal is ignored while the
+  interpreter shuts down, because the interpreter then restores the default action, which would kill a worker
+  that is about to exit with 0.
+- **HOOK-7** a program that an uncaught exception has ended exits without the teardown of its interpreter,
+  after all ``atexit`` callbacks (``fast_exit.py``). ``ELASTICRS_FAST_EXIT=0`` disables this. All other
+  programs are torn down as usual.
+- **HOOK-8** a program that ``sys.exit`` has ended with another code than 0 counts as failed, as after an
+  uncaught exception. An exit with a text is recorded. An exit with code 2 from a command-line parser is also
+  recorded, because a restart cannot fix the arguments. The hook ignores a ``SystemExit`` that the program
+  catches, and a ``SystemExit`` that the program raises without ``sys.exit``.
+"""
+
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import types
+    from collections.abc import Callable
+    from typing import Any, NoReturn
+
+"""Command-line parsers. These modules call ``sys.exit(2)`` if they reject the arguments of the program."""
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_WRITER, _FAST_EXIT = [
+    os.path.join(os.path.dirname(_HERE), name) for name in ("error_file.py", "fast_exit.py")
+]
+
+
+def _step_aside() -> None:
+    sys.path[:] = [entry for entry in sys.path if entry != _HERE]
+    sys.path_importer_cache.pop(_HERE, None)
+    entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    others = [entry for entry in entries if entry != _HERE]
+    if others:
+        os.environ["PYTHONPATH"] = os.pathsep.join(others)
+    elif len(entries) == 1:
+        os.environ.pop("PYTHONPATH", None)
+    else:  # The agent adds this folder twice if the user's PYTHONPATH is set but empty.
+        os.environ["PYTHONPATH"] = ""
+
+
+def _handles_signals() -> bool:
+    """Return true in the thread that runs signal handlers. Ask ``signal``, which refuses other threads first,
+    because ``threading`` may not have been imported.
+    """
+    from _signal import SIGTERM, signal  # type: ignore[import-not-found]
+
+    try:
+        signal(SIGTERM, None)
+    except TypeError:  # The handler is invalid, so nothing has changed.
+        return True
+    except ValueError:
+        return False
+    return True
+
+
+def undisturbed(write: "Callable[[], None]") -> None:
+    """Call ``write`` and delay Python signal handlers until ``write`` has returned.
+
+    Python runs signal handlers in the main thread between any two instructions, and they may raise
+    exceptions. Torch's SIGCHLD handler does so when a data loader has died. Blocking the signals is not
+    enough, because the kernel then delivers a signal to another thread, and the interpreter still runs the
+    handler in the main thread. Therefore, this function replaces each handler with one that only records the
+    signal.
+
+    Args:
+        write: function to call. Outside the main thread, it is called without delaying any handler.
+
+    Raises:
+        BaseException: an exception that ``write`` or a handler raised.
+    """
+    from _signal import getsignal, raise_signal, signal, valid_signals
+
+    if not _handles_signals():
+        write()
+        return
+    came: set[int] = set()
+    handlers: dict[int, Callable[..., object]] = {}
+
+    def note(signum: int, _frame: object) -> None:
+        came.add(signum)
+
+    def hold() -> None:
+        for signum in valid_signals():
+            handler = getsignal(signum)
+            if callable(handler) and handler is not note:
+                handlers[signum] = handler
+                signal(signum, note)
+
+    def release() -> None:
+        for signum, handler in handlers.items():
+            if getsignal(signum) is note:
+                signal(signum, handler)
+
+    def deliver() -> None:
+        try:
+            if came:
+                raise_signal(came.pop())
+        finally:
+            if came:
+                deliver()
+
+    raised = _despite_handlers(hold)
+    try:
+        write()
+    finally:
+        raised = _despite_handlers(release) or raised
+        deliver()
+    if raised is not None:
+        raise raised
+
+
+def _despite_handlers(action: "Callable[[], None]") -> "BaseException | None":
+    """Run ``action``, and repeat it whenever a signal handler raises an exception inside it. Return the last
+    such exception, or ``None``.
+    """
+    raised = None
+    for _ in range(100):
+        try:
+            action()
+        except BaseException as error:  # noqa: PERF203 -- rarely more than one iteration
+            raised = error
+        else:
+            break
+    return raised
+
+
+def _is_end(frame: "types.FrameType") -> bool:
+    """Return true if the uncaught exception ends the program. Return false if the program continues, because
+    it called ``sys.excepthook`` itself or because a callback raised the exception.
+    """
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_name not in ("<module>", "_run_module_as_main")
+
+
+def _is_of_program(error: BaseException) -> bool:
+    """Return true if the exception was not caught in the main module and therefore ends the program. Return
+    false if the interpreter printed the exception and continued, as it does for an exception in a callback.
+    """
+    traceback = error.__traceback__
+    if traceback is None:
+        return False
+    code, names = traceback.tb_frame.f_code, traceback.tb_frame.f_globals
+    is_main = code.co_name == "<module>" and names is sys.modules["__main__"].__dict__
+    return is_main or code.co_name == "_run_module_as_main"
+
+
+def _watch_exits(ended: "Callable[[Any], None]") -> None:
+    """Wrap ``sys.exit``. Call ``ended`` when a ``SystemExit`` of the wrapper has ended the program (HOOK-8).
+
+    The interpreter calls no hook for a ``SystemExit``. The wrapper therefore replaces the exception's code
+    with an equal object that has a finalizer. If the exception ends the program, the finalizer runs when no
+    frame of the program is left. If the program catches the exception, the finalizer runs within a frame of
+    the program.
+    """
+    real, is_collecting = sys.exit, False
+
+    def note(phase: str, _details: object) -> None:
+        nonlocal is_collecting
+        is_collecting = phase == "start"
+
+    def drop(code: object) -> None:
+        # Ignore the garbage collector, because it may run without a frame and may delete an exception that
+        # the program has caught.
+        if sys._getframe(1).f_back is None and not is_collecting:
+            ended(code)
+
+    class Status(int):
+        def __del__(self) -> None:
+            drop(self)
+
+        def __reduce__(self) -> "tuple[Any, ...]":
+            return int, (int(self),)
+
+    class Text(str):
+        def __del__(self) -> None:
+            drop(self)
+
+        def __reduce__(self) -> "tuple[Any, ...]":
+            return str, (str(self),)
+
+    def leave(*status: object) -> "NoReturn":
+        try:
+            real(*status)  # type: ignore[arg-type]
+        except SystemExit as error:
+            kinds: dict[type, Any] = {int: Status, str: Text}
+            kind = kinds.get(type(error.code))
+            if kind is not None and _exit_status(error.code) and not _is_end(sys._getframe()):
+                import gc
+
+                if note not in gc.callbacks:
+                    gc.callbacks.append(note)
+                context = error.__context__
+                code = kind(error.code)
+                code.origin = "own" if context is None else _load(_WRITER)["origin"](context)
+                caller = sys._getframe(1).f_globals.get("__name__")
+                code.is_recorded = kind is Text or (code == 2 and caller in _load(_WRITER)["PARSERS"])
+                error.code = code
+                del code  # Otherwise, the traceback would keep the code alive.
+            raise
+
+    leave.__doc__, leave.__module__ = real.__doc__, real.__module__
+    leave.__name__ = leave.__qualname__ = real.__name__
+    sys.exit = leave
+
+
+def _exit_status(code: object) -> int:
+    """Return the exit status of a process whose interpreter ends with ``SystemExit(code)``."""
+    if code is None:
+        return 0
+    if not isinstance(code, int):
+        return 1
+    return code & 0xFF if -(2**63) <= code < 2**63 else 0xFF
+
+
+def _now_ns() -> int:
+    from time import monotonic_ns
+
+    return monotonic_ns()
+
+
+def _load(path: str) -> "dict[str, Any]":
+    """Execute a file, and return the names that it defines. Add no module to ``sys.modules``."""
+    from _frozen_importlib_external import SourceFileLoader
+
+    name = os.path.basename(path)[:-3]
+    names: dict[str, Any] = {"__name__": name, "__file__": path}
+    code: Any = SourceFileLoader(name, path).get_code(name)
+    exec(code, names)
+    return names
+
+
+def _ignore_requests() -> None:
+    """Ignore SIGUSR1 and SIGUSR2 while the interpreter shuts down, if the program handles them in Python
+    (HOOK-6).
+    """
+    from _signal import SIG_IGN, SIGUSR1, SIGUSR2, getsignal, signal
+
+    for signum in (SIGUSR1, SIGUSR2):
+        if callable(getsignal(signum)):
+            signal(signum, SIG_IGN)
+
+
+class _Failure:
+    """Records the failure of this process's program, and then exits without tearing down the interpreter.
+
+    Attributes:
+        status: exit status of the interpreter; 0 while the program has not failed.
+    """
+
+    def __init__(self, path: str) -> None:
+        from _thread import get_ident
+
+        self._path, self._notices = path, os.environ.get("ELASTICRS_NOTICES", "")
+        self._pid, self._get_ident, self._main = os.getpid(), get_ident, get_ident()
+        self._previous = sys.excepthook
+        self._recorded: BaseException | None = None
+        self._is_over = False
+        self.status = 0
+
+    def excepthook(self, kind: "type[BaseException]", error: BaseException, traceback: object) -> None:
+        try:
+            self._record(error, self._is_main() and _is_end(sys._getframe()))
+        finally:  # Print the exception even if a signal handler raised.
+            self._previous(kind, error, traceback)  # type: ignore[arg-type]
+
+    def exited(self, code: "Any") -> None:
+        """Record that ``sys.exit`` has ended the program."""
+        if os.getpid() == self._pid and self._is_main() and not self._is_over:
+            self.status = _exit_status(code)
+            at_ns = _now_ns()
+            undisturbed(lambda: self._write(lambda writer: self._write_exit(writer, code, at_ns)))
+            self._prepare_end()
+
+    def at_exit(self) -> None:
+        if os.getpid() == self._pid:
+            _ignore_requests()
+        # Also check `sys.last_value`, because the program may have replaced the `sys.excepthook` installed
+        # here. The interpreter stores every uncaught exception in `sys.last_value`.
+        error = getattr(sys, "last_value", None)
+        if error is not None and error is not self._recorded:
+            self._record(error, _is_of_program(error))
+
+    def at_end(self) -> None:
+        """Exit immediately if the program has failed. Called after all other ``atexit`` callbacks."""
+        self._is_over = True
+        if self.status and os.getpid() == self._pid:
+            ending = _load(_FAST_EXIT)
+            if ending["is_enabled"]():
+                ending["leave"](self.status)
+
+    def _prepare_end(self) -> None:
+        ending = _load(_FAST_EXIT)
+        if ending["is_enabled"]():
+            ending["keep_operators"]()
+
+    def _is_main(self) -> bool:
+        return self._get_ident() == self._main and not sys.flags.inspect
+
+    def _record(self, error: BaseException, is_end: bool) -> None:
+        if os.getpid() == self._pid and not isinstance(error, KeyboardInterrupt):
+            self._recorded, self.status = error, int(is_end)
+            at_ns = _now_ns()
+            undisturbed(lambda: self._write(lambda writer: self._write_error(writer, error, is_end, at_ns)))
+            if is_end:
+                self._prepare_end()
+
+    def _write(self, action: "Callable[[dict[str, Any]], None]") -> None:
+        try:
+            action(_load(_WRITER))
+        except Exception as problem:
+            if sys.stderr is not None:
+                sys.stderr.write("elasticrs: cannot write %s: %r\n" % (self._path, problem))  # noqa: UP031
+
+    def _write_error(self, writer: "dict[str, Any]", error: BaseException, is_end: bool, at_ns: int) -> None:
+        try:
+            # Notify the agent first, because it stops the other ranks when it receives the notice.
+            if is_end:
+                writer["give_notice"](self._notices, error, at_ns)
+        finally:
+            writer["write_uncaught"](self._path, error, at_ns)
+
+    def _write_exit(self, writer: "dict[str, Any]", code: "Any", at_ns: int) -> None:
+        writer["give_notice_of_exit"](self._notices, str(code), code.origin, at_ns)
+        if code.is_recorded:
+            error = SystemExit(str(code) if isinstance(code, str) else int(code))
+            writer["write_uncaught"](self._path, error, at_ns)
+
+
+def _install(path: str) -> None:
+    import atexit
+
+    failure = _Failure(path)
+    sys.excepthook = failure.excepthook
+    _watch_exits(failure.exited)
+    # Register `at_end` first, because callbacks run in reverse order and `at_end` must run last. In a worker
+    # that was forked from a warm nursery, imported modules have already registered callbacks. The nursery has
+    # therefore registered a callback before the imports, and that callback calls `at_end`.
+    sys.__dict__.pop("_elasticrs_at_end", atexit.register)(failure.at_end)
+    atexit.register(failure.at_exit)
+    _keep_stacks(path)
+
+
+def _keep_stacks(path: str) -> None:
+    """Make :mod:`faulthandler` write the stacks of a crash or a hang next to the error file."""
+    import faulthandler
+
+    if os.path.lexists(path) and (os.path.islink(path) or not os.path.isfile(path)):
+        return  # The error file is a device such as /dev/null, so create no file next to it.
+    try:
+        # Use a file descriptor, because the interpreter closes file objects at exit.
+        descriptor = os.open(path + ".fault", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    except OSError:
+        # Ignore the error, because this file only adds the stacks of a crash or a hang to the report.
+        return
+    if not faulthandler.is_enabled():
+        faulthandler.enable(descriptor)
+    # Write the stacks of all threads when signal SIGRTMIN + 12 arrives. The agent sends this signal when a
+    # rank hangs. See `stacks.py`.
+    from _signal import SIG_DFL, SIGRTMIN, getsignal
+
+    if getsignal(SIGRTMIN + 12) == SIG_DFL:
+        faulthandler.register(SIGRTMIN + 12, descriptor, all_threads=True)
+
+
+class _OptimizerImport:
+    """Import finder that detects the import of torch's optimizers. After the import, each optimizer step
+    sends a heartbeat, and a thread answers requests for torch's flight record.
+    """
+
+    name = "torch.optim.optimizer"
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> object:
+        if name != self.name:
+            return None
+        finders: list[Any] = list(sys.meta_path)
+        for finder in finders:
+            if finder is not self and hasattr(finder, "find_spec"):
+                spec = finder.find_spec(name, path, target)
+                if spec is not None:
+                    self._follow(spec.loader)
+                    return spec
+        return None
+
+    def _follow(self, loader: "Any") -> None:
+        def exec_module(module: object) -> None:
+            del loader.exec_module
+            loader.exec_module(module)
+            finders: list[Any] = sys.meta_path
+            if self in finders:
+                finders.remove(self)
+                _beat_with_steps(module)
+
+        try:
+            loader.exec_module = exec_module
+        except AttributeError:
+            # Give up, because the `exec_module` of a loader written in C cannot be replaced. Without
+            # heartbeats from the optimizers, the agent reports that the rank is not watched for hangs.
+            return
+
+
+def _beat_with_steps(optimizers: object) -> None:
+    try:
+        from elasticrs._engine.inside.optimizer_steps import beat_with_steps
+    except ImportError:
+        return  # This Python lacks elasticrs. The agent then reports that the rank is not watched for hangs.
+    beat_with_steps(optimizers)
+
+
+def _start() -> None:
+    _step_aside()
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if "ELASTICRS_HEARTBEAT" in os.environ:
+        # If the optimizers are already imported, patch them now, because the import finder detects only later
+        # imports. A warm nursery may have imported them before it forked this worker.
+        if _OptimizerImport.name in sys.modules:
+            _beat_with_steps(sys.modules[_OptimizerImport.name])
+        else:
+            sys.meta_path.insert(0, _OptimizerImport())  # type: ignore[arg-type]
+    del sys.modules["sitecustomize"]
+    failed = True
+    try:
+        # Let `site` handle all exceptions from this import as it would without this hook, including the
+        # `ImportError` if the user has no `sitecustomize`.
+        import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
+
+        failed = False
+    except ImportError as missing:
+        failed = missing.name != "sitecustomize"
+        raise
+    finally:
+        # Do not install the exception hook if the user's `sitecustomize` failed and Python runs with `-v`.
+        # `site` then passes the error to `sys.excepthook`, so the hook would record an error although the
+        # program continues.
+        if path and not (failed and sys.flags.verbose):
+            _install(path)
+
+
+# Install the hook only if `site` imports this file. `@record` imports the file under a different name, only
+# to call the function `undisturbed`.
+if __name__ == "sitecustomize":
+    _start()

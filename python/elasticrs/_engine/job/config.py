@@ -1,0 +1,594 @@
+"""Settings of a job, with every default in one place.
+
+A setting is declared once, as a field. :class:`WorkerSettings` and :class:`UnresolvedSettings` declare the
+settings that programs can pass as well: the public dataclasses in :mod:`elasticrs.launcher.api` and
+:mod:`elasticrs.agent.server` inherit them. The other classes declare settings that only the command line has.
+An option gets its default from the field with the same name; see :mod:`.options`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from elasticrs._engine.job.policy_options import delays, exit_codes, in_seconds
+from elasticrs._engine.job.value import Record, Value, shared_fields
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from dataclasses import KW_ONLY
+    from typing import Any, Literal, TypeAlias
+
+    from elasticrs._engine.job.restart_policy import RestartSettings
+
+    OnFailure: TypeAlias = Literal["restart", "replace"]
+    """Reaction to a failed worker. The type is not an enumeration, because importing :mod:`enum` takes 3 ms.
+    Type checkers find misspelt values anyway.
+    """
+
+DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+DEFAULT_SHUTDOWN_TIMEOUT = 30.0
+DEFAULT_EXIT_BARRIER_TIMEOUT = 300.0
+DEFAULT_LINGER = 5.0
+DEFAULT_MONITOR_INTERVAL = 0.1
+LOG_PREFIXES = ("auto", "time", "none")
+DEFAULT_MASTER_PORT = 29500
+DEFAULT_PORT = 29400
+"""Default port of the rendezvous store, and of torch's rendezvous."""
+DEFAULT_HEALTH_TIMEOUT = 60.0
+LOOPBACK = "127.0.0.1"
+UNINTERRUPTIBLE_STATE_VARIABLE = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
+START_METHODS = ("spawn", "fork", "forkserver")
+AFFINITY_MODES = ("node", "socket", "exclusive", "core-complex")
+DEFAULT_PREFIX_TEMPLATE = "[${role_name}${local_rank}]:"
+PREFIX_NAMES = ("role_name", "local_rank", "rank", "hostname")
+"""Names of the placeholders in a prefix template."""
+LONGEST = 1e9
+"""Maximum number of seconds for a time limit. It prevents overflows, because the core counts nanoseconds. No
+useful time limit is this long.
+"""
+SAFETY_TICK = 5.0
+"""Seconds after which the agent checks its state even if no event has arrived."""
+
+
+class UsageError(ValueError):
+    """Raised if the user has made a mistake. The message is one line that names the option, the given
+    value, and the accepted values.
+    """
+
+
+@shared_fields
+class WorkerSettings:
+    """Worker settings that do not exist in torch, available on the command line and in the Python API.
+    :class:`JobConfig`, :class:`~elasticrs.launcher.LaunchConfig` and
+    :class:`~elasticrs.agent.server.WorkerSpec` inherit them.
+
+    Args:
+        hang_timeout: seconds without a heartbeat after which a rank is considered failed. ``"auto"`` derives
+            the limit from the duration of its steps, ``"auto:SECONDS"`` also sets a minimum (default 60), and
+            ``None`` disables the check.
+        hang_startup_timeout: seconds allowed from the start of the workers to the first heartbeat; ``None``
+            for no limit.
+        hang_exit_timeout: seconds allowed from the return of a worker's program or function to the exit of
+            its process, if heartbeats are checked; 0 for no limit.
+        exit_timeout: seconds within which a worker must exit after an uncaught exception. A worker that takes
+            longer is considered failed. 0 for no limit.
+        warm_timeout: time limit for importing the modules of ``warm``, in seconds. After that time, workers
+            start cold.
+        on_failure: reaction to a failed worker: ``"restart"`` restarts all workers, ``"replace"`` replaces
+            only the failed worker. Replacement is for functions and scripts that use :mod:`elasticrs.train`;
+            it is not possible with ``fork`` and ``forkserver``.
+        restart_delay: time to wait before the workers are restarted: a duration such as ``"30s"``, or
+            ``"FIRST..LONGEST"``, such as ``"1s..5m"``. The delay doubles with every failure without progress.
+            Each delay is then shortened by a random amount, at most by half. ``"0"`` for no delay.
+        max_same_failures: number of equal failures without progress after which the job stops, even if
+            restarts are left; 0 for no limit. Failures are equal if the same exception is raised at the same
+            place, on the same rank or in the same training step.
+        max_excluded_nodes: maximum number of unfit nodes that a job on several nodes may exclude; 0 for none.
+        fatal_exit_codes: exit codes of workers for which the job stops without a restart, such as
+            ``"3,40-49"``.
+        exit_codes: exit code for a failed job. The launcher exits with this code, and programs can read it
+            from :class:`elasticrs.errors.JobFailedError`. ``"torchrun"``: always 1. ``"verdict"``: 93 if
+            another attempt would fail in the same way, 193 if this node is unfit, otherwise 1.
+            ``"verdict:PERMANENT,UNFIT"`` uses other codes than 93 and 193. ``"worker"``: the exit code of the
+            worker that failed first, or 128 plus the number of the signal that killed it.
+        log_prefix: ``"time"`` adds the time to the prefix of elasticrs's own lines, ``"none"`` does not, and
+            ``"auto"`` adds it unless the lines are written to a terminal. If ``None``, the value comes from
+            ``PET_LOG_PREFIX``; the default is ``"auto"``.
+    """
+
+    __slots__ = ()
+
+    hang_timeout: float | str | None = None
+    hang_startup_timeout: float | None = None
+    hang_exit_timeout: float = 1800.0
+    exit_timeout: float = 10.0
+    warm_timeout: float = 120.0
+    on_failure: OnFailure = "restart"
+    restart_delay: str = "0"
+    max_same_failures: int = 3
+    max_excluded_nodes: int = 3
+    fatal_exit_codes: str = ""
+    exit_codes: str = "torchrun"
+    log_prefix: str | None = None
+
+
+@shared_fields
+class UnresolvedSettings:
+    """More worker settings that do not exist in torch. Their defaults depend on the program or on other
+    settings, so :class:`JobConfig` stores only the resolved values. :class:`~elasticrs.launcher.LaunchConfig`
+    and :class:`~elasticrs.agent.server.WorkerSpec` inherit these settings.
+
+    Args:
+        signals_to_forward: names of signals, separated by commas. The agent passes these signals on to the
+            workers, without any other effect. If ``None``, SIGUSR1 and SIGUSR2 are passed on, except if they
+            stop the job or the program has a handler for them.
+        stop_scope: processes that receive the first signal of a stop. ``"worker"``: the worker, and the rest
+            of its process group once the worker has exited. ``"group"``: the worker's whole process group.
+            ``None`` means ``"worker"`` for functions and for programs run by a Python interpreter, and
+            ``"group"`` for other programs.
+        warm: modules to import once, before the workers are forked: ``"auto"``, or names separated by commas;
+            ``"off"`` for none.
+    """
+
+    __slots__ = ()
+
+    signals_to_forward: str | None = None
+    stop_scope: str | None = None
+    warm: str = "off"
+
+
+def worker_settings(source: WorkerSettings) -> dict[str, Any]:
+    """Return the values of the fields of :class:`WorkerSettings`."""
+    return {name: getattr(source, name) for name in WorkerSettings.__annotations__}
+
+
+class Preload(Value):
+    """Steps to perform before the workers are forked, such as imports. :mod:`.warm`
+    describes the format of the steps.
+
+    Args:
+        steps: preload steps in order. If they contain no modules, workers start cold.
+        is_explicit: true if the user has named the modules.
+        remarks: messages to the user, one line each.
+        folders: folders of the user's own modules, which are not preloaded; see
+            :mod:`.warm`.
+    """
+
+    steps: tuple[str, ...] = ()
+    is_explicit: bool = False
+    remarks: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Steps that import a module, in order."""
+        return tuple(step for step in self.steps if "=" not in step)
+
+
+class JobConfig(Record, WorkerSettings):
+    """Configuration of a job, as seen by the agent of one node. See :class:`WorkerSettings` for the inherited
+    fields.
+
+    Args:
+        nproc: number of workers on this node.
+        run_id: name of the job.
+        role: role of the workers.
+        name: name of the job in the report: the script, the program or the function.
+        max_restarts: maximum number of charged restarts.
+        node_check: health checks of this node, which run before the node joins the job and after each
+            failure. Each item has a form that :meth:`.policy_options.HealthSource.parse` accepts. ``None``
+            for no check.
+        node_check_timeout: seconds after which a check is killed.
+        report: file for the JSON report of the job; ``None`` for no report.
+        shutdown_timeout: seconds between the first signal and SIGKILL.
+        signals: signals on which the agent stops the job.
+        forwarded: signals that the agent passes on to the workers, without any other effect.
+        stop_scope: processes that receive the first signal of a stop. ``"worker"``: the worker, and the rest
+            of its process group once the worker has exited. ``"group"``: the worker's whole process group.
+        linger: seconds for which descendants of successful workers may continue; ``None`` never stops them.
+        master_addr: address at which rank 0 hosts the workers' store.
+        master_port: port of that store; a new port for every attempt if ``None``.
+        is_multi_node: true if the job runs on several nodes, whose agents meet in a rendezvous.
+        cpus: CPUs that each worker may use, by local rank; ``None`` for the CPUs of the agent.
+        virtual_local_rank: true if each worker sees only its own GPU, and has local rank 0.
+        uninterruptible_state_timeout: seconds that a worker may spend in uninterruptible sleep; not checked
+            if 0 or negative.
+        preload: modules to import before the workers are forked. Workers start cold if it is ``None`` or
+            contains no modules.
+    """
+
+    nproc: int
+    run_id: str
+    _: KW_ONLY
+    role: str = "default"
+    name: str = ""
+    max_restarts: int = 0
+    report: str | None = None
+    node_check: Sequence[str] | None = None
+    node_check_timeout: float = 60.0
+    shutdown_timeout: float = DEFAULT_SHUTDOWN_TIMEOUT
+    signals: Sequence[int] = ()
+    forwarded: Sequence[int] = ()
+    stop_scope: str = "worker"
+    linger: float | None = DEFAULT_LINGER
+    master_addr: str = "localhost"
+    master_port: int | None = None
+    is_multi_node: bool = False
+    cpus: Sequence[Sequence[int]] | None = None
+    virtual_local_rank: bool = False
+    uninterruptible_state_timeout: float = 0.0
+    preload: Preload | None = None
+
+    @property
+    def restart_settings(self) -> RestartSettings:
+        """Settings of the restart policy."""
+        from elasticrs._engine.job.restart_policy import RestartSettings
+
+        window = getattr(self.max_restarts, "window", None)
+        first, longest = delays(self.restart_delay)
+        # With `--on-failure replace`, never exclude a node, because an excluded node would have to stop its
+        # healthy workers.
+        most = None if self.replaces_workers else self.max_excluded_nodes
+        return RestartSettings(int(self.max_restarts), window, first, longest, self.max_same_failures, most)
+
+    @property
+    def fatal_codes(self) -> frozenset[int]:
+        """Worker exit codes that stop the job without a restart."""
+        return exit_codes(self.fatal_exit_codes)
+
+    @property
+    def replaces_workers(self) -> bool:
+        """True if a failed worker is replaced while the others keep running."""
+        return self.on_failure == "replace"
+
+
+class LogSettings(Value):
+    """Settings for the destinations of the workers' output.
+
+    Args:
+        log_dir: base directory of log files; ``None`` for a temporary directory. If it is the null device, no
+            files are written.
+        redirects: streams that are written to files, as bits by local rank (1 for stdout, 2 for stderr). A
+            plain number applies to all ranks.
+        tee: the same, for streams that are written to a file and to the console.
+        local_ranks_filter: local ranks whose output is printed on the console; ``None`` for all.
+        log_line_prefix_template: template of the prefix of tee'd lines; the default template if ``None``.
+        capture_stderr: true to write stderr of all ranks to a file and to the console.
+        duplicate_stdout_filters: texts to search for. Tee'd lines of standard output that contain any of them
+            are also copied to another file.
+        duplicate_stderr_filters: the same for standard error.
+        logs_specs: name of a user's class that chooses all destinations instead; ``None`` if there is no such
+            class.
+    """
+
+    log_dir: str | None = None
+    redirects: int | Mapping[int, int] = 0
+    tee: int | Mapping[int, int] = 0
+    local_ranks_filter: frozenset[int] | None = None
+    log_line_prefix_template: str | None = None
+    capture_stderr: bool = False
+    duplicate_stdout_filters: Sequence[str] = ()
+    duplicate_stderr_filters: Sequence[str] = ()
+    logs_specs: str | None = None
+
+
+class ObserveSettings(Value):
+    """Settings for the events, metrics and health checks of a job.
+
+    Args:
+        event_log_handler: name of the handler for events; see ``docs/events.md``.
+        entry_point: name of the workers' program in events.
+        rdzv_backend: name of the rendezvous back end in events.
+        has_metrics: true if there is a receiver for metrics.
+        health_check_port: port of the health check server; ``None`` for no server, 0 for any free port.
+        health_check_host: address on which the health check server listens.
+        health_check_timeout: seconds without progress after which the agent counts as dead.
+    """
+
+    event_log_handler: str = "null"
+    entry_point: str = ""
+    rdzv_backend: str = "c10d"
+    has_metrics: bool = False
+    health_check_port: int | None = None
+    health_check_host: str = LOOPBACK
+    health_check_timeout: float = DEFAULT_HEALTH_TIMEOUT
+
+    @property
+    def is_off(self) -> bool:
+        """True if events, metrics and health checks are all disabled."""
+        return self.event_log_handler == "null" and not self.has_metrics and self.health_check_port is None
+
+
+class HandlerSettings(Value):
+    """Settings for a rendezvous handler that has to be polled, and for the agent that polls it.
+
+    Args:
+        rdzv_backend: name of the back end.
+        rdzv_endpoint: endpoint as the user typed it. The handler interprets it.
+        rdzv_id: name of the job.
+        nnodes: minimum and maximum number of nodes.
+        rdzv_conf: settings of the handler.
+        local_addr: address of this node; ``None`` if the user has not set one.
+        exit_barrier_timeout: seconds to wait for other nodes at the end.
+        monitor_interval: seconds between two polls.
+    """
+
+    rdzv_backend: str
+    rdzv_endpoint: str
+    rdzv_id: str
+    nnodes: tuple[int, int]
+    rdzv_conf: Mapping[str, object]
+    local_addr: str | None
+    exit_barrier_timeout: float
+    monitor_interval: float
+
+
+def random_run_id() -> str:
+    """Return a random UUID (version 4). Like torchrun, elasticrs uses it for a job without an id."""
+    raw = bytearray(os.urandom(16))
+    raw[6] = raw[6] & 0x0F | 0x40
+    raw[8] = raw[8] & 0x3F | 0x80
+    text = raw.hex()
+    return "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
+
+
+def parse_signals(names: str) -> tuple[int, ...]:
+    """Parse names of signals, separated by commas, such as ``SIGTERM,SIGUSR1``. Return their numbers.
+
+    Raises:
+        ValueError: a name is not a signal, or the signal cannot be caught.
+    """
+    import signal
+
+    known = signal.Signals.__members__
+    found = [name.strip() for name in names.split(",") if name.strip()]
+    for name in found:
+        if name in ("SIGKILL", "SIGSTOP"):
+            raise ValueError(f"names of signals that can be caught (not {name})")
+        if name not in known:
+            raise ValueError(f"names of signals such as SIGTERM,SIGUSR1 (not {name})")
+    return tuple(int(known[name]) for name in found)
+
+
+_NOT_FORWARDED = frozenset(
+    ("SIGKILL", "SIGSTOP", "SIGCHLD", "SIGTSTP", "SIGCONT", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")
+)
+"""Signals that cannot be passed on to the workers, because they cannot be caught, have a meaning for the
+agent itself, or report an error in the agent itself.
+"""
+
+
+def parse_forwarded(names: str) -> tuple[int, ...]:
+    """Parse names of signals to pass on to the workers, with or without ``SIG``, such as ``USR1,USR2``. An
+    empty string means none.
+
+    Raises:
+        ValueError: the value is invalid. The message says what is expected.
+    """
+    import signal
+
+    known = signal.Signals.__members__
+    found = ["SIG" + name.strip().upper().removeprefix("SIG") for name in names.split(",") if name.strip()]
+    for name in found:
+        if name not in known or name in _NOT_FORWARDED:
+            raise ValueError(f"names of signals that can be passed on, such as USR1,USR2 (not {name})")
+    return tuple(int(known[name]) for name in found)
+
+
+def forwarded_signals(given: Sequence[int] | None, handled: Sequence[int]) -> tuple[int, ...]:
+    """Return the signals that the agent passes on to the workers.
+
+    Args:
+        given: requested signals. If ``None``, SIGUSR1 and SIGUSR2 are passed on, except if they stop the job.
+        handled: signals on which the agent stops the job.
+
+    Raises:
+        ValueError: a signal is in both arguments.
+    """
+    import signal
+
+    if given is None:
+        return tuple(signum for signum in (signal.SIGUSR1, signal.SIGUSR2) if signum not in handled)
+    both = [signal.Signals(signum).name for signum in given if signum in handled]
+    if both:
+        raise ValueError(f"signals that do not stop the job (not {','.join(both)})")
+    return tuple(given)
+
+
+def forwarded_by_name(names: str | None, handled: Sequence[int]) -> tuple[int, ...] | None:
+    """Parse a comma-separated list of signals to pass on to the workers. Return ``None`` if ``names`` is
+    ``None``.
+
+    Raises:
+        ValueError: the value is invalid. The message contains the value and what is expected.
+    """
+    if names is None:
+        return None
+    try:
+        return forwarded_signals(parse_forwarded(names), handled)
+    except ValueError as error:
+        raise ValueError(f"signals_to_forward: got {names!r}, expected {error}") from None
+
+
+def health_port(text: str) -> int:
+    """Parse the port of the health check server.
+
+    Raises:
+        ValueError: the value is invalid. The message says what is expected.
+    """
+    limit = 65535
+    if not (text.isascii() and text.isdecimal()) or int(text) > limit:
+        raise ValueError(f"a port from 0 (any that is free) to {limit}")
+    return int(text)
+
+
+def shutdown_timeout_from(environ: Mapping[str, str]) -> float:
+    """Return the value of ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT`` in seconds, or the default if the variable is
+    unset or empty.
+
+    Raises:
+        UsageError: the variable has an invalid value.
+    """
+    return _seconds_from(environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", DEFAULT_SHUTDOWN_TIMEOUT)
+
+
+def exit_barrier_timeout_from(environ: Mapping[str, str]) -> float:
+    """Return the value of ``TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT`` in seconds, or the default if the variable
+    is unset or empty.
+
+    Raises:
+        UsageError: the variable has an invalid value.
+    """
+    return _seconds_from(environ, "TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT", DEFAULT_EXIT_BARRIER_TIMEOUT)
+
+
+def log_prefix_from(environ: Mapping[str, str]) -> str:
+    """Return the value of ``PET_LOG_PREFIX``, or the default if the variable is unset or empty.
+
+    Raises:
+        UsageError: the value is invalid.
+    """
+    text = environ.get("PET_LOG_PREFIX") or "auto"
+    if text not in LOG_PREFIXES:
+        raise UsageError(f"PET_LOG_PREFIX: got {text!r}, expected one of {', '.join(LOG_PREFIXES)}")
+    return text
+
+
+def uninterruptible_state_timeout_from(environ: Mapping[str, str]) -> float:
+    """Return the value of ``TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT`` in seconds. If the variable is not
+    set or (as in torch) is not a number, return 0, which disables the check.
+    """
+    try:
+        return float(environ.get(UNINTERRUPTIBLE_STATE_VARIABLE, "0"))
+    except ValueError:
+        return 0.0
+
+
+def _seconds_from(environ: Mapping[str, str], name: str, default: float) -> float:
+    text = environ.get(name)
+    if not text:
+        return default
+    try:
+        return seconds(text)
+    except ValueError as error:
+        raise UsageError(f"{name}: got {text!r}, expected {error}") from None
+
+
+def parse_streams(text: str) -> int | dict[int, int]:
+    """Parse a value of ``--redirects`` or ``--tee``: ``0`` (none), ``1`` (stdout), ``2`` (stderr), ``3``
+    (both), or one such number for each local rank, such as ``0:1,12:3``. Unlike torch, accept ranks with
+    several digits.
+
+    Raises:
+        ValueError: the value is invalid. The message says what is expected.
+    """
+    if text in ("0", "1", "2", "3"):
+        return int(text)
+    chosen: dict[int, int] = {}
+    for entry in text.split(","):
+        rank, colon, value = entry.partition(":")
+        if not (colon and rank.isascii() and rank.isdecimal() and value in ("0", "1", "2", "3")):
+            raise ValueError("0, 1 (stdout), 2 (stderr), 3 (both), or LOCAL_RANK:N,LOCAL_RANK:N")
+        chosen[int(rank)] = int(value)
+    return chosen
+
+
+def check_start_method(name: str) -> None:
+    """Check that a start method with this name exists.
+
+    Raises:
+        ValueError: there is no start method with this name.
+    """
+    if name not in START_METHODS:
+        raise ValueError(f"start_method: got {name!r}, expected one of {', '.join(START_METHODS)}")
+
+
+def default_stop_scope(entrypoint: object) -> str:
+    """Return the default for ``stop_scope``, which selects the processes that receive the first stop signal.
+
+    ``"worker"`` for functions and Python programs, because a worker may need its helper processes while it
+    saves. ``"group"`` for other programs, such as shells, because they do not pass signals on.
+    """
+    is_python = callable(entrypoint) or entrypoint in (sys.executable, os.environ.get("PYTHON_EXEC"))
+    return "worker" if is_python or _is_named_python(entrypoint) else "group"
+
+
+def _is_named_python(program: object) -> bool:
+    """Return true if the program's file name is that of a Python interpreter, such as ``python``, ``python3``
+    or ``python3.13t``.
+    """
+    if not isinstance(program, str):
+        return False
+    name = os.path.basename(program)
+    version = name.removeprefix("python").removesuffix("t")
+    return name.startswith("python") and not version.strip("0123456789.")
+
+
+def hang_limits(timeout: float | str) -> tuple[float | None, float | None]:
+    """Parse a number of seconds, ``"auto"`` or ``"auto:SECONDS"``. Return the heartbeat timeout and its
+    minimum, in seconds. With ``"auto"``, the timeout is ``None``, because it is derived from the heartbeats.
+
+    Raises:
+        ValueError: the value has another form.
+    """
+    if not isinstance(timeout, str):
+        return float(timeout), None
+    name, colon, least = timeout.partition(":")
+    if name != "auto":
+        raise ValueError(timeout)
+    return None, seconds(least) if colon else None
+
+
+def seconds_within(low: float, high: float = LONGEST, *, above: bool = False) -> Callable[[object], float]:
+    """Return a function that parses a setting as a duration between ``low`` and ``high`` seconds. With
+    ``above``, the duration must exceed ``low``. The function raises ``ValueError`` with a message
+    that says what is expected.
+    """
+    if high < LONGEST:
+        expected = f"seconds, {low:g} to {high:g}"
+    else:
+        least = f"more than {low:g}" if above else f"{low:g} or more"
+        expected = f"seconds or a duration such as 10m, {least}"
+
+    def read(value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+            raise ValueError(expected)
+        try:
+            number = in_seconds(value) if isinstance(value, str) else float(value)
+        except (ValueError, OverflowError):
+            raise ValueError(expected) from None
+        if number > LONGEST:
+            raise ValueError(f"seconds, {LONGEST:.0f} at most")
+        # Negate the range test so that NaN is rejected, because every comparison with NaN is false.
+        if not low <= number <= high or (above and number == low):
+            raise ValueError(expected)
+        return number
+
+    return read
+
+
+seconds = seconds_within(0)
+"""Parses a number of seconds."""
+
+
+_NOT_REPLACEABLE = "single workers cannot be replaced"
+
+
+def why_not_replaceable(start_method: str = "spawn", back_end: str | None = None) -> str | None:
+    """Return the reason why individual workers cannot be replaced; ``None`` if they can.
+
+    A program that does not seem to use ``elasticrs.train`` is not rejected, because an installed package may
+    use it. If no worker has used it, the agent prints a message at the end of the job.
+
+    Args:
+        start_method: start method of function workers.
+        back_end: name of the rendezvous back end, if workers themselves cannot be members of its rendezvous;
+            otherwise ``None``.
+    """
+    if start_method != "spawn":
+        return f"with start method {start_method}, {_NOT_REPLACEABLE}; use spawn"
+    if back_end is not None:
+        return f"with {back_end}, {_NOT_REPLACEABLE}; use c10d or etcd"
+    return None

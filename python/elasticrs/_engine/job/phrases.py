@@ -1,0 +1,353 @@
+"""Messages from the agent to the user. All functions are pure and return one line each."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from elasticrs._core import TimerExpired, WorkersKilled
+
+NAME = "elasticrs"
+"""First word of the lines that the launcher prints."""
+
+AGAIN = " (send it again to kill them at once)"
+"""Hint that a second stop signal kills the workers at once."""
+
+NOT_STARTED = "the workers could not be started"
+"""Text before the reason why the workers could not be started."""
+
+
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+_CONTROLS |= {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+# Escape bytes that are not valid UTF-8, for example in a Latin-1 file name. Python decodes such bytes to lone
+# surrogates.
+_CONTROLS |= {0xDC00 + byte: f"\\x{byte:02x}" for byte in range(128, 256)}
+
+
+def visible(text: str) -> str:
+    """Return the text with control characters escaped, except newlines and tabs. Bytes that are not valid
+    UTF-8 are escaped, too.
+
+    Names of nodes and roles, and the output of workers, may contain sequences that clear the screen, set the
+    terminal's title, or change the direction of text.
+    """
+    return text.translate(_CONTROLS)
+
+
+def signal_name(signum: int) -> str:
+    """Return the name of a signal: ``"SIGTERM"`` for 15, ``"SIG40"`` for a signal without a name."""
+    import signal
+
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"SIG{signum}"
+
+
+SILENT = "exited with code 0 before the function returned"
+"""Text about a process that exited with 0 before its function returned."""
+
+
+def how_it_ended(exitcode: int | None) -> str:
+    """Describe how a process ended, as a phrase to put after the process's name. A negative exit code is a
+    signal number.
+    """
+    if exitcode is None:
+        return "was lost"
+    if exitcode < 0:
+        return f"died by {signal_name(-exitcode)}"
+    return f"exited with code {exitcode}"
+
+
+def describe_exit(exitcode: int | None) -> str:
+    """Describe an exit code. A negative code is a signal number, and ``None`` is an unknown exit status."""
+    if exitcode is None:
+        return "unknown exit status"
+    if exitcode < 0:
+        return signal_name(-exitcode)
+    if 128 < exitcode < 128 + 65:
+        return f"exit code {exitcode} (a shell's word for {signal_name(exitcode - 128)})"
+    return f"exit code {exitcode}"
+
+
+def how_the_nursery_ended(exitcode: int | None, hung: bool) -> str:
+    """Describe how the nursery (the parent process of the workers) ended, as a phrase to put after its name.
+    ``hung`` means that the agent killed the nursery because it did not respond.
+    """
+    return "hung and was killed by the agent" if hung else how_it_ended(exitcode)
+
+
+def restarts_used(used: int, most: int, window: float | None) -> str:
+    """Return the number of restarts used and the limit, such as ``1 of 3``. With a time window in seconds,
+    the text is like ``7, at most 3 in 1 h``.
+    """
+    return f"{used} of {most}" if window is None else f"{used}, at most {most} in {duration(window)}"
+
+
+def restart_line(cause: str, stopped: int, restart: str, when: str, delay: float = 0.0) -> str:
+    """Return the line that announces a restart.
+
+    Args:
+        cause: the failed worker and the reason.
+        stopped: number of other workers that were stopped for the restart.
+        restart: number of the restart and the limit, as returned by :func:`restarts_used`.
+        when: time of the failure.
+        delay: seconds until the restart.
+    """
+    others = f"; {stopped} other{'s' if stopped != 1 else ''} stopped" if stopped else ""
+    soon = f" in {duration(delay)}" if delay else ""
+    return f"{cause}{others}; restarting{soon} (restart {restart}, {when})"
+
+
+def replace_line(cause: str, others: int, pid: int, span_ns: int, restart: str, when: str) -> str:
+    """Return the line that reports that a worker was replaced.
+
+    Args:
+        cause: the failed worker and the reason.
+        others: number of other workers, which keep running.
+        pid: pid of the replacement.
+        span_ns: nanoseconds between the failure and the start of the replacement.
+        restart: number of the restart and the limit, such as "restart 1 of 3".
+        when: time of the failure.
+    """
+    left_alone = f"; {others} other{'s continue' if others != 1 else ' continues'}" if others else ""
+    return f"{cause}{left_alone}; replaced by pid {pid} after {milliseconds(span_ns)} ({restart}, {when})"
+
+
+def slow_worker(rank: int | None, pid: int, rate: float, median: float, seconds: float) -> str:
+    """Return the line that reports a worker that is slower than the others on its node."""
+    who = f"rank {rank} (pid {pid})"
+    return f"{who} has been slow for {seconds:g} s: its rate is {rate:.4g}, the median here {median:.4g}"
+
+
+def checkpoint_line(result: str, ns: int) -> str:
+    """Return the line that reports the result of a requested checkpoint.
+
+    Args:
+        result: result of the save, as in :mod:`.node_page`.
+        ns: nanoseconds since the request.
+    """
+    if result == "saved":
+        return f"checkpoint saved {ns / 1e6:.1f} ms after the request"
+    if result == "failed":
+        return "the requested checkpoint was not written; the output of rank 0 shows why"
+    return "a checkpoint was requested, but the workers have not called set_checkpoint_manager"
+
+
+def checkpoint_requested(signum: int) -> str:
+    """Return the line that acknowledges a signal to save a checkpoint."""
+    return f"{signal_name(signum)} received: requesting a checkpoint at the end of a step"
+
+
+CHECKPOINT_NOT_MADE = "no checkpoint was saved after the last request, because the workers exited first"
+"""Message at the end of the job if no checkpoint was saved after the last request."""
+
+
+NOBODY_TRAINED = (
+    "no worker of this node used elasticrs.train, so --on-failure replace could not continue a training;"
+    " use --on-failure restart for other programs"
+)
+
+
+def checkpoint_is_late(seconds: float, workers: int) -> str:
+    """Return the line that reports that a requested checkpoint has not been saved yet. ``workers`` is the
+    number of workers on this node that use ``elasticrs.train``.
+    """
+    who = f"{workers} of its workers take part" if workers else "none of its workers takes part"
+    return f"the checkpoint requested {seconds:g} s ago is not saved yet ({who} in elasticrs.train)"
+
+
+def passed_on(signum: int, held: Sequence[int]) -> str:
+    """Return the line that reports that a signal is being forwarded to the workers.
+
+    Args:
+        signum: number of the signal.
+        held: local ranks of the workers to which the signal is passed on later, because they have no handler
+            for it yet.
+    """
+    line = f"{signal_name(signum)} received: passing it on to the workers"
+    if held:
+        ranks = ", ".join(map(str, sorted(held)))
+        line += (
+            f"; held for local rank {ranks} until a handler is installed, because it would kill the worker"
+        )
+    return line
+
+
+def signal_not_passed_on(signum: int) -> str:
+    """Return the line for a signal that the agent does not forward to the workers. The signal would kill
+    workers without a handler, and the agent cannot determine which workers have one.
+    """
+    return (
+        f"{signal_name(signum)} received, but not passed on: /proc does not show this pid namespace, so it "
+        "is unknown whether the workers handle it, and it kills those that do not; mount /proc there"
+    )
+
+
+def signal_dropped(signum: int, local_ranks: Sequence[int], when: str) -> str:
+    """Return the line that reports that a pending signal was dropped, because the workers did not install a
+    handler for it.
+    """
+    ranks = ", ".join(map(str, local_ranks))
+    return f"{signal_name(signum)} was dropped for local rank {ranks}: no handler was installed {when}"
+
+
+def stop_line(asked: int | None, signum: int, grace: float, *, have_exited: bool = False) -> str:
+    """Return the line that reports that the job is being stopped.
+
+    Args:
+        asked: number of the first stop signal that the agent received.
+        signum: number of the signal that is sent to the workers now.
+        grace: seconds until SIGKILL.
+        have_exited: true if no workers are left, for example while a node check runs after a failure.
+    """
+    if asked != signum:
+        consequence = "no workers are running" if have_exited else f"{signal_name(signum)} to all workers"
+        return f"second stop request: {consequence}"
+    if have_exited:
+        return f"{signal_name(asked)} received: stopping the job; no workers are running"
+    return f"{signal_name(asked)} received: passing it on to the workers, SIGKILL in {grace:g} s{AGAIN}"
+
+
+def killed(who: str, event: WorkersKilled) -> str:
+    """Return the line about workers that were killed because they did not exit in time. ``who`` names the
+    workers. The line also warns if data that the workers were saving may be incomplete.
+    """
+    was, it = ("was", "it") if len(event.local_ranks) == 1 else ("were", "they")
+    if event.reason == "stalled exit":
+        return f"{who} had raised, made no progress exiting for {event.limit:g} s, and {was} killed"
+    if event.signal is None:
+        overdue = f"had raised, {was} still exiting {event.limit:g} s after --exit-timeout,"
+    else:
+        overdue = f"had not exited {event.limit:g} s after {signal_name(event.signal)}"
+    return f"{who} {overdue} and {was} killed; what {it} {was} saving may be incomplete (--shutdown-timeout)"
+
+
+def stuck(local_ranks: Iterable[int]) -> str:
+    """Return the phrase that names the workers that did not exit after SIGKILL."""
+    return f"SIGKILL did not stop local rank(s) {', '.join(map(str, local_ranks))}"
+
+
+def asleep(seconds: Mapping[int, float], limit: float) -> str:
+    """Return the phrase that names the workers that have been in uninterruptible sleep for too long.
+
+    Args:
+        seconds: time in uninterruptible sleep in seconds, by local rank.
+        limit: maximum time in seconds.
+    """
+    who = ", ".join(f"{rank} ({span:.1f} s)" for rank, span in seconds.items())
+    return f"local rank(s) {who} in uninterruptible sleep (state D), longer than the {limit:g} s allowed"
+
+
+def not_restarted(why: str) -> str:
+    """Return the line that says why this node will start no more workers."""
+    return f"{why}; this node cannot be used for a restart"
+
+
+def milliseconds(span_ns: int) -> str:
+    """Format a duration in nanoseconds as milliseconds, for messages."""
+    return f"{span_ns / 1e6:.1f} ms"
+
+
+def phases(phases_ms: Mapping[str, float]) -> str:
+    """Return the durations of a restart's phases in parentheses, to append to the total duration. Phases
+    shorter than 0.05 ms are omitted.
+    """
+    shown = [f"{name} {span:.1f}" for name, span in phases_ms.items() if span >= 0.05]
+    return f" ({', '.join(shown)})" if shown else ""
+
+
+def duration(seconds: float) -> str:
+    """Format a long duration for messages, such as ``12.3 s``, ``5 min 20 s`` or ``27 h 12 min``."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def goodput(productive_ns: int, total_ns: int) -> str:
+    """Return the percentage of productive time, to append to the summary line.
+
+    The text is empty for a job that was shorter than a minute, because such a job spent most of its time on
+    starting.
+    """
+    if total_ns < 60_000_000_000:
+        return ""
+    return f", goodput {productive_ns / total_ns * 100:.1f} %"
+
+
+def timer_expired(timer: TimerExpired) -> str:
+    """Return the line that reports an expired timer. Text from the worker is escaped, because it can contain
+    arbitrary characters.
+    """
+    at = f" at {printable(timer.at)}" if timer.at else ""
+    others = f", {timer.others} other timer{'s' if timer.others != 1 else ''} live" if timer.others else ""
+    return f"timer expired: scope '{printable(timer.scope)}'{at}, deadline {_clock(timer.deadline)}{others}"
+
+
+def local_time(time_ns: int, separator: str = " ", *, has_milliseconds: bool = False) -> str:
+    """Format a time as the local date and time with the offset from UTC, such as
+    ``2026-11-29 01:30:00+01:00``, or ``2026-11-29 00:30:00Z`` if the offset is zero.
+
+    Args:
+        time_ns: wall-clock time in nanoseconds since 1970.
+        separator: text between date and time.
+        has_milliseconds: true to include the milliseconds.
+    """
+    seconds, rest = divmod(time_ns, 1_000_000_000)
+    try:
+        local = time.localtime(seconds)
+    except (OverflowError, ValueError, OSError):
+        return f"{seconds} s after 1970"
+    text = time.strftime(f"%Y-%m-%d{separator}%H:%M:%S", local)
+    if has_milliseconds:
+        text += f".{rest // 1_000_000:03d}"
+    hours, minutes = divmod(abs(local.tm_gmtoff) // 60, 60)
+    sign = "-" if local.tm_gmtoff < 0 else "+"
+    return text + (f"{sign}{hours:02d}:{minutes:02d}" if hours or minutes else "Z")
+
+
+def _clock(seconds: float) -> str:
+    try:
+        return f"{time.strftime('%H:%M:%S', time.localtime(seconds))}.{int(seconds * 1000) % 1000:03d}"
+    except (OverflowError, ValueError, OSError):
+        return f"{seconds:g} s after 1970"
+
+
+def printable(text: str, limit: int = 200) -> str:
+    """Truncate text from a worker to ``limit`` characters, and replace unprintable characters with ``?``."""
+    shown = "".join(character if character.isprintable() else "?" for character in text[:limit])
+    return f"{shown}…" if len(text) > limit else shown
+
+
+def ranks_text(ranks: Sequence[int], most: int = sys.maxsize) -> str:
+    """Format ascending ranks as ``rank 3``, ``ranks 0, 1``, or ``ranks 0-6, 8``. See :func:`ranges_text`."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {ranges_text(ranks, most)}"
+
+
+def ranges_text(numbers: Sequence[int], most: int = sys.maxsize) -> str:
+    """Format ascending numbers, with three or more consecutive numbers as a range: ``0-6, 8``. Show at most
+    this many ranges, and count the other numbers: ``0-6, 8 and 12 more``.
+    """
+    texts: list[str] = []
+    found = spans(numbers)
+    for first, last in found[:most]:
+        texts += [f"{first}-{last}"] if last > first + 1 else map(str, range(first, last + 1))
+    more = sum(last - first + 1 for first, last in found[most:])
+    rest = f" and {more:,} more" if more else ""
+    return f"{', '.join(texts)}{rest}"
+
+
+def spans(numbers: Sequence[int]) -> list[list[int]]:
+    """Return ascending numbers as inclusive ranges, such as ``[[0, 3], [8, 8]]``."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return found

@@ -1,0 +1,510 @@
+"""The restart policy: a pure function of the settings, the earlier failures, and the latest failure reports
+of all nodes.
+
+The agent of one node and the leader of a job on several nodes both call :func:`decide`, so that a failure is
+judged by one set of rules:
+
+- **POLICY-1** A failure that another attempt would repeat stops the job immediately; see :class:`Permanence`.
+  A start error stops the job only if no earlier attempt has got past the start of the program and one of
+  these conditions holds: the round has a single node, at least two nodes report a start error in the same
+  round, or two nodes report the same start error in consecutive rounds. If only one of several nodes reports
+  a start error, that node may be broken, so the workers are restarted.
+- **POLICY-2** The job stops after ``max_same_failures`` equal failures in a row without progress. Two
+  failures are equal if they have the same kind and place, and occurred on the same rank or in the same
+  training step (or before the first step). The kind is an exception type, a hang, or the signal of a crash.
+  Connection errors do not count, because they are often transient. If steps are counted across restarts, a
+  higher step is progress. Otherwise, an attempt has made progress if it ran for :data:`STEADY` seconds before
+  it failed or hung. A shorter attempt whose workers completed steps or hung may also have made progress. The
+  job then stops only after :data:`UNPROVEN` times as many equal failures, each after the same number of
+  steps.
+- **POLICY-3** At most ``max_restarts`` restarts are charged, in total or within ``window`` seconds.
+- **POLICY-4** The decision does not depend on the order in which the nodes report.
+- **POLICY-5** The job stops if its only node was found unfit and cannot be excluded. Otherwise, at most one
+  node per failure is excluded from the job, and the workers are restarted on the remaining nodes. A node is
+  excluded immediately if its own check has found it unfit. If a node is the only one to report a start error,
+  it is excluded when it is implicated for the second time. No node is excluded if the evidence is
+  insufficient, if more than ``max_excluded_nodes`` nodes in total or more than half of the round's nodes
+  would have to be excluded, if fewer than the minimum number of nodes would remain, or if all suspect nodes
+  are in ``Evidence.bound``.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from elasticrs._engine.job.failure_cause import NO_CAUSE, Permanence
+from elasticrs._engine.job.value import Value
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import TypeAlias
+
+    from elasticrs._engine.job.failure_cause import Cause
+
+    Meetings: TypeAlias = tuple[int | None, ...]
+    """Round number of each worker's last rendezvous, by local rank; ``None`` if the worker did not record
+    one.
+    """
+
+STEADY = 60.0
+"""Minimum duration, in seconds, of an attempt that has made progress, unless steps are counted across
+restarts.
+"""
+UNPROVEN = 3
+"""Factor for ``max_same_failures`` if workers hung or completed steps, and steps are not counted across
+restarts. Allow more failures then, because the attempts may have made progress: if each epoch counts its
+steps from 0, equal steps may belong to different epochs.
+"""
+CRASHES = {4: "SIGILL", 5: "SIGTRAP", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 11: "SIGSEGV", 31: "SIGSYS"}
+"""Names of the signals that errors of a program cause, by number. Other processes usually send the other
+signals.
+"""
+HANG = "hang"
+"""Kind of a failure if the workers hung. For other failures, the kind is an exception type or a signal name.
+"""
+MAX_DOUBLINGS = 30
+"""Maximum number of times that a delay is doubled. Prevents an overflow after many failures."""
+MAX_SUSPECTS = 8
+"""Maximum number of suspect nodes in the history. Also the maximum number of nodes that a message names."""
+IMPLICATED_TWICE = 2
+"""Number of failures in which a node must be implicated before it is excluded. A node that its own check
+found unfit is excluded earlier.
+"""
+
+
+class RestartSettings(Value):
+    """Settings of the restart policy.
+
+    Args:
+        max_restarts: maximum number of charged restarts.
+        window: number of seconds within which ``max_restarts`` applies; ``None`` for the whole job.
+        first_delay: seconds to wait before the first restart. The delay doubles with every further failure
+            without progress.
+        longest_delay: maximum delay in seconds.
+        max_same_failures: number of equal failures without progress after which the job stops; 0 for no
+            limit.
+        max_excluded_nodes: maximum number of nodes to exclude from the job; ``None`` if this job never
+            excludes nodes.
+    """
+
+    max_restarts: int
+    window: float | None = None
+    first_delay: float = 0.0
+    longest_delay: float = 0.0
+    max_same_failures: int = 0
+    max_excluded_nodes: int | None = None
+
+
+class Evidence(Value):
+    """Evidence about why an attempt ended.
+
+    Args:
+        causes: failures that the nodes have reported, with the root cause first. Empty if none is known.
+        nodes: number of nodes that took part in the attempt.
+        now: current time in seconds, on a clock that all calls share.
+        ran: seconds for which the workers ran; ``None`` if unknown. :attr:`.Cause.ran` is more exact.
+        jitter: random number from 0 to 1, which shortens a delay by up to a half.
+        unfit: names of the nodes whose own check found them unfit after this failure, each with the reason.
+        bound: names of the nodes that cannot be excluded, each with the reason.
+        available: number of nodes that are ready for the next round.
+        min_nodes: minimum number of nodes in a round.
+    """
+
+    causes: tuple[Cause, ...] = ()
+    nodes: int = 1
+    now: float = 0.0
+    ran: float | None = None
+    jitter: float = 0.0
+    unfit: tuple[tuple[str, str], ...] = ()
+    bound: tuple[tuple[str, str], ...] = ()
+    available: int = 1
+    min_nodes: int = 1
+
+
+NO_EVIDENCE = Evidence()
+"""Placeholder for an attempt about which nothing is known."""
+
+
+class FailureHistory(Value):
+    """Summary of a job's failures so far, used to decide on further restarts and node exclusions.
+
+    Args:
+        charged: number of charged restarts.
+        charged_at: times of the charges that are still within the window, in seconds, oldest first. Empty if
+            there is no window.
+        last: kind (exception type, :data:`HANG` or signal name), place, global rank and training step of the
+            last failure; ``None`` if the last failure cannot be compared with others.
+        same: number of consecutive failures that equal ``last``.
+        reached: highest training step that the job has completed; ``None`` if steps are not counted across
+            restarts.
+        has_started: true if an attempt has got past the start of the program.
+        without_progress: number of consecutive failures without progress between them.
+        start_error: name of the node and description of the error, if the last failure was a start error that
+            only this node reported; otherwise ``None``.
+        implicated: names of suspect nodes, each with the number of failures in which the node was implicated.
+            The most recently implicated node is last.
+        excluded: number of nodes excluded so far.
+    """
+
+    charged: int = 0
+    charged_at: tuple[float, ...] = ()
+    last: tuple[str, str, int | None, int | None] | None = None
+    same: int = 0
+    reached: int | None = None
+    has_started: bool = False
+    without_progress: int = 0
+    start_error: tuple[str, str] | None = None
+    implicated: tuple[tuple[str, int], ...] = ()
+    excluded: int = 0
+
+
+class StopKind(str, Enum):
+    """Reason for stopping the job instead of restarting its workers."""
+
+    PERMANENT = "permanent"
+    """Another attempt would fail in the same way."""
+    EXHAUSTED = "exhausted"
+    """The restart budget is used up."""
+    UNFIT = "unfit"
+    """The failures occur on nodes that are unfit but cannot be excluded. Other nodes may succeed."""
+
+    __str__ = str.__str__
+
+
+class RestartDecision(Value):
+    """Decision about a failure.
+
+    Args:
+        history: the history, including this failure.
+        stop: kind of reason to stop the job; ``None`` if the workers are restarted.
+        reason: the reason to stop, for the user; empty if the workers are restarted.
+        delay: seconds to wait before the restart.
+        exclude: name of the node to exclude from the job; ``None`` to exclude no node.
+        note: message to the user about suspect nodes; empty if there is nothing to say about them.
+    """
+
+    history: FailureHistory
+    stop: StopKind | None = None
+    reason: str = ""
+    delay: float = 0.0
+    exclude: str | None = None
+    note: str = ""
+
+
+def decide(settings: RestartSettings, history: FailureHistory, evidence: Evidence) -> RestartDecision:
+    """Decide whether to restart the workers after a failure. If they are restarted, the failure is charged to
+    the restart budget.
+
+    Args:
+        settings: settings of the policy.
+        history: failures before this one.
+        evidence: evidence about this failure.
+    """
+    after = _with_failure(history, evidence)
+    reason = why_permanent(evidence, history) or _why_start_error_moved(history, after)
+    if reason is not None:
+        return RestartDecision(after, StopKind.PERMANENT, reason)
+    excluding = exclude(settings, after, evidence)
+    if excluding.exclude is None:
+        kind, reason = _why_useless(settings, excluding.history, evidence)
+        if reason is not None:
+            return RestartDecision(excluding.history, kind, reason)
+    charged_at: tuple[float, ...] = ()
+    used, limit = history.charged, f"max_restarts={settings.max_restarts}"
+    if settings.window is not None:
+        charged_at = recent(settings, history, evidence.now)
+        used, limit = len(charged_at), f"{limit} in {settings.window:g} s"
+        charged_at = (*charged_at, evidence.now)
+    if used >= settings.max_restarts:
+        stopped = excluding.history.replaced(excluded=history.excluded)
+        return RestartDecision(stopped, StopKind.EXHAUSTED, f"no restart is left ({limit}, {used} used)")
+    charged = excluding.history.replaced(charged=history.charged + 1, charged_at=charged_at)
+    doublings = min(after.without_progress - 1, MAX_DOUBLINGS)
+    delay = min(settings.first_delay * 2**doublings, max(settings.longest_delay, settings.first_delay))
+    return excluding.replaced(history=charged, delay=delay * (1 - evidence.jitter / 2))
+
+
+def exclude(settings: RestartSettings, history: FailureHistory, evidence: Evidence) -> RestartDecision:
+    """Decide which node to exclude from the job, if any (POLICY-5).
+
+    :func:`decide` already calls this function. Call it directly only after a round whose end does not count
+    against the restart budget.
+
+    Args:
+        settings: settings of the policy.
+        history: failures so far, including this one.
+        evidence: evidence about the end of the round.
+
+    Returns:
+        A decision that has no delay and charges no restart.
+    """
+    history = history.replaced(has_started=_has_started(history, evidence))
+    unfit = dict(sorted(evidence.unfit))
+    reasons = dict(unfit)
+    start_error = _start_error_of_one_node(evidence)
+    if start_error is not None:
+        node, sign = start_error
+        reasons.setdefault(node, f"only this node failed to start the program ({sign})")
+    if settings.max_excluded_nodes is None or not reasons:
+        return RestartDecision(history)
+    times = dict(history.implicated)
+    for node in reasons:
+        # Remove and reinsert the node to move it to the end, because only the last ``MAX_SUSPECTS`` entries
+        # are kept.
+        times[node] = times.pop(node, 0) + 1
+    after = history.replaced(implicated=tuple(times.items())[-MAX_SUSPECTS:])
+    suspects = [node for node in reasons if node in unfit or times[node] >= IMPLICATED_TWICE]
+    # Sort by how often each node was implicated, in descending order. On a tie, a node that failed its own
+    # check comes first.
+    suspects.sort(key=lambda node: (-times[node], node not in unfit, node))
+    why_kept = _why_kept(settings.max_excluded_nodes, history.excluded, suspects, evidence)
+    if why_kept is not None:
+        kept = suspects or list(reasons)
+        names, are = (f"node {kept[0]}", "is") if len(kept) == 1 else (f"nodes {_named(kept)}", "are")
+        note = f"{names} may be unfit, but {are} not excluded ({why_kept}): {reasons[kept[0]]}"
+        return RestartDecision(after, note=note)
+    bound = dict(evidence.bound)
+    node = next(node for node in suspects if node not in bound)
+    after = after.replaced(excluded=history.excluded + 1, same=0)
+    return RestartDecision(after, exclude=node, note=f"node {node} is excluded from the job: {reasons[node]}")
+
+
+def _named(nodes: Sequence[str]) -> str:
+    shown = ", ".join(nodes[:MAX_SUSPECTS])
+    return shown if len(nodes) <= MAX_SUSPECTS else f"{shown} and {len(nodes) - MAX_SUSPECTS} more"
+
+
+def _why_kept(most: int, excluded: int, suspects: Sequence[str], evidence: Evidence) -> str | None:
+    """Return the reason why none of the suspect nodes can be excluded from the job. Return ``None`` if one of
+    them can be excluded.
+
+    Args:
+        most: maximum number of excluded nodes.
+        excluded: number of nodes that were excluded before.
+        suspects: nodes with enough evidence against them for an exclusion; may be empty.
+        evidence: evidence about the end of the round.
+    """
+    bound = dict(evidence.bound)
+    if excluded + max(1, len(suspects)) > most:
+        return f"max_excluded_nodes={most}, {excluded} excluded so far"
+    if not suspects:
+        return "it will be excluded if this happens again"
+    if 1 < len(suspects) > evidence.nodes / 2:
+        return f"{len(suspects)} of {evidence.nodes} nodes would be excluded, so the check may be wrong"
+    if evidence.available - 1 < evidence.min_nodes:
+        return f"without it, fewer than {evidence.min_nodes} nodes would remain"
+    return bound[suspects[0]] if bound.keys() >= set(suspects) else None
+
+
+def recent(settings: RestartSettings, history: FailureHistory, now: float) -> tuple[float, ...]:
+    """Return the times, in seconds, of the restarts that count against the restart budget in the current time
+    window.
+    """
+    since = now - settings.window if settings.window is not None else now
+    return tuple(time for time in history.charged_at if time > since)
+
+
+def is_suspect(history: FailureHistory, node: str) -> bool:
+    """Return true if a node was implicated in enough failures to be excluded from the job.
+
+    Args:
+        history: failures so far.
+        node: name of the node.
+    """
+    return dict(history.implicated).get(node, 0) >= IMPLICATED_TWICE
+
+
+def _with_failure(history: FailureHistory, evidence: Evidence) -> FailureHistory:
+    reached = _reached(evidence)
+    if _are_steps_global(evidence):
+        has_progressed = history.reached is None or (reached or 0) > history.reached
+    else:
+        ran = _ran(evidence)
+        has_progressed = ran is not None and ran >= STEADY
+    last = _identity(evidence, history)
+    is_same = not has_progressed and last is not None and _are_same(history.last, last, evidence)
+    highest = [history.reached, reached if _are_steps_global(evidence) else None]
+    return history.replaced(
+        last=last,
+        same=history.same + 1 if is_same else int(last is not None),
+        reached=max((step for step in highest if step is not None), default=None),
+        has_started=_has_started(history, evidence),
+        without_progress=1 if has_progressed else history.without_progress + 1,
+        start_error=_start_error_of_one_node(evidence),
+    )
+
+
+def _identity(evidence: Evidence, history: FailureHistory) -> tuple[str, str, int | None, int | None] | None:
+    """Return the kind, place, rank and step of the root cause, for the comparison with other failures. Return
+    ``None`` if the cause cannot be compared, because it is unknown, transient, or lacks a place.
+    """
+    first, step = evidence.causes[0] if evidence.causes else NO_CAUSE, _reached(evidence)
+    # A start error is transient if an earlier attempt got past the start, for example because a file system
+    # failed for a moment.
+    is_late_start = first.permanence == Permanence.START_ERROR and history.has_started
+    if first.is_transient or is_late_start:
+        return None
+    if first.silence is not None:
+        return HANG, first.place or "", first.rank, step
+    if first.exception is not None:
+        return None if first.place is None else (first.exception, first.place, first.rank, step)
+    # Two crashes are equal if they happened in the same training step. The line of the program is unknown.
+    crash = None if step is None or first.is_consequence else CRASHES.get(-(first.exitcode or 0))
+    return None if crash is None else (crash, "", first.rank, step)
+
+
+def _reached(evidence: Evidence) -> int | None:
+    return max((cause.reached for cause in evidence.causes if cause.reached is not None), default=None)
+
+
+def _are_steps_global(evidence: Evidence) -> bool:
+    """Return true if all nodes that reported a step count their steps across restarts."""
+    counted = [cause.is_global for cause in evidence.causes if cause.reached is not None]
+    return bool(counted) and all(counted)
+
+
+def _ran(evidence: Evidence) -> float | None:
+    """Return how long the workers ran before the first failure or the start of the hang, in seconds. Return
+    ``None`` if that is unknown.
+    """
+    exact = (evidence.causes[0] if evidence.causes else NO_CAUSE).ran
+    return evidence.ran if exact is None else exact
+
+
+def _has_started(history: FailureHistory, evidence: Evidence) -> bool:
+    """Return true if the program got past its start on all nodes, in this attempt or an earlier one."""
+    if evidence.causes:
+        return history.has_started or not _start_errors(evidence)
+    return history.has_started or (evidence.ran is not None and evidence.ran >= STEADY)
+
+
+def _start_error_of_one_node(evidence: Evidence) -> tuple[str, str] | None:
+    starts = _start_errors(evidence)
+    nodes = {cause.node for cause in starts}
+    if evidence.nodes == 1 or len(nodes) != 1 or starts[0].node is None:
+        return None
+    return starts[0].node, str(starts[0].permanent_sign)
+
+
+def _why_start_error_moved(before: FailureHistory, now: FailureHistory) -> str | None:
+    """Return the reason to stop if two nodes reported the same start error in consecutive rounds; otherwise
+    ``None``.
+
+    Such an error probably affects every node. Only one node per round reports it, because the first failure
+    stops the workers of all nodes.
+    """
+    if before.start_error is None or now.start_error is None or before.has_started:
+        return None
+    (one, sign), (other, same) = before.start_error, now.start_error
+    if one == other or sign != same:
+        return None
+    return f"workers on nodes {one} and {other} failed while the program started ({sign}): not transient"
+
+
+def _are_same(
+    one: tuple[str, str, int | None, int | None] | None,
+    other: tuple[str, str, int | None, int | None],
+    evidence: Evidence,
+) -> bool:
+    if one is None or one[0] != other[0]:
+        return False
+    # The place of a hang is unknown if the worker did not send its stack in time.
+    if one[1] != other[1] and not (other[0] == HANG and "" in (one[1], other[1])):
+        return False
+    # Without heartbeats, the step is unknown (``None``) in every failure. Two unknown steps are considered
+    # equal.
+    return one[3] == other[3] or (_are_steps_global(evidence) and one[2] == other[2])
+
+
+def why_permanent(evidence: Evidence, history: FailureHistory) -> str | None:
+    """Return the reason why another attempt would fail in the same way (POLICY-1). Return ``None`` if the
+    evidence shows no such reason.
+
+    Args:
+        evidence: evidence about the failure.
+        history: failures before this one.
+    """
+    starts = _start_errors(evidence)
+    is_everywhere = len({cause.node for cause in starts}) >= min(2, evidence.nodes)
+    if starts and is_everywhere and not history.has_started:
+        first = starts[0]
+        return f"{_who(first)} failed while the program started ({first.permanent_sign}): not transient"
+    for cause in _permanent(evidence):
+        if cause.permanence == Permanence.NON_RETRYABLE:
+            return f"{_who(cause)} raised an error that must not be retried ({cause.permanent_sign})"
+        if cause.permanence == Permanence.EXIT_CODE:
+            return f"{_who(cause)} exited with a fatal exit code ({cause.permanent_sign})"
+    return None
+
+
+def _permanent(evidence: Evidence) -> list[Cause]:
+    # Sort by rank, because the decision must not depend on the order in which reports arrive.
+    return sorted((cause for cause in evidence.causes if cause.permanence in _KINDS), key=_order)
+
+
+def _start_errors(evidence: Evidence) -> list[Cause]:
+    return [cause for cause in _permanent(evidence) if cause.permanence == Permanence.START_ERROR]
+
+
+def _why_useless(
+    settings: RestartSettings, history: FailureHistory, evidence: Evidence
+) -> tuple[StopKind, str | None]:
+    """Return the kind of stop and the reason, if another attempt on the same nodes would be useless.
+    Otherwise, the reason is ``None``.
+    """
+    unfit = dict(evidence.unfit)
+    if settings.max_excluded_nodes is not None and unfit and evidence.nodes == 1:
+        node, why = min(unfit.items())
+        return StopKind.UNFIT, f"node {node} is unfit, and no other node could replace it: {why}"
+    repeated = _why_repeated(settings, history, evidence)
+    starts = _start_error_of_one_node(evidence)
+    if repeated is not None and starts is not None and is_suspect(history, starts[0]):
+        # The failure is not permanent, because the program starts on all other nodes.
+        return StopKind.UNFIT, f"{repeated}, and only on node {starts[0]}"
+    return StopKind.PERMANENT, repeated and f"{repeated}: not transient"
+
+
+def _why_repeated(settings: RestartSettings, history: FailureHistory, evidence: Evidence) -> str | None:
+    if history.last is None:
+        return None
+    kind, place, rank, step = history.last
+    is_proven = _are_steps_global(evidence) or (not step and kind != HANG)
+    most = settings.max_same_failures * (1 if is_proven else UNPROVEN)
+    if not most or history.same < most:
+        return None
+    at = f" at {place}" if place else ""
+    where = f" in step {step}" if step is not None else "" if rank is None else f" on rank {rank}"
+    return f"the same {kind.rpartition('.')[2]}{at}{where}, {history.same} times without progress"
+
+
+_KINDS = frozenset(each.value for each in Permanence)
+
+
+def _order(cause: Cause) -> tuple[float, str, str, str]:
+    rank = cause.permanent_rank
+    return (
+        *(float("inf") if rank is None else rank, str(cause.permanence), str(cause.node)),
+        str(cause.permanent_sign),
+    )
+
+
+def _who(cause: Cause) -> str:
+    rank = cause.permanent_rank
+    return f"a worker on node {cause.node}" if rank is None else f"rank {rank}"
+
+
+def has_not_met_since(then: Meetings, now: Meetings, place: int) -> bool:
+    """Return true if the worker with local rank ``place`` has not joined a rendezvous since a failure was
+    last charged to the restart budget. A failure of such a worker is not charged, because the charged failure
+    caused it.
+    """
+    at = then[place] if place < len(then) else None
+    return at is not None and now[place : place + 1] == (at,)
+
+
+def without(then: Meetings, place: int) -> Meetings:
+    """Return a copy of ``then`` in which the entry of one worker is ``None``, because the worker was
+    replaced.
+    """
+    return tuple(None if each == place else at for each, at in enumerate(then))

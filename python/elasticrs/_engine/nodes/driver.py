@@ -1,0 +1,391 @@
+"""Execute the actions of the rendezvous state machine, such as store requests, timers, and listening for the
+workers' store.
+
+The driver does not execute actions that concern the workers or the user, but returns them to the caller in
+order. These actions are ``Start``, ``Stop``, ``Announce`` and ``Exit``, which is always the last one. See
+``LoopAction`` in :mod:`.messages`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from elasticrs._engine.nodes.lent_port import PATIENCE, LentPort
+from elasticrs._engine.nodes.meeting_point import CannotHost, Home, MeetingPoint
+from elasticrs._engine.nodes.protocol import messages
+from elasticrs._engine.nodes.protocol.keys import workers_keys
+from elasticrs._engine.nodes.protocol.machine import Member, step
+from elasticrs._engine.nodes.protocol.messages import Outcome
+from elasticrs._engine.nodes.protocol.records import Head
+from elasticrs._engine.nodes.protocol.timers import Timers
+from elasticrs._engine.nodes.transport.coordination import (
+    Changes,
+    ConnectionLost,
+    Notice,
+    Txn,
+    Unwatch,
+    Watch,
+)
+from elasticrs._engine.workers.ports import StorePort
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from elasticrs import _core
+    from elasticrs._engine.job.restart_policy import RestartSettings
+    from elasticrs._engine.nodes.hosting import Hosting
+    from elasticrs._engine.nodes.protocol.messages import Action, Event, LoopAction
+    from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
+    from elasticrs._engine.nodes.transport.coordination import StoreEvent
+
+_FAREWELL = "farewell"
+"""Name of a timer of the driver. An agent that hosts the store waits until this timer fires, or until the
+other agents have read the outcome of the job.
+"""
+
+_FAREWELL_TICK = "farewell tick"
+_TICK = 0.01
+_PORT = "port"
+"""Name of a timer of the driver. When it fires, the driver tries again to take the port back from the
+workers.
+"""
+
+
+class Driver:
+    """Driver of the rendezvous state machine of one agent.
+
+    Args:
+        rendezvous: description of the rendezvous.
+        role: role of this node's workers.
+        nproc: number of this node's workers.
+        policy: settings of the restart policy.
+        fatal_exit_codes: exit codes of workers that end the job, as text.
+        supervisor: supervisor whose runtime thread serves the stores; a separate thread if ``None``.
+        use_agent_store: true if this agent serves the workers' store when its node gets group rank 0.
+            Otherwise the agent reserves the port for rank 0, which hosts the store.
+        home: see :class:`.MeetingPoint`.
+        found: see :class:`.MeetingPoint`.
+        keeps_workers: true if the workers of this node keep running when a round ends.
+        health_timeout: see :class:`.ThisAgent`.
+
+    Raises:
+        UsageError: the endpoint cannot be used on this machine.
+    """
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        *,
+        role: str,
+        nproc: int,
+        policy: RestartSettings,
+        fatal_exit_codes: str = "",
+        supervisor: _core.Supervisor | None,
+        use_agent_store: bool = True,
+        home: Home | None = None,
+        found: Hosting | None = None,
+        keeps_workers: bool = False,
+        health_timeout: float = 0.0,
+    ) -> None:
+        self._rendezvous = rendezvous
+        self._supervisor = supervisor
+        self._role, self._nproc = role, nproc
+        self._policy, self._fatal_exit_codes = policy, fatal_exit_codes
+        self._keeps_workers, self._health_timeout = keeps_workers, health_timeout
+        self.meeting_point = MeetingPoint(rendezvous, supervisor, home, found)
+        self._member: Member | None = None
+        self._timers = Timers()
+        self._store_port: StorePort | None = None
+        self._use_agent_store = use_agent_store
+        self._exit: messages.Exit | None = None
+        self._port = LentPort(self.meeting_point)
+        self._held_back: Event | None = None
+        self._is_told = False
+
+    @property
+    def hosts(self) -> bool:
+        """True if this process hosts the coordination store."""
+        return self.meeting_point.hosts
+
+    @property
+    def is_leaving(self) -> bool:
+        """True if this agent is leaving the job, because it was asked to leave or because the job has
+        finished.
+        """
+        return self._member is not None and self._member.leaving is not None
+
+    @property
+    def last_head(self) -> Head | None:
+        """Most recently received state of the job; ``None`` before the first one."""
+        return None if self._member is None else self._member.last_head
+
+    def node_names(self) -> list[str] | None:
+        """Return the names of the nodes in the current round, by group rank. Return ``None`` if this agent is
+        not the leader, because only the leader reads the names from the store.
+        """
+        leader = None if self._member is None else self._member.leader
+        view = None if leader is None else leader.view
+        return None if view is None else [seat.name for seat in view.seats]
+
+    @property
+    def job_number(self) -> int:
+        """Store revision at which the job's record was created; 0 while the revision is unknown.
+
+        The number distinguishes this job from an earlier job with the same name.
+        """
+        return 0 if self._member is None else self._member.joining.job_revision
+
+    # --- events in, actions out ---
+
+    def begin(self) -> list[LoopAction]:
+        """Host the store if this agent is supposed to, and start to join the rendezvous."""
+        try:
+            self.meeting_point.host_if_possible()
+        except CannotHost as error:
+            return [messages.Exit(Outcome("refused", str(error)))]
+        agent = self.meeting_point.this_agent(role=self._role, nproc=self._nproc, policy=self._policy)
+        agent = agent.replaced(
+            keeps_workers=self._keeps_workers,
+            fatal_exit_codes=self._fatal_exit_codes,
+            health_timeout=self._health_timeout,
+        )
+        self._member = Member(self._rendezvous, agent)
+        doubt = self.meeting_point.doubt
+        return [*([messages.Announce(doubt)] if doubt else []), *self.tell(messages.Begin())]
+
+    def tell(self, *events: Event) -> list[LoopAction]:
+        """Pass events to the state machine in order. Return the actions for the caller to execute."""
+        pending = deque(events)
+        left: list[LoopAction] = []
+        while pending and self._exit is None and self._member is not None:
+            now = time.time_ns() + self.meeting_point.clock.offset_ns
+            self._member, actions = step(self._member, pending.popleft(), now)
+            for action in actions:
+                if isinstance(action, messages.Exit):
+                    left += self._begin_exit(action)
+                elif isinstance(action, (messages.Start, messages.Stop, messages.Announce)):
+                    left.append(action)
+                else:
+                    pending.extend(self._do(action))
+        self.meeting_point.follow(self.last_head)
+        return left
+
+    def poll(self) -> list[LoopAction]:
+        """Process new store events and expired timers. Return the actions for the caller to execute. Never
+        blocks.
+        """
+        left: list[LoopAction] = []
+        if self._member is None:
+            return left
+        for event in drop_stale(self.meeting_point.take(), self._member.keys.head):
+            left += [messages.Announce(event.message)] if isinstance(event, Notice) else self.tell(event)
+        for name in self._timers.take_due():
+            if name == _PORT:
+                left += self._take_port_back()
+            else:
+                left += self._farewell(name) or self.tell(messages.TimerFired(name))
+        return left
+
+    def worker_gone(self, name: str) -> None:
+        """Delete the registration of this agent's dead worker, so that the other workers notice its death
+        immediately.
+
+        Call this only when all processes of the worker have exited.
+
+        Args:
+            name: name that this agent gave the worker.
+        """
+        keys = workers_keys(self._rendezvous, self.meeting_point.job, self.job_number)
+        # Use tag 0, because the state machine never uses it and therefore ignores the reply.
+        self.meeting_point.send(Txn(0, [], keys.forget_process(name)))
+
+    @property
+    def agent(self) -> str:
+        """Name of this agent. It is also the prefix of the names of its registrations."""
+        assert self._member is not None
+        return self._member.agent.agent
+
+    def seconds_left(self, limit: float) -> float:
+        """Return the number of seconds until the next timer expires, but at most ``limit``. Call :meth:`poll`
+        at that time.
+        """
+        return self._timers.seconds_left(limit)
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """File descriptors to watch. Call :meth:`poll` when one of them is readable."""
+        fd = self.meeting_point.fd
+        return () if fd is None else (fd,)
+
+    def lose(self, why: str) -> list[LoopAction]:
+        """Close the connection, if it is open, and report the loss to the state machine. ``why`` is the
+        reason to report.
+        """
+        if self.meeting_point.fd is None:
+            return []
+        self.meeting_point.disconnect()
+        return self.tell(ConnectionLost("silent", why))
+
+    # --- the port shared with the workers ---
+
+    def open_store(self) -> str | None:
+        """Start to serve the workers' store for a round, on the listener that this agent has announced. Do
+        nothing if rank 0 serves the store.
+
+        With ``static``, lend the port of the rendezvous to the workers instead. Return an error message if
+        the port cannot be lent, and ``None`` otherwise.
+        """
+        if not self._rendezvous.is_static:
+            if self._store_port is not None:
+                self._store_port.serve(self._supervisor)
+            self.meeting_point.announce_workers_store(self.agent, self.last_head)
+            return None
+        self._timers.disarm(_PORT)
+        if self._port.lend():
+            return None
+        where = f"port {self._rendezvous.port} for the workers' store"
+        return f"{where} is taken by another program: {self._port.trouble}"
+
+    def group_over(self, event: Event) -> list[LoopAction]:
+        """Report to the state machine that all worker processes have exited. If the workers have used the
+        port of the rendezvous, first make the port available to the rendezvous again.
+
+        If a socket of the workers still occupies the port, hold back events that lead to the next round for a
+        while. Returns the actions that the caller has to execute.
+
+        Args:
+            event: ``WorkersDone``, ``GroupEnded`` or ``StartFailed``.
+        """
+        if self._port.take_back():
+            return self.tell(event)
+        self._is_told = False
+        self._timers.arm(_PORT, self._port.pause)
+        if isinstance(event, messages.WorkersDone):
+            return self.tell(event)
+        self._held_back = event
+        return []
+
+    def _take_port_back(self) -> list[LoopAction]:
+        left: list[LoopAction] = []
+        is_back = self._port.take_back()
+        if not is_back:
+            self._timers.arm(_PORT, self._port.pause)
+            if not self._port.is_overdue:
+                return left
+            if not self._is_told:
+                self._is_told = True
+                text = (
+                    f"port {self._rendezvous.port} is still taken {PATIENCE:g} s after the workers have ended"
+                    f" ({self._port.trouble}): no node can join until it is free"
+                )
+                left.append(messages.Announce(text))
+        held, self._held_back = self._held_back, None
+        return left if held is None else left + self.tell(held)
+
+    # --- exit ---
+
+    def _begin_exit(self, action: messages.Exit) -> list[LoopAction]:
+        self._exit = action
+        if self._stays:
+            return [action]
+        if not self.meeting_point.is_needed():
+            return [action]
+        self._timers = Timers()
+        self._timers.arm(_FAREWELL, self._rendezvous.settings.close_timeout)
+        self._timers.arm(_FAREWELL_TICK, _TICK)
+        return []
+
+    def _farewell(self, name: str) -> list[LoopAction]:
+        if self._exit is None:
+            return []
+        if name == _FAREWELL or not self.meeting_point.is_needed():
+            self._timers = Timers()
+            return [self._exit]
+        self._timers.arm(_FAREWELL_TICK, _TICK)
+        return []
+
+    def hasten(self) -> list[LoopAction]:
+        """Handle a repeated stop request from the user: do not wait any longer for other agents or for
+        replies from the store. Return the actions for the caller, including the exit if it was postponed.
+        """
+        return self.tell(messages.TimerFired("leave")) or self._farewell(_FAREWELL)
+
+    def close(self) -> None:
+        """Release everything. Idempotent."""
+        self._close_store()
+        self.meeting_point.close(stays=self._stays)
+
+    @property
+    def _stays(self) -> bool:
+        """True if the job has succeeded and the store stays open for this agent's next job. The agent then
+        does not wait until the other agents have disconnected.
+        """
+        is_success = self._exit is not None and self._exit.outcome.kind in {"succeeded", "spare"}
+        return is_success and self.meeting_point.may_stay
+
+    # --- executing actions ---
+
+    def _do(self, action: Action) -> Sequence[Event]:
+        """Execute an action that the driver handles itself. Return the events that the action causes
+        immediately.
+        """
+        match action:
+            case Txn() | Watch() | Unwatch():
+                self.meeting_point.send(action)
+            case messages.Arm():
+                self._timers.arm(action.name, action.seconds)
+            case messages.Disarm():
+                self._timers.disarm(action.name)
+            case messages.Connect():
+                return self._connect()
+            case messages.Disconnect():
+                self.meeting_point.disconnect()
+            case messages.BindStore():
+                return self._bind_store()
+            case messages.CloseStore():
+                self._close_store()
+        return ()
+
+    def _connect(self) -> Sequence[Event]:
+        was_host = self.meeting_point.hosts
+        has_part = self._member is not None and self._member.joining.has_seen_round
+        lost = self.meeting_point.connect(same=has_part)
+        if lost is not None:
+            return (lost,)
+        if self.meeting_point.hosts and not was_host:
+            return (messages.StoreHosted(self.meeting_point.fallback_addr, self.meeting_point.why_hosts),)
+        return ()
+
+    def _bind_store(self) -> Sequence[Event]:
+        self._close_store()
+        ports = self._rendezvous.settings.worker_port_range
+        try:
+            self._store_port = StorePort(ports, is_served=self._use_agent_store)
+        except OSError as error:
+            return (messages.StorePortFailed(f"no port for the workers' store: {error}"),)
+        return (messages.StorePort(self._store_port.number),)
+
+    def _close_store(self) -> None:
+        if self._store_port is not None:
+            self._store_port.close()
+            self._store_port = None
+
+
+def drop_stale(events: list[StoreEvent], head: str) -> list[StoreEvent]:
+    """If the last event is the loss of the connection, drop the earlier events. The earlier events could
+    start workers, although the lease may have expired.
+
+    Keep the events that close the job, which are changes of the key ``head``. This agent may be unable to
+    read the key again, because the host of the store may exit once the job is closed.
+    """
+    if not events or not isinstance(events[-1], ConnectionLost):
+        return events
+    return [*(event for event in events[:-1] if _ends_the_job(event, head)), events[-1]]
+
+
+def _ends_the_job(event: StoreEvent, head: str) -> bool:
+    changes = event.changes if isinstance(event, Changes) else ()
+    last = next((change for change in reversed(changes) if change.key == head), None)
+    return last is not None and last.value is not None and Head.read(last).state == "CLOSED"

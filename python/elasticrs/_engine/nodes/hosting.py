@@ -1,0 +1,401 @@
+"""Decide which agent hosts the coordination store, on which addresses the store listens, and which address a
+node publishes.
+
+The decisions are pure functions of the settings and a :class:`SystemResolver`, which queries the machine.
+
+- **HOST-1** The setting ``is_host`` decides. Without it, an agent may host the store if the host of the
+  endpoint is a loopback name, is this machine's name, or has an address of this machine. If several agents of
+  a machine may host, the first takes the port, and the others become clients.
+- **HOST-2** If the host of the endpoint is a loopback name and the job has one node, the store listens on
+  loopback only. Otherwise, it listens on all interfaces unless ``bind_addr`` is set. The other nodes may need
+  another address than loopback for two reasons: a host's own name may resolve to 127.0.1.1 on that host only,
+  and the user may have set a loopback name as the endpoint on the hosting node only.
+- **HOST-3** A name that cannot be resolved is not an error at first. In a container cluster, a name may
+  appear only some time after its container has started, and may refer to an earlier container until then. An
+  agent that cannot resolve the name acts as a client and retries. Whenever no store answers at an address of
+  the name, the agent decides again whether to host. :attr:`Hosting.trouble` contains the reason that is
+  reported if the agent finally gives up.
+- **ADDR-1** A node publishes the address that the user has given (with ``static`` and rank 0, the endpoint's
+  host, as in torch), or else the local address of its connection to the store. That address needs no name
+  service, and belongs to the interface that leads to the other nodes. Torch publishes the full host name,
+  which other nodes may be unable to resolve.
+- **ADDR-2** On the machine that hosts the store, the local address of the connection to the store may be a
+  loopback address. In that case the node publishes the endpoint's host, because agents on other machines
+  reach this machine under that name or address. If the endpoint is a loopback name, it publishes the address
+  to which its own name resolves, or else the address that the kernel would use for connections to other
+  networks.
+- **ADDR-3** Two agents share a loopback interface if their kernel's boot id and their network namespace are
+  the same. A comparison of host names would not be enough, because containers and cloned machines may all
+  have the same name.
+"""
+
+from __future__ import annotations
+
+import _socket
+import errno
+import os
+
+from elasticrs._engine.job.config import UsageError
+from elasticrs._engine.job.value import Value
+from elasticrs._engine.nodes.transport.addresses import (
+    is_loopback,
+    is_loopback_name,
+    is_unspecified,
+    is_usable_elsewhere,
+    packed,
+    plain,
+)
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from dataclasses import KW_ONLY
+
+    from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
+
+
+ANY_ADDRESS = ("::", "0.0.0.0")
+ANY_PORT = (("127.0.0.1", 0),)
+"""Address of a store that only this agent uses: a free port on loopback."""
+
+_LOOPBACK = ("127.0.0.1", "::1")
+_ELSEWHERE = ((_socket.AF_INET, "192.0.2.1"), (_socket.AF_INET6, "2001:db8::1"))
+"""Addresses on other networks, to find the route to them. No machine has these addresses, because they are
+reserved for documentation.
+"""
+
+
+class Hosting(Value):
+    """Decision on whether this agent hosts the coordination store.
+
+    Args:
+        listen: numeric addresses and ports on which the store listens; empty for a client. The address
+            ``"::"`` means all interfaces, including IPv4.
+        reason: reason for the decision, for the log.
+        is_explicit: true if the user has decided which agent hosts the store. In that case, an agent that
+            finds the port taken reports an error instead of becoming a client.
+        trouble: reason why the endpoint's name could not be resolved; ``None`` if it could.
+        doubt: warning to the user about hosting the store here; ``None`` if there is none.
+        fallback: name or address (without brackets) at which other machines can reach this node; ``None`` if
+            there is none. It is used if this node's connection to the store has a loopback address.
+    """
+
+    listen: tuple[tuple[str, int], ...]
+    reason: str
+    _: KW_ONLY
+    is_explicit: bool = False
+    trouble: str | None = None
+    doubt: str | None = None
+    fallback: str | None = None
+
+    @property
+    def may_host(self) -> bool:
+        """True if this agent may try to listen."""
+        return bool(self.listen)
+
+
+def decide(rendezvous: Rendezvous, resolver: SystemResolver) -> Hosting:
+    """Decide whether this agent hosts the store. With ``static``, the node with rank 0 hosts it, unless
+    ``is_host`` is set. Blocks until the name servers respond.
+
+    Raises:
+        UsageError: no other node could use the endpoint: its port is 0 and its host is not this machine, or
+            its host is an unspecified address.
+    """
+    if rendezvous.etcd is not None:
+        # Look up an address that other machines can reach, because the connection to etcd may use a loopback
+        # address on this machine.
+        address = _address_of_own_name(resolver)
+        return Hosting((), "the nodes meet in etcd", is_explicit=True, fallback=address)
+    return _with_fallback(rendezvous, _decide(rendezvous, resolver), resolver)
+
+
+def _decide(rendezvous: Rendezvous, resolver: SystemResolver) -> Hosting:
+    settings = rendezvous.settings
+    wanted = settings.is_host
+    if wanted is None and rendezvous.backend == "static":
+        wanted = rendezvous.node_rank == 0
+    if wanted is None and is_unspecified(rendezvous.host):
+        raise UsageError(
+            f"--rdzv-endpoint: got {rendezvous.endpoint!r}, expected the name or address of one node, "
+            "the same on all nodes"
+        )
+    if wanted is False:
+        trouble = _trouble(rendezvous.host, resolver)
+        return _client(rendezvous, "another agent hosts the store", trouble, is_explicit=True)
+    if wanted:
+        doubt = _doubt(rendezvous, resolver) if rendezvous.backend == "static" else None
+        return Hosting(_listen(rendezvous, resolver), "told to host the store", is_explicit=True, doubt=doubt)
+    if is_loopback_name(rendezvous.host):
+        return Hosting(_listen(rendezvous, resolver), f"{rendezvous.host} is this machine")
+    if _is_own_name(rendezvous.host, resolver):
+        return Hosting(_listen(rendezvous, resolver), f"{rendezvous.host} is the name of this host")
+    return _by_address(rendezvous, resolver)
+
+
+def decide_again(hosting: Hosting, rendezvous: Rendezvous, resolver: SystemResolver) -> Hosting:
+    """Decide again whether this agent hosts the store, because the endpoint's name may resolve to different
+    addresses now. Only the endpoint is resolved again, because this host's own names do not change.
+    """
+    if hosting.is_explicit or hosting.may_host:
+        return hosting
+    return _with_fallback(rendezvous, _by_address(rendezvous, resolver), resolver)
+
+
+def _by_address(rendezvous: Rendezvous, resolver: SystemResolver) -> Hosting:
+    try:
+        addresses = resolver.resolve(rendezvous.host)
+    except OSError as error:
+        return _client(rendezvous, f"{rendezvous.host} is not a name of this host", _why(error))
+    own_address = next((address for address in addresses if resolver.is_local(address)), None)
+    if own_address is None:
+        return _client(rendezvous, f"{rendezvous.host} ({', '.join(addresses)}) is another machine", None)
+    return Hosting(
+        _listen(rendezvous, resolver), f"{rendezvous.host} is {own_address}, an address of this host"
+    )
+
+
+def _is_own_name(host: str, resolver: SystemResolver) -> bool:
+    name = plain(host)
+    # Do not look up this machine's names if the host is an address, because a name server that does not
+    # answer would delay the start by many seconds.
+    return packed(host) is None and any(plain(own) == name for own in resolver.host_names())
+
+
+def listening_address(host: str, resolver: SystemResolver) -> str | None:
+    """Return the address on which a server must listen to be reachable at ``host``. Return ``None`` if
+    ``host`` is another machine.
+
+    Return the wildcard address if ``host`` is a name of this machine that resolves only to loopback
+    addresses.
+
+    Raises:
+        OSError: the name cannot be resolved.
+    """
+    if is_loopback(host):
+        return host
+    if plain(host) == "localhost":
+        return _LOOPBACK[0]
+    is_own_name = _is_own_name(host, resolver)
+    try:
+        own = [address for address in resolver.resolve(host) if resolver.is_local(address)]
+    except OSError:
+        if not is_own_name:
+            raise
+        own = []
+    usable = next((address for address in own if not is_loopback(address)), None)
+    if usable is not None or not (own or is_own_name):
+        return usable
+    return ANY_ADDRESS[0] if resolver.is_local(ANY_ADDRESS[0]) else ANY_ADDRESS[1]
+
+
+def unresolved(rendezvous: Rendezvous, trouble: str) -> str:
+    """Return the error message for an endpoint whose name could not be resolved. ``trouble`` is the error of
+    the last attempt.
+    """
+    option = "--master-addr" if rendezvous.backend == "static" else "--rdzv-endpoint"
+    value = rendezvous.host if rendezvous.backend == "static" else rendezvous.endpoint
+    return (
+        f"{option} {value}: this host cannot resolve {rendezvous.host!r} ({trouble}): "
+        "give the address of the node that hosts the store instead, or add the name to DNS or /etc/hosts"
+    )
+
+
+def _with_fallback(rendezvous: Rendezvous, hosting: Hosting, resolver: SystemResolver) -> Hosting:
+    is_local_name = is_loopback_name(rendezvous.host)
+    if (is_local_name and rendezvous.max_nodes == 1) or not (hosting.may_host or hosting.is_explicit):
+        return hosting
+    if is_local_name:
+        return hosting.replaced(fallback=_address_of_own_name(resolver) or resolver.outgoing_address())
+    fallback = None if is_unspecified(rendezvous.host) or not hosting.may_host else rendezvous.host
+    is_own_address = fallback is not None and is_usable_elsewhere(fallback) and resolver.is_local(fallback)
+    if fallback is None or (hosting.is_explicit and not is_own_address):
+        # If the user chose which node hosts the store, prefer this machine's address to the endpoint, because
+        # the endpoint may be a proxy that forwards only the store's port.
+        fallback = _address_of_own_name(resolver) or fallback
+    return hosting.replaced(fallback=fallback)
+
+
+def _address_of_own_name(resolver: SystemResolver) -> str | None:
+    for name in resolver.host_names():
+        try:
+            addresses = resolver.resolve(name)
+        except OSError:
+            continue
+        for address in addresses:
+            if is_usable_elsewhere(address) and resolver.is_local(address):
+                return address
+    return None
+
+
+def _listen(rendezvous: Rendezvous, resolver: SystemResolver) -> tuple[tuple[str, int], ...]:
+    port, bind_addr = rendezvous.port, rendezvous.settings.bind_addr
+    if bind_addr is not None:
+        return ((bind_addr, port),)
+    if not is_loopback_name(rendezvous.host) or rendezvous.max_nodes > 1:
+        return ((ANY_ADDRESS[0] if resolver.is_local(ANY_ADDRESS[0]) else ANY_ADDRESS[1], port),)
+    if is_loopback(rendezvous.host):
+        return ((rendezvous.host, port),)
+    # Listen on both loopback addresses, because clients may try either IPv4 or IPv6 first.
+    served = [address for address in _LOOPBACK if resolver.is_local(address)] or [_LOOPBACK[0]]
+    # With port 0, use only one address, because two listeners would get different ports.
+    return tuple((address, port) for address in (served if port else served[:1]))
+
+
+def _client(
+    rendezvous: Rendezvous, reason: str, trouble: str | None, *, is_explicit: bool = False
+) -> Hosting:
+    if rendezvous.port == 0:
+        raise UsageError(
+            f"--rdzv-endpoint: got {rendezvous.endpoint!r}, expected a port other than 0: {reason}, "
+            "and its free port cannot be known here"
+        )
+    return Hosting((), reason, is_explicit=is_explicit, trouble=trouble)
+
+
+def _trouble(name: str, resolver: SystemResolver) -> str | None:
+    try:
+        resolver.resolve(name)
+    except OSError as error:
+        return _why(error)
+    return None
+
+
+def _why(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+def _doubt(rendezvous: Rendezvous, resolver: SystemResolver) -> str | None:
+    """Return a warning if the other nodes do not seem to connect to this machine; otherwise ``None``.
+
+    This is not an error, because the address may belong to a service that forwards to this machine.
+    """
+    host, here = rendezvous.host, "node rank 0 is here, but"
+    if is_loopback_name(host) or is_unspecified(host):
+        return None
+    try:
+        addresses = resolver.resolve(host)
+    except OSError as error:
+        return f"{here} {host!r}, where the others look for it, is unknown here ({_why(error)})"
+    if any(resolver.is_local(address) for address in addresses):
+        return None
+    shown = host if [host] == list(addresses) else f"{host} ({', '.join(addresses)})"
+    return f"{here} {shown}, where the others look for it, is not an address of this machine"
+
+
+# --- queries to the machine ---
+
+
+def host_identity(
+    boot_id: str = "/proc/sys/kernel/random/boot_id", network: str = "/proc/self/ns/net"
+) -> str:
+    """Return an identifier of this host. It is the same for all agents that share a loopback interface."""
+    try:
+        with open(boot_id, encoding="ascii") as file:
+            boot = file.read().strip()
+        return f"{boot} {os.readlink(network)}"
+    except (OSError, UnicodeError):
+        # Without /proc, use the host name.
+        return _socket.gethostname()
+
+
+class SystemResolver:
+    """Resolver that uses the C library and the kernel. Calls block until the name servers respond."""
+
+    __slots__ = ()
+
+    def host_names(self) -> list[str]:
+        """Return this machine's own names, first the short name and then the full name."""
+        name = _socket.gethostname()
+        try:
+            found = _socket.getaddrinfo(
+                _plain_text(name), None, 0, _socket.SOCK_STREAM, 0, _socket.AI_CANONNAME
+            )
+        except OSError:
+            # This machine cannot resolve its own name, so return only the short name.
+            return [name]
+        full = [entry[3] for entry in found if entry[3]]
+        return list(dict.fromkeys((name, *full)))
+
+    def resolve(self, name: str) -> list[str]:
+        """Return the numeric addresses of a host name or address, in the order in which clients try them.
+
+        Raises:
+            OSError: the name cannot be resolved.
+        """
+        try:
+            found = _socket.getaddrinfo(_plain_text(name), None, 0, _socket.SOCK_STREAM)
+        except UnicodeError:
+            # Python's codec for international names raises this error if a label is empty or too long.
+            raise OSError("not a host name") from None
+        return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+    def outgoing_address(self) -> str | None:
+        """Return the address of this machine that the kernel would use for connections to other networks;
+        ``None`` if there is no route to them. No packet is sent.
+        """
+        for family, elsewhere in _ELSEWHERE:
+            sock = _socket.socket(family, _socket.SOCK_DGRAM | _socket.SOCK_CLOEXEC)
+            try:
+                sock.connect((elsewhere, 9))
+                address = str(sock.getsockname()[0])
+            except OSError:
+                continue
+            finally:
+                sock.close()
+            if is_usable_elsewhere(address):
+                return address
+        return None
+
+    def is_local(self, address: str) -> bool:
+        """Return true if a numeric address belongs to this machine, which means that a server can listen on
+        it.
+
+        A successful bind is not enough, because some machines allow binding to foreign addresses
+        (``ip_nonlocal_bind``). Therefore also check the source address that the kernel would use for a
+        connection to the address. If the address belongs to this machine, the kernel uses the same address as
+        the source.
+        """
+        family = _socket.AF_INET6 if ":" in address else _socket.AF_INET
+        try:
+            found = _socket.getaddrinfo(address, 9, family, _socket.SOCK_DGRAM, 0, _socket.AI_NUMERICHOST)
+        except OSError:
+            return False
+        host, port, *rest = found[0][4]
+        if not _can_bind(family, (host, 0, *rest)):
+            return False
+        # Skip the source address check for loopback addresses, because the kernel may choose the same source
+        # address for all of them.
+        is_special = is_unspecified(address) or is_loopback(address)
+        return is_special or _talks_from(family, (host, port, *rest), address)
+
+
+def _plain_text(name: str) -> str | bytes:
+    # Pass bytes, because Python would load its slow codec for international names if it got text.
+    return name.encode() if name.isascii() else name
+
+
+def _can_bind(family: int, sockaddr: tuple[object, ...]) -> bool:
+    sock = _socket.socket(family, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC)
+    try:
+        sock.bind(sockaddr)
+    except OSError:
+        return False
+    finally:
+        sock.close()
+    return True
+
+
+def _talks_from(family: int, sockaddr: tuple[object, ...], address: str) -> bool:
+    """Return true if the kernel would use ``address`` as the source address of a connection to ``address``.
+    No packet is sent.
+    """
+    sock = _socket.socket(family, _socket.SOCK_DGRAM | _socket.SOCK_CLOEXEC)
+    try:
+        sock.connect(sockaddr)
+        return packed(sock.getsockname()[0]) == packed(address)
+    except OSError as error:
+        # Return false if there is no route, because the address then cannot belong to this machine. Any other
+        # error may come from a sandbox that blocks `connect`, so rely on the earlier successful `bind`.
+        return error.errno not in (errno.ENETUNREACH, errno.EHOSTUNREACH)
+    finally:
+        sock.close()

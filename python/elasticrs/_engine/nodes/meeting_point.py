@@ -1,0 +1,562 @@
+"""Session between this agent and the rendezvous store, and the store itself if this agent hosts it.
+
+This module performs I/O and leaves the decisions to other modules.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from functools import partial
+
+from elasticrs._engine.job.value import Record
+from elasticrs._engine.nodes import hosting
+from elasticrs._engine.nodes.protocol.keys import WORKERS_STORES, Keys
+from elasticrs._engine.nodes.protocol.rendezvous import ThisAgent
+from elasticrs._engine.nodes.transport.addresses import is_unspecified, packed
+from elasticrs._engine.nodes.transport.coordination import Connected, ConnectionLost, Notice, Put, Txn
+from elasticrs._engine.nodes.transport.session import Client, NativeSession, Server
+from elasticrs._engine.process.background_call import BackgroundCall
+from elasticrs._engine.process.clock import Clock
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from typing import Any
+
+    from elasticrs import _core
+    from elasticrs._engine.job.restart_policy import RestartSettings
+    from elasticrs._engine.nodes.protocol.records import Head
+    from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
+    from elasticrs._engine.nodes.transport.coordination import Request, StoreEvent
+    from elasticrs._engine.nodes.transport.store import Store
+
+
+_REMEDIES = {
+    "refused": "nothing is listening there (yet): is the agent on that node running, and do all nodes have "
+    "the same --rdzv-endpoint?",
+    "unreachable": "is the address right, and is there a route to that node?",
+    "not_ours": "choose another port with --rdzv-endpoint HOST:PORT on all nodes",
+    "run": "give all nodes of a job the same --rdzv-id, and each job a port of its own",
+    "token": "give all nodes the same token (ELASTICRS_TOKEN, or token_file=PATH in --rdzv-conf)",
+    "version": "install the same release of elasticrs on all nodes",
+    "other": "start the job again",
+}
+"""Advice to the user, by the kind of connection loss."""
+_REMEDIES_OF_ETCD = {
+    "refused": "nothing is listening there (yet): does etcd run, and is --rdzv-endpoint right?",
+    "unreachable": "is the address right, and is there a route to it?",
+    "closed": "is that etcd's port for clients, and do protocol and ssl_cert in --rdzv-conf match etcd?",
+    "not_ours": "--rdzv-endpoint must name members of an etcd of version 3.4 or later (port 2379)",
+    "tls": "protocol, ca_cert, ssl_cert and ssl_cert_key in --rdzv-conf must match etcd",
+    "denied": "user and password_file in --rdzv-conf must be those of a user who may read and write all "
+    "keys that start with {prefix!r} (etcd_prefix)",
+    "limit": "free space in etcd (alarm NOSPACE: compact, defragment, disarm)",
+}
+"""Advice to the user if the store is etcd, by the kind of connection loss."""
+_BY_HAND = (
+    ("--rdzv-endpoint HOST:PORT", "--master-port PORT"),
+    ("--rdzv-endpoint", "--master-addr and --master-port"),
+)
+"""Options in the advice, each with the option that takes its place in the static rendezvous."""
+
+_PATIENCE = 1.0
+"""Seconds to wait for a name lookup or for replies from etcd. The next attempt to connect repeats both."""
+
+_BEFORE_MEETING = ("refused", "unreachable")
+"""Kinds of connection loss that suggest a wrong endpoint if this agent has never been connected."""
+
+
+_ANY_RUN = ""
+"""Run id for a connection that checks whether a store serves all jobs. A store that an agent hosts silently
+closes such a connection, because that store serves only the agent's own job.
+"""
+
+
+class CannotHost(Exception):  # noqa: N818 -- a statement, told to the user
+    """Raised if this agent cannot host the store, although the user requires it. The message gives the reason
+    to the user.
+    """
+
+
+class Home(Record):
+    """State that an agent keeps between runs. If the agent hosts the store, the store stays open and contains
+    the jobs of all runs.
+    """
+
+    runs: int = 0
+    server: Server | None = None
+
+    def is_needed(self) -> bool:
+        """Return true if other agents may still be using the store hosted here."""
+        return self.server is not None and self.server.sessions() > 0
+
+    def close(self) -> None:
+        """Close the store. Idempotent."""
+        if self.server is not None:
+            self.server.close()
+            self.server = None
+
+
+class MeetingPoint:
+    """An agent's connection to the rendezvous store. It has at most one session at a time.
+
+    Args:
+        rendezvous: description of the rendezvous, including the address of the store.
+        supervisor: supervisor whose runtime thread serves the store; a separate thread if ``None``.
+        home: state of an agent that may run several times, each time with a separate job.
+        found: result of :func:`.hosting.decide`, which is called here if this is ``None``.
+
+    Raises:
+        UsageError: the endpoint cannot be used on this machine.
+    """
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        supervisor: _core.Supervisor | None,
+        home: Home | None = None,
+        found: hosting.Hosting | None = None,
+    ) -> None:
+        self._resolver = hosting.SystemResolver()
+        if found is None:
+            found = self._ask(partial(hosting.decide, rendezvous, self._resolver), None)
+        self._hosting: hosting.Hosting = found
+        self._home = home
+        self.job = rendezvous.job or rendezvous.run_id
+        """Name of the job in the store."""
+        # Name of the job whose etcd lease holds the long-lived keys. Workers use their own job name, because
+        # they have no permission to attach keys to the agents' lease.
+        self._lasting = self.job
+        if home is not None:
+            home.runs += 1
+            if home.runs > 1:
+                self.job += f"#{home.runs}"
+        self._rendezvous = rendezvous
+        self._supervisor = supervisor
+        self._server: Server | None = None
+        self._session: NativeSession | None = None
+        self._met: tuple[bytes, int] | None = None
+        self._may_decide_again = False
+        self._has_met = False
+        self._clock = Clock(0, None)
+        self._shared: Store | None = None
+        self._notices: list[Notice] = []
+        self._led_to: tuple[str, int] | None = None
+        # With the back end ``static``, open the store that the nodes share before the round starts. The store
+        # accepts no new connections during a round, because the workers use the same port.
+        self._shares_early = rendezvous.is_static and (home is not None or supervisor is None)
+
+    @staticmethod
+    def _ask(question: Callable[[], Any], seconds: float | None) -> Any:
+        """Call a function that may block, and return its result; ``None`` if it takes longer than ``seconds``
+        seconds.
+        """
+        asked = BackgroundCall(question)
+        try:
+            return asked.take() if asked.wait(seconds) else None
+        finally:
+            asked.close()
+
+    @property
+    def hosts(self) -> bool:
+        """True if the store runs in this process."""
+        return self._server is not None
+
+    @property
+    def doubt(self) -> str | None:
+        """Warning for the user about hosting the store on this machine; ``None`` if there is nothing to warn
+        about.
+        """
+        return self._hosting.doubt
+
+    @property
+    def fd(self) -> int | None:
+        """File descriptor that becomes readable when :meth:`take` has events; ``None`` without a session."""
+        return self._session.fd if self._session is not None else None
+
+    @property
+    def clock(self) -> Clock:
+        """Best available estimate of the store's wall clock."""
+        estimate = self._session.clock() if self._session is not None else None
+        if estimate is not None:
+            self._clock = Clock(*estimate)
+        return self._clock
+
+    def host_if_possible(self) -> None:
+        """Serve the store, if this agent may host it and the port is free.
+
+        Raises:
+            CannotHost: this agent cannot host the store, although the user requires it.
+        """
+        if not self._hosting.may_host:
+            return
+        if self._home is not None and self._home.server is not None:
+            self._server, self._home.server = self._home.server, None
+            self._lead_workers(None)
+            return
+        try:
+            self._server = self._serve()
+            self._lead_workers(None)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE and not self._hosting.is_explicit:
+                # Another agent on this machine probably hosts the store, so become a client. If an unrelated
+                # program uses the port, connecting will fail.
+                self._host_alone()
+                return
+            option, other = "--rdzv-endpoint HOST:PORT", ""
+            if self._rendezvous.is_static:
+                option, other = "--master-port", " (is another agent with --node-rank 0 here?)"
+            raise CannotHost(
+                f"the rendezvous store cannot {error.strerror or error}{other}; choose another port with "
+                f"{option} on all nodes"
+            ) from error
+
+    def _serve(self) -> Server:
+        return Server(
+            # An empty host makes the server listen on all IPv4 and IPv6 interfaces.
+            [("" if each == hosting.ANY_ADDRESS[0] else each, port) for each, port in self._hosting.listen],
+            run_id=self._rendezvous.run_id,
+            token=self._rendezvous.settings.token,
+            max_connections=self._rendezvous.max_connections,
+            # If the server is kept open for later runs, do not run it on the supervisor's thread, because the
+            # supervisor may be closed earlier than the server.
+            supervisor=self._supervisor if self._home is None else None,
+        )
+
+    def _host_alone(self) -> None:
+        """Serve the store at a free port if this agent needs no other node. The caller has found the port of
+        the endpoint in use. Do nothing if a store for all jobs listens there, because that store keeps the
+        job's records, and an agent that waits there may replace this agent.
+
+        Raises:
+            CannotHost: there is no free port.
+        """
+        if not self._rendezvous.needs_no_other_node or self._ask(self._is_store_of_all_jobs, _PATIENCE):
+            return
+        self._hosting = self._hosting.replaced(listen=hosting.ANY_PORT)
+        try:
+            self._server = self._serve()
+        except OSError as error:
+            raise CannotHost(f"the rendezvous store cannot {error.strerror or error}") from error
+        self._notices.append(Notice(
+            f"{self._rendezvous.endpoint} is in use, probably by another job: this job has one node and needs"
+            f" no other, so its rendezvous uses port {self._server.port}"
+        ))  # fmt: skip
+
+    def _is_store_of_all_jobs(self) -> bool:
+        """Return true if a store for all jobs answers at the endpoint. A store that an agent hosts accepts
+        only clients of the agent's own job.
+        """
+        client = Client(
+            self._rendezvous.host,
+            self._rendezvous.port,
+            run_id=_ANY_RUN,
+            token=self._rendezvous.settings.token,
+            connect_timeout=_PATIENCE,
+            interval=self._rendezvous.settings.keep_alive_interval,
+            attempts=self._rendezvous.settings.keep_alive_max_attempt,
+        )
+        session = NativeSession(client)
+        try:
+            return session.wait(_PATIENCE) and any(isinstance(each, Connected) for each in session.take())
+        finally:
+            session.close()
+
+    def follow(self, head: Head | None) -> None:
+        """Make the store hosted here pass connections of workers on to the workers' store of the round in
+        ``head``. Workers connect to the store hosted here if their script sets ``MASTER_ADDR`` and
+        ``MASTER_PORT`` to the endpoint of the rendezvous. Do nothing if this agent does not host the store.
+        """
+        address = workers_store(head)
+        if address != self._led_to:
+            self._lead_workers(address)
+
+    def _lead_workers(self, address: tuple[str, int] | None) -> None:
+        # Do nothing with the back end `static`, because its workers use the port of the endpoint in any case.
+        if self._server is not None and not self._rendezvous.is_static:
+            self._led_to = address
+            # In a job of one node, serve only the workers of this agent, because the job has no others.
+            agent = os.getpid() if self._rendezvous.max_nodes == 1 else None
+            self._server.lead_workers(address, agent)
+
+    def announce_workers_store(self, agent: str, head: Head | None) -> None:
+        """Write the address of the workers' store of the round in ``head`` to the rendezvous store. A
+        rendezvous store that serves all jobs forwards connections of workers to this address; see
+        :meth:`follow`.
+
+        Do nothing with etcd or the back end ``static``, or if this agent hosts the rendezvous store. Also do
+        nothing if this process is a worker, because its token gives no access to such keys.
+
+        Args:
+            agent: name of this agent. It has group rank 0 in the round.
+            head: state of the job.
+        """
+        address = workers_store(head)
+        rendezvous = self._rendezvous
+        is_own_store = rendezvous.etcd is None and not rendezvous.is_static and rendezvous.job is None
+        if address is None or self._server is not None or not is_own_store:
+            return
+        # Ignore the reply, because only workers that connect to the endpoint of the rendezvous need this key.
+        # By default, workers connect to the workers' store directly.
+        put = Put(f"{WORKERS_STORES}{agent}", f"{address[0]} {address[1]}".encode(), True)
+        self.send(Txn(0, [], [put]))
+
+    def connect(self, *, same: bool = False) -> ConnectionLost | None:
+        """Start to connect. :meth:`take` returns the result later, as a :class:`Connected` or
+        :class:`ConnectionLost` event.
+
+        Until the first successful connection, every attempt except the first one checks again whether this
+        agent hosts the store. Returns a :class:`ConnectionLost` if the attempt fails immediately.
+
+        Args:
+            same: true if the store must be the one that this agent used before, or must continue with the
+                state of that store.
+        """
+        self.disconnect()
+        if self._supervisor is not None:
+            # Let the nursery (the process that forks workers) release its connection for the lost session,
+            # because none of that session's workers are running anymore.
+            self._supervisor.release_connection()
+        if self._may_decide_again and self._server is None and self._rendezvous.etcd is None:
+            question = partial(hosting.decide_again, self._hosting, self._rendezvous, self._resolver)
+            self._hosting = self._ask(question, _PATIENCE) or self._hosting
+            try:
+                self.host_if_possible()
+            except CannotHost as error:
+                return ConnectionLost("cannot_host", str(error))
+        if self._shares_early:
+            from elasticrs._engine.nodes.transport.timed import DistNetworkError
+
+            try:
+                self.close_shared_store()
+                self._shared = self._open_store("")
+            except DistNetworkError:
+                # Ignore the error, because the agent opens its own connection next. If the store is
+                # unreachable, opening that connection reports the reason.
+                self._shared = None
+        try:
+            self._session = self._connected(self._met if same else None)
+        except OSError as error:
+            return ConnectionLost("unreachable", f"no connection to {self._rendezvous.store}: {error}")
+        if self._supervisor is not None:
+            self._supervisor.watch_fd(self._session.fd)
+        return None
+
+    def _connected(self, met: tuple[bytes, int] | None) -> NativeSession:
+        settings, supervisor = self._rendezvous.settings, self._supervisor
+        # Disable the stall timeout without a supervisor, because the agent then polls the client itself, and
+        # may be busy with its workers for a long time.
+        stall_timeout = settings.stall_timeout if supervisor is not None else None
+        more: dict[str, Any]
+        if self._rendezvous.etcd is not None:
+            more = {"links": (Keys(self.job).prefix.strip("/"), self.fallback_addr)}
+        else:
+            lease = {"interval": settings.keep_alive_interval, "attempts": settings.keep_alive_max_attempt}
+            more = {**lease, "resume": True, "met": met}
+        return NativeSession(self._client(stall_timeout=stall_timeout, supervisor=supervisor, **more))
+
+    def _client(self, **more: Any) -> Client:
+        """Return a new client of the store, which gets the keyword arguments ``more``."""
+        rendezvous, connect_timeout = self._rendezvous, self._rendezvous.settings.connect_timeout
+        if rendezvous.etcd is not None:
+            return rendezvous.etcd.client(self._lasting, connect_timeout=connect_timeout, **more)
+        return Client(
+            *self.address,
+            run_id=rendezvous.run_id,
+            token=rendezvous.settings.token,
+            scope=rendezvous.scope,
+            connect_timeout=connect_timeout,
+            **more,
+        )
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of elasticrs's own store for clients on this machine."""
+        if self._server is None:
+            return self._rendezvous.host, self._rendezvous.port
+        address = self._hosting.listen[0][0]
+        if is_unspecified(address):
+            # The workers of a job on this machine get this address. Programs expect IPv4, unless the endpoint
+            # is an IPv6 address.
+            is_v4 = packed(address) == bytes(4) or self._rendezvous.host in ("localhost", "127.0.0.1")
+            address = "127.0.0.1" if is_v4 else "::1"
+        return address, self._server.port
+
+    def disconnect(self) -> None:
+        """Close the connection, and drop all events that were not taken yet."""
+        if self._session is not None:
+            if self._supervisor is not None:
+                self._supervisor.unwatch_fd(self._session.fd)
+            self._met = self._session.met or self._met
+            self._session.close()
+            self._session = None
+
+    def take(self) -> list[StoreEvent]:
+        """Return the events that have arrived from the store since the previous call. Never blocks."""
+        if self._session is None:
+            return []
+        events: list[StoreEvent] = [*self._notices]
+        self._notices.clear()
+        for event in self._session.take():
+            if isinstance(event, ConnectionLost):
+                # If the name of the store's host could not be resolved, do not check again whether this agent
+                # hosts the store. The check would repeat the failed lookup and delay the next attempt to
+                # connect.
+                self._may_decide_again = not self._has_met and event.kind != "resolve"
+                events.append(ConnectionLost(event.kind, self._explained(event)))
+            elif isinstance(event, Connected) and self._shares_early and self._shared is None:
+                # Reconnect, because the connection for the nodes' shared data failed. The store was probably
+                # not listening yet.
+                self.disconnect()
+                return [ConnectionLost("unreachable", f"only one connection to {self._rendezvous.endpoint}")]
+            else:
+                self._has_met = True
+                events.append(event)
+        return events
+
+    def this_agent(self, *, role: str, nproc: int, policy: RestartSettings) -> ThisAgent:
+        """Return the description of this agent and its workers that the state machine uses."""
+        member = self._rendezvous.member
+        return ThisAgent(
+            self.job,
+            os.urandom(8).hex() if member is None else f"{member}.{os.urandom(4).hex()}",
+            node_name(),
+            hosting.host_identity(),
+            role,
+            nproc,
+            policy,
+            self.hosts,
+            self.fallback_addr,
+            why_hosts=self.why_hosts,
+            launch=launch_of(os.environ),
+        )
+
+    @property
+    def fallback_addr(self) -> str | None:
+        """Address at which other machines can reach this node; see :class:`.hosting.Hosting`."""
+        return self._hosting.fallback
+
+    @property
+    def why_hosts(self) -> str | None:
+        """Reason why this agent hosts the store; ``None`` if it does not."""
+        return self._hosting.reason if self.hosts else None
+
+    def _explained(self, lost: ConnectionLost) -> str:
+        etcd = self._rendezvous.etcd
+        if etcd is not None:
+            is_passing = self._has_met and lost.kind in (*_BEFORE_MEETING, "closed")
+            hint = "" if is_passing else self._hint(lost.kind)
+            return f"{lost.message}; {hint}" if hint else lost.message
+        if lost.kind == "resolve":
+            return hosting.unresolved(self._rendezvous, self._hosting.trouble or lost.message)
+        todo = None if lost.kind in _BEFORE_MEETING and self._has_met else _REMEDIES.get(lost.kind)
+        if todo is not None and self._rendezvous.is_static:
+            for option, by_hand in _BY_HAND:
+                todo = todo.replace(option, by_hand)
+        return lost.message if todo is None else f"{lost.message}; {todo}"
+
+    def _hint(self, kind: str) -> str:
+        """Return advice for the user about a lost connection to etcd. The advice may be empty."""
+        etcd = self._rendezvous.etcd
+        assert etcd is not None
+        return _REMEDIES_OF_ETCD.get(kind, "").format(prefix=etcd.prefix)
+
+    def send(self, request: Request) -> None:
+        """Send a request. Drop it if there is no session, because the loss of the session is reported
+        separately.
+        """
+        if self._session is not None:
+            self._session.send(request)
+
+    def is_needed(self) -> bool:
+        """Return true if other agents are still using the store hosted here."""
+        if self._server is None:
+            return False
+        own = (self._session is not None) + (self._shared is not None)
+        return self._server.sessions() > own
+
+    def open_shared_store(self, round: int) -> Store:  # noqa: A002 -- the field's own word
+        """Open the store in which the nodes share user data during a round. Use a new connection, and close
+        the store of the previous round.
+
+        With ``static``, the connection was already opened before the round and is used for all rounds, so
+        nothing is closed. Keys that were set in other rounds are not visible.
+
+        Raises:
+            DistNetworkError: the store cannot be reached.
+        """
+        prefix = Keys(self.job).store(round)
+        if self._shares_early and self._shared is not None:
+            return self._shared.with_prefix(prefix)
+        self.close_shared_store()
+        self._shared = self._open_store(prefix)
+        return self._shared
+
+    def open_job_store(self) -> Store:
+        """Open a store that all processes of the job share across rounds. The caller has to close it.
+
+        Raises:
+            DistNetworkError: the store cannot be reached.
+        """
+        return self._open_store(Keys(self.job).job_store)
+
+    def _open_store(self, prefix: str) -> Store:
+        from elasticrs._engine.nodes.transport.store import connected
+
+        return connected(self._client(stall_timeout=None), prefix)
+
+    def close_shared_store(self) -> None:
+        """Close the store that :meth:`open_shared_store` opened. Idempotent."""
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
+
+    def stop_listening(self) -> None:
+        """Stop accepting connections, so that workers can use the port. Existing connections stay open."""
+        if self._server is not None:
+            self._server.stop_listening()
+
+    def listen_again(self) -> None:
+        """Accept connections on the port again.
+
+        Raises:
+            OSError: another program uses the port.
+        """
+        if self._server is not None:
+            self._server.listen_again()
+
+    @property
+    def may_stay(self) -> bool:
+        """True if the store can stay open after this session, for the agent's next run."""
+        return self._home is not None
+
+    def close(self, *, stays: bool = False) -> None:
+        """Close all connections. Also close the store, unless it stays open for the next run
+        (:attr:`may_stay`). Idempotent.
+        """
+        self.close_shared_store()
+        self.disconnect()
+        if self._home is not None and stays:
+            self._home.server, self._server = self._server, None
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+
+def workers_store(head: Head | None) -> tuple[str, int] | None:
+    """Return the address of the workers' store in the running round; ``None`` if no round is running."""
+    return head.master if head is not None and head.state == "RUNNING" else None
+
+
+def launch_of(environ: Mapping[str, str]) -> str:
+    """Return an identifier of the launch to which this process belongs. This is the Slurm step, or outside of
+    Slurm the session. For example, each login and each batch job has its own session.
+    """
+    step = environ.get("SLURM_STEP_ID")
+    return f"session {os.getsid(0)}" if step is None else f"step {environ.get('SLURM_JOB_ID')}.{step}"
+
+
+def node_name() -> str:
+    """Return this node's name, which is used in messages and to determine the order of ranks."""
+    return os.uname().nodename

@@ -1,0 +1,315 @@
+"""Tasks of the leader between rounds: evaluate the last round, and then start the next round or close the
+job.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from elasticrs._engine.job.ranks import NodeShare, node_ranks
+from elasticrs._engine.nodes.protocol import round_outcome, seating, static_ranks
+from elasticrs._engine.nodes.protocol.announcements import named, nodes
+from elasticrs._engine.nodes.protocol.keys import agent_of
+from elasticrs._engine.nodes.protocol.leader import close, forget, guards, has_passed, here, write
+from elasticrs._engine.nodes.protocol.member import Purpose
+from elasticrs._engine.nodes.protocol.messages import Announce
+from elasticrs._engine.nodes.protocol.records import Head, Slot, encode, master_addr
+from elasticrs._engine.nodes.transport.addresses import is_loopback_name
+from elasticrs._engine.nodes.transport.coordination import Delete, DeletePrefix, Put
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from elasticrs._engine.nodes.protocol.leader_view import View
+    from elasticrs._engine.nodes.protocol.member import Leader, Member
+    from elasticrs._engine.nodes.protocol.records import Node
+    from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous, ThisAgent
+    from elasticrs._engine.nodes.transport.coordination import Operation
+
+MEMBERS_PER_TXN = 99
+"""Number of members whose slots (ranks in the round) are written in one transaction. A transaction also
+writes a part of the table of members, so it has 100 operations. The default limit of etcd is 128.
+"""
+
+MAX_COMPARED = 50
+"""Maximum number of members that must still be registered when an exclusion is written. Each of them is a
+condition of the transaction, which has at most 125 conditions.
+"""
+
+FIRST_NEWS, LATER_NEWS = 1.0, 30.0
+"""Seconds until the first message that nodes are missing, and seconds between further messages. If all nodes
+start at about the same time, they join before the first message is due.
+"""
+
+
+DOUBT = 10.0
+"""Seconds to wait for other machines before a message names the mistake that probably prevents them from
+joining.
+"""
+
+
+def slow_members(view: View) -> set[str]:
+    """Return the members whose workers from the last round may still be running. The leader waits for these
+    members.
+    """
+    return view.slow
+
+
+def decide(member: Member, leader: Leader, view: View) -> None:
+    """Start the next rendezvous round, close the job, or wait. The leader calls this between rounds."""
+    settings, head = member.settings, view.head
+    alive: list[str] = []
+    if head is not None and not head.is_judged:
+        settle = settings.settle + 2 * member.more_lease + member.agent.health_timeout
+        if slow_members(view) and not has_passed(member, leader, "settle", settle):
+            return
+        judged = _judged(member, leader, view, head)
+        alive, head = judged.alive, judged.head
+        if judged.reason is not None:
+            close(member, leader, view, head.replaced(outcome="failed", reason=judged.reason), alive)
+            return
+        if head.delay > 0 or head.note:
+            # Write the result of the ended round before the next round starts, so that all nodes can announce
+            # the restart delay and an excluded node can leave.
+            #
+            # The written result also prevents a new leader from evaluating the round again. A new leader
+            # could blame a node that was lost only during the delay.
+            if head.excluded_agent is not None:
+                alive = [*alive, *_enough(view, head.excluded_agent, member.rendezvous.min_nodes)]
+            write(member, leader, view, [member.put_head(head)], here(member, alive))
+            return
+    if head is not None and head.delay > 0 and not has_passed(member, leader, "delay", head.delay):
+        return
+    if _is_time(member, leader, view):
+        _form(member, leader, view, head, alive)
+        return
+    _tell_of_refusal(member, leader, view)
+    is_short = len(view.candidates) < member.rendezvous.min_nodes
+    if is_short and has_passed(member, leader, "join", settings.join_timeout):
+        last = view.head or Head("ENDED", 0)
+        close(member, leader, view, last.replaced(outcome="timeout", reason=_too_few(member, view)))
+    elif is_short:
+        _tell_what_is_missing(member, leader, view)
+    elif leader.told_more != view.round:
+        leader.told_more = view.round
+        _tell_of_more(member, view)
+
+
+def _enough(view: View, excluded: str, count: int) -> list[str]:
+    """Return up to ``count`` candidates for the next round, without the excluded agent. The exclusion is
+    written to the store only if these candidates are still registered. Otherwise, the next round might have
+    too few nodes.
+    """
+    others = sorted(member for member in view.candidates if agent_of(member) != excluded)
+    return others[: min(count, MAX_COMPARED)]
+
+
+def _tell_what_is_missing(member: Member, leader: Leader, view: View) -> None:
+    if has_passed(member, leader, "waiting", FIRST_NEWS):
+        _tell_of_waiting(member, leader, view)
+    if has_passed(member, leader, "doubt", DOUBT) and not leader.told_doubt:
+        leader.told_doubt = True
+        joined = [view.nodes[each] for each in view.candidates]
+        text = likely_mistake(member.rendezvous, member.agent, joined)
+        if text is not None:
+            member.do(Announce(text))
+
+
+def _tell_of_waiting(member: Member, leader: Leader, view: View) -> None:
+    count = len(view.candidates)
+    forget(member, leader, "waiting")
+    has_passed(member, leader, "waiting", LATER_NEWS)
+    if leader.told != count:
+        leader.told = count
+        who = f": {named(_shown(view, member.rendezvous))}" if count else ""
+        least, limit = member.rendezvous.min_nodes, member.settings.join_timeout
+        text = f"waiting for nodes: {count} of at least {least} have joined{who}"
+        member.do(Announce(f"{text} (for at most {limit:g} s, join_timeout)"))
+
+
+def _tell_of_refusal(member: Member, leader: Leader, view: View) -> None:
+    """Tell the user that a node was refused, because the job may be waiting for that node. Do this at most
+    once before each round.
+    """
+    if view.refusal is not None and leader.told_refusal != view.round:
+        leader.told_refusal = view.round
+        member.do(Announce(f"a node that would have joined was refused: {view.refusal}"))
+
+
+def likely_mistake(rendezvous: Rendezvous, agent: ThisAgent, joined: Sequence[Node]) -> str | None:
+    """Return a message about the mistake that probably prevents the other nodes from joining: several nodes
+    host a store each, or the other nodes cannot find the store on this node. Return ``None`` if another
+    machine has joined, or if another agent hosts the store.
+    """
+    is_hosted_here = agent.why_hosts is not None and not is_loopback_name(rendezvous.host)
+    if not is_hosted_here or any(node.host != agent.host for node in joined):
+        return None
+    if rendezvous.settings.is_host:
+        todo = "is_host=1 is for one node only; the others need is_host=0, or neither"
+    elif rendezvous.port == 0:
+        todo = "the others cannot know the port; give one: --rdzv-endpoint HOST:PORT"
+    else:
+        todo = (
+            "start the same command on all nodes; if that is done, and "
+            f"{rendezvous.host} is another node, the names in /etc/hosts or DNS are wrong here"
+        )
+    return (
+        f"no other machine has reached the rendezvous store {rendezvous.endpoint}. This node hosts it"
+        f" ({agent.why_hosts}): {todo}"
+    )
+
+
+def crowd(view: View) -> tuple[str, str] | None:
+    """Return the name of a node with several agents in the running round, and the name of a node that waits
+    as a spare although it has no agent in the round. Return ``None`` if there are no such nodes. Usually, the
+    user has started a launcher in each task of a scheduler, instead of one on each node.
+    """
+    seated = [view.nodes[seat.member] for seat in view.seats if seat.member in view.nodes]
+    hosts = Counter(node.host for node in seated)
+    twice = next((node for node in seated if hosts[node.host] > 1), None)
+    waiting = sorted(view.nodes[each].shown for each in view.waiting if view.nodes[each].host not in hosts)
+    return (twice.shown, waiting[0]) if twice is not None and waiting else None
+
+
+def tell_of_crowd(member: Member, leader: Leader, view: View) -> None:
+    """Tell the user once if a node waits as a spare because another node has several agents in the round."""
+    if leader.told_crowd or len(view.waiting) == leader.seen_waiting:
+        return
+    leader.seen_waiting = len(view.waiting)
+    found = crowd(view)
+    if found is None:
+        return
+    leader.told_crowd = True
+    text = f"several agents of node {found[0]} take part, while node {found[1]} waits as a spare"
+    member.do(Announce(f"{text}: start one launcher for each node (srun --ntasks-per-node=1)"))
+
+
+def _tell_of_more(member: Member, view: View) -> None:
+    """Tell the user that enough nodes have joined, and how long the leader waits for more."""
+    settings, count, most = member.settings, len(view.candidates), member.rendezvous.max_nodes
+    is_first = view.head is None or view.head.round == 0
+    limit, name = settings.restart_call_timeout, "restart_call_timeout"
+    if is_first:
+        limit, name = settings.last_call_timeout, "last_call_timeout"
+    if limit < FIRST_NEWS:
+        return
+    who = named(_shown(view, member.rendezvous))
+    text = f"{count} of at most {most} nodes have joined: {who}; the round starts in {limit:g} s"
+    member.do(Announce(f"{text}, or as soon as all {most} are there ({name})"))
+
+
+def _judged(member: Member, leader: Leader, view: View, head: Head) -> round_outcome.Verdict:
+    """Return the verdict on the finished round. The verdict is cached until one of its inputs changes.
+
+    Caching matters because computing the verdict takes time proportional to the number of members. Many
+    replacement nodes may arrive one by one, but an arrival changes the verdict only if the job can then spare
+    a node. Until the next round, members only stop or leave, so each of the sets ``slow``, ``missing``
+    and ``absent`` only grows or only shrinks. Comparing their sizes is therefore enough to detect a change.
+    """
+    sizes = len(view.slow), len(view.missing), len(view.absent)
+    was_short = member.age.was_short
+    can_spare = len(view.candidates) > member.rendezvous.min_nodes
+    rests_on = (view.head_revision, was_short, sizes, can_spare, frozenset(view.farewells))
+    if leader.judged is None or leader.judged[0] != rests_on:
+        judged = round_outcome.judge(
+            *(view, head, member.settings, member.agent.policy, was_short, member.now),
+            min_nodes=member.rendezvous.min_nodes,
+        )
+        leader.judged = rests_on, judged
+    return leader.judged[1]
+
+
+def _is_time(member: Member, leader: Leader, view: View) -> bool:
+    """Return true if it is time for the next round: the maximum number of nodes has joined, or the minimum
+    has joined and the waiting time for more nodes is over.
+    """
+    settings, count = member.settings, len(view.candidates)
+    if count >= member.rendezvous.max_nodes:
+        return True
+    if count < member.rendezvous.min_nodes:
+        forget(member, leader, "last_call")
+        return False
+    if view.head is None or view.head.round == 0:
+        return has_passed(member, leader, "last_call", settings.last_call_timeout)
+    if count < view.head.size and settings.restart_call_timeout > 0:
+        return has_passed(member, leader, "restart_call", settings.restart_call_timeout)
+    return True
+
+
+def _shown(view: View, rendezvous: Rendezvous) -> list[str]:
+    if rendezvous.is_static:
+        return static_ranks.shown(view)
+    return sorted(view.nodes[each].shown for each in view.candidates)
+
+
+def _too_few(member: Member, view: View) -> str:
+    rendezvous, count = member.rendezvous, len(view.candidates)
+    limit = f"{member.settings.join_timeout:g} s (join_timeout)"
+    text = f"only {count} of at least {nodes(rendezvous.min_nodes)} joined within {limit}"
+    if count:
+        text += f": {named(_shown(view, rendezvous))}"
+    if rendezvous.is_static:
+        text += f"; no node has node rank {static_ranks.missing(view, rendezvous.max_nodes)}"
+    lost = [view.seats[rank].name for rank in sorted(view.missing)]
+    if lost:
+        text += f"; lost in round {view.round}: {named(lost)}"
+    return text
+
+
+def _form(member: Member, leader: Leader, view: View, ended: Head | None, alive: list[str]) -> None:
+    """Propose the next round: write the rank assignments (slots) of its members, the member table, and
+    finally the job's state (head). Send all transactions without waiting for replies.
+
+    All transactions have the leader's usual conditions, which never become true again once they are false. So
+    if one of the first transactions is rejected, the write of the head is rejected as well. The slots of a
+    proposal are ignored unless the head names the proposal.
+    """
+    members = _members(view, member.rendezvous.max_nodes)
+    registration = member.registered
+    assert registration is not None
+    leader.count += 1
+    form = f"{registration.create_revision}.{leader.count}"
+    number = view.round + 1
+    shares = [view.nodes[each] for each in members]
+    ranks = node_ranks([NodeShare(node.role, node.nproc) for node in shares])
+    guard = guards(member, view)
+    keys = member.keys
+    for first in range(0, len(members), MEMBERS_PER_TXN):
+        part = range(first, min(first + MEMBERS_PER_TXN, len(members)))
+        slots = [
+            Slot(number, form, r, ranks[r].first_rank, ranks[r].first_role_rank, ranks[r].role_world_size)
+            for r in part
+        ]
+        lines = [(members[r], shares[r].name, shares[r].local_addr or shares[r].address) for r in part]
+        puts = [Put(keys.slot(members[slot.group_rank]), slot.encode(), False) for slot in slots]
+        puts.append(Put(f"{keys.table(form)}{first // MEMBERS_PER_TXN}", encode(lines), False))
+        member.txn(Purpose.NOTHING, guard, puts)
+    old = ended or Head("ENDED", 0)
+    head = old.replaced(
+        state="RUNNING",
+        round=number,
+        form=form,
+        size=len(members),
+        world_size=ranks[0].world_size,
+        master=(master_addr(shares), shares[0].port),
+    )
+    ops: list[Operation] = [member.put_head(head), Delete(keys.refusal)]
+    ops += [DeletePrefix(keys.dones), DeletePrefix(keys.evidences)]
+    ops += [DeletePrefix(keys.table(each)) for each in view.forms if each != form][:10]
+    stale = [each for each in view.slots if each not in view.nodes]
+    ops += [Delete(keys.slot(each)) for each in stale[: 100 - len(ops)]]
+    gone = [each for each in view.farewells if each not in view.nodes]
+    ops += [Delete(keys.farewell(each)) for each in gone[: 120 - len(ops)]]
+    write(member, leader, view, ops, here(member, alive))
+
+
+def _members(view: View, size: int) -> list[str]:
+    """Return the members of the next round, ordered by group rank."""
+    of_agent = {agent_of(each): each for each in view.candidates}
+    offered = []
+    for agent, each in of_agent.items():
+        node = view.nodes[each]
+        offered.append(seating.Candidate(agent, view.joined[each], node.hint, node.name))
+    previous = [agent_of(seat.member) for seat in view.seats]
+    return [of_agent[agent] for agent in seating.seat(previous, offered, size)]

@@ -1,0 +1,385 @@
+"""Join a job through a new connection: find or create the job's record, and register this agent.
+
+- **JOIN-1** An agent registers only when it has no workers. Each registration has a new incarnation number.
+- **JOIN-2** The transaction that registers an agent also deletes its earlier registrations by name.
+  Therefore, a delayed request from an earlier connection can never delete a later registration.
+- **JOIN-3** Settings that affect the decisions of a leader are the same on all nodes of a job.
+- **JOIN-4** The commands of all nodes are the same, unless the user allows different commands with
+  ``same_command=0``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from elasticrs._engine.nodes.protocol import static_ranks
+from elasticrs._engine.nodes.protocol.announcements import INDEPENDENT, TWIN, closed_line
+from elasticrs._engine.nodes.protocol.commands import difference
+from elasticrs._engine.nodes.protocol.connecting import fence, retry
+from elasticrs._engine.nodes.protocol.leaving import outcome_of
+from elasticrs._engine.nodes.protocol.member import Purpose, Registration
+from elasticrs._engine.nodes.protocol.messages import Announce, Outcome
+from elasticrs._engine.nodes.protocol.records import PROTOCOL, Head, cut, damage, encode, job_of, text_of
+from elasticrs._engine.nodes.protocol.validation import MAX_NAME, DamagedError
+from elasticrs._engine.nodes.transport.coordination import (
+    CreatedAt,
+    Delete,
+    DeletePrefix,
+    Get,
+    HasValue,
+    Missing,
+    ModifiedAt,
+    Predecessor,
+    Put,
+    Range,
+)
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from elasticrs._engine.nodes.protocol.member import Link, Member
+    from elasticrs._engine.nodes.transport.coordination import Compare, Entry, Operation, Reply
+
+FORGET_EARLIER = 60
+"""Number of earlier registrations that an agent deletes when it registers. Even older registrations have been
+deleted before. Only a delayed request could create one of them again, and such a request would have arrived
+by now.
+"""
+
+MAX_REFUSAL = MAX_NAME - 8
+"""Maximum length, in bytes, of the reason for the refusal that a refused agent reports to the other nodes."""
+
+REFUSAL_TIMEOUT = 2.0
+"""Seconds for which a refused agent waits until the store has accepted the reason for the refusal."""
+
+MAX_NEIGHBORS = 16
+"""Maximum number of other agents on the same host that an agent considers when it registers."""
+
+OTHER_JOB = "another job was started with this id"
+
+_NOBODY_LEFT = "; no agent of that job is there: if it is over, use a different id, or fresh=1"
+
+
+# --- the job's record ---
+
+
+def check_job(member: Member) -> None:
+    """Read the job's record, or create it if it does not exist."""
+    keys = member.keys
+    if member.joining.has_seen_round:
+        known = [Get(keys.job), Get(keys.head)]
+        member.txn(Purpose.FIND_JOB_AGAIN, [HasValue(keys.job, member.joining.job)], known)
+        return
+    put = _put_job(member)
+    gets = [Get(keys.job), Get(keys.head), Range(keys.nodes, 1)]
+    member.txn(Purpose.FIND_JOB, [Missing(keys.job)], [put], gets)
+
+
+def _put_job(member: Member) -> Put:
+    member.joining.job = encode(job_record(member))
+    return Put(member.keys.job, member.joining.job, False)
+
+
+def job_record(member: Member) -> dict[str, Any]:
+    """Return the record that a job's first agent writes. It contains the settings that have to be the same on
+    all nodes.
+    """
+    agent, command = member.agent, member.rendezvous.command
+    return {
+        "uuid": f"{agent.agent}.{member.joining.incarnation}",
+        "node": member.node().shown,
+        **agreed(member),
+        "role": agent.role,
+        "nproc": agent.nproc,
+        "host": agent.host,
+        "is_hosted": agent.hosts_store,
+        "command": None if command is None else command.fields(),
+    }
+
+
+def agreed(member: Member) -> dict[str, Any]:
+    """Return the settings that have to be the same on all nodes of a job."""
+    rendezvous, settings, policy = member.rendezvous, member.settings, member.agent.policy
+    return {
+        "protocol": PROTOCOL,
+        "on_failure": "replace" if member.agent.keeps_workers else "restart",
+        "backend": rendezvous.backend,
+        "min_nodes": rendezvous.min_nodes,
+        "max_nodes": rendezvous.max_nodes,
+        "max_restarts": policy.max_restarts,
+        "restart_window": None if policy.window is None else f"{policy.window:g}",
+        "restart_delay": f"{policy.first_delay:g}..{policy.longest_delay:g}",
+        "max_same_failures": policy.max_same_failures,
+        "max_excluded_nodes": policy.max_excluded_nodes,
+        "fatal_exit_codes": member.agent.fatal_exit_codes,
+        "scale_up": settings.scale_up,
+        "max_node_losses": settings.max_node_losses,
+        "homogeneous": settings.homogeneous,
+        "same_command": settings.same_command,
+    }
+
+
+def mismatch(member: Member, job: dict[str, Any]) -> str | None:
+    """Return an error message if this node's settings or its command differ from those in the job's record,
+    which another node has written; otherwise ``None``.
+    """
+    ours = agreed(member)
+    if member.settings.homogeneous and job.get("homogeneous"):
+        ours.update(role=member.agent.role, nproc=member.agent.nproc)
+    for name, value in ours.items():
+        if job.get(name) != value:
+            return (
+                f"node {member.node().shown}: {name}={value},"
+                f" but node {job.get('node')} started this job with {name}={job.get(name)}"
+            )
+    return other_command(member, job) if member.settings.same_command else None
+
+
+def other_command(member: Member, job: dict[str, Any]) -> str | None:
+    """Return an error message if this node's command differs from that in the job's record; otherwise
+    ``None``.
+    """
+    ours, theirs = member.rendezvous.command, job.get("command")
+    if ours is None or theirs is None:
+        return None
+    found = difference(ours, theirs, is_same_host=job.get("host") == member.agent.host)
+    if found is None:
+        return None
+    own, other = found
+    return (
+        f"node {member.node().shown}: {own}, but node {job.get('node')} started this job with {other};"
+        f" {INDEPENDENT}, or, if the commands of one job differ on purpose, --rdzv-conf same_command=0 on all"
+        " of its nodes"
+    )
+
+
+def _is_not_needed(member: Member, job: dict[str, Any]) -> str | None:
+    """Return an error message if this agent could never take part in the job; otherwise ``None``. It could
+    never take part if the job has one node and the agent of that node hosts the store, because the job then
+    ends when that agent exits.
+    """
+    is_taken = member.rendezvous.needs_no_other_node and job.get("is_hosted") is True
+    if not is_taken or member.agent.hosts_store:
+        return None
+    return (
+        f"node {member.node().shown}: the job at {member.rendezvous.endpoint} has one node, which is"
+        f" {job.get('node')}, so this node would never run it; {INDEPENDENT}"
+    )
+
+
+def job_found_again(member: Member, link: Link, reply: Reply) -> None:
+    """Rejoin a job in which this agent has taken part before, if the store still contains its record."""
+    job, head = (reply.entry(0), reply.entry(1)) if reply.ok else (None, None)
+    if job is None or head is None:
+        text = "the store was restarted and no longer knows this job; start the job again"
+        if member.rendezvous.etcd is not None:
+            text = "the record of this job is gone (removed, or etcd was restored); start the job again"
+        member.exit(Outcome("lost", f"{member.rendezvous.store}: {text}"))
+        return
+    link.job_revision = member.joining.job_revision = job.create_revision
+    if not _is_closed(member, head):
+        register(member, link)
+
+
+def job_found(member: Member, link: Link, reply: Reply) -> None:
+    """Handle the result of reading or writing the job's record. Register this agent in the store if the
+    record matches the agent's settings and the job is not closed.
+    """
+    if reply.ok:
+        link.job_revision = member.joining.job_revision = reply.revision
+        register(member, link)
+        return
+    job, head = reply.entry(0), reply.entry(1)
+    assert job is not None
+    value = job.value or b""
+    difference = _difference(member, job.key, value, is_alone=not reply.results[2])
+    if member.settings.fresh and not reply.results[2] and (head is not None or difference is not None):
+        _forget_job(member, job, 0 if head is None else head.mod_revision)
+        return
+    member.joining.job, link.job_revision = value, job.create_revision
+    member.joining.job_revision = link.job_revision
+    if difference is not None:
+        _refuse(member, link, difference, is_alone=not reply.results[2])
+    elif not _is_closed(member, head):
+        member.joining.found_round = 0 if head is None else Head.read(head).round
+        register(member, link)
+
+
+def _refuse(member: Member, link: Link, why: str, *, is_alone: bool) -> None:
+    """Refuse to take part in the job, and exit. If other nodes are registered, notify them first, because
+    they may be waiting for this node.
+    """
+    member.joining.refusal = why
+    if is_alone:
+        leave_refused(member)
+        return
+    put = Put(member.keys.refusal, encode(cut(why, MAX_REFUSAL)), False)
+    member.txn(Purpose.TELL_REFUSAL, [CreatedAt(member.keys.job, link.job_revision)], [put])
+    member.arm("refused", REFUSAL_TIMEOUT)
+
+
+def leave_refused(member: Member) -> None:
+    """Exit after a refusal. Either there are no other nodes to notify, or the store has replied to the
+    notification, or :data:`REFUSAL_TIMEOUT` has elapsed.
+    """
+    if member.joining.refusal is not None:
+        member.exit(Outcome("refused", member.joining.refusal))
+
+
+def _difference(member: Member, key: str, value: bytes, *, is_alone: bool) -> str | None:
+    try:
+        job = job_of(value)
+    except DamagedError as error:
+        return f"{damage(key, error)}; use a different id for another job"
+    found = mismatch(member, job)
+    if found is None and not is_alone:
+        return _is_not_needed(member, job)
+    # Add a hint if no agent is registered. In that case, all agents may have been killed before they could
+    # close the job.
+    return f"{found}{_NOBODY_LEFT}" if found is not None and is_alone else found
+
+
+def _forget_job(member: Member, job: Entry, head_revision: int) -> None:
+    """Delete an earlier job of this name. Then check for the job's record again, because another agent may
+    create the new job first. Agents that have registered in the meantime notice the deletion and join again.
+    """
+    keys = member.keys
+    compares = [CreatedAt(keys.job, job.create_revision), ModifiedAt(keys.head, head_revision)]
+    member.txn(Purpose.FORGET_JOB, compares, [DeletePrefix(keys.prefix)])
+
+
+def _is_closed(member: Member, entry: Entry | None) -> bool:
+    if entry is None:
+        return False
+    head = Head.read(entry)
+    if head.state != "CLOSED":
+        return False
+    if member.joining.has_seen_round:
+        member.exit(outcome_of(member, head))
+    else:
+        has_failed = head.outcome not in {"succeeded", "aborted"}
+        member.exit(Outcome("closed", closed_line(member.agent.job, head), head.cause, has_failed))
+    return True
+
+
+# --- the registration ---
+
+
+def register(member: Member, link: Link) -> None:
+    """Register this agent (transaction T1), and watch the keys that concern it. The new registration replaces
+    all earlier ones.
+    """
+    if member.listener.port is None:
+        return
+    keys, joining = member.keys, member.joining
+    incarnation = joining.incarnation
+    joining.incarnation += 1
+    link.registration = registration = Registration(f"{member.agent.agent}/{incarnation}")
+    own = keys.node(registration.member)
+    ops = earlier_registrations(member, incarnation)
+    neighbors = keys.host(member.agent.host)
+    launch = Put(neighbors + member.agent.agent, encode(cut(member.agent.launch, MAX_NAME)), True)
+    ops += [launch, Put(own, member.node().encode(), True), Get(own), Predecessor(keys.nodes, own)]
+    compares: list[Compare] = [CreatedAt(keys.job, link.job_revision)]
+    otherwise: list[Operation] = []
+    node_rank = member.rendezvous.node_rank
+    if node_rank is not None:
+        is_mine, claim = static_ranks.claim(member, registration, node_rank)
+        compares.append(is_mine)
+        # Insert the claim of the node rank first, because the reply handler expects the results of `Get` and
+        # `Predecessor` at the end.
+        ops.insert(0, claim)
+        otherwise = [Get(keys.job), Get(claim.key), Get(own)]
+    ops.insert(0, Range(neighbors, MAX_NEIGHBORS))
+    member.txn(Purpose.REGISTER, compares, ops, otherwise)
+    member.watch(Purpose.SEE_SLOT, keys.slot(registration.member))
+    member.watch(Purpose.SEE_HEAD, keys.head)
+    member.watch(Purpose.SEE_JOB, keys.job)
+
+
+def earlier_registrations(member: Member, incarnation: int) -> list[Operation]:
+    """Return operations that delete outdated registrations before their leases expire. Outdated registrations
+    are left by earlier connections of this agent and by a process that this process replaces.
+    """
+    earlier = range(max(1, incarnation - FORGET_EARLIER), incarnation)
+    names = [f"{member.agent.agent}/{each}" for each in earlier]
+    kinds = (member.keys.node, member.keys.slot)
+    replaces = member.rendezvous.replaces
+    gone = [] if replaces is None else member.keys.forget_process(replaces)
+    return [*gone, *(Delete(key(name)) for name in names for key in kinds)]
+
+
+def look_for_twin(member: Member, reply: Reply) -> None:
+    """Check whether another launch on this host already takes part in the job. The reply to the first
+    registration lists the host's other agents. The two launches may be runs of the same command that the user
+    considers independent jobs.
+
+    Tell the user only if the job already runs. Before the first round, the user may be starting the nodes of
+    one job in several sessions on this host.
+    """
+    neighbors = reply.results[0]
+    if member.joining.was_registered or not isinstance(neighbors, Sequence):
+        return
+    launches = [_launch_of(entry) for entry in neighbors]
+    member.joining.has_twin = any(each not in (None, member.agent.launch) for each in launches)
+    number = member.joining.found_round
+    if member.joining.has_twin and number:
+        text = f"this node joins job {member.agent.job}, which already runs (round {number}), {TWIN}"
+        member.do(Announce(text))
+
+
+def _launch_of(entry: Entry) -> str | None:
+    try:
+        return text_of(entry.value)
+    except DamagedError:
+        return None  # The record does not show to which launch the agent belongs.
+
+
+def registered(member: Member, registration: Registration, own: Entry | None) -> None:
+    """Handle a confirmed registration. Use the create revision of the stored key instead of the reply's
+    revision, because the client may have sent the request twice.
+    """
+    assert own is not None
+    static_ranks.registered(member)
+    registration.create_revision = own.create_revision
+    member.joining.was_registered = True
+    member.joining.trouble = None
+    for timer in ("connect", "connect_news", "store_lost"):
+        member.disarm(timer)
+    member.arm("give_up", member.patience)
+
+
+def refused(member: Member, link: Link, registration: Registration, reply: Reply) -> bool:
+    """Handle a rejected registration (transaction T1). Either another job has replaced this one, or the node
+    rank is taken.
+
+    Return true if this same registration already has the node rank. That happens if T1 was executed earlier,
+    but the connection broke before the reply arrived.
+    """
+    job = reply.entry(0) if reply.results else None
+    if job is None or job.create_revision != link.job_revision:
+        fence(member, OTHER_JOB)
+        return False
+    own = own_registration(reply)
+    if own is not None:
+        registered(member, registration, own)
+        return True
+    static_ranks.refused(member, reply.entry(1))
+    retry(member)
+    return False
+
+
+def own_registration(reply: Reply) -> Entry | None:
+    """Return this agent's registration from the reply to a rejected transaction; ``None`` if there is none.
+    The registration exists if the store executed the transaction earlier but the reply was lost.
+    """
+    return reply.entry(2)
+
+
+def job_seen(member: Member, link: Link, entry: Entry | None) -> None:
+    """Disconnect this agent and stop its workers if the job's record in the store was removed or replaced."""
+    if entry is None or entry.value is None:
+        fence(member, "the record of this job was removed")
+    elif entry.create_revision != link.job_revision:
+        fence(member, OTHER_JOB)

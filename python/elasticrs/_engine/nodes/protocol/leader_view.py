@@ -1,0 +1,305 @@
+"""The leader's local copy of the job's keys in the store. Updating the copy takes the same time for any
+number of agents.
+
+- **VIEW-1** The view contains every key of the job as of :attr:`View.revision`.
+- **VIEW-2** The derived sets (:attr:`View.slow`, :attr:`View.candidates`, …) always match their definitions.
+  They are recomputed from scratch only for a new round.
+- **VIEW-3** A damaged record does not change the information that the view already has. It never makes a
+  member with workers look idle, finished or lost.
+"""
+
+from __future__ import annotations
+
+from elasticrs._engine.nodes.protocol.keys import agent_of, incarnation_of, is_member, number_of
+from elasticrs._engine.nodes.protocol.records import Head, Node, Slot, check_done, damage, table_of, text_of
+from elasticrs._engine.nodes.protocol.validation import DamagedError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from elasticrs._engine.nodes.protocol.keys import Keys
+    from elasticrs._engine.nodes.protocol.records import Seat
+    from elasticrs._engine.nodes.transport.coordination import Entry
+
+MAX_DAMAGED = 8
+"""Maximum number of damaged keys that are reported to the user."""
+
+UNREADABLE = Node("?", "", "", "", 0, 0)
+"""Placeholder for a registration that was damaged from the start. Its node may have workers."""
+
+
+class View:
+    """The leader's view of the store.
+
+    A *member* is one registration of an agent. The *head* is the state of the job. The current round is the
+    round that the head names.
+
+    Attributes:
+        revision: store revision of the view.
+        head, head_revision: state of the job and its revision; ``None`` and 0 if there is none yet.
+        nodes: registrations, by member.
+        joined: create revisions of the registrations, by member.
+        slots: number of the round for which each member last received a slot; ``None`` if the slot is
+            damaged.
+        seats: members of the current round, by group rank.
+        rank_of: group ranks in the current round, by member.
+        done: group ranks whose workers have finished.
+        absent: group ranks whose registration no longer exists.
+        missing: group ranks whose registration no longer exists and whose workers had not finished.
+        slow: registered members of the current round that may still have workers.
+        candidates: members that can take part in the next round. They are registered, are the latest
+            registration of their agent, are neither leaving nor excluded, and have no workers.
+        waiting: candidates that are not members of the current round.
+        causes: members whose registration reports that their own node has had a failure or is unfit.
+        farewells: members that have announced their departure.
+        refusal: reason for the latest refusal of another node since the current round started; ``None`` if no
+            node was refused.
+        damaged: messages to the user about records that could not be read, by key.
+    """
+
+    def __init__(self, keys: Keys, revision: int, entries: Iterable[Entry]) -> None:
+        self._keys = keys
+        self._agents: dict[str, list[int]] = {}
+        self._dones: set[tuple[int, int]] = set()
+        self._evidences: dict[tuple[int, int], bytes] = {}
+        self._tables: dict[str, dict[int, list[Seat]]] = {}
+        self.revision = revision
+        self.head: Head | None = None
+        self.head_revision = 0
+        self.nodes: dict[str, Node] = {}
+        self.joined: dict[str, int] = {}
+        self.slots: dict[str, int | None] = {}
+        self.seats: list[Seat] = []
+        self.rank_of: dict[str, int] = {}
+        self.done: set[int] = set()
+        self.absent: set[int] = set()
+        self.missing: set[int] = set()
+        self.slow: set[str] = set()
+        self.candidates: set[str] = set()
+        self.waiting: set[str] = set()
+        self.farewells: set[str] = set()
+        self.causes: set[str] = set()
+        self.refusal: str | None = None
+        self.damaged: dict[str, str] = {}
+        for entry in entries:
+            self._take(entry)
+        self._new_round()
+
+    @property
+    def round(self) -> int:
+        """Number of the most recent round; 0 before the first round."""
+        return self.head.round if self.head else 0
+
+    @property
+    def _excluded_agent(self) -> str | None:
+        return None if self.head is None else self.head.excluded_agent
+
+    @property
+    def forms(self) -> list[str]:
+        """Names of the proposed rounds whose member tables are in the store."""
+        return list(self._tables)
+
+    def apply(self, revision: int, changes: Iterable[Entry]) -> None:
+        """Apply the changes that belong to one store revision."""
+        before = self.round, self.head.form if self.head else ""
+        touched = [member for change in changes for member in self._take(change)]
+        self.revision = revision
+        if (self.round, self.head.form if self.head else "") != before:
+            self._new_round()
+            return
+        for member in touched:
+            self._refresh(member)
+
+    def evidence_of(self, group_rank: int) -> bytes | None:
+        """Return the diagnostic data that a member has written for the current round; ``None`` if there are
+        none.
+        """
+        return self._evidences.get((self.round, group_rank))
+
+    @property
+    def has_evidence(self) -> bool:
+        """True if at least one node has written diagnostic data for the current round."""
+        return any(number == self.round for number, _ in self._evidences)
+
+    def holds(self, member: str) -> bool:
+        """Return true if a member may still have workers. This is true if the last round for which the member
+        was assigned ranks has started, and the member has not reported itself idle since then.
+
+        Use the member's own slot and not the last table of members, because a round may have been formed
+        without a slow member that still has workers of an earlier round.
+        """
+        given = self.slots.get(member, 0)
+        if given is None:
+            given = self.round
+        return 0 < given <= self.round and self.nodes[member].idle < given
+
+    def is_excluded(self, member: str) -> bool:
+        """Return true if this registered member has been excluded from the job."""
+        return bool(self.nodes[member].serves_only) or agent_of(member) == self._excluded_agent
+
+    # --- reading keys ---
+
+    def _take(self, entry: Entry) -> Iterable[str]:
+        """Apply the change or deletion of one key. Return the members whose derived state may be affected."""
+        kind, _, name = entry.key[len(self._keys.prefix) :].partition("/")
+        if kind == "nodes" and is_member(name):
+            return self._take_node(name, entry)
+        if kind == "slot":
+            self._take_slot(name, entry)
+            return (name,)
+        if kind == "evidence":
+            self._take_evidence(name, entry)
+        elif kind == "head":
+            before = self._excluded_agent
+            self.head = None if entry.value is None else Head.read(entry)
+            self.head_revision = entry.mod_revision
+            if self._excluded_agent != before:
+                agents = (before, self._excluded_agent)
+                return [
+                    f"{agent}/{each}" for agent in agents if agent for each in self._agents.get(agent, ())
+                ]
+        elif kind == "table":
+            self._take_table(name, entry)
+        elif kind == "done":
+            self._take_done(name, entry)
+        elif kind == "refused":
+            self._take_refusal(entry)
+        elif kind == "left":
+            (self.farewells.discard if entry.value is None else self.farewells.add)(name)
+            return (name,)
+        return ()
+
+    def _note(self, entry: Entry, error: DamagedError) -> None:
+        if len(self.damaged) < MAX_DAMAGED:
+            self.damaged.setdefault(entry.key, damage(entry.key, error))
+
+    def _take_refusal(self, entry: Entry) -> None:
+        try:
+            self.refusal = None if entry.value is None else text_of(entry.value)
+        except DamagedError as error:
+            self._note(entry, error)
+
+    def _take_slot(self, member: str, entry: Entry) -> None:
+        if entry.value is None:
+            self.slots.pop(member, None)
+            return
+        try:
+            self.slots[member] = Slot.decode(entry.value).round
+        except DamagedError as error:
+            self._note(entry, error)
+            self.slots[member] = None
+
+    def _node(self, member: str, entry: Entry) -> Node:
+        try:
+            return Node.decode(entry.value or b"")
+        except DamagedError as error:
+            self._note(entry, error)
+            return self.nodes.get(member, UNREADABLE)
+
+    def _take_node(self, member: str, entry: Entry) -> Iterable[str]:
+        siblings = self._agents.setdefault(agent_of(member), [])
+        incarnation = incarnation_of(member)
+        if entry.value is None:
+            self.nodes.pop(member, None)
+            self.joined.pop(member, None)
+            self.causes.discard(member)
+            if incarnation in siblings:
+                siblings.remove(incarnation)
+            if not siblings:
+                del self._agents[agent_of(member)]
+        else:
+            self.nodes[member] = node = self._node(member, entry)
+            has_reported = node.cause is not None or node.unfit is not None
+            (self.causes.add if has_reported else self.causes.discard)(member)
+            self.joined[member] = entry.create_revision
+            if incarnation not in siblings:
+                siblings.append(incarnation)
+        if len(siblings) > 1 or (siblings and entry.value is None):
+            return [f"{agent_of(member)}/{each}" for each in {*siblings, incarnation}]
+        return (member,)
+
+    def _take_table(self, name: str, entry: Entry) -> None:
+        form, _, part = name.rpartition("/")
+        index = number_of(part)
+        if index is None:
+            return
+        chunks = self._tables.setdefault(form, {})
+        if entry.value is None:
+            chunks.pop(index, None)
+            if not chunks:
+                del self._tables[form]
+        elif index not in chunks:
+            # Read each part of a table only once, because a leader never changes a part after writing it.
+            try:
+                chunks[index] = table_of(entry.value)
+            except DamagedError as error:
+                self._note(entry, error)
+
+    def _take_done(self, name: str, entry: Entry) -> None:
+        number, _, rank = name.partition("/")
+        key = number_of(number), number_of(rank)
+        if key[0] is None or key[1] is None:
+            return
+        if entry.value is not None and key not in self._dones:
+            try:
+                check_done(entry.value)
+            except DamagedError as error:
+                self._note(entry, error)
+                return
+        (self._dones.discard if entry.value is None else self._dones.add)((key[0], key[1]))
+        if key[0] != self.round or key[1] >= len(self.seats):
+            return
+        if entry.value is not None:
+            self.done.add(key[1])
+            self.missing.discard(key[1])
+        else:
+            self.done.discard(key[1])
+            self.missing |= self.absent & {key[1]}
+
+    def _take_evidence(self, name: str, entry: Entry) -> None:
+        number, _, rank = name.partition("/")
+        key = number_of(number), number_of(rank)
+        if key[0] is None or key[1] is None:
+            return
+        if entry.value is None:
+            self._evidences.pop((key[0], key[1]), None)
+        else:
+            self._evidences[key[0], key[1]] = entry.value
+
+    # --- derived sets ---
+
+    def _new_round(self) -> None:
+        number, form = self.round, self.head.form if self.head else ""
+        chunks = self._tables.get(form, {})
+        self.seats = [seat for index in sorted(chunks) for seat in chunks[index]]
+        self.rank_of = {seat.member: rank for rank, seat in enumerate(self.seats)}
+        self.done = {rank for round_, rank in self._dones if round_ == number and rank < len(self.seats)}
+        for derived in (self.absent, self.missing, self.slow, self.candidates, self.waiting):
+            derived.clear()
+        for member in (*self.nodes, *self.rank_of):
+            self._refresh(member)
+
+    def _refresh(self, member: str) -> None:
+        rank = self.rank_of.get(member)
+        if member not in self.nodes:
+            self.slow.discard(member)
+            self.candidates.discard(member)
+            self.waiting.discard(member)
+            if rank is not None:
+                self.absent.add(rank)
+                if rank not in self.done:
+                    self.missing.add(rank)
+            return
+        holds = self.holds(member)
+        if rank is not None:
+            self.absent.discard(rank)
+            self.missing.discard(rank)
+            (self.slow.add if holds else self.slow.discard)(member)
+        siblings = self._agents[agent_of(member)]
+        latest = len(siblings) == 1 or max(siblings) == incarnation_of(member)
+        is_known = self.nodes[member] is not UNREADABLE
+        stays = member not in self.farewells and not self.is_excluded(member)
+        fit = not holds and latest and is_known and stays
+        (self.candidates.add if fit else self.candidates.discard)(member)
+        (self.waiting.add if fit and rank is None else self.waiting.discard)(member)

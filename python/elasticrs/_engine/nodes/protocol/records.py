@@ -1,0 +1,549 @@
+"""Records that are stored as values in the store, encoded as compact JSON of limited size.
+
+- **RECORD-1** A head has at most :data:`MAX_HEAD` bytes, however long the reported causes are, because it is
+  sent to all agents.
+- **RECORD-2** Whatever bytes a key contains, reading them returns a record whose fields have the right types
+  and ranges, or raises :class:`~.validation.DamagedError`.
+"""
+
+from __future__ import annotations
+
+import json
+
+from elasticrs._engine.job.policy_options import MAX_IN_WINDOW
+from elasticrs._engine.job.restart_policy import MAX_SUSPECTS, FailureHistory
+from elasticrs._engine.job.value import Value
+from elasticrs._engine.nodes.protocol import validation
+from elasticrs._engine.nodes.protocol.commands import Command
+from elasticrs._engine.nodes.protocol.keys import agent_of, is_member
+from elasticrs._engine.nodes.protocol.validation import DamagedError, decode
+from elasticrs._engine.nodes.transport.addresses import is_loopback_name
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Any, Literal, TypeAlias
+
+    from elasticrs._engine.nodes.transport.coordination import Entry
+
+    State: TypeAlias = Literal["RUNNING", "ENDED", "CLOSED"]
+
+PROTOCOL = 2
+"""Major version of keys, records and rules. Agents with different versions cannot take part in the same
+job.
+"""
+
+MAX_HEAD = 6144
+MAX_CAUSE = 2304
+MAX_TEXT = 384
+CAUSE_FIELDS = [name for name in validation.CAUSE if name not in ("frame", "lines")]
+"""Fields of a cause that are kept even if the cause is too large."""
+
+MAX_NAME = 128
+
+
+def encode(record: object) -> bytes:
+    """Encode a record as ASCII-only JSON, because text such as unusual file names may contain characters that
+    UTF-8 cannot encode.
+    """
+    return json.dumps(record, separators=(",", ":")).encode("ascii")
+
+
+def damage(key: str, error: DamagedError) -> str:
+    """Return the message that tells the user about a damaged record."""
+    return f"the record {key} in the rendezvous store is damaged: {error}"
+
+
+def cut(text: str, limit: int) -> str:
+    """Shorten text to at most ``limit`` encoded bytes. Shortened text ends with ``...``."""
+    if len(encode(text)) <= limit + 2:
+        return text
+    kept = text[:limit]
+    while len(encode(kept)) > limit - 1:
+        kept = kept[: len(kept) * 3 // 4]
+    return kept + "..."
+
+
+def bound_cause(cause: Mapping[str, Any] | None, limit: int = MAX_CAUSE) -> dict[str, Any] | None:
+    """Limit the size of a failure cause. If it is too large, first remove its oldest lines and then shorten
+    long text. If that is not enough, keep only the fields in :data:`CAUSE_FIELDS`, with even shorter text.
+    """
+    if cause is None:
+        return None
+    bounded = dict(cause)
+    lines = bounded.get("lines")
+    if isinstance(lines, (list, tuple)):
+        bounded["lines"] = [cut(str(line), MAX_TEXT) for line in list(lines)[-20:]]
+        while bounded["lines"] and len(encode(bounded)) > limit:
+            del bounded["lines"][0]
+    if len(encode(bounded)) > limit:
+        bounded = {
+            key: cut(each, MAX_TEXT) if isinstance(each, str) else each for key, each in bounded.items()
+        }
+    if len(encode(bounded)) > limit:
+        bounded = {
+            key: cut(each, MAX_NAME) if isinstance(each := bounded[key], str) else each
+            for key in CAUSE_FIELDS
+            if isinstance(bounded.get(key), (str, int, float))
+        }
+    return bounded
+
+
+def time_of(cause: Mapping[str, Any] | None) -> int | None:
+    """Return the time of a failure on the store's wall clock, in nanoseconds; ``None`` if unknown."""
+    time = cause.get("time_ns") if cause else None
+    return time if isinstance(time, int) else None
+
+
+def step_of(cause: Mapping[str, Any] | None) -> int | None:
+    """Return the step in which a worker hung. Return ``None`` if the step is unknown or the worker did not
+    hang.
+    """
+    step = cause.get("step") if cause else None
+    return step if isinstance(step, int) else None
+
+
+GROUNDS = ("stopped", "behind", "elsewhere", "apart", "oldest")
+"""Kinds of evidence that a rank keeps the other ranks waiting, from strongest to weakest."""
+
+
+def blame_of(cause: Mapping[str, Any] | None) -> tuple[Any, ...] | None:
+    """Return a sort key for comparing hung workers of several nodes. The worker for which the others are
+    waiting has the smallest key.
+
+    Workers that were stopped by a signal precede all other workers. Within each group, workers are sorted by
+    step, then by the strength of the evidence (:data:`GROUNDS`), then by time. Return ``None`` if the cause
+    is not a hung worker.
+    """
+    ground = cause.get("ground") if cause else None
+    if cause is None or ground not in GROUNDS:
+        return None
+    step, time = step_of(cause), time_of(cause)
+    return (
+        ground != "stopped",
+        float("inf") if step is None else step,
+        GROUNDS.index(ground),
+        float("inf") if time is None else time,
+    )
+
+
+def silence_of(cause: Mapping[str, Any] | None) -> float | None:
+    """Return the number of seconds since a hung worker's last heartbeat. Return ``None`` if it is unknown, or
+    if the worker did not hang.
+    """
+    silence = cause.get("silence") if cause else None
+    if blame_of(cause) is None or not isinstance(silence, (int, float)):
+        return None
+    return max(0.0, float(silence))
+
+
+def is_of_same_node(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return true if the same agent reported both causes. Compare the group ranks too, because several agents
+    may run on one node.
+    """
+    return all(one.get(name) == other.get(name) for name in ("node", "group_rank"))
+
+
+def may_be_first(own: Mapping[str, Any], recorded: Mapping[str, Any] | None) -> bool:
+    """Return true if this node's failure ``own`` may have happened before the failure ``recorded``. If the
+    same agent reported both, return true, because ``own`` then adds details from the workers' error files.
+    """
+    if recorded:
+        if is_of_same_node(own, recorded):
+            return True
+        # Treat a recorded failure without a message as a possible consequence of another failure. Such a
+        # failure was recorded before the worker's error file was read, so its cause is unknown.
+        may_be_consequence = recorded.get("is_consequence") or recorded.get("message") is None
+        if may_be_consequence and not own.get("is_consequence"):
+            return True
+        if own.get("is_consequence") and not may_be_consequence:
+            return False
+    blame, other_blame = blame_of(own), blame_of(recorded)
+    if blame is not None and other_blame is not None:
+        return blame <= other_blame
+    time, other_time = time_of(own), time_of(recorded)
+    return other_time is None or (time is not None and time <= other_time)
+
+
+class Node(Value):
+    """Record of one registration.
+
+    Args:
+        name: name of the node, for the user.
+        host: identifier of the host.
+        address: local address of the node's connection to the store.
+        local_addr: address that the user has given for this node; ``None`` if there is none.
+        fallback_addr: address at which other hosts reach the node, if ``address`` is a loopback address.
+        role, nproc: role and number of the node's workers.
+        hint: number that determines the order of ranks, with precedence over the name.
+        port: port of the node's listener for the workers' store of the next round.
+        idle: last round whose workers are known to have exited on this node.
+        cause: cause of a failure on this node in round ``idle``, if this failure may have come before the
+            recorded failure.
+        unfit: reason why a check found the node unfit after round ``idle``; ``None`` if no check did.
+        serves_only: true if the node has been excluded from the job, but its agent stays to host the
+            coordination store.
+    """
+
+    name: str
+    host: str
+    address: str
+    role: str
+    nproc: int
+    port: int
+    idle: int = 0
+    local_addr: str | None = None
+    fallback_addr: str | None = None
+    hint: int | None = None
+    cause: dict[str, Any] | None = None
+    unfit: str | None = None
+    serves_only: bool | None = None
+
+    def encode(self) -> bytes:
+        """Encode the registration, omitting fields that are ``None``."""
+        return encode({name: each for name, each in self.fields().items() if each is not None})
+
+    @staticmethod
+    def decode(value: bytes) -> Node:
+        """Decode a registration.
+
+        Raises:
+            DamagedError: the bytes are not a valid registration.
+        """
+        fields = validation.fields(decode(value), _NODE, _NODE_REQUIRED)
+        return Node(**{**fields, "cause": validation.cause(fields.get("cause"))})
+
+    @property
+    def shown(self) -> str:
+        """Name and address of the node, as shown to the user."""
+        seen = self.fallback_addr if is_loopback_name(self.address) and self.fallback_addr else self.address
+        return f"{self.name} ({self.local_addr or seen})"
+
+
+class Head(Value):
+    """State of the job, called the head. Only transactions that compare its revision may change it.
+
+    Args:
+        state: ``RUNNING``, ``ENDED`` or ``CLOSED``.
+        round: number of the round; 0 if the job was closed before its first round.
+        form: name of the proposal that became this round.
+        used: number of restarts that the job has used.
+        size: number of nodes in the round.
+        world_size: number of workers in the round.
+        master: address and port of the round's workers' store.
+        end: description of how the round ended, or in state ``RUNNING`` the previous round: ``kind``
+            (``failure``, ``lost``, ``left``, ``scale``, ``setup``, ``asked``), ``node``, ``group_rank``,
+            ``message``, ``fatal``. When the leader evaluates the round, it adds ``charged`` (true if a
+            restart was charged) and, where they apply, ``delay`` (seconds until the next round), ``excluded``
+            (member that was excluded from the job) and ``note`` (line for the user about suspect nodes).
+        cause: cause of the first failure in that round, over all nodes.
+        history: data about earlier failures that the restart policy needs in addition to ``used``; see
+            :meth:`failures`.
+        permanent: true if the job was closed because another attempt would fail in the same way.
+        losses: number of nodes lost so far.
+        short_losses: number of consecutive short rounds that ended with the loss of a node.
+        setups: number of consecutive rounds whose workers could not be started.
+        outcome: outcome of a closed job: ``succeeded``, ``failed``, ``timeout`` or ``aborted``.
+        reason: reason why the job was closed, for the user.
+        time_ns: time at which the job was closed, on the store's wall clock. It is only reported, never
+            compared.
+    """
+
+    state: State
+    round: int
+    form: str = ""
+    used: int = 0
+    size: int = 0
+    world_size: int = 0
+    master: tuple[str, int] = ("", 0)
+    end: dict[str, Any] | None = None
+    cause: dict[str, Any] | None = None
+    history: dict[str, Any] | None = None
+    permanent: bool = False
+    losses: int = 0
+    short_losses: int = 0
+    setups: int = 0
+    outcome: str | None = None
+    reason: str | None = None
+    time_ns: int = 0
+
+    def encode(self) -> bytes:
+        """Encode this record in at most :data:`MAX_HEAD` bytes. Long names and messages are truncated."""
+        end = self.end and {
+            key: cut(each, MAX_NAME if key == "node" else MAX_TEXT) if isinstance(each, str) else each
+            for key, each in self.end.items()
+        }
+        fields = {**self.fields(), "end": end, "cause": bound_cause(self.cause)}
+        fields["reason"] = self.reason and cut(self.reason, MAX_TEXT)
+        fields["master"] = (cut(self.master[0], MAX_NAME * 2), self.master[1])
+        return encode({name: each for name, each in fields.items() if each is not None})
+
+    @staticmethod
+    def decode(value: bytes) -> Head:
+        """Decode a head record.
+
+        Raises:
+            DamagedError: the bytes are not a valid head.
+        """
+        if len(value) > MAX_HEAD:
+            raise DamagedError(f"it has {len(value)} bytes")
+        fields = validation.fields(decode(value), _HEAD, ("state", "round"))
+        fields["cause"] = validation.cause(fields.get("cause"))
+        if fields.get("history") is not None:
+            fields["history"] = validation.fields(fields["history"], _HISTORY, ())
+        if fields.get("end") is not None:
+            fields["end"] = validation.fields(fields["end"], _END, ("kind",))
+        return Head(**{**fields, "master": tuple(fields.get("master", ("", 0)))})
+
+    @property
+    def is_judged(self) -> bool:
+        """True if the round has ended and the leader has evaluated how it ended."""
+        return self.state == "ENDED" and "charged" in (self.end or {})
+
+    @property
+    def delay(self) -> float:
+        """Restart delay in seconds, decided when the last round ended."""
+        return float((self.end or {}).get("delay", 0.0))
+
+    @property
+    def note(self) -> str:
+        """Message to the user about suspect nodes; empty if no node is suspected."""
+        return str((self.end or {}).get("note", ""))
+
+    @property
+    def excluded_agent(self) -> str | None:
+        """Agent excluded from the job when the last round ended; ``None`` if no agent was excluded."""
+        member = (self.end or {}).get("excluded")
+        return None if member is None else agent_of(member)
+
+    @property
+    def failures(self) -> FailureHistory:
+        """The job's failure history, for the restart policy."""
+        kept = {name: _with_tuples(each) for name, each in (self.history or {}).items()}
+        return FailureHistory(self.used, **kept)
+
+    def with_failures(self, failures: FailureHistory) -> Head:
+        """Return a copy of the job's state with the given failure history. Long names in the history are
+        truncated.
+        """
+        fields, defaults = failures.fields(), FailureHistory.defaults()
+        used = fields.pop("charged")
+        kept = {name: _shortened(each) for name, each in fields.items() if each != defaults[name]}
+        return self.replaced(used=used, history=kept or None)
+
+    @staticmethod
+    def read(entry: Entry) -> Head:
+        """Decode the head (the state of the job) from its store entry. If the entry is damaged, return the
+        head of a closed, failed job, with a reason that names the key.
+        """
+        try:
+            return Head.decode(entry.value or b"")
+        except DamagedError as error:
+            return Head("CLOSED", 0, outcome="failed", reason=damage(entry.key, error))
+
+
+def _with_tuples(value: Any) -> Any:
+    """Replace lists by tuples in a value of the failure history that was decoded from JSON."""
+    return tuple(map(_with_tuples, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _shortened(value: Any) -> Any:
+    """Shorten a value of the failure history before it is stored. Cut long names, and round numbers."""
+    if isinstance(value, tuple):
+        return tuple(map(_shortened, value))
+    if isinstance(value, str):
+        return cut(value, MAX_NAME)
+    return round(value, 3) if isinstance(value, float) else value
+
+
+class Seat(Value):
+    """Entry for one member in a round's member table.
+
+    Args:
+        member: name of the member.
+        name, address: name and address of the node, for reports after its registration was deleted.
+    """
+
+    member: str
+    name: str
+    address: str
+
+
+class Slot(Value):
+    """Ranks that the leader assigns to a member for one rendezvous round.
+
+    Args:
+        round, form: round and proposal of the slot. The slot is valid once the head names both.
+        group_rank, first_rank, first_role_rank, role_world_size: ranks of the member, and the number of
+            workers with its role. The head contains the other sizes.
+    """
+
+    round: int
+    form: str
+    group_rank: int
+    first_rank: int
+    first_role_rank: int
+    role_world_size: int
+
+    def encode(self) -> bytes:
+        """Encode the slot as a compact list, because the store holds one slot for every member."""
+        return encode(self.values())
+
+    @staticmethod
+    def decode(value: bytes) -> Slot:
+        """Decode a slot.
+
+        Raises:
+            DamagedError: the bytes are not a valid slot.
+        """
+        return Slot(*validation.row(decode(value), _SLOT))
+
+    def fits(self, head: Head, nproc: int) -> bool:
+        """Return true if the assigned ranks are valid in the round described by ``head``, for a node with
+        ``nproc`` workers.
+        """
+        return (
+            all(head.master)
+            and self.group_rank < head.size <= head.world_size
+            and self.first_rank + nproc <= head.world_size
+            and self.first_role_rank + nproc <= self.role_world_size <= head.world_size
+        )
+
+
+def table_of(value: bytes) -> list[Seat]:
+    """Decode one chunk of a round's member table.
+
+    Raises:
+        DamagedError: the bytes are not a valid part of a table.
+    """
+    rows = decode(value)
+    if not isinstance(rows, list):
+        raise DamagedError("not a list")
+    seats = [Seat(*validation.row(row, _SEAT)) for row in rows]
+    if not all(is_member(seat.member) for seat in seats):
+        raise DamagedError("a seat without a member")
+    return seats
+
+
+def holder_of(value: bytes) -> tuple[str, str]:
+    """Decode the record of the agent that holds a node rank. Return the agent's name, and a description of
+    its node to show to the user.
+
+    Raises:
+        DamagedError: the bytes are not a valid record.
+    """
+    agent, _, shown = validation.row(decode(value), (validation.TEXT,) * 3)
+    return agent, shown
+
+
+def job_of(value: bytes) -> dict[str, Any]:
+    """Decode the job record. Its fields vary with the release that wrote it.
+
+    Raises:
+        DamagedError: the bytes are not a valid record.
+    """
+    job = decode(value)
+    plain = (str, int, bool, type(None))
+    if not isinstance(job, dict):
+        raise DamagedError("not the settings of a job")
+    command = job.pop("command", None)
+    if not all(isinstance(each, plain) for each in job.values()):
+        raise DamagedError("not the settings of a job")
+    if command is not None:
+        fields = validation.fields(command, _COMMAND, _COMMAND)
+        command = Command(**{**fields, "words": tuple(fields["words"])})
+    return {**job, "command": command}
+
+
+def text_of(value: bytes | None) -> str:
+    """Decode a record that consists of one text.
+
+    Raises:
+        DamagedError: the bytes are not a text of the expected length.
+    """
+    text = decode(value or b"")
+    if not validation.NAME(text):
+        raise DamagedError("not a text of the expected length")
+    return str(text)
+
+
+def check_done(value: bytes) -> None:
+    """Validate the record that a member writes when its workers have finished.
+
+    Raises:
+        DamagedError: the bytes are not a valid record.
+    """
+    if not isinstance(decode(value), dict):
+        raise DamagedError("not the summary of a node")
+
+
+_MOST_WORDS = 2000
+_COUNT, _TEXT, _PORT = validation.COUNT, validation.TEXT, validation.PORT
+_NAME, _ADDRESS = validation.NAME, validation.ADDRESS
+_NODE_REQUIRED = ("name", "host", "address", "role", "nproc", "port", "idle")
+_NODE = {
+    **dict.fromkeys(("name", "host"), _NAME),
+    **dict.fromkeys(("address", "local_addr", "fallback_addr"), _ADDRESS),
+    "role": _TEXT,
+    "nproc": validation.POSITIVE,
+    "port": _PORT,
+    "idle": _COUNT,
+    "hint": validation.INT,
+    "cause": validation.ANY,
+    "unfit": _TEXT,
+    "serves_only": validation.FLAG,
+}
+_HEAD = {
+    **dict.fromkeys(("round", "used", "size", "world_size", "losses", "short_losses", "setups"), _COUNT),
+    **dict.fromkeys(("end", "cause", "history"), validation.ANY),
+    "permanent": validation.FLAG,
+    "state": validation.one_of("RUNNING", "ENDED", "CLOSED"),
+    "form": _NAME,
+    "master": validation.row_of(_ADDRESS, _PORT),
+    "outcome": validation.one_of("succeeded", "failed", "timeout", "aborted"),
+    "reason": _TEXT,
+    "time_ns": validation.TIME,
+}
+_END = {
+    **dict.fromkeys(("node", "message", "member", "note"), _TEXT),
+    "excluded": is_member,
+    **dict.fromkeys(("fatal", "charged"), validation.FLAG),
+    "delay": validation.SPAN,
+    "kind": validation.one_of("failure", "lost", "left", "scale", "setup", "asked"),
+    "group_rank": validation.WHOLE,
+}
+_COMMAND = {
+    "words": lambda value: bool(value) and validation.list_of(_TEXT, _MOST_WORDS)(value),
+    **dict.fromkeys(("place", "node"), _TEXT),
+    "user": _COUNT,
+}
+_OPTIONAL_WHOLE = validation.optional(validation.WHOLE)
+_HISTORY = {
+    **dict.fromkeys(("same", "without_progress", "excluded"), _COUNT),
+    "start_error": validation.row_of(_NAME, _NAME),
+    "implicated": validation.list_of(validation.row_of(_NAME, _COUNT), MAX_SUSPECTS),
+    "charged_at": validation.list_of(validation.SPAN, MAX_IN_WINDOW),
+    "last": validation.row_of(_NAME, _NAME, _OPTIONAL_WHOLE, _OPTIONAL_WHOLE),
+    "reached": validation.WHOLE,
+    "has_started": validation.FLAG,
+}
+_SLOT = (_COUNT, _NAME, _COUNT, _COUNT, _COUNT, _COUNT)
+_SEAT = (_NAME, _NAME, _ADDRESS)
+
+
+def master_addr(nodes: Sequence[Node]) -> str:
+    """Return an address at which all members can reach the node with group rank 0. ``nodes`` must be sorted
+    by group rank.
+
+    Use the address that the user has given for that node. If the user has given none, use the local address
+    of the node's connection to the store, which is known to work between that node and the store's host. A
+    loopback address is used only if all nodes are on one host, or there is no other address.
+    """
+    first = nodes[0]
+    if first.local_addr:
+        return first.local_addr
+    if not is_loopback_name(first.address):
+        return first.address
+    if any(node.host != first.host for node in nodes) and first.fallback_addr:
+        return first.fallback_addr
+    return first.address

@@ -1,0 +1,307 @@
+"""Evaluate the end of a round: decide whether it uses up a restart and whether it ends the job. All functions
+here are pure. :mod:`.restart_policy` decides how to react to a failure.
+
+- **VERDICT-1** A restart is charged only if workers have failed and no member was lost. Workers often fail
+  *because* a node died, and their report may arrive before the loss is known.
+- **VERDICT-2** The first cause is the earliest of all causes that members report for the round. An exception
+  that only reports a lost or silent peer is the first cause only if there is no other one. If workers hung,
+  the first cause is the hang of the worker that the others waited for, according to
+  :func:`~.records.blame_of`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+
+from elasticrs._engine.job.failure_cause import Cause
+from elasticrs._engine.job.restart_policy import STEADY, Evidence, StopKind, decide, exclude
+from elasticrs._engine.job.value import Value
+from elasticrs._engine.nodes.protocol.announcements import end_of, named, nodes
+from elasticrs._engine.nodes.protocol.records import blame_of, cut, is_of_same_node, time_of
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any
+
+    from elasticrs._engine.job.restart_policy import RestartSettings
+    from elasticrs._engine.nodes.protocol.leader_view import View
+    from elasticrs._engine.nodes.protocol.records import Head, Node
+    from elasticrs._engine.nodes.transport.settings import Settings
+
+MAX_DIAGNOSIS = 1024
+"""Maximum length of a diagnosis, in bytes."""
+
+MAX_DIAGNOSED = 1 << 17
+"""Maximum number of ranks in a diagnosis. Any further ranks are ignored."""
+
+_SIGABRT = 6
+"""Signal that kills a process when NCCL's watchdog aborts it after a failed collective (SIGABRT)."""
+
+MAX_SETUPS = 3
+"""Maximum number of consecutive rounds whose workers fail to start."""
+
+
+class Verdict(Value):
+    """Result of evaluating a finished round.
+
+    Args:
+        alive: members that must still be registered when the outcome is written. If one of them is lost
+            before that, its loss explains the failure, and the round uses no restart.
+        head: head of the ended round, with updated counts and the restart delay.
+        reason: reason why the job ends; ``None`` if it continues.
+    """
+
+    alive: list[str]
+    head: Head
+    reason: str | None
+
+
+def is_explained(view: View) -> bool:
+    """Return true if the loss or departure of a member can explain the failure of other members.
+
+    The loss of a member that had finished explains nothing, unless that member hosted the round's workers'
+    store (group rank 0).
+    """
+    is_leaving = any(member in view.rank_of for member in view.farewells)
+    return bool(view.missing) or 0 in view.absent or is_leaving
+
+
+def is_charged(view: View, head: Head) -> bool:
+    """Return true if the end of the round counts against the maximum number of restarts."""
+    return kind_of(head) == "failure" and not is_explained(view)
+
+
+def witnesses(view: View) -> list[str]:
+    """Return the members that may still have running workers and whose loss would explain the round's
+    failure. See :func:`is_explained`.
+    """
+    return sorted(member for member in view.slow if view.rank_of[member] not in view.done - {0})
+
+
+def kind_of(head: Head) -> str:
+    """Return how the round ended, such as ``failure`` or ``lost``."""
+    kind: str = (head.end or {}).get("kind", "")
+    return kind
+
+
+def known_causes(view: View, head: Head) -> list[dict[str, Any]]:
+    """Return the failure causes that members reported for the round, one per agent. If an agent sent two
+    reports, use the later one, because it includes the contents of the workers' error files.
+    """
+    found = [node.cause for node in _reports(view, head) if node.cause is not None]
+    first = head.cause
+    if first is not None and not any(is_of_same_node(cause, first) for cause in found):
+        found.insert(0, first)
+    return found[::-1]
+
+
+def first_cause(view: View, head: Head) -> dict[str, Any] | None:
+    """Return the cause of the round's first failure (VERDICT-2); ``None`` if no cause is known."""
+    known = known_causes(view, head)
+    if not known:
+        return None
+    known = [cause for cause in known if not cause.get("is_consequence")] or known
+    # Break timestamp ties by rank, so that the result does not depend on the order of the reports.
+    first = min(
+        known, key=lambda cause: (time_of(cause) is None, time_of(cause) or 0, cause.get("rank") or 0)
+    )
+    if blame_of(first) is None:
+        return first
+    hung = [(blame, cause) for cause in known if (blame := blame_of(cause)) is not None]
+    return min(hung, key=lambda each: each[0])[1]
+
+
+def diagnosed(
+    view: View, head: Head, cause: dict[str, Any] | None
+) -> tuple[dict[str, Any] | None, str | None]:
+    """Return the cause of a round's failure and the diagnosis text. The text is ``None`` if there are not
+    enough flight records, or if the cause is neither a hang nor a failed collective.
+
+    If the flight records blame another rank than the heartbeats, return the cause of the rank that the
+    records blame, because heartbeats are weak evidence if each node has only one rank. If the records are not
+    conclusive, the cause names the candidates.
+    """
+    if cause is None or not view.has_evidence:
+        return cause, None
+    is_hang = blame_of(cause) is not None
+    if not is_hang and not cause.get("is_consequence") and cause.get("exitcode") != -_SIGABRT:
+        return cause, None
+    from elasticrs._engine.hangs.blame import decide, decide_failure
+    from elasticrs._engine.hangs.diagnose import diagnose_nodes
+
+    nodes = [(seat.name, view.evidence_of(rank)) for rank, seat in enumerate(view.seats)]
+    world_size = min(head.world_size, MAX_DIAGNOSED)
+    diagnosis = diagnose_nodes(nodes, world_size, view.done)
+    rank = cause.get("rank")
+    if diagnosis is None or rank is None:
+        return cause, None if diagnosis is None else cut(diagnosis.summary, MAX_DIAGNOSIS)
+    blame = decide_failure(diagnosis, rank, range(world_size))
+    if is_hang:
+        blame = decide(diagnosis, rank, cause["ground"])
+    if blame is not None and blame.is_decided and rank not in blame.ranks:
+        cause = _cause_of(view, head, cause, blame.ranks[0])
+        rank = cause.get("rank")
+    if blame is not None and (len(blame.ranks) > 1 or not blame.is_decided or rank not in blame.ranks):
+        cause = {**cause, "blamed": blame.text}
+    return cause, cut(diagnosis.summary, MAX_DIAGNOSIS)
+
+
+def _cause_of(view: View, head: Head, cause: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Return the cause to report if the flight records blame ``rank``. If a node has reported that this rank
+    hung, return that node's cause. Otherwise, build a cause from the node and local rank of this rank. If
+    these are not known, return ``cause``.
+    """
+    from elasticrs._engine.hangs.node_evidence import NodeEvidenceError, decode
+
+    kept = ("round", "time_ns", "error_ns", "ground", "silence")
+    shared = {name: cause[name] for name in kept if name in cause}
+    is_hang = blame_of(cause) is not None
+    known = [other for other in known_causes(view, head) if other.get("rank") == rank]
+    hung = [(blame, other) for other in known if (blame := blame_of(other)) is not None]
+    if hung:
+        return min(hung, key=lambda each: each[0])[1]
+    end, silent = 0, []
+    for group_rank, seat in enumerate(view.seats):
+        try:
+            ranks = [found.rank for found in decode(view.evidence_of(group_rank) or b"")]
+        except NodeEvidenceError:
+            silent.append(group_rank)
+            continue  # This node has sent no usable evidence.
+        if rank < min(ranks, default=0):
+            break
+        end, silent = max(ranks, default=-1) + 1, []
+        if rank in ranks:
+            what = "hung: kept the other ranks waiting" if is_hang else "made a collective of the others fail"
+            return {
+                **shared,
+                "node": seat.name,
+                "host": seat.name,
+                "group_rank": group_rank,
+                "rank": rank,
+                "local_rank": ranks.index(rank),
+                "message": f"{what}, as the flight records show",
+            }
+    if len(silent) == 1 and silent[0] in view.done:
+        (group_rank,) = silent
+        seat = view.seats[group_rank]
+        place = {"node": seat.name, "host": seat.name, "group_rank": group_rank, "rank": rank}
+        message = "exited with code 0 while others still waited for it"
+        return {**shared, **place, "local_rank": rank - end, "exitcode": 0, "message": message}
+    return cause
+
+
+def _reports(view: View, head: Head) -> list[Node]:
+    """Return the registrations of members of this round that reported a failure, or whose node failed the
+    node check after the round.
+    """
+    members = [view.nodes[member] for member in sorted(view.causes) if member in view.rank_of]
+    return [node for node in members if node.idle == head.round]
+
+
+def _bound_nodes(view: View) -> Iterator[tuple[str, str]]:
+    """Yield the name of each node that must not be excluded from the job, and the reason."""
+    for name, count in Counter(node.name for node in view.nodes.values()).items():
+        if count > 1:
+            yield name, f"{count} agents have this name"
+
+
+def _member_of(view: View, name: str) -> str:
+    """Return the member on the node that will be excluded. Exactly one member matches, because a node is
+    never excluded if several agents share its name.
+    """
+    return next(
+        member for member in sorted(view.rank_of) if member in view.nodes and view.nodes[member].name == name
+    )
+
+
+def judge(
+    view: View,
+    head: Head,
+    settings: Settings,
+    policy: RestartSettings,
+    was_short: bool | None,
+    now_ns: int,
+    *,
+    min_nodes: int = 1,
+) -> Verdict:
+    """Decide whether the job continues after a round. Call this once every member has stopped or is lost, or
+    once ``settle`` seconds have passed.
+
+    Args:
+        view: the leader's view of the store.
+        head: head of the ended round.
+        settings: settings of the rendezvous.
+        policy: settings of the restart policy.
+        was_short: true if the round ended soon after its start; ``None`` if this agent did not see its start.
+        now_ns: current time on the store's wall clock, in nanoseconds.
+        min_nodes: minimum number of nodes in a round.
+    """
+    kind, charged = kind_of(head), is_charged(view, head)
+    first, diagnosis = diagnosed(view, head, first_cause(view, head))
+    others = [cause for cause in known_causes(view, head) if cause is not first]
+    evidence = Evidence(
+        # If the round does not count as a restart, decide only whether to exclude a node.
+        tuple(Cause.decoded(cause) for cause in (first, *others) if cause is not None and charged),
+        nodes=head.size,
+        now=now_ns / 1e9,
+        ran=None if was_short is None else 0.0 if was_short else STEADY,
+        # Derive the jitter from the round instead of a random number, because a decision may depend only on
+        # data in the store.
+        jitter=zlib.crc32(f"{head.form}/{head.round}".encode()) / 0xFFFFFFFF,
+        unfit=tuple((node.name, node.unfit) for node in _reports(view, head) if node.unfit is not None),
+        bound=tuple(_bound_nodes(view)),
+        available=len(view.candidates),
+        min_nodes=min_nodes,
+    )
+    # Exclude unfit nodes even if the round does not count as a restart. The loss of a node explains why
+    # workers on other nodes failed, but not why a node check failed.
+    decision = (decide if charged else exclude)(policy, head.failures, evidence)
+    more: dict[str, Any] = {"delay": round(decision.delay, 3), "note": decision.note}
+    if decision.exclude is not None:
+        more["excluded"] = _member_of(view, decision.exclude)
+    lost = len(view.missing) - sum(view.rank_of.get(each) in view.missing for each in view.farewells)
+    lossy = kind == "lost" or (kind == "failure" and not charged)
+    short_losses = head.short_losses
+    if was_short is False:
+        short_losses = 0
+    elif was_short and lossy:
+        short_losses += 1
+    counted = head.replaced(
+        losses=head.losses + lost,
+        short_losses=short_losses,
+        setups=head.setups + 1 if kind == "setup" else 0,
+        cause=first if first is None or diagnosis is None else {**first, "diagnosis": diagnosis},
+        end={**(head.end or {}), "charged": charged, **{name: each for name, each in more.items() if each}},
+    )
+    reason = _why_not_again(view, counted, settings)
+    if reason is None and decision.stop is StopKind.EXHAUSTED:
+        reason = f"workers failed in round {head.round} and {decision.reason}"
+    elif reason is None and decision.stop is not None:
+        reason = decision.reason
+        counted = counted.replaced(permanent=decision.stop is StopKind.PERMANENT)
+    # Keep the history even if the job ends, because an implicated node uses it to report that it is unfit.
+    counted = counted.with_failures(decision.history)
+    return Verdict(witnesses(view) if charged else [], counted, reason)
+
+
+def _why_not_again(view: View, counted: Head, settings: Settings) -> str | None:
+    """Return the reason for ending the job, regardless of the restart policy; ``None`` if there is none."""
+    end = counted.end or {}
+    if kind_of(counted) == "setup" and (end.get("fatal") or counted.setups > MAX_SETUPS):
+        return end_of(counted)
+    if settings.max_node_losses is not None and counted.losses > settings.max_node_losses:
+        lost_nodes = nodes(counted.losses)
+        return f"lost {lost_nodes} (max_node_losses={settings.max_node_losses}), last: {_lost_names(view)}"
+    if counted.short_losses >= settings.max_short_losses:
+        return (
+            f"{counted.short_losses} rounds in a row lost a node less than {settings.short_round:g} s"
+            f" after their start, last: {_lost_names(view)}"
+        )
+    return None
+
+
+def _lost_names(view: View) -> str:
+    lost = [view.seats[rank] for rank in sorted(view.missing)]
+    return named([seat.name for seat in lost if seat.member not in view.farewells]) or "unknown"

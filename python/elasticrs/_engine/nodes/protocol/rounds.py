@@ -1,0 +1,491 @@
+"""A member's part in a round: start and stop its workers, report failures, and report when it is idle.
+
+An agent that is *idle* after a round has no workers of that round or of earlier rounds.
+
+- **ROUND-1** Workers start only when no earlier workers remain, and only when the head (the state of the job)
+  and the member's own slot (its ranks) name the same proposed round.
+- **ROUND-2** A failure is reported before the workers are stopped, and only for the running round.
+- **ROUND-3** An agent reports that it is idle only when no processes of that round's workers remain.
+- **ROUND-4** An agent exits only when none of its workers remain, except workers that SIGKILL does not end.
+"""
+
+from __future__ import annotations
+
+from elasticrs._engine.job.phrases import duration
+from elasticrs._engine.job.ranks import NodeRanks
+from elasticrs._engine.nodes.protocol import leaving, static_ranks
+from elasticrs._engine.nodes.protocol.announcements import (
+    TWIN,
+    diagnosis_line,
+    end_of,
+    failure_of,
+    round_line,
+)
+from elasticrs._engine.nodes.protocol.connecting import fence, fresh_listener, without_workers
+from elasticrs._engine.nodes.protocol.member import Done, Findings, Phase, Purpose, Workers
+from elasticrs._engine.nodes.protocol.messages import Announce, Outcome, Start
+from elasticrs._engine.nodes.protocol.records import (
+    Head,
+    Slot,
+    cut,
+    damage,
+    encode,
+    may_be_first,
+    silence_of,
+)
+from elasticrs._engine.nodes.protocol.validation import DamagedError
+from elasticrs._engine.nodes.transport.coordination import Get, ModifiedAt, Put
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from elasticrs._engine.nodes.protocol.member import Link, Member, Registration
+    from elasticrs._engine.nodes.protocol.messages import (
+        AskForRound,
+        Cause,
+        GroupEnded,
+        StartFailed,
+        WorkerFailed,
+    )
+    from elasticrs._engine.nodes.transport.coordination import Entry, Reply
+
+GONE = "the store no longer has this node's registration"
+REMOVED = "the state of this job was removed"
+
+
+# --- changes in the store ---
+
+
+def take_slot(member: Member, registration: Registration, entry: Entry) -> None:
+    """Handle a new slot (rank assignment) that the leader has written for this member."""
+    if entry.value is None or entry.mod_revision <= registration.slot_revision:
+        return
+    registration.slot_revision = entry.mod_revision
+    try:
+        registration.slot = Slot.decode(entry.value)
+    except DamagedError as error:
+        _slot_damaged(member, registration, error)
+        return
+    look(member)
+
+
+def _slot_damaged(member: Member, registration: Registration, error: DamagedError) -> None:
+    """Handle an unreadable rank assignment. Register again if this agent has no workers, because it needs
+    ranks for the next round.
+
+    Otherwise, only report the damage, because the running workers already have their ranks.
+    """
+    text = damage(member.keys.slot(registration.member), error)
+    if member.phase in (Phase.IDLE, Phase.CONNECTING):
+        fence(member, text)
+    else:
+        member.do(Announce(f"{text}; it is ignored"))
+
+
+def take_head(member: Member, link: Link, entry: Entry) -> None:
+    """Handle a new state of the job."""
+    if entry.mod_revision <= link.head_revision:
+        return
+    if entry.value is None:
+        if link.head is not None:
+            # Fence this agent (stop its workers), because the job's record was deleted from the store.
+            # Without the record, no agent can end the round.
+            fence(member, REMOVED)
+        return
+    head = Head.read(entry)
+    is_news = link.head is not None
+    link.head, link.head_revision = head, entry.mod_revision
+    member.last_head = head
+    if head.round:
+        member.joining.has_seen_round = True
+    if head.state == "CLOSED":
+        _closed(member, head)
+    elif head.state == "ENDED":
+        _ended(member, head)
+    else:
+        _running(member, link, head, is_news)
+
+
+def _closed(member: Member, head: Head) -> None:
+    if member.workers is None:
+        member.exit(leaving.outcome_of(member, head))
+        return
+    if member.leaving is None or member.leaving.outcome is None:
+        # Set the outcome now, because the connection to the store may be lost before the workers have
+        # stopped.
+        member.leave_with(leaving.outcome_of(member, head))
+    member.stop("the job ends")
+
+
+def _ended(member: Member, head: Head) -> None:
+    age = member.age
+    age.was_short = age.aged != head.round if age.seen == head.round else None
+    if age.seen == head.round:
+        member.disarm("round_age")
+    member.disarm("barrier")
+    if member.registered is not None:
+        member.arm("give_up", member.patience)
+    if member.workers is not None:
+        hung = head.cause if silence_of(head.cause) is not None else None
+        kind = (head.end or {}).get("kind")
+        is_planned = kind in ("scale", "left", "asked")
+        member.stop(end_of(head), hung=hung, planned=is_planned, after_failure=kind == "failure")
+    else:
+        look(member)
+    if head.is_judged and member.judged_round < head.round:
+        member.judged_round = head.round
+        _announce_verdict(member, head)
+
+
+def _announce_verdict(member: Member, head: Head) -> None:
+    """Tell the user what the leader decided after the round. If the leader excluded this agent, take part in
+    no further rounds.
+    """
+    if head.excluded_agent == member.agent.agent:
+        _excluded(member, head)
+    elif head.note:
+        member.do(Announce(head.note))
+    if head.delay > 0 and member.leaving is None:
+        member.do(Announce(f"the next round starts in {duration(head.delay)} (restart delay)"))
+
+
+def _excluded(member: Member, head: Head) -> None:
+    """Leave the job, because this node has been excluded. If this agent hosts the store, stay in the job
+    without workers instead, because the other nodes need the store.
+    """
+    if member.leaving is not None or member.serves_only:
+        return
+    if not member.agent.hosts_store:
+        leaving.leave_with(member, Outcome("excluded", head.note, head.cause))
+        return
+    member.serves_only = True
+    member.do(Announce(f"{head.note}; this agent stays without workers, because it hosts the store"))
+    if member.registered is not None:
+        say_idle(member, member.registered, member.registered.idle)
+
+
+def _running(member: Member, link: Link, head: Head, is_news: bool) -> None:
+    stop_earlier(member, head)
+    if head.excluded_agent == member.agent.agent:
+        # Handle the exclusion of this agent now, because the agent was disconnected when the exclusion was
+        # announced.
+        _excluded(member, head)
+    if member.age.seen != head.round:
+        member.age.seen = head.round
+        member.arm("round_age", member.settings.short_round)
+        tells = member.leaving is None and not member.agent.keeps_workers
+        if head.round > 1 and is_news and tells:
+            number, told = member.told_end
+            known = told if number == head.round - 1 else None
+            diagnosis = diagnosis_line(head)
+            if diagnosis is not None:
+                member.do(Announce(diagnosis))
+            member.do(Announce(round_line(head, member.agent.policy, known)))
+    member.disarm("give_up")
+    look(member)
+    if _is_spare(member, head):
+        _find_slot(member, link)
+
+
+def stop_earlier(member: Member, head: Head) -> None:
+    """Stop workers that are left over from an earlier round. After a long disconnection, this agent may have
+    missed the end of that round, because the store may report only each key's latest value.
+    """
+    if member.workers is not None and member.workers.round < head.round:
+        member.stop(end_of(head))
+
+
+def _is_spare(member: Member, head: Head) -> bool:
+    """Return true if the running round is full and does not seem to include this member."""
+    is_idle = member.phase is Phase.IDLE and head.state == "RUNNING"
+    return is_idle and head.size >= member.rendezvous.max_nodes and not is_mine(member.registration, head)
+
+
+def _find_slot(member: Member, link: Link) -> None:
+    """Read this member's rank assignment from the store, because the watch may deliver it late. Read the
+    assignment only once after each change of the job's state, because the assignment is final by then.
+    """
+    registration = link.registration
+    assert registration is not None
+    if registration.slot_asked < link.head_revision:
+        registration.slot_asked = link.head_revision
+        member.txn(Purpose.FIND_SLOT, [], [Get(member.keys.slot(registration.member))])
+
+
+def slot_found(member: Member, link: Link, registration: Registration, reply: Reply) -> None:
+    """Process the rank assignment that was read from the store. If this member has no rank in the running
+    round, tell the user that this node is waiting.
+    """
+    registration.slot_known = reply.revision
+    entry, head = reply.entry(0), link.head
+    if entry is not None and entry.mod_revision > registration.slot_revision:
+        take_slot(member, registration, entry)
+    elif head is not None and not is_mine(registration, head):
+        look(member)
+    if head is not None and is_slot_known(link, registration) and _is_spare(member, head):
+        if head.round == member.started_round:
+            text = f"waiting for the end of round {head.round}, where this node was a member before its loss"
+        else:
+            text = f"waiting as a spare: round {head.round} already runs with all of its {head.size} nodes"
+            if member.joining.has_twin and not member.joining.found_round:
+                text += f", {TWIN}"
+        member.do(Announce(text))
+
+
+def is_slot_known(link: Link, registration: Registration) -> bool:
+    """Return true if this member has read its rank assignment since the state of the job last changed. The
+    result is then final, because the leader writes all assignments before the state that refers to them.
+    """
+    return registration.slot_known >= link.head_revision
+
+
+def age_reached(member: Member) -> None:
+    """Record that the current round has run for at least ``short_round`` seconds."""
+    member.age.aged = member.age.seen
+
+
+def is_mine(registration: Registration | None, head: Head) -> bool:
+    """Return true if this member is part of the running round."""
+    slot = None if registration is None else registration.slot
+    if slot is None or head.state != "RUNNING":
+        return False
+    return slot.round == head.round and slot.form == head.form
+
+
+def look(member: Member) -> None:
+    """React to a new state of the job or a new rank assignment. Start the workers if the running round
+    includes this member.
+
+    Report the member as idle if the assignment is for a round that has ended or was formed without the
+    member.
+    """
+    link, registration, phase = member.link, member.registered, member.phase
+    if link is None or registration is None or registration.slot is None or member.leaving is not None:
+        return
+    head = link.head
+    if head is None:
+        return
+    slot = registration.slot
+    if phase not in (Phase.IDLE, Phase.DONE) or registration.idle >= slot.round or slot.round > head.round:
+        return
+    if is_mine(registration, head):
+        if phase is Phase.DONE:
+            return
+        if slot.fits(head, member.agent.nproc):
+            _start(member, head, slot)
+        else:
+            _slot_damaged(member, registration, DamagedError("its ranks are beyond those of the round"))
+    elif head.state == "RUNNING" and slot.round == head.round and not is_slot_known(link, registration):
+        # Read this member's rank assignment from the store, because the last received assignment belongs to a
+        # discarded proposal for this round. A newer assignment may not have arrived yet.
+        _find_slot(member, link)
+    elif head.state != "CLOSED":
+        member.done = None
+        idle(member, registration, slot.round)
+
+
+def _start(member: Member, head: Head, slot: Slot) -> None:
+    member.workers, member.started_round = Workers(head.round), head.round
+    member.findings = Findings(head.round)
+    member.joining.delay = 0.0
+    serves = slot.group_rank == 0
+    member.listener.has_served = member.listener.has_served or serves
+    ranks = NodeRanks(
+        *(slot.group_rank, head.size, slot.first_rank, head.world_size),
+        *(slot.first_role_rank, slot.role_world_size),
+    )
+    reasons = (end_of(head, names_pid=False), (head.cause or {}).get("diagnosis")) if head.round > 1 else ()
+    earlier = "; ".join(filter(None, reasons))
+    after_loss = (head.end or {}).get("kind") == "lost"
+    member.do(
+        Start(
+            *(head.round, head.used, slot.group_rank, ranks, *static_ranks.master(member, head), serves),
+            *(earlier, after_loss, head.delay),
+        )
+    )
+
+
+# --- events of the workers ---
+
+
+def worker_failed(member: Member, event: WorkerFailed) -> None:
+    """Report a worker's failure to all nodes, then stop the other workers of this node."""
+    if member.phase is not Phase.RUN:
+        return
+    _report_failure(member, event.cause)
+    hung = event.cause if silence_of(event.cause) is not None else None
+    member.stop(failure_of(event.cause, member.agent.node), hung=hung)
+
+
+def ask_for_round(member: Member, event: AskForRound) -> None:
+    """End the running round, because workers on this node have asked for a new round although none has failed
+    (transaction T2). Do nothing if the round has already ended.
+    """
+    workers = member.workers
+    if member.phase is Phase.RUN and workers is not None and member.runs(workers.round):
+        end = {"kind": "asked", "message": cut(event.reason, leaving.MAX_REASON)}
+        member.end_round(Purpose.NOTHING, end)
+
+
+def _report_failure(member: Member, cause: Cause | None) -> None:
+    _report(member, {"kind": "failure", "message": (cause or {}).get("message")}, cause)
+
+
+def start_failed(member: Member, event: StartFailed) -> None:
+    """Handle a failed start of this node's workers, after all their processes have exited."""
+    if member.phase is Phase.RUN:
+        _report(member, {"kind": "setup", "message": event.message, "fatal": not event.transient}, None)
+    workers_gone(member)
+
+
+def _report(member: Member, end: dict[str, Any], cause: Cause | None) -> None:
+    workers = member.workers
+    assert workers is not None
+    member.findings.cause = cause
+    if member.registration is not None and member.runs(workers.round):
+        member.end_round(Purpose.NOTHING, end, cause)
+
+
+def workers_done(member: Member) -> None:
+    """Record in the store that all workers of this node have succeeded (transaction T5), and wait for the
+    other nodes.
+    """
+    workers, link, registration = member.workers, member.link, member.registration
+    if workers is None:
+        return
+    if link is None or registration is None or workers.is_stopping:
+        workers_gone(member)
+        return
+    slot = registration.slot
+    assert slot is not None
+    member.workers, member.done, member.finished_round = None, Done(), workers.round
+    put = Put(member.keys.done(workers.round, slot.group_rank), encode({}), False)
+    member.txn(Purpose.TELL_DONE, [ModifiedAt(member.keys.head, link.head_revision)], [put])
+    if slot.group_rank != 0 and not member.agent.hosts_store:
+        # Set the timeout only on nodes that host no store. The hosts of the workers' store (group rank 0) and
+        # of the rendezvous store must stay until the job finishes.
+        member.arm("barrier", member.settings.exit_barrier_timeout)
+
+
+def done_known(member: Member) -> None:
+    """Handle the store's confirmation that it has recorded the success of this node's workers."""
+    if member.done is not None:
+        member.done.is_known = True
+    leave_barrier(member)
+
+
+def barrier(member: Member) -> None:
+    """Stop waiting for the other nodes, because this node has finished and its exit barrier has timed out."""
+    if member.done is not None:
+        member.done.is_over = True
+    leave_barrier(member)
+
+
+def leave_barrier(member: Member) -> None:
+    """Exit with success if the exit barrier has timed out and the store has recorded that this node finished.
+    Do nothing if the round has already ended.
+    """
+    done = member.done
+    if done is not None and done.is_over and done.is_known and member.runs(member.finished_round):
+        member.exit(Outcome("succeeded", "this node has finished; other nodes are still running"))
+
+
+def group_ended(member: Member, event: GroupEnded) -> None:
+    """Handle the exit of all worker processes of this node, except those that SIGKILL could not end."""
+    if member.workers is None:
+        return
+    if member.phase is Phase.RUN:
+        _report_failure(member, event.cause)
+    elif event.cause is not None:
+        member.findings.cause = event.cause
+    member.findings.evidence, member.findings.unfit = event.evidence, event.unfit
+    if event.stuck is not None:
+        # Leave the job, because this node cannot take part in another round. The other nodes continue without
+        # it.
+        member.workers = None
+        text = f"{event.stuck}; this node cannot take part in another round"
+        leaving.leave_with(member, Outcome("stuck", text, event.cause))
+        return
+    workers_gone(member)
+
+
+def workers_gone(member: Member) -> None:
+    """Decide what this agent does next, after its workers have exited."""
+    workers, member.workers = member.workers, None
+    if workers is None:
+        return
+    head, registration = member.head, member.registration
+    if registration is None:
+        without_workers(member)
+    elif head is not None and head.state == "CLOSED":
+        member.exit(leaving.outcome_of(member, head))
+    elif member.leaving is not None:
+        leaving.go_on(member)
+    else:
+        idle(member, registration, workers.round)
+
+
+# --- being idle ---
+
+
+def idle(member: Member, registration: Registration, number: int) -> None:
+    """Report that this node has no workers left from a round (transaction T4). If the listening socket for
+    the workers' store was already used, first wait for a new socket.
+    """
+    if fresh_listener(member):
+        say_idle(member, registration, number)
+    else:
+        member.listener.idle_after = number
+
+
+def say_idle(member: Member, registration: Registration, number: int) -> None:
+    """Report that none of this round's workers remain on this node, and publish the port for the next round
+    (transaction T4).
+    """
+    if member.leaving is not None:
+        return
+    registration.idle = number
+    node = member.node(_earlier_cause(member, number))
+    put = Put(member.keys.node(registration.member), node.encode(), True)
+    member.txn(Purpose.TELL_IDLE, [member.exists(registration)], [put, *_evidence(member, number)])
+
+
+def _evidence(member: Member, number: int) -> list[Put]:
+    """Return the write operation that publishes this node's diagnostic data (evidence) for a round, as a
+    list. The list is empty if there are no data.
+
+    The evidence is written in the same transaction as the report that this node is idle, because the leader
+    waits for that report anyway.
+    """
+    evidence, member.findings.evidence = member.findings.evidence, None
+    slot = None if member.registration is None else member.registration.slot
+    if evidence is None or slot is None or not member.findings.round == number == slot.round:
+        return []
+    return [Put(member.keys.evidence(number, slot.group_rank), evidence, False)]
+
+
+def _earlier_cause(member: Member, number: int) -> Cause | None:
+    """Return the cause of this node's failure in a round if the leader needs the cause; otherwise ``None``.
+
+    The leader needs a cause that may precede the recorded failure, or that shows that another attempt would
+    fail too.
+    """
+    own, head = member.findings, member.head
+    if own.round != number or own.cause is None or head is None:
+        return None
+    # While the round is running, ignore the failure cause in the job's state, because it is still the
+    # previous round's cause.
+    recorded = head.cause if head.round == number and head.state == "ENDED" else None
+    is_permanent = own.cause.get("permanence") is not None
+    return own.cause if is_permanent or may_be_first(own.cause, recorded) else None
+
+
+def give_up(member: Member) -> None:
+    """Exit with a timeout, because no round was formed in time. No leader has reported another reason."""
+    head = member.head
+    if member.phase is Phase.IDLE and not (head is not None and head.state == "RUNNING"):
+        seconds = member.patience
+        member.exit(
+            Outcome("timeout", f"no round was formed within {seconds:g} s, and no leader gave a reason")
+        )

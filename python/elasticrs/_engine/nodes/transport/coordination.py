@@ -1,0 +1,260 @@
+"""Client interface of the coordination store: requests, events, and the session that carries them.
+
+A :class:`.NativeSession` holds a single lease. While the lease lasts, the session
+may lose its connection and reconnect, or wait for a store that is down. Requests are then only delayed. A
+session for another store must provide:
+
+- transactions of at most :data:`MAX_OPERATIONS` compares and as many operations. Each transaction is one
+  revision, and puts or deletes a key at most once;
+- leased keys, which are deleted when the session ends, or some seconds later. All puts of a key have a lease,
+  or none of them has;
+- watches of keys and prefixes, starting from a snapshot or the next revision. The revisions arrive in order,
+  and each of them contains all changes to the watched keys. The order between several watches, or between
+  watches and replies, is not specified. A session never watches a key through two different watches, but the
+  same watch may be requested again. If the store no longer has the history of a watch, or if the watch was
+  resumed on another connection, the missed changes arrive as a single revision;
+- requests that are executed in order, and replies in that order; an :class:`Unwatch` takes effect for all
+  later changes. Requests whose replies were lost with a connection may be executed again, in order. The
+  caller must tolerate that, and must tolerate a request that is rejected because it was already executed;
+- leases that outlast the session: the store ends the lease of a lost session only after the session has
+  reported the loss;
+- :class:`ConnectionLost` as the last event of a session, whatever ended it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from elasticrs._engine.job.value import Value
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Protocol, TypeAlias
+
+    class Entry(Protocol):
+        """A key and its current value, or a change to a key."""
+
+        @property
+        def key(self) -> str: ...
+        @property
+        def value(self) -> bytes | None:
+            """Value of the key; ``None`` if the key was deleted."""
+
+        @property
+        def create_revision(self) -> int:
+            """The revision that created the key."""
+
+        @property
+        def mod_revision(self) -> int:
+            """Revision at which the key was last written or deleted."""
+
+    Result: TypeAlias = "int | Entry | Sequence[Entry] | None"
+
+
+MAX_OPERATIONS = 125
+"""Maximum number of compares, and maximum number of operations, in a transaction of the rendezvous. Etcd
+allows 128 by default, and the etcd client of elasticrs adds three of its own.
+"""
+
+
+# --- parts of a transaction ---
+
+
+class Compare(Value):
+    """A condition on a key."""
+
+    key: str
+
+
+class Exists(Compare):
+    """Condition that the key exists."""
+
+
+class Missing(Compare):
+    """Condition that the key does not exist."""
+
+
+class CreatedAt(Compare):
+    """Condition that the key was created at this revision. With revision 0, the key must not exist."""
+
+    revision: int
+
+
+class ModifiedAt(Compare):
+    """Condition that the key was last put at this revision. With revision 0, the key must not exist."""
+
+    revision: int
+
+
+class HasValue(Compare):
+    """Condition that the key exists and has this value."""
+
+    value: bytes
+
+
+class Operation(Value):
+    """Operation of a transaction. Its result is in the :class:`Reply`."""
+
+
+class Put(Operation):
+    """Set a key. The result is 1.
+
+    If ``leased`` is true, the key is deleted when this session ends.
+    """
+
+    key: str
+    value: bytes
+    leased: bool
+
+
+class Delete(Operation):
+    """Delete a key. The result is 1, or 0 if the key did not exist."""
+
+    key: str
+
+
+class DeletePrefix(Operation):
+    """Delete all keys with this prefix. The result is the number of deleted keys."""
+
+    prefix: str
+
+
+class Get(Operation):
+    """Read a key. The result is an entry, or ``None`` if the key does not exist."""
+
+    key: str
+
+
+class Range(Operation):
+    """Read the first ``limit`` keys with this prefix, or all keys if ``limit`` is 0. The result is a list of
+    entries.
+    """
+
+    prefix: str
+    limit: int
+
+
+class Predecessor(Operation):
+    """Read the newest key with this prefix that is older than ``key``. The result is an entry, or ``None`` if
+    there is no such key.
+    """
+
+    prefix: str
+    key: str
+
+
+# --- requests ---
+
+
+class Txn(Value):
+    """A transaction. The store answers with a :class:`Reply` that has the same tag.
+
+    ``then`` is executed if all compares hold, and ``otherwise`` if any of them fails.
+    """
+
+    tag: int
+    compares: Sequence[Compare]
+    then: Sequence[Operation]
+    otherwise: Sequence[Operation] = ()
+
+
+class Watch(Value):
+    """Watch keys for changes. The store answers with a :class:`Reply`, followed by :class:`Changes`.
+
+    Args:
+        tag: number that identifies the request.
+        prefix: prefix of the keys.
+        exact: true if ``prefix`` is a complete key.
+        snapshot: true if the reply should contain the existing entries. The watch then starts after the
+            revision of the reply.
+    """
+
+    tag: int
+    prefix: str
+    exact: bool
+    snapshot: bool = True
+
+
+class Unwatch(Value):
+    """Stop a watch."""
+
+    prefix: str
+    exact: bool
+
+
+# --- events ---
+
+
+class Connected(Value):
+    """The session has started.
+
+    Args:
+        revision: revision of the store.
+        local_address: local address of the connection.
+        ttl: seconds without a keep-alive after which the store ends the lease; 0 if the store uses the
+            requested time.
+    """
+
+    revision: int
+    local_address: str
+    ttl: float = 0.0
+
+
+class Reply(Value):
+    """Reply to a request.
+
+    Args:
+        tag: tag of the request.
+        ok: true if all compares held, so that ``then`` was executed.
+        revision: revision of the store when it evaluated the request.
+        results: results of the operations; for a watch, the entries.
+    """
+
+    tag: int
+    ok: bool
+    revision: int
+    results: Sequence[Result] = ()
+
+    def entry(self, index: int) -> Entry | None:
+        """Return the result of a :class:`Get` or a :class:`Predecessor`."""
+        found = self.results[index]
+        assert not isinstance(found, (int, Sequence))
+        return found
+
+    def entries(self) -> list[Entry]:
+        """Return the entries that existed when the watch started."""
+        return [entry for index in range(len(self.results)) if (entry := self.entry(index)) is not None]
+
+
+class Changes(Value):
+    """Changes of one store revision, in the order in which the transaction made them. Some stores split the
+    changes of a revision into one event per watch.
+    """
+
+    revision: int
+    changes: Sequence[Entry]
+
+
+class Notice(Value):
+    """Message to the user that the store has stopped responding, or responds again. The session continues."""
+
+    message: str
+
+
+class ConnectionLost(Value):
+    """The session could not be opened, or was lost. No event of this session follows.
+
+    Args:
+        kind: ``refused``, ``unreachable``, ``timeout``, ``resolve``, ``version``, ``token``, ``not_ours``,
+            ``run``, ``closed``, ``silent``, ``slow``, ``protocol``, ``limit``, ``gone`` or ``other``. With
+            etcd also ``tls`` and ``denied``, with the rendezvous also ``cannot_host``.
+        message: one line for the user.
+    """
+
+    kind: str
+    message: str
+
+
+if TYPE_CHECKING:
+    Request: TypeAlias = Txn | Watch | Unwatch
+    StoreEvent: TypeAlias = Connected | Reply | Changes | Notice | ConnectionLost

@@ -1,0 +1,445 @@
+"""Settings of the elastic rendezvous, from ``--rdzv-conf`` or ``rdzv_configs``.
+
+The settings of torch's dynamic handler and of ``c10d`` have torch's names. Settings that only torch needs are
+accepted and checked, but have no effect. This module opens no files except those that contain a token or a
+password.
+
+- **SET-1** A key that is not in :data:`KEYS` is an error. Torch ignores such keys, so that a setting with a
+  typo silently has no effect.
+- **SET-2** Durations may have fractions of a second. Torch truncates them.
+- **SET-3** No text that this module creates contains the token.
+"""
+
+from __future__ import annotations
+
+import os
+
+from elasticrs._engine.job.config import (
+    DEFAULT_EXIT_BARRIER_TIMEOUT,
+    DEFAULT_SHUTDOWN_TIMEOUT,
+    UsageError,
+    exit_barrier_timeout_from,
+    seconds_within,
+)
+from elasticrs._engine.job.value import Value
+from elasticrs._engine.workers.environment import TOKEN_VARIABLE
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from dataclasses import KW_ONLY
+    from typing import Any
+
+
+_TRUTH = {
+    **dict.fromkeys(("1", "true", "t", "yes", "y"), True),
+    **dict.fromkeys(("0", "false", "f", "no", "n"), False),
+}
+_SETTLE_MARGIN = 5.0
+_MAX_TOKEN_BYTES = 4096
+
+
+class Key(Value):
+    """Definition of one setting.
+
+    Args:
+        name: name of the setting, as the user types it.
+        default: value if the user does not set it.
+        read: function that converts text, or a value from a Python program, to the setting's value. It raises
+            ``ValueError`` with a description of the expected format.
+        help: meaning of the setting, with its unit.
+        is_stored: true if the setting is an attribute of :class:`Settings`. Otherwise it changes another
+            setting, or has no effect.
+    """
+
+    name: str
+    default: object
+    read: Callable[[object], object]
+    help: str
+    _: KW_ONLY
+    is_stored: bool = True
+
+
+# --- conversions ---
+
+
+def whole(low: int) -> Callable[[object], int]:
+    expected = f"a whole number from {low}"
+
+    def read(value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, (int, str)):
+            raise ValueError(expected)
+        try:
+            number = int(value)
+        except ValueError:
+            raise ValueError(expected) from None
+        if number < low:
+            raise ValueError(expected)
+        return number
+
+    return read
+
+
+def _or_off(read: Callable[[object], object]) -> Callable[[object], object]:
+    def read_or_off(value: object) -> object:
+        if value is None or (isinstance(value, str) and value.lower() == "off"):
+            return None
+        try:
+            return read(value)
+        except ValueError as error:
+            raise ValueError(f"{error}, or off") from None
+
+    return read_or_off
+
+
+def truth(value: object) -> bool:
+    if isinstance(value, (bool, int, str)):
+        found = _TRUTH.get(str(int(value) if isinstance(value, bool) else value).lower())
+        if found is not None:
+            return found
+    raise ValueError("1 or 0 (or true, false, yes, no)")
+
+
+def _store_type(value: object) -> str:
+    kind = str(value).lower()
+    if kind == "file":
+        raise ValueError("tcp: only the backend c10d supports a rendezvous in a file")
+    if kind != "tcp":
+        raise ValueError("tcp")
+    return kind
+
+
+def _drain(value: object) -> str:
+    if value not in ("node", "job"):
+        raise ValueError("node or job")
+    return str(value)
+
+
+def _address(value: object) -> str:
+    from elasticrs._engine.nodes.transport.addresses import packed
+
+    text = str(value).strip()
+    host = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    if packed(host) is None:
+        raise ValueError("the numeric address of an interface of this node")
+    return host
+
+
+def _port_range(value: object) -> tuple[int, int]:
+    expected = "LOW-HIGH with 1 <= LOW <= HIGH <= 65535"
+    low, dash, high = str(value).partition("-")
+    try:
+        ports = int(low), int(high if dash else low)
+    except ValueError:
+        raise ValueError(expected) from None
+    if not 0 < ports[0] <= ports[1] < 2**16:
+        raise ValueError(expected)
+    return ports
+
+
+def _token(value: object) -> bytes:
+    data = value if isinstance(value, bytes) else str(value).encode(errors="surrogateescape")
+    if not 0 < len(data) <= _MAX_TOKEN_BYTES:
+        raise ValueError(f"1 to {_MAX_TOKEN_BYTES} bytes")
+    return data
+
+
+def path(value: object) -> str:
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+        raise ValueError("the path of a file")
+    return os.fspath(value)
+
+
+KEYS: tuple[Key, ...] = (
+    # --- time limits ---
+    Key("join_timeout", 600.0, seconds_within(0, above=True), "seconds to wait until MIN nodes have joined"),
+    Key("last_call_timeout", 30.0, seconds_within(0),
+        "seconds to wait for more nodes after MIN have joined, at the first start"),
+    Key("restart_call_timeout", 0.0, seconds_within(0),
+        "seconds to wait for a replacement before continuing with fewer nodes"),
+    Key("scale_up_delay", 1.0, seconds_within(0),
+        "seconds between the arrival of a new node and the restart that includes it"),
+    Key("settle", None, seconds_within(0, above=True),
+        "seconds to wait for nodes of a lost round to stop; default: grace + 2 leases + 5"),
+    Key("close_timeout", 30.0, seconds_within(0),
+        "seconds that the host of the store waits for the other nodes when the job ends"),
+    Key("exit_barrier_timeout", DEFAULT_EXIT_BARRIER_TIMEOUT, seconds_within(0),
+        "seconds that a finished node waits for the other nodes"),
+    Key("store_lost_timeout", 10.0, seconds_within(0),
+        "seconds to reconnect to a lost store before this node gives up"),
+    Key("connect_timeout", 5.0, seconds_within(0, above=True), "seconds for one attempt to connect"),
+    Key("keep_alive_interval", 1.0, seconds_within(0.05, 3600), "seconds between two keep-alive messages"),
+    Key("keep_alive_max_attempt", 5, whole(3), "missed keep-alive messages after which a node is lost"),
+    Key("store_grace", None, seconds_within(1, 86400),
+        "seconds that the store may be away, or a node silent, before the node is lost; in place of"
+        " keep_alive_max_attempt", is_stored=False),
+    Key("stall_timeout", 60.0, _or_off(seconds_within(1)),
+        "seconds that an agent may hang before it counts as lost; or off"),
+    # --- restarts and losses ---
+    Key("scale_up", True, truth, "1: restart a running job to include new nodes; 0: they wait as spares"),
+    Key("max_node_losses", None, _or_off(whole(0)),
+        "number of lost nodes that the job survives; default: any number"),
+    Key("max_short_losses", 10, whole(1),
+        "the job fails after this many short rounds in a row that lost a node"),
+    Key("short_round", 60.0, seconds_within(0), "seconds; a round that loses a node sooner is a short one"),
+    # --- nodes, addresses and access ---
+    Key("is_host", None, truth,
+        "1: this agent hosts the store; 0: it does not; default: decided by the endpoint"),
+    Key("bind_addr", None, _address, "address on which the store listens; default: all interfaces"),
+    Key("worker_port_range", None, _port_range,
+        "LOW-HIGH, ports for the workers' store; default: any free port"),
+    Key("order_hint", None, whole(0), "nodes with a smaller number get smaller ranks; default: --node-rank"),
+    Key("rank", None, whole(0), "rank of this node with static; on the command line use --node-rank"),
+    Key("homogeneous", False, truth, "1: refuse a node with another number of workers or another role"),
+    Key("same_command", True, truth,
+        "1: refuse a node whose program, arguments or user are not those of the job; 0: they may differ"),
+    Key("fresh", False, truth, "1: start over if all agents of an earlier job with this id have died"),
+    Key("drain", "node", _drain, "node or job: a signal to one agent stops its node, or the whole job"),
+    Key("token", None, _token,
+        "shared secret of all agents; visible to all users of the machine, so prefer token_file"),
+    Key("token_file", None, path, "file that contains the token"),
+    # --- settings of torch ---
+    Key("store_type", "tcp", _store_type, "tcp", is_stored=False),
+    Key("heartbeat_timeout", 5.0, seconds_within(0, above=True), "no effect", is_stored=False),
+    Key("read_timeout", 60.0, seconds_within(0, above=True), "no effect", is_stored=False),
+    Key("cas_backoff_max_seconds", 0.0, seconds_within(0), "no effect", is_stored=False),
+    Key("timeout", 900.0, seconds_within(0, above=True), "join_timeout of static", is_stored=False),
+)  # fmt: skip
+"""All settings. Durations are in seconds."""
+
+BY_NAME = {key.name: key for key in KEYS}
+"""All settings, by name."""
+
+
+class Settings(Value):
+    """Settings of a rendezvous, with one attribute for each stored key of :data:`KEYS`.
+
+    Args:
+        values: values by key. Missing keys get their default.
+        grace: seconds that workers may take to stop on this node.
+
+    Attributes:
+        settle: seconds to wait for the nodes of a lost round to stop. The default is the sum of ``grace``,
+            two lease times and 5 s. The second lease time is needed because a store that was unreachable for
+            less than one lease time restarts all leases afterwards.
+        is_settle_given: true if the user has set ``settle``.
+    """
+
+    join_timeout: float
+    last_call_timeout: float
+    restart_call_timeout: float
+    scale_up_delay: float
+    scale_up: bool
+    settle: float
+    close_timeout: float
+    store_lost_timeout: float
+    connect_timeout: float
+    keep_alive_interval: float
+    keep_alive_max_attempt: int
+    stall_timeout: float | None
+    max_node_losses: int | None
+    max_short_losses: int
+    short_round: float
+    is_host: bool | None
+    bind_addr: str | None
+    worker_port_range: tuple[int, int] | None
+    order_hint: int | None
+    rank: int | None
+    homogeneous: bool
+    same_command: bool
+    fresh: bool
+    drain: str
+    token: bytes | None
+    token_file: str | None
+    exit_barrier_timeout: float
+    is_settle_given: bool
+
+    def __init__(
+        self, values: Mapping[str, object] | None = None, *, grace: float = DEFAULT_SHUTDOWN_TIMEOUT
+    ) -> None:
+        given = values or {}
+        for key in KEYS:
+            if key.is_stored:
+                setattr(self, key.name, given.get(key.name, key.default))
+        is_settle_given = given.get("settle") is not None
+        object.__setattr__(self, "is_settle_given", is_settle_given)
+        if not is_settle_given:
+            object.__setattr__(self, "settle", grace + 2 * self.ttl + _SETTLE_MARGIN)
+
+    def adapted(self, *, grace: float, exit_barrier_timeout: float | None = None) -> Settings:
+        """Return a copy with values that were still unknown when the settings were read.
+
+        Args:
+            grace: seconds that workers may take to stop on this node.
+            exit_barrier_timeout: new value of that setting; unchanged if ``None``.
+        """
+        values = self.fields()
+        if not self.is_settle_given:
+            del values["settle"]
+        if exit_barrier_timeout is not None:
+            values["exit_barrier_timeout"] = exit_barrier_timeout
+        return Settings(values, grace=grace)
+
+    @property
+    def ttl(self) -> float:
+        """Seconds without a keep-alive message after which a node is considered lost."""
+        return self.keep_alive_interval * self.keep_alive_max_attempt
+
+    @property
+    def patience(self) -> float:
+        """Seconds that an agent waits for a round before it gives up on its own.
+
+        This is the longest time that a leader may need. The leader may start to wait up to ``join_timeout``
+        later than this agent. It then waits for enough nodes, and after that for more nodes.
+        """
+        return 2 * self.join_timeout + max(self.last_call_timeout, self.restart_call_timeout)
+
+    @property
+    def rank_timeout(self) -> float:
+        """Seconds to wait for a node rank that another node holds, before an error is reported. If that node
+        is dead, its lease expires within this time and releases the rank.
+        """
+        return self.ttl + 1.0
+
+    def __repr__(self) -> str:
+        fields = (
+            f"{name}={'<secret>' if name == 'token' and value else repr(value)}"
+            for name, value in self.fields().items()
+        )
+        return f"Settings({', '.join(fields)})"
+
+
+def read_settings(
+    given: Mapping[str, object],
+    environ: Mapping[str, str],
+    *,
+    source: str = "--rdzv-conf",
+    grace: float = DEFAULT_SHUTDOWN_TIMEOUT,
+    exit_barrier_timeout: float | None = None,
+    others: tuple[str, ...] = (),
+) -> tuple[Settings, list[str]]:
+    """Check and convert the given settings. Return them together with messages to the user.
+
+    Args:
+        given: settings by key, as text or as values from a Python program.
+        environ: environment variables, which may contain the token and the exit barrier's timeout.
+        source: name of the settings as the user knows it, for error messages.
+        grace: seconds that workers may take to stop on this node.
+        exit_barrier_timeout: value of the command-line option, which overrides all other sources.
+        others: further valid keys that other modules read, for error messages.
+
+    Raises:
+        UsageError: a key is unknown, a value is invalid, or settings contradict each other. The message is a
+            single line.
+    """
+    for name in given:
+        if name not in BY_NAME:
+            known = tuple(dict.fromkeys((*BY_NAME, *others)))
+            raise UsageError(
+                f"{source}: unknown key {name}{_suggestion(name, known)}; known: {', '.join(known)}"
+            )
+    values: dict[str, Any] = {name: read_value(BY_NAME[name], value, source) for name, value in given.items()}
+    notices: list[str] = []
+    if (store_grace := values.get("store_grace")) is not None:
+        if "keep_alive_max_attempt" in values:
+            raise UsageError(f"{source}: store_grace and keep_alive_max_attempt cannot be combined")
+        interval = values.get("keep_alive_interval", BY_NAME["keep_alive_interval"].default)
+        values["keep_alive_max_attempt"] = max(3, int(-(-store_grace // interval)))
+    values["token"] = _find_token(values, environ, source, notices)
+    if exit_barrier_timeout is not None:
+        values["exit_barrier_timeout"] = exit_barrier_timeout
+    else:
+        values["exit_barrier_timeout"] = exit_barrier_timeout_of(given, environ, source)
+    settings = Settings(values, grace=grace)
+    if settings.settle <= settings.ttl:
+        lease = "lease_ttl" if "lease_ttl" in others else "keep_alive_interval x keep_alive_max_attempt"
+        if "settle" not in given:
+            raise UsageError(f"{source}: {lease}: got {settings.ttl:g} seconds, expected fewer")
+        raise UsageError(
+            f"{source}: settle: got {given['settle']!r}, expected seconds, more than {lease} "
+            f"({settings.ttl:g})"
+        )
+    return settings, notices
+
+
+def exit_barrier_timeout_of(given: Mapping[str, object], environ: Mapping[str, str], source: str) -> float:
+    """Return how many seconds a finished node waits for the other nodes, from the settings or the
+    environment. Call this only if the command-line option, which takes precedence, was not given.
+
+    Raises:
+        UsageError: the value is invalid. The message is a single line.
+    """
+    name = "exit_barrier_timeout"
+    if given.get(name) is None:
+        return exit_barrier_timeout_from(environ)
+    return Settings({name: read_value(BY_NAME[name], given[name], source)}).exit_barrier_timeout
+
+
+def read_value(key: Key, value: object, source: str) -> Any:
+    """Convert the value of one setting.
+
+    Raises:
+        UsageError: the value is invalid. The message is a single line.
+    """
+    try:
+        return key.read(value)
+    except ValueError as error:
+        shown = "a secret" if key.name == "token" else repr(value)
+        raise UsageError(f"{source}: {key.name}: got {shown}, expected {error}") from None
+
+
+def _suggestion(name: str, known: tuple[str, ...]) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(name, known, 1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def _find_token(
+    values: Mapping[str, object], environ: Mapping[str, str], source: str, notices: list[str]
+) -> object:
+    token, path = values.get("token"), values.get("token_file")
+    if token is not None and path is not None:
+        raise UsageError(f"{source}: token and token_file cannot be combined")
+    if token is not None:
+        return token
+    if isinstance(path, str):
+        return read_secret("token", path, source, notices)
+    text = environ.get(TOKEN_VARIABLE)
+    if text is None:
+        return None
+    try:
+        return _token(text)
+    except ValueError as error:
+        raise UsageError(f"{TOKEN_VARIABLE}: got {len(text)} characters, expected {error}") from None
+
+
+def read_secret(what: str, path: str, source: str, notices: list[str]) -> bytes:
+    """Read a secret from a file. Trailing newlines are removed.
+
+    Args:
+        what: kind of secret, such as ``token``. The key of the setting is this name with the suffix
+            ``_file``.
+        path: path of the file.
+        source: name of the settings as the user knows it, for error messages.
+        notices: list to which a warning is added if other users can read the file.
+
+    Raises:
+        UsageError: the file cannot be read, is empty, or is too long. The message is a single line.
+    """
+    try:
+        with open(path, "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            data = file.read(_MAX_TOKEN_BYTES + 2)
+    except OSError as error:
+        raise UsageError(f"{source}: {what}_file: {path!r} cannot be read: {error.strerror}") from None
+    if mode & 0o007:
+        notices.append(f"the {what} in {path} can be read by every user of this machine: chmod o-rwx {path}")
+    # Strip the trailing newline that most editors add.
+    data = data.rstrip(b"\r\n")
+    try:
+        return _token(data)
+    except ValueError as error:
+        raise UsageError(
+            f"{source}: {what}_file: {path!r} holds {len(data)} bytes, expected {error}"
+        ) from None

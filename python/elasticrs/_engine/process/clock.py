@@ -1,0 +1,40 @@
+"""Converts times to the wall clock of the store, so that times from different nodes can be compared."""
+
+from __future__ import annotations
+
+import time
+
+from elasticrs._engine.job.value import Value
+
+
+class Clock(Value):
+    """Wall clock of the store, as estimated on this node.
+
+    Args:
+        offset_ns: difference between the store's wall clock and this node's wall clock, in nanoseconds.
+        error_ns: maximum error of the offset; ``None`` if it was not measured yet.
+    """
+
+    offset_ns: int = 0
+    error_ns: int | None = 0
+
+    def from_monotonic(self, ns: int) -> int:
+        """Convert a time on this node's monotonic clock to the store's wall clock, in nanoseconds."""
+        return ns + _wall_minus_monotonic() + self.offset_ns
+
+    def to_monotonic(self, ns: int) -> int:
+        """Convert a time on the store's wall clock to this node's monotonic clock, in nanoseconds."""
+        return ns - self.offset_ns - _wall_minus_monotonic()
+
+
+def _wall_minus_monotonic() -> int:
+    """Return this node's wall-clock time minus its monotonic time, in nanoseconds.
+
+    On a busy machine, the thread may be preempted between reading the two clocks. Therefore, read both clocks
+    three times and use the reading that took the least time.
+    """
+    found = []
+    for _ in range(3):
+        before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
+        found.append((after - before, wall - (before + after) // 2))
+    return min(found)[1]

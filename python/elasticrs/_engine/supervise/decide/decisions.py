@@ -1,0 +1,179 @@
+"""Interface between the agent's loop and the code that decides how the agent reacts to events. This module
+also contains the implementation for jobs on a single node.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+
+from elasticrs._engine.job.config import SAFETY_TICK
+from elasticrs._engine.job.restart_policy import FailureHistory
+from elasticrs._engine.process.clock import Clock
+from elasticrs._engine.supervise.attempts import state_machine as machine
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Any, TypeAlias
+
+    from elasticrs import _core
+    from elasticrs._engine.job.config import JobConfig
+    from elasticrs._engine.job.failure_cause import Cause
+    from elasticrs._engine.nodes.meeting_point import Home
+    from elasticrs._engine.nodes.transport.store import Store
+    from elasticrs._engine.supervise.attempts.attempt import Attempt
+    from elasticrs._engine.workers.plan import Plan
+
+    Planner: TypeAlias = Callable[[_core.Supervisor], Plan]
+    """Function that creates the plan for each start of the workers, with their ranks and addresses."""
+
+
+class Decisions(ABC):
+    """Base class of the objects that decide how an agent reacts to events. The agent's loop passes each event
+    to the object and executes the returned actions in order.
+
+    Attributes:
+        phase: current phase of the agent. The reaction to an event depends on the phase.
+        signum: first signal that asked the agent to stop; ``None`` if there was none.
+        plan: plan of the attempt that :class:`.Start` requests.
+        first_cause: first failure of a job on several nodes; see :mod:`.failure_cause`.
+        clock: wall clock of the nodes' store, as estimated on this node.
+        has_taken_part: true if workers of this node ran in the last round.
+        has_peers: true if other nodes depend on the outcome of this node.
+        planned: function that may change the plan of each round of several nodes before the workers start.
+            Its arguments are the plan, and a function that opens the store that the nodes of the round share.
+        home: state of an agent of several nodes that survives from one run of the agent to the next.
+        failed_elsewhere: true if this node's workers were stopped because workers on another node failed.
+    """
+
+    phase = machine.Phase.INIT
+    signum: int | None = None
+    plan: Plan | None = None
+    first_cause: Cause | None = None
+    clock = Clock()
+    has_taken_part = True
+    has_peers = False
+    planned: Callable[[Plan, Callable[[], Store]], None] | None = None
+    home: Home | None = None
+    failed_elsewhere = False
+
+    @abstractmethod
+    def step(self, event: machine.Event) -> list[machine.Action]:
+        """Return the actions that the agent must take in response to an event on this node."""
+
+    def open(self, supervisor: _core.Supervisor) -> None:  # noqa: B027 -- nothing to do for one node
+        """Set the process supervisor. Called once, before any event except a signal."""
+
+    def shared_cause(self) -> Mapping[str, Any] | None:
+        """Return the first failure of the last failed round across all nodes, as the fields of a
+        :class:`.Cause`. Return ``None`` if no round has failed, or if the job
+        runs on one node.
+        """
+        return None
+
+    def node_names(self) -> Sequence[str] | None:
+        """Return the names of the nodes in the current round, by group rank; ``None`` if this agent does not
+        know them.
+        """
+        return (os.uname().nodename,)
+
+    def read_history(self) -> FailureHistory:
+        """Return the history of the job's failures. Times are in seconds on this node's monotonic clock."""
+        return FailureHistory()
+
+    def seconds_left(self) -> float:
+        """Return the maximum number of seconds that the loop may wait for events."""
+        return SAFETY_TICK
+
+    def look_around(self) -> list[machine.Action]:
+        """Return the actions that are due because time has passed since the last call."""
+        return []
+
+    def fd_ready(self, fd: int) -> list[machine.Action] | None:  # noqa: ARG002 -- subclasses use it
+        """Handle a readable file descriptor and return the actions to take. Return ``None`` if the descriptor
+        does not belong to this object.
+        """
+        return None
+
+    def fenced(self) -> list[machine.Action]:
+        """Return the actions to take after this node's lease has expired. The nursery (the process that forks
+        workers) is already killing the workers at that time.
+        """
+        return []
+
+    def observe(self, attempt: Attempt) -> None:  # noqa: B027 -- nothing to do for one node
+        """Set the attempt to which all later events belong."""
+
+    def next_plan(self, supervisor: _core.Supervisor) -> machine.Event:  # noqa: ARG002 -- subclasses use it
+        """Execute the action :class:`.Rendezvous`: agree on ranks and
+        addresses. Return the event that reports the result. If this agent hosts the workers' store, the store
+        runs in the supervisor.
+
+        Raises:
+            Exception: raised by a user's rendezvous handler.
+        """
+        raise RuntimeError("plans come with the rounds")
+
+    def release_plan(self) -> None:
+        """Release the port reserved for the finished attempt. Idempotent."""
+        plan, self.plan = self.plan, None
+        if plan is not None:
+            plan.close()
+
+    def close(self) -> None:  # noqa: B027 -- nothing to do for one node
+        """Release all resources, after the loop and the supervisor have stopped. Idempotent."""
+
+
+class OneNode(Decisions):
+    """Decisions for a job on a single node, based on the state machine
+    :func:`.step`.
+    """
+
+    def __init__(self, job: JobConfig, planner: Planner) -> None:
+        self._job = job
+        self._state = machine.AgentState(
+            job.restart_settings, job.shutdown_timeout, replaces=job.replaces_workers
+        )
+        self._planner = planner
+        self._attempt: Attempt | None = None
+
+    def read_history(self) -> FailureHistory:
+        return self._state.history
+
+    def observe(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+
+    def step(self, event: machine.Event) -> list[machine.Action]:
+        self._state, actions = machine.step(self._state, self._with_evidence(event))
+        self.phase, self.signum = self._state.phase, self._state.signum
+        return actions
+
+    def _with_evidence(self, event: machine.Event) -> machine.Event:
+        """Return a copy of the event that includes the cause of the failure. Return the event unchanged if
+        the restart policy does not need the cause.
+        """
+        if self._attempt is None:
+            return event
+        match event:
+            case machine.GroupEnded(outcome="succeeded") | machine.WorkerExited(exitcode=0):
+                return event
+            case machine.WorkerExited() if not self._state.replaces:
+                return event
+            case machine.GroupEnded() | machine.WorkerExited() | machine.StartFailed():
+                try:
+                    from elasticrs._engine.supervise.failures.own_cause import evidence
+                except OSError:
+                    # Continue without the cause of the failure if no file descriptor is free for the import.
+                    # The restart budget still limits the number of restarts.
+                    return event
+                return event.replaced(evidence=evidence(self._attempt, self._job.fatal_codes))
+        return event
+
+    def next_plan(self, supervisor: _core.Supervisor) -> machine.Event:
+        self.release_plan()
+        try:
+            self.plan = self._planner(supervisor)
+        except OSError as error:
+            return machine.RendezvousFailed(f"cannot reserve a port for the workers: {error}")
+        return machine.RendezvousCompleted()

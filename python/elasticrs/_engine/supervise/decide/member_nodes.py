@@ -1,0 +1,237 @@
+"""Decisions of one node's agent in a multi-node job with ``--on-failure replace``, in which workers keep
+running when others fail.
+
+There are two separate rendezvous in the same store, one for the workers and one for the agents. The agents'
+rendezvous counts restarts on all nodes and determines how the job ends. :mod:`.shared_budget`
+decides how the rounds of the agents' rendezvous affect the workers of this node.
+:mod:`.several_nodes` contains the rest.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import partial
+
+from elasticrs._engine.job.ranks import NodeShare
+from elasticrs._engine.nodes.protocol import messages
+from elasticrs._engine.nodes.protocol.announcements import nodes, restart_cost
+from elasticrs._engine.nodes.protocol.keys import workers_of
+from elasticrs._engine.nodes.transport.settings import Settings
+from elasticrs._engine.supervise.attempts import state_machine as machine
+from elasticrs._engine.supervise.attempts.evidence import read_counters
+from elasticrs._engine.supervise.decide import shared_budget as shared
+from elasticrs._engine.supervise.decide.member_workers import among_workers, variables_of_members
+from elasticrs._engine.supervise.decide.several_nodes import SeveralNodes
+from elasticrs._engine.workers.plan import Plan
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from elasticrs._engine.job.config import JobConfig
+    from elasticrs._engine.job.failure_cause import Cause
+    from elasticrs._engine.job.restart_policy import Meetings
+    from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
+    from elasticrs._engine.process.console import Console
+
+_PHASES = {"running": machine.Phase.RUNNING, "stopping": machine.Phase.STOPPING}
+
+
+class MemberNodes(SeveralNodes):
+    """Makes the decisions of one node's agent in a multi-node job with ``--on-failure replace``."""
+
+    _keeps_workers = True
+
+    def __init__(self, job: JobConfig, rendezvous: Rendezvous, console: Console) -> None:
+        super().__init__(job, rendezvous, console)
+        # Start the agents' rounds without waiting for late nodes, because a node can join later without
+        # affecting running workers.
+        waits = {"last_call_timeout": 0.0, "restart_call_timeout": 0.0}
+        settings = Settings({**self._rendezvous.settings.fields(), **waits})
+        # Allow two store clients per worker: one for its session and one for its round.
+        self._rendezvous = self._rendezvous.replaced(settings=settings, clients=2 * job.nproc + 2)
+        self._node = shared.NodeState(job.shutdown_timeout)
+        self._members: dict[int, str] = {}
+        self._why = ""
+        self._is_own = False
+        self._begun: messages.Start | None = None
+        self._ended: messages.Outcome | None = None
+        self._final_world_size: int | None = None
+        self._unfinished: str | None = None
+
+    # --- events of this node ---
+
+    def step(self, event: machine.Event) -> list[machine.Action]:
+        if isinstance(event, (machine.Begin, machine.SignalReceived)):
+            return super().step(event)
+        if isinstance(event, machine.WorkerExited):
+            if event.exitcode == 0:
+                return []
+            return self._carry(shared.WorkerFailed(event.local_rank, event.met))
+        if isinstance(event, machine.WorkerSwept):
+            name = self._members.get(event.local_rank)
+            if name is not None and not event.is_stuck:
+                self._require_driver().worker_gone(name)
+        if isinstance(event, machine.GroupEnded) and self._attempt is not None:
+            self._attempt.oom_kills_after = read_counters(self._attempt.oom_kills)
+            self._final_world_size = self._known_final_world_size()
+        return self._carry(event)
+
+    def fenced(self) -> list[machine.Action]:
+        found = super().fenced()
+        # Kill the workers even if the rendezvous has not requested it. Between two rendezvous rounds, the
+        # rendezvous may not know that workers are running.
+        return found + self._carry(shared.MustStop(machine.SIGKILL, is_fence=True))
+
+    # --- actions from the rendezvous ---
+
+    def _translate(self, actions: Iterable[messages.LoopAction]) -> list[machine.Action]:
+        return self._carry(*self._events(actions))
+
+    def _events(self, actions: Iterable[messages.LoopAction]) -> list[machine.Event]:
+        found: list[machine.Event] = []
+        signum = self.signum or machine.SIGTERM
+        for action in actions:
+            if isinstance(action, messages.Start):
+                self._tell_round(action)
+                self._look_for_unfinished_ranks(action)
+                self._begun = action
+                found.append(shared.RoundBegan(action.round, action.restarts))
+            elif isinstance(action, messages.Stop):
+                self._why = action.why
+                if action.fenced:
+                    self._console.say(f"{action.why}; killing the workers of this node")
+                    found.append(shared.MustStop(machine.SIGKILL, is_fence=True))
+                elif self._require_driver().is_leaving:
+                    found.append(shared.MustStop(signum))
+                else:
+                    found.append(shared.RoundEnded(() if action.planned else self._meetings()))
+            elif isinstance(action, messages.Announce):
+                self._console.say(action.text)
+            elif isinstance(action, messages.Exit):
+                self._ended = action.outcome
+                self._tell_end()
+                found.append(shared.JobEnded(signum))
+        return found
+
+    def _meetings(self) -> Meetings:
+        page = None if self._attempt is None else self._attempt.plan.page
+        return (None,) * self._job.nproc if page is None else page.meetings()
+
+    def _known_final_world_size(self) -> int | None:
+        page = None if self._attempt is None else self._attempt.plan.page
+        return self._final_world_size if page is None else page.final_world_size()
+
+    def _look_for_unfinished_ranks(self, begun: messages.Start) -> None:
+        """If a node was lost after the training, record that the job's results may be incomplete. Ignore the
+        node if its workers were not in the training's last rendezvous.
+
+        After the training, no other workers take over the ranks of the lost workers. Their remaining work,
+        such as saving, is therefore not repeated.
+        """
+        before, world_size = self._begun, self._known_final_world_size()
+        if not begun.after_loss or before is None or world_size is None:
+            return
+        if world_size >= before.ranks.world_size:
+            self._unfinished = (
+                f"{begun.earlier} after the training had ended, but before its workers had exited; what they "
+                "were saving may be incomplete: check the results, or start the job again"
+            )
+
+    def _tell_round(self, begun: messages.Start) -> None:
+        """Print why a new round has started. Print nothing if a worker on this node has failed, because the
+        line about its replacement contains the reason.
+        """
+        why, self._why, self._first_word = self._why, "", None
+        is_own, self._is_own = self._is_own, False
+        attempt = self._attempt
+        if attempt is None or not why or self._node.group != "running":
+            return
+        is_charged = begun.restarts > attempt.restarts
+        attempt.restarts, policy = begun.restarts, self._job.restart_settings
+        if not is_own:
+            cost = restart_cost(policy, begun.restarts, is_charged=is_charged)
+            count = nodes(begun.ranks.group_world_size)
+            self._console.say(f"{why}; the workers of this node continue, {count} ({cost})")
+
+    def _tell_end(self) -> None:
+        if self._node.group == "running" and self.signum is None:
+            why = f"{self._why}: " if self._why else ""
+            self._console.say(f"{why}the job ends, stopping the workers of this node")
+
+    # --- decisions ---
+
+    def _carry(self, *events: machine.Event) -> list[machine.Action]:
+        """Process events, including the events that the rendezvous returns in response. Return the actions
+        for the loop.
+        """
+        pending, found = deque(events), list[machine.Action]()
+        while pending:
+            self._node, effects = shared.step(self._node, pending.popleft())
+            self._group_exists = self._node.group != "none"
+            if not self.phase.is_terminal:
+                self.phase = _PHASES.get(self._node.group, self.phase)
+            for effect in effects:
+                if isinstance(effect, machine.Action):
+                    if isinstance(effect, machine.Start):
+                        self._plan_group()
+                    found.append(effect)
+                elif isinstance(effect, shared.Finish):
+                    found += self._finish()
+                else:
+                    pending.extend(self._events(self._tell_store(effect)))
+        return found
+
+    def _tell_store(self, effect: shared.Answer) -> list[messages.LoopAction]:
+        event: messages.WorkersEvent
+        match effect:
+            case shared.Report():
+                self._is_own = True
+                event = messages.WorkerFailed(self._first_words(effect.local_rank).encoded())
+            case shared.SayIdle():
+                event = messages.GroupEnded(self._own_cause())
+            case shared.SayEnded():
+                event = messages.GroupEnded(self._own_cause(), effect.unfit)
+            case _:
+                event = effect
+        return self._require_driver().tell(event)
+
+    def _first_words(self, local_rank: int) -> Cause:
+        from elasticrs._engine.supervise.failures.own_cause import facts, first_word
+
+        attempt = self._attempt
+        assert attempt is not None
+        first = first_word(attempt, local_rank, self._place())
+        # Include all fields for the restart policy now. No later report about this failure follows, because
+        # the other workers of this node keep running.
+        known = facts(attempt, local_rank, self._job.fatal_codes)
+        self._first_word = first.replaced(round=None, **known)
+        return self._first_word
+
+    def _own_cause(self) -> messages.Cause | None:
+        attempt = self._attempt
+        if attempt is None or not attempt.failed_exits():
+            return None
+        from elasticrs._engine.supervise.failures.own_cause import own_cause
+
+        codes = self._job.fatal_codes
+        cause = own_cause(attempt, self._place(), self._first_word, fatal_exit_codes=codes)
+        return None if cause is None else cause.replaced(round=None).encoded()
+
+    def _plan_group(self) -> None:
+        begun, driver, job = self._begun, self._require_driver(), self._job
+        assert begun is not None
+        ranks = begun.ranks.workers(NodeShare(job.role, job.nproc))
+        self.plan = plan = Plan(ranks, begun.master_addr, begun.master_port, use_agent_store=True)
+        workers = among_workers(self._rendezvous, job)
+        plan.variables = variables_of_members(workers, driver.meeting_point, driver.job_number)
+        plan.members, plan.member_prefix = self._members, workers_of(driver.agent)
+        if self.planned is not None:
+            self.planned(plan, partial(driver.meeting_point.open_shared_store, begun.round))
+
+    def _finish(self) -> list[machine.Action]:
+        ended = self._ended
+        assert ended is not None
+        if self._unfinished is not None and ended.kind == "succeeded":
+            ended = messages.Outcome("failed", self._unfinished)
+        return self._exit(ended)

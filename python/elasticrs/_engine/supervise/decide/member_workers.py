@@ -1,0 +1,183 @@
+"""Agent logic for a single-node job whose workers form a rendezvous among themselves.
+
+Used only with ``--on-failure replace``; see :mod:`elasticrs.train`. The agent replaces failed workers
+individually, and hosts the store in which its workers meet. The agent of a job on several nodes is in
+:mod:`.member_nodes`.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from urllib.parse import quote, urlencode
+
+from elasticrs._engine.job.config import LOOPBACK
+from elasticrs._engine.nodes.describe import describe
+from elasticrs._engine.nodes.hosting import SystemResolver, decide
+from elasticrs._engine.nodes.meeting_point import CannotHost, MeetingPoint
+from elasticrs._engine.nodes.protocol.keys import workers_job, workers_scope
+from elasticrs._engine.nodes.transport.endpoint import shown_endpoint
+from elasticrs._engine.nodes.transport.session import scoped_token
+from elasticrs._engine.process.background_call import BackgroundCall
+from elasticrs._engine.supervise.attempts import state_machine as machine
+from elasticrs._engine.supervise.decide.decisions import OneNode
+from elasticrs._engine.workers.environment import NCCL_ENDS_PROCESSES
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from elasticrs import _core
+    from elasticrs._engine.job.config import JobConfig
+    from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
+    from elasticrs._engine.supervise.decide.decisions import Planner
+
+_FOR_WORKERS = frozenset(
+    {
+        # Settings of the connection to the store: timeouts, and the time for which the store may be
+        # unavailable.
+        *("connect_timeout", "store_lost_timeout", "store_grace"),
+        *("keep_alive_interval", "keep_alive_max_attempt"),
+        # Settings of a worker's connection to etcd. Workers get the path of the password file, never the
+        # password.
+        *("protocol", "ca_cert", "cacert", "ssl_cert", "cert", "ssl_cert_key", "key"),
+        *("user", "password_file", "etcd_prefix", "lease_ttl", "read_timeout"),
+        # Settings of the workers' rendezvous: its time limits, the ports of its store, and the order of
+        # ranks.
+        *("join_timeout", "last_call_timeout", "restart_call_timeout", "worker_port_range", "order_hint"),
+    }
+)
+"""Settings in ``--rdzv-conf`` that also apply to the rendezvous of the workers. All other settings apply only
+to the rendezvous of the nodes.
+"""
+
+
+class MemberWorkers(OneNode):
+    """Decides how the agent of a single-node job reacts to events if the workers form a rendezvous.
+
+    Args:
+        job: configuration of the job.
+        planner: assigns the ranks of this node.
+    """
+
+    def __init__(self, job: JobConfig, planner: Planner) -> None:
+        super().__init__(job, planner)
+        self._rendezvous = among_workers(_alone(job), job)
+        self._supervisor: _core.Supervisor | None = None
+        self._names: BackgroundCall | None = None
+        self._begin: machine.Event | None = None
+        self._meeting_point: MeetingPoint | None = None
+        self._variables: dict[str, str] = {}
+        self._members: dict[int, str] = {}
+        self._trouble: str | None = None
+
+    def open(self, supervisor: _core.Supervisor) -> None:
+        """Resolve the host names on another thread, because name servers may be slow. See the base class."""
+        self._supervisor = supervisor
+        self._names = BackgroundCall(partial(decide, self._rendezvous, SystemResolver()))
+        supervisor.watch_fd(self._names.fd)
+
+    def step(self, event: machine.Event) -> list[machine.Action]:
+        if isinstance(event, machine.Begin) and self._meeting_point is None:
+            # Continue once the host names have been resolved.
+            self._begin = event
+            return []
+        return super().step(event)
+
+    def fd_ready(self, fd: int) -> list[machine.Action] | None:
+        names, supervisor = self._names, self._supervisor
+        if names is None or supervisor is None or fd != names.fd:
+            return None
+        self._names = None
+        supervisor.unwatch_fd(fd)
+        names.close()
+        self._meeting_point = meeting_point = MeetingPoint(self._rendezvous, supervisor, found=names.take())
+        try:
+            meeting_point.host_if_possible()
+        except CannotHost as error:
+            self._trouble = str(error)
+        self._variables = variables_of_members(self._rendezvous, meeting_point, 0)
+        begin, self._begin = self._begin, None
+        return [] if begin is None else self.step(begin)
+
+    def next_plan(self, supervisor: _core.Supervisor) -> machine.Event:
+        if self._trouble is not None:
+            return machine.RendezvousFailed(self._trouble)
+        event = super().next_plan(supervisor)
+        if self.plan is not None:
+            self.plan.variables, self.plan.members = self._variables, self._members
+        return event
+
+    def close(self) -> None:
+        if self._names is not None:
+            self._names.close()
+        if self._meeting_point is not None:
+            self._meeting_point.close(stays=False)
+
+
+def _alone(job: JobConfig) -> Rendezvous:
+    """Return a rendezvous for the workers of a single node, with a free port and a random token."""
+    two, _ = describe("c10d", f"{LOOPBACK}:0", job.run_id, (2, 2), {"token": os.urandom(16).hex()}, {})
+    if two is None:
+        raise RuntimeError("two nodes have a rendezvous")
+    return two.replaced(min_nodes=1, max_nodes=1)
+
+
+def among_workers(nodes: Rendezvous, job: JobConfig) -> Rendezvous:
+    """Return the workers' rendezvous: a copy of the nodes' rendezvous whose members are workers instead of
+    nodes.
+    """
+    return nodes.replaced(min_nodes=nodes.min_nodes * job.nproc, max_nodes=nodes.max_nodes * job.nproc)
+
+
+def variables_of_members(rendezvous: Rendezvous, meeting_point: MeetingPoint, number: int) -> dict[str, str]:
+    """Return the environment variables that the workers need to find each other.
+
+    Args:
+        rendezvous: rendezvous of the workers.
+        meeting_point: meeting point of their agent.
+        number: job number; see :func:`.keys.workers_job`.
+    """
+    etcd = rendezvous.etcd
+    settings = for_workers(rendezvous.config)
+    if etcd is None:
+        scheme, endpoint = "elasticrs", shown_endpoint(*meeting_point.address)
+    else:
+        scheme, endpoint = "etcd", rendezvous.endpoint
+        # Set the protocol explicitly, because the user may have specified it only in the endpoint.
+        settings["protocol"] = "https" if etcd.is_tls else "http"
+        if "timeout" in rendezvous.config:
+            settings.setdefault("join_timeout", str(rendezvous.config["timeout"]))
+    limits = {"min_workers": str(rendezvous.min_nodes), "max_workers": str(rendezvous.max_nodes)}
+    job = quote(rendezvous.run_id, safe="")
+    variables = {
+        "ELASTICRS_TRAIN": f"{scheme}://{endpoint}/{job}?{urlencode({**settings, **limits})}",
+        "ELASTICRS_TRAIN_JOB": workers_job(rendezvous.run_id, meeting_point.job, number),
+        # Disable NCCL's watchdog by default, because it would kill a worker whose collective was aborted,
+        # although the worker can continue.
+        NCCL_ENDS_PROCESSES: os.environ.get(NCCL_ENDS_PROCESSES, "0"),
+    }
+    if (token := _workers_token(rendezvous)) is not None:
+        variables["ELASTICRS_TRAIN_TOKEN"] = token
+    return variables
+
+
+def for_workers(config: Mapping[str, object]) -> dict[str, str]:
+    """Return the settings in ``--rdzv-conf`` that also apply to the rendezvous of the workers, as strings.
+
+    They include the user name and the path of the password file for an etcd cluster that the site operates.
+    """
+    return {key: str(value) for key, value in config.items() if key in _FOR_WORKERS and value is not None}
+
+
+def _workers_token(rendezvous: Rendezvous) -> str | None:
+    """Return a credential that gives access only to the workers' keys, because workers never get the job's
+    own token.
+
+    Return ``None`` if the job has no token, or if it uses etcd. In etcd, workers log in with the agents'
+    ``user`` and ``password_file``, which :func:`for_workers` passes on.
+    """
+    token = rendezvous.settings.token
+    if token is None or rendezvous.etcd is not None:
+        return None
+    return scoped_token(token, workers_scope(rendezvous.run_id))

@@ -1,0 +1,429 @@
+"""Decisions of one node's agent in a multi-node job.
+
+The state machine in :mod:`.machine` decides when workers start and stop. This
+module decides the rest: how to react to signals, how to describe a failure, and which exit code to use.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import partial
+
+from elasticrs._engine.gpus.nvidia import MEMORY_LIMIT, are_gpus_visible
+from elasticrs._engine.job import phrases
+from elasticrs._engine.job.config import SAFETY_TICK
+from elasticrs._engine.job.failure_cause import Permanence, Verdict
+from elasticrs._engine.job.ranks import NodeShare
+from elasticrs._engine.job.restart_policy import FailureHistory, is_suspect
+from elasticrs._engine.nodes.driver import Driver
+from elasticrs._engine.nodes.hosting import SystemResolver, decide
+from elasticrs._engine.nodes.meeting_point import node_name
+from elasticrs._engine.nodes.protocol import messages
+from elasticrs._engine.process.background_call import BackgroundCall
+from elasticrs._engine.supervise.attempts import state_machine as machine
+from elasticrs._engine.supervise.attempts.evidence import read_counters
+from elasticrs._engine.supervise.decide.decisions import Decisions
+from elasticrs._engine.workers.plan import Plan
+from elasticrs._engine.workers.ports import agent_hosts_store
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from typing import Any
+
+    from elasticrs import _core
+    from elasticrs._engine.job.config import JobConfig
+    from elasticrs._engine.job.failure_cause import Cause
+    from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
+    from elasticrs._engine.process.clock import Clock
+    from elasticrs._engine.process.console import Console
+    from elasticrs._engine.supervise.attempts.attempt import Attempt
+    from elasticrs._engine.supervise.failures.own_cause import Place
+
+_PHASES = {
+    "succeeded": machine.Phase.SUCCEEDED,
+    "spare": machine.Phase.SUCCEEDED,
+    "left": machine.Phase.STOPPED,
+}
+
+
+class SeveralNodes(Decisions):
+    """Makes the decisions of one node's agent in a multi-node job.
+
+    Args:
+        job: configuration of the job.
+        rendezvous: rendezvous of the nodes.
+        console: prints lines for the user.
+
+    Attributes:
+        outcome: how the job ended for this node; ``None`` while the job runs.
+    """
+
+    has_peers = True
+    _keeps_workers = False
+
+    def __init__(self, job: JobConfig, rendezvous: Rendezvous, console: Console) -> None:
+        self._job = job
+        self._rendezvous = rendezvous
+        self._console = console
+        self.outcome: messages.Outcome | None = None
+        self._use_agent_store = rendezvous.backend != "static" and agent_hosts_store(os.environ)
+        self._supervisor: _core.Supervisor | None = None
+        self._names: BackgroundCall | None = None
+        self._is_told = False
+        self._driver: Driver | None = None
+        self._attempt: Attempt | None = None
+        self._first_failure: int | None = None
+        self._first_word: Cause | None = None
+        self._gathers_evidence = False
+        self._group_exists = False
+        self._found_unfit: str | None = None
+        self._last_cause: Cause | None = None
+
+    # --- called by the loop ---
+
+    def open(self, supervisor: _core.Supervisor) -> None:
+        """Look up the host names on another thread, because name servers may be slow. See the base class."""
+        self._supervisor = supervisor
+        self._names = BackgroundCall(partial(decide, self._rendezvous, SystemResolver()))
+        supervisor.watch_fd(self._names.fd)
+
+    def _begin(self, supervisor: _core.Supervisor, names: BackgroundCall) -> list[machine.Action]:
+        self._names = None
+        supervisor.unwatch_fd(names.fd)
+        names.close()
+        job = self._job
+        self._driver = Driver(
+            self._rendezvous,
+            role=job.role,
+            nproc=job.nproc,
+            policy=job.restart_settings,
+            fatal_exit_codes=phrases.ranges_text(sorted(job.fatal_codes)),
+            supervisor=supervisor,
+            use_agent_store=self._use_agent_store,
+            home=self.home,
+            found=names.take(),
+            keeps_workers=self._keeps_workers,
+            health_timeout=self._health_timeout(),
+        )
+        return self._translate(self._driver.begin())
+
+    def observe(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+        self._first_failure = self._first_word = None
+        self._gathers_evidence = False
+        self.failed_elsewhere = False
+
+    def shared_cause(self) -> Mapping[str, Any] | None:
+        head = None if self._driver is None else self._driver.last_head
+        return None if head is None else head.cause
+
+    def node_names(self) -> Sequence[str] | None:
+        return None if self._driver is None else self._driver.node_names()
+
+    def read_history(self) -> FailureHistory:
+        head = None if self._driver is None else self._driver.last_head
+        if head is None:
+            return FailureHistory()
+        found, clock = head.failures, self._clock()
+        times = [clock.to_monotonic(int(at * 1e9)) / 1e9 for at in found.charged_at]
+        return found.replaced(charged_at=tuple(times))
+
+    def seconds_left(self) -> float:
+        return SAFETY_TICK if self._driver is None else self._driver.seconds_left(SAFETY_TICK)
+
+    def look_around(self) -> list[machine.Action]:
+        if self._driver is not None:
+            return self._translate(self._driver.poll())
+        if self._names is not None and not self._is_told:
+            self._is_told = True
+            name = self._rendezvous.host if self._rendezvous.etcd is None else node_name()
+            self._console.say(f"waiting for DNS to resolve {name}")
+        return []
+
+    def fd_ready(self, fd: int) -> list[machine.Action] | None:
+        if self._names is not None and self._supervisor is not None and fd == self._names.fd:
+            return self._begin(self._supervisor, self._names)
+        if self._driver is None or fd not in self._driver.fds:
+            return None
+        return self._translate(self._driver.poll())
+
+    def fenced(self) -> list[machine.Action]:
+        if self._driver is None:
+            return []
+        # Poll the store client first, because it may know why the connection was lost.
+        found = self._translate(self._driver.poll())
+        if not self._group_exists:
+            # Keep the current connection to the store, because the expired lease belonged to an earlier
+            # connection.
+            return found
+        return found + self._translate(self._driver.lose("no keep-alive reached the store in time"))
+
+    def release_plan(self) -> None:
+        """Drop the plan, which contains the ranks and addresses of a round. Do not close its port, because
+        the rendezvous closes the listening socket at the end of the round.
+        """
+        self.plan = None
+
+    def close(self) -> None:
+        if self._names is not None:
+            self._names.close()
+        if self._driver is not None:
+            self._driver.close()
+
+    # --- events of this node ---
+
+    def step(self, event: machine.Event) -> list[machine.Action]:
+        if self.phase.is_terminal:
+            return []
+        if isinstance(event, machine.SignalReceived):
+            return self._on_signal(event.signum)
+        if isinstance(event, machine.Begin):
+            self.phase = machine.Phase.RENDEZVOUS
+            # Continue once the host names have been resolved.
+            return []
+        if isinstance(event, machine.Started):
+            self.phase = machine.Phase.RUNNING
+            return []
+        if isinstance(event, machine.StartFailed):
+            self._group_exists = False
+            self._console.group_rank = None
+            why = event.message.removeprefix(f"{phrases.NOT_STARTED}: ")
+            if event.has_no_program:
+                from elasticrs._engine.supervise.failures.own_cause import no_program
+
+                # If the program cannot be executed, report a worker failure. The restart policy can then
+                # exclude this node, provided that the program starts on all other nodes.
+                self._last_cause = cause = no_program(why, self._place())
+                return self._over(messages.GroupEnded(cause.encoded()))
+            return self._over(messages.StartFailed(why, event.transient))
+        if isinstance(event, machine.FailureSeen):
+            # Report nothing yet, because a later event reports how the worker exited.
+            self._first_failure = event.local_rank
+            return []
+        if isinstance(event, machine.HangSeen):
+            return self._on_hang(event)
+        if isinstance(event, machine.WorkerExited):
+            return self._on_exit(event)
+        if isinstance(event, machine.GroupEnded):
+            return self._on_group_ended(event)
+        return []
+
+    def _on_signal(self, signum: int) -> list[machine.Action]:
+        if self._driver is None:
+            # No workers have been started yet, so exit immediately.
+            self.phase, self.signum = machine.Phase.STOPPED, signum
+            return [machine.Exit(1)]
+        if self.signum is not None:
+            # A second stop request kills the workers at once.
+            kill: list[machine.Action] = [machine.Stop(machine.SIGKILL, 0.0)] if self._group_exists else []
+            return kill + self._translate(self._driver.hasten())
+        self.signum = signum
+        name = phrases.signal_name(signum)
+        reason, ends_the_job = name, True
+        if self._rendezvous.settings.drain == "job":
+            what, reason = "the job ends (drain=job)", f"{name} to node {node_name()} (drain=job)"
+        elif self._driver.hosts:
+            what = "this node hosts the rendezvous store, so the job ends"
+            reason = f"{name} to node {node_name()}, which hosts the rendezvous store"
+        else:
+            what, ends_the_job = "this node leaves the job", False
+        if self._group_exists:
+            what += f"; {name} to the workers, SIGKILL in {self._job.shutdown_timeout:g} s{phrases.AGAIN}"
+        self._console.say(f"{name} received: {what}")
+        return self._tell(messages.Leave(reason, close=ends_the_job))
+
+    def _on_hang(self, event: machine.HangSeen) -> list[machine.Action]:
+        """Report the hang to the other nodes before the hung worker is killed, because the kill makes the
+        waiting workers fail. Failed workers cannot write stacks or flight records.
+        """
+        self._gathers_evidence = True
+        attempt = self._attempt
+        if attempt is None or self._first_word is not None:
+            return []
+        from elasticrs._engine.supervise.failures.own_cause import first_word
+
+        self._first_word = first_word(attempt, event.local_rank, self._place())
+        return self._tell(messages.WorkerFailed(self._first_word.encoded()))
+
+    def _on_exit(self, event: machine.WorkerExited) -> list[machine.Action]:
+        attempt = self._attempt
+        if attempt is None or event.local_rank != self._first_failure or self._first_word is not None:
+            return []
+        from elasticrs._engine.supervise.failures.first_failure import first_seen
+        from elasticrs._engine.supervise.failures.own_cause import first_word
+
+        self._first_word = first_word(attempt, first_seen(attempt), self._place())
+        return self._tell(messages.WorkerFailed(self._first_word.encoded()))
+
+    def _on_group_ended(self, event: machine.GroupEnded) -> list[machine.Action]:
+        self._group_exists = False
+        self._console.group_rank = None
+        attempt = self._attempt
+        if attempt is None:
+            return []
+        if event.outcome == "succeeded":
+            return self._over(messages.WorkersDone())
+        from elasticrs._engine.supervise.failures.own_cause import own_cause
+
+        attempt.oom_kills_after = read_counters(attempt.oom_kills)
+        # Report no failure if a worker hung in the kernel, because `why_stuck` already reports the hang.
+        is_failure = self.phase is not machine.Phase.STOPPING and event.unfit is None
+        self._found_unfit = event.found_unfit
+        if is_failure or self._first_failure is not None or attempt.expired:
+            codes = self._job.fatal_codes
+            cause = own_cause(attempt, self._place(), self._first_word, fatal_exit_codes=codes)
+        else:
+            cause = None
+        self._last_cause = cause
+        from elasticrs._engine.supervise.failures.record_requests import has_records
+
+        evidence = None
+        if self._gathers_evidence or attempt.files.run(partial(has_records, attempt), False):
+            evidence = self._evidence(attempt)
+        told = None if cause is None else cause.encoded()
+        return self._over(messages.GroupEnded(told, event.why_stuck, evidence, event.found_unfit))
+
+    def _evidence(self, attempt: Attempt) -> bytes | None:
+        try:
+            from elasticrs._engine.supervise.failures.hang_diagnosis import node_evidence
+
+            return attempt.files.run(partial(node_evidence, attempt, is_hang=self._gathers_evidence), None)
+        # Catch every exception, because an error in the diagnosis code must not end the job without a report.
+        except Exception as error:
+            from elasticrs._engine.hangs.values import failed
+
+            self._console.say(failed(error).summary)
+            return None
+
+    def _health_timeout(self) -> float:
+        """Return the maximum total duration, in seconds, of the node check and the wait for free device
+        memory. Both follow the exit of this node's workers.
+        """
+        check = self._job.node_check_timeout if self._job.node_check else 0.0
+        return check + (MEMORY_LIMIT if are_gpus_visible(os.environ) else 0.0)
+
+    def _place(self) -> Place:
+        from elasticrs._engine.supervise.failures.own_cause import Place
+
+        rank = -1 if self._attempt is None else self._attempt.plan.ranks[0].group_rank
+        return Place(node_name(), node_name(), rank, self._clock())
+
+    def _clock(self) -> Clock:
+        return self._require_driver().meeting_point.clock
+
+    def _require_driver(self) -> Driver:
+        if self._driver is None:
+            raise RuntimeError("no supervisor yet")
+        return self._driver
+
+    def _tell(self, *events: messages.Event) -> list[machine.Action]:
+        return self._translate(self._require_driver().tell(*events))
+
+    def _over(self, event: messages.Event) -> list[machine.Action]:
+        return self._translate(self._require_driver().group_over(event))
+
+    # --- actions for this node ---
+
+    def _translate(self, actions: Iterable[messages.LoopAction]) -> list[machine.Action]:
+        found: list[machine.Action] = []
+        for action in actions:
+            if isinstance(action, messages.Start):
+                found += self._start(action)
+            elif isinstance(action, messages.Stop):
+                found += self._stop(action)
+            elif isinstance(action, messages.Announce):
+                self._console.say(action.text)
+            elif isinstance(action, messages.Exit):
+                found += self._exit(action.outcome)
+        return found
+
+    def _start(self, action: messages.Start) -> list[machine.Action]:
+        if self._attempt is not None and self._attempt.round == action.round - 1:
+            self._attempt.cause, self._attempt.delay = action.earlier, action.delay
+        driver = self._require_driver()
+        trouble = driver.open_store() if action.serves_store else None
+        if trouble is not None:
+            return self._over(messages.StartFailed(trouble))
+        ranks = action.ranks.workers(NodeShare(self._job.role, self._job.nproc))
+        self.plan = plan = Plan(
+            ranks, action.master_addr, action.master_port, use_agent_store=self._use_agent_store
+        )
+        if self.planned is not None:
+            self.planned(plan, partial(driver.meeting_point.open_shared_store, action.round))
+        self.phase, self._group_exists = machine.Phase.STARTING, True
+        self._console.group_rank = action.ranks.group_rank
+        return [machine.Start(action.round, action.restarts)]
+
+    def _stop(self, action: messages.Stop) -> list[machine.Action]:
+        self.phase = machine.Phase.STOPPING
+        self.failed_elsewhere = action.after_failure
+        if action.fenced:
+            then = "" if self._require_driver().is_leaving else ", then joining again"
+            self._console.say(f"{action.why}; killing the workers of round {action.round}{then}")
+            return [machine.Stop(machine.SIGKILL, 0.0, is_announced=True)]
+        if self.signum is not None:
+            return [machine.Stop(self.signum, self._job.shutdown_timeout, is_announced=True)]
+        self._console.say(f"{action.why}: stopping the workers of round {action.round}")
+        hung = None
+        if action.hung is not None:
+            from elasticrs._engine.supervise.attempts.cause import hung_elsewhere
+
+            hung = hung_elsewhere(action.hung)
+            self._gathers_evidence = True
+        return [machine.Stop(signal.SIGTERM, self._job.shutdown_timeout, is_announced=True, hung=hung)]
+
+    def _exit(self, outcome: messages.Outcome) -> list[machine.Action]:
+        self.clock = self._clock()
+        self.outcome = outcome
+        self.has_taken_part = outcome.kind != "spare"
+        if outcome.cause is not None:
+            from elasticrs._engine.job.failure_cause import Cause
+
+            self.first_cause = Cause.decoded(outcome.cause)
+        self.phase = _PHASES.get(outcome.kind, machine.Phase.FAILED)
+        if outcome.kind == "spare" and (outcome.has_failed or self._rendezvous.max_nodes == 1):
+            # Report a failure. This job may have joined the rendezvous of another job with the same command
+            # line. The caller would otherwise assume that this job's own workers have succeeded.
+            self.phase = machine.Phase.FAILED
+        code = 0 if self.phase is machine.Phase.SUCCEEDED else 1
+        if code == 0 and self.signum is None:
+            if outcome.message is not None:
+                self._console.say(outcome.message)
+            return [machine.Exit(0)]
+        if self.signum is not None:
+            self.phase = machine.Phase.STOPPED
+            return [machine.Exit(1)]
+        # Report an unfit node even if it was not excluded, because it should not run the next job either.
+        verdict = verdict_of(outcome, is_unfit=self._found_unfit is not None or self._has_failed_alone)
+        return [machine.ReportFailure(outcome.message, verdict), machine.Exit(code)]
+
+    @property
+    def _has_failed_alone(self) -> bool:
+        return has_failed_alone(self._last_cause, self.read_history(), node_name())
+
+
+def has_failed_alone(cause: Cause | None, history: FailureHistory, node: str) -> bool:
+    """Return true if this node was repeatedly the only node that could not start the program.
+
+    Args:
+        cause: cause of this node's last failure; ``None`` if its workers did not fail by themselves.
+        history: failures of the job.
+        node: name of this node.
+    """
+    is_start_error = cause is not None and cause.permanence == Permanence.START_ERROR
+    return is_start_error and is_suspect(history, node)
+
+
+def verdict_of(outcome: messages.Outcome, *, is_unfit: bool = False) -> Verdict:
+    """Return the verdict on a failed job for the scheduler. The verdict says whether another attempt may
+    succeed, and whether this node is unfit.
+
+    Args:
+        outcome: outcome of the job for this node.
+        is_unfit: true if a check found this node unfit, or if only this node could not start the program.
+    """
+    if is_unfit or outcome.kind in ("stuck", "excluded"):
+        return Verdict.UNFIT
+    return Verdict.PERMANENT if outcome.is_permanent else Verdict.FAILED

@@ -1,0 +1,280 @@
+"""State machine (a pure function) of an agent whose workers keep running when workers on other nodes fail.
+
+The agents are members of their own rendezvous (:mod:`.machine`), which is
+separate from the workers' rendezvous. The agents charge restarts through the rounds of their rendezvous: a
+failure ends a round, and the leader then charges the restart budget and starts the next round. No worker is
+stopped for a new round. Invariants, each tested by a property test:
+
+- **SHARE-1** A replacement is started only after all processes of the failed worker have exited and the
+  restart has been charged. Either a round that started after the failure charges this restart, or the charge
+  for an earlier failure also covers it.
+- **SHARE-2** A failure ends the round in which it is seen. A single restart is charged for all failures
+  before the start of the next round. It also covers later failures of workers that have not taken part in a
+  new rendezvous since then. A local rank that has already failed does not count again until its worker is
+  replaced.
+- **SHARE-3** A group of workers is started only after all processes of an earlier group have exited, and
+  never after a group has succeeded.
+- **SHARE-4** The agent exits once, and only after all processes of its workers have exited.
+"""
+
+from __future__ import annotations
+
+from elasticrs._engine.job.restart_policy import has_not_met_since, without
+from elasticrs._engine.job.value import Value
+from elasticrs._engine.nodes.protocol import messages
+from elasticrs._engine.supervise.attempts.state_machine import (
+    SIGKILL,
+    SIGTERM,
+    Event,
+    GroupEnded,
+    Replace,
+    ReplaceFailed,
+    Start,
+    Started,
+    StartFailed,
+    Stop,
+    WorkerExited,
+    WorkerReplaced,
+    WorkerSwept,
+)
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Literal, TypeAlias
+
+    from elasticrs._engine.job.restart_policy import Meetings
+
+    Group: TypeAlias = Literal["none", "running", "stopping"]
+    Answer: TypeAlias = "Report | SayIdle | SayEnded | messages.WorkersDone | messages.StartFailed"
+    Effect: TypeAlias = Start | Replace | Stop | Answer | "Finish"
+
+
+class NodeState(Value):
+    """State of a node's workers, and of the node's membership in the rendezvous of the agents.
+
+    Args:
+        grace: seconds between the first signal and SIGKILL.
+        group: state of this node's workers: none, running (or being started), or being stopped.
+        has_succeeded: true if all workers have exited with 0.
+        in_round: true if the node takes part in a round of the agents' rendezvous.
+        restarts: number of restarts charged so far on all nodes.
+        failed: local ranks of failed workers that have no running replacement yet.
+        swept: local ranks in ``failed`` for which all processes of the worker have exited.
+        paid: local ranks in ``failed`` whose restart was charged. Their workers may be replaced.
+        met: last rendezvous of each worker at the time when a failure ended the last round, except for
+            workers that have been replaced since then.
+        unfit: reason why this node cannot take part in another round; ``None`` if it can.
+        has_ended: true if the job has ended for this node.
+        has_finished: true if the agent has finished.
+    """
+
+    grace: float
+    group: Group = "none"
+    has_succeeded: bool = False
+    in_round: bool = False
+    restarts: int = 0
+    failed: frozenset[int] = frozenset()
+    swept: frozenset[int] = frozenset()
+    paid: frozenset[int] = frozenset()
+    met: Meetings = ()
+    unfit: str | None = None
+    has_ended: bool = False
+    has_finished: bool = False
+
+
+# --- events, in addition to the worker events in :mod:`.state_machine` ---
+
+
+class WorkerFailed(Event):
+    """A worker exited with a code other than 0. For each local rank, ``met`` contains the number of the
+    worker's last rendezvous round.
+    """
+
+    local_rank: int
+    met: Meetings = ()
+
+
+class RoundBegan(Event):
+    """The leader has started a round in which this node takes part."""
+
+    round: int
+    restarts: int
+
+
+class RoundEnded(Event):
+    """The round has ended. For each local rank, ``met`` contains the number of the worker's last rendezvous
+    round. If the round ended without a failure, ``met`` is empty.
+    """
+
+    met: Meetings = ()
+
+
+class MustStop(Event):
+    """The workers must be stopped with the signal ``signum``. If ``is_fence`` is true, this node's lease has
+    expired, and the workers must be killed at once.
+    """
+
+    signum: int
+    is_fence: bool = False
+
+
+class JobEnded(Event):
+    """The job has ended for this node. Workers that are still running are sent ``signum``."""
+
+    signum: int = SIGTERM
+
+
+# --- effects: results of :func:`step` that are neither actions of the agent nor events of its rendezvous ---
+
+
+class Report(Value):
+    """Report to the agents' rendezvous that this worker has failed."""
+
+    local_rank: int
+
+
+class SayIdle(Value):
+    """Report to the agents' rendezvous that this node is ready for the next round."""
+
+
+class SayEnded(Value):
+    """Report to the agents' rendezvous that all processes of the workers have exited. ``unfit`` is the reason
+    why this node cannot take part in another round; ``None`` if it can.
+    """
+
+    unfit: str | None = None
+
+
+class Finish(Value):
+    """Finish the agent."""
+
+
+def step(state: NodeState, event: Event) -> tuple[NodeState, list[Effect]]:
+    """Return the new state of this node after an event, and the actions to execute, in order.
+
+    An event that has no meaning in the current state changes nothing.
+    """
+    if state.has_finished:
+        return state, []
+    match event:
+        case RoundBegan():
+            return _begin(state.replaced(in_round=True, restarts=event.restarts), event)
+        case RoundEnded() if state.in_round:
+            return state.replaced(in_round=False, met=event.met), [SayIdle()]
+        case MustStop():
+            return _must_stop(state, event)
+        case JobEnded():
+            return _end(state.replaced(has_ended=True, in_round=False), event)
+        case WorkerFailed() if state.group == "running":
+            return _fail(state, event)
+        case WorkerSwept() if state.group == "running":
+            return _swept(state, event)
+        case WorkerReplaced():
+            return _taken(state, event.local_rank), []
+        case ReplaceFailed() if state.group == "running":
+            return _stop(state, SIGTERM)
+        case GroupEnded() if state.group != "none":
+            return _group_ended(state, event)
+        case StartFailed() if state.group != "none":
+            return _gone(state, messages.StartFailed(event.message, event.transient))
+        case Started() | WorkerExited() | _:
+            return state, []
+
+
+def _begin(state: NodeState, event: RoundBegan) -> tuple[NodeState, list[Effect]]:
+    if state.has_succeeded:
+        return state, [messages.WorkersDone()]
+    if state.group == "none" and state.unfit is not None:
+        return state.replaced(in_round=False), [SayEnded(state.unfit)]
+    if state.group == "none":
+        return state.replaced(group="running", met=()), [Start(event.round, event.restarts)]
+    if state.group == "stopping" or not state.failed:
+        return state, []
+    if state.met:
+        return _pay(state, state.failed)
+    # Report a failed worker, because no restart has been charged for the failures yet. One report is enough,
+    # because a single restart is charged for all failed workers.
+    return state, [Report(min(state.failed))]
+
+
+def _pay(state: NodeState, places: frozenset[int]) -> tuple[NodeState, list[Effect]]:
+    ready = sorted((places & state.swept) - state.paid)
+    return state.replaced(paid=state.paid | places), [Replace(place, state.restarts) for place in ready]
+
+
+def _fail(state: NodeState, event: WorkerFailed) -> tuple[NodeState, list[Effect]]:
+    place = event.local_rank
+    if place in state.failed:
+        return state, []
+    state = state.replaced(failed=state.failed | {place})
+    if not state.in_round:
+        # Do nothing yet. The next round counts this failure against the restart budget.
+        return state, []
+    if has_not_met_since(state.met, event.met, place):
+        return _pay(state, frozenset({place}))
+    return state, [Report(place)]
+
+
+def _swept(state: NodeState, event: WorkerSwept) -> tuple[NodeState, list[Effect]]:
+    place = event.local_rank
+    effects: list[Effect] = []
+    if place not in state.failed:
+        # The worker exceeded a timer before it exited with 0, so treat it as failed.
+        state, effects = _fail(state, WorkerFailed(place))
+    if event.is_stuck:
+        return _stop(state, SIGTERM, effects)
+    state = state.replaced(swept=state.swept | {place})
+    return state, [*effects, *([Replace(place, state.restarts)] if place in state.paid else [])]
+
+
+def _taken(state: NodeState, place: int) -> NodeState:
+    only = {place}
+    return state.replaced(
+        failed=state.failed - only,
+        swept=state.swept - only,
+        paid=state.paid - only,
+        met=without(state.met, place),
+    )
+
+
+def _must_stop(state: NodeState, event: MustStop) -> tuple[NodeState, list[Effect]]:
+    if state.group == "none":
+        return state.replaced(in_round=False), [SayEnded()] if state.in_round else []
+    if event.is_fence:
+        return state.replaced(group="stopping"), [Stop(SIGKILL, 0.0, is_announced=True)]
+    return _stop(state, event.signum)
+
+
+def _stop(
+    state: NodeState, signum: int, effects: list[Effect] | None = None
+) -> tuple[NodeState, list[Effect]]:
+    if state.group == "stopping":
+        return state, effects or []
+    return state.replaced(group="stopping"), [*(effects or []), Stop(signum, state.grace, is_announced=True)]
+
+
+def _end(state: NodeState, event: JobEnded) -> tuple[NodeState, list[Effect]]:
+    if state.group == "none":
+        return state.replaced(has_finished=True), [Finish()]
+    return _stop(state, event.signum)
+
+
+def _group_ended(state: NodeState, event: GroupEnded) -> tuple[NodeState, list[Effect]]:
+    has_succeeded = event.outcome == "succeeded" and state.group == "running" and not state.failed
+    if not has_succeeded:
+        return _gone(state, SayEnded(event.why_unfit))
+    return _gone(state.replaced(has_succeeded=True), messages.WorkersDone())
+
+
+def _gone(state: NodeState, say: Answer) -> tuple[NodeState, list[Effect]]:
+    """Update the state after this node's workers have exited or could not be started. The node leaves the
+    rendezvous round, unless the workers have succeeded.
+    """
+    state = state.replaced(group="none", failed=frozenset(), swept=frozenset(), paid=frozenset(), met=())
+    if state.has_ended:
+        return state.replaced(has_finished=True), [Finish()]
+    if isinstance(say, SayEnded):
+        state = state.replaced(unfit=say.unfit)
+    if not state.in_round:
+        return state, []
+    return state.replaced(in_round=isinstance(say, messages.WorkersDone)), [say]

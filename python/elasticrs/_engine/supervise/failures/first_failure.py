@@ -1,0 +1,142 @@
+"""Determines which worker failed first in an attempt, from the supervisor's events alone.
+
+No file is read, because a slow file system would delay the stop of the other workers and the report to the
+other nodes. The final report applies the same rule (:mod:`.root_cause`), but
+also reads the error files.
+"""
+
+from __future__ import annotations
+
+from elasticrs._engine.job.traceback_summary import summarize
+from elasticrs._engine.job.value import Value
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from elasticrs._core import WorkerHung
+    from elasticrs._engine.supervise.attempts.attempt import Attempt
+
+_SIGTERM = 15
+
+
+def early_leavers(attempt: Attempt) -> tuple[int, ...]:
+    """Return the global ranks of the workers that exited with code 0 before the first failure, if that
+    failure only reports a lost peer. The lost peer is then one of these workers.
+
+    Return an empty tuple if most workers have exited with code 0, because the failed worker may then have
+    run more steps than the others. Also return an empty tuple if the job has workers on other nodes, or if
+    the workers are members of a rendezvous.
+    """
+    ranks = attempt.global_ranks()
+    if attempt.plan.page is not None or len(ranks) != attempt.world_size or not _is_lost_peer_first(attempt):
+        return ()
+    left = [
+        ranks[local_rank]
+        for local_rank, exited in attempt.exits.items()
+        if exited.exitcode == 0 and exited.sent_signal is None
+    ]
+    is_minority = 2 * len(left) <= len(ranks)
+    return tuple(sorted(left)) if is_minority else ()
+
+
+def _is_lost_peer_first(attempt: Attempt) -> bool:
+    """Return true if a rank that exited with code 0 may have caused the first failure. If the ranks to blame
+    have been decided, that decision must be based on such an exit. Otherwise, the first failure must be an
+    exception that only reports a lost peer.
+    """
+    if attempt.blame is not None:
+        return attempt.blame.basis == "exit"
+    failure = attempt.raised.get(attempt.first_failure if attempt.first_failure is not None else -1)
+    return failure is not None and failure.origin == "peer"
+
+
+class _Seen(Value):
+    """The fields of ``ProcessFailure`` that determine the root cause."""
+
+    pid: int
+    seen_ns: int
+    sent_signal: int | None
+    recorded_ns: int | None
+    recorded_pid: int | None
+    is_lost_peer: bool
+    cause: str | None = None
+    timestamp: int = 0
+    is_first: bool = False
+
+
+def first_seen(attempt: Attempt) -> int:
+    """Return the local rank of the worker that failed first.
+
+    This is not always the worker that exited first. A worker that has raised an exception closes its
+    connections, which may cause its peers to fail and exit before it has exited itself.
+
+    Args:
+        attempt: attempt in which a failure has been seen.
+    """
+    first = attempt.first_failure
+    assert first is not None
+    if not attempt.raised.keys() - {first} or first in attempt.expired:
+        return first
+    from elasticrs._engine.workers.failures.root_cause import root_cause
+
+    exited = attempt.exits.get(first)
+    end_ns = exited.seen_ns if exited is not None else attempt.raised[first].seen_ns
+    seen = {}
+    for local_rank in sorted({first, *attempt.raised}):
+        raised = attempt.raised.get(local_rank)
+        seen[local_rank] = _Seen(
+            raised.pid if raised is not None else attempt.pids[local_rank],
+            end_ns,
+            # Treat the other workers as signalled, because the agent is already stopping them.
+            None if local_rank == first else _SIGTERM,
+            None if raised is None else raised.seen_ns,
+            None if raised is None else raised.pid,
+            raised is not None and raised.origin == "peer",
+        )
+    return root_cause(seen)  # type: ignore[arg-type]  # `_Seen` has all fields that `root_cause` reads
+
+
+def _how_it_hung(attempt: Attempt, event: WorkerHung) -> str:
+    if attempt.blame is not None and not attempt.blame.is_decided:
+        return ": a rank hangs"
+    if attempt.blame is not None and attempt.blame.basis == "records":
+        return f" {'keeps' if len(attempt.blame.ranks) == 1 else 'keep'} the other ranks waiting"
+    # If several ranks are silent and there are no flight records, it is only known which rank stopped first.
+    is_alone = sum(seen.is_late for seen in event.ranks) < 2
+    return " has hung" if is_alone or event.ground == "stopped" else " stopped first"
+
+
+def how_it_failed(attempt: Attempt, local_rank: int) -> str:
+    """Return a phrase that says how a worker failed, to append to its name. Examples are `` raised KeyError``
+    and `` died by SIGKILL``. The phrase omits the text of an exception, because the line about the restart or
+    the report contains it.
+    """
+    raised, worker = attempt.raised.get(local_rank), attempt.exits.get(local_rank)
+    overdue = attempt.expired.get(local_rank)
+    if overdue is not None and overdue.hung is not None:
+        return _how_it_hung(attempt, overdue.hung)
+    if overdue is not None and overdue.timer is not None:
+        return " has hung"
+    if (
+        overdue is not None
+        and overdue.is_blamed
+        and attempt.blame is not None
+        and not attempt.blame.is_decided
+    ):
+        return f": {attempt.who(local_rank)} {attempt.why_expired(local_rank)}"
+    if overdue is not None and overdue.is_blamed:
+        return f" {attempt.why_expired(local_rank)}"
+    # If the worker was killed during its exit, report the signal instead of the exception, because the signal
+    # is the cause of its death.
+    is_killed = worker is not None and worker.sent_signal is None and (worker.exitcode or 0) < 0
+    said = None
+    if raised is not None and not is_killed:
+        found = summarize(raised.text)
+        name = None if found is None or found.exception is None else found.exception.rpartition(".")[2]
+        said = f" raised {name or 'an exception'}"
+    if worker is None and attempt.is_slow_to_exit(local_rank):
+        return f"{said or ' raised an exception'} and is still exiting"
+    if said is not None:
+        return said
+    if overdue is not None:
+        return " raised an exception and does not exit"
+    return " failed" if worker is None else f" {attempt.how_it_ended(worker)}"

@@ -1,0 +1,349 @@
+"""Diagnoses hangs and failed collectives from files with the workers' flight records and stacks.
+
+Imported only after a worker hung or a collective failed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import time
+from typing import NamedTuple
+
+from elasticrs._engine.hangs.blame import decide, decide_failure
+from elasticrs._engine.hangs.culprits import shows_waiting
+from elasticrs._engine.hangs.diagnose import observe, telling
+from elasticrs._engine.hangs.flight_record import MAX_BYTES, MAX_NAME
+from elasticrs._engine.hangs.node_evidence import encode
+from elasticrs._engine.hangs.stacks import MAX_TEXT, abort
+from elasticrs._engine.hangs.values import Frame, NoRecord, RankEvidence
+from elasticrs._engine.inside.flight import MAX_ENTRIES
+from elasticrs._engine.supervise.failures.record_requests import aborted, record_files, request_records
+from elasticrs._engine.workers.logs import fault_file, flight_record_file, flight_requests_file, hang_file
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from elasticrs._core import WorkerHung
+    from elasticrs._engine.hangs.blame import Blame
+    from elasticrs._engine.hangs.rank_record import RankFacts
+    from elasticrs._engine.hangs.values import Diagnosis
+    from elasticrs._engine.supervise.attempts.attempt import Attempt
+
+_MAX_FRAMES = 200
+_MAX_RECORDS = 4
+"""Maximum number of records of one worker, one for each recorder of torch."""
+
+_MAX_RANK = 1 << 31
+_SIGABRT = 6
+_MAX_AGE = 600.0
+"""Maximum age, in seconds, of the flight record of a failed collective. The limit is generous, because NCCL's
+watchdog writes the record some time before the process exits.
+"""
+
+_RAISING_NS = 1_000_000_000
+"""Maximum time from a failed collective until its exception is in the error file, in nanoseconds. Torch marks
+the collective as retired before Python raises the exception, and the record may be written in between.
+"""
+
+_PAUSE = 0.01
+_TIME_LIMIT = 1.0
+"""Maximum number of seconds to spend on reading flight records. Records that have not been read by then are
+skipped.
+"""
+
+_ALL_BYTES, _MOST_BYTES, _LEAST_BYTES = 16 << 20, 32 << 10, 1 << 10
+"""Maximum number of bytes of evidence that all nodes of a job send together, and the upper and lower
+bound of a single node's limit.
+"""
+
+_ALL_STEPS = 1 << 15
+"""Maximum number of collectives that all ranks of a job send together for each process group. This bounds the
+time needed to compare them.
+"""
+
+
+def examine(attempt: Attempt) -> Diagnosis | None:
+    """Diagnose a hang by naming the ranks that keep the others waiting, if all of the job's workers run on
+    this node.
+
+    Call this before the exits of killed workers are recorded.
+
+    Returns:
+        The diagnosis. ``None`` in these cases:
+
+        - No worker has a flight record.
+        - The records show neither an incomplete collective nor a rank to blame.
+        - The job has workers on other nodes, because their evidence arrives later.
+    """
+    return _telling(attempt, _facts(attempt))
+
+
+def examine_failure(attempt: Attempt) -> tuple[Diagnosis | None, Blame | None]:
+    """Name the ranks that made a collective fail, if all workers of the job ran on this node. Call this after
+    the worker that failed first has exited.
+
+    Returns:
+        The diagnosis, and the decision about which ranks are to blame. Each is ``None`` if there is not
+        enough evidence. The decision is also ``None`` if no evidence speaks against blaming the rank that
+        failed first.
+    """
+    facts, first = _facts_of_failure(attempt), aborted(attempt)
+    first = attempt.first_failure if first is None else first
+    if len(facts) != attempt.world_size or first is None:
+        return None, None
+    diagnosis = telling(facts)
+    rank = attempt.global_ranks()[first]
+    own = next(each for each in facts if each.rank == rank)
+    may_be_innocent = own.record is NoRecord.ABORTED and _may_have_waited(attempt, first, own)
+    ranks = [each.rank for each in facts]
+    return diagnosis, decide_failure(diagnosis, rank, ranks, may_be_innocent=may_be_innocent)
+
+
+def _may_have_waited(attempt: Attempt, local_rank: int, facts: RankFacts) -> bool:
+    """Return true if the stack of an aborted rank shows that the rank was waiting for other ranks. If the
+    stack is unknown, return true if the rank uses torch.
+    """
+    if facts.frames:
+        return bool(shows_waiting(facts.frames))
+    return os.path.lexists(flight_requests_file(attempt.paths.error_files.get(local_rank, "")))
+
+
+def accuse(attempt: Attempt, event: WorkerHung) -> None:
+    """Decide which workers of this node are to blame for a hang. Call this after :func:`examine`.
+
+    In a job on several nodes, the leader makes the final decision when it has the evidence of all nodes.
+    """
+    rank = attempt.global_ranks()[event.local_rank]
+    attempt.accuse(decide(attempt.diagnosis, rank, event.ground), event.seen_ns, event)
+
+
+def diagnose_running(attempt: Attempt, seconds: float) -> Diagnosis | None:
+    """Find the ranks that other ranks of a running job wait for. Does not interrupt the workers.
+
+    The diagnosis does not use stacks, because the signal that requests a stack would interrupt the program's
+    system calls. Only workers whose heartbeats are watched write flight records. This function blocks until
+    all of these workers have written their records, or until ``seconds`` have passed, so the agent's main
+    thread must not call it.
+
+    Args:
+        attempt: running attempt whose workers are all on this node.
+        seconds: maximum number of seconds to wait for the flight records.
+
+    Returns:
+        The diagnosis; ``None`` if no rank is waiting, or if there is not enough evidence. A rank that is
+        waiting is not necessarily stuck, because every collective takes some time.
+    """
+    requested = request_records(attempt)
+    deadline = time.monotonic() + seconds
+    while not all(map(os.path.lexists, requested)) and time.monotonic() < deadline:
+        time.sleep(_PAUSE)
+    return _telling(attempt, _facts(attempt, has_stacks=False))
+
+
+def _telling(attempt: Attempt, facts: list[RankFacts]) -> Diagnosis | None:
+    return telling(facts) if len(facts) == attempt.world_size else None
+
+
+def node_evidence(attempt: Attempt, *, is_hang: bool) -> bytes | None:
+    """Return this node's flight records and stacks, encoded for the diagnosis of the whole job. Call this
+    after the workers have exited. Return ``None`` if the encoded data would be too large.
+
+    Args:
+        attempt: attempt that has ended.
+        is_hang: true if a rank of the job hung; the core has then gathered evidence about all local ranks.
+            False if a collective failed.
+    """
+    stamps, nodes = attempt.stamps, attempt.plan.ranks[0].group_world_size
+    if is_hang:
+        facts = _facts(attempt, stamps.get("stopped", stamps.get("failure_seen")))
+    else:
+        facts = _facts_of_failure(attempt)
+    return encode(facts, **limits(nodes, attempt.world_size))
+
+
+def limits(nodes: int, world_size: int) -> dict[str, int]:
+    """Return the limits to pass to :func:`.encode`.
+
+    Args:
+        nodes: number of nodes in the job.
+        world_size: number of ranks in the job.
+    """
+    return {
+        "max_bytes": max(_LEAST_BYTES, min(_MOST_BYTES, _ALL_BYTES // nodes)),
+        "max_steps": max(1, min(MAX_ENTRIES, _ALL_STEPS // world_size)),
+    }
+
+
+def _facts(attempt: Attempt, stopped_ns: int | None = None, *, has_stacks: bool = True) -> list[RankFacts]:
+    """Return the parsed flight records and stacks of this node's ranks.
+
+    Args:
+        attempt: attempt to diagnose.
+        stopped_ns: time at which the workers were stopped, in nanoseconds of the monotonic clock. Workers
+            that exited later were still running when the evidence was gathered. ``None`` if the workers have
+            not been stopped yet.
+        has_stacks: false if no stacks were requested. Stacks found in files are then outdated and ignored.
+    """
+    deadline = time.monotonic() + _TIME_LIMIT
+    facts = []
+    for local_rank, rank in attempt.global_ranks().items():
+        exited = attempt.exits.get(local_rank)
+        has_exited = exited is not None and (stopped_ns is None or exited.seen_ns < stopped_ns)
+        error_file = attempt.paths.error_files.get(local_rank, "")
+        is_late = time.monotonic() >= deadline
+        found = _evidence(rank, error_file, has_exited=has_exited, is_late=is_late)
+        if found.records is NoRecord.LATE:
+            found = found._replace(records=_why_late(attempt, local_rank))
+        facts.append(observe(found if has_stacks else found._replace(stacks=None)))
+    return facts
+
+
+def _facts_of_failure(attempt: Attempt) -> list[RankFacts]:
+    """Return the parsed flight records of this node's ranks after a collective has failed. The agent
+    requested the records after the failure, or NCCL's watchdog wrote them.
+    """
+    oldest = time.time() - _MAX_AGE
+    deadline = time.monotonic() + _TIME_LIMIT
+    facts = []
+    for local_rank, rank in attempt.global_ranks().items():
+        found = RankEvidence(rank, os.uname().nodename, NoRecord.LATE)
+        exited = attempt.exits.get(local_rank)
+        error_file = attempt.paths.error_files.get(local_rank, "")
+        if exited is not None and exited.exitcode == 0 and exited.sent_signal is None:
+            found = found._replace(records=NoRecord.EXITED)
+        elif exited is not None and exited.exitcode == -_SIGABRT and exited.sent_signal is None:
+            stacks = _content(fault_file(error_file), MAX_TEXT) if error_file else None
+            frames, is_own = abort((stacks or b"").decode("utf-8", "replace"))
+            reason = NoRecord.EXITED if is_own else NoRecord.ABORTED
+            found = found._replace(records=reason, frames=frames)
+        elif local_rank in attempt.raised:
+            found = found._replace(records=_why_late(attempt, local_rank))
+        path = next(iter(record_files(attempt, local_rank, oldest)), None)
+        if path is not None and time.monotonic() < deadline:
+            is_dump = path != flight_record_file(error_file)
+            written = _Written((_content(path, MAX_BYTES) or b"",)) if is_dump else _document(error_file)
+            age_ns = _age(error_file, path)
+            has_raised = age_ns is not None and age_ns >= -_RAISING_NS
+            has_raised |= local_rank in attempt.raised or any(map(_is_of_hook, written.frames))
+            # Ignore the stack after an exception, because it shows the exit of the program instead of the
+            # failed collective.
+            frames = () if has_raised else written.frames
+            found = found._replace(
+                records=written.records, groups=written.groups, has_raised=has_raised, frames=frames
+            )
+        facts.append(observe(found))
+    return facts
+
+
+def _is_of_hook(frame: Frame) -> bool:
+    """Return true if a frame belongs to the hook that handles an uncaught exception."""
+    return frame.file.endswith("/inside/hook/sitecustomize.py")
+
+
+def _why_late(attempt: Attempt, local_rank: int) -> NoRecord:
+    """Return the reason why a worker has not written its flight record in time although it could write it."""
+    raised = attempt.raised.get(local_rank)
+    if raised is not None and raised.origin == "peer":
+        return NoRecord.LOST_PEER
+    hung = next((each.hung for each in attempt.expired.values() if each.hung is not None), None)
+    beats = attempt.heartbeats if hung is None else [seen.heartbeat for seen in hung.ranks]
+    has_returned = any(beat and beat.local_rank == local_rank and beat.has_returned for beat in beats)
+    return NoRecord.RETURNED if has_returned else NoRecord.LATE
+
+
+def _evidence(rank: int, error_file: str, *, has_exited: bool, is_late: bool) -> RankEvidence:
+    node = os.uname().nodename
+    if not error_file or has_exited or is_late:
+        reason = NoRecord.EXITED if has_exited else NoRecord.LATE if is_late else NoRecord.NO_TORCH
+        return RankEvidence(rank, node, reason)
+    stacks = _content(hang_file(error_file), MAX_TEXT)
+    written = _document(error_file)
+    return RankEvidence(
+        rank,
+        node,
+        written.records,
+        None if stacks is None else stacks[:MAX_TEXT].decode("utf-8", "replace"),
+        written.groups,
+        (_age(error_file, flight_record_file(error_file)) or 0) > 0,
+    )
+
+
+def _age(path: str, other: str) -> int | None:
+    """Return how much older the file ``path`` is than ``other``, in nanoseconds. Return ``None`` if either
+    file is missing.
+    """
+    try:
+        return os.stat(other).st_mtime_ns - os.stat(path).st_mtime_ns
+    except OSError:
+        return None  # Either the worker raised no exception, or it did not write a record.
+
+
+class _Written(NamedTuple):
+    """Flight records and stack that a worker has written; see
+    :func:`.flight_document`.
+    """
+
+    records: tuple[bytes, ...] | NoRecord
+    groups: Mapping[str, list[int]] = {}
+    frames: tuple[Frame, ...] = ()
+
+
+def _document(error_file: str) -> _Written:
+    document = _content(flight_record_file(error_file), MAX_BYTES)
+    if document is None:
+        has_thread = os.path.lexists(flight_requests_file(error_file))
+        return _Written(NoRecord.LATE if has_thread else NoRecord.NO_TORCH)
+    first, *records = document.split(b"\n", _MAX_RECORDS)
+    try:
+        header = json.loads(first) if len(document) <= MAX_BYTES else None
+    except (ValueError, RecursionError):
+        header = None
+    if type(header) is not dict:
+        return _Written(NoRecord.DAMAGED)
+    if "no_record" in header:
+        known = {reason.value: reason for reason in (NoRecord.NO_TORCH, NoRecord.OFF)}
+        reason = header["no_record"]
+        return _Written(known.get(reason, NoRecord.DAMAGED) if type(reason) is str else NoRecord.DAMAGED)
+    groups = header.get("groups")
+    if type(groups) is not dict or not all(map(_is_group, groups.items())):
+        return _Written(NoRecord.DAMAGED)
+    stack = header.get("stack", [])
+    if type(stack) is not list or not all(map(_is_frame, stack)):
+        return _Written(NoRecord.DAMAGED)
+    return _Written(tuple(records), groups, tuple(Frame(*frame) for frame in stack[:_MAX_FRAMES]))
+
+
+def _is_frame(frame: object) -> bool:
+    return type(frame) is list and [type(part) for part in frame] == [str, int, str] and frame[1] >= 0
+
+
+def _is_group(group: tuple[str, object]) -> bool:
+    name, ranks = group
+    return (
+        len(name) <= MAX_NAME
+        and type(ranks) is list
+        and all(type(rank) is int and 0 <= rank < _MAX_RANK for rank in ranks)
+    )
+
+
+def _content(path: str, limit: int) -> bytes | None:
+    """Read a file that a worker may have replaced with something else, such as a link or a FIFO.
+
+    Return ``None`` if it is missing or not a regular file. Return more than ``limit`` bytes if it is larger.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except OSError:
+        return None  # The file is missing, or it is a symbolic link.
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return None
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(limit + 1)
+    except OSError:
+        return None  # The file cannot be read, for example because of a disk error.
+    finally:
+        os.close(descriptor)

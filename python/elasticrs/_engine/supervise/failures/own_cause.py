@@ -1,0 +1,311 @@
+"""Description of this node's first failure, as a :class:`.Cause`.
+
+Imported only after a failure.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from elasticrs._engine.job.failure_cause import Cause, Permanence
+from elasticrs._engine.job.phrases import how_the_nursery_ended
+from elasticrs._engine.job.restart_policy import STEADY, Evidence
+from elasticrs._engine.job.traceback_summary import shortened, summarize
+from elasticrs._engine.job.value import Value
+from elasticrs._engine.process.clock import Clock
+from elasticrs._engine.supervise.failures.failed_attempt import failures
+from elasticrs._engine.workers.failures.report import traceback_text
+from elasticrs._engine.workers.failures.root_cause import failed_ns, root_cause, victims
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+    from typing import Any
+
+    from elasticrs._engine.supervise.attempts.attempt import Attempt
+    from elasticrs._engine.workers.failures.failure import ProcessFailure
+
+MAX_MESSAGE = 1400
+"""Maximum length of the message in characters. A longer message is cut at the start, because the end of a
+traceback is the most informative part; see :func:`.shortened`.
+"""
+
+BEFORE_ALL_STEPS = -1
+"""Step that is reported for a rank that missed the deadline of its first heartbeat."""
+
+MAX_LINES = 8
+MAX_XIDS = 4
+MAX_LINE = 120
+
+
+class Place(Value):
+    """What identifies this node in a round: its name in the rendezvous, its host name and its group rank.
+    ``clock`` is the store's clock, for the times of failures.
+    """
+
+    node: str
+    host: str
+    group_rank: int
+    clock: Clock = Clock()
+
+    def cause(self, time_ns: int, **known: Any) -> Cause:
+        """Describe a failure on this node.
+
+        Args:
+            time_ns: time of the failure on the store's clock, in nanoseconds.
+            known: further fields of the description.
+        """
+        here: dict[str, Any] = {"node": self.node, "host": self.host, "group_rank": self.group_rank}
+        return Cause(**here, time_ns=time_ns, error_ns=self.clock.error_ns, **known)
+
+
+def first_word(attempt: Attempt, local_rank: int, place: Place) -> Cause:
+    """Describe the first failure without reading any file, so that it can be reported immediately.
+
+    Args:
+        attempt: attempt that failed.
+        local_rank: local rank of the worker that failed first.
+        place: place of this node.
+    """
+    worker, raised = attempt.exits.get(local_rank), attempt.raised.get(local_rank)
+    why = attempt.why_expired(local_rank)
+    message = why or (raised.text if raised is not None else "")
+    seen = attempt.expired.get(local_rank) or raised or worker
+    return place.cause(
+        place.clock.from_monotonic(0 if seen is None else seen.seen_ns),
+        round=attempt.round,
+        rank=attempt.global_ranks()[local_rank],
+        local_rank=local_rank,
+        pid=attempt.pids[local_rank] if worker is None else worker.pid,
+        exitcode=None if worker is None else worker.exitcode,
+        message=shortened(message, MAX_MESSAGE) or None,
+        is_consequence=(why is None and raised is not None and raised.origin == "peer") or None,
+        **_hang(attempt, local_rank),
+    )
+
+
+def own_cause(
+    attempt: Attempt,
+    place: Place,
+    told: Cause | None = None,
+    *,
+    fatal_exit_codes: Collection[int] = (),
+) -> Cause | None:
+    """Describe the first failure on this node in full. Return ``None`` if the workers exited only because
+    they were stopped.
+
+    Workers that were killed because their nursery exited count as failed.
+
+    Args:
+        attempt: attempt that has ended.
+        place: place of this node.
+        told: description of the same failure that was already sent, from :func:`first_word`. The new
+            description never contains a later time than ``told``, even if the estimate of the store's clock
+            has changed since.
+        fatal_exit_codes: exit codes of workers after which the job is not restarted.
+    """
+    failed = failures(attempt)
+    is_nursery_lost = attempt.nursery_exitcode is not None or attempt.nursery_hung
+    if not failed and is_nursery_lost:
+        how = how_the_nursery_ended(attempt.nursery_exitcode, attempt.nursery_hung)
+        return not_started(f"the nursery {how}", place)
+    if not failed:
+        return None
+    rank = root_cause(failed)
+    first = failed[rank]
+    stopped = victims(failed)
+    permanent = _permanence(attempt, failed, stopped, fatal_exit_codes)
+    # A worker that this agent has signalled usually counts as stopped, not as failed. It counts as failed if
+    # the nursery, which is its parent process, exited.
+    if rank in stopped and not is_nursery_lost and not permanent:
+        return None
+    is_consequence = first.is_lost_peer
+    at = failed_ns(first)
+    time_ns = place.clock.from_monotonic(at if at is not None else time.monotonic_ns())
+    if told is not None and told.time_ns is not None:
+        time_ns = min(time_ns, told.time_ns)
+    return place.cause(
+        time_ns,
+        round=attempt.round,
+        rank=rank,
+        local_rank=first.local_rank,
+        pid=first.pid,
+        # Omit the exit code if the agent killed the worker during its exit, because the code would only show
+        # the agent's signal.
+        exitcode=None if first.recorded_ns is not None and first.sent_signal is not None else first.exitcode,
+        message=shortened(_message(attempt, first), MAX_MESSAGE),
+        lines=[_end(line, MAX_LINE) for line in first.stderr_tail[-MAX_LINES:]],
+        xids=tuple(xid.note() for xid in attempt.xids.values())[:MAX_XIDS],
+        **_hang(attempt, first.local_rank),
+        exception=first.exception,
+        # Omit the source line of an error that only reports a lost peer, because the cause is not in this
+        # worker's program.
+        place=None if is_consequence else _place(attempt, first),
+        is_consequence=is_consequence or None,
+        is_transient=first.is_transient or None,
+        was_killed=first.sent_signal is not None or None,
+        ran=_ran(attempt, first),
+        **_reached(attempt),
+        **permanent,
+    )
+
+
+def facts(attempt: Attempt, local_rank: int, fatal_exit_codes: Collection[int]) -> dict[str, Any]:
+    """Describe the failure of a worker for the restart policy, as fields of a :class:`Cause`.
+
+    Args:
+        attempt: attempt of the worker.
+        local_rank: local rank of the worker.
+        fatal_exit_codes: see :func:`own_cause`.
+    """
+    failed = {rank: each for rank, each in failures(attempt).items() if each.local_rank == local_rank}
+    permanent = _permanence(attempt, failed, (), fatal_exit_codes)
+    names = ("exception", "place", "is_transient")
+    known = {name: getattr(each, name) or None for each in failed.values() for name in names}
+    return {**known, **permanent, **_reached(attempt)}
+
+
+def evidence(attempt: Attempt, fatal_exit_codes: Collection[int]) -> Evidence:
+    """Return the input of the restart policy after an attempt on a single node has failed: the cause of the
+    failure and the duration of the attempt.
+
+    Args:
+        attempt: attempt that has failed.
+        fatal_exit_codes: see :func:`own_cause`.
+    """
+    node = os.uname().nodename
+    cause = own_cause(attempt, Place(node, node, 0), fatal_exit_codes=fatal_exit_codes)
+    now = time.monotonic_ns()
+    started = attempt.stamps.get("started")
+    return Evidence(
+        () if cause is None else (cause,),
+        now=now / 1e9,
+        ran=None if started is None else (attempt.stamps.get("failure_seen", now) - started) / 1e9,
+        jitter=int.from_bytes(os.urandom(2), "big") / 0xFFFF,
+    )
+
+
+def _reached(attempt: Attempt) -> dict[str, Any]:
+    """Return the highest training step in the workers' last heartbeats, as fields of a cause. The field
+    ``is_global`` is true if all workers report that they count their steps across restarts.
+    """
+    found = [(beat.step, beat.is_global) for beat in attempt.heartbeats if beat.step is not None]
+    if not found:
+        return {}
+    return {"reached": max(step for step, _ in found), "is_global": all(each for _, each in found) or None}
+
+
+def _place(attempt: Attempt, failure: ProcessFailure) -> str | None:
+    """Return the place in the code where the worker raised an exception, or where it hung."""
+    frame = _hang(attempt, failure.local_rank).get("frame")
+    if frame is None:
+        return failure.place
+    from elasticrs._engine.supervise.attempts import hangs
+
+    return hangs.place(frame)
+
+
+def _ran(attempt: Attempt, failure: ProcessFailure) -> float | None:
+    """Return the number of seconds from the start of the workers until the failure. For a hang, return the
+    number of seconds until the worker's last progress. Return ``None`` if one of the times is unknown.
+    """
+    overdue, started_ns = attempt.expired.get(failure.local_rank), attempt.stamps.get("started")
+    hung = None if overdue is None else overdue.hung
+    end_ns = failed_ns(failure) if hung is None else hung.since_ns
+    if started_ns is None or end_ns is None:
+        return None
+    return round(max(0, end_ns - started_ns) / 1e9, 3)
+
+
+def _permanence(
+    attempt: Attempt,
+    failed: Mapping[int, ProcessFailure],
+    stopped: Collection[int],
+    fatal_exit_codes: Collection[int],
+) -> dict[str, Any]:
+    """Return, as fields of a cause, why another attempt would fail in the same way. Return an empty
+    dictionary if another attempt may succeed; see :class:`.Permanence`.
+    """
+    own = {rank: failure for rank, failure in failed.items() if rank not in stopped}
+    marked = [rank for rank, failure in failed.items() if not failure.is_retryable]
+    fatal = [rank for rank, failure in own.items() if failure.exitcode in fatal_exit_codes]
+    early = not attempt.heartbeats and all(_failed_at_start(attempt, failure) for failure in own.values())
+    for kind, ranks in (
+        (Permanence.NON_RETRYABLE, marked),
+        (Permanence.EXIT_CODE, fatal),
+        (Permanence.START_ERROR, own if early else ()),
+    ):
+        for rank in ranks:
+            sign = failed[rank]
+            what = f"exit code {sign.exitcode}"
+            if sign.exception is not None and kind is not Permanence.EXIT_CODE:
+                what = sign.exception.removeprefix("builtins.") + (f" at {sign.place}" if sign.place else "")
+            return {"permanence": kind.value, "permanent_rank": rank, "permanent_sign": what}
+    return {}
+
+
+def _failed_at_start(attempt: Attempt, failure: ProcessFailure) -> bool:
+    """Return true if a worker failed while its program was starting. Return false if it failed :data:`STEADY`
+    seconds or more after the workers were started.
+    """
+    started_ns, at_ns = attempt.stamps.get("started"), failed_ns(failure)
+    # If the program has already run for some time, the failure is not a start error, because a late import
+    # may fail for a temporary reason, such as a file system error.
+    is_late = started_ns is not None and at_ns is not None and at_ns - started_ns >= STEADY * 1e9
+    return failure.is_start_error and not is_late
+
+
+def _hang(attempt: Attempt, local_rank: int) -> dict[str, Any]:
+    """Return the fields that describe a hang, such as the training step. When several nodes wait for each
+    other, the nodes compare these fields to find the worker that caused the hang.
+    """
+    overdue = attempt.expired.get(local_rank)
+    event = overdue.hung if overdue is not None else None
+    if event is None:
+        return {}
+    told: dict[str, Any] = {
+        "ground": event.ground,
+        "silence": round((event.seen_ns - event.since_ns) / 1e9, 3),
+    }
+    own = next((rank for rank in event.ranks if rank.local_rank == local_rank), None)
+    if own is not None and own.frame:
+        told["frame"] = own.frame
+    if event.missed == "startup":
+        told["step"] = BEFORE_ALL_STEPS
+    elif own is not None and own.heartbeat is not None and own.heartbeat.step is not None:
+        told["step"] = own.heartbeat.step
+    return told
+
+
+def _message(attempt: Attempt, first: ProcessFailure) -> str:
+    """Return the text of a failure, with the most informative line last."""
+    text = traceback_text(first)
+    if first.member is not None and not _is_same(text, first.member):
+        text = first.member
+    why = attempt.why_expired(first.local_rank)
+    if why is None:
+        # Append the note about the OOM killer. Without an exceeded time limit, there is no other note.
+        return f"{text}\n{first.note}" if first.note else text
+    return f"{text.removeprefix(why).strip()}\n{why}".strip()
+
+
+def _is_same(text: str, member: str) -> bool:
+    """Return true if the summaries of both texts name the same exception and place."""
+    found, told = summarize(text), summarize(member)
+    return (found and (found.said, found.place)) == (told and (told.said, told.place))
+
+
+def not_started(message: str, place: Place) -> Cause:
+    """Return the cause to report if the workers of this node could not be started."""
+    return place.cause(place.clock.from_monotonic(time.monotonic_ns()), message=message[:MAX_MESSAGE])
+
+
+def no_program(message: str, place: Place) -> Cause:
+    """Return the cause to report if the program cannot be executed on this node."""
+    cause = not_started(message, place)
+    return cause.replaced(permanence=Permanence.START_ERROR.value, permanent_sign=message[:MAX_LINE])
+
+
+def _end(text: str, limit: int) -> str:
+    return text if len(text) <= limit else "…" + text[-limit + 1 :]

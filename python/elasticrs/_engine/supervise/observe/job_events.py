@@ -1,0 +1,365 @@
+"""Events of a job with the names, the order and the JSON format that torch uses; see ``docs/events.md``.
+
+Imported only if a handler for events is configured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import traceback
+from typing import TYPE_CHECKING
+
+from elasticrs._engine.job import phrases
+from elasticrs._engine.supervise.attempts.state_machine import Phase, Rendezvous, Start
+from elasticrs._engine.supervise.observe.observer import Observer
+from elasticrs._engine.workers.failures.failure import NOT_AVAILABLE
+from elasticrs.events import (
+    STATUS,
+    Event,
+    EventSource,
+    details_of_worker,
+    get_logging_handler,
+    record,
+    status_metadata,
+)
+from elasticrs.events.handlers import LineFileHandler
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from elasticrs import _core
+    from elasticrs._engine.job.config import JobConfig, ObserveSettings
+    from elasticrs._engine.job.ranks import WorkerRanks
+    from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
+    from elasticrs._engine.supervise.attempts.state_machine import Action
+    from elasticrs._engine.workers.failures.failure import ProcessFailure
+    from elasticrs._engine.workers.plan import Plan
+    from elasticrs.events import EventMetadataValue
+
+
+class EventRecorder(Observer):
+    """Observer that records the same events as torch's agent and launcher. If ``tells_end`` is true, it also
+    records how the agent ended.
+    """
+
+    def __init__(self, job: JobConfig, settings: ObserveSettings, *, tells_end: bool = True) -> None:
+        self._job = job
+        self._settings = settings
+        self._tells_end = tells_end
+        self._began = self._meeting_since = time.monotonic()
+        self._plan: Plan | None = None
+        self._restarts = 0
+        self._watches = False
+        self._handler = get_logging_handler(settings.event_log_handler)
+        if isinstance(self._handler, LineFileHandler):
+            self._handler.write_behind()
+        # Keep the failed attempt and all later events in memory until the next workers have started. Writing
+        # the events at once would delay the restart, because reading the cause of the failure takes time.
+        self._failed: tuple[Attempt, int] | None = None
+        self._later: list[Event] = []
+        self._hung: _core.WorkerHung | None = None
+
+    def opened(self, supervisor: _core.Supervisor) -> None:  # noqa: ARG002 -- the base class's signature
+        """Record the time at which the first rendezvous starts."""
+        self._meeting_since = time.monotonic()
+
+    def acting(self, action: Action, plan: Plan | None) -> None:
+        """Record the end of a rendezvous. Also record a start and a stop of the timer watchdog for each
+        rendezvous round, because torch creates a new watchdog for each round.
+        """
+        if isinstance(action, Rendezvous):
+            self._record_watching(False)
+            self._meeting_since = time.monotonic()
+        elif isinstance(action, Start) and plan is not None:
+            self._plan, self._restarts = plan, action.restarts
+            span = (time.monotonic() - self._meeting_since) * 1000
+            self._record("RENDEZVOUS", EventSource.AGENT, duration_ms=span)
+            # Record a duration of 0 for the assignment of ranks, because the plan already contains the ranks.
+            self._record("ASSIGN_WORKER_RANKS", EventSource.AGENT, duration_ms=0.0)
+            self._record_watching(True)
+
+    def running(self, result: JobResult) -> None:
+        """Record the start of each worker. After a restart, or with ``--warm``, also record how the attempt
+        was started.
+        """
+        attempt = result.attempts[-1]
+        for ranks in attempt.plan.ranks:
+            self._record_worker("START", ranks, attempt.pids[ranks.local_rank])
+        if attempt.phases or attempt.warm is not None:
+            about: dict[str, object] = {
+                "warm": attempt.warm,
+                "why_cold": attempt.why_cold,
+                "phases_ms": attempt.phases,
+            }
+            span = sum(attempt.phases.values()) if attempt.phases else None
+            metadata = self._metadata("RUNNING", about, duration_ms=span)
+            self._pass_on(Event("attempt running", EventSource.AGENT, _milliseconds(), metadata))
+
+    def replaced(self, attempt: Attempt, failed: Attempt) -> None:
+        """Record the end of the failed worker and the start of its replacement."""
+        (local_rank,) = failed.exits
+        self._restarts = failed.restarts
+        at_ns = time.time_ns() - time.monotonic_ns() + failed.failed_ns
+        self._record_ends(failed, has_succeeded=False, at_ns=at_ns, only=local_rank)
+        self._restarts = attempt.restarts
+        self._record_worker("START", attempt.plan.ranks[local_rank], attempt.pids[local_rank])
+
+    def over(self, attempt: Attempt, outcome: str) -> None:
+        """Remember a failed attempt, and record it only after the restart. Recording it immediately would
+        delay the restart.
+        """
+        self._meeting_since = time.monotonic()
+        if outcome in ("failed", "lost"):
+            self._failed = attempt, self._restarts
+
+    def timer_expired(self, timer: _core.TimerExpired) -> None:
+        """Record that a timer has expired. If the agent killed the worker because of the timer, also record
+        the kill.
+        """
+        claim: dict[str, object] = {
+            "worker_pid": str(timer.pid),
+            "scope_id": timer.scope,
+            "expiration_time": str(timer.deadline),
+            "signal": str(timer.signal or 0),
+        }
+        self._record_watchdog("timer expired", claim)
+        if timer.signal is not None:
+            self._record_watchdog("kill worker process", claim)
+
+    def hung(self, event: _core.WorkerHung) -> None:
+        """Store the event until the next one arrives, which shows whether this node or another node detected
+        the hang.
+        """
+        self._hung = event
+
+    def killed(self, attempt: Attempt, event: _core.WorkersKilled) -> None:
+        """Record each worker that is sent SIGKILL because its grace period is over."""
+        for local_rank, pid in zip(event.local_ranks, event.pids, strict=True):
+            message = phrases.killed(attempt.who(local_rank), event)
+            self._record_watchdog("kill worker process", {"worker_pid": str(pid), "message": message})
+
+    def failed(self, attempt: Attempt) -> None:
+        """Record a watchdog event if the first failure of the attempt is a hung worker."""
+        if attempt.first_failure is not None:
+            self._record_hung(attempt.first_failure, attempt)
+
+    def exited(self, attempt: Attempt, worker: _core.WorkerExited) -> None:
+        """Record a watchdog event if the exited worker had hung."""
+        self._record_hung(worker.local_rank, attempt)
+
+    def started(self) -> None:
+        """Record how the workers of a failed attempt exited. Called after the restart, because reading the
+        causes of the failures takes time.
+        """
+        if self._failed is None:
+            return
+        (attempt, restarts), self._failed = self._failed, None
+        plan, self._plan = self._plan, attempt.plan
+        now, self._restarts = self._restarts, restarts
+        at_ns = time.time_ns() - time.monotonic_ns() + attempt.stamps.get("ended", time.monotonic_ns())
+        self._record_ends(attempt, has_succeeded=False, at_ns=at_ns)
+        self._plan, self._restarts = plan, now
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        self._failed = None
+        later, self._later = self._later, []
+        for event in later:
+            self._pass_on(event)
+
+    def _pass_on(self, event: Event) -> None:
+        if self._failed is None:
+            record(event, self._settings.event_log_handler)
+        else:
+            self._later.append(event)
+
+    def ended(self, result: JobResult, error: BaseException | None) -> None:
+        """Record how all workers and then the agent ended. The agent is successful if it ran to completion,
+        even if workers failed.
+        """
+        self._catch_up()
+        if result.phase is not Phase.SUCCEEDED:
+            # If the workers have not succeeded, record the stop of the watchdog before the workers' exits, as
+            # in torch. If the workers have succeeded, record the stop after the exits.
+            self._record_watching(False)
+        reason = _reason(result, error)
+        if reason is None and result.attempts:
+            self._record_ends(result.attempts[-1], has_succeeded=result.phase is Phase.SUCCEEDED)
+            # Include the reason only if torch's agent would have raised an exception for this failure.
+            is_workers = result.exit_code == 0 or result.attempts[-1].pids
+            reason = None if is_workers else result.message
+        self._record_watching(False)
+        if self._tells_end:
+            state = "SUCCEEDED" if reason is None else "FAILED"
+            self._record(state, EventSource.AGENT, raw_error=reason)
+        if result.phase is Phase.FAILED and error is None:
+            self._record_failed_job(result)
+        self._write_all()
+
+    def _record_failed_job(self, result: JobResult) -> None:
+        from elasticrs._engine.supervise.failures.failed_attempt import all_failures, headline_of
+
+        failed = all_failures(result)
+        about: dict[str, object] = {
+            "message": headline_of(result, failed) if failed else result.message,
+            "verdict": result.verdict.value,
+            "reason": result.message,
+        }
+        metadata = self._metadata("FAILED", about)
+        self._pass_on(Event("job failed", EventSource.AGENT, _milliseconds(), metadata))
+
+    def _write_all(self) -> None:
+        if isinstance(self._handler, LineFileHandler):
+            self._handler.write_through()
+
+    def _record_ends(
+        self, attempt: Attempt, *, has_succeeded: bool, at_ns: int | None = None, only: int | None = None
+    ) -> None:
+        if not attempt.pids:
+            return
+        global_ranks = attempt.shown_ranks()
+        for ranks, state, failure in _ends(attempt, succeeded=has_succeeded):
+            if only not in (None, ranks.local_rank):
+                continue
+            pid = attempt.pids[ranks.local_rank]
+            self._record_worker(state, ranks, pid, failure, at_ns, rank=global_ranks[ranks.local_rank])
+
+    def _record_worker(
+        self,
+        state: str,
+        ranks: WorkerRanks,
+        pid: int,
+        failure: ProcessFailure | None = None,
+        at_ns: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        self._record(
+            state,
+            EventSource.WORKER,
+            details_of_worker(ranks, failure and failure.exitcode, failure and failure.pid),
+            global_rank=ranks.global_rank if rank is None else rank,
+            worker_id=str(pid),
+            raw_error=None if failure is None else json.dumps(_error_of(failure)),
+            at_ns=at_ns,
+        )
+
+    def _record(
+        self,
+        state: str,
+        source: EventSource,
+        inner: dict[str, object] | None = None,
+        *,
+        at_ns: int | None = None,
+        duration_ms: float | None = None,
+        **known: EventMetadataValue,
+    ) -> None:
+        about: dict[str, object] = {
+            "group_world_size": self._plan.ranks[0].group_world_size if self._plan is not None else None,
+            "entry_point": self._settings.entry_point,
+            **(inner or {}),
+        }
+        metadata = self._metadata(state, about, duration_ms=duration_ms, **known)
+        self._pass_on(Event(STATUS + state, source, _milliseconds(at_ns), metadata))
+
+    def _record_hung(self, local_rank: int, attempt: Attempt) -> None:
+        event = self._hung
+        why = attempt.expired.get(local_rank)
+        if event is None or why is None or why.hung is None:
+            return
+        self._hung = None
+        claim: dict[str, object] = {
+            "worker_pid": str(attempt.pids[local_rank]),
+            "message": attempt.why_expired(local_rank),
+        }
+        self._record_watchdog("worker hung", claim)
+        self._record_watchdog("kill worker process", {**claim, "worker_pid": str(event.pid)})
+
+    def _record_watching(self, watches: bool) -> None:
+        """Record that the timer watchdog starts or stops, unless it is already in that state."""
+        if watches != self._watches and os.environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1":
+            self._watches = watches
+            self._record_watchdog("watchdog started" if watches else "watchdog stopped", {})
+
+    def _record_watchdog(self, name: str, claim: dict[str, object]) -> None:
+        metadata = self._metadata("RUNNING", {"watchdog_event": name, **claim})
+        self._pass_on(Event(name, EventSource.AGENT, _milliseconds(), metadata))
+
+    def _metadata(
+        self, state: str, inner: dict[str, object], **known: EventMetadataValue
+    ) -> dict[str, EventMetadataValue]:
+        return status_metadata(
+            state,
+            inner,
+            run_id=self._job.run_id,
+            group_rank=self._plan.ranks[0].group_rank if self._plan is not None else None,
+            role=self._job.role,
+            total_run_time=int(time.monotonic() - self._began),
+            rdzv_backend=self._settings.rdzv_backend,
+            agent_restarts=self._restarts,
+            **known,
+        )
+
+
+class WatchdogRecorder(EventRecorder):
+    """Observer that records only watchdog events, for an agent whose hooks record all other events."""
+
+    def acting(self, action: Action, plan: Plan | None) -> None:
+        """Record the start of the watchdog. Keep the attempt's plan for the metadata of later events."""
+        if isinstance(action, Start):
+            self._plan, self._restarts = plan, action.restarts
+            self._record_watching(True)
+
+    def running(self, result: JobResult) -> None:
+        """Do nothing, because the agent's hooks record the start of the workers."""
+
+    def over(self, attempt: Attempt, outcome: str) -> None:  # noqa: ARG002 -- the base class's signature
+        """Record that the watchdog is inactive until the next attempt starts."""
+        self._record_watching(False)
+
+    def ended(self, result: JobResult, error: BaseException | None) -> None:  # noqa: ARG002 -- the base class's signature
+        """Record that the watchdog has stopped, and write all pending events."""
+        self._record_watching(False)
+        self._write_all()
+
+
+def _milliseconds(at_ns: int | None = None) -> int:
+    return (time.time_ns() if at_ns is None else at_ns) // 1_000_000
+
+
+def _error_of(failure: ProcessFailure) -> dict[str, object]:
+    """Return the contents of a worker's error file. If the worker has not written an error file, return the
+    message of the failure report instead.
+    """
+    if failure.error_file != NOT_AVAILABLE or failure.cause is not None:
+        return failure.error_file_data
+    from elasticrs._engine.workers.failures.report import traceback_text
+
+    return {**failure.error_file_data, "message": traceback_text(failure)}
+
+
+def _reason(result: JobResult, error: BaseException | None) -> str | None:
+    """Return why the agent did not run to completion; ``None`` if it did."""
+    if error is not None:
+        return "".join(traceback.format_exception(error))
+    if result.signum is not None:
+        return f"stopped by {phrases.signal_name(result.signum)}"
+    if not result.attempts and result.exit_code != 0:
+        return result.message or "the workers could not be started"
+    return None
+
+
+def _ends(attempt: Attempt, *, succeeded: bool) -> Iterator[tuple[WorkerRanks, str, ProcessFailure | None]]:
+    """Yield each worker's ranks, its final state, and its failure, if any. As in torch, a worker that the
+    agent stopped is ``FAILED`` if the signal killed it, and ``TERMINATED`` otherwise.
+    """
+    if succeeded:
+        yield from ((ranks, "SUCCEEDED", None) for ranks in attempt.plan.ranks)
+        return
+    from elasticrs._engine.supervise.failures.failed_attempt import failures
+
+    failed = {failure.local_rank: failure for failure in failures(attempt).values()}
+    for ranks in attempt.plan.ranks:
+        failure = failed.get(ranks.local_rank)
+        yield ranks, "TERMINATED" if failure is None else "FAILED", failure

@@ -1,0 +1,451 @@
+"""Observer that publishes the job's health through the health check server.
+
+Important changes are published when they happen, so that the server can show them even if the loop hangs.
+Frequent changes, such as exits of workers, are published only when a client requests the status.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from elasticrs._engine.job import phrases
+from elasticrs._engine.job.config import hang_limits
+from elasticrs._engine.job.traceback_summary import headline
+from elasticrs._engine.supervise.attempts.state_machine import AnnounceRestart, Phase, Start, Stop
+from elasticrs._engine.supervise.failures.first_failure import first_seen
+from elasticrs._engine.supervise.observe.observer import Observer
+from elasticrs._engine.supervise.observe.pace import slowest
+from elasticrs.metrics.api import add_sink, remove_sink
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Any
+
+    from elasticrs import _core
+    from elasticrs._engine.job.config import JobConfig
+    from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
+    from elasticrs._engine.supervise.attempts.state_machine import Action
+    from elasticrs._engine.supervise.observe.health_check_server import HealthCheckServer
+    from elasticrs._engine.workers.node_page import Standing
+    from elasticrs._engine.workers.plan import Plan
+
+SCHEMA = 1
+PROGRESS_LIMIT = 5.0
+"""Seconds without a heartbeat of any worker after which the status says that there is no progress."""
+_TIME_TO_ASK = 5.0
+"""Minimum time in seconds until the hang timeout. If less time is left, do not request flight records for the
+status.
+"""
+
+MAX_EARLIER_FAILURES = 16
+"""Maximum number of earlier failures that the status lists in addition to the last one."""
+
+
+class HealthObserver(Observer):
+    """Observer that publishes the health of the job's workers through an HTTP health check server, and stops
+    the server when the job ends. If ``is_asked`` is true, the agent's loop answers the requests. Otherwise, a
+    thread of the server answers them.
+    """
+
+    def __init__(
+        self, job: JobConfig, server: HealthCheckServer, say: Callable[[str], None], *, is_asked: bool = True
+    ) -> None:
+        self._job = job
+        self._is_asked = is_asked
+        self._server = server
+        self._native = server.open()
+        self._say = say
+        self._state: _core.WorkersState = "INIT"
+        self._attempt: Attempt | None = None
+        self._ranks: dict[int, int | None] = {}
+        self._result: JobResult | None = None
+        self._shown_budget = 0, 0
+        self._paused: set[int] = set()
+        self._last_failure: dict[str, Any] | None = None
+        self._earlier_failures: deque[dict[str, Any]] = deque(maxlen=MAX_EARLIER_FAILURES)
+        self._failed_ns: int | None = None
+        self._counted = 0
+        self._standings: dict[int, Standing] = {}
+        self._is_uncharged = False
+        self._is_stale = self._is_hang_counted = False
+        self._supervisor: _core.Supervisor | None = None
+        self._no_progress: dict[str, Any] | None = None
+        self._asked_ns: int | None = None
+        self._waits: str | None = None
+        self._native.identify(job.run_id, os.uname().nodename)
+        self._publish()
+
+    def opened(self, supervisor: _core.Supervisor) -> None:
+        """Start answering health requests in the agent's loop, unless a thread of the server answers them."""
+        self._server.supervisor = self._supervisor = supervisor
+        self._native.show(supervisor, is_asked=self._is_asked)
+        if self._is_asked:
+            supervisor.watch_fd(self._native.fd)
+        add_sink(self._native.put)
+        if self._job.is_multi_node:
+            self._native.enter("waiting_for_nodes")
+
+    def fd_ready(self, fd: int) -> bool:
+        """Answer a health request. Return false if the descriptor does not belong to the server."""
+        if not self._is_asked or fd != self._native.fd:
+            return False
+        attempt = self._attempt
+        if attempt is not None and attempt.running() and self._supervisor is not None:
+            beats = self._supervisor.heartbeats()
+            self._no_progress = no_progress(
+                beats, attempt.global_ranks(), len(attempt.exits), time.monotonic_ns()
+            )
+            if self._no_progress is not None:
+                waits = self._who_waits(attempt, max(beat.at_ns for beat in beats))
+                self._no_progress["what"] += f"; {waits}" if waits else ""
+        # Update the status for each request, because the cause of a failure on another node and the time
+        # since the last progress change without an event on this node.
+        self._is_stale |= self._job.is_multi_node or self._no_progress is not None
+        if attempt is not None and (attempt.shown_ranks(), self._budget()) != (
+            self._ranks,
+            self._shown_budget,
+        ):
+            # Publish the ranks and the restart count again if they have changed. A new round may assign
+            # different ranks, and the count includes restarts on other nodes.
+            self._publish(self._workers_now(attempt))
+        self._server.answer()
+        if self._is_stale:
+            self._publish()
+        for line in self._native.take_notices():
+            self._say(line)
+        return True
+
+    def _who_waits(self, attempt: Attempt, since_ns: int) -> str | None:
+        """Return text that says which ranks wait in which collective; ``None`` if this is not known.
+
+        Request the flight records at most once after each heartbeat, on another thread, because the request
+        blocks. Do not request the records shortly before the hang timeout, because the core will soon request
+        them itself.
+
+        Args:
+            attempt: running attempt.
+            since_ns: time of the last heartbeat of any worker, in nanoseconds of the monotonic clock.
+        """
+        if self._asked_ns != since_ns:
+            self._asked_ns, self._waits = since_ns, None
+            limit = self._job.hang_timeout
+            least = limit if isinstance(limit, float | int) else (hang_limits(limit)[1] if limit else None)
+            left = (60.0 if least is None else least) - (time.monotonic_ns() - since_ns) / 1e9
+            if left > _TIME_TO_ASK:
+                from elasticrs._engine.supervise.failures.hang_diagnosis import diagnose_running
+
+                def ask() -> None:
+                    found = diagnose_running(attempt, 1.0)
+                    if self._asked_ns == since_ns and found is not None:
+                        self._waits = found.summary
+
+                attempt.files.begin(ask)
+        return self._waits
+
+    def acting(self, action: Action, plan: Plan | None) -> None:  # noqa: ARG002 -- the base class's signature
+        """Update the health status when workers are about to start, or when a worker on another node has
+        hung.
+
+        Remember whether a restart counts against the restart budget.
+        """
+        if isinstance(action, Start):
+            self._native.enter("starting" if self._attempt is None else "restarting")
+        elif isinstance(action, Stop) and action.hung is not None:
+            self._was_hung(action.hung.silence)
+        elif isinstance(action, AnnounceRestart):
+            self._is_uncharged = not action.charged
+
+    def prepared(self, attempt: Attempt) -> None:
+        """Let the health check server count the bytes in log files, except in files that the agent reads
+        anyway.
+        """
+        self._native.watch_files(attempt.paths.only_written(), attempt.paths.are_new)
+
+    def not_started(self) -> None:
+        """Set the health status to ``STOPPED``, because the workers could not be started."""
+        self._native.files_ended()
+        self._enter_state("STOPPED")
+
+    def timer_expired(self, timer: _core.TimerExpired) -> None:
+        """Record a hang if the agent killed the worker because its timer expired. The hang started when the
+        timer expired.
+        """
+        if timer.signal is not None:
+            self._was_hung((time.monotonic_ns() - timer.seen_ns) / 1e9)
+
+    def hung(self, event: _core.WorkerHung) -> None:
+        """Record that a worker has hung since its last heartbeat."""
+        self._was_hung((time.monotonic_ns() - event.since_ns) / 1e9)
+
+    def quiet(self) -> None:
+        """Publish the status again if the restart budget has changed, for example because an earlier restart
+        is no longer within the window.
+        """
+        if self._budget() != self._shown_budget:
+            self._publish()
+
+    def paused(self, local_rank: int, is_paused: bool) -> None:
+        """Publish whether the worker is paused."""
+        (self._paused.add if is_paused else self._paused.discard)(local_rank)
+        self._publish()
+
+    def ended(self, result: JobResult, error: BaseException | None) -> None:
+        """Publish the final state and close the port."""
+        remove_sink(self._native.put)
+        has_succeeded = error is None and result.phase is Phase.SUCCEEDED
+        self._enter_state("SUCCEEDED" if has_succeeded else "FAILED")
+        self._server.stop()
+
+    def _was_hung(self, seconds: float) -> None:
+        """Count a hang only once per attempt, because this node and another node may both report it."""
+        if not self._is_hang_counted:
+            self._is_hang_counted = True
+            self._native.enter("hung")
+            self._native.was_hung(max(0.0, seconds))
+
+    def running(self, result: JobResult) -> None:
+        """Publish the pids and ranks of the new workers. After a restart, also publish the reason for the
+        restart and the duration of the restart.
+        """
+        for earlier in result.attempts[self._counted : -1]:
+            self._native.restarted("port_taken" if self._is_uncharged else _cause(earlier))
+        self._counted, self._is_uncharged = len(result.attempts) - 1, False
+        self._result, self._attempt = result, result.attempts[-1]
+        self._paused.clear()
+        self._is_hang_counted = False
+        self._no_progress = None
+        if self._failed_ns is not None:
+            self._native.recovered((self._attempt.stamps["started"] - self._failed_ns) / 1e9)
+            self._failed_ns = None
+        self._native.enter("productive")
+        if not self._job.replaces_workers:
+            # Publish the planned group rank only without `--on-failure replace`, because that option lets the
+            # workers' rendezvous assign the ranks.
+            first = self._attempt.plan.ranks[0]
+            placed = first.group_rank, first.world_size
+            self._native.identify(self._job.run_id, os.uname().nodename, placed)
+        self._state = "HEALTHY"
+        self._publish(self._workers_now(self._attempt))
+
+    def replaced(self, attempt: Attempt, failed: Attempt) -> None:
+        """Publish the reason why a worker was replaced, and the new list of workers."""
+        self._native.restarted(_cause(failed))
+        self._native.recovered((failed.stamps["started"] - failed.failed_ns) / 1e9)
+        self._publish(self._workers_now(attempt))
+
+    def failed(self, attempt: Attempt) -> None:
+        """Set the health status to ``UNHEALTHY``, and record the time of the failure."""
+        self._failed_ns = attempt.failed_ns
+        if self._attempt is not None and not self._attempt.expired:
+            self._native.enter("restarting")
+        if attempt.first_failure in attempt.exits:
+            self._note_failure(attempt)
+        self._enter_state("UNHEALTHY")
+
+    def exited(self, attempt: Attempt, worker: _core.WorkerExited) -> None:
+        """Mark the published status as outdated, so that it is published again when a client requests it."""
+        self._is_stale = True
+        if attempt is self._attempt and attempt.first_failure == worker.local_rank:
+            self._note_failure(attempt)
+        if not self._is_asked:
+            self._publish()
+
+    def over(self, attempt: Attempt, outcome: str) -> None:
+        """Publish whether the workers have succeeded. Also publish that this node is restarting its workers
+        or waiting for other nodes.
+        """
+        self._native.files_ended()
+        if attempt.silent and attempt.first_failure is not None:
+            self._failed_ns = attempt.failed_ns
+            self._note_failure(attempt)
+        self._enter_state("SUCCEEDED" if outcome == "succeeded" else "STOPPED")
+        self._native.enter("restarting" if not self._job.is_multi_node else "waiting_for_nodes")
+
+    def _note_failure(self, attempt: Attempt) -> None:
+        local_rank = first_seen(attempt)
+        worker, raised = attempt.exits.get(local_rank), attempt.raised.get(local_rank)
+        ended = "has raised, and is still exiting" if worker is None else attempt.how_it_ended(worker)
+        if self._last_failure is not None:
+            self._earlier_failures.append(self._last_failure)
+        is_decided = attempt.blame is None or attempt.blame.is_decided
+        self._last_failure = {
+            "rank": attempt.shown_ranks()[local_rank] if is_decided else None,
+            "local_rank": local_rank,
+            "pid": attempt.pids[local_rank] if worker is None else worker.pid,
+            "exitcode": None if worker is None else worker.exitcode,
+            "what": attempt.why_expired(local_rank) or ended,
+            "exception": headline(raised.text) if raised is not None else None,
+            # Do not check whether the file exists, because a slow file system would delay the supervision of
+            # the workers. A worker that has reported an exception also writes the file.
+            "error_file": None if raised is None else attempt.paths.error_files.get(local_rank) or None,
+            "time_ms": time.time_ns() // 1_000_000,
+            "round": attempt.round,
+        }
+
+    def training(self, standings: Sequence[Standing]) -> None:
+        """Publish each worker's training rate, and the slowest worker."""
+        self._standings = {each.local_rank: each for each in standings}
+        for each in standings:
+            if each.rate is not None:
+                self._native.put("elasticrs.train", f"rate.{each.local_rank}", each.rate)
+        self._publish()
+
+    def _enter_state(self, state: _core.WorkersState) -> None:
+        self._state = state
+        self._publish()
+
+    def _publish(self, workers: list[tuple[int, int, int]] | None = None) -> None:
+        self._is_stale = False
+        self._native.publish(self._state, json.dumps(self._status()), workers)
+
+    def _status(self) -> dict[str, Any]:
+        job, attempt = self._job, self._attempt
+        self._shown_budget = restarts, left = self._budget()
+        shown = ("run_id", "role", "name", "nproc", "max_restarts")
+        return {
+            "schema": SCHEMA,
+            "host": os.uname().nodename,
+            "log_folder": None if attempt is None else attempt.paths.run_folder or None,
+            "job": {
+                **{name: getattr(job, name) for name in shown},
+                "restart_window": job.restart_settings.window,
+            },
+            "state": "NO_PROGRESS" if self._state == "HEALTHY" and self._no_progress else self._state,
+            "round": None if attempt is None else attempt.round,
+            "attempt": None if attempt is None else attempt.name,
+            "warm": None if attempt is None else attempt.warm,
+            "why_cold": None if attempt is None else attempt.why_cold,
+            "restart_phases_ms": {} if attempt is None else attempt.phases,
+            "restarts": restarts,
+            "restarts_left": left,
+            "group": None if attempt is None else _group(attempt),
+            "workers": [] if attempt is None else self._workers(attempt),
+            "slowest": _slowest(list(self._standings.values())),
+            "no_progress": self._no_progress,
+            "nodes": None if self._result is None else self._result.node_names(),
+            "cause": self._cause(),
+            "last_failure": self._last_failure,
+            "earlier_failures": list(self._earlier_failures),
+        }
+
+    def _cause(self) -> dict[str, Any] | None:
+        """Return the first failure of the last failed attempt across all nodes."""
+        cause = None if self._result is None else self._result.shared_cause()
+        if cause is not None:
+            from elasticrs._engine.nodes.protocol.announcements import failure_of
+
+            said = failure_of(cause, names_pid=False)
+            return {**{name: cause.get(name) for name in ("rank", "node", "round")}, "what": said}
+        last = self._last_failure
+        if last is None or self._job.is_multi_node:
+            return None
+        said = last["exception"] or last["what"]
+        return {"rank": last["rank"], "node": os.uname().nodename, "round": last["round"], "what": said}
+
+    def _budget(self) -> tuple[int, int]:
+        """Return the number of restarts that were counted against the restart budget, and the number of
+        restarts left.
+        """
+        policy, result = self._job.restart_settings, self._result
+        return (0, policy.max_restarts) if result is None else (result.restarts, result.restarts_left(policy))
+
+    def _workers_now(self, attempt: Attempt) -> list[tuple[int, int, int]]:
+        """Return the global rank, local rank and pid of each worker, except workers whose rank another worker
+        has taken over.
+        """
+        self._ranks = attempt.shown_ranks()
+        return [
+            (rank, local_rank, attempt.pids[local_rank])
+            for local_rank, rank in self._ranks.items()
+            if rank is not None
+        ]
+
+    def _training(self, local_rank: int, pid: int) -> dict[str, Any] | None:
+        said = self._standings.get(local_rank)
+        return None if said is None or said.pid != pid else {"steps": said.steps, "rate": said.rate}
+
+    def _workers(self, attempt: Attempt) -> list[dict[str, Any]]:
+        shown = []
+        for ranks, pid in zip(attempt.plan.ranks, attempt.pids, strict=True):
+            exited = attempt.exits.get(ranks.local_rank)
+            state = "PAUSED" if ranks.local_rank in self._paused else "RUNNING"
+            shown.append({
+                "rank": self._ranks[ranks.local_rank],
+                "local_rank": ranks.local_rank,
+                "role_rank": ranks.role_rank,
+                "pid": pid,
+                "state": state if exited is None else "EXITED",
+                "exitcode": None if exited is None else exited.exitcode,
+                "training": self._training(ranks.local_rank, pid),
+            })  # fmt: skip
+        return shown
+
+
+def no_progress(
+    beats: Sequence[_core.Heartbeat], ranks: Mapping[int, int], exited: int, now_ns: int
+) -> dict[str, Any] | None:
+    """Return the number of seconds since a worker of this node last made progress, and the step that each
+    rank has reached. Return ``None`` if a worker has made progress recently, or if there are no heartbeats.
+
+    Args:
+        beats: last heartbeat of each worker.
+        ranks: global ranks by local rank.
+        exited: number of workers that have exited.
+        now_ns: current time in nanoseconds of the monotonic clock.
+    """
+    if not beats:
+        return None
+    seconds = (now_ns - max(beat.at_ns for beat in beats)) / 1e9
+    if seconds < PROGRESS_LIMIT:
+        return None
+    from elasticrs._engine.supervise.attempts.hangs import step_text
+
+    places: dict[tuple[float, str], list[int]] = {}
+    for beat in beats:
+        where = "before its first step"
+        if beat.step is not None:
+            where = f"in {step_text(beat.step, is_automatic=beat.is_automatic)}"
+        where += f" in section '{phrases.printable(beat.section)}'" if beat.section else ""
+        places.setdefault((-1 if beat.step is None else beat.step, where), []).append(ranks[beat.local_rank])
+    told = [f"{phrases.ranks_text(sorted(places[key]), 8)} {key[1]}" for key in sorted(places)[:8]]
+    told += [f"{exited} exited"] if exited else []
+    return {"seconds": round(seconds, 3), "what": f"no progress for {seconds:.1f} s: {', '.join(told)}"}
+
+
+def _slowest(standings: Sequence[Standing]) -> dict[str, Any] | None:
+    found = slowest(standings)
+    if found is None:
+        return None
+    worker, median = found
+    return {"rank": worker.rank, "local_rank": worker.local_rank, "rate": worker.rate, "median": median}
+
+
+def _group(attempt: Attempt) -> dict[str, Any]:
+    ranks = attempt.plan.ranks[0]
+    return {
+        "rank": ranks.group_rank,
+        "world_size": ranks.group_world_size,
+        "workers": ranks.world_size,
+        "master_addr": attempt.plan.master_addr,
+        "master_port": attempt.plan.master_port,
+    }
+
+
+def _cause(attempt: Attempt) -> _core.RestartCause:
+    """Return the cause of the restart after this attempt, under the name that the metrics use."""
+    if "started" not in attempt.stamps:
+        return "start_failed"
+    if attempt.expired and attempt.first_failure is not None:
+        why = attempt.expired.values()
+        if any(event.hung is not None for event in why):
+            return "worker_hung"
+        return "worker_failed" if any(event.is_blamed for event in why) else "timer_expired"
+    if attempt.first_failure is not None:
+        return "worker_failed"
+    if attempt.nursery_exitcode is not None or attempt.nursery_hung:
+        return "nursery_lost"
+    return "nodes"

@@ -1,0 +1,118 @@
+"""Metrics of a job, with torch's names; see ``docs/metrics.md``.
+
+Torch measures the duration of its own methods, and polls the workers for their state. This agent has no such
+methods and does not poll. It measures the corresponding parts of its work under the same names, and publishes
+a state when the state changes.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from elasticrs._engine.supervise.attempts.state_machine import Phase, Rendezvous, Start
+from elasticrs._engine.supervise.observe.observer import Observer
+from elasticrs.metrics.api import put_metric
+
+if TYPE_CHECKING:
+    from elasticrs import _core
+    from elasticrs._engine.job.config import JobConfig
+    from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
+    from elasticrs._engine.supervise.attempts.state_machine import Action
+    from elasticrs._engine.workers.plan import Plan
+
+
+class MetricRecorder(Observer):
+    """Observer that publishes the same metrics as torch's agent."""
+
+    def __init__(self, job: JobConfig) -> None:
+        self._job = job
+        self._began = self._meeting_since = self._starting_since = time.monotonic()
+        self._failed_at: float | None = None
+        self._restarts = 0
+
+    def opened(self, supervisor: _core.Supervisor) -> None:  # noqa: ARG002 -- the base class's signature
+        """Record the time at which the first rendezvous starts."""
+        self._meeting_since = time.monotonic()
+
+    def acting(self, action: Action, plan: Plan | None) -> None:  # noqa: ARG002 -- the base class's signature
+        """Publish the duration of the rendezvous before the workers are started."""
+        if isinstance(action, Rendezvous):
+            self._meeting_since = time.monotonic()
+        elif isinstance(action, Start):
+            self._starting_since = time.monotonic()
+            self._restarts = action.restarts
+            took = self._starting_since - self._meeting_since
+            _measured("SimpleElasticAgent._rendezvous", took)
+            _measured("SimpleElasticAgent._assign_worker_ranks", 0.0)
+
+    def running(self, result: JobResult) -> None:  # noqa: ARG002 -- the base class's signature
+        """Publish the duration of the workers' start. After a failure, also publish the restart duration."""
+        now = time.monotonic()
+        _measured("LocalElasticAgent._start_workers", now - self._starting_since)
+        _measured("SimpleElasticAgent._initialize_workers", now - self._meeting_since)
+        if self._failed_at is not None:
+            _measured("SimpleElasticAgent._restart_workers", now - self._failed_at)
+            self._failed_at = None
+        self._state("healthy")
+
+    def replaced(self, attempt: Attempt, failed: Attempt) -> None:  # noqa: ARG002 -- the base class's signature
+        """Publish the number of remaining restarts."""
+        self._restarts = attempt.restarts
+        self._state("healthy")
+
+    def not_started(self) -> None:
+        """Record the duration of a failed start of the workers as a metric."""
+        took = time.monotonic() - self._starting_since
+        _measured("LocalElasticAgent._start_workers", took, succeeded=False)
+
+    def failed(self, attempt: Attempt) -> None:
+        """Publish that the workers have failed."""
+        self._failed_at = attempt.failed_ns / 1e9
+        self._state("failed")
+
+    def over(self, attempt: Attempt, outcome: str) -> None:
+        """Publish the workers' final state. If they have failed before, publish the stop duration instead."""
+        self._meeting_since = now = time.monotonic()
+        if attempt.silent:
+            self.failed(attempt)
+        elif outcome == "succeeded":
+            self._state("succeeded")
+        elif self._failed_at is not None:
+            _measured("LocalElasticAgent._stop_workers", now - attempt.stamps["failure_seen"] / 1e9)
+
+    def ended(self, result: JobResult, error: BaseException | None) -> None:
+        """Publish the metrics of the whole run. If a signal or an exception ended the run, publish only its
+        duration.
+        """
+        has_run = error is None and result.signum is None
+        _measured("SimpleElasticAgent.run", time.monotonic() - self._began, succeeded=has_run)
+        if not has_run:
+            return
+        if result.attempts:
+            # Use the restart count of the last attempt, because this count also includes replaced workers and
+            # restarts that other nodes have caused.
+            self._restarts = result.attempts[-1].restarts
+        is_failed, has_retried = result.phase is not Phase.SUCCEEDED, self._restarts > 0
+        # Do not let `left` be negative, because with a restart window `_restarts` can exceed `max_restarts`.
+        most = self._job.max_restarts
+        left = max(0, most - self._restarts)
+        self._put("flakiness", 100 if is_failed else int(100.0 - 100.0 * (left + 1) / (most + 1)))
+        self._put("run_total", 1)
+        self._put("run_success_with_retries", int(not is_failed and has_retried))
+        self._put("run_success_no_retries", int(not is_failed and not has_retried))
+        self._put("run_failed_with_retries", int(is_failed and has_retried))
+        self._put("run_failed_no_retries", int(is_failed and not has_retried))
+
+    def _state(self, name: str) -> None:
+        if self._job.restart_settings.window is None:
+            self._put("remaining_restarts", self._job.max_restarts - self._restarts)
+        self._put(name, 1)
+
+    def _put(self, name: str, value: int) -> None:
+        put_metric(f"workers.{self._job.role}.{name}", value)
+
+
+def _measured(name: str, seconds: float, *, succeeded: bool = True) -> None:
+    put_metric(f"{name}.success" if succeeded else f"{name}.failure", 1)
+    put_metric(f"{name}.duration.ms", int(seconds * 1000))

@@ -1,0 +1,116 @@
+"""Finds the slowest worker on a node, among the workers that use ``elasticrs.train``.
+
+All workers of a data-parallel job make the same number of steps per second, because they wait for the slowest
+worker. So the number of steps does not identify the slowest worker. The rates in ``WorkerStats`` identify it
+if each rate counts only the worker's own work.
+
+- **PACE-1** A worker is reported once it has been slow at every check for :data:`SPAN` seconds. It is
+  reported again only if it has been as fast as the other workers in the meantime.
+- **PACE-2** If fewer than two workers report a rate, there is no slowest worker.
+"""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+
+from elasticrs._engine.job import phrases
+from elasticrs._engine.job.value import Value
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from elasticrs._engine.workers.node_page import AgentPage, Standing
+
+THRESHOLD = 0.8
+"""A worker is slow if its rate is less than this fraction of the median rate on its node, as in
+``CoordinatorP2P.is_worker_straggler``. Because of the median, a single fast worker does not make all other
+workers count as slow.
+"""
+
+SPAN = 60.0
+"""Seconds for which a worker must be slow before it is reported, because the rates of single steps
+fluctuate.
+"""
+
+INTERVAL = 5.0
+"""Seconds between two checks for slow workers."""
+
+
+class Watch(Value):
+    """State between two checks: the workers that were slow at the last check.
+
+    Args:
+        since: time in seconds at which each worker was first seen slow, by pid.
+        told: pids of the workers that were reported to the user.
+    """
+
+    since: Mapping[int, float]
+    told: frozenset[int]
+
+
+FIRST = Watch({}, frozenset())
+
+
+def slowest(standings: Sequence[Standing]) -> tuple[Standing, float] | None:
+    """Return the worker with the lowest rate, and the median of all rates. Return ``None`` if fewer than two
+    workers report a rate (PACE-2).
+    """
+    rated = [each for each in standings if each.rate is not None]
+    if len(rated) < 2:
+        return None
+    rates = [each.rate for each in rated if each.rate is not None]
+    return rated[rates.index(min(rates))], median(rates)
+
+
+def step(watch: Watch, standings: Sequence[Standing], now: float) -> tuple[Watch, list[Standing]]:
+    """Check the workers' training rates. Return the updated state, and the slow workers to report.
+
+    Args:
+        watch: state after the previous check.
+        standings: reports of this node's workers.
+        now: current time, in seconds.
+    """
+    found = slowest(standings)
+    limit = 0.0 if found is None else THRESHOLD * found[1]
+    slow = [each for each in standings if found is not None and each.rate is not None and each.rate < limit]
+    since = {each.pid: watch.since.get(each.pid, now) for each in slow}
+    told = watch.told & since.keys()
+    news = [each for each in slow if each.pid not in told and now - since[each.pid] >= SPAN]
+    return Watch(since, told | {each.pid for each in news}), news
+
+
+class Pace:
+    """Periodically checks the workers' training rates on this node and reports slow workers.
+
+    Args:
+        page: memory page into which the workers write their rates.
+        say: prints a line for the user.
+        tell: called with the workers' reports at each check.
+    """
+
+    def __init__(
+        self, page: AgentPage, say: Callable[[str], None], tell: Callable[[Sequence[Standing]], object]
+    ) -> None:
+        self._page, self._say, self._tell = page, say, tell
+        self._watch = FIRST
+        self._next = 0.0
+
+    def look(self) -> float:
+        """Check for slow workers if the next check is due. Return the number of seconds until the next
+        one.
+        """
+        now = time.monotonic()
+        if now < self._next:
+            return self._next - now
+        self._next = now + INTERVAL
+        standings = self._page.standings()
+        if standings:
+            self._tell(standings)
+        self._watch, news = step(self._watch, standings, now)
+        found = slowest(standings)
+        for each in news:
+            if found is not None and each.rate is not None:
+                self._say(phrases.slow_worker(each.rank, each.pid, each.rate, found[1], SPAN))
+        return INTERVAL

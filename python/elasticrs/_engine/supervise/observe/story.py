@@ -1,0 +1,256 @@
+"""Prints the progress of a job, one line for each event: the location of the logs, failures, restarts, and
+the end of the job.
+
+This observer makes no decisions. Slow work, such as reading a traceback, is done after the next workers have
+been started.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from functools import partial
+
+from elasticrs._engine.job import phrases
+from elasticrs._engine.supervise.attempts.state_machine import AnnounceRestart, Phase
+from elasticrs._engine.supervise.failures.first_failure import first_seen, how_it_failed
+from elasticrs._engine.supervise.observe.observer import Observer
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from elasticrs import _core
+    from elasticrs._engine.job.config import JobConfig
+    from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
+    from elasticrs._engine.supervise.attempts.state_machine import Action
+    from elasticrs._engine.workers.plan import Plan
+
+_QUIET = ("WARNING", "WARN", "ERROR", "CRITICAL", "FATAL")
+
+
+def is_talkative(level: str) -> bool:
+    """Return true if the user wants progress lines even for a job without problems. ``level`` is the value of
+    ``LOGLEVEL``, a name or a number as in :mod:`logging`. If it is empty, the lines are printed.
+    """
+    if level.isdecimal():
+        return int(level) <= 20
+    return level.upper() not in _QUIET
+
+
+class Story(Observer):
+    """Observer that prints the progress of a job.
+
+    Args:
+        job: configuration of the job.
+        result: result of the job, which the agent's loop fills in.
+        say: prints a line for the user.
+        owns_process: true if the process is the launcher, and false if it is a program that uses the
+            launcher's API. Only the launcher reports success.
+    """
+
+    def __init__(
+        self, job: JobConfig, result: JobResult, say: Callable[[str], None], *, owns_process: bool
+    ) -> None:
+        self._job = job
+        self._result = result
+        self._say = say
+        self._owns_process = owns_process
+        self._tells_all = owns_process and is_talkative(os.environ.get("LOGLEVEL", ""))
+        self._begun_ns = time.monotonic_ns()
+        self._failed: tuple[Attempt, AnnounceRestart] | None = None
+        self._is_restart = self._is_told = False
+
+    def acting(self, action: Action, plan: Plan | None) -> None:  # noqa: ARG002 -- the base class's signature
+        """Remember an announced restart. :meth:`started` prints a message about the restart once the workers
+        have been started. If the restart is delayed, print the message now.
+        """
+        if isinstance(action, AnnounceRestart):
+            self._failed = self._result.attempts[-1], action
+            if action.delay > 0:
+                self.started()
+
+    def prepared(self, attempt: Attempt) -> None:
+        """Print the folder of the logs, before the first attempt."""
+        self._is_told = False
+        folder = attempt.paths.run_folder
+        if attempt is self._result.attempts[0] and self._tells_all and folder and any(_outputs(attempt)):
+            self._say(f"logs in {folder}")
+
+    def started(self) -> None:
+        """Print the line about a restart. Called when the workers are already starting, so that the line does
+        not delay them.
+        """
+        if self._failed is None:
+            return
+        (attempt, action), self._failed = self._failed, None
+        if not action.charged:
+            self._say(f"port {attempt.plan.master_port} was taken; trying another one (no restart charged)")
+            return
+        self._is_restart = True
+        policy = self._job.restart_settings
+        used = policy.max_restarts - action.restarts_left if policy.window is None else self._result.restarts
+        self._say(
+            phrases.restart_line(
+                self._cause(attempt),
+                attempt.signalled,
+                phrases.restarts_used(used, policy.max_restarts, policy.window),
+                phrases.local_time(time.time_ns()),
+                action.delay,
+            )
+        )
+
+    def failed(self, attempt: Attempt) -> None:
+        """Print the first failure now if the worker has hung, has raised an exception, or is slow to exit.
+        Otherwise, :meth:`exited` prints the failure when the worker has exited.
+        """
+        if attempt.first_failure is not None and attempt.is_told_at_once(attempt.first_failure):
+            self._tell_first(attempt)
+
+    def exited(self, attempt: Attempt, worker: _core.WorkerExited) -> None:
+        """Print the first failure, unless that was done earlier. If no ranks to blame have been determined
+        yet, wait until the worker that failed first has exited.
+        """
+        if worker.local_rank == attempt.first_failure or attempt.blame is not None:
+            self._tell_first(attempt)
+
+    def replaced(self, attempt: Attempt, failed: Attempt) -> None:
+        """Print a line about the failed worker and its replacement."""
+        (local_rank,) = failed.exits
+        policy = self._job.restart_settings
+        used = f"restart {phrases.restarts_used(attempt.restarts, policy.max_restarts, policy.window)}"
+        self._say(
+            phrases.replace_line(
+                self._cause(failed),
+                len(attempt.running()) - 1,
+                attempt.pids[local_rank],
+                failed.stamps["started"] - failed.failed_ns,
+                used,
+                phrases.local_time(time.time_ns()),
+            )
+        )
+
+    def running(self, result: JobResult) -> None:
+        """Print that the workers are running again after a restart."""
+        attempt = result.attempts[-1]
+        # In a job on several nodes, only the node with group rank 0 prints this line.
+        is_mine = self._is_restart or (self._job.is_multi_node and attempt.plan.ranks[0].group_rank == 0)
+        if is_mine and attempt.phases:
+            self._is_restart = False
+            self._say(f"attempt {attempt.name} is running, {attempt.how_it_began()}")
+
+    def ended(self, result: JobResult, error: BaseException | None) -> None:
+        """Print the duration of the job, the number of restarts, and the folder of the logs."""
+        self.started()
+        if error is None and result.signum is not None and not result.attempts:
+            self._say(f"stopped by {phrases.signal_name(result.signum)} before any worker was started")
+        if error is not None or not result.attempts:
+            return
+        took = phrases.duration((time.monotonic_ns() - self._begun_ns) / 1e9)
+        used = result.restarts
+        if result.phase is Phase.SUCCEEDED:
+            if self._tells_all:
+                restarts = f"{used} restart{'s' if used != 1 else ''} charged"
+                goodput = phrases.goodput(
+                    productive_ns(result.attempts), time.monotonic_ns() - self._begun_ns
+                )
+                self._say(f"succeeded after {took}; {restarts}{self._node_changes()}{goodput}")
+            return
+        how = "stopped" if result.phase is Phase.STOPPED else "failed"
+        if result.signum is not None:
+            how = f"stopped by {phrases.signal_name(result.signum)}"
+        attempts = result.attempts
+        # If the file system does not respond, print the folder without checking that it contains files.
+        run: str | None = attempts[-1].paths.run_folder
+        folder = attempts[-1].files.run(partial(folder_with_files, attempts), run)
+        logs = f"; logs in {folder}" if folder else ""
+        policy = self._job.restart_settings
+        charged = f"{used} of {policy.max_restarts} restarts charged"
+        if policy.window is not None:
+            limit = f"{policy.max_restarts} in {phrases.duration(policy.window)}"
+            charged = f"{used} restart{'s' if used != 1 else ''} charged (at most {limit})"
+        charged += self._node_changes()
+        ending = f"{how} after {took}", f"; {charged}{logs}"
+        if self._owns_process:
+            # The launcher prints both parts below the failure report, with the root cause between them.
+            result.ending = ending
+        else:
+            self._say("".join(ending))
+
+    def _node_changes(self) -> str:
+        """Return a phrase with the number of rendezvous rounds that started because nodes joined or left.
+        Restarts after failures are not counted.
+        """
+        if not self._job.is_multi_node or self._job.replaces_workers:
+            return ""
+        last = self._result.attempts[-1]
+        count = last.round - 1 - last.restarts
+        return f", {count} change{'s' if count != 1 else ''} of nodes" if count > 0 else ""
+
+    def _tell_first(self, attempt: Attempt) -> None:
+        # In a job on several nodes, the rendezvous prints the first failure on every node, so do not print it
+        # here.
+        if self._job.is_multi_node or not attempt.signalled or self._is_told:
+            return
+        self._is_told = True
+        first = first_seen(attempt)
+        who = attempt.who_failed(first, attempt.pids[first]) + how_it_failed(attempt, first)
+        others = (
+            "the other rank: its" if attempt.signalled == 1 else f"the other {attempt.signalled} ranks: their"
+        )
+        if attempt.blame is not None and not attempt.blame.is_decided:
+            # Do not call the errors of the other ranks side effects, because one of these ranks may be to
+            # blame.
+            self._say(f"{who}; stopping all ranks")
+        else:
+            self._say(f"{who}; stopping {others} errors are side effects")
+
+    def _cause(self, attempt: Attempt) -> str:
+        """Return the reason why an attempt ended, and store it for the report."""
+        failed = attempt.failed_exits()
+        if attempt.first_failure is None or not failed:
+            if "started" in attempt.stamps:
+                how = phrases.how_the_nursery_ended(attempt.nursery_exitcode, attempt.nursery_hung)
+                attempt.cause = f"the nursery {how}"
+            else:
+                attempt.cause = self._result.message or "the workers could not be started"
+            return attempt.cause
+        try:
+            from elasticrs._engine.supervise.failures.failed_attempt import first_of
+        except OSError:
+            # The import fails if this process has no free file descriptor. In this case, report only how the
+            # worker exited, without reading its error file.
+            local_rank, how = failed[0].local_rank, f" {attempt.how_it_ended(failed[0])}"
+        else:
+            local_rank, how = first_of(attempt)
+        attempt.cause = attempt.who_failed(local_rank) + how
+        return attempt.who_failed(local_rank, attempt.exits[local_rank].pid) + how
+
+
+def productive_ns(attempts: Iterable[Attempt]) -> int:
+    """Return the productive time in nanoseconds: the time during which no worker had failed or hung.
+
+    Imports before a warm start count as productive time, because the imports of cold workers count as well.
+    """
+    total = 0
+    for attempt in attempts:
+        started = attempt.stamps.get("started")
+        if started is not None and "imported" in attempt.stamps:
+            started = min(started, attempt.stamps["planned"])
+        end = attempt.stamps.get("ended") if "failure_seen" not in attempt.stamps else attempt.failed_ns
+        silent = [event.hung.since_ns for event in attempt.expired.values() if event.hung is not None]
+        if started is not None and end is not None:
+            total += max(0, min([end, *silent]) - started)
+    return total
+
+
+def folder_with_files(attempts: Sequence[Attempt]) -> str | None:
+    """Return the folder of a run's logs. Return ``None`` if it contains no files."""
+    run = attempts[-1].paths.run_folder
+    return run if run and any(files for _, _, files in os.walk(run)) else None
+
+
+def _outputs(attempt: Attempt) -> Iterable[str]:
+    for path in (*attempt.paths.stdouts.values(), *attempt.paths.stderrs.values()):
+        if path and path != os.devnull:
+            yield path

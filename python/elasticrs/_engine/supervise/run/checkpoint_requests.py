@@ -1,0 +1,107 @@
+"""Passes checkpoint requests to the agent's workers and reports the results to the user.
+
+At the end of each training step, a worker checks for requests in the memory page that it shares with the
+agent (:mod:`.node_page`). As soon as one worker sees a request, all workers of the job save.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from threading import Lock
+
+from elasticrs._engine.job import phrases
+from elasticrs._engine.workers.node_page import VARIABLE, AgentPage
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+TICK = 0.02
+"""Seconds between two checks for the result of a request."""
+
+PATIENCE = 60.0
+"""Seconds without a result after which the agent warns the user that a checkpoint request is still
+pending.
+"""
+
+
+class CheckpointRequests:
+    """Checkpoint requests from the user to the workers of one agent.
+
+    Args:
+        workers: number of workers.
+        say: prints a line for the user.
+
+    Attributes:
+        fd: file descriptor that becomes readable when a checkpoint is requested.
+        page: memory page that is shared with the workers.
+
+    Raises:
+        OSError: the process has run out of memory or file descriptors.
+    """
+
+    def __init__(self, workers: int, say: Callable[[str], None]) -> None:
+        self.page = AgentPage(workers)
+        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._say = say
+        self._lock = Lock()
+        self._told = 0
+        self._asked_ns: dict[int, int] = {}
+        self._is_late = False
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variable (name and value) through which workers find the shared memory page."""
+        return {VARIABLE: self.page.variable}
+
+    def ask(self) -> None:
+        """Request a checkpoint. Can be called from any thread.
+
+        Raises:
+            RuntimeError: the agent has stopped.
+        """
+        with self._lock:
+            if self.fd < 0:
+                raise RuntimeError("the agent has ended")
+            asked_ns = time.monotonic_ns()
+            self._asked_ns[self.page.ask()] = asked_ns
+            os.eventfd_write(self.fd, 1)
+
+    def take(self) -> None:
+        """Clear ``fd``, so that it is no longer readable. Clearing loses no request, because the memory page
+        shared with the workers counts the requests.
+        """
+        with suppress(BlockingIOError):
+            os.eventfd_read(self.fd)
+
+    @property
+    def are_open(self) -> bool:
+        """True if the result of at least one checkpoint request has not been reported yet."""
+        return self.page.asked > self._told
+
+    def look(self) -> float:
+        """Report results of checkpoint requests to the user, with one line for all requests that the same
+        save fulfilled. Return the number of seconds until the next call is due; infinity if no request is
+        pending.
+        """
+        served, result, served_ns = self.page.answer()
+        first = self._asked_ns.get(self._told + 1)
+        if served > self._told and first is not None:
+            self._say(phrases.checkpoint_line(result, served_ns - first))
+            for number in range(self._told + 1, served + 1):
+                self._asked_ns.pop(number, None)
+            self._told, self._is_late = served, False
+        elif first is not None and not self._is_late and time.monotonic_ns() - first > PATIENCE * 1e9:
+            self._is_late = True
+            self._say(phrases.checkpoint_is_late(PATIENCE, len(self.page.standings())))
+        return TICK if self.are_open else float("inf")
+
+    def close(self) -> None:
+        """Close the shared page and the file descriptor. Idempotent."""
+        with self._lock:
+            self.page.close()
+            if self.fd >= 0:
+                os.close(self.fd)
+                self.fd = -1

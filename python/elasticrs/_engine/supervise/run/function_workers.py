@@ -1,0 +1,370 @@
+"""Workers that run a Python function or a Python script, with any start method of multiprocessing.
+
+The agent's loop never blocks to wait for a :mod:`keeper <.keeper>`. Events report
+that the keeper has started the workers or has exited.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import sys
+from enum import IntEnum, auto
+from multiprocessing import resource_tracker, spawn
+from typing import TYPE_CHECKING, Any
+
+from elasticrs._engine.inside.run_path import run_script_path
+from elasticrs._engine.supervise.run.workers import Leftovers, Workers
+from elasticrs._engine.workers.arguments import macros
+from elasticrs._engine.workers.followers import follower_of, is_script_file
+from elasticrs._engine.workers.functions import keeper
+from elasticrs._engine.workers.functions.function_process import command_line
+from elasticrs._engine.workers.functions.start_methods import BY_METHOD, PATIENCE, Functions, Kept
+from elasticrs._engine.workers.process import adopt, end_at_once, heartbeat_page
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from elasticrs._core import ProcessSpec, Supervisor
+    from elasticrs._engine.supervise.attempts.attempt import Attempt
+    from elasticrs._engine.supervise.run.workers import WorkerSetup
+    from elasticrs._engine.workers.functions.start_methods import FunctionStart
+    from elasticrs._engine.workers.logs import LogPaths
+
+_HEARTBEAT = "ELASTICRS_HEARTBEAT"
+_TRACKER_TIME = 1.0
+
+
+def function_workers(
+    setup: WorkerSetup,
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    start_method: str,
+    *,
+    is_script: bool = False,
+) -> FunctionWorkers:
+    """Create workers that call a function.
+
+    Args:
+        setup: data that all kinds of workers need.
+        function: function to call. It must be importable by name, except with ``fork``.
+        arguments: arguments of the function. All workers get the same arguments, except that
+            ``${local_rank}`` is replaced in strings, as in torch.
+        start_method: ``spawn``, ``fork`` or ``forkserver``.
+        is_script: see :func:`script_workers`.
+    """
+    kind = KeptWorkers if BY_METHOD[start_method].has_keeper else FunctionWorkers
+    return kind(setup, function, arguments, start_method, is_script=is_script)
+
+
+def script_workers(setup: WorkerSetup, script: Sequence[str], start_method: str) -> FunctionWorkers:
+    """Create workers that run a script with :func:`run_script_path`. ``script`` contains its path and
+    arguments. Call this only in a process that runs nothing but the launcher.
+    """
+    return function_workers(setup, run_script_path, script, start_method, is_script=True)
+
+
+class FunctionWorkers(Workers):
+    """Workers that run a Python function; see :func:`function_workers`."""
+
+    def __init__(
+        self,
+        setup: WorkerSetup,
+        function: Callable[..., Any],
+        arguments: Sequence[Any],
+        start_method: str,
+        *,
+        is_script: bool,
+    ) -> None:
+        super().__init__(setup)
+        self._function = function
+        self._arguments = list(arguments)
+        self._start_method = start_method
+        self._is_script = is_script
+        # Multiprocessing remembers the original interpreter. A different `sys.executable` shows that, for
+        # example, a profiler has replaced it.
+        if sys.executable != os.fsdecode(spawn.get_executable()) and is_script_file(sys.executable):
+            self.unfollowed = sys.executable
+        if not BY_METHOD[start_method].has_keeper:
+            command = command_line(0, 0)
+            self.follower = follower_of(command)
+            if setup.preload is not None and self.follower is None:
+                self.warm_command = command
+        self._start: FunctionStart | None = None
+        # Objects that start the replacement workers, by local rank.
+        self._late: dict[int, FunctionStart] = {}
+        # Pickled return values, by local rank.
+        self._values: dict[int, bytes] = {}
+        # File descriptors of the workers' shared memory pages for heartbeats, by local rank. Empty if the
+        # Rust core starts the workers, because the core then creates the pages itself.
+        self._pages: dict[int, int] = {}
+
+    def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[ProcessSpec]:
+        # Clear the return values of the previous attempt, because ranks may have changed.
+        self._values = {}
+        self._start = self._start_of(paths, environments)
+        return self._start.prepare()
+
+    def _start_of(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> FunctionStart:
+        functions = Functions(
+            self.setup.job.name,
+            self._function,
+            {rank: tuple(macros.substitute(self._arguments, str(rank))) for rank in environments},
+            environments,
+            {rank: paths.stdouts.get(rank, "") for rank in environments},
+            {rank: paths.stderrs.get(rank, "") for rank in environments},
+            self.setup.job.cpus,
+            {rank: (page,) for rank, page in self._pages.items()},
+            self.are_warm,
+        )
+        return BY_METHOD[self._start_method](functions)
+
+    def replacement(self, paths: LogPaths, local_rank: int, environ: dict[str, str]) -> ProcessSpec:
+        if (before := self._late.pop(local_rank, None)) is not None:
+            before.close()
+        self._late[local_rank] = late = self._start_of(paths, {local_rank: environ})
+        (process,) = late.prepare()
+        return process
+
+    def replaced(self, supervisor: Supervisor, local_rank: int) -> None:
+        """Start reading the return value of the replacement worker with this local rank."""
+        self._late[local_rank].watch(supervisor)
+
+    def _starts(self) -> list[FunctionStart]:
+        return [each for each in (self._start, *self._late.values()) if each is not None]
+
+    def started(self, supervisor: Supervisor, attempt: Attempt) -> None:  # noqa: ARG002
+        """Start reading the workers' return values."""
+        if self._start is not None:
+            self._start.watch(supervisor)
+
+    def fd_ready(self, supervisor: Supervisor, fd: int) -> None:  # noqa: ARG002
+        """Read available bytes of a worker's return value from a file descriptor."""
+        for start in self._starts():
+            start.fd_ready(fd)
+
+    def ended(self, supervisor: Supervisor, *, has_succeeded: bool = False) -> None:  # noqa: ARG002
+        """Read the remaining return values and release the resources of the workers."""
+        self._read_out()
+        for start in self._starts():
+            start.close()
+        self._late.clear()
+        self.leftovers = Leftovers(silent=self._silent())
+
+    def _read_out(self) -> None:
+        for start in self._starts():
+            if start.watcher is not None:
+                start.read_out()
+                self._values.update((rank, bytes(data)) for rank, data in start.values.items())
+
+    def _silent(self) -> list[int]:
+        """Return the local ranks of workers that exited with 0 before their function returned a value, for
+        example through ``os._exit``. The list is empty for scripts, because a script never returns a value.
+        """
+        return [] if self._is_script else [rank for rank, data in self._values.items() if not data]
+
+    def close(self) -> None:
+        """Release all resources; see the base class. If the workers ran a script, also stop multiprocessing's
+        resource tracker, because it would outlive the launcher.
+        """
+        for start in self._starts():
+            # Clear `watcher` first. Otherwise, `start.close` would unregister file descriptors from the
+            # supervisor, which is already closed.
+            start.watcher = None
+            start.close()
+        self._start = None
+        self._late.clear()
+        if self._is_script:
+            stop_tracker()
+
+    def return_values(self, attempt: Attempt) -> dict[int, object]:
+        """Return the functions' return values by global rank. For scripts, all values are ``None``.
+
+        Raises:
+            pickle.UnpicklingError: a value cannot be unpickled. The class of the value may raise any other
+                exception as well.
+        """
+        ranks = attempt.global_ranks()
+        if self._is_script:
+            return dict.fromkeys(ranks.values())
+        return {ranks[rank]: pickle.loads(data) for rank, data in self._values.items()}
+
+
+class _Phase(IntEnum):
+    """Phases of an attempt whose workers are forked by a separate process, the keeper."""
+
+    PREPARED = auto()
+    """The keeper has been started and has not forked the workers yet."""
+    STARTING = auto()
+    """The core's process group has started and is still empty."""
+    RUNNING = auto()
+    """The process group has adopted the workers."""
+    SUCCEEDED = auto()
+    """The workers have succeeded. Their leftover processes are still exiting, or are allowed to continue for
+    a while.
+    """
+    ENDING = auto()
+    """The process group has stopped without success, and the keeper is killing the leftover processes."""
+    ABANDONED = auto()
+    """The process group was stopped before the workers were started. The keeper may still import modules for
+    a long time.
+    """
+
+
+class KeptWorkers(FunctionWorkers):
+    """Workers that are forked by a keeper, a separate process that is their parent. The workers run only
+    after the Rust core has started to monitor them.
+    """
+
+    _phase = _Phase.PREPARED
+    _was_stopped = False
+    _supervisor: Supervisor | None = None
+    _attempt: Attempt | None = None
+    _why_not_started: str | None = None
+
+    def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[ProcessSpec]:
+        """Start the keeper, a separate process that forks the workers. The workers do not run until the
+        supervisor monitors them. See the base class.
+        """
+        self._phase, self._was_stopped = _Phase.PREPARED, False
+        self.are_started, self._why_not_started, self.leftovers = False, None, None
+        if self.setup.job.hang_timeout is not None:
+            environments = {rank: dict(environment) for rank, environment in environments.items()}
+            for rank, environment in environments.items():
+                self._pages[rank], environment[_HEARTBEAT] = heartbeat_page()
+        return super().specs(paths, environments)
+
+    @property
+    def _kept(self) -> Kept | None:
+        return self._start if isinstance(self._start, Kept) else None
+
+    def started(self, supervisor: Supervisor, attempt: Attempt) -> None:
+        """Record that a separate process (the keeper) is forking the workers; see the base class."""
+        self._supervisor, self._attempt = supervisor, attempt
+        if self._kept is not None:
+            self._phase = _Phase.STARTING
+            supervisor.watch_fd(self._kept.control)
+
+    def fd_ready(self, supervisor: Supervisor, fd: int) -> None:
+        """Handle a readable file descriptor; see the base class. A descriptor becomes readable when the
+        workers have been started, when their parent process has exited, or when a return value has arrived.
+        """
+        kept = self._kept
+        if kept is None:
+            return
+        if self._phase is _Phase.STARTING and fd == kept.control:
+            self._take_in(supervisor, kept)
+        elif self._phase > _Phase.RUNNING and fd == kept.keeper_pidfd:
+            supervisor.unwatch_fd(fd)
+            self._finish(kept)
+        else:
+            kept.fd_ready(fd)
+
+    def _take_in(self, supervisor: Supervisor, kept: Kept) -> None:
+        """Add the workers to the supervised process group, and then let the workers run."""
+        attempt = self._attempt
+        if attempt is None or self._was_stopped:
+            # Do not add the workers to the process group, because a stop was requested. Nothing else needs to
+            # be done, because a later event reports the end of the process group.
+            supervisor.unwatch_fd(kept.control)
+            return
+        try:
+            pids = kept.take_pids()
+            if pids is None:
+                return
+            supervisor.unwatch_fd(kept.control)
+            if not adopt(supervisor, pids, kept.statuses, self._pages):
+                return  # The group has already ended, which a later event will report.
+        except (OSError, RuntimeError) as error:
+            supervisor.unwatch_fd(kept.control)
+            self._why_not_started = f"the workers could not be started: {error}"
+            end_at_once(supervisor)
+            return
+        attempt.pids = list(pids.values())
+        kept.watch(supervisor)
+        self._phase, self.are_started = _Phase.RUNNING, True
+
+    def stop(self) -> None:
+        """Abandon workers that have not been started yet, and kill lingering processes at once; see the base
+        class.
+
+        On a second call, do not wait for a keeper that has not forked its workers, because its imports may
+        hang in the kernel.
+        """
+        kept, was_stopped, self._was_stopped = self._kept, self._was_stopped, True
+        if kept is None or self._phase <= _Phase.RUNNING:
+            return
+        if was_stopped and self._phase is _Phase.ABANDONED and self._supervisor is not None:
+            self._supervisor.unwatch_fd(kept.keeper_pidfd)
+            self._finish(kept, 0.0)
+        else:
+            kept.begin_end(keeper.AT_ONCE)
+
+    def ended(self, supervisor: Supervisor, *, has_succeeded: bool = False) -> None:
+        """Read the remaining return values, and make the keeper kill the leftover processes."""
+        self._read_out()
+        self._close_pages()
+        kept = self._kept
+        if kept is None:
+            self.leftovers = Leftovers()
+        elif self._phase is _Phase.PREPARED:
+            # Stop the workers' parent process now, because the Rust core does not monitor these workers and
+            # will not report their exits.
+            kept.begin_end(keeper.AT_ONCE)
+            self._finish(kept)
+        else:
+            linger: float | None = keeper.AT_ONCE
+            if self._phase is _Phase.STARTING:
+                supervisor.unwatch_fd(kept.control)
+                self._phase = _Phase.ABANDONED
+            elif has_succeeded:
+                self._phase = _Phase.SUCCEEDED
+                # Kill leftover processes immediately if a stop was requested, even if the workers succeeded.
+                linger = keeper.AT_ONCE if self._was_stopped else self.setup.job.linger
+            else:
+                self._phase = _Phase.ENDING
+            kept.begin_end(keeper.LEAVE if linger is None else linger)
+            supervisor.watch_fd(kept.keeper_pidfd)
+
+    def _finish(self, kept: Kept, patience: float = PATIENCE) -> None:
+        self._start = self._supervisor = None
+        kept.finish(patience)
+        was_stopped = self._phase is _Phase.SUCCEEDED and self._was_stopped
+        self.leftovers = Leftovers(
+            *(kept.ended, kept.more_ended),
+            was_stopped=was_stopped,
+            silent=self._silent(),
+            why_not_started=self._why_not_started,
+        )
+
+    def close(self) -> None:
+        self._close_pages()
+        self._supervisor = None
+        super().close()
+
+    def _close_pages(self) -> None:
+        while self._pages:
+            os.close(self._pages.popitem()[1])
+
+
+def stop_tracker() -> None:
+    """Stop multiprocessing's resource tracker if it is running. Call this only in a process that runs nothing
+    but the launcher.
+
+    The tracker exits when every copy of its pipe is closed. A worker's descendant that was allowed to
+    continue may hold a copy of the pipe. In this case, the tracker runs until that descendant exits, and this
+    function does not wait for the tracker.
+    """
+    tracker: Any = resource_tracker._resource_tracker
+    pid, fd = tracker._pid, tracker._fd
+    if pid is None or fd is None:
+        return
+    tracker._pid = tracker._fd = None
+    os.close(fd)
+    pidfd = os.pidfd_open(pid)
+    try:
+        if select.select([pidfd], [], [], _TRACKER_TIME)[0]:
+            os.waitpid(pid, 0)
+    finally:
+        os.close(pidfd)

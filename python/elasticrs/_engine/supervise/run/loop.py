@@ -1,0 +1,417 @@
+"""The event loop of the agent: it receives events from the core, gets decisions from a
+:class:`.Decisions` object, and executes the actions.
+
+The loop also reads signals from their pipe. It makes no decisions itself. Its
+:class:`.AttemptTracker` records what happens to the workers. The loop blocks only in
+the tracker's ``wait``.
+"""
+
+from __future__ import annotations
+
+import select
+import signal
+import time
+from collections import deque
+from functools import partial
+
+from elasticrs._engine.job import phrases
+from elasticrs._engine.job.failure_cause import Verdict
+from elasticrs._engine.process.background_call import FileAccess
+from elasticrs._engine.process.console import END_PATIENCE, Console
+from elasticrs._engine.process.stop_requests import StopRequests
+from elasticrs._engine.supervise.attempts import state_machine as machine
+from elasticrs._engine.supervise.run.signals import suspend
+from elasticrs._engine.supervise.run.tracker import AttemptTracker
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from elasticrs import _core
+    from elasticrs._engine.gpus.node_check import NodeCheck, NodeCheckResult
+    from elasticrs._engine.job.config import JobConfig
+    from elasticrs._engine.supervise.attempts.attempt import JobResult
+    from elasticrs._engine.supervise.decide.decisions import Decisions
+    from elasticrs._engine.supervise.observe.observer import Observer
+    from elasticrs._engine.supervise.run.checkpoint_requests import CheckpointRequests
+    from elasticrs._engine.supervise.run.signals import SignalPipe
+    from elasticrs._engine.supervise.run.sleepers import Sleepers
+    from elasticrs._engine.supervise.run.workers import Workers
+
+_NEVER = float("inf")
+
+
+def _import_for_cause() -> None:
+    import json  # noqa: F401
+
+    import elasticrs._engine.supervise.failures.own_cause  # noqa: F401
+
+
+class Agent:
+    """Runs a job on this node.
+
+    Args:
+        job: configuration of the job.
+        workers: starts the processes.
+        decisions: object that decides what the agent does.
+        signals: the caught signals; ``None`` outside of the main thread.
+        owns_process: true if the process belongs to the launcher alone (the command line).
+        console: prints lines for the user.
+        observers: observers that are notified of each event.
+
+    Attributes:
+        result: result of the job so far.
+        checkpoints: checkpoint requests to the workers; ``None`` unless failed workers are replaced
+            individually.
+    """
+
+    def __init__(
+        self,
+        job: JobConfig,
+        workers: Workers,
+        decisions: Decisions,
+        *,
+        signals: SignalPipe | None,
+        owns_process: bool,
+        console: Console | None = None,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        self._job = job
+        self._workers = workers
+        self._decisions = decisions
+        self._signals = signals
+        self._console = console or Console()
+        self._tracker = AttemptTracker(
+            self, job, workers, self._console, observers, owns_process=owns_process
+        )
+        self.result = self._tracker.result
+        self.result.read_history = decisions.read_history
+        self.result.shared_cause, self.result.node_names = decisions.shared_cause, decisions.node_names
+        self._events = self._tracker.events
+        self._actions: deque[machine.Action] = deque()
+        self._requests = StopRequests()
+        self.checkpoints: CheckpointRequests | None = None
+        self._error: Exception | None = None
+        self._delayed_until = _NEVER
+        self._is_prepared = False
+        self._checking: tuple[NodeCheck, machine.GroupEnded] | None = None
+        # Periodic work. Each function does what is due, and returns the seconds until the next call.
+        self._duties: list[Callable[[], float]] = [decisions.seconds_left, self._end_delay, self._prepare]
+        if job.uninterruptible_state_timeout > 0:
+            from elasticrs._engine.supervise.run.sleepers import Sleepers
+
+            sleepers = Sleepers(job.uninterruptible_state_timeout)
+            self._duties.append(partial(self._look_for_sleepers, sleepers))
+
+    def run(self) -> JobResult:
+        """Run the job to its end.
+
+        Returns:
+            The result of the job. Failures of workers are part of the result and raise no exceptions.
+
+        Raises:
+            _core.SupervisorError: the supervisor itself failed. All workers have been stopped.
+            OSError: the supervisor failed because the process has run out of file descriptors or the kernel
+                is too old.
+            Exception: raised by the user's code, for example a function or value that cannot be pickled, or a
+                rendezvous handler.
+        """
+        try:
+            result = self._run()
+        except BaseException as error:
+            self._tracker.observers.ended(self.result, error)
+            raise
+        self._tracker.observers.ended(result, None)
+        return result
+
+    def _run(self) -> JobResult:
+        self._take_signals(None)
+        unfit = self._check_before_joining()
+        self._events.append(machine.Begin())
+        try:
+            if unfit is not None:
+                self.result.message, self.result.verdict = unfit, Verdict.UNFIT
+                self.result.phase, self.result.exit_code = machine.Phase.FAILED, 1
+            elif not self._events_end_it():
+                self._tracker.open(None if self._signals is None else self._signals.fd)
+                self._decisions.open(self._tracker.supervisor)
+                self._open_checkpoints()
+                self._drive()
+        finally:
+            if self._checking is not None:
+                self._checking[0].cancel()
+                self._checking[0].finish()
+            try:
+                self._decisions.release_plan()
+            finally:
+                try:
+                    self._tracker.close()
+                finally:
+                    self._close_checkpoints()
+                    self._decisions.close()
+        self._console.flush(END_PATIENCE)
+        if self._error is not None:
+            raise self._error
+        attempts = self.result.attempts
+        if self.result.exit_code == 0 and self._decisions.has_taken_part and attempts:
+            # Unpickle the functions' return values last, because unpickling may raise an exception.
+            self.result.return_values = self._workers.return_values(attempts[-1])
+        return self.result
+
+    def _events_end_it(self) -> bool:
+        """Return true if a signal has already ended the job, which then needs no supervisor."""
+        first = self._events[0]
+        if not isinstance(first, machine.SignalReceived):
+            return False
+        for action in self._decisions.step(first):
+            if isinstance(action, machine.Exit):
+                self._finish(action)
+        return self._decisions.phase.is_terminal
+
+    # --- checks of this node ---
+
+    def _check_before_joining(self) -> str | None:
+        """Run ``--node-check`` before this node joins the job. Return the reason why this node is unfit;
+        ``None`` if it is fit or unchecked.
+        """
+        check = None if self._events else self._new_check()
+        if check is None:
+            return None
+        poll = select.poll()
+        poll.register(check.fd, select.POLLIN)
+        if self._signals is not None:
+            poll.register(self._signals.fd, select.POLLIN)
+        while not any(fd == check.fd for fd, _ in poll.poll()):
+            self._take_signals(None)
+            if self._events:
+                check.cancel()
+        results = check.finish()
+        if self._events and isinstance(first := self._events[0], machine.SignalReceived):
+            # Ignore the results, because the signal has cancelled the checks.
+            self._console.say(f"{phrases.signal_name(first.signum)} received: the node check was cancelled")
+            return None
+        unfit = self._reported(results)
+        return None if unfit is None else f"{unfit}; this node does not join the job"
+
+    def _new_check(self) -> NodeCheck | None:
+        if not self._job.node_check:
+            return None
+        from elasticrs._engine.gpus.node_check import NodeCheck
+        from elasticrs._engine.job.policy_options import HealthSource
+
+        try:
+            sources = [HealthSource.parse(text) for text in self._job.node_check]
+            return NodeCheck(sources, self._job.node_check_timeout)
+        except (OSError, RuntimeError) as error:
+            self._console.say(f"the node check could not be started: {error}; this check counts as passed")
+            return None
+
+    def _reported(self, results: Sequence[NodeCheckResult]) -> str | None:
+        """Print the output of checks that did not pass. Return the reason why this node is unfit; ``None`` if
+        no check found it unfit.
+        """
+        for result in results:
+            if result.unfit is not None or result.problem is not None:
+                for line in result.lines:
+                    self._console.say(f"{result.title}: {line}")
+            if result.problem is not None and self._decisions.signum is None:
+                self._console.say(f"{result.problem}; this check counts as passed")
+        return "; ".join(result.unfit for result in results if result.unfit is not None) or None
+
+    def _is_held_for_check(self, event: machine.Event) -> bool:
+        """Start the node check if this node's workers have exited after a failure on any node.
+
+        Return true if the event must wait for the result of the check. The wait is needed because workers may
+        not be started on an unfit node.
+        """
+        match event:
+            case machine.GroupEnded(why_unfit=None, outcome=outcome) if outcome in ("failed", "lost") or (
+                outcome == "stopped" and self._decisions.failed_elsewhere
+            ):
+                check = None if self._decisions.signum is not None else self._new_check()
+                if check is not None:
+                    self._checking = check, event
+                    self._tracker.supervisor.watch_fd(check.fd)
+                    return True
+        return False
+
+    def _take_check(self, check: NodeCheck, event: machine.GroupEnded) -> None:
+        self._checking = None
+        self._tracker.supervisor.unwatch_fd(check.fd)
+        unfit = self._reported(check.finish())
+        self._actions.extend(self._decisions.step(event.replaced(found_unfit=unfit)))
+
+    def _drive(self) -> None:
+        while True:
+            while self._events or self._actions:
+                if not self._actions:
+                    event = self._events.popleft()
+                    if not self._is_held_for_check(event):
+                        self._actions.extend(self._decisions.step(event))
+                    continue
+                action = self._actions.popleft()
+                self._tracker.observers.acting(action, self._decisions.plan)
+                if isinstance(action, machine.Exit):
+                    self._finish(action)
+                    self._tracker.drain()
+                    return
+                self._carry_out(action)
+            if not self._tracker.wait(min([duty() for duty in self._duties])):
+                self._take_signals(self._tracker.supervisor)
+                self._actions.extend(self._decisions.look_around())
+                self._tracker.observers.quiet()
+
+    def _prepare(self) -> float:
+        """After the first failure, import the modules that describe its cause while the workers exit.
+        Otherwise, the restart would have to wait for these imports.
+        """
+        attempts = self._tracker.result.attempts
+        if not self._is_prepared and attempts and attempts[-1].first_failure is not None:
+            self._is_prepared = True
+            # Import on another thread, because the search for `json` may access the working directory, whose
+            # file system may not respond.
+            FileAccess().begin(_import_for_cause)
+        return _NEVER
+
+    def _end_delay(self) -> float:
+        """Report the end of the delay before the next attempt."""
+        left = self._delayed_until - time.monotonic()
+        if left <= 0:
+            self._delayed_until = _NEVER
+            self._events.append(machine.DelayOver())
+        return max(0.0, left)
+
+    def _open_checkpoints(self) -> None:
+        if self._job.replaces_workers:
+            from elasticrs._engine.supervise.observe.pace import Pace
+            from elasticrs._engine.supervise.run.checkpoint_requests import CheckpointRequests
+
+            self.checkpoints = CheckpointRequests(self._job.nproc, self._console.say)
+            self._tracker.supervisor.watch_fd(self.checkpoints.fd)
+            pace = Pace(self.checkpoints.page, self._console.say, self._tracker.observers.training)
+            self._duties += [self.checkpoints.look, pace.look]
+
+    def _ask_for_checkpoint(self, checkpoints: CheckpointRequests) -> None:
+        """Request a checkpoint through the memory page that the workers share with this agent.
+
+        No signal is used for the request, because a signal would kill workers that have not started training
+        or have finished it.
+        """
+        if not checkpoints.are_open:
+            self._console.say(phrases.checkpoint_requested(signal.SIGUSR1))
+        checkpoints.ask()
+
+    def _close_checkpoints(self) -> None:
+        checkpoints, self.checkpoints = self.checkpoints, None
+        if checkpoints is not None:
+            checkpoints.look()
+            has_ended = self.result.signum is None and any(each.pids for each in self.result.attempts)
+            if has_ended and not checkpoints.page.was_used:
+                self._console.say(phrases.NOBODY_TRAINED)
+            if checkpoints.are_open:
+                self._console.say(phrases.CHECKPOINT_NOT_MADE)
+            checkpoints.close()
+
+    def _look_for_sleepers(self, sleepers: Sleepers) -> float:
+        """Stop the job if a worker hangs in the kernel; see :mod:`.sleepers`."""
+        tracker, attempt = self._tracker, self._tracker.attempt
+        if attempt is None or tracker.why_unfit is not None or attempt.has_ended:
+            return sleepers.interval
+        overdue = sleepers.look(attempt.running())
+        if overdue:
+            tracker.why_unfit = phrases.asleep(overdue, self._job.uninterruptible_state_timeout)
+            self._console.say(f"{tracker.why_unfit}; stopping the workers")
+            tracker.stop(machine.Stop(signal.SIGTERM, self._job.shutdown_timeout))
+        return sleepers.interval
+
+    # --- actions ---
+
+    def _carry_out(self, action: machine.Action) -> None:
+        if isinstance(action, machine.Rendezvous):
+            self._events.append(self._decisions.next_plan(self._tracker.supervisor))
+        elif isinstance(action, machine.Delay):
+            self._delayed_until = time.monotonic() + action.seconds
+            self.result.attempts[-1].delay = action.seconds
+        elif isinstance(action, machine.Start):
+            self._start(action)
+        elif isinstance(action, machine.Stop):
+            if not action.is_announced:
+                attempt = self._tracker.attempt
+                have_exited = attempt is not None and attempt.has_ended
+                asked = self._decisions.signum
+                line = phrases.stop_line(asked, action.signum, action.grace, have_exited=have_exited)
+                self._console.say(line)
+            self._tracker.stop(action)
+        elif isinstance(action, machine.Replace):
+            self._tracker.replace(action)
+        elif isinstance(action, machine.CollectEvidence):
+            self._tracker.count_oom_kills()
+            self._decisions.release_plan()
+        elif isinstance(action, machine.ReportFailure):
+            self.result.message = action.message
+            self.result.verdict = action.verdict
+
+    def _start(self, action: machine.Start) -> None:
+        plan = self._decisions.plan
+        if plan is None:
+            raise RuntimeError("workers are started without a rendezvous")
+        if self.checkpoints is not None:
+            plan.variables = {**plan.variables, **self.checkpoints.variables}
+            plan.page = self.checkpoints.page
+        attempt = self._tracker.begin(action, plan)
+        self._decisions.observe(attempt)
+        try:
+            self._tracker.start(attempt)
+        except Exception as error:
+            if not self._decisions.has_peers:
+                raise
+            # Report the failure to the other nodes first, and raise the exception after the loop has
+            # finished.
+            self._error = error
+            self._tracker.not_started(f"{type(error).__name__}: {error}")
+
+    def _finish(self, action: machine.Exit) -> None:
+        self._decisions.release_plan()
+        self._tracker.tidy_up()
+        self.result.phase = self._decisions.phase
+        self.result.exit_code = action.code
+        self.result.signum = self._decisions.signum
+        self.result.first_cause = self._decisions.first_cause
+        self.result.clock = self._decisions.clock
+
+    # --- events ---
+
+    def on_fd(self, fd: int, *, is_over: bool) -> bool:
+        if self._signals is not None and fd == self._signals.fd:
+            self._take_signals(None if is_over else self._tracker.supervisor)
+            return True
+        if self.checkpoints is not None and fd == self.checkpoints.fd:
+            self.checkpoints.take()
+            return True
+        if self._checking is not None and fd == self._checking[0].fd:
+            self._take_check(*self._checking)
+            return True
+        actions = None if is_over else self._decisions.fd_ready(fd)
+        self._actions.extend(actions or ())
+        return actions is not None
+
+    def on_fence(self) -> None:
+        self._actions.extend(self._decisions.fenced())
+
+    def _take_signals(self, supervisor: _core.Supervisor | None) -> None:
+        if self._signals is None:
+            return
+        for signum in self._signals.take():
+            if signum == signal.SIGTSTP and signum not in self._job.signals:
+                suspend(supervisor, self._signals)
+            elif signum == signal.SIGUSR1 and self.checkpoints is not None and signum in self._job.forwarded:
+                self._ask_for_checkpoint(self.checkpoints)
+            elif signum in self._job.forwarded:
+                phases = (machine.Phase.RUNNING, machine.Phase.STOPPING)
+                are_running = supervisor is not None and self._decisions.phase in phases
+                self._tracker.forward(signum, are_running=are_running)
+            elif self._requests.is_new(signum, time.monotonic()):
+                self._events.append(machine.SignalReceived(signum))
+                self._tracker.stop_waiting()
+                if self._checking is not None:
+                    self._checking[0].cancel()

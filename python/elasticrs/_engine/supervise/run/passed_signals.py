@@ -1,0 +1,157 @@
+"""Signals that the agent passes on to its workers.
+
+The default action of SIGUSR1 and SIGUSR2 kills a process. The agent therefore sends such a signal only to
+workers that handle, ignore or block it. A worker that does none of these may still be importing modules or
+may already be exiting. For such a worker, the agent holds the signal until the worker can receive it.
+
+- **PASS-1** A worker that does not handle, ignore or block a signal is never sent that signal.
+- **PASS-2** If the same signal arrives several times while it is held for a process, the agent delivers it
+  once, as the kernel does with pending signals.
+- **PASS-3** Each held signal is either delivered or reported to the user as dropped.
+- **PASS-4** Without a ``/proc`` of its own pid namespace, the agent cannot see which signals a worker
+  handles. In this case, it passes no signals on and tells the user.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+
+from elasticrs._engine.job import phrases
+from elasticrs._engine.process.procfs import has_own_proc
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+TICK = 0.05
+"""Seconds between two attempts to deliver a held signal."""
+
+PATIENCE = 60.0
+"""Seconds after which a held signal is dropped."""
+
+_EXITED = "before it exited"
+
+
+def can_take(pid: int, signum: int) -> bool | None:
+    """Return true if a process handles, ignores or blocks a signal. Return ``None`` if the process has
+    exited.
+    """
+    try:
+        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as status:
+            fields = dict(line.split(":", 1) for line in status if ":" in line)
+        if fields["State"].split()[0] in "ZX":
+            return None
+        blocked, ignored, caught = (int(fields[name], 16) for name in ("SigBlk", "SigIgn", "SigCgt"))
+    except (OSError, LookupError, ValueError):
+        return None
+    if _has(blocked, signal.SIGSEGV):
+        # Ignore a mask that blocks even SIGSEGV, because the C library briefly blocks all signals while it
+        # starts a process.
+        blocked = 0
+    return _has(blocked | ignored | caught, signum) or _waits_for(pid, signum)
+
+
+def _waits_for(pid: int, signum: int) -> bool:
+    """Return true if the main thread of a process is in ``sigwait`` for a signal.
+
+    During ``sigwait``, the kernel does not list the awaited signals as blocked, so this function reads them
+    from the arguments of the system call.
+    """
+    try:
+        with open(f"/proc/{pid}/wchan", encoding="ascii") as wchan, open(f"/proc/{pid}/syscall") as syscall:
+            if not wchan.read().startswith("do_sigtimedwait"):
+                return False
+            pointer = int(syscall.read().split()[1], 16)
+        with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+            memory.seek(pointer)
+            return _has(int.from_bytes(memory.read(8), sys.byteorder), signum)
+    except (OSError, LookupError, ValueError):
+        return False
+
+
+def _has(mask: int, signum: int) -> bool:
+    return bool(mask >> (signum - 1) & 1)
+
+
+class PassedSignals:
+    """Delivers signals to the workers of one agent. A signal that would kill a worker is held until the
+    worker handles, ignores or blocks the signal.
+
+    Args:
+        send: sends a signal to the workers with the given local ranks.
+        say: prints a line for the user.
+        can_take: see :func:`can_take`.
+        now: returns the current time in seconds.
+        has_own_proc: see :func:`.has_own_proc`.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[int, list[int]], None],
+        say: Callable[[str], None],
+        can_take: Callable[[int, int], bool | None] = can_take,
+        now: Callable[[], float] = time.monotonic,
+        has_own_proc: Callable[[], bool] = has_own_proc,
+    ) -> None:
+        self._send, self._say = send, say
+        self._can_take, self._now, self._has_own_proc = can_take, now, has_own_proc
+        # Time at which each undelivered signal arrived, by signal number, local rank and pid of the receiving
+        # worker.
+        self._held: dict[tuple[int, int, int], float] = {}
+
+    def pass_on(self, signum: int, workers: Mapping[int, int]) -> None:
+        """Deliver a signal to running workers. If the signal would kill a worker, hold the signal until the
+        worker handles, ignores or blocks it.
+
+        Args:
+            signum: number of the signal.
+            workers: pids of the workers by local rank.
+        """
+        if not self._has_own_proc():
+            self._say(phrases.signal_not_passed_on(signum))
+            return
+        for rank, pid in workers.items():
+            self._held.setdefault((signum, rank, pid), self._now())
+        gone = self._deliver(workers)
+        held = [key[1] for key in self._held if key[0] == signum and key not in gone]
+        self._say(phrases.passed_on(signum, held))
+        self._drop(gone, _EXITED)
+
+    def look(self, workers: Mapping[int, int]) -> float | None:
+        """Deliver or drop held signals. Return the seconds until the next call is due, or ``None`` if no
+        signal is held.
+        """
+        if not self._held:
+            return None
+        self._drop(self._deliver(workers), _EXITED)
+        late = {key for key, since in self._held.items() if self._now() - since > PATIENCE}
+        self._drop(late, f"for {PATIENCE:g} s")
+        return TICK if self._held else None
+
+    def _deliver(self, workers: Mapping[int, int]) -> set[tuple[int, int, int]]:
+        """Deliver the held signals that workers can now receive. Return the signals that are held for workers
+        that have exited.
+        """
+        ready: dict[int, list[int]] = {}
+        gone = set()
+        for key in self._held:
+            signum, rank, pid = key
+            takes = self._can_take(pid, signum) if workers.get(rank) == pid else None
+            if takes:
+                ready.setdefault(signum, []).append(rank)
+            elif takes is None:
+                gone.add(key)
+        for signum, ranks in ready.items():
+            self._send(signum, ranks)
+            for rank in ranks:
+                del self._held[signum, rank, workers[rank]]
+        return gone
+
+    def _drop(self, keys: set[tuple[int, int, int]], when: str) -> None:
+        for signum in sorted({key[0] for key in keys}):
+            ranks = sorted(rank for number, rank, _ in keys if number == signum)
+            self._say(phrases.signal_dropped(signum, ranks, when))
+        for key in keys:
+            del self._held[key]

@@ -1,0 +1,243 @@
+"""Turns the signals that the agent receives into events of its loop.
+
+The Python signal handlers do nothing. The interpreter writes the number of each signal to a socket
+(:func:`signal.set_wakeup_fd`), and the loop watches the other end of the socket like any other file
+descriptor. Therefore, a signal never interrupts a decision, and no signal is lost. :meth:`SignalPipe.close`
+restores the previous handlers.
+
+- **SIG-1** A signal that was ignored when the agent was started (``nohup``) stays ignored, in the agent and
+  in the workers.
+- **SIG-2** Handlers are installed only in the main thread, because Python allows this only there.
+- **SIG-3** If the host application has set a wake-up file descriptor, it still receives the signal numbers.
+- **SIG-4** SIGTSTP has the same effect as in a program that does not catch it: a later SIGCONT always cancels
+  a SIGTSTP, and several SIGTSTPs count as one.
+- **SIG-5** A child that the host application forks gets the previous handlers, so that signals to the child
+  do not reach the agent (:mod:`.fork_handlers`).
+"""
+
+from __future__ import annotations
+
+import _socket
+import _thread
+import os
+import signal
+
+from elasticrs._engine.process.fork_handlers import is_undone, undo_in_children
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from types import FrameType
+    from typing import TypeAlias
+
+    from elasticrs import _core
+
+    Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
+
+IGNORED_BY_PYTHON = frozenset((signal.SIGPIPE, signal.SIGXFSZ))
+"""Signals that the Python interpreter itself ignores. It is unknown whether they were ignored before, so
+workers get the default actions.
+"""
+
+
+def ignored_signals() -> tuple[int, ...]:
+    """Return the signals that were already ignored when this process was started. Leave out signals that
+    Python itself ignores.
+    """
+    return tuple(
+        int(signum)
+        for signum in signal.valid_signals()
+        if signum not in IGNORED_BY_PYTHON and signal.getsignal(signum) == signal.SIG_IGN
+    )
+
+
+def catch_signals(signums: Iterable[int]) -> SignalPipe | None:
+    """Catch these signals. Return ``None`` outside of the main thread, because Python cannot install signal
+    handlers there.
+
+    Raises:
+        OSError: the process has run out of file descriptors.
+    """
+    try:
+        return SignalPipe(signums)
+    except ValueError:
+        return None
+
+
+def without_what_was_taken_back(received: bytes) -> bytes:
+    """Return the received signals. Drop every SIGTSTP except the last one, and also drop the last one if a
+    SIGCONT follows it (SIG-4).
+    """
+    last = received.rfind(signal.SIGTSTP)
+    is_wanted = last > received.rfind(signal.SIGCONT)
+    return bytes(
+        signum for at, signum in enumerate(received) if signum != signal.SIGTSTP or (is_wanted and at == last)
+    )
+
+
+def suspend(supervisor: _core.Supervisor | None, signals: SignalPipe) -> None:
+    """Suspend the workers and this process after Ctrl-Z, and resume the workers when this process continues.
+    The terminal does not suspend the workers, because they are not in its foreground process group.
+    """
+    if supervisor is not None:
+        supervisor.suspend()
+    try:
+        signals.stop_this_process()
+    finally:
+        if supervisor is not None:
+            supervisor.resume()
+
+
+class SignalPipe:
+    """Catches signals and returns them in the order of their arrival.
+
+    Args:
+        signums: signals to catch. Ignored signals stay ignored.
+
+    Raises:
+        ValueError: the caller is not in the main thread.
+        OSError: the process has run out of file descriptors.
+    """
+
+    def __init__(self, signums: Iterable[int]) -> None:
+        self._caught: dict[int, Handler] = {}
+        self._wanted: frozenset[int] = frozenset()
+        self._has_pauses = False
+        self._reader, self._writer = _socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        try:
+            self._host_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        except ValueError:
+            self._reader.close()
+            self._writer.close()
+            raise
+        undo_in_children(self.close, self._caught)
+        self.catch(signums)
+
+    @property
+    def fd(self) -> int:
+        """File descriptor that is readable while a signal is pending; see :meth:`take`."""
+        return self._reader.fileno()
+
+    @property
+    def caught(self) -> frozenset[int]:
+        """Signals that are currently caught."""
+        return frozenset(self._caught)
+
+    def catch(self, signums: Iterable[int], *, pauses: bool = False) -> None:
+        """Catch exactly these signals from now on. If ``pauses`` is true, also catch SIGTSTP as a request for
+        :meth:`stop_this_process`, unless ``signums`` contains it.
+        """
+        wanted = set(signums)
+        self._has_pauses = pauses and signal.SIGTSTP not in wanted
+        if self._has_pauses:
+            wanted.add(signal.SIGTSTP)
+        self._wanted = frozenset(wanted)
+        if self._has_pauses:
+            wanted.add(signal.SIGCONT)
+        for signum in wanted - self._caught.keys():
+            if signal.getsignal(signum) != signal.SIG_IGN:
+                self._caught[signum] = signal.getsignal(signum)
+                signal.signal(signum, _wake_only)
+        for signum in self._caught.keys() - wanted:
+            self._restore(signum)
+        if self._has_pauses:
+            self.order_pauses()
+
+    def order_pauses(self) -> None:
+        """Make sure that SIGTSTP and SIGCONT are handled in the order of their arrival. Call this again after
+        installing another handler for SIGTSTP.
+        """
+        from elasticrs import _core
+
+        _core.order_stop_signals()
+
+    def take(self) -> list[int]:
+        """Return the signals that have arrived since the last call, in order. Never blocks."""
+        received = bytearray()
+        while True:
+            try:
+                received += (chunk := self._reader.recv(4096))
+            except BlockingIOError:
+                break
+            if not chunk:
+                break
+        if received and self._host_fd != -1:
+            self._forward(bytes(received))
+        if self._has_pauses:
+            received[:] = without_what_was_taken_back(bytes(received))
+        return [signum for signum in received if signum in self._caught and signum in self._wanted]
+
+    def stop_this_process(self) -> None:
+        """Stop this process, and return when it is continued.
+
+        Return at once if a SIGCONT has arrived since the last SIGTSTP was taken (SIG-4).
+        """
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTSTP,))
+        try:
+            # Keep a SIGTSTP pending on this thread to detect a later SIGCONT, because a SIGCONT makes the
+            # kernel discard the SIGTSTP. `_is_continued` detects an earlier SIGCONT.
+            signal.pthread_kill(_thread.get_ident(), signal.SIGTSTP)
+            if not self._is_continued():
+                _stop_unless_continued()
+            held = signal.sigtimedwait((signal.SIGTSTP,), 0)
+            if held is not None and held.si_pid != os.getpid():
+                # Raise SIGTSTP again, because `sigtimedwait` has consumed a SIGTSTP from another process.
+                signal.pthread_kill(_thread.get_ident(), signal.SIGTSTP)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _is_continued(self) -> bool:
+        try:
+            return signal.SIGCONT in self._reader.recv(1 << 16, _socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+
+    def close(self, *, ignore: bool = False) -> None:
+        """Restore the previous signal handlers and the wake-up descriptor. Idempotent.
+
+        With ``ignore``, ignore the caught signals from now on instead of restoring their handlers. Use
+        ``ignore`` only in a process that is about to exit.
+        """
+        if self._reader.fileno() == -1:
+            return
+        for signum in list(self._caught):
+            if ignore:
+                self._caught[signum] = signal.SIG_IGN
+            self._restore(signum)
+        signal.set_wakeup_fd(self._host_fd, warn_on_full_buffer=False)
+        is_undone(self.close)
+        self._reader.close()
+        self._writer.close()
+
+    def _restore(self, signum: int) -> None:
+        previous = self._caught.pop(signum)
+        # `None` means that C code installed the handler, so Python cannot restore it.
+        signal.signal(signum, signal.SIG_DFL if previous is None else previous)
+
+    def _forward(self, received: bytes) -> None:
+        try:
+            os.write(self._host_fd, received)
+        except (BlockingIOError, BrokenPipeError):
+            # Drop the signal number, because the pipe is full or closed. The interpreter does the same in
+            # this case.
+            return
+
+
+def _stop_unless_continued() -> None:
+    from elasticrs import _core
+
+    try:
+        _core.stop_unless_continued()
+    except OSError:
+        # The helper process could not be created. Stop this process anyway, because the workers are already
+        # suspended and will be resumed together with this process.
+        #
+        # Send SIGSTOP to this thread, because a signal to the whole process may take effect only after this
+        # function has returned.
+        signal.pthread_kill(_thread.get_ident(), signal.SIGSTOP)
+
+
+def _wake_only(_signum: int, _frame: FrameType | None) -> None:
+    """Do nothing, because the interpreter has already written the signal number to the wake-up socket."""

@@ -1,0 +1,697 @@
+"""Starts the workers of a job, one attempt at a time, and records the events that the core reports.
+
+The tracker makes no decisions. Its owner makes them: the loop in :mod:`.loop`, or an agent
+that calls torch's hooks.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections import deque
+from functools import partial
+
+from elasticrs import _core
+from elasticrs._engine.gpus.nvidia import are_gpus_visible
+from elasticrs._engine.job import phrases
+from elasticrs._engine.process.background_call import FILE_LIMIT, FileAccess
+from elasticrs._engine.supervise.attempts import state_machine as machine
+from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult, Overdue, phases
+from elasticrs._engine.supervise.attempts.evidence import oom_kills, read_counters
+from elasticrs._engine.supervise.failures.first_failure import early_leavers
+from elasticrs._engine.supervise.observe.observer import Observers
+from elasticrs._engine.supervise.observe.story import Story
+from elasticrs._engine.supervise.run.expired_timers import log_expired
+from elasticrs._engine.supervise.run.passed_signals import PassedSignals
+from elasticrs._engine.supervise.run.port_conflict import is_port_conflict
+from elasticrs._engine.supervise.run.workers import (
+    prepare_group,
+    prepare_replacement,
+    warm_nursery,
+    watch_hangs,
+    watch_timers,
+)
+from elasticrs._engine.workers.logs import attempt_name, discard_unused_files
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import Any, Protocol
+
+    from elasticrs._engine.hangs.blame import Blame
+    from elasticrs._engine.hangs.values import Diagnosis
+    from elasticrs._engine.job.config import JobConfig
+    from elasticrs._engine.process.console import Console
+    from elasticrs._engine.supervise.observe.observer import Observer
+    from elasticrs._engine.supervise.run.gpu_watcher import GpuWatcher
+    from elasticrs._engine.supervise.run.warming import Warming
+    from elasticrs._engine.supervise.run.workers import Leftovers, Workers
+    from elasticrs._engine.workers.logs import LogPaths
+    from elasticrs._engine.workers.plan import Plan
+
+    class Owner(Protocol):
+        """Interface of the object that handles events outside of an attempt, such as the expiry of the node's
+        lease.
+        """
+
+        def on_fd(self, fd: int, *, is_over: bool) -> bool:
+            """Handle a readable file descriptor. Return false if the descriptor does not belong to this
+            object.
+            """
+
+        def on_fence(self) -> None:
+            """Handle the expiry of this node's lease."""
+
+
+_TRANSIENT = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ETIMEDOUT))
+_NO_PROGRAM = frozenset((
+    *(errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR, errno.ELOOP),
+    # The mount is gone, or the file server has failed.
+    *(errno.ESTALE, errno.EIO, errno.ENOTCONN),
+))  # fmt: skip
+"""Error numbers that mean that this node cannot execute the program, although other nodes may be able to."""
+
+GENEROUS = 1800.0
+"""Minimum time limit for a step in seconds, after a worker has exceeded a learned limit. Steps whose duration
+is unknown have the same limit.
+"""
+
+DRAIN_TIMEOUT = 10.0
+"""Seconds for which the job waits for a slow console at its end. The log files are complete even if the
+console is not.
+"""
+
+
+class AttemptTracker:
+    """Starts the attempts of a job and records their events.
+
+    Args:
+        owner: object that makes the decisions.
+        job: configuration of the job.
+        workers: starts the processes.
+        console: prints lines for the user.
+        observers: observers that are notified of each event.
+        owns_process: true if the process belongs to the launcher alone (the command line).
+
+    Attributes:
+        result: result of the job so far.
+        events: pending events, oldest first. The owner removes them.
+        observers: all observers of the job.
+        why_unfit: reason why this node cannot run another attempt; ``None`` if it can. It is reported when
+            the workers of the attempt have ended.
+    """
+
+    def __init__(
+        self,
+        owner: Owner,
+        job: JobConfig,
+        workers: Workers,
+        console: Console,
+        observers: Sequence[Observer],
+        *,
+        owns_process: bool = False,
+    ) -> None:
+        self._owner = owner
+        self._job = job
+        self._workers = workers
+        self._console = console
+        self._owns_process = owns_process
+        self._replaces = job.replaces_workers
+        self._restarts = 0
+        self._is_generous = False
+        self._passed = PassedSignals(self._forward, console.say)
+        self.result = JobResult()
+        self.events: deque[machine.Event] = deque()
+        story = Story(job, self.result, console.say, owns_process=owns_process)
+        self._gpus: GpuWatcher | None = None
+        if are_gpus_visible(os.environ):
+            from elasticrs._engine.supervise.run.gpu_watcher import GpuWatcher
+
+            self._gpus = GpuWatcher(job, self.result, console.say)
+            observers = (self._gpus, *observers)
+        self.observers = Observers((story, *observers), console.say)
+        if job.preload is not None:
+            for remark in job.preload.remarks:
+                console.say(f"warm: {remark}")
+        if workers.follower is not None:
+            cold = " without preloaded modules" if job.preload is not None else ""
+            console.say(f"{workers.follower.name} follows the workers: each starts under it{cold}")
+        elif workers.unfollowed is not None:
+            console.say(
+                f"a profiler has replaced sys.executable with {workers.unfollowed}; it does not follow these"
+                " workers, because they call a function; start a script instead, without --run-path"
+            )
+        self.why_unfit: str | None = None
+        self._supervisor: _core.Supervisor | None = None
+        self._warming: Warming | None = None
+        self._extra: dict[str, str] = {}
+        self._begun: _core.GroupStarted | None = None
+        self._over: _core.GroupEnded | None = None
+
+    @property
+    def attempt(self) -> Attempt | None:
+        """The last attempt, or ``None`` before the first one."""
+        return self.result.attempts[-1] if self.result.attempts else None
+
+    @property
+    def is_open(self) -> bool:
+        """True between :meth:`open` and :meth:`close`, while the supervisor exists."""
+        return self._supervisor is not None
+
+    @property
+    def supervisor(self) -> _core.Supervisor:
+        """The supervisor that runs the workers. Available between :meth:`open` and :meth:`close`."""
+        if self._supervisor is None:
+            raise RuntimeError("there is no supervisor")
+        return self._supervisor
+
+    def open(self, fd: int | None) -> None:
+        """Create the supervisor, which also watches the file descriptor ``fd``.
+
+        Raises:
+            _core.SupervisorError: no supervisor can be created.
+            OSError: the process has run out of file descriptors.
+            UsageError: see :func:`.watch_timers`.
+        """
+        warm = None
+        if self._workers.warm_command is not None:
+            from elasticrs._engine.supervise.run.warming import Warming
+
+            self._warming = Warming(self._console.say, self._job.warm_timeout)
+            warm = warm_nursery(self._workers, self._warming.report)
+        self._supervisor = supervisor = _core.Supervisor(owns_process=self._owns_process, warm=warm)
+        if fd is not None:
+            supervisor.watch_fd(fd)
+        self._extra = watch_timers(self._workers.setup, supervisor)
+        self.observers.opened(supervisor)
+
+    def close(self) -> None:
+        """Kill the remaining processes and close the supervisor. Idempotent."""
+        try:
+            if self._supervisor is not None:
+                may_go_on = self._job.linger is None and self.result.exit_code == 0
+                self._supervisor.close(keep_descendants=may_go_on)
+                self._hear_out()
+                self._supervisor = None
+        finally:
+            if self._gpus is not None:
+                self._gpus.close()
+            self._workers.close()
+            if self._warming is not None:
+                self._warming.close()
+
+    # --- actions ---
+
+    def begin(self, action: machine.Start, plan: Plan) -> Attempt:
+        """Add the record of a new attempt to the result."""
+        is_again = any(earlier.restarts == action.restarts for earlier in self.result.attempts)
+        name = f"{action.restarts}_r{action.round}" if is_again else str(action.restarts)
+        if self._job.is_multi_node:
+            name = attempt_name(action.restarts, action.round)
+        attempt = Attempt(action.round, action.restarts, plan, name, files=FileAccess(self._tell_slow_files))
+        attempt.stamps["planned"] = time.monotonic_ns()
+        self.result.attempts.append(attempt)
+        self.result.start_errno = None
+        self._begun = self._over = None
+        return attempt
+
+    def _tell_slow_files(self) -> None:
+        self._console.say(
+            f"the files of the workers could not be read within {FILE_LIMIT:g} s: their file system does not"
+            " respond; continuing without what they say about the failure"
+        )
+
+    def start(self, attempt: Attempt) -> None:
+        """Start all workers of an attempt, or none of them. A later event reports the result.
+
+        Raises:
+            Exception: a function of the user cannot be pickled. In this case, no event follows.
+        """
+        if self._warming is not None:
+            self._workers.may_fork = self._warming.may_fork(self.supervisor)
+        self._start(attempt)
+
+    def _start(self, attempt: Attempt) -> None:
+        supervisor = self.supervisor
+        try:
+            group = prepare_group(self._workers, supervisor, attempt, self._extra)
+            self.observers.prepared(attempt)
+            supervisor.start(group)
+        except BaseException as error:
+            self.observers.started()
+            self._workers.ended(supervisor)
+            if not isinstance(error, (OSError, _core.SupervisorError)):
+                raise
+            self.not_started(str(error), isinstance(error, OSError) and error.errno in _TRANSIENT)
+        else:
+            self.observers.started()
+
+    def not_started(self, why: str, is_transient: bool = False) -> None:
+        """Record the reason why the workers could not be started. ``is_transient`` is true if another attempt
+        may succeed soon.
+        """
+        self.result.message = f"{phrases.NOT_STARTED}: {why}"
+        self.events.append(machine.StartFailed(self.result.message, is_transient))
+
+    def replace(self, action: machine.Replace) -> None:
+        """Start the replacement for a worker. A later event reports whether the replacement is running."""
+        attempt, rank, self._restarts = self.result.attempts[-1], action.local_rank, action.restarts
+        try:
+            process = prepare_replacement(self._workers, self.supervisor, attempt, rank, action.restarts)
+            self.supervisor.replace(process)
+        except (OSError, _core.SupervisorError) as error:
+            self._not_replaced(rank, str(error))
+
+    def _not_replaced(self, local_rank: int, why: str) -> None:
+        self._console.say(f"{self._who(local_rank)} could not be replaced: {why}; stopping all workers")
+        self.events.append(machine.ReplaceFailed(local_rank))
+
+    def stop(self, action: machine.Stop) -> None:
+        """Send the stop signal to the workers of the running attempt."""
+        if self.attempt is not None:
+            self.attempt.stamps.setdefault("stopped", time.monotonic_ns())
+        policy, hung = _core.StopPolicy(action.signum, action.grace), action.hung
+        if hung is None:
+            self.supervisor.stop(policy)
+        else:
+            self.supervisor.stop(policy, hung_for=hung.silence, hung_step=hung.step, hung_frame=hung.frame)
+        self._workers.stop()
+        self._follow_workers()
+
+    def stop_waiting(self) -> None:
+        """Stop waiting for dead workers to release device memory, because the user wants the job to stop."""
+        if self._gpus is not None:
+            self._gpus.stop_waiting()
+            self._follow_workers()
+
+    def forward(self, signum: int, *, are_running: bool) -> None:
+        """Pass a signal on to the running workers. Drop the signal if no workers are running, because there
+        is nothing to save yet.
+        """
+        if not are_running or self.attempt is None:
+            name = phrases.signal_name(signum)
+            self._console.say(f"{name} received and ignored: no workers are running")
+            return
+        self._passed.pass_on(signum, self.attempt.running())
+
+    def _forward(self, signum: int, local_ranks: list[int]) -> None:
+        self.supervisor.forward(signum, local_ranks)
+
+    def count_oom_kills(self) -> None:
+        """Read the OOM kill counters again, after the end of the last attempt."""
+        attempt = self.result.attempts[-1]
+        attempt.oom_kills_after = read_counters(attempt.oom_kills)
+
+    def drain(self) -> None:
+        """Wait until the console has accepted all output, for at most :data:`DRAIN_TIMEOUT` seconds. Then
+        handle the supervisor's last events.
+        """
+        left = self.supervisor.drain(DRAIN_TIMEOUT)
+        if left:
+            files = ", ".join(stream.path for stream in left)
+            self._console.say(
+                f"the console did not accept all output within {DRAIN_TIMEOUT:g} s; see {files}"
+            )
+        # Check for events again, because many problems with log files are detected only at the last read.
+        self._hear_out()
+
+    def _hear_out(self) -> None:
+        while (event := self.supervisor.next_event(0.0)) is not None:
+            if isinstance(event, (_core.LogTrouble, _core.Degraded)):
+                _RECORDERS[type(event)](self, event)
+            elif isinstance(event, _core.FdReady) and not self._owner.on_fd(event.fd, is_over=True):
+                # Stop watching this descriptor, because nothing reads from it and it stays readable.
+                self.supervisor.unwatch_fd(event.fd)
+
+    def tidy_up(self) -> None:
+        """Remove empty crash files and unused FIFOs."""
+        for attempt in self.result.attempts:
+            attempt.files.run(partial(_discard_unused_files, attempt.paths), None)
+
+    # --- events of the core ---
+
+    def wait(self, seconds: float | None) -> bool:
+        """Wait for an event from the supervisor and handle it. Return false if no event arrived."""
+        running = {} if self.attempt is None else self.attempt.running()
+        left = self._passed.look(running)
+        held = None if self._gpus is None else self._gpus.seconds_left()
+        seconds = min((limit for limit in (seconds, left, held) if limit is not None), default=None)
+        event = self.supervisor.next_event(seconds)
+        if event is None:
+            self._follow_workers()
+            return False
+        if isinstance(event, _core.FdReady):
+            self._on_fd(event.fd)
+        elif isinstance(event, _core.Fenced):
+            self._owner.on_fence()
+        else:
+            _RECORDERS[type(event)](self, event)
+        return True
+
+    def _on_fd(self, fd: int) -> None:
+        if not self.observers.fd_ready(fd) and not self._owner.on_fd(fd, is_over=False):
+            self._workers.fd_ready(self.supervisor, fd)
+        self._follow_workers()
+
+    def _on_started(self, event: _core.GroupStarted) -> None:
+        attempt = self.result.attempts[-1]
+        attempt.pids = event.pids
+        self._begun = event
+        self._workers.started(self.supervisor, attempt)
+        self._follow_workers()
+
+    def _follow_workers(self) -> None:
+        """Report that all workers are running, or that all their processes have exited. If a separate process
+        forks the workers, wait for its reports, because the supervisor's events come earlier.
+        """
+        if self._begun is not None and self._workers.are_started:
+            begun, self._begun = self._begun, None
+            self._run_begins(begun)
+        if self._over is not None and (leftovers := self._workers.leftovers) is not None:
+            if self._gpus is not None and self._gpus.is_held(self.result.attempts[-1]):
+                return
+            over, self._over = self._over, None
+            self._attempt_ends(over, leftovers)
+
+    def _run_begins(self, event: _core.GroupStarted) -> None:
+        attempt = self.result.attempts[-1]
+        # If the group was started without workers, use the current time, because they were added only now.
+        attempt.stamps["started"] = event.started_ns if event.pids else time.monotonic_ns()
+        if "imported" in attempt.stamps:
+            # Limit the end time of the imports to the start time of the workers, because the report about the
+            # imports may arrive after the workers' start.
+            attempt.stamps["imported"] = min(attempt.stamps["imported"], attempt.stamps["started"])
+        attempt.oom_kills = oom_kills(attempt.pids)
+        attempt.warm, attempt.why_cold = self._warmth()
+        earlier = [each for each in self.result.attempts[:-1] if each.has_ended]
+        if earlier:
+            # Measure the restart from the last attempt whose workers ran, so that failed starts are included.
+            failed = next((each for each in reversed(earlier) if "started" in each.stamps), earlier[0])
+            attempt.phases = phases(failed, attempt)
+        self.events.append(machine.Started())
+        self.observers.running(self.result)
+
+    def _warmth(self) -> tuple[bool | None, str | None]:
+        """Return true if new workers are warm (forked from a process with preloaded modules), and the reason
+        if they are not. Without ``--warm``, return ``(None, None)``.
+        """
+        if self._warming is not None:
+            return self._warming.is_warm, self._warming.why_cold
+        preload, follower = self._job.preload, self._workers.follower
+        if preload is None:
+            return None, None
+        why = "; ".join(preload.remarks)
+        return False, why if follower is None else f"{follower.name} follows the workers"
+
+    def _on_start_failed(self, event: _core.StartFailed) -> None:
+        self._workers.ended(self.supervisor)
+        if self._start_cold(event.message):
+            return
+        self.result.message, self.result.start_errno = event.message, event.errno
+        has_no_program = event.stage == "execute" and event.errno in _NO_PROGRAM
+        self.events.append(
+            machine.StartFailed(event.message, event.errno in _TRANSIENT, has_no_program=has_no_program)
+        )
+        self.observers.not_started()
+
+    def _start_cold(self, why: str) -> bool:
+        """If the workers of this attempt were forked, start them again without forking. The fork may have
+        failed, for example in a fork handler of an imported library. Return false if the workers were not
+        forked, or if they have been told to stop.
+        """
+        attempt = self.result.attempts[-1]
+        if self._warming is None or "stopped" in attempt.stamps:
+            return False
+        if not (self._warming.is_warm and self._workers.may_fork):
+            return False
+        self._workers.may_fork = False
+        self._warming.start_cold(why)
+        # Use other log files, because workers that were forked before the failure may have written to the
+        # previous ones.
+        attempt.name += "_cold"
+        self._start(attempt)
+        return True
+
+    def _on_failure(self, event: _core.FailureSeen) -> None:
+        attempt = self.result.attempts[-1]
+        attempt.first_failure = attempt.accused(event.local_rank)
+        attempt.signalled = event.siblings
+        attempt.see_failure(event.local_rank, event.seen_ns)
+        attempt.stamps["siblings_signalled"] = event.signalled_ns
+        self._accuse_leavers(attempt)
+        self.events.append(machine.FailureSeen(event.local_rank))
+        self.observers.failed(attempt)
+
+    def _accuse_leavers(self, attempt: Attempt) -> None:
+        if left := early_leavers(attempt):
+            from elasticrs._engine.hangs.blame import Basis, Blame
+
+            attempt.accuse(Blame(left, True, Basis.EXIT), attempt.stamps["failure_seen"])
+
+    def _on_timer(self, event: _core.TimerExpired) -> None:
+        log_expired(self._job.run_id, event)
+        if event.signal is not None:
+            self._is_overdue(event.local_rank, Overdue(event.seen_ns, timer=event))
+        else:
+            self._console.say(f"{self._who(event.local_rank, event.pid)}: {phrases.timer_expired(event)}")
+        self.observers.timer_expired(event)
+
+    def _on_hung(self, event: _core.WorkerHung) -> None:
+        self._is_overdue(event.local_rank, Overdue(event.seen_ns, hung=event))
+        attempt = self.result.attempts[-1]
+        if attempt.diagnosis is None:
+            self._diagnose(attempt, partial(self._explain_hang, attempt, event))
+        if self._job.is_multi_node and not self._replaces:
+            self.events.append(machine.HangSeen(event.local_rank))
+        self._learn_from(event)
+        self.observers.hung(event)
+
+    def _explain_hang(self, attempt: Attempt, event: _core.WorkerHung) -> None:
+        from elasticrs._engine.supervise.failures.hang_diagnosis import accuse, examine
+
+        attempt.diagnosis = attempt.files.run(partial(examine, attempt), None)
+        if not self._replaces:
+            accuse(attempt, event)
+
+    def _diagnose(self, attempt: Attempt, explain: Callable[[], None]) -> None:
+        """Call ``explain`` to diagnose a failure. If ``explain`` raises an exception, the report says so and
+        contains the other facts.
+        """
+        try:
+            explain()
+        # Catch every exception, because an error in the diagnosis code must not end the job without a report.
+        except Exception as error:
+            from elasticrs._engine.hangs.values import failed
+
+            attempt.diagnosis = failed(error, attempt.world_size)
+            self._console.say(attempt.diagnosis.summary)
+
+    def _learn_from(self, event: _core.WorkerHung) -> None:
+        """Use a generous time limit in the next attempts if a worker has exceeded a learned limit.
+
+        The worker may have run an evaluation that takes longer than all earlier steps. The next attempt runs
+        this evaluation again, and must not be stopped during the evaluation.
+        """
+        if not isinstance(self._job.hang_timeout, str) or event.missed not in ("step", "line"):
+            return
+        if event.limit >= GENEROUS or self._is_generous:
+            return
+        self._is_generous = True
+        watch_hangs(self._workers.setup, self.supervisor, GENEROUS)
+        self._console.say(
+            f"--hang-timeout auto: the learned limit of {event.limit:g} s was exceeded. In the next attempts,"
+            f" steps may take {GENEROUS / 60:g} minutes, because a long evaluation looks the same"
+        )
+
+    def _is_overdue(self, local_rank: int, why: Overdue) -> None:
+        self.result.attempts[-1].expired.setdefault(local_rank, why)
+
+    def _on_raised(self, event: _core.WorkerRaised) -> None:
+        attempt = self.result.attempts[-1]
+        attempt.raised[event.local_rank] = event
+        if event.exit != "begun":
+            self._is_overdue(event.local_rank, Overdue(event.seen_ns, raised=event))
+
+    def _on_killed(self, event: _core.WorkersKilled) -> None:
+        attempt = self.result.attempts[-1]
+        self._console.say(phrases.killed(attempt.who_are(event.local_ranks), event))
+        self.observers.killed(attempt, event)
+
+    def _on_exit(self, event: _core.WorkerExited) -> None:
+        attempt = self.result.attempts[-1]
+        if (met := attempt.last_met(event.local_rank)) is not None:
+            attempt.met[event.local_rank] = met
+        attempt.exits[event.local_rank] = event
+        page, is_stopped = attempt.plan.page, "stopped" in attempt.stamps
+        is_early = event.exitcode == 0 and page is not None and page.is_training(event.local_rank)
+        # A worker that exceeded a time limit has failed, even if it handles the signal and exits with code 0.
+        has_failed = event.exitcode != 0 or is_early or event.local_rank in attempt.expired
+        if self._replaces and has_failed and not is_stopped and attempt.first_failure is None:
+            # Record the first failure here. If the other workers keep running, no other event reports it.
+            attempt.first_failure = event.local_rank
+            attempt.see_failure(event.local_rank, event.seen_ns)
+        meetings = page.meetings() if page is not None and event.exitcode != 0 else ()
+        if event.local_rank == attempt.first_failure and self._job.hang_timeout is not None:
+            self._diagnose(attempt, partial(self._explain, attempt))
+        self.events.append(machine.WorkerExited(event.local_rank, event.exitcode, meetings))
+        self.observers.exited(attempt, event)
+        if is_early and not is_stopped:
+            # Stop all workers, because they would wait forever for this worker. Do not replace this worker,
+            # because the Rust core considers it to have succeeded.
+            attempt.silent |= {event.local_rank}
+            who = self._who(event.local_rank, event.pid)
+            self._console.say(f"{who} exited with code 0 in the middle of the training; stopping all workers")
+            self.events.append(machine.ReplaceFailed(event.local_rank))
+
+    def _explain(self, attempt: Attempt) -> None:
+        """Find the ranks to blame if the first failure may be a failed collective."""
+        from elasticrs._engine.supervise.failures.record_requests import is_collective_failure
+
+        # If the diagnosis or the ranks to blame are still unknown, try again at the end of the attempt, when
+        # all exits are known.
+        is_explained = attempt.diagnosis is not None and attempt.blame is not None
+        if is_explained or self._replaces or not is_collective_failure(attempt):
+            return
+        from elasticrs._engine.supervise.failures.hang_diagnosis import examine_failure
+
+        unknown: tuple[Diagnosis | None, Blame | None] = (None, None)
+        attempt.diagnosis, blame = attempt.files.run(partial(examine_failure, attempt), unknown)
+        if blame is not None and attempt.blame is None:
+            attempt.accuse(blame, attempt.stamps["failure_seen"])
+
+    def _on_swept(self, event: _core.WorkerSwept) -> None:
+        rank = event.local_rank
+        self._name_descendants("killed", _named(event.ended), event.more_ended)
+        self._name_descendants("could not kill", _named(event.stuck))
+        if event.stuck:
+            self.why_unfit = phrases.stuck((rank,))
+        self.events.append(machine.WorkerSwept(rank, bool(event.stuck)))
+
+    def _on_replaced(self, event: _core.WorkerReplaced) -> None:
+        attempt = self.result.attempts[-1]
+        failed = attempt.replace(event.local_rank, event.pid, self._restarts)
+        failed.stamps["started"] = event.started_ns
+        self._workers.replaced(self.supervisor, event.local_rank)
+        self.events.append(machine.WorkerReplaced(event.local_rank))
+        self.observers.replaced(attempt, failed)
+
+    def _on_not_replaced(self, event: _core.ReplaceFailed) -> None:
+        self._not_replaced(event.local_rank, event.message)
+
+    def _on_ended(self, event: _core.GroupEnded) -> None:
+        attempt = self.result.attempts[-1]
+        if event.outcome == "lost" and "started" not in attempt.stamps and not event.stuck_ranks:
+            # Start the workers without the nursery, because a fork handler of an imported library may have
+            # killed it.
+            self._workers.ended(self.supervisor)
+            how = phrases.how_the_nursery_ended(event.nursery_exitcode, event.nursery_hung)
+            if self._start_cold(f"the nursery {how}"):
+                return
+        attempt.stamps["ended"] = event.ended_ns
+        attempt.nursery_exitcode = event.nursery_exitcode
+        attempt.nursery_hung = event.nursery_hung
+        if self._job.hang_timeout is not None:
+            attempt.heartbeats = self.supervisor.heartbeats()
+        self._begun, self._over = None, event
+        if self._gpus is not None and event.outcome != "succeeded" and not event.stuck_ranks:
+            self._gpus.hold(attempt)
+        self._workers.ended(self.supervisor, has_succeeded=event.outcome == "succeeded")
+        self._follow_workers()
+
+    def _attempt_ends(self, event: _core.GroupEnded, leftovers: Leftovers) -> None:
+        if leftovers.why_not_started is not None:
+            self.result.message = leftovers.why_not_started
+            self.events.append(machine.StartFailed(self.result.message))
+        else:
+            self._tell_end(event, leftovers)
+        attempt = self.result.attempts[-1]
+        self.observers.over(attempt, "failed" if attempt.silent else event.outcome)
+
+    def _tell_end(self, event: _core.GroupEnded, leftovers: Leftovers) -> None:
+        attempt = self.result.attempts[-1]
+        for rank, channel in zip(event.stuck_ranks, event.wait_channels, strict=False):
+            place = channel or "the kernel"
+            self._console.say(f"{self._who(rank)} did not exit after SIGKILL (waits in {place})")
+        self._name_descendants("could not kill", _named(event.stuck))
+        self._name_descendants("kept", _named(event.spared))
+        outcome = "stopped" if leftovers.was_stopped else event.outcome
+        if outcome == "succeeded":
+            ended = [*_named(event.ended), *leftovers.ended]
+            self._name_descendants("killed", ended, event.more_ended + leftovers.more_ended)
+            if leftovers.silent:
+                attempt.fail_silently(leftovers.silent, event.ended_ns)
+                outcome = "failed"
+        conflict = outcome == "failed" and attempt.files.run(partial(is_port_conflict, attempt), False)
+        if outcome == "failed":
+            self._accuse_leavers(attempt)
+            self._diagnose(attempt, partial(self._explain, attempt))
+        stuck = tuple(event.stuck_ranks)
+        if outcome == "lost" and not stuck and "started" not in attempt.stamps:
+            how = phrases.how_the_nursery_ended(event.nursery_exitcode, event.nursery_hung)
+            self.not_started(f"the nursery {how}", is_transient=True)
+        else:
+            self.events.append(machine.GroupEnded(outcome, stuck, conflict, self.why_unfit))
+
+    def _on_paused(self, event: _core.WorkerPaused) -> None:
+        name = phrases.signal_name(event.signal)
+        self._console.say(
+            f"{self._who(event.local_rank, event.pid)} is stopped ({name}); waiting until it continues"
+        )
+        self.observers.paused(event.local_rank, True)
+
+    def _on_resumed(self, event: _core.WorkerResumed) -> None:
+        self._console.say(f"{self._who(event.local_rank, event.pid)} continues")
+        self.observers.paused(event.local_rank, False)
+
+    def _on_log_trouble(self, event: _core.LogTrouble) -> None:
+        self._console.say(f"{self._who(event.local_rank)}: log file {event.path}: {os.strerror(event.errno)}")
+
+    def _on_warmed(self, event: _core.Warmed) -> None:
+        if self._warming is not None:
+            attempt = self.attempt
+            if attempt is not None and not {"started", "ended"} & attempt.stamps.keys():
+                attempt.stamps["imported"] = time.monotonic_ns()
+            self._warming.ended(event)
+
+    def _on_degraded(self, event: _core.Degraded) -> None:
+        self._console.say(event.message)
+
+    def _name_descendants(self, verb: str, left: Sequence[tuple[int, str]], more: int = 0) -> None:
+        if left:
+            names = ", ".join(f"{pid} ({command})" if command else f"{pid}" for pid, command in left)
+            names += f" and {more} more" if more else ""
+            self._console.say(f"{verb} processes that workers left behind: {names}")
+
+    def _who(self, local_rank: int, pid: int | None = None) -> str:
+        return self.result.attempts[-1].who(local_rank, pid)
+
+
+def _discard_unused_files(paths: LogPaths) -> None:
+    for path in paths.error_files.values():
+        discard_unused_files(path)
+
+
+def _named(processes: Sequence[_core.Descendant]) -> list[tuple[int, str]]:
+    return [(process.pid, process.command) for process in processes]
+
+
+_RECORDERS: dict[type, Callable[[AttemptTracker, Any], None]] = {
+    _core.GroupStarted: AttemptTracker._on_started,
+    _core.StartFailed: AttemptTracker._on_start_failed,
+    _core.FailureSeen: AttemptTracker._on_failure,
+    _core.TimerExpired: AttemptTracker._on_timer,
+    _core.WorkerHung: AttemptTracker._on_hung,
+    _core.WorkerRaised: AttemptTracker._on_raised,
+    _core.WorkersKilled: AttemptTracker._on_killed,
+    _core.WorkerExited: AttemptTracker._on_exit,
+    _core.WorkerSwept: AttemptTracker._on_swept,
+    _core.WorkerReplaced: AttemptTracker._on_replaced,
+    _core.ReplaceFailed: AttemptTracker._on_not_replaced,
+    _core.GroupEnded: AttemptTracker._on_ended,
+    _core.WorkerPaused: AttemptTracker._on_paused,
+    _core.WorkerResumed: AttemptTracker._on_resumed,
+    _core.LogTrouble: AttemptTracker._on_log_trouble,
+    _core.Degraded: AttemptTracker._on_degraded,
+    _core.Warmed: AttemptTracker._on_warmed,
+}

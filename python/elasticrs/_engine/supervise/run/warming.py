@@ -1,0 +1,170 @@
+"""Tracks the nursery (the process that imports modules and then forks workers).
+
+The workers of an attempt are forked only if no file of an imported module has changed. When files have
+changed, the next attempt gets a new nursery, which imports the modules again.
+
+- **AGAIN-1** If a file has changed before an attempt begins, the workers of the attempt run the new code.
+  This covers all changes that :mod:`.sources` can detect.
+- **AGAIN-2** A failed import is not repeated. Workers start cold for the rest of the job.
+"""
+
+from __future__ import annotations
+
+import os
+
+from elasticrs._engine.job import phrases
+from elasticrs._engine.process.background_call import BackgroundCall
+from elasticrs._engine.workers.warm import import_report, sources
+from elasticrs._engine.workers.warm.import_report import Report
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import TypeVar
+
+    from elasticrs._core import Supervisor, Warmed
+    from elasticrs._engine.workers.warm.sources import Sources
+
+    _T = TypeVar("_T")
+
+_PATIENCE = 0.5
+"""Time limit in seconds for checking the files before workers start, because a network file system may not
+respond.
+"""
+
+_MOST_TOUCHED = 3
+"""Maximum number of consecutive imports during which a file has changed. After that, workers start cold."""
+
+
+class Warming:
+    """Reads the nurseries' reports, prints messages for the user, and decides whether workers may be forked.
+
+    Args:
+        say: prints a line for the user.
+        limit: time limit for the imports of a nursery, in seconds.
+
+    Attributes:
+        report: descriptor of the file into which all nurseries write their reports, in order.
+        is_warm: true if workers that start now are forked from a nursery.
+        why_cold: reason why workers start cold; ``None`` if they start warm.
+        found: latest report of a nursery.
+    """
+
+    def __init__(self, say: Callable[[str], None], limit: float) -> None:
+        self._say = say
+        self._limit = limit
+        self._read = 0
+        self.report = os.memfd_create("warm-report", os.MFD_CLOEXEC)
+        self.is_warm = False
+        self.why_cold: str | None = None
+        self.found = Report()
+        self._sources: Sources | None = None
+        self._never_again: str | None = None
+        self._is_stuck = False
+        self._touched = 0
+        self._looking: BackgroundCall | None = None
+
+    def ended(self, event: Warmed) -> None:
+        """Handle the event that reports the end of a nursery's imports or the exit of a nursery.
+
+        Args:
+            event: result of the imports.
+        """
+        told = os.pread(self.report, os.fstat(self.report).st_size - self._read, self._read)
+        self._read += len(told)
+        self.found = found = import_report.read(told)
+        for one in found.left_out:
+            self._say(f"warm: {one.name} was left out: {one.why}")
+            self._say_all(one.traceback)
+        self.is_warm, self._sources, self.why_cold = event.is_ready, None, None
+        if not event.is_ready:
+            self.start_cold(_why_cold(found, event, self._limit))
+            if found.failed is not None:
+                self._say_all(found.failed[1])
+        elif found.ready is not None:
+            ready, imported = found.ready, found.imported
+            self._sources = self._look(lambda: sources.remember(ready.stamps, ready.prefixes, imported))
+            self._limit_touched(sources.touched(ready.stamps))
+
+    def _limit_touched(self, touched: Sequence[str]) -> None:
+        self._touched = self._touched + 1 if touched else 0
+        if self._touched >= _MOST_TOUCHED:
+            self._never_again = f"{touched[0]} has changed during each of the last {_MOST_TOUCHED} imports"
+            self._say(f"warm: workers start cold from the next restart on: {self._never_again}")
+
+    def start_cold(self, why: str) -> None:
+        """Tell the user that the workers of this attempt start cold (without preloaded modules)."""
+        self.is_warm, self.why_cold = False, why
+        self._say(f"warm: workers start cold: {why}")
+
+    def may_fork(self, supervisor: Supervisor) -> bool:
+        """Return true if the workers of a new attempt may be forked from a process with preloaded modules. If
+        the modules' files have changed, stop that process. The attempt then waits for a new process.
+
+        Args:
+            supervisor: supervisor of the nursery. It may not have a group of workers.
+        """
+        if self._never_again is not None:
+            self.is_warm, self.why_cold = False, self._never_again
+            return False
+        if self._sources is None:
+            return True  # Assume no changes, because changes cannot be detected without modification times.
+        changed = self._look(self._sources.changes)
+        path = next(iter(changed or ()), None)
+        self.is_warm, self.why_cold = path is None, None
+        if path is None:
+            return True
+        if not supervisor.renew_nursery():
+            self.start_cold(f"{path} has changed since it was imported")
+            return False
+        self._sources = None
+        self._say(f"warm: {path} has changed: the modules are imported again before the workers start")
+        return True
+
+    def _look(self, look: Callable[[], _T]) -> _T | None:
+        """Return the result of a file check, or ``None`` if this check or an earlier one takes too long."""
+        if self._looking is not None:
+            if not self._has_ended(self._looking):
+                return None
+            self._looking.close()
+        self._looking = asked = BackgroundCall(look)
+        if not self._has_ended(asked):
+            return None
+        self._looking = None
+        asked.close()
+        found: _T = asked.take()
+        return found
+
+    def _has_ended(self, asked: BackgroundCall) -> bool:
+        """Wait until a file check has finished. Return false if the wait times out. Print a message, unless
+        the previous wait also timed out.
+        """
+        was_stuck, self._is_stuck = self._is_stuck, not asked.wait(0 if self._is_stuck else _PATIENCE)
+        if self._is_stuck and not was_stuck:
+            self._say(
+                f"warm: the files of imported modules could not be checked within {_PATIENCE:g} s; "
+                "edits may go undetected"
+            )
+        return not self._is_stuck
+
+    def _say_all(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            self._say(f"  {line}")
+
+    def close(self) -> None:
+        """Close the report file, and stop waiting for file checks. Idempotent."""
+        if self._looking is not None:
+            self._looking.close()
+            self._looking = None
+        if self.report != -1:
+            os.close(self.report)
+            self.report = -1
+
+
+def _why_cold(found: Report, event: Warmed, limit: float) -> str:
+    if found.failed is not None:
+        return found.failed[0]
+    what = f"the import of {found.importing}" if found.importing else "its start"
+    if event.hung:
+        return f"{what} did not end within {limit:g} s"
+    return f"{what} {phrases.how_it_ended(event.exitcode)}"

@@ -1,0 +1,459 @@
+"""Describes for the Rust core which worker processes to start, and where to write their output."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+from abc import ABC, abstractmethod
+from functools import partial
+
+from elasticrs import _core
+from elasticrs._engine.job.config import UsageError, hang_limits
+from elasticrs._engine.job.value import Value
+from elasticrs._engine.workers.environment import virtual_local_rank, warm_environment, worker_env
+from elasticrs._engine.workers.followers import follower_of
+from elasticrs._engine.workers.logs import (
+    LogPaths,
+    coloured,
+    error_file_of,
+    fault_file,
+    flight_dumps,
+    hang_file,
+    line_prefixes,
+    wants_colour,
+)
+from elasticrs._engine.workers.process import console_stream, process_spec
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+    from dataclasses import KW_ONLY
+
+    from elasticrs._engine.job.config import JobConfig
+    from elasticrs._engine.supervise.attempts.attempt import Attempt
+    from elasticrs._engine.workers.followers import Follower
+    from elasticrs._engine.workers.plan import Plan
+    from elasticrs._engine.workers.warm import Preload
+
+
+_STOP_DELAY = 1.0
+"""Seconds between the report of a hang and the stop of the workers, in a job on several nodes. In this time,
+the other nodes gather evidence.
+"""
+
+_DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+"""Environment variables that set the path of torch's flight record dumps. Torch uses the first one set."""
+
+_TIMER_FILE = "ELASTICRS_TIMER_FILE"
+"""Environment variable with the same path as ``TORCHELASTIC_TIMER_FILE``. It tells elasticrs's timer client
+that the reader of the FIFO is an elasticrs agent. Only then may the client keep the FIFO open, because
+torch's timer server expires no timers while the FIFO is open.
+"""
+
+_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+
+
+def _bad_timer_file(path: str, error: OSError) -> str:
+    if error.errno == errno.EEXIST:
+        wrong, remedy = "the path already exists", "choose a path that does not exist yet"
+    elif error.errno == errno.EBUSY:
+        wrong, remedy = "another agent or timer server reads that FIFO", "choose another path"
+    else:
+        wrong, remedy = os.strerror(error.errno or 0), "choose a path where this user can create a FIFO"
+    return f"TORCHELASTIC_TIMER_FILE={path!r}: {wrong}; {remedy}, or unset it"
+
+
+def _enough(limit: float | None) -> float | None:
+    """Use a limit of at least one millisecond, because the agent does not check limits more often."""
+    return None if limit is None else max(0.001, limit)
+
+
+class WorkerSetup(Value):
+    """Data that all kinds of workers need to start.
+
+    Args:
+        job: configuration of the job.
+        logs: function that creates the files of an attempt. Its arguments are the name of the attempt, and
+            the environment variables of the workers by local rank. It adds the path of the error file to the
+            variables.
+        prefix_template: template of the prefix of tee'd lines; the default template if ``None``.
+        environ: environment that all workers inherit.
+        keep_ignored: signals that stay ignored in the workers.
+        filters: texts to search for in standard output and in standard error. Tee'd lines that contain any of
+            these texts are also copied to a separate file.
+        consoles: descriptors (1, 2) on which the core prints the workers' output.
+    """
+
+    job: JobConfig
+    logs: Callable[[str, dict[int, dict[str, str]]], LogPaths]
+    prefix_template: str | None
+    environ: Mapping[str, str]
+    keep_ignored: Sequence[int] = ()
+    filters: tuple[Sequence[str], Sequence[str]] = ((), ())
+    consoles: Collection[int] = (1, 2)
+
+    @property
+    def preload(self) -> Preload | None:
+        """Modules to import before workers are forked; ``None`` if there are none."""
+        preload = self.job.preload
+        return preload if preload is not None and preload.modules else None
+
+
+class Leftovers(Value):
+    """Leftover processes, missing return values and start errors of the workers, which the Rust core does not
+    report.
+
+    Args:
+        ended: pid and name of the first few leftover processes that had to be killed and that the core had
+            not started.
+        more_ended: number of further such processes.
+        was_stopped: true if a stop was requested while leftover processes were still allowed to continue.
+        silent: local ranks of workers that should have returned a value but did not.
+        why_not_started: reason why the workers could not be started, if a keeper starts them; ``None`` if
+            they were started.
+    """
+
+    ended: Sequence[tuple[int, str]] = ()
+    more_ended: int = 0
+    _: KW_ONLY
+    was_stopped: bool = False
+    silent: Collection[int] = ()
+    why_not_started: str | None = None
+
+
+class Workers(ABC):
+    """Base class of the workers of a job. One object is used for all attempts.
+
+    Args:
+        setup: data that all kinds of workers need.
+
+    Attributes:
+        are_started: true if all workers of the attempt are running, including those that the core does not
+            start.
+        leftovers: further facts about the end of an attempt; ``None`` until all processes of the attempt have
+            exited.
+        warm_command: part of the command line that all workers have in common; ``None`` if no worker is
+            forked from a warm nursery.
+        follower: debugger or tracer that follows the workers, so that they start cold; ``None`` if no such
+            tool is active in this process.
+        unfollowed: script that a profiler has set as ``sys.executable`` in this process. The profiler does
+            not follow the workers. ``None`` if there is no such script.
+        may_fork: false if the workers of the next attempt have to start cold.
+    """
+
+    are_started: bool = True
+    leftovers: Leftovers | None = Leftovers()
+    warm_command: Sequence[str] | None = None
+    follower: Follower | None = None
+    unfollowed: str | None = None
+    may_fork: bool = True
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        self.setup = setup
+
+    @property
+    def are_warm(self) -> bool:
+        """True if workers that start now are forked from a warm nursery."""
+        return self.warm_command is not None and self.may_fork
+
+    @abstractmethod
+    def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[_core.ProcessSpec]:
+        """Return the processes to start for an attempt, in the order of local ranks. ``environments``
+        contains the complete environment of each process.
+        """
+
+    def replacement(self, paths: LogPaths, local_rank: int, environ: dict[str, str]) -> _core.ProcessSpec:
+        """Return the process to start as the replacement for a worker. ``environ`` is its complete
+        environment.
+        """
+        (process,) = self.specs(paths, {local_rank: environ})
+        return process
+
+    @abstractmethod
+    def return_values(self, attempt: Attempt) -> dict[int, object]:
+        """Return the values that the workers of the last attempt returned, by global rank."""
+
+    # Subclasses override the following methods if they own further resources, such as pipes for return
+    # values.
+
+    def started(self, supervisor: _core.Supervisor, attempt: Attempt) -> None:  # noqa: B027 -- optional to override
+        """Called after the core has started all of its workers."""
+
+    def replaced(self, supervisor: _core.Supervisor, local_rank: int) -> None:  # noqa: B027 -- optional to override
+        """Handle the start of the process that :meth:`replacement` returned."""
+
+    def fd_ready(self, supervisor: _core.Supervisor, fd: int) -> None:  # noqa: B027 -- optional to override
+        """Handle a readable file descriptor that belongs to this object."""
+
+    def stop(self) -> None:  # noqa: B027 -- optional to override
+        """Handle a request to stop the workers. The Rust core has already received the request."""
+
+    def ended(self, supervisor: _core.Supervisor, *, has_succeeded: bool = False) -> None:  # noqa: B027 -- optional to override
+        """Handle the end of the attempt. Called after all processes that the Rust core started have exited,
+        or after their start has failed.
+        """
+
+    def close(self) -> None:  # noqa: B027 -- optional to override
+        """Kill the remaining processes and release all resources, because no further attempt follows.
+        Idempotent.
+        """
+
+
+def watch_timers(setup: WorkerSetup, supervisor: _core.Supervisor) -> dict[str, str]:
+    """Monitor the workers' expiration timers if ``TORCHELASTIC_ENABLE_FILE_TIMER=1`` is set, and their
+    heartbeats if ``--hang-timeout`` is given. The settings apply to all attempts. Return the variables that
+    tell the workers the path of the timers' FIFO.
+
+    Raises:
+        UsageError: a file already exists at ``TORCHELASTIC_TIMER_FILE``, or no FIFO can be created there.
+        OSError: no FIFO can be created anywhere.
+    """
+    variables: dict[str, str] = {}
+    environ = setup.environ
+    if environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1":
+        path = environ.get("TORCHELASTIC_TIMER_FILE") or None
+        try:
+            timer_file = supervisor.watch_timers(path)
+        except OSError as error:
+            if path is None or error.errno in _EXHAUSTED:
+                raise
+            raise UsageError(_bad_timer_file(path, error)) from error
+        variables = {"TORCHELASTIC_TIMER_FILE": timer_file, _TIMER_FILE: timer_file}
+    watch_hangs(setup, supervisor)
+    return variables
+
+
+def watch_hangs(setup: WorkerSetup, supervisor: _core.Supervisor, least: float = 0.0) -> None:
+    """Monitor the heartbeats of the workers if ``--hang-timeout`` is given. The next attempt is the first one
+    that is monitored with these limits.
+
+    Args:
+        setup: settings of the workers.
+        supervisor: supervisor of the workers.
+        least: minimum in seconds of a limit that is learned from the heartbeats. A larger minimum in the
+            settings takes precedence.
+    """
+    job = setup.job
+    if job.hang_timeout is None:
+        return
+    limit, shortest = hang_limits(job.hang_timeout)
+    if least:
+        shortest = max(least, shortest or 0.0)
+    supervisor.watch_hangs(
+        _enough(limit),
+        startup=_enough(job.hang_startup_timeout),
+        exit_limit=_enough(job.hang_exit_timeout or None),
+        least=_enough(shortest),
+        stop_delay=_STOP_DELAY if job.is_multi_node and not job.replaces_workers else 0.0,
+    )
+
+
+def prepare_group(
+    workers: Workers, supervisor: _core.Supervisor, attempt: Attempt, extra: Mapping[str, str]
+) -> _core.GroupSpec:
+    """Create the log files of an attempt, store their paths in ``attempt``, and return the group of processes
+    to start. The core starts either all of these processes or none. ``extra`` contains additional environment
+    variables for all workers.
+
+    Raises:
+        _core.SupervisorError: the supervisor has failed.
+        OSError: a log directory could not be created, or the process has run out of file descriptors.
+    """
+    setup = workers.setup
+    job, environ = setup.job, setup.environ
+    variables = variables_of(job, attempt.plan, attempt.round, attempt.restarts, environ)
+    for own in variables.values():
+        own.update(extra)
+    # A user-defined `LogsSpecs` class may read and change the variables.
+    attempt.paths = paths = setup.logs(attempt.name, variables)
+    files = [path for _, path in sorted(paths.error_files.items())]
+    are_watched = bool(files) and all(files)
+    notices = supervisor.watch_exits(job.exit_timeout or None) if are_watched else ""
+    attempt.variables = variables
+    for local_rank, own in variables.items():
+        own["ELASTICRS_NOTICES"] = notices
+        if are_watched and not any(name in environ for name in _DUMPS):
+            own[_DUMPS[0]] = flight_dumps(paths.error_files[local_rank])
+        own.update(_member(attempt.plan, local_rank))
+    processes = workers.specs(paths, {
+        local_rank: {**environ, **own} for local_rank, own in variables.items()
+    })  # fmt: skip
+    group = _core.GroupSpec(
+        processes,
+        on_failure=_core.StopPolicy(signal.SIGTERM, job.shutdown_timeout),
+        stop_scope=job.stop_scope,
+        linger=job.linger,
+        keep_ignored=setup.keep_ignored,
+        replaces=job.replaces_workers,
+    )
+    streams = _streams(setup, attempt)
+    if streams:
+        supervisor.follow(streams)
+    evidence = [(fault_file(path), hang_file(path)) for path in files] if are_watched else []
+    is_watched = _TIMER_FILE in extra or job.hang_timeout is not None
+    supervisor.keep_evidence(evidence, py_spy=_py_spy(environ) if is_watched else None)
+    return group
+
+
+def prepare_replacement(
+    workers: Workers, supervisor: _core.Supervisor, attempt: Attempt, local_rank: int, restarts: int
+) -> _core.ProcessSpec:
+    """Return the replacement for a worker whose processes have all exited. The replacement appends to the old
+    worker's log files. The old error file is renamed.
+
+    Raises:
+        _core.SupervisorError: the supervisor has failed.
+        OSError: the error file cannot be renamed, or the process has run out of file descriptors.
+    """
+    setup, paths = workers.setup, attempt.paths
+    own = attempt.variables[local_rank]
+    own["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
+    own.update(_member(attempt.plan, local_rank))
+    error_file = paths.error_files.get(local_rank)
+    if error_file:
+        kept = error_file_of(error_file, attempt.pids[local_rank])
+        attempt.files.run(partial(_set_aside, error_file, kept), None)
+    streams = [each for each in _streams(setup, attempt) if each.local_rank == local_rank]
+    if streams:
+        supervisor.follow(streams)
+    return workers.replacement(paths, local_rank, {**setup.environ, **own})
+
+
+def _set_aside(path: str, kept: str) -> None:
+    if os.path.exists(path):
+        os.rename(path, kept)
+
+
+def _member(plan: Plan, local_rank: int) -> dict[str, str]:
+    """Choose a name for a worker in the rendezvous. Return the environment variable with the name. For a
+    replacement, add the name of the replaced worker, so that the other workers need not wait until the lease
+    of the replaced worker expires.
+    """
+    if plan.members is None:
+        return {}
+    before = plan.members.get(local_rank)
+    plan.members[local_rank] = name = plan.member_prefix + os.urandom(8).hex()
+    if plan.page is not None:
+        plan.page.clear(local_rank)
+    return {"ELASTICRS_TRAIN_MEMBER": name if before is None else f"{name} {before}"}
+
+
+def _streams(setup: WorkerSetup, attempt: Attempt) -> list[_core.LogStream]:
+    streams: list[_core.LogStream] = []
+    paths = attempt.paths
+    prefixes = line_prefixes(setup.prefix_template, attempt.plan.ranks)
+    for to, tees, copy in (
+        (1, paths.tee_stdouts, paths.filtered_stdout),
+        (2, paths.tee_stderrs, paths.filtered_stderr),
+    ):
+        contains = [os.fsencode(text) for text in setup.filters[to - 1]] if copy else []
+        colour = wants_colour(to, setup.environ)
+        for local_rank, path in tees.items():
+            if path == os.devnull:
+                continue
+            text = prefixes[local_rank]
+            if to in setup.consoles:
+                prefix = coloured(text, local_rank) if colour else text
+                streams.append(console_stream(local_rank, path, to, prefix))
+            if contains:
+                plain = os.fsencode(text)
+                streams.append(_core.LogStream(local_rank, path, copy, plain, contains=contains))
+    return streams
+
+
+def variables_of(
+    job: JobConfig,
+    plan: Plan,
+    round: int,  # noqa: A002 -- the usual name for this number
+    restarts: int,
+    inherited: Mapping[str, str],
+) -> dict[int, dict[str, str]]:
+    """Return the variables that are added to the environment of each worker, by local rank.
+
+    Args:
+        job: configuration of the job.
+        plan: ranks and addresses of the workers.
+        round: number of the attempt.
+        restarts: number of charged restarts.
+        inherited: environment that all workers share.
+    """
+    variables = {
+        ranks.local_rank: worker_env(ranks, job, plan, round=round, restarts=restarts, inherited=inherited)
+        for ranks in plan.ranks
+    }
+    for own in variables.values():
+        own.update(plan.variables)
+    if job.virtual_local_rank:
+        for local_rank, own in variables.items():
+            own.update(virtual_local_rank(local_rank, inherited))
+    return variables
+
+
+def warm_nursery(workers: Workers, report: int) -> _core.WarmNursery | None:
+    """Return the specification of the nursery, a process that imports modules and then forks the workers.
+    Return ``None`` if the workers are started without preloaded modules.
+
+    Args:
+        workers: workers of the job.
+        report: descriptor of the memory file for the nursery's report.
+    """
+    setup, command = workers.setup, workers.warm_command
+    if setup.preload is None or command is None:
+        return None
+    env = warm_environment(dict(setup.environ), setup.preload, os.path.abspath(_core.__file__))
+    process = _core.ProcessSpec(0, command, env=env)
+    return _core.WarmNursery(
+        process, report_fd=report, limit=setup.job.warm_timeout, ignored=setup.keep_ignored
+    )
+
+
+def _py_spy(environ: Mapping[str, str]) -> str | None:
+    folders = [*environ.get("PATH", os.defpath).split(os.pathsep), os.path.dirname(sys.executable)]
+    paths = (os.path.join(folder, "py-spy") for folder in folders)
+    return next((path for path in paths if os.access(path, os.X_OK)), None)
+
+
+class CommandWorkers(Workers):
+    """Workers that run a program.
+
+    As in torch, ``${local_rank}`` in an argument is replaced with the worker's local rank, and ``$$`` with a
+    dollar sign.
+    """
+
+    def __init__(self, setup: WorkerSetup, command: Sequence[str]) -> None:
+        super().__init__(setup)
+        self._command = command
+        self.follower = follower_of(command)
+        if setup.preload is not None and self.follower is None:
+            self.warm_command = command
+
+    def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[_core.ProcessSpec]:
+        cpus = self.setup.job.cpus
+        return [
+            process_spec(
+                local_rank,
+                [self._command[0], *(_filled_in(argument, local_rank) for argument in self._command[1:])],
+                env,
+                paths.stdouts.get(local_rank),
+                paths.stderrs.get(local_rank),
+                cpus=None if cpus is None else cpus[local_rank],
+                warm=self.are_warm,
+            )
+            for local_rank, env in environments.items()
+        ]
+
+    def return_values(self, attempt: Attempt) -> dict[int, object]:
+        """Return ``None`` for each rank, as torch does, because programs return no value."""
+        return dict.fromkeys(attempt.global_ranks().values())
+
+
+def _filled_in(argument: str, local_rank: int) -> str:
+    if "$" not in argument:
+        return argument
+    from elasticrs._engine.workers.arguments import (
+        macros,  # Import this lazily, because it imports `re`, which only macros need.
+    )
+
+    return str(macros.substitute([argument], str(local_rank))[0])

@@ -1,0 +1,142 @@
+"""Environment variables of a worker, on which ``torch.distributed`` and users' scripts rely."""
+
+from __future__ import annotations
+
+import os
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from elasticrs._engine.job.config import JobConfig, Preload
+    from elasticrs._engine.job.ranks import WorkerRanks
+    from elasticrs._engine.workers.plan import Plan
+
+TOKEN_VARIABLE = "ELASTICRS_TOKEN"
+"""Variable with the secret that the agents of a job share. If the rendezvous settings contain a secret, this
+variable is ignored.
+"""
+
+_HERE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "inside")
+_HOOK = os.path.join(_HERE, "hook")
+_NURSERY = os.path.join(_HERE, "nursery")
+
+NCCL_ENDS_PROCESSES = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+"""Variable that lets NCCL's watchdog kill the process when a collective fails."""
+
+
+def worker_env(
+    ranks: WorkerRanks,
+    job: JobConfig,
+    plan: Plan,
+    *,
+    round: int,  # noqa: A002 -- the usual name for this number
+    restarts: int,
+    inherited: Mapping[str, str],
+) -> dict[str, str]:
+    """Return the variables that the agent adds to one worker's environment. ``TORCHELASTIC_ERROR_FILE`` is
+    missing, because the log layout adds it.
+
+    Args:
+        ranks: ranks of the worker.
+        job: configuration of the job.
+        plan: plan of the attempt.
+        round: number of the attempt, from 1. Attempts that were not charged as restarts count as well.
+        restarts: number of restarts charged so far.
+        inherited: environment of the agent.
+    """
+    return {
+        "RANK": str(ranks.global_rank),
+        "LOCAL_RANK": str(ranks.local_rank),
+        "GROUP_RANK": str(ranks.group_rank),
+        "ROLE_RANK": str(ranks.role_rank),
+        "ROLE_NAME": ranks.role,
+        "LOCAL_WORLD_SIZE": str(ranks.local_world_size),
+        "WORLD_SIZE": str(ranks.world_size),
+        "GROUP_WORLD_SIZE": str(ranks.group_world_size),
+        "ROLE_WORLD_SIZE": str(ranks.role_world_size),
+        "MASTER_ADDR": plan.master_addr,
+        "MASTER_PORT": str(plan.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
+        "TORCHELASTIC_RUN_ID": job.run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": str(plan.use_agent_store),
+        NCCL_ENDS_PROCESSES: inherited.get(NCCL_ENDS_PROCESSES, "1"),
+        "ELASTICRS_ROUND": str(round),
+    }
+
+
+def virtual_local_rank(local_rank: int, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that make a worker see only one GPU and use local rank 0.
+
+    As in torch, if ``HIP_VISIBLE_DEVICES`` is not empty, the GPU is chosen from that variable, and the result
+    contains that variable as well.
+
+    Raises:
+        ValueError: the agent sees too few GPUs for this local rank.
+    """
+    names = ["CUDA_VISIBLE_DEVICES"]
+    source = names[0]
+    if inherited.get("HIP_VISIBLE_DEVICES"):
+        source = "HIP_VISIBLE_DEVICES"
+        names.append(source)
+    visible = inherited.get(source)
+    device = str(local_rank)
+    if visible is not None:
+        devices = visible.split(",")
+        if local_rank >= len(devices):
+            raise ValueError(f"local_rank {local_rank} exceeds available GPUs in {source}={visible}")
+        device = devices[local_rank].strip()
+    return {"LOCAL_RANK": "0", **dict.fromkeys(names, device)}
+
+
+def inherited_environment() -> dict[str, str]:
+    """Return this process's environment without the token, to be inherited by workers. Only agents need the
+    token.
+    """
+    return {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+
+
+def hook_environment(env: dict[str, str]) -> dict[str, str]:
+    """Return an environment in which a Python worker records its uncaught exceptions.
+
+    Args:
+        env: environment of the worker. It is not changed. If it contains ``ELASTICRS_TRACEBACKS=0``, the hook
+            is disabled.
+
+    Returns:
+        A copy of ``env`` in which ``PYTHONPATH`` starts with the directory of the hook. The hook removes its
+        directory again when it runs.
+    """
+    worker_env = dict(env)
+    # A directory whose name contains a colon cannot be an entry of PYTHONPATH.
+    if env.get("ELASTICRS_TRACEBACKS") == "0" or os.pathsep in _HOOK:
+        return worker_env
+    entries = [_HOOK]
+    if "PYTHONPATH" in env:
+        # If PYTHONPATH is set but empty, add the hook's directory twice, which tells the hook to restore the
+        # empty value. An empty entry would make Python search the working directory.
+        entries.append(env["PYTHONPATH"] or _HOOK)
+    worker_env["PYTHONPATH"] = os.pathsep.join(entries)
+    return worker_env
+
+
+def warm_environment(env: dict[str, str], preload: Preload, core: str) -> dict[str, str]:
+    """Return the environment of a nursery, the process that imports modules and then forks the workers. See
+    ``_engine/inside/nursery/nursery.py``.
+
+    Args:
+        env: variables that all workers have in common, from :func:`hook_environment`.
+        preload: modules to import.
+        core: path of the extension module ``elasticrs._core``.
+    """
+    import json
+
+    entries = [entry for entry in (env.get("PYTHONPATH") or _HOOK).split(os.pathsep) if entry != _HOOK]
+    settings = {name: getattr(preload, name) for name in ("steps", "is_explicit", "folders")}
+    return {
+        **env,
+        "PYTHONPATH": os.pathsep.join([_NURSERY, *entries]),
+        "ELASTICRS_WARM": json.dumps(settings),
+        "ELASTICRS_WARM_CORE": core,
+    }

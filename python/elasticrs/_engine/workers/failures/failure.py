@@ -1,0 +1,381 @@
+"""Failure of a worker, with its exit code, error message and time."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from elasticrs._engine.job.phrases import describe_exit, printable
+from elasticrs._engine.workers.logs import fault_file, last_bytes
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Any
+
+NOT_AVAILABLE = "<N/A>"
+"""Placeholder for the path of a missing error file."""
+
+_NO_MESSAGE = "<NONE>"
+TORCH_HINT = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
+"""Message of a worker that recorded no exception, as in torch."""
+_FAULTS = frozenset({4, 6, 7, 8, 11})
+"""Signals for which :mod:`faulthandler` writes the stack: SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV."""
+_STACK_LIMIT = 16384
+_OWN_THREAD = '/elasticrs/_engine/inside/flight.py", line '
+"""Text that identifies the thread in which elasticrs waits for requests. The report omits the stack of this
+thread, because the stack does not help users.
+"""
+_ERROR_FILE_LIMIT = 1 << 20
+"""Maximum number of bytes that are read from an error file. The limit keeps restarts fast, because error
+files are read before a restart. From a larger file, only the first line of the message and the data of
+elasticrs at the end are used.
+"""
+_TEXT_LIMIT = 1 << 16
+"""Maximum number of characters of a text in an error file. Longer texts are shortened in the middle."""
+_LINE_LIMIT = 1000
+_BEGINNING = rb'\s*\{\s*"message"\s*:\s*(?:\{\s*"message"\s*:\s*)?"'
+_PART_OF_STRING = r'(?:[^"\\]+|\\u[0-9a-fA-F]{4}|\\[^u])*'
+_OWN_DATA = b'"elasticrs": {'
+
+
+class ProcessFailure:
+    """Failure of a worker. The first seven attributes also exist in torch, and only they are compared for
+    equality.
+
+    Unlike in torch, an unreadable or invalid error file is reported in ``message`` and raises no exception.
+
+    Args:
+        local_rank: local rank of the worker.
+        pid: pid of the worker.
+        exitcode: exit code of the worker, or the negative number of the signal that killed it; ``None`` if
+            unknown.
+        error_file: path at which the worker would write its error file.
+        seen_ns: time at which the exit was noticed, in monotonic nanoseconds.
+        sent_signal: last signal that elasticrs sent to the worker before its exit; ``None`` if it sent none.
+        cause: cause of the failure, if neither the worker's error file nor its exit code shows it.
+        note: additional line for the report, for example about the OOM killer.
+        log_paths: log files by name of the stream.
+        stderr_tail: last lines of the worker's stderr.
+        host: host name of the worker's machine; ``None`` for this machine.
+        unread: reason why the files of the worker cannot be read. If a reason is given, no file is accessed.
+
+    Attributes:
+        error_file: path of the error file, or ``"<N/A>"`` if the worker has not written one.
+        error_file_data: contents of the error file.
+        message: ``message`` from the error file (a string, or torch's nested form), or a text about the exit
+            code if there is no error file.
+        timestamp: time of the failure, in seconds since the epoch.
+        recorded_ns: time at which the worker itself recorded its error, in monotonic nanoseconds; ``None`` if
+            it did not.
+        recorded_pid: pid of the process that recorded the error. It differs from ``pid`` if the worker is a
+            wrapper that started that process.
+        exception: qualified name of the type of the recorded exception; ``None`` if unknown.
+        place: file name and line where the exception was raised, such as ``train.py:88``; ``None`` if
+            unknown.
+        python: path of the interpreter that recorded the exception; ``None`` if unknown.
+        is_start_error: true if the program could not be parsed, or lacks a module that it imports at its
+            top level.
+        is_transient: true if the exception only reports a lost connection or a timeout.
+        is_lost_peer: true if the exception only reports that another worker is lost or does not answer.
+        member: text of the exception that represents an exception group; ``None`` for other exceptions.
+        more_members: number of the group's other exceptions.
+        is_retryable: false if the worker has marked its error as not worth another attempt. A worker does so
+            with :class:`elasticrs.errors.NonRetryable`, or with ``"retryable": false`` in its error file. The
+            string ``"false"`` has the same effect.
+        stack: stacks of all threads after a fault such as SIGSEGV, or the stack of a hung thread; ``None`` if
+            there are none.
+        more_notes: further lines for the report.
+        named: text for the field ``rank`` of the report if several ranks are to blame, or if it is uncertain
+            which rank is to blame; ``None`` if only this rank is to blame.
+        is_first: true if this failure is the root cause even if another worker failed earlier.
+    """
+
+    __match_args__ = ("local_rank", "pid", "exitcode", "error_file")
+    __hash__ = None  # type: ignore[assignment]  # mutable objects have no hash
+
+    def __init__(
+        self,
+        local_rank: int,
+        pid: int,
+        exitcode: int | None,
+        error_file: str,
+        *,
+        seen_ns: int | None = None,
+        sent_signal: int | None = None,
+        cause: str | None = None,
+        note: str | None = None,
+        log_paths: Mapping[str, str] | None = None,
+        stderr_tail: Sequence[str] = (),
+        host: str | None = None,
+        unread: str = "",
+    ) -> None:
+        self.host = host
+        self.local_rank = local_rank
+        self.pid = pid
+        self.exitcode = exitcode
+        self.error_file = NOT_AVAILABLE
+        self.error_file_data: dict[str, Any] = {"message": _NO_MESSAGE}
+        self.message: str | dict[str, Any] = ""
+        self.seen_ns = seen_ns
+        self.sent_signal = sent_signal
+        self.cause = cause
+        self.note = note
+        self.log_paths = dict(log_paths or {})
+        self.stderr_tail = tuple(stderr_tail)
+        self.recorded_ns: int | None = None
+        self.recorded_pid: int | None = None
+        self.exception: str | None = None
+        self.place: str | None = None
+        self.python: str | None = None
+        self.is_start_error = False
+        self.is_transient = False
+        self.is_lost_peer = False
+        self.member: str | None = None
+        self.more_members = 0
+        self.is_retryable = True
+        has_stack = self.signal_number() in _FAULTS and error_file and not unread
+        self.stack = _read_stack(error_file) if has_stack else None
+
+        self.more_notes: Sequence[str] = ()
+        self.named: str | None = None
+        self.is_first = False
+
+        age_ns = 0 if seen_ns is None else time.monotonic_ns() - seen_ns
+        self.wall_ns = time.time_ns() - age_ns
+        self.timestamp = self.wall_ns // 1_000_000_000
+        self._read(error_file, unread)
+
+    def _read(self, path: str, trouble: str) -> None:
+        if not trouble and os.path.isfile(path):
+            self.error_file = path
+            try:
+                data = load_object(path)
+                # Read the restart policy's fields first, because they are needed even if the message is
+                # invalid and `message_of` raises an exception.
+                self._read_facts(data)
+                message, timestamp = message_of(data)
+            except EmptyFileError as problem:
+                trouble = f"its error file could not be written ({problem}, as on a full disk)"
+            except (OSError, ValueError) as problem:
+                trouble = f"its error file cannot be read ({problem})"
+            else:
+                self.error_file_data, self.timestamp = data, timestamp
+                self.message = message
+                match data.get("elasticrs"):
+                    case {"monotonic_ns": int(recorded_ns), "pid": int(pid)}:
+                        self.recorded_ns, self.recorded_pid = recorded_ns, pid
+                self._find_exception_behind()
+        if not self.message:
+            self.message = self._made_up_message(trouble)
+
+    def _read_facts(self, data: Mapping[str, Any]) -> None:
+        """Read the fields that the restart policy needs from the contents of an error file."""
+        match data.get("elasticrs"):
+            case {"failure": {"exception": str(exception), **facts}}:
+                place = facts.get("place")
+                self.exception, self.place = exception, place if isinstance(place, str) else None
+                python = facts.get("python")
+                self.python = python if isinstance(python, str) else None
+                self.is_start_error = facts.get("is_start_error") is True
+                self.is_transient = facts.get("is_transient") is True
+                self.is_lost_peer = facts.get("is_lost_peer") is True
+                member, more = facts.get("member"), facts.get("more")
+                if isinstance(member, str) and isinstance(more, int):
+                    self.member, self.more_members = member, more
+                self.is_retryable = facts.get("is_retryable") is not False
+        message = data.get("message")
+        extra = message.get("extraInfo") if isinstance(message, dict) else None
+        for each in (data, message, extra):
+            if isinstance(each, dict) and "retryable" in each:
+                self._read_mark(each["retryable"])
+
+    def _find_exception_behind(self) -> None:
+        """Replace the recorded type and place with those of the original exception, if the recorded exception
+        is a group or only reports an error of another process. Failures with different original exceptions
+        are then not considered equal.
+        """
+        extra = self.message.get("extraInfo") if isinstance(self.message, dict) else None
+        callstack = extra.get("py_callstack") if isinstance(extra, dict) else None
+        if self.exception is None or not isinstance(callstack, str):
+            return
+        from elasticrs._engine.job.traceback_summary import summarize
+
+        found = summarize(callstack)
+        if found is None or found.exception is None:
+            return
+        told = found if self.member is None else summarize(self.member)
+        self.place = (told and told.place) or self.place
+        if found.exception.rpartition(".")[2] != self.exception.rpartition(".")[2]:
+            self.exception = found.exception
+
+    def _read_mark(self, value: object) -> None:
+        """Evaluate the field ``retryable`` of an error file. Accept strings as well as booleans, because
+        torch writes the values of ``extraInfo`` as strings.
+        """
+        mark = value.strip().lower() if isinstance(value, str) else value
+        if mark is False or mark == "false":
+            self.is_retryable = False
+        elif mark is not True and mark != "true":
+            shown = printable(repr(value), 40)
+            self.more_notes = [
+                f"`retryable` in its error file is {shown}, which is neither true nor false, so it is ignored"
+            ]
+
+    def _made_up_message(self, trouble: str) -> str:
+        known = self.cause
+        if known:
+            # Store the cause in place of the error file's contents, because there is no valid error file.
+            self.error_file_data["message"] = known
+        elif self.signal_number():
+            known = f"Signal {self.signal_number()} ({self.signal_name()}) received by PID {self.pid}"
+        if not known:
+            traits = {"category": "system_terminated_error", "retryability": "False"}
+            self.error_file_data["errorTraits"] = traits
+            # Omit torch's hint on how to get an error file if there is already an error file.
+            known = describe_exit(self.exitcode) if trouble else TORCH_HINT
+        return f"{known}; {trouble}" if trouble else known
+
+    def signal_number(self) -> int:
+        """Return the number of the signal that killed the worker; 0 if it was not killed by a signal."""
+        return -self.exitcode if self.exitcode is not None and self.exitcode < 0 else 0
+
+    def signal_name(self) -> str:
+        """Return the name of the signal that killed the worker. Return ``"<N/A>"`` if no signal killed it or
+        if the signal has no name.
+        """
+        if not self.signal_number():
+            return NOT_AVAILABLE
+        import signal
+
+        try:
+            return signal.Signals(self.signal_number()).name
+        except ValueError:
+            return NOT_AVAILABLE
+
+    def timestamp_isoformat(self) -> str:
+        """Return the local time of the failure, as ``YYYY-MM-DD_HH:MM:SS``."""
+        return time.strftime("%Y-%m-%d_%H:%M:%S", time.localtime(self.timestamp))
+
+    def _torch_fields(self) -> dict[str, Any]:
+        names = (*self.__match_args__, "error_file_data", "message", "timestamp")
+        return {name: getattr(self, name) for name in names}
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ProcessFailure):
+            return NotImplemented
+        return self._torch_fields() == other._torch_fields()
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={value!r}" for name, value in self._torch_fields().items())
+        return f"{type(self).__name__}({fields})"
+
+
+class EmptyFileError(ValueError):
+    """Raised for an empty error file. The worker created the file, but could not write to it."""
+
+
+def message_of(data: Mapping[str, Any]) -> tuple[str | dict[str, Any], int]:
+    """Return the message and the timestamp (seconds since 1970) from the contents of an error file. Accept
+    torch's nested form and the flat form with ``message`` and ``timestamp``.
+
+    Raises:
+        ValueError: the contents have neither form.
+    """
+    if "message" not in data:
+        raise ValueError("no `message` in it")
+    message = data["message"]
+    try:
+        if isinstance(message, str):
+            return message, int(data.get("timestamp", 0))
+        return message, int(message["extraInfo"]["timestamp"])
+    except (KeyError, TypeError, ValueError, OverflowError) as problem:
+        raise ValueError(f"no timestamp in it: {problem!r}") from None
+
+
+def load_object(path: str) -> dict[str, Any]:
+    """Read a JSON object that another program has written.
+
+    Raises:
+        EmptyFileError: the file is empty.
+        ValueError: the file is not a JSON object or is too large.
+        OSError: the file cannot be read.
+    """
+    import json
+
+    with open(path, "rb") as file:
+        content = file.read(_ERROR_FILE_LIMIT + 1)
+        if len(content) > _ERROR_FILE_LIMIT:
+            found = os.fstat(file.fileno())
+            file.seek(max(_ERROR_FILE_LIMIT, found.st_size - _TEXT_LIMIT))
+            return _parts(content, file.read(_TEXT_LIMIT), found.st_mtime, found.st_size)
+    if not content:
+        raise EmptyFileError("it is empty")
+    try:
+        data = json.loads(content.decode("utf-8", errors="replace"))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(data, dict):
+        raise ValueError("not a JSON object, so there is no `message` in it")
+    _shorten(data)
+    return data
+
+
+def _parts(beginning: bytes, end: bytes, written: float, size: int) -> dict[str, Any]:
+    """Parse the first and the last bytes of an error file that is too large. Return the first line of its
+    message, and the data of elasticrs.
+
+    Args:
+        beginning: first bytes of the file.
+        end: last bytes of the file.
+        written: time of the file's last change, in seconds since 1970.
+        size: size of the file in bytes.
+    """
+    import json
+    import re
+
+    found = re.match(_BEGINNING, beginning)
+    if found is None:
+        raise ValueError(f"it has {size:,} bytes, and no `message` at its beginning")
+    text = beginning[found.end() : found.end() + _TEXT_LIMIT].decode("utf-8", "replace")
+    message = json.loads(f'"{re.match(_PART_OF_STRING, text)[0]}"', strict=False)  # type: ignore[index]
+    line = message.lstrip().split("\n", 1)[0][:_LINE_LIMIT]
+    # Put the line of the exception last, because that is where a traceback has it.
+    told = f"[the error file has {size:,} bytes; only the first line of its message is shown]\n{line}"
+    data = {"message": {"message": told, "extraInfo": {"timestamp": str(int(written))}}}
+    own = end.rpartition(_OWN_DATA)[2].decode("utf-8", "replace")
+    try:
+        data["elasticrs"], _ = json.JSONDecoder().raw_decode("{" + own)
+    except (ValueError, RecursionError):
+        # The file contains no data of elasticrs, because another program has written the file.
+        return data
+    return data
+
+
+def _shorten(data: dict[str, Any]) -> None:
+    """Shorten the messages and the traceback of an error file if they exceed :data:`_TEXT_LIMIT`."""
+    message = data.get("message")
+    extra = message.get("extraInfo") if isinstance(message, dict) else None
+    for each, name in ((data, "message"), (message, "message"), (extra, "py_callstack")):
+        if isinstance(each, dict) and isinstance(each.get(name), str):
+            each[name] = shortened(each[name])
+
+
+def shortened(text: str) -> str:
+    """Return the text. Omit the middle of a text that is longer than :data:`_TEXT_LIMIT` characters."""
+    left_out = len(text) - _TEXT_LIMIT
+    if left_out <= 0:
+        return text
+    first, last = text[: _TEXT_LIMIT // 4], text[-(3 * _TEXT_LIMIT // 4) :]
+    return f"{first}\n[{left_out:,} characters are left out; the error file has them]\n{last}"
+
+
+def _read_stack(error_file: str) -> str | None:
+    # The file is missing or empty if the program is not Python or runs without the hook.
+    text = last_bytes(fault_file(error_file), _STACK_LIMIT).decode("utf-8", "replace")
+    # Use the last entry, because forked children may have written earlier entries to the same file.
+    last = text[max(0, text.rfind("Fatal Python error")) :]
+    last = "\n\n".join(part for part in last.split("\n\n") if _OWN_THREAD not in part)
+    # Remove the list of extension modules. It contains hundreds of names and does not help to explain the
+    # crash.
+    return last.partition("\nExtension modules:")[0].rstrip() or None

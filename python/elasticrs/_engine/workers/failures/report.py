@@ -1,0 +1,379 @@
+"""Format the failure report.
+
+The report begins with the root cause, because users need the root cause first. The title and the six lines of
+the root cause have torch's format, because people and tools know this format. Facts that torch does not
+report follow after these six lines. Each of the other failures has only one line, because most of them are
+side effects of the root cause. Their tracebacks are in their error files. Equal failures share a line. The
+workers that the agent stopped also share a line.
+"""
+
+from __future__ import annotations
+
+import os
+
+from elasticrs._engine.job.phrases import (
+    describe_exit,
+    how_it_ended,
+    local_time,
+    ranks_text,
+    signal_name,
+    spans,
+)
+from elasticrs._engine.workers.failures.failure import NOT_AVAILABLE
+from elasticrs._engine.workers.failures.root_cause import (
+    failed_ns,
+    failed_wall_ns,
+    in_order,
+    root_cause,
+    victims,
+)
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from elasticrs._engine.workers.failures.failure import ProcessFailure
+
+_WIDTH = 60
+_SIGKILL = 9
+_MAX_LINES, _MAX_FIRST_LINES = 120, 40
+"""Maximum number of lines that are shown of a traceback, and maximum number of these lines from its start."""
+_MAX_LINE = 1000
+"""Maximum number of characters of a line of a traceback."""
+_MAX_OTHERS = 12
+"""Maximum number of lines about other failures."""
+_MAX_SAID = 160
+"""Maximum number of characters of an exception's text in the line of another failure."""
+_MAX_NOTES = 4
+"""Maximum number of notes below a line that several equal failures share."""
+
+
+def format_report(
+    name: str,
+    failures: Mapping[int, ProcessFailure],
+    border: str,
+    section: str,
+    conclusion: str | None = None,
+) -> str:
+    """Return the complete failure report.
+
+    Args:
+        name: name of the script, program or function.
+        failures: failures by global rank, at least one.
+        border: character of the outer separator lines.
+        section: character of the inner separator lines.
+        conclusion: last line of the report, with the verdict and advice for the user; ``None`` to omit it.
+    """
+    root = root_cause(failures)
+    stopped = [rank for rank in victims(failures) if rank != root]
+    failed = [rank for rank in in_order(failures) if rank not in stopped]
+    root_lines = _root_entry(failed.index(root), root, failures[root])
+    others = _others([rank for rank in failed if rank != root], failed, failures, root)
+
+    title = f"{name} FAILED"
+    stopped_lines = _stopped(stopped, failures)
+    body = "\n".join([title, *root_lines, *others, *stopped_lines])
+    width = min(_WIDTH, max(len(line) for line in body.split("\n")))
+    line, thin = border * width, section * width
+    how = "first observed failure"
+    if failed[0] != root:
+        has_peers = any(failure.host is not None for failure in failures.values())
+        how = "agreed on by all nodes" if has_peers else "judged from all evidence"
+    parts = ["", line, title, thin, f"Root Cause ({how}):", *root_lines]
+    parts += [thin, "Failures:", *(others or ["  <NO_OTHER_FAILURES>"]), *stopped_lines]
+    return "\n".join([*parts, *([] if conclusion is None else [thin, conclusion]), line])
+
+
+def painted(report: str) -> str:
+    """Add a terminal's escape sequences to the report. They make the headings of the root cause bold red, the
+    verdict bold, and the other failures faint.
+    """
+    lines: list[str] = []
+    is_other = False
+    for line in report.split("\n"):
+        is_other = line == "Failures:" or (is_other and not line.startswith(("-", "=")))
+        style = "2" if is_other else ""
+        if line.endswith(" FAILED") or line.startswith("Root Cause ("):
+            style = "1;31"
+        elif line.startswith("verdict: "):
+            style = "1"
+        lines.append(f"\x1b[{style}m{line}\x1b[0m" if style else line)
+    return "\n".join(lines)
+
+
+# --- the root cause ---
+
+
+def _root_entry(index: int, rank: int, failure: ProcessFailure) -> list[str]:
+    signal = failure.signal_name()
+    name = f" ({signal})" if signal != NOT_AVAILABLE else ""
+    exitcode = "unknown" if failure.exitcode is None else failure.exitcode
+    pid = "unknown" if failure.pid < 0 else failure.pid
+    # Indent every line of the traceback except the first.
+    traceback = "\n  ".join(_bounded(traceback_text(failure)))
+    lines = [
+        f"[{index}]:",
+        f"  time      : {_when(failure)}",
+        f"  host      : {failure.host or os.uname().nodename}",
+        f"  rank      : {failure.named or f'{_rank_of(rank)} (local_rank: {failure.local_rank})'}",
+        f"  exitcode  : {exitcode} (pid: {pid}) {name}".rstrip(),
+        f"  error_file: {failure.error_file}",
+        f"  traceback : {traceback}",
+        *(f"  note      : {note}" for note in _notes(failure)),
+        *(f"  {stream:<10}: {path}" for stream, path in failure.log_paths.items()),
+    ]
+    tail = _without(traceback, failure.stderr_tail)
+    if tail:
+        lines.append(f"  last lines of stderr ({len(tail)}):")
+        lines += [f"    {line}".rstrip() for line in tail]
+    return lines
+
+
+def _bounded(text: str) -> list[str]:
+    """Return the lines of a text. Omit lines from the middle of a long text, and truncate long lines."""
+    lines = text.split("\n")
+    if len(lines) > _MAX_LINES:
+        left_out = len(lines) - _MAX_LINES
+        last = lines[_MAX_FIRST_LINES - _MAX_LINES :]
+        lines = [*lines[:_MAX_FIRST_LINES], f"… {left_out} lines are left out …", *last]
+    return [line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]}…" for line in lines]
+
+
+def _when(failure: ProcessFailure) -> str:
+    if failure.seen_ns is None:
+        return failure.timestamp_isoformat()
+    # Show the time that determines the order of the failures.
+    return local_time(failed_wall_ns(failure), "_", has_milliseconds=True)
+
+
+# --- the other failures ---
+
+
+def _others(
+    ranks: Sequence[int], order: Sequence[int], failures: Mapping[int, ProcessFailure], root: int
+) -> list[str]:
+    """Return a line for each group of failures that are the same except for numbers, such as ports.
+
+    Args:
+        ranks: global ranks of the other failures, in the order in which the workers failed.
+        order: global ranks of all failures including the root cause, in the same order. The index of a rank
+            is the number of its failure in the report.
+        failures: failures by global rank.
+        root: global rank of the root cause.
+    """
+    groups: dict[object, list[int]] = {}
+    for rank in ranks:
+        failure = failures[rank]
+        alike = failure.exitcode, failure.host, _without_numbers(_said(failure))
+        groups.setdefault(alike, []).append(rank)
+    lines: list[str] = []
+    for group in list(groups.values())[:_MAX_OTHERS]:
+        first = failures[group[0]]
+        where = f" on {first.host}" if first.host is not None else ""
+        since = _since([failures[rank] for rank in group], failures[root])
+        who = _who(group, failures)
+        lines.append(f"  [{order.index(group[0])}]: {who}{where}, {since}: {_said(first)}")
+        own = dict.fromkeys(note for rank in group for note in _own_notes(failures[rank]))
+        lines += [f"       note: {note}" for note in list(own)[:_MAX_NOTES]]
+    left_out = sum(map(len, list(groups.values())[_MAX_OTHERS:]))
+    if left_out:
+        lines.append(f"  and {left_out} more")
+    files = _folded([failures[rank].error_file for rank in ranks])
+    return [*lines, *(f"  traceback in {path}" for path in files)]
+
+
+def _said(failure: ProcessFailure) -> str:
+    said = None
+    if failure.cause is not None or not _ended_by_itself(failure):
+        said = _headline(failure)
+    said = said or how_it_ended(failure.exitcode)
+    return said if len(said) <= _MAX_SAID else f"{said[:_MAX_SAID]}…"
+
+
+def _without_numbers(text: str) -> str:
+    """Replace each number by a zero, because ranks, ports and addresses differ between equal failures."""
+    import re
+
+    return re.sub(r"0x[0-9a-f]+|\d+", "0", text)
+
+
+def _since(group: Sequence[ProcessFailure], root: ProcessFailure) -> str:
+    first = failed_ns(root)
+    failed = sorted(ns for ns in map(failed_ns, group) if ns is not None)
+    if first is None or not failed:
+        return f"at {_when(group[0])}"
+    after = [(ns - first) / 1e6 for ns in (failed[0], failed[-1])]
+    how = "later"
+    if after[1] < 0:
+        # Count backwards, because all of these workers failed before the root cause.
+        after, how = [-after[1], -after[0]], "earlier"
+    ends = dict.fromkeys(f"{span:.3f}" for span in after)
+    return f"{' to '.join(ends)} ms {how}"
+
+
+def _folded(paths: Sequence[str]) -> list[str]:
+    """Return the paths of the error files in a short form that a shell can expand. Combine paths that differ
+    only in the number of their folder, such as ``logs/attempt_0/{0,2}/error.json``.
+    """
+    folders: dict[tuple[str, str], list[int]] = {}
+    others: list[str] = []
+    for path in paths:
+        folder, name = os.path.split(path)
+        above, number = os.path.split(folder)
+        if path != NOT_AVAILABLE and number.isdecimal():
+            folders.setdefault((above, name), []).append(int(number))
+        elif path != NOT_AVAILABLE:
+            others.append(path)
+    for (above, name), numbers in folders.items():
+        spans_ = [f"{{{low}..{high}}}" if low < high else str(low) for low, high in spans(sorted(numbers))]
+        shown = spans_[0] if len(spans_) == 1 else f"{{{','.join(spans_)}}}"
+        others.append(os.path.join(above, shown, name))
+    return others[:_MAX_OTHERS]
+
+
+def traceback_text(failure: ProcessFailure) -> str:
+    """Return the traceback of a failure. If there is no traceback, return a message that describes the
+    failure.
+    """
+    message = failure.message
+    if isinstance(message, dict):
+        extra = message.get("extraInfo")
+        callstack = extra.get("py_callstack") if isinstance(extra, dict) else None
+        message = str(callstack or message.get("message", NOT_AVAILABLE)).rstrip()
+    elif failure.error_file == NOT_AVAILABLE and failure.seen_ns is not None and not failure.signal_number():
+        message = failure.cause or _silent(failure)
+    if failure.signal_number():
+        message = _enriched(message, failure)
+    if failure.stack:
+        message = f"{message}\n{failure.stack}"
+    return message
+
+
+def how_it_failed(failure: ProcessFailure) -> str:
+    """Return a phrase that says how a worker failed, to append to its name. Examples are ``: KeyError: 1
+    (train.py:4)`` and `` died by SIGKILL``.
+    """
+    said = None if _ended_by_itself(failure) else _headline(failure)
+    return f" {how_it_ended(failure.exitcode)}" if said is None else f": {said}"
+
+
+def _ended_by_itself(failure: ProcessFailure) -> bool:
+    """Return true if the worker was killed by a signal that elasticrs did not send. If elasticrs killed a
+    worker that was already exiting after an exception, the exception is reported instead of the signal.
+    """
+    return failure.sent_signal is None and bool(failure.signal_number())
+
+
+def _headline(failure: ProcessFailure) -> str | None:
+    if failure.error_file == NOT_AVAILABLE and not failure.cause:
+        return None
+    from elasticrs._engine.job.traceback_summary import headline
+
+    if failure.member is not None:
+        return headline(failure.member, failure.more_members)
+    return headline(traceback_text(failure))
+
+
+def _silent(failure: ProcessFailure) -> str:
+    keep = "" if "stderr" in failure.log_paths else "; use --capture-stderr to see its last lines here"
+    return (
+        f"{describe_exit(failure.exitcode)}, and no exception was recorded; possible reasons: sys.exit,"
+        " os._exit, a program that is not Python, or a framework that catches exceptions (Hydra: set"
+        f" HYDRA_FULL_ERROR=1){keep}"
+    )
+
+
+def _enriched(message: str, failure: ProcessFailure) -> str:
+    from elasticrs.multiprocessing import errors
+
+    try:
+        return errors.get_error_handler().maybe_enrich_signal_failure_message(message, failure.error_file)
+    # Continue if the user's error handler fails, because the failure report must still be printed.
+    except Exception as problem:
+        return f"{message}\n(the error handler could not add to this: {problem!r})"
+
+
+def _own_notes(failure: ProcessFailure) -> Iterable[str]:
+    if failure.note:
+        yield failure.note
+    yield from failure.more_notes
+
+
+def _notes(failure: ProcessFailure) -> Iterable[str]:
+    yield from _own_notes(failure)
+    if failure.recorded_pid not in {None, failure.pid}:
+        yield f"the traceback is from process {failure.recorded_pid}, which the worker had started"
+    yield from _advice(failure)
+    was_killed = failure.signal_number() and failure.cause is None
+    if failure.recorded_ns is not None and was_killed and failure.seen_ns is not None:
+        seconds = (failure.seen_ns - failure.recorded_ns) / 1_000_000_000
+        yield f"the traceback was recorded {seconds:.3f} s before {failure.signal_name()} killed the worker"
+
+
+_ADVICE = (
+    ("No space left on device", "a file system is full; `df` shows which one"),
+    ("Disk quota exceeded", "the disk quota of this user is used up"),
+    ("EADDRINUSE", "another process listens on that port; `ss -ltnp` shows which one"),
+    ("Address already in use", "another process listens on that port; `ss -ltnp` shows which one"),
+)
+"""Pairs of an error text from the kernel or torch, and advice: what the error means, and how to investigate
+it.
+"""
+
+
+def _advice(failure: ProcessFailure) -> Iterable[str]:
+    """Yield advice about a failure if its traceback and exit code do not explain it."""
+    if failure.exitcode == -_SIGKILL and failure.sent_signal is None and failure.seen_ns is not None:
+        if failure.cause is None and failure.note is None and failure.host is None:
+            yield (
+                "a user, a batch system or a container runtime sent this SIGKILL: elasticrs did not, and the"
+                " counters of the OOM killer did not change"
+            )
+        return
+    if failure.exception == "builtins.ModuleNotFoundError" and failure.python is not None:
+        yield f"the worker's interpreter is {failure.python}; PYTHON_EXEC names another one"
+    said = how_it_failed(failure)
+    yield from [advice for words, advice in _ADVICE if words.lower() in said.lower()][:1]
+
+
+def _without(traceback: str, tail: Sequence[str]) -> list[str]:
+    """Return the lines of stderr that are not already part of the traceback."""
+    known = {line.strip() for line in traceback.split("\n")}
+    if traceback.startswith("Traceback"):
+        return [line for line in tail if line.strip() not in known]
+    return list(tail)
+
+
+# --- workers that were stopped ---
+
+
+def _rank_of(rank: int) -> str:
+    """Return a global rank for display. A negative number stands for a worker whose rank another worker has
+    taken over.
+    """
+    return str(rank) if rank >= 0 else "none, another worker has taken it over"
+
+
+def _who(ranks: Iterable[int], failures: Mapping[int, ProcessFailure]) -> str:
+    known = sorted(rank for rank in ranks if rank >= 0)
+    without = sorted(failures[rank].local_rank for rank in ranks if rank < 0)
+    named = [f"local rank {local_rank}, whose rank was taken over" for local_rank in without]
+    return ", ".join([*([ranks_text(known)] if known else []), *named])
+
+
+def _stopped(ranks: Sequence[int], failures: Mapping[int, ProcessFailure]) -> list[str]:
+    by_end: dict[str, list[int]] = {}
+    for rank in sorted(ranks):
+        by_end.setdefault(_stopped_how(failures[rank]), []).append(rank)
+    ends = [f"{_who(group, failures)} ({end})" for end, group in by_end.items()]
+    if not ends:
+        return []
+    title = "Stopped by elasticrs after the first failure:"
+    return [f"{title} {ends[0]}"] if len(ends) == 1 else [title, *(f"  {end}" for end in ends)]
+
+
+def _stopped_how(failure: ProcessFailure) -> str:
+    sent = failure.sent_signal or 0
+    if failure.signal_number() != sent:
+        return f"{describe_exit(failure.exitcode)} after {signal_name(sent)}"
+    return "SIGKILL at the stop deadline" if sent == _SIGKILL else signal_name(sent)

@@ -1,0 +1,236 @@
+"""Prepare a function to run in a separate process, and create the pipe for its return value.
+
+Multiprocessing can pickle queues and locks, and pass on their file descriptors, only while it launches a
+process. So this module contains a subclass of multiprocessing's ``Popen`` that prepares everything that the
+child needs, but does not start the process. Another component starts it.
+
+A child gets a pipe with multiprocessing's preparation data, a memory file with the pickled function and its
+arguments, and a pipe for the return value. This process keeps its end of the first pipe open, because the
+child watches that pipe. This process also reads the return value while the function runs.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import multiprocessing
+import os
+import pickle
+from multiprocessing import popen_spawn_posix, reduction, resource_tracker, spawn
+from multiprocessing.context import set_spawning_popen
+from typing import TYPE_CHECKING, Any
+
+from elasticrs._engine.job.value import Value
+from elasticrs.multiprocessing.errors import record
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from multiprocessing.process import BaseProcess
+
+_CHUNK = 1 << 20
+_PIPE_CAPACITY = 65536
+
+
+class ReturnPipe:
+    """Pipe for the return value of a function.
+
+    Attributes:
+        reader: read end of the pipe, which this process uses; -1 if it is closed.
+        writer: this process's copy of the write end; -1 if it is closed.
+        data: data read so far. It stays empty if the function fails instead of returning.
+    """
+
+    def __init__(self) -> None:
+        self.reader, self.writer = os.pipe()
+        os.set_blocking(self.reader, False)
+        self.data = bytearray()
+
+    def close_writer(self) -> None:
+        """Close this process's copy of the write end. The function's process has its own copy. Idempotent."""
+        if self.writer != -1:
+            os.close(self.writer)
+            self.writer = -1
+
+    def read(self) -> bool | None:
+        """Read a part of the return value. Return true at the end of the data, false if no data is available
+        yet, and ``None`` if there may be more to read.
+        """
+        try:
+            piece = os.read(self.reader, _CHUNK)
+        except BlockingIOError:
+            return False
+        self.data += piece
+        return None if piece else True
+
+    def close(self) -> None:
+        """Close both ends of the pipe. Idempotent."""
+        self.close_writer()
+        if self.reader != -1:
+            os.close(self.reader)
+            self.reader = -1
+
+
+class _Launch(popen_spawn_posix.Popen):
+    """Variant of ``Popen`` that collects the data a child process needs, but does not start the child."""
+
+    _fds: list[int]
+
+    def _launch(self, process_obj: BaseProcess) -> None:
+        data = spawn.get_preparation_data(process_obj.name)
+        _check_program(data.get("init_main_from_path"))
+        tracker_fd = resource_tracker.getfd()
+        if tracker_fd is None:
+            raise RuntimeError("multiprocessing's resource tracker did not start")
+        self.tracker_fd = tracker_fd
+        self.duplicate_for_child(self.tracker_fd)
+        preparation = io.BytesIO()
+        payload = io.BytesIO()
+        set_spawning_popen(self)
+        try:
+            reduction.dump(data, preparation)
+            reduction.dump(process_obj, payload)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise pickle.PicklingError(
+                f"{error}: a function for another process must be at the top level of a module, and its "
+                "arguments must be picklable; start_method='fork' accepts any"
+            ) from error
+        finally:
+            set_spawning_popen(None)
+        self.payload_fd = os.memfd_create("elasticrs-function")
+        with open(self.payload_fd, "wb", closefd=False) as file:
+            file.write(payload.getbuffer())
+        os.lseek(self.payload_fd, 0, os.SEEK_SET)
+        self.duplicate_for_child(self.payload_fd)
+        reduction.dump(_Deferred(self.payload_fd), preparation)
+        self.preparation = preparation.getvalue()
+
+
+def _check_program(path: str | None) -> None:
+    """Check that the main program is a file, because each child has to import it to find the function."""
+    if path is not None and not os.path.exists(path):
+        raise RuntimeError(
+            f"the program is not a file that another process could import ({os.path.basename(path)}): "
+            "put the function into a module, or use start_method='fork'"
+        )
+
+
+_BEGIN = (
+    "import sys; from multiprocessing.spawn import spawn_main; "
+    "spawn_main(**{name: int(fd) for name, _, fd in (given.partition('=') for given in sys.argv[2:])})"
+)
+
+
+def command_line(tracker_fd: int, pipe_handle: int) -> list[str]:
+    """Return the command line of an interpreter that runs a function. Unlike multiprocessing's command line,
+    it puts the arguments that differ between workers last.
+
+    Args:
+        tracker_fd: see :class:`PreparedFunction`.
+        pipe_handle: see :class:`PreparedFunction`.
+    """
+    _, *options = spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=pipe_handle)
+    if "-c" in options:  # A frozen program has no `-c` option, and its arguments need no change.
+        told = (f"tracker_fd={tracker_fd}", f"pipe_handle={pipe_handle}")
+        options[options.index("-c") + 1 :] = [_BEGIN, "--multiprocessing-fork", *told]
+    return [os.fsdecode(spawn.get_executable()), *options]
+
+
+class PreparedFunction:
+    """Everything that a child process needs to run a function.
+
+    Args:
+        function: function that the child calls.
+        arguments: arguments of the function.
+        result: file descriptor to which the child writes the return value.
+        name: name of the process.
+
+    Attributes:
+        argv: command line of an interpreter that runs the function.
+        fds: file descriptors that the child needs under the same numbers.
+        tracker_fd: descriptor of multiprocessing's resource tracker; also in ``fds``.
+        pipe_handle: descriptor of the pipe with multiprocessing's preparation data; also in ``fds``.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], result: int, name: str
+    ) -> None:
+        self._childs_ends: list[int] = []
+        self._our_ends: list[int] = []
+        context = multiprocessing.get_context("spawn")
+        process = context.Process(target=call_and_return, args=(function, arguments, result), name=name)
+        try:
+            launch = _Launch(process)
+            self._childs_ends.append(launch.payload_fd)
+            self.pipe_handle, writer = os.pipe()
+            self._childs_ends.append(self.pipe_handle)
+            self._our_ends.append(writer)
+            # Make the pipe large enough for all of the data, because nothing reads from it yet.
+            if len(launch.preparation) > _PIPE_CAPACITY:
+                fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, len(launch.preparation))
+            with open(writer, "wb", closefd=False) as file:
+                file.write(launch.preparation)
+        except BaseException:
+            self.close()
+            raise
+        self.tracker_fd = launch.tracker_fd
+        self.argv = command_line(self.tracker_fd, self.pipe_handle)
+        self.fds = sorted({*launch._fds, self.pipe_handle, result})
+
+    def close_childs_ends(self) -> None:
+        """Close this process's copies of the child's file descriptors. Idempotent."""
+        close_all(self._childs_ends)
+
+    def close(self) -> None:
+        """Close all file descriptors. Idempotent."""
+        close_all(self._childs_ends)
+        close_all(self._our_ends)
+
+
+def close_all(fds: list[int]) -> None:
+    """Close all file descriptors in the list, and empty the list."""
+    while fds:
+        os.close(fds.pop())
+
+
+class _Deferred(Value):
+    """Placeholder that multiprocessing pickles in place of a process object. Unpickling the placeholder loads
+    the real process object from a file in memory.
+
+    The object must not be loaded earlier, because some objects can be unpickled only while multiprocessing
+    itself is unpickling.
+    """
+
+    fd: int
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _load_process, (self.fd,)
+
+
+def _load_process(fd: int) -> BaseProcess:
+    with open(fd, "rb") as file:
+        process: BaseProcess = pickle.load(file)
+    return process
+
+
+def call_and_return(function: Callable[..., Any], arguments: tuple[Any, ...], result: int) -> None:
+    """Run a function in a worker process, wrapped in :func:`record` as in torch. Write the pickled return
+    value to the file descriptor ``result``.
+    """
+    try:
+        value = record(function)(*arguments)
+        # Record pickling errors too. A return value that cannot be pickled is a failure of the worker, but
+        # multiprocessing would only print the error.
+        record(_send)(value, result)
+    except Exception as error:
+        from elasticrs._engine.inside import fast_exit
+        from elasticrs._engine.inside.error_file import give_notice
+
+        give_notice(os.environ.get("ELASTICRS_NOTICES", ""), error)
+        if fast_exit.is_enabled():
+            fast_exit.leave_after_callbacks(1)
+        raise
+
+
+def _send(value: object, result: int) -> None:
+    with open(result, "wb") as file:
+        file.write(pickle.dumps(value))

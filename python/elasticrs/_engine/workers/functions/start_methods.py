@@ -1,0 +1,535 @@
+"""Run functions in separate processes, with the start methods ``spawn``, ``fork`` and ``forkserver``.
+
+:class:`MultiprocessContext` and the workers of the agent use the same code.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import select
+import signal
+import socket
+import struct
+import sys
+import warnings
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from multiprocessing import forkserver, spawn, util
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from elasticrs._engine.job.value import Value, fresh
+from elasticrs._engine.workers.environment import TOKEN_VARIABLE
+from elasticrs._engine.workers.functions import keeper
+from elasticrs._engine.workers.functions.function_process import (
+    PreparedFunction,
+    ReturnPipe,
+    call_and_return,
+    close_all,
+)
+from elasticrs._engine.workers.functions.interrupts import call_kept
+from elasticrs._engine.workers.functions.supervised_group import SupervisedGroup
+from elasticrs._engine.workers.process import process_spec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from multiprocessing.process import BaseProcess
+
+    from elasticrs._core import LogStream, ProcessSpec
+
+
+_LOOK_FOR_SIGNALS = 0.1
+_MOST_SAID = 1 << 16
+
+PATIENCE = 30.0
+"""Maximum number of seconds to wait for the exit of a keeper. The keeper itself waits for a shorter time for
+its processes.
+"""
+
+
+class Functions(Value):
+    """Functions to start together. All mappings and sequences are indexed by local rank.
+
+    Args:
+        name: prefix of the names of the processes.
+        function: function that each process calls.
+        arguments: arguments of the function in each process.
+        envs: complete environment of each process.
+        stdouts: paths of files for standard output; an empty path means no redirection.
+        stderrs: the same for standard error.
+        cpus: CPUs that each process may use; ``None`` for all.
+        keeps: further file descriptors that each process inherits; not supported with ``spawn``.
+        warm: true to fork the processes from the nursery if it is warm; only supported with ``spawn``.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    arguments: Mapping[int, tuple[Any, ...]]
+    envs: Mapping[int, dict[str, str]]
+    stdouts: Mapping[int, str]
+    stderrs: Mapping[int, str]
+    cpus: Sequence[Sequence[int]] | None = None
+    keeps: Mapping[int, Sequence[int]] = fresh(factory=dict)
+    warm: bool = False
+
+    def cpus_of(self, rank: int) -> Sequence[int] | None:
+        """Return the CPUs that the process with this local rank may use; ``None`` if it may use all."""
+        return None if self.cpus is None else self.cpus[rank]
+
+
+class Watcher(Protocol):
+    """Interface of objects that report when a file descriptor becomes readable, such as a supervisor."""
+
+    def watch_fd(self, fd: int) -> None: ...
+    def unwatch_fd(self, fd: int) -> None: ...
+
+
+class FunctionStart(ABC):
+    """Base class of the start methods. An object starts a set of functions once, and reads their return
+    values.
+
+    Attributes:
+        watcher: watches the pipes of the return values; ``None`` before the functions run and after they end.
+        statuses: pipes, by local rank, into which the keeper writes the exit statuses; empty without a
+            keeper.
+        has_keeper: true if the parent of the functions is a :mod:`keeper <.keeper>`
+            and not the core.
+    """
+
+    has_keeper: ClassVar[bool] = False
+
+    def __init__(self, functions: Functions) -> None:
+        self._functions = functions
+        self._pipes: dict[int, ReturnPipe] = {}
+        self._prepared: list[PreparedFunction] = []
+        self._group: SupervisedGroup | None = None
+        self.statuses: list[int] = []
+        self.watcher: Watcher | None = None
+
+    @property
+    def values(self) -> dict[int, bytearray]:
+        """Pickled return values, keyed by local rank. A value is empty if its function has not returned."""
+        return {rank: pipe.data for rank, pipe in self._pipes.items()}
+
+    def start(self, streams: Sequence[LogStream]) -> SupervisedGroup:
+        """Start all functions in a new group. If one cannot be started, none runs. The group copies
+        ``streams`` to the console.
+        """
+        try:
+            specs = self.prepare()
+            pids = self._wait_for_pids()
+            self._group = group = SupervisedGroup(stop_scope="worker")
+            group.on_fd = self.fd_ready
+            group.start(specs, streams)
+            group.adopt(pids, self.statuses)
+            self.watch(group)
+        except BaseException:
+            if self._group is not None:
+                self._group.close()
+            self.close()
+            raise
+        return group
+
+    @abstractmethod
+    def prepare(self) -> list[ProcessSpec]:
+        """Prepare the functions' processes. Return the specifications of the processes that the Rust core
+        must start.
+        """
+
+    def _wait_for_pids(self) -> dict[int, int]:
+        """Return the pids of the processes that the core does not start, keyed by local rank."""
+        return {}
+
+    def watch(self, watcher: Watcher) -> None:
+        """Close this process's copies of the children's pipe ends, and watch for return values. Call this
+        after all functions have started. ``watcher`` has to call :meth:`fd_ready` when return values arrive.
+        """
+        for prepared in self._prepared:
+            prepared.close_childs_ends()
+        self.watcher = watcher
+        for pipe in self._pipes.values():
+            pipe.close_writer()
+            watcher.watch_fd(pipe.reader)
+
+    def fd_ready(self, fd: int) -> None:
+        """Read a part of a return value if ``fd`` belongs to one of the pipes."""
+        for pipe in self._pipes.values():
+            if pipe.reader == fd and pipe.read():
+                self._close(pipe)
+
+    def read_out(self) -> None:
+        """Read the remaining return values. Idempotent."""
+        for pipe in self._pipes.values():
+            if pipe.reader != -1:
+                while pipe.read() is None:
+                    continue
+                self._close(pipe)
+        self.watcher = None
+
+    def _close(self, pipe: ReturnPipe) -> None:
+        if self.watcher is not None:
+            self.watcher.unwatch_fd(pipe.reader)
+        pipe.close()
+
+    def close(self) -> None:
+        """Read the remaining return values, and close all file descriptors. Idempotent."""
+        self.read_out()
+        while self._prepared:
+            self._prepared.pop().close()
+
+    def _ranks(self) -> Sequence[int]:
+        return sorted(self._functions.arguments)
+
+    def _open_pipes(self) -> None:
+        for rank in self._ranks():
+            self._pipes[rank] = ReturnPipe()
+
+    def _prepare(self, rank: int) -> PreparedFunction:
+        functions = self._functions
+        result, name = self._pipes[rank].writer, f"{functions.name}:{rank}"
+        prepared = PreparedFunction(functions.function, functions.arguments[rank], result, name)
+        self._prepared.append(prepared)
+        return prepared
+
+
+class Spawn(FunctionStart):
+    """Start method that runs each function in a new interpreter. The core starts the interpreter like any
+    other program.
+    """
+
+    def prepare(self) -> list[ProcessSpec]:
+        self._open_pipes()
+        functions, specs = self._functions, []
+        for rank in self._ranks():
+            prepared = self._prepare(rank)
+            files = (functions.stdouts[rank], functions.stderrs[rank])
+            how: Any = {"cpus": functions.cpus_of(rank), "pass_fds": prepared.fds, "warm": functions.warm}
+            specs.append(process_spec(rank, prepared.argv, functions.envs[rank], *files, **how))
+        return specs
+
+
+class Kept(FunctionStart):
+    """Start method in which a separate process, the :mod:`keeper <.keeper>`, is the
+    parent of the processes that call the functions.
+
+    Attributes:
+        keeper_pidfd: pidfd of the keeper, which is readable when the keeper and all its processes have
+            exited; -1 if there is no keeper.
+        ended: pid and name of the first few processes that the keeper had to kill. Set by :meth:`finish`.
+        more_ended: number of further processes that the keeper had to kill.
+    """
+
+    has_keeper = True
+
+    def __init__(self, functions: Functions) -> None:
+        super().__init__(functions)
+        self._control: socket.socket | None = None
+        self._keeper: int | None = None
+        self.keeper_pidfd = -1
+        self._has_told_pids = False
+        self._gate = -1
+        self._ours: list[int] = []
+        self.ended: list[tuple[int, str]] = []
+        self.more_ended = 0
+
+    @abstractmethod
+    def _start_keeper(self, statuses: list[int], control: int, gate: int) -> int:
+        """Start the keeper and return its pid.
+
+        Args:
+            statuses: file descriptors for the exit statuses, by local rank.
+            control: the keeper's end of the socket.
+            gate: pipe from which each worker reads one byte before it starts to run.
+        """
+
+    def prepare(self) -> list[ProcessSpec]:
+        """Start the keeper, a process that forks a worker for each function; see the base class. Return an
+        empty list, because the Rust core starts no process itself.
+
+        The functions do not run until the Rust core monitors the workers.
+        """
+        ends: list[int] = []
+        try:
+            self._open_pipes()
+            # Use a socket type that preserves message boundaries, so that each read returns a whole message.
+            self._control, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+            ends.append(theirs.detach())
+            gate_reader, self._gate = self._pipe(ends)
+            self._ours.append(self._gate)
+            statuses: list[int] = []
+            for _ in self._ranks():
+                reader, writer = self._pipe(ends, reads=False)
+                statuses.append(writer)
+                self.statuses.append(reader)
+            # Fork the child process (the keeper) before this process starts threads, because the fork would
+            # otherwise copy locks that the threads hold.
+            self._keeper = self._start_keeper(statuses, ends[0], gate_reader)
+            self.keeper_pidfd = os.pidfd_open(self._keeper)
+        finally:
+            close_all(ends)
+        return []
+
+    @property
+    def control(self) -> int:
+        """File descriptor that becomes readable when :meth:`take_pids` has data to read."""
+        return self._socket().fileno()
+
+    def take_pids(self) -> dict[int, int] | None:
+        """Return the pids of the functions' processes, keyed by local rank. Return ``None`` if their parent
+        process has not sent the pids yet. Never blocks.
+
+        Raises:
+            RuntimeError: the processes could not be started.
+        """
+        told = struct.Struct(f"{len(self._ranks())}i")
+        try:
+            said = self._socket().recv(told.size, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        except ConnectionResetError:
+            said = b""
+        if not said:
+            raise RuntimeError("their parent process has exited; see its stderr")
+        pids = told.unpack(said)
+        if not all(pids):
+            raise RuntimeError("a process exited before it could run its function; see its stderr")
+        self._has_told_pids = True
+        return dict(enumerate(pids))
+
+    def watch(self, watcher: Watcher) -> None:
+        """Let the workers call their functions, because the Rust core now monitors all workers."""
+        super().watch(watcher)
+        os.write(self._gate, keeper.GO * len(self._pipes))
+
+    def _pipe(self, ends: list[int], *, reads: bool = True) -> tuple[int, int]:
+        """Create a pipe, and append the end for the child process to ``ends``."""
+        reader, writer = os.pipe()
+        ends.append(reader if reads else writer)
+        return reader, writer
+
+    def _wait_for_pids(self) -> dict[int, int]:
+        while True:
+            # Wait without a time limit, because the keeper's imports may take a long time.
+            while not select.select([self.control], [], [], _LOOK_FOR_SIGNALS)[0]:
+                call_kept()
+            try:
+                pids = self.take_pids()
+            except RuntimeError as error:
+                raise RuntimeError(f"the processes could not be started: {error}") from None
+            if pids is not None:
+                return pids
+
+    def _socket(self) -> socket.socket:
+        if self._control is None:
+            raise AssertionError("call `prepare` first")
+        return self._control
+
+    def close(self) -> None:
+        """Kill all processes through their parent process, and release all resources; see the base class."""
+        ended = None if self._group is None else self._group.end
+        has_succeeded = ended is not None and ended.outcome == "succeeded"
+        self.begin_end(keeper.LINGER if has_succeeded else keeper.AT_ONCE)
+        self.finish()
+
+    def begin_end(self, linger: float) -> None:
+        """Tell the workers' parent process to stop all workers and exit. :attr:`keeper_pidfd` becomes
+        readable when the parent process has exited. A second call kills the remaining processes immediately.
+
+        Args:
+            linger: seconds for which processes may continue; see :data:`keeper.WORD`.
+        """
+        if self._control is not None:
+            # Ignore a broken connection, because it means that the workers and their parent have exited.
+            with suppress(BrokenPipeError, ConnectionResetError):
+                self._control.send(keeper.WORD.pack(linger))
+        if self._keeper is not None and not self._has_told_pids:
+            # Interrupt the keeper's imports, because they may take a long time. Do not use SIGKILL, because
+            # the keeper may already have workers, which it has to kill and reap first.
+            with suppress(ProcessLookupError):
+                if self.keeper_pidfd != -1:
+                    signal.pidfd_send_signal(self.keeper_pidfd, keeper.IMPORT_NO_MORE)
+                else:
+                    os.kill(self._keeper, keeper.IMPORT_NO_MORE)
+                # Signal the process group of the workers' parent, because imports may have started processes.
+                # Ignore a missing group, because the parent may not have created the group yet.
+                os.killpg(self._keeper, keeper.IMPORT_NO_MORE)
+        if self.keeper_pidfd != -1:
+            # Resume the keeper in case it was stopped (SIGSTOP), because a stopped process can neither read
+            # messages nor exit.
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.keeper_pidfd, signal.SIGCONT)
+
+    def finish(self, patience: float = PATIENCE) -> None:
+        """Wait until the workers' parent process has exited, and release all resources. Idempotent.
+
+        Processes that have not exited within ``patience`` seconds get SIGKILL. This method does not wait for
+        the exit of killed processes, because they may be in state D.
+        """
+        if self._keeper is not None:
+            if self.keeper_pidfd == -1 or _has_ended(self.keeper_pidfd, patience):
+                # Ignore the error, because the program may already have reaped this child.
+                with suppress(ChildProcessError):
+                    os.waitpid(self._keeper, 0)
+            else:
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self.keeper_pidfd, signal.SIGKILL)
+                    os.killpg(self._keeper, signal.SIGKILL)
+            self._keeper = None
+        if self.keeper_pidfd != -1:
+            os.close(self.keeper_pidfd)
+            self.keeper_pidfd = -1
+        control, self._control = self._control, None
+        if control is not None:
+            with control:
+                if self._has_told_pids:
+                    self._take_names(control)
+        super().close()
+        close_all(self._ours)
+        close_all(self.statuses)
+
+    def _take_names(self, control: socket.socket) -> None:
+        said = b""
+        with suppress(BlockingIOError, ConnectionResetError):
+            said = control.recv(_MOST_SAID, socket.MSG_DONTWAIT)
+        *names, more = said.decode().split("\n")[:-1] or ["0"]
+        self.ended = [(int(pid), name) for pid, name in (line.split(" ", 1) for line in names)]
+        self.more_ended = int(more)
+
+    def _plan(
+        self, rank: int, run: Callable[[], int], status: int, keeps: Sequence[int]
+    ) -> keeper.WorkerPlan:
+        functions, kept = self._functions, [*keeps, *self._functions.keeps.get(rank, ())]
+        files = (functions.stdouts[rank], functions.stderrs[rank])
+        return keeper.WorkerPlan(run, *files, functions.cpus_of(rank), status, kept)
+
+
+def _has_ended(pidfd: int, patience: float) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(1000 * patience))
+
+
+class Fork(Kept):
+    """Start method that runs functions in forks of this process. Arguments can be of any type, because only
+    return values are pickled.
+    """
+
+    def _start_keeper(self, statuses: list[int], control: int, gate: int) -> int:
+        # Keep the pipe open until the program exits. Workers detect the exit by the closed pipe, through
+        # `multiprocessing.parent_process()`.
+        sentinel, writer = os.pipe()
+        self._ours.append(writer)
+        try:
+            return self._fork(self._plans(statuses, sentinel), control, gate)
+        finally:
+            os.close(sentinel)
+
+    def _plans(self, statuses: list[int], sentinel: int) -> list[keeper.WorkerPlan]:
+        functions = self._functions
+        make: Any = multiprocessing.get_context("fork").Process
+        plans: list[keeper.WorkerPlan] = []
+        for rank, pipe in self._pipes.items():
+            process = make(
+                target=call_and_return,
+                args=(functions.function, functions.arguments[rank], pipe.writer),
+                name=f"{functions.name}:{rank}",
+            )
+            run = _RunForked(process, functions.envs[rank], sentinel)
+            plans.append(self._plan(rank, run, statuses[rank], [pipe.writer]))
+        return plans
+
+    def _fork(self, workers: list[keeper.WorkerPlan], control: int, gate: int) -> int:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        parent = os.getpid()
+        pid = _fork()
+        if pid == 0:
+            try:
+                self._close_programs_ends()
+                keeper.keep(workers, control, gate, parent)
+            except BaseException as error:
+                os.write(2, f"the functions could not be started: {error!r}\n".encode(errors="replace"))
+            finally:
+                keeper.exit_at_once(0)
+        return pid
+
+    def _close_programs_ends(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        close_all(self._ours)
+        close_all(self.statuses)
+        for pipe in self._pipes.values():
+            os.close(pipe.reader)
+
+
+class ForkServer(Kept):
+    """Start method that imports multiprocessing's preload modules in a new interpreter, and then forks the
+    interpreter for each function.
+    """
+
+    def _start_keeper(self, statuses: list[int], control: int, gate: int) -> int:
+        workers: list[keeper.WorkerPlan] = []
+        passed = {control, gate, *statuses}
+        for rank in self._ranks():
+            prepared = self._prepare(rank)
+            run = keeper.RunPrepared(self._functions.envs[rank], prepared.tracker_fd, prepared.pipe_handle)
+            keeps = [fd for fd in prepared.fds if fd != prepared.tracker_fd]
+            workers.append(self._plan(rank, run, statuses[rank], keeps))
+            passed.update((prepared.tracker_fd, *workers[-1].keeps))
+        server: Any = forkserver._forkserver
+        data = spawn.get_preparation_data("ignore")
+        arguments = (workers, control, gate, os.getpid())
+        plan = os.memfd_create("elasticrs-fork-server")
+        try:
+            with open(plan, "wb", closefd=False) as file:
+                preload, main_path = list(server._preload_modules), data.get("init_main_from_path")
+                pickle.dump((preload, main_path, data["sys_argv"], arguments), file)
+            os.lseek(plan, 0, os.SEEK_SET)
+            return self._run(plan, sorted({plan, *passed}))
+        finally:
+            os.close(plan)
+            for prepared in self._prepared:
+                prepared.close_childs_ends()
+
+    def _run(self, plan: int, passed: list[int]) -> int:
+        program = os.fsdecode(spawn.get_executable())
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}; "
+            f"from elasticrs._engine.workers.functions.keeper import main; main({plan})"
+        )
+        flags: list[str] = util._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        start: Any = util.spawnv_passfds
+        return int(start(os.fsencode(program), [program, *flags, "-c", code], passed))
+
+
+class _RunForked(Value):
+    """Callable that runs a multiprocessing process object in a fork of this process, with ``env`` added to
+    the environment. ``sentinel`` is closed when the fork exits.
+    """
+
+    process: BaseProcess
+    env: dict[str, str]
+    sentinel: int
+
+    def __call__(self) -> int:
+        """Run the process's function, and return the exit code."""
+        os.environ.pop(TOKEN_VARIABLE, None)
+        os.environ.update(self.env)
+        heartbeats = sys.modules.get("elasticrs._engine.inside.heartbeats")
+        if heartbeats is not None:
+            heartbeats.start_afresh()
+        run: Callable[[int], int] = self.process._bootstrap  # type: ignore[attr-defined]
+        return run(self.sentinel)
+
+
+def _fork() -> int:
+    # Suppress Python 3.12's warning about forking a process with several threads. The fork is safe, because
+    # the child has one thread (KEEP-1) and imports nothing before it forks the workers (KEEP-2).
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+BY_METHOD: dict[str, type[FunctionStart]] = {"spawn": Spawn, "fork": Fork, "forkserver": ForkServer}

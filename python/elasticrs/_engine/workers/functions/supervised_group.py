@@ -1,0 +1,348 @@
+"""Process group that has its own supervisor. Every ``PContext`` runs its workers in such a group.
+
+The core starts, monitors and stops the processes, and this module handles the core's events. Several threads
+may use a group at the same time: one of them waits for events, and the others wait for that thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from elasticrs import _core
+from elasticrs._engine.workers.functions.interrupts import waiting
+from elasticrs._engine.workers.process import adopt, end_at_once
+from elasticrs.errors import JobFailedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+DRAIN_TIMEOUT = 10.0
+"""Maximum number of seconds that a finished group waits for a slow console. The log files are complete even
+if the group does not wait long enough.
+"""
+
+LATE = 1.0
+"""Maximum number of seconds for handling pending events after a wait. The time is limited because a file
+descriptor that is always readable produces events forever.
+"""
+
+_END_SLACK = 45.0
+"""Seconds to wait for the group after the grace period. This is longer than the core's own limit of 30 s."""
+
+
+class NotStartedError(JobFailedError, RuntimeError):
+    """Raised if worker processes could not be started."""
+
+
+class _NotFoundError(NotStartedError, FileNotFoundError):
+    pass
+
+
+class _NotPermittedError(NotStartedError, PermissionError):
+    pass
+
+
+_KINDS: dict[int | None, type[NotStartedError]] = {
+    errno.ENOENT: _NotFoundError,
+    errno.EACCES: _NotPermittedError,
+    errno.EPERM: _NotPermittedError,
+}
+
+
+def not_started(text: str, number: int | None) -> NotStartedError:
+    """Return a ``RuntimeError`` for the caller to raise. As in torch, it is also a ``FileNotFoundError`` if
+    the program is missing, or a ``PermissionError`` if it is not executable.
+    """
+    error = _KINDS.get(number, NotStartedError)(text)
+    if isinstance(error, OSError):
+        error.errno = number
+    return error
+
+
+class SupervisedGroup:
+    """Group of processes that this class starts, and whose exits it records.
+
+    Args:
+        grace: seconds between SIGTERM and SIGKILL for the other processes after a failure.
+        stop_scope: processes that receive stop signals other than SIGKILL. ``"worker"``: the worker, and the
+            rest of its process group once the worker has exited. ``"group"``: the worker's whole process
+            group.
+
+    Attributes:
+        pids: pids by local rank.
+        exits: exits by local rank, in the order in which they were seen.
+        first_failure: local rank that failed first; ``None`` if none has failed.
+        end: event that reported the end of the group; ``None`` until then.
+        on_fd: called with each readable file descriptor that :meth:`watch_fd` watches, in the thread that
+            waits for events.
+
+    Raises:
+        _core.SupervisorError: no supervisor can be created.
+        OSError: the process has run out of file descriptors.
+    """
+
+    def __init__(self, grace: float = 30.0, *, stop_scope: str = "group") -> None:
+        self._grace = grace
+        self._stop_scope = stop_scope
+        self._turn = threading.Condition()
+        self._waiter: int | None = None
+        self.on_fd: Callable[[int], None] = lambda _fd: None
+        self.pids: dict[int, int] = {}
+        self.exits: dict[int, _core.WorkerExited] = {}
+        self.first_failure: int | None = None
+        self.end: _core.GroupEnded | None = None
+        self._is_started = False
+        self._trouble: list[str] = []
+        self._failure: _core.StartFailed | None = None
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        try:
+            self._supervisor: _core.Supervisor | None = _core.Supervisor()
+        except BaseException:
+            os.close(self._bell)
+            raise
+        self._supervisor.watch_fd(self._bell)
+
+    def __del__(self) -> None:
+        # Close the eventfd if `close` was never called. The remaining processes need no cleanup, because the
+        # destructor of the supervisor kills them.
+        if getattr(self, "_supervisor", None) is not None:
+            os.close(self._bell)
+
+    # --- starting ---
+
+    def start(self, specs: Sequence[_core.ProcessSpec], streams: Sequence[_core.LogStream] = ()) -> None:
+        """Start all processes, and return once all are running. If one cannot be started, none is left
+        running. The core copies ``streams`` to the console.
+
+        Raises:
+            OSError: a program or a file cannot be accessed.
+            _core.SupervisorError: see the class.
+        """
+        supervisor = self._running()
+        if streams:
+            supervisor.follow(streams)
+        policy = _core.StopPolicy(15, self._grace)
+        supervisor.start(_core.GroupSpec(specs, on_failure=policy, stop_scope=self._stop_scope))
+        self.wait_until(lambda: self._is_started or self._failure is not None or self.end is not None)
+        if self._failure is not None:
+            text = f"the processes could not be started: {self._failure.message}"
+            raise not_started(text, self._failure.errno)
+
+    def adopt(self, pids: Mapping[int, int], statuses: Sequence[int]) -> None:
+        """Adopt processes that another process has started. Call this after :meth:`start`, and before the
+        processes are allowed to run their functions.
+
+        Args:
+            pids: pids by local rank.
+            statuses: pipes, by local rank, into which the parent writes the exit statuses.
+
+        Raises:
+            RuntimeError: a process has already exited.
+        """
+        try:
+            are_ours = adopt(self._running(), pids, statuses)
+        except ProcessLookupError:
+            are_ours = False
+        if not are_ours:
+            raise RuntimeError("a process exited before it could run its function")
+        self.pids.update(pids)
+
+    def watch_fd(self, fd: int) -> None:
+        """Call :attr:`on_fd` whenever ``fd`` is readable, until :meth:`unwatch_fd` is called."""
+        self._running().watch_fd(fd)
+
+    def unwatch_fd(self, fd: int) -> None:
+        """Stop watching a descriptor that was passed to :meth:`watch_fd`."""
+        if self._supervisor is not None:
+            self._supervisor.unwatch_fd(fd)
+
+    # --- waiting ---
+
+    def poll(self) -> None:
+        """Handle all pending events without blocking."""
+        self.wait_until(lambda: self.end is not None, 0.0)
+
+    def wait_until(self, is_met: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Wait until a condition on the recorded state is met. ``timeout`` is in seconds; ``None`` means no
+        limit. Return true if the condition was met in time.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not is_met():
+            left = None if deadline is None else deadline - time.monotonic()
+            if self._supervisor is None:
+                return is_met()
+            was_something = self._advance(None if left is None else max(0.0, left))
+            if left is not None and left <= (-LATE if was_something else 0):
+                return is_met()
+        return True
+
+    def _advance(self, timeout: float | None) -> bool:
+        """Handle one event, or wait while another thread handles one. Return false if no event arrives within
+        ``timeout`` seconds.
+        """
+        me = threading.get_ident()
+        with self._turn:
+            if self._waiter not in {None, me}:
+                return self._turn.wait(timeout)
+            # Save the previous waiter, because a signal handler may call this method while the same thread is
+            # already executing it.
+            outer, self._waiter = self._waiter, me
+        try:
+            supervisor = self._supervisor
+            if supervisor is None:
+                return False
+            with waiting(lambda: os.eventfd_write(self._bell, 1)):
+                event = supervisor.next_event(timeout)
+                if event is not None:
+                    self._record(event)
+            return event is not None
+        finally:
+            with self._turn:
+                self._waiter = outer
+                self._turn.notify_all()
+
+    def _record(self, event: _core.Event) -> None:
+        if isinstance(event, _core.FdReady):
+            if event.fd == self._bell:
+                os.eventfd_read(self._bell)
+            else:
+                self.on_fd(event.fd)
+        elif isinstance(event, _core.GroupStarted):
+            self.pids.update(enumerate(event.pids))
+            self._is_started = True
+        elif isinstance(event, _core.StartFailed):
+            self._failure = event
+        elif isinstance(event, _core.FailureSeen):
+            self.first_failure = event.local_rank
+        elif isinstance(event, _core.WorkerExited):
+            self.exits[event.local_rank] = event
+        elif isinstance(event, _core.GroupEnded):
+            self.end = event
+        elif isinstance(event, _core.LogTrouble):
+            self._trouble.append(f"log file {event.path}: {os.strerror(event.errno)}")
+        elif isinstance(event, _core.Degraded):
+            self._trouble.append(event.message)
+
+    def take_trouble(self) -> list[str]:
+        """Return the messages for the user that were added since the last call."""
+        taken, self._trouble = self._trouble, []
+        return taken
+
+    # --- stopping ---
+
+    def signal(self, signum: int, local_rank: int) -> None:
+        """Send a signal to a process or its process group. Do nothing if all processes of the group have
+        exited.
+        """
+        if self._supervisor is not None and self.end is None:
+            self._supervisor.signal(signum, [local_rank])
+
+    def stop(self, death_sig: int, timeout: float) -> None:
+        """Send a signal to all processes, and SIGKILL to those that are still running after ``timeout``
+        seconds. Return when all processes have exited.
+        """
+        if self._supervisor is None or self.end is not None or self._failure is not None:
+            return
+        self._supervisor.stop(_core.StopPolicy(death_sig, max(0.0, timeout)))
+        if self._is_started:
+            self.wait_until(lambda: self.end is not None, max(0.0, timeout) + _END_SLACK)
+
+    def hurry(self) -> None:
+        """Kill all remaining processes immediately, so that :meth:`stop` can return."""
+        if self._supervisor is not None:
+            end_at_once(self._supervisor)
+
+    def close(self) -> None:
+        """Kill the remaining processes, print the remaining output, and release all resources. Idempotent."""
+        supervisor, self._supervisor = self._supervisor, None
+        if supervisor is None:
+            return
+        try:
+            if self.end is not None:
+                supervisor.drain(DRAIN_TIMEOUT)
+        finally:
+            supervisor.close()
+            os.close(self._bell)
+            with self._turn:
+                self._turn.notify_all()
+
+    def _running(self) -> _core.Supervisor:
+        if self._supervisor is None:
+            raise _core.SupervisorError("the group is closed")
+        return self._supervisor
+
+
+class SupervisedProcess:
+    """A process of a group. It has the same interface as :class:`subprocess.Popen`.
+
+    Args:
+        group: group of the process.
+        local_rank: index of the process in the group.
+        args: command line of the process.
+        is_alone: true if the group contains only this process. This object then closes the group when the
+            process and its leftover processes have exited.
+    """
+
+    def __init__(
+        self, group: SupervisedGroup, local_rank: int, args: Sequence[str], *, is_alone: bool = False
+    ) -> None:
+        self._group = group
+        self._local_rank = local_rank
+        self._is_alone = is_alone
+        self.args = list(args)
+        self.pid = group.pids[local_rank]
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit code, or the negative number of the signal that killed the process; ``None`` until its exit is
+        noticed.
+        """
+        ended = self._group.exits.get(self._local_rank)
+        if ended is None:
+            return None
+        # If the exit status is unknown, return a failure code, because `Popen` cannot represent an unknown
+        # status.
+        return 255 if ended.exitcode is None else ended.exitcode
+
+    def poll(self) -> int | None:
+        """Handle pending events, and return :attr:`returncode`."""
+        self._group.poll()
+        self._let_go()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until the process has exited. Return its exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: the process is still running after ``timeout`` seconds.
+        """
+        self._group.wait_until(lambda: self.returncode is not None, timeout)
+        self._let_go()
+        code = self.returncode
+        if code is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return code
+
+    def send_signal(self, sig: int) -> None:
+        """Send a signal to the process or its process group. Do nothing if the process has exited."""
+        if self.poll() is None:
+            self._group.signal(int(sig), self._local_rank)
+
+    def terminate(self) -> None:
+        """Send SIGTERM to the process or its process group."""
+        self.send_signal(15)
+
+    def kill(self) -> None:
+        """Send SIGKILL to the process or its process group."""
+        self.send_signal(9)
+
+    def _let_go(self) -> None:
+        # Close the group only if its leftover processes have already exited, because this method must not
+        # wait for them.
+        if self._is_alone and self._group.end is not None:
+            self._group.close()

@@ -1,0 +1,274 @@
+"""Memory page that an agent shares with its workers, if they use :mod:`elasticrs.train`.
+
+Accessing the page needs no message and no system call, so a worker can check it after each step. To request a
+checkpoint, the agent increments the counter of requests. After a save, the workers set the counter of served
+requests to the number of requests at the start of the save. A request is therefore not lost if the workers
+fail before they save, and a single checkpoint can serve several requests.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from math import isfinite
+from mmap import mmap
+
+from elasticrs._engine.job.value import Value
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Literal, TypeAlias
+
+    Result: TypeAlias = Literal["saved", "failed", "no manager"]
+
+VARIABLE = "ELASTICRS_TRAIN_PAGE"
+
+RATE_INTERVAL = 1_000_000_000
+"""Minimum number of nanoseconds between two rates that a worker publishes. The interval is long because
+measuring the rate may be slow on a GPU.
+"""
+
+# Offsets into the page, in 8-byte words.
+_MARK, _ASKED, _SERVED, _RESULT, _SERVED_NS = range(5)
+_FIRST, _SPAN = 16, 16
+_PID, _RANK, _WORLD, _ROUND, _STEPS, _STEP_NS, _HAS_RATE, _RATE, _HAS_FINISHED = range(9)
+_RESULTS: tuple[Result, ...] = ("saved", "failed", "no manager")
+
+
+class Standing(Value):
+    """Training progress that a worker has reported.
+
+    Args:
+        local_rank: local rank of the worker.
+        pid: pid of the worker.
+        rank: rank of the worker in the current round; ``None`` before its first round.
+        world_size: number of workers in that round.
+        round: number of that round, from 1; 0 before the first round.
+        steps: number of steps that this process has finished.
+        step_ns: time when the last step ended, in nanoseconds of the monotonic clock.
+        rate: rate that the worker's ``WorkerStats`` reports; ``None`` if it does not report a rate.
+    """
+
+    local_rank: int
+    pid: int
+    rank: int | None
+    world_size: int
+    round: int
+    steps: int
+    step_ns: int
+    rate: float | None
+
+
+class Met(Value):
+    """Last rendezvous round that a worker took part in.
+
+    Args:
+        round: number of the round, from 1.
+        rank: rank of the worker in that round.
+    """
+
+    round: int
+    rank: int
+
+
+class AgentPage:
+    """The agent's access to the memory page that it shares with its workers.
+
+    Args:
+        workers: number of workers on this node.
+
+    Attributes:
+        variable: value of the environment variable :data:`VARIABLE` for the workers.
+
+    Raises:
+        OSError: the process has run out of memory or file descriptors.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._was_used = False
+        size = 8 * (_FIRST + _SPAN * workers)
+        self._fd = os.memfd_create("elasticrs-node", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self._fd, size)
+        # Seal the file size, because a worker that truncated the file would crash the agent.
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        self._map = mmap(self._fd, size)
+        self._bytes = memoryview(self._map)
+        self._words, self._floats = self._bytes.cast("Q"), self._bytes.cast("d")
+        # Write a random number, so that workers can check that they have opened this page. In another pid
+        # namespace, the page's path may lead to a different file.
+        self._words[_MARK] = mark = int.from_bytes(os.urandom(7), "big")
+        self.variable = f"{mark}:/proc/{os.getpid()}/fd/{self._fd}"
+
+    def ask(self) -> int:
+        """Request a checkpoint from the workers. Return the number of the request."""
+        self._words[_ASKED] += 1
+        return self._words[_ASKED]
+
+    @property
+    def asked(self) -> int:
+        """Number of checkpoint requests so far."""
+        return self._words[_ASKED]
+
+    def answer(self) -> tuple[int, Result, int]:
+        """Return how many checkpoint requests were served, the result of the last save, and the time of that
+        result in nanoseconds (monotonic clock).
+        """
+        served = self._words[_SERVED]
+        result = min(self._words[_RESULT], len(_RESULTS) - 1)
+        return served, _RESULTS[result], self._words[_SERVED_NS]
+
+    def standings(self) -> list[Standing]:
+        """Return the training progress of the workers that use ``elasticrs.train``, ordered by local rank."""
+        found = [self._standing(local_rank) for local_rank in range(self._workers)]
+        return [each for each in found if each.pid]
+
+    def _standing(self, local_rank: int) -> Standing:
+        at = _FIRST + _SPAN * local_rank
+        pid, rank, world, number, steps, step_ns, has_rate = self._words[at : at + _RATE].tolist()
+        rate = self._floats[at + _RATE] if has_rate else None
+        if rate is not None and not isfinite(rate):
+            # Drop a rate that is infinite or NaN, because JSON cannot represent such values.
+            rate = None
+        return Standing(local_rank, pid, rank - 1 if rank else None, world, number, steps, step_ns, rate)
+
+    def last_met(self, local_rank: int) -> Met | None:
+        """Return the last rendezvous that a worker took part in. Return ``None`` if the worker has had no
+        rendezvous, or if this memory page is closed.
+        """
+        if self._fd < 0:
+            return None
+        standing = self._standing(local_rank)
+        return None if standing.rank is None else Met(standing.round, standing.rank)
+
+    def meetings(self) -> tuple[int | None, ...]:
+        """Return the round number of each worker's last rendezvous, by local rank. It is ``None`` for a
+        worker that has had no rendezvous.
+        """
+        found = map(self.last_met, range(self._workers))
+        return tuple(None if met is None else met.round for met in found)
+
+    def is_training(self, local_rank: int) -> bool:
+        """Return true if a worker has joined a rendezvous round and has not finished training."""
+        at = _FIRST + _SPAN * local_rank
+        return bool(self._words[at + _ROUND]) and not self._words[at + _HAS_FINISHED]
+
+    def final_world_size(self) -> int | None:
+        """Return the number of workers in the job's last rendezvous, if training has finished.
+
+        Return ``None`` if workers are still training, or if no worker of this node has been in a rendezvous.
+        """
+        if self._fd < 0:
+            return None
+        met = [each for each in self.standings() if each.rank is not None]
+        if not met or any(self.is_training(each.local_rank) for each in met):
+            return None
+        return max(each.world_size for each in met)
+
+    def clear(self, local_rank: int) -> None:
+        """Delete the data of the previous worker with this local rank, before its replacement starts."""
+        at = _FIRST + _SPAN * local_rank
+        self._was_used = self.was_used
+        for word in range(at, at + _SPAN):
+            self._words[word] = 0
+
+    @property
+    def was_used(self) -> bool:
+        """True if any worker has used ``elasticrs.train``, even one that has been replaced."""
+        return self._was_used or bool(self.standings())
+
+    def close(self) -> None:
+        """Close the memory page. Idempotent."""
+        if self._fd >= 0:
+            for view in (self._words, self._floats, self._bytes):
+                view.release()
+            self._map.close()
+            os.close(self._fd)
+            self._fd = -1
+
+
+class WorkerPage:
+    """A worker's access to the memory page that it shares with its agent. Only the process that created this
+    object may use it.
+
+    Args:
+        words: contents of the whole page.
+        local_rank: local rank of this worker.
+    """
+
+    def __init__(self, words: memoryview, local_rank: int) -> None:
+        self._all = words
+        at = _FIRST + _SPAN * local_rank
+        self._own = own = words[at : at + _SPAN]
+        self._rate = own.cast("B").cast("d")
+        for word in range(_SPAN):
+            own[word] = 0
+        own[_PID] = os.getpid()
+        self._steps = self._rate_due = 0
+
+    @property
+    def is_asked(self) -> bool:
+        """True if the agent is waiting for the workers to save a checkpoint."""
+        words = self._all
+        return bool(words[_ASKED] > words[_SERVED])
+
+    @property
+    def asked(self) -> int:
+        """Number of checkpoint requests so far. A save that starts now serves all of them."""
+        return self._all[_ASKED]
+
+    def serve(self, asked: int, result: Result) -> None:
+        """Report the result of a save to the agent. The save serves all requests up to number ``asked``."""
+        words = self._all
+        if asked > words[_SERVED]:
+            words[_RESULT] = _RESULTS.index(result)
+            words[_SERVED_NS] = time.monotonic_ns()
+            words[_SERVED] = asked
+
+    def place(self, rank: int, world_size: int, number: int) -> None:
+        """Publish the number of the round that is starting, this worker's rank, and the number of workers in
+        the round.
+        """
+        own = self._own
+        own[_RANK], own[_WORLD], own[_ROUND] = rank + 1, world_size, number
+        own[_HAS_FINISHED] = 0
+
+    def finish(self) -> None:
+        """Report to the agent that this worker has finished training."""
+        self._own[_HAS_FINISHED] = 1
+
+    def stepped(self) -> bool:
+        """Count a training step. Return true if it is time to call :meth:`tell_rate`."""
+        own = self._own
+        self._steps = own[_STEPS] = self._steps + 1
+        now = own[_STEP_NS] = time.monotonic_ns()
+        if now < self._rate_due:
+            return False
+        self._rate_due = now + RATE_INTERVAL
+        return True
+
+    def tell_rate(self, rate: float | None) -> None:
+        """Publish this worker's training rate; ``None`` if it is unknown."""
+        self._rate[_RATE], self._own[_HAS_RATE] = rate or 0.0, int(rate is not None)
+
+
+def page_of(environ: Mapping[str, str]) -> WorkerPage | None:
+    """Return the memory page that this worker shares with its agent. Return ``None`` if there is no page or
+    it cannot be opened.
+    """
+    mark, _, path = environ.get(VARIABLE, "").partition(":")
+    try:
+        local_rank = int(environ["LOCAL_RANK"])
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            words = memoryview(mmap(fd, 0)).cast("Q")
+        finally:
+            os.close(fd)
+        is_ours = words[_MARK] == int(mark) and len(words) >= _FIRST + _SPAN * (local_rank + 1)
+    except (KeyError, OSError, TypeError, ValueError, IndexError):
+        # Continue without the shared memory page, because only checkpoint requests and progress reports need
+        # it. The agent will report that no worker uses the page.
+        return None
+    return WorkerPage(words, local_rank) if is_ours else None

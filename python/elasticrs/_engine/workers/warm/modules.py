@@ -1,0 +1,327 @@
+"""Choose the modules to import once for all workers: those that the user names, or those that the workers'
+code imports.
+
+Source files are parsed, never run. All imports at the top level count, including those inside ``if``,
+``try``, ``with`` and loops, but not imports in functions and classes, or for type checkers only. The user's
+own modules are not preloaded. They are parsed as well, because the modules that they import can be preloaded.
+Modules that torch imports only in the first training step are added; see :data:`LAZY`.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from contextlib import suppress
+
+from elasticrs._engine.job.config import Preload, UsageError
+from elasticrs._engine.job.phrases import printable
+from elasticrs._engine.workers.warm.entry import found_spec, is_beside, own_sources
+from elasticrs._engine.workers.warm.steps import Folder, Import, Variable, steps
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from collections.abc import Set as AbstractSet
+
+    from elasticrs._engine.workers.warm.entry import Entry
+    from elasticrs._engine.workers.warm.steps import Unknown
+
+LAZY: tuple[tuple[tuple[bytes, ...], str], ...] = (
+    # On first use, optimizers, DDP, FSDP and checkpointing import about 900 modules of torch's compiler, in
+    # order to exclude their own functions from compilation.
+    (
+        (
+            b"optim",
+            b"DistributedDataParallel",
+            b"fully_shard",
+            b"FullyShardedDataParallel",
+            b"utils.checkpoint",
+        ),
+        "torch._dynamo",
+    ),
+    # `torch.compile` imports about 400 more modules, plus its code generators.
+    ((b"torch.compile", b"torch_compile"), "torch._inductor.compile_fx"),
+)
+"""Modules that torch imports only when they are used. Each entry contains words that may occur in a source
+file, and the module to import if one of them does.
+
+Process groups, collectives, data loaders and schedulers import no further modules. A module is imported only
+if one of its words occurs, because together these modules take 80 MB, and some of them, such as triton, print
+to stderr at exit.
+"""
+
+_READ_LAZILY = (
+    rb"""["']((?!TORCH(?:ELASTIC|_NCCL|_DISTRIBUTED|_CPP|_HOME))"""
+    rb"""(?:PYTORCH|TORCH|TRITON)[A-Z]*_[A-Z0-9_]+)["']"""
+)
+"""Environment variables that torch may read when it imports the modules in :data:`LAZY`."""
+_SETS_ANY = (b"environ.update", b"putenv", b"load_dotenv")
+
+_CANNOT_PARSE = (SyntaxError, ValueError, RecursionError, MemoryError)
+_NEVER = ("__future__", "__main__")
+_AT_START = frozenset(
+    (
+        *sys.builtin_module_names,
+        *("_collections_abc", "_sitebuiltins", "abc", "codecs", "encodings", "genericpath", "io", "os"),
+        *("posixpath", "site", "stat", "zipimport"),
+    )
+)
+"""Modules that every Python interpreter imports before it runs a script."""
+_WIDTH, _SHOWN = 60, 4
+_ENOUGH = 1 << 19
+"""Maximum number of bytes of source files to parse. The limit exists because the launch waits for the parser,
+which parses about 5000 bytes in a millisecond.
+"""
+
+
+def preload(value: str, entry: Entry) -> Preload:
+    """Choose the modules to preload.
+
+    Args:
+        value: ``auto``, or names of modules separated by commas.
+        entry: code that the workers run first.
+
+    Raises:
+        UsageError: a module does not exist, as far as this interpreter can tell. The message says what is
+            wrong with ``value``.
+    """
+    if entry.why_cold is not None:
+        return Preload(remarks=(f"no effect: {entry.why_cold}",))
+    if value == "auto":
+        return _of_source(entry)
+    return _of_list([name.strip() for name in value.split(",")], entry)
+
+
+def _of_list(names: Sequence[str], entry: Entry) -> Preload:
+    chosen, remarks = [], []
+    for name in dict.fromkeys(names):
+        top = name.partition(".")[0]
+        if is_beside(top, entry.folders):
+            remarks.append(f"{name} was left out: it is next to {entry.name}, so each worker imports it")
+        elif entry.interpreter is None and found_spec(top) is None:
+            raise UsageError(f"there is no module {top!r}")
+        else:
+            chosen.append(name)
+    plan = _Plan(entry)
+    # Continue even if the script cannot be read or parsed, because the user has named the modules to import.
+    # The script is only read to find the statements that run before its imports.
+    with suppress(OSError, *_CANNOT_PARSE):
+        plan.read_entry()
+    tops = {_top(name) for name in chosen}
+    variables = plan.variables_before(tops)
+    late = [name for name in chosen if _top(name) in map(_top, plan.left_out)]
+    if plan.unknown is not None and late:
+        remarks.append(
+            f"{plan.unknown} runs before the script imports {_listed(late)}, but cannot affect what --warm "
+            "imports by name; use --warm auto if it has to"
+        )
+    return Preload((*variables, *chosen), is_explicit=True, remarks=tuple(remarks), folders=plan.folders)
+
+
+def _of_source(entry: Entry) -> Preload:
+    if entry.path is None:
+        return _cold(
+            f"{entry.name} has no source file that could be read; name the modules, for example --warm torch"
+        )
+    plan = _Plan(entry)
+    try:
+        plan.read_entry()
+    except OSError as error:
+        return _cold(f"{entry.path} cannot be read: {error.strerror}")
+    except _CANNOT_PARSE as error:
+        return _cold(f"{entry.path} cannot be parsed: {_reason(error)}")
+    remarks = []
+    tops = dict.fromkeys(map(_top, plan.left_out))
+    # Do not mention modules that are not installed, because the script may import them optionally.
+    late = [top for top in tops if entry.interpreter is not None or found_spec(top) is not None]
+    if plan.unknown is not None and late:
+        late.sort(key=sys.stdlib_module_names.__contains__)  # List the standard library's modules last.
+        remarks.append(
+            f"{plan.unknown} may change what later imports do, so each worker imports {_listed(late)} by "
+            "itself; to preload them, import them before that line"
+        )
+    if not plan.modules:
+        return Preload(
+            remarks=tuple(remarks) or _cold(f"{entry.path} imports nothing but its own modules").remarks
+        )
+    lazy: list[str] = []
+    if any(_top(name) == "torch" for name in plan.modules):
+        lazy = [name for source in plan.sources for name in lazily_imported(source)]
+        lazy = [name for name in dict.fromkeys(lazy) if name not in plan.modules]
+    if lazy and (why := why_not_lazily(plan.sources, {step.partition("=")[0] for step in plan.steps})):
+        remarks.append(f"{_listed(lazy)} is imported by each worker, because the source {why}")
+        lazy = []
+    return Preload((*plan.steps, *lazy), remarks=tuple(remarks), folders=plan.folders)
+
+
+class _Plan:
+    """Preload steps derived from the source of a script and of the user's own modules that it imports.
+
+    Args:
+        entry: script, module or function that the workers run.
+
+    Attributes:
+        steps: preload steps, up to the first statement whose effect is unknown; see :class:`Preload`.
+        modules: names of the modules that the steps import.
+        unknown: description of the first statement whose effect is unknown; ``None`` if there is no such
+            statement.
+        left_out: modules that the source imports after that statement.
+        folders: folders of the user's own modules: the folders of the entry, and folders that are added to
+            ``sys.path``.
+    """
+
+    def __init__(self, entry: Entry) -> None:
+        self._entry = entry
+        self.folders = entry.folders
+        self._sources: dict[str, bytes] = {}
+        self._is_own = dict.fromkeys(_NEVER, True)
+        self._read: set[tuple[str, bool]] = set()
+        self.steps: list[str] = []
+        self.modules: dict[str, None] = {}
+        self.unknown: str | None = None
+        self.left_out: dict[str, None] = {}
+
+    @property
+    def sources(self) -> list[bytes]:
+        """Contents of all source files that were read."""
+        return list(self._sources.values())
+
+    def read_entry(self) -> None:
+        """Read the source of the workers' script or module, and of the user's own modules that it imports.
+
+        Raises:
+            OSError: the source of the entry cannot be read.
+            SyntaxError: the source cannot be parsed. All exceptions in :data:`_CANNOT_PARSE` mean this.
+        """
+        if self._entry.path is None:
+            return
+        if self._entry.package:
+            self._import(Import(self._entry.package))
+        self._read_source(self._entry.path, self._entry.package, is_main=self._entry.is_main)
+
+    def variables_before(self, tops: AbstractSet[str]) -> list[str]:
+        """Return the assignments to environment variables, as ``NAME=value``, that precede the first import
+        of any of these top-level modules.
+        """
+        found = []
+        for step in self.steps:
+            if "=" in step:
+                found.append(step)
+            elif _top(step) in tops:
+                break
+        return found
+
+    def _read_source(
+        self, file: str, package: str, *, is_main: bool = False, is_certain: bool = True
+    ) -> None:
+        self._read.add((file, is_main))
+        self._sources[file] = b""
+        self._sources[file] = source = _read(file)
+        for step in steps(source, package, file=file, is_main=is_main):
+            if isinstance(step, Import):
+                self._import(step if is_certain else Import(step.name, is_certain=False))
+            elif isinstance(step, Folder):
+                self.folders = (*self.folders, step.path)
+                self._is_own = dict.fromkeys(_NEVER, True)
+            elif isinstance(step, Variable) and is_certain and self.unknown is None:
+                self.steps.append(f"{step.name}={step.value}")
+            elif self.unknown is None:
+                self.unknown = _quoted(file, step)
+
+    def _import(self, step: Import) -> None:
+        name, top = step.name, _top(step.name)
+        if top not in self._is_own:
+            self._is_own[top] = is_beside(top, self.folders)
+        if self._is_own[top]:
+            self._import_own(step)
+        elif self.unknown is not None:
+            if name not in self.modules and top not in _AT_START:
+                self.left_out[name] = None
+        elif name not in self.modules:
+            self.modules[name] = None
+            self.steps.append(name)
+
+    def _import_own(self, step: Import) -> None:
+        for file, package in own_sources(step.name, self.folders):
+            if (file, False) in self._read:
+                continue
+            if sum(map(len, self._sources.values())) >= _ENOUGH:
+                self.unknown = (
+                    self.unknown or f"{file}, which was not read because the sources are too large,"
+                )
+                return
+            # Ignore an unreadable module, because the worker will report the error when it imports that
+            # module.
+            with suppress(OSError, *_CANNOT_PARSE):
+                self._read_source(file, package, is_certain=step.is_certain)
+
+
+def _quoted(file: str, step: Variable | Unknown) -> str:
+    """Format a statement for a message to the user, with its file and line number."""
+    return f"{file}, line {step.line} ({printable(step.text, _WIDTH)})"
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Format the first few of these names for a message, followed by the number of remaining names."""
+    all_names = list(dict.fromkeys(name.replace(":", ".") for name in names))
+    shown = ", ".join(all_names[:_SHOWN])
+    return shown if len(all_names) <= _SHOWN else f"{shown} and {len(all_names) - _SHOWN} more"
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, SyntaxError) and error.lineno:
+        return f"line {error.lineno}: {error.msg}"
+    return str(error) or type(error).__name__
+
+
+def _cold(why: str) -> Preload:
+    return Preload(remarks=(f"nothing is preloaded: {why}",))
+
+
+def _top(name: str) -> str:
+    return name.partition(":")[0].partition(".")[0]
+
+
+def _read(path: str) -> bytes:
+    # Do not read a pipe (such as `<(…)` in a shell), because it can be read only once and the worker must
+    # read it.
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(0, "not a file")
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def _has(source: bytes, words: Sequence[bytes]) -> bool:
+    return any(word in source for word in words)
+
+
+def lazily_imported(source: bytes) -> list[str]:
+    """Return the modules that torch will import later, when the script first needs them. See :data:`LAZY`.
+
+    Args:
+        source: source file to search for the words in :data:`LAZY`.
+    """
+    return [name for words, name in LAZY if _has(source, words)]
+
+
+def why_not_lazily(sources: Sequence[bytes], known: AbstractSet[str]) -> str | None:
+    """Return why the modules in :data:`LAZY` cannot be preloaded; ``None`` if they can be.
+
+    In a worker that starts cold, the training imports these modules. By that time, functions of the program
+    may have set environment variables that these modules read during their import.
+
+    Args:
+        sources: source files to search for the names of such variables.
+        known: variables that the nursery sets before the imports.
+    """
+    import re
+
+    for source in sources:
+        for word in _SETS_ANY:
+            if word in source:
+                return f"mentions {word.decode()}, which may set variables that it reads when it is imported"
+        for found in re.findall(_READ_LAZILY, source):
+            if found.decode() not in known:
+                return f"mentions {found.decode()}, which it may read when it is imported"
+    return None

@@ -1,1 +1,0 @@
-"""Helpers for the operating system and the hardware: clocks, devices, forks, node checks, blocking calls."""

@@ -1,1 +1,0 @@
-"""Description of the requested job: options, settings, ranks, and restart budget."""
