@@ -181,7 +181,8 @@ class _Search:
         return self._aborted.intersection(stuck.unknown)
 
     def _aborted_ones(self) -> Iterator[Culprit]:
-        """Yield the aborted ranks as culprits if their own calls may have been wrong (**CUL-5**).
+        """Yield the ranks that gloo aborted in a collective in which other ranks still wait (**CUL-5**). They
+        are culprits if they called another collective than the waiting ranks.
 
         The confidence is likely if all of these conditions hold. Otherwise, it is possible.
 

@@ -281,9 +281,8 @@ class MeetingPoint:
             self._server.lead_workers(address, agent)
 
     def announce_workers_store(self, agent: str, head: Head | None) -> None:
-        """Write the address of the workers' store of the round in ``head`` to the rendezvous store. A
-        rendezvous store that serves all jobs forwards connections of workers to this address; see
-        :meth:`follow`.
+        """Tell the rendezvous store the address of the current round's workers' store. The rendezvous store
+        forwards the connections of workers to this address; see :meth:`follow`.
 
         Do nothing with etcd or the back end ``static``, or if this agent hosts the rendezvous store. Also do
         nothing if this process is a worker, because its token gives no access to such keys.

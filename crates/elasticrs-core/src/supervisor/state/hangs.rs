@@ -86,8 +86,8 @@ impl PendingAction {
         matches!(self, Self::Timer(_) | Self::Hung(_)) && self.concerns(member, local_rank)
     }
 
-    /// Returns true if the late ranks may be slow instead of hung, because each of them exceeded the limit for steps.
-    /// See [`slow`].
+    /// Returns true if the late ranks may be slow and not hung: each of them has missed its next heartbeat or
+    /// its next line of output. See [`slow`].
     fn may_be_slow(&self) -> bool {
         matches!(self, Self::Hung(check)
             if check.late.iter().all(|overdue| matches!(overdue.missed, Missed::Step | Missed::Line)))

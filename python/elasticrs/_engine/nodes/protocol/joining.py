@@ -220,8 +220,8 @@ def _refuse(member: Member, link: Link, why: str, *, is_alone: bool) -> None:
 
 
 def leave_refused(member: Member) -> None:
-    """Exit after a refusal. Either there are no other nodes to notify, or the store has replied to the
-    notification, or :data:`REFUSAL_TIMEOUT` has elapsed.
+    """Exit if the job has refused this agent. Called when the other nodes know of the refusal, or after
+    :data:`REFUSAL_TIMEOUT`; at once if there are no other nodes.
     """
     if member.joining.refusal is not None:
         member.exit(Outcome("refused", member.joining.refusal))

@@ -248,7 +248,5 @@ def _first(frames: Sequence[Frame], limit: int) -> list[str]:
 
 
 def seconds(span: float) -> str:
-    """Format a duration in seconds for display. The rounded duration determines the number of digits, so that
-    a duration is never shown in two formats.
-    """
+    """Format a duration in seconds with three digits or more: ``9.99 s``, ``99.9 s``, ``999 s``."""
     return f"{span:.2f} s" if span < 9.995 else f"{span:.1f} s" if span < 99.95 else f"{span:,.0f} s"

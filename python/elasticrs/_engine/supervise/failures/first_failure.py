@@ -39,9 +39,10 @@ def early_leavers(attempt: Attempt) -> tuple[int, ...]:
 
 
 def _is_lost_peer_first(attempt: Attempt) -> bool:
-    """Return true if a rank that exited with code 0 may have caused the first failure. If the ranks to blame
-    have been decided, that decision must be based on such an exit. Otherwise, the first failure must be an
-    exception that only reports a lost peer.
+    """Return true if a rank that exited with code 0 may have caused the first failure.
+
+    That is so if the decision about the ranks to blame is based on such an exit. Without a decision, it is so
+    if the first failure is an exception that only reports a lost peer.
     """
     if attempt.blame is not None:
         return attempt.blame.basis == "exit"
