@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import hypothesis
 import pytest
 from helpers.golden import golden
-from helpers.launcher import LAUNCHERS, NO_TIME, Launched, clean_environment
+from helpers.launcher import LAUNCHERS, NO_TIME, Launched, clean_environment, write_at_once
 from helpers.leaks import no_leaks
 from helpers.network_fixtures import formed, hosts, impair, multinode, network
 from helpers.torch_programs import TorchPrograms
@@ -168,7 +168,7 @@ def worker_script(tmp_path: Path) -> Callable[..., Path]:
 
     def write(source: str, name: str = "worker.py") -> Path:
         path = tmp_path / name
-        path.write_text(textwrap.dedent(source), encoding="utf-8")
+        write_at_once(path, textwrap.dedent(source))
         return path
 
     return write

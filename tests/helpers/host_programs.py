@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from helpers.launcher import Launched
+from helpers.launcher import Launched, write_at_once
 
 PRELUDE = """
 import json, os, signal, sys
@@ -49,7 +49,7 @@ def host_program(launch: Start, tmp_path: Path) -> Start:
         program = tmp_path / name
         body = textwrap.indent(main.strip() + STOP_TRACKER, "    ")
         source = f"{PRELUDE}{functions}\nif __name__ == '__main__':\n{body}"
-        program.write_text(source, encoding="utf-8")
+        write_at_once(program, source)
         return launch(program, *args, argv=[sys.executable, *options], **how)
 
     return start

@@ -235,6 +235,13 @@ class Launched:
         return f"{what}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}\n---"
 
 
+def write_at_once(path: Path, source: str) -> None:
+    """Write or replace a program, which a process that was started before may be reading."""
+    complete = path.with_name(f"{path.name}.complete")
+    complete.write_text(source, encoding="utf-8")
+    complete.replace(path)
+
+
 LAUNCHERS = {
     "elasticrs": (sys.executable, "-m", "elasticrs.launch"),
     "torchrun": (str(Path(sys.executable).parent / "torchrun"),),
