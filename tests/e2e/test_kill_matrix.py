@@ -79,6 +79,10 @@ def test_signals_to_agent_or_nursery_in_each_phase_end_all_workers(phase, event)
     launched = phase.job.launched
     if event == "nursery SIGKILL":
         send(phase.job.nursery(), signal.SIGKILL)
+        # If the nursery was still forking workers, all workers start again without it. The job goes on.
+        line = launched.wait_for_line("workers start cold|failed after", "stderr")
+        if line[0] == "workers start cold":
+            launched.signal(signal.SIGTERM)
     elif event == "agent SIGINT twice":
         launched.signal(signal.SIGINT)
         launched.signal(signal.SIGINT)
