@@ -194,8 +194,8 @@ pub struct Group {
     /// Actions that wait for diagnostics about the workers, or for the end of a delay. `None` if there is nothing to
     /// wait for.
     waiting: Option<Vec<PendingAction>>,
-    /// Complete diagnostics for the actions in `waiting`, if one of these actions also waits for the report of an exit.
-    /// `None` if the diagnostics are incomplete or no action waits for an exit.
+    /// Diagnostics that were complete before the exit code of a dead worker was known. They are used when its exit is
+    /// reported. `None` if nothing waits for an exit.
     gathered: Option<Vec<WorkerEvidence>>,
     /// Indices of failed members that still have leftover processes, in exit order. The first one is being cleaned up.
     left: VecDeque<usize>,

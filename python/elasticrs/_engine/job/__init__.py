@@ -1,1 +1,1 @@
-"""What the user asked for: options, settings, ranks, the restart policy; and the words for a failure."""
+"""The job as the user configured it: options, settings, ranks, restart policy. Also the texts of messages."""

@@ -1,1 +1,1 @@
-"""Runs the workers of a job on one node, from the first attempt to the report."""
+"""Runs the workers of a job on one node, restarts them after a failure, and reports how the job ended."""

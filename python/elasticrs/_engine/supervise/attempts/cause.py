@@ -36,8 +36,8 @@ def remote_failure(cause: Cause, clock: Clock) -> ProcessFailure:
     failure = ProcessFailure(
         -1 if cause.local_rank is None else cause.local_rank,
         -1 if cause.pid is None else cause.pid,
-        # Use 1 if a node has reported the failed worker without an exit code. If no node has reported the
-        # worker, its pid is also missing, and its exit code stays unknown.
+        # A known pid without an exit code means that the worker has failed, so use exit code 1. If the pid is
+        # unknown, nothing is known about the worker. Its exit code stays unknown then.
         1 if cause.exitcode is None and cause.pid is not None else cause.exitcode,
         "",
         seen_ns=None if cause.time_ns is None else clock.to_monotonic(cause.time_ns),

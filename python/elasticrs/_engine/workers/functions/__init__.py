@@ -1,1 +1,1 @@
-"""Workers that are functions: start methods, log plugins, and processes without an agent."""
+"""Runs functions as workers: how their processes start, and how results, errors and logs come back."""
