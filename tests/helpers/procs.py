@@ -4,6 +4,7 @@ Waiting is for an event (a pidfd that becomes readable), or for a fact that noth
 (:func:`wait_until`). Deadlines are hang guards: none of them is ever what a test measures.
 """
 
+import contextlib
 import ctypes
 import os
 import select
@@ -203,19 +204,24 @@ def assert_gone(pids: Iterable[int], timeout: float = HANG) -> None:
 
 
 def kill_and_reap(child: Process) -> None:
-    """Kill a child of this process with SIGKILL, and reap it.
+    """Kill a child of this process with SIGKILL, and reap it, unless its owner reaps it first.
 
     Raises:
         TimeoutError: it does not end (state D).
     """
-    pidfd = os.pidfd_open(child.pid)
+    try:
+        pidfd = os.pidfd_open(child.pid)
+    except ProcessLookupError:
+        return
     try:
         # Do not skip zombies: the signal does not harm them, and a process whose main thread has exited only
         # looks like one.
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         if not wait_readable(pidfd):
             raise TimeoutError(f"does not end after SIGKILL: {child}")
-        os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
     finally:
         os.close(pidfd)
 

@@ -115,6 +115,20 @@ def test_a_subprocess_handler_does_not_wait_for_leftover_processes(tmp_path, mon
     assert os.listdir("/proc/self/fd") == before
 
 
+def test_a_handler_sends_no_signal_between_the_exit_and_its_event(monkeypatch):
+    handler = SubprocessHandler("true", (), {}, None, None, 0)
+    group, signals = handler._group, []
+    assert procs.wait_gone(handler.proc.pid)
+    with monkeypatch.context() as patch:
+        patch.setattr(group, "poll", lambda: None)
+        patch.setattr(group, "signal", lambda signum, local_rank: signals.append((signum, local_rank)))
+        handler.close()
+    assert signals == []
+    assert handler.proc.wait(procs.HANG) == 0
+    assert group.wait_until(lambda: group.end is not None, procs.HANG)
+    assert handler.proc.poll() == 0
+
+
 def test_an_unreferenced_handler_kills_its_process_and_leaks_no_descriptor():
     before = os.listdir("/proc/self/fd")
     handler = SubprocessHandler("sleep", (1000,), {}, None, None, 0)

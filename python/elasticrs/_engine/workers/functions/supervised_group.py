@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import subprocess
 import threading
 import time
@@ -330,8 +331,14 @@ class SupervisedProcess:
 
     def send_signal(self, sig: int) -> None:
         """Send a signal to the process or its process group. Do nothing if the process has exited."""
-        if self.poll() is None:
-            self._group.signal(int(sig), self._local_rank)
+        if self.poll() is not None:
+            return
+        if _has_exited(self.pid):
+            # Its event has not arrived yet. A signal would reach only its leftover processes, because they
+            # belong to the process group.
+            self._group.wait_until(lambda: self.returncode is not None, LATE)
+            return
+        self._group.signal(int(sig), self._local_rank)
 
     def terminate(self) -> None:
         """Send SIGTERM to the process or its process group."""
@@ -346,3 +353,18 @@ class SupervisedProcess:
         # wait for them.
         if self._is_alone and self._group.end is not None:
             self._group.close()
+
+
+def _has_exited(pid: int) -> bool:
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    try:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        return bool(poll.poll(0))
+    finally:
+        os.close(pidfd)
