@@ -41,11 +41,12 @@ def names(events):
 
 
 def is_ours(event):
-    """Return true if torch does not emit this event: a restart, or the end of a worker in the attempt before
-    it.
+    """Return true if torch does not emit this event: a restart, the end of a worker in the attempt before it,
+    or the end of a failed job.
     """
     has_ended = event["metadata"]["state"] in ("FAILED", "TERMINATED") and event["source"] == "WORKER"
-    return event["name"] == RUNNING or (has_ended and event["metadata"]["agent_restarts"] == 0)
+    is_new = event["name"] in (RUNNING, "job failed")
+    return is_new or (has_ended and event["metadata"]["agent_restarts"] == 0)
 
 
 def of_console(text):
