@@ -29,7 +29,7 @@ from elasticrs._engine.workers.functions.function_process import (
     close_all,
 )
 from elasticrs._engine.workers.functions.interrupts import call_kept
-from elasticrs._engine.workers.functions.supervised_group import SupervisedGroup
+from elasticrs._engine.workers.functions.supervised_group import SupervisedGroup, has_ended
 from elasticrs._engine.workers.process import process_spec
 
 if TYPE_CHECKING:
@@ -367,7 +367,7 @@ class Kept(FunctionStart):
         the exit of killed processes, because they may be in state D.
         """
         if self._keeper is not None:
-            if self.keeper_pidfd == -1 or _has_ended(self.keeper_pidfd, patience):
+            if self.keeper_pidfd == -1 or has_ended(self.keeper_pidfd, patience):
                 # Ignore the error, because the program may already have reaped this child.
                 with suppress(ChildProcessError):
                     os.waitpid(self._keeper, 0)
@@ -402,12 +402,6 @@ class Kept(FunctionStart):
         functions, kept = self._functions, [*keeps, *self._functions.keeps.get(rank, ())]
         files = (functions.stdouts[rank], functions.stderrs[rank])
         return keeper.WorkerPlan(run, *files, functions.cpus_of(rank), status, kept)
-
-
-def _has_ended(pidfd: int, patience: float) -> bool:
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(1000 * patience))
 
 
 class Fork(Kept):

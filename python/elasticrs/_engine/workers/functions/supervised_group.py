@@ -331,14 +331,10 @@ class SupervisedProcess:
 
     def send_signal(self, sig: int) -> None:
         """Send a signal to the process or its process group. Do nothing if the process has exited."""
-        if self.poll() is not None:
-            return
-        if _has_exited(self.pid):
-            # Its event has not arrived yet. A signal would reach only its leftover processes, because they
-            # belong to the process group.
-            self._group.wait_until(lambda: self.returncode is not None, LATE)
-            return
-        self._group.signal(int(sig), self._local_rank)
+        # The process may have exited although its event has not arrived yet. A signal would then reach only
+        # the processes that it left behind in its process group.
+        if self.poll() is None and not _has_exited(self.pid):
+            self._group.signal(int(sig), self._local_rank)
 
     def terminate(self) -> None:
         """Send SIGTERM to the process or its process group."""
@@ -363,8 +359,13 @@ def _has_exited(pid: int) -> bool:
     except OSError:
         return False
     try:
-        poll = select.poll()
-        poll.register(pidfd, select.POLLIN)
-        return bool(poll.poll(0))
+        return has_ended(pidfd, 0)
     finally:
         os.close(pidfd)
+
+
+def has_ended(pidfd: int, patience: float) -> bool:
+    """Return true if the process exits within ``patience`` seconds."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(1000 * patience))
