@@ -11,10 +11,10 @@ import pytest
 from helpers.procs import HANG
 from rendezvous import agents
 
+from elasticrs._engine.nodes.driver import Timers, now
 from elasticrs._engine.nodes.protocol import messages as m
 from elasticrs._engine.nodes.protocol.machine import step
 from elasticrs._engine.nodes.protocol.records import Head
-from elasticrs._engine.nodes.protocol.timers import Timers, now
 from elasticrs._engine.nodes.transport.coordination import ConnectionLost, Notice, Txn, Unwatch, Watch
 from elasticrs._engine.nodes.transport.session import Client, NativeSession
 

@@ -2,9 +2,8 @@
 
 from rendezvous.store import Entry
 
-from elasticrs._engine.nodes.driver import drop_stale
+from elasticrs._engine.nodes.driver import Timers, drop_stale
 from elasticrs._engine.nodes.protocol.records import Head
-from elasticrs._engine.nodes.protocol.timers import Timers
 from elasticrs._engine.nodes.transport.coordination import Changes, ConnectionLost, Reply
 
 HEAD = "/elasticrs/job/head"

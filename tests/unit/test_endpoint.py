@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticrs._engine.job.config import UsageError
-from elasticrs._engine.nodes.transport.endpoint import parse_endpoint
+from elasticrs._engine.nodes.transport.addresses import parse_endpoint
 
 
 @pytest.mark.parametrize(

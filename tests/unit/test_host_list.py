@@ -5,7 +5,7 @@ from helpers.host_lists import host_lists
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs._engine.cli.schedulers.host_list import MOST, expand
+from elasticrs._engine.cli.schedulers.slurm import MAX_HOSTS, expand
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_a_host_list_is_expanded_in_its_order(made):
 @pytest.mark.parametrize(
     "text",
     ["", ",", "a,,b", "a,", "a b", "c:9", "n[", "n[1-", "n]", "n[]", "n[1,,2]", "n[3-1]", "n[a-b]",
-     "n[1-2,4-]", "n[1[2]]", "n[1-2-3]", "n[-1]", "n[1 - 2]", f"n[0-{MOST}]", "n[0-9999][0-9999]",
+     "n[1-2,4-]", "n[1[2]]", "n[1-2-3]", "n[-1]", "n[1 - 2]", f"n[0-{MAX_HOSTS}]", "n[0-9999][0-9999]",
      "n[1-99999999999999999999]", f"n[{'9' * 5000}]", "n[" + ",".join(["0-999999"] * 1000) + "]"],
 )  # fmt: skip
 def test_malformed_host_lists_are_refused(text):

@@ -8,9 +8,8 @@ from helpers import ports
 from helpers.rendezvous import rendezvous
 
 from elasticrs._engine.job.restart_policy import RestartSettings
-from elasticrs._engine.nodes import lent_port
-from elasticrs._engine.nodes.driver import Driver
-from elasticrs._engine.nodes.lent_port import PATIENCE, LentPort
+from elasticrs._engine.nodes import driver as driver_module
+from elasticrs._engine.nodes.driver import PORT_PATIENCE, Driver, LentPort, now
 from elasticrs._engine.nodes.protocol import messages
 
 
@@ -37,7 +36,7 @@ class Session:
 def clock(monkeypatch):
     """Replace the clock, and return a list whose only element is the current time in seconds."""
     time = [0.0]
-    monkeypatch.setattr(lent_port, "now", lambda: time[0])
+    monkeypatch.setattr(driver_module, "now", lambda: time[0])
     return time
 
 
@@ -71,7 +70,7 @@ def test_a_port_in_use_is_retried_with_growing_pauses(clock):
     assert "taken by a worker" in port.trouble
     assert not port.is_overdue
     quick = port.pause
-    clock[0] = PATIENCE
+    clock[0] = PORT_PATIENCE
     assert not port.take_back()
     assert port.is_overdue
     assert port.pause > quick
@@ -117,8 +116,8 @@ def test_the_end_of_the_workers_is_reported_after_the_port_is_taken_back(driver)
         assert told == []
         assert "another program" in driver.open_store()
         driver.group_over(ended)
-    deadline = lent_port.now() + 10
-    while ended not in told and lent_port.now() < deadline:
+    deadline = now() + 10
+    while ended not in told and now() < deadline:
         select.select(driver.fds, [], [], driver.seconds_left(10.0))
         driver.poll()
     assert ended in told

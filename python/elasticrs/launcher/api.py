@@ -17,7 +17,7 @@ from elasticrs import events
 from elasticrs._engine.job import config as defaults
 from elasticrs._engine.job import options
 from elasticrs._engine.job.config import UnresolvedSettings, WorkerSettings
-from elasticrs._engine.nodes.transport.endpoint import parse_endpoint
+from elasticrs._engine.nodes.transport.addresses import parse_endpoint
 from elasticrs._engine.nodes.transport.settings import exit_barrier_timeout_of
 from elasticrs._engine.supervise.observe.health_check_server import _AliveCallbackProxy
 from elasticrs._engine.supervise.observe.observer_factory import check_destination

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from elasticrs._engine.job.config import DEFAULT_MASTER_PORT
-from elasticrs._engine.nodes.transport.endpoint import parse_endpoint
+from elasticrs._engine.nodes.transport.addresses import parse_endpoint
 from elasticrs._engine.nodes.transport.session import Client, NativeSession, Server
 from elasticrs._engine.workers.ports import StorePort, agent_hosts_store
 from elasticrs.rendezvous.api import (

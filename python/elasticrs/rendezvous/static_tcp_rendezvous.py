@@ -7,7 +7,7 @@ from __future__ import annotations
 import datetime
 from typing import Any
 
-from elasticrs._engine.nodes.transport.endpoint import shown_endpoint
+from elasticrs._engine.nodes.transport.addresses import shown_endpoint
 from elasticrs.rendezvous.api import RendezvousHandler, RendezvousParameters
 from elasticrs.rendezvous.registry import get_rendezvous_handler
 from elasticrs.rendezvous.utils import parse_rendezvous_endpoint

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from elasticrs._engine.nodes.transport.endpoint import shown_endpoint
+from elasticrs._engine.nodes.transport.addresses import shown_endpoint
 from elasticrs._engine.workers.environment import TOKEN_VARIABLE
 from elasticrs._engine.workers.ports import bind
 from elasticrs.train.meeting_url import JOB_VARIABLE, MEMBER_VARIABLE, MeetingPlace, parse

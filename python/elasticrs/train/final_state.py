@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from elasticrs._engine.job.value import Value
-from elasticrs._engine.nodes.transport.endpoint import shown_endpoint
+from elasticrs._engine.nodes.transport.addresses import shown_endpoint
 from elasticrs._engine.workers.node_page import VARIABLE
 from elasticrs.train.coordinator import FinalState
 

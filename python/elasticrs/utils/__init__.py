@@ -1,7 +1,7 @@
 """Helpers with the same names as in torch: stores, ports, macros, loggers, and samplers."""
 
 from elasticrs import lazy
-from elasticrs._engine.workers.arguments import macros
+from elasticrs._engine.workers.process import macros
 from elasticrs.utils.api import get_env_variable_or_raise, get_socket_with_port
 
 __all__ = ["get_env_variable_or_raise", "get_socket_with_port", "macros"]

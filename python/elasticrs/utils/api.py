@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from elasticrs._engine.workers.arguments import macros
+from elasticrs._engine.workers.process import macros
 
 if TYPE_CHECKING:
     import socket

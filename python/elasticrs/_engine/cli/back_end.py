@@ -91,7 +91,7 @@ def _alone(args: Namespace, environ: Mapping[str, str], grace: float, notices: l
 
 
 def _static(args: Namespace, environ: Mapping[str, str], grace: float, notices: list[str]) -> Meeting:
-    from elasticrs._engine.nodes.transport.endpoint import parse_endpoint
+    from elasticrs._engine.nodes.transport.addresses import parse_endpoint
 
     rendezvous = _describe("static", args, environ, grace, notices)
     endpoint = _static_endpoint(args)
@@ -155,7 +155,7 @@ def _describe(
 
 
 def _static_endpoint(args: Namespace) -> str:
-    from elasticrs._engine.nodes.transport.endpoint import shown_endpoint
+    from elasticrs._engine.nodes.transport.addresses import shown_endpoint
 
     if endpoint := args.rdzv_endpoint.strip():
         return str(endpoint)

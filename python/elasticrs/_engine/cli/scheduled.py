@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
     from typing import Any
 
-    from elasticrs._engine.cli.schedulers.place import Place
+    from elasticrs._engine.cli.schedulers import Place
 
 _DEFAULTS = {option.dest: option.default for option in OPTIONS}
 _OF_STATIC = frozenset(("node_rank", "master_addr", "master_port"))
@@ -43,8 +43,7 @@ def with_scheduler(args: Namespace, environ: Mapping[str, str], notices: list[st
         UsageError: the scheduler has started the nodes in a way that prevents a rendezvous. The message is
             one line for the user.
     """
-    from elasticrs._engine.cli.schedulers import place_of
-    from elasticrs._engine.cli.schedulers.place import WORKER_VARIABLE
+    from elasticrs._engine.cli.schedulers import WORKER_VARIABLE, place_of
 
     place = place_of(environ, os.getpid())
     if place is None:

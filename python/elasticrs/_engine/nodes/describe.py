@@ -23,8 +23,7 @@ from __future__ import annotations
 from elasticrs._engine.job.config import DEFAULT_PORT, DEFAULT_SHUTDOWN_TIMEOUT, UsageError
 from elasticrs._engine.job.value import Record, Value, fresh
 from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
-from elasticrs._engine.nodes.transport.addresses import is_loopback_name
-from elasticrs._engine.nodes.transport.endpoint import parse_endpoint
+from elasticrs._engine.nodes.transport.addresses import is_loopback_name, parse_endpoint
 from elasticrs._engine.nodes.transport.settings import BY_NAME, read_settings, read_value
 
 TYPE_CHECKING = False

@@ -11,14 +11,12 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from elasticrs._engine.nodes.lent_port import PATIENCE, LentPort
 from elasticrs._engine.nodes.meeting_point import CannotHost, Home, MeetingPoint
 from elasticrs._engine.nodes.protocol import messages
 from elasticrs._engine.nodes.protocol.keys import workers_keys
 from elasticrs._engine.nodes.protocol.machine import Member, step
 from elasticrs._engine.nodes.protocol.messages import Outcome
 from elasticrs._engine.nodes.protocol.records import Head
-from elasticrs._engine.nodes.protocol.timers import Timers
 from elasticrs._engine.nodes.transport.coordination import (
     Changes,
     ConnectionLost,
@@ -51,6 +49,100 @@ _PORT = "port"
 """Name of a timer of the driver. When it fires, the driver tries again to take the port back from the
 workers.
 """
+
+
+def now() -> float:
+    """Return the current time of the boot clock, in seconds."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class Timers:
+    """Named timers."""
+
+    __slots__ = ("_deadlines",)
+
+    def __init__(self) -> None:
+        self._deadlines: dict[str, float] = {}
+
+    def arm(self, name: str, seconds: float) -> None:
+        """Set a timer that expires after ``seconds``. If the timer is already set, replace its deadline."""
+        self._deadlines[name] = now() + seconds
+
+    def disarm(self, name: str) -> None:
+        """Cancel a timer. Do nothing if it is not set."""
+        self._deadlines.pop(name, None)
+
+    def take_due(self) -> list[str]:
+        """Remove all timers that are due and return their names, earliest first."""
+        moment = now()
+        due = sorted((at, name) for name, at in self._deadlines.items() if at <= moment)
+        for _, name in due:
+            del self._deadlines[name]
+        return [name for _, name in due]
+
+    def seconds_left(self, limit: float) -> float:
+        """Return the seconds until the next timer is due, but at most ``limit``."""
+        if not self._deadlines:
+            return limit
+        return max(0.0, min(limit, min(self._deadlines.values()) - now()))
+
+
+PORT_PATIENCE = 10.0
+"""Seconds for which sockets of the workers may still occupy the port after the workers have exited."""
+
+_PORT_TICK, _SLOW_PORT_TICK = 0.05, 1.0
+
+
+class LentPort:
+    """Port that the rendezvous store hands over to the workers' store during a round. Meanwhile, the
+    rendezvous store keeps its existing connections.
+
+    Nothing is handed over if another process hosts the rendezvous store.
+    """
+
+    __slots__ = ("_deadline", "_is_lent", "_meeting_point", "trouble")
+
+    def __init__(self, meeting_point: MeetingPoint) -> None:
+        self._meeting_point = meeting_point
+        self._is_lent = False
+        self._deadline: float | None = None
+        self.trouble = ""
+
+    def lend(self) -> bool:
+        """Release the port, so that the workers' store can use it. Return true on success; otherwise,
+        :attr:`trouble` contains the reason.
+        """
+        if not self.take_back():
+            return False
+        if self._meeting_point.hosts:
+            self._meeting_point.stop_listening()
+            self._is_lent = True
+        return True
+
+    def take_back(self) -> bool:
+        """Take the port back from the workers. Return true on success; otherwise, :attr:`trouble` contains
+        the reason.
+        """
+        if self._is_lent:
+            try:
+                self._meeting_point.listen_again()
+            except OSError as error:
+                self.trouble = str(error)
+                if self._deadline is None:
+                    self._deadline = now() + PORT_PATIENCE
+                return False
+        self._is_lent, self._deadline = False, None
+        return True
+
+    @property
+    def is_overdue(self) -> bool:
+        """True if the port has been occupied for so long that another program must be using it."""
+        return self._deadline is not None and now() >= self._deadline
+
+    @property
+    def pause(self) -> float:
+        """Seconds to wait before trying again to listen on the port that the workers used."""
+        return _SLOW_PORT_TICK if self.is_overdue else _PORT_TICK
 
 
 class Driver:
@@ -277,8 +369,8 @@ class Driver:
             if not self._is_told:
                 self._is_told = True
                 text = (
-                    f"port {self._rendezvous.port} is still taken {PATIENCE:g} s after the workers have ended"
-                    f" ({self._port.trouble}): no node can join until it is free"
+                    f"port {self._rendezvous.port} is still taken {PORT_PATIENCE:g} s after the workers have "
+                    f"ended ({self._port.trouble}): no node can join until it is free"
                 )
                 left.append(messages.Announce(text))
         held, self._held_back = self._held_back, None

@@ -1,9 +1,13 @@
-"""Describe worker processes for the supervisor, and let the supervisor take over or kill running workers."""
+"""Describe worker processes for the supervisor, and let the supervisor take over or kill running workers.
+:class:`macros` substitutes the workers' arguments.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+from string import Template
+from typing import Any
 
 from elasticrs import _core
 from elasticrs._engine.workers.followers import follower_of
@@ -122,3 +126,23 @@ def heartbeat_page() -> tuple[int, str]:
     environment variable that tells the worker where it is.
     """
     return _core.heartbeat_page()
+
+
+class macros:  # noqa: N801 -- torch's name
+    """Macros that are substituted in workers' arguments."""
+
+    local_rank = "${local_rank}"
+
+    @staticmethod
+    def substitute(args: list[Any], local_rank: str) -> list[Any]:
+        """Return the arguments with ``${local_rank}`` replaced. Leave other macros, and arguments that are
+        not strings, unchanged.
+
+        Args:
+            args: arguments of a worker.
+            local_rank: local rank of that worker.
+        """
+        return [
+            Template(arg).safe_substitute(local_rank=local_rank) if isinstance(arg, str) else arg
+            for arg in args
+        ]

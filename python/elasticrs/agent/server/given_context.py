@@ -10,8 +10,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from elasticrs._engine.supervise.run.workers import variables_of
-from elasticrs._engine.workers.arguments import macros
 from elasticrs._engine.workers.logs import line_prefixes
+from elasticrs._engine.workers.process import macros
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,7 +16,7 @@ same variables. The form of the address shows whether Kubeflow or the user has s
 
 from __future__ import annotations
 
-from elasticrs._engine.cli.schedulers.place import WORKER_VARIABLE, Place, number_in
+from elasticrs._engine.cli.schedulers import WORKER_VARIABLE, Place, number_in
 from elasticrs._engine.job.config import DEFAULT_PORT
 
 TYPE_CHECKING = False

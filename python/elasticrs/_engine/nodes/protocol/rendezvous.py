@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from elasticrs._engine.job.value import Value, fresh
-from elasticrs._engine.nodes.transport.addresses import is_unspecified
-from elasticrs._engine.nodes.transport.endpoint import shown_endpoint
+from elasticrs._engine.nodes.transport.addresses import is_unspecified, shown_endpoint
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

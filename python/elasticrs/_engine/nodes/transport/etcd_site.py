@@ -16,8 +16,7 @@ import os
 
 from elasticrs._engine.job.config import UsageError, seconds_within
 from elasticrs._engine.job.value import Value
-from elasticrs._engine.nodes.transport.addresses import is_loopback_name
-from elasticrs._engine.nodes.transport.endpoint import parse_endpoint, shown_endpoint
+from elasticrs._engine.nodes.transport.addresses import is_loopback_name, parse_endpoint, shown_endpoint
 from elasticrs._engine.nodes.transport.settings import (
     Key,
     path,

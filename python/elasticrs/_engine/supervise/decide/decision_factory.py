@@ -1,11 +1,19 @@
-"""Chooses the class that decides how an agent reacts to events. Only the chosen class is imported."""
+"""Chooses the class that decides how an agent reacts to events, and plans the attempts of a job on one node.
+Only the chosen class is imported.
+"""
 
 from __future__ import annotations
 
+import os
 from functools import partial
+
+from elasticrs._engine.job.ranks import NodeShare, assign
+from elasticrs._engine.workers.plan import Plan
+from elasticrs._engine.workers.ports import StorePort, agent_hosts_store
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from elasticrs import _core
     from elasticrs._engine.job.config import JobConfig
     from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
     from elasticrs._engine.process.console import Console
@@ -28,8 +36,6 @@ def make_decisions(
         planner: assigns the ranks of a job on one node; a default planner if ``None``.
     """
     if rendezvous is None:
-        from elasticrs._engine.nodes.one_node import plan_one_node
-
         planner = planner or partial(plan_one_node, job)
         if job.replaces_workers:
             from elasticrs._engine.supervise.decide.member_workers import MemberWorkers
@@ -45,3 +51,21 @@ def make_decisions(
     from elasticrs._engine.supervise.decide.several_nodes import SeveralNodes
 
     return SeveralNodes(job, rendezvous, console)
+
+
+def plan_one_node(job: JobConfig, supervisor: _core.Supervisor) -> Plan:
+    """Plan the next attempt of a single-node job: the ranks, and the address of the workers' store.
+
+    If the job sets ``master_port``, rank 0 hosts the store on that port. Otherwise the port is free, and this
+    process hosts the store if :func:`.ports.agent_hosts_store` is true. ``supervisor`` reports its messages.
+
+    Raises:
+        OSError: no port is free, or file descriptors have run out.
+    """
+    ranks = assign([NodeShare(job.role, job.nproc)], 0)
+    if job.master_port is not None:
+        return Plan(ranks, job.master_addr, job.master_port)
+    is_served = agent_hosts_store(os.environ)
+    port = StorePort(is_served=is_served)
+    port.serve(supervisor)
+    return Plan(ranks, job.master_addr, port.number, port, use_agent_store=is_served)

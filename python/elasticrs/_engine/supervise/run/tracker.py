@@ -22,9 +22,7 @@ from elasticrs._engine.supervise.attempts.evidence import oom_kills, read_counte
 from elasticrs._engine.supervise.failures.first_failure import early_leavers
 from elasticrs._engine.supervise.observe.observer import Observers
 from elasticrs._engine.supervise.observe.story import Story
-from elasticrs._engine.supervise.run.expired_timers import log_expired
 from elasticrs._engine.supervise.run.passed_signals import PassedSignals
-from elasticrs._engine.supervise.run.port_conflict import is_port_conflict
 from elasticrs._engine.supervise.run.workers import (
     prepare_group,
     prepare_replacement,
@@ -32,7 +30,7 @@ from elasticrs._engine.supervise.run.workers import (
     watch_hangs,
     watch_timers,
 )
-from elasticrs._engine.workers.logs import attempt_name, discard_unused_files
+from elasticrs._engine.workers.logs import attempt_name, discard_unused_files, last_bytes
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -450,7 +448,7 @@ class AttemptTracker:
             attempt.accuse(Blame(left, True, Basis.EXIT), attempt.stamps["failure_seen"])
 
     def _on_timer(self, event: _core.TimerExpired) -> None:
-        log_expired(self._job.run_id, event)
+        _log_expired(self._job.run_id, event)
         if event.signal is not None:
             self._is_overdue(event.local_rank, Overdue(event.seen_ns, timer=event))
         else:
@@ -622,7 +620,7 @@ class AttemptTracker:
             if leftovers.silent:
                 attempt.fail_silently(leftovers.silent, event.ended_ns)
                 outcome = "failed"
-        conflict = outcome == "failed" and attempt.files.run(partial(is_port_conflict, attempt), False)
+        conflict = outcome == "failed" and attempt.files.run(partial(_is_port_conflict, attempt), False)
         if outcome == "failed":
             self._accuse_leavers(attempt)
             self._diagnose(attempt, partial(self._explain, attempt))
@@ -674,6 +672,50 @@ def _discard_unused_files(paths: LogPaths) -> None:
 
 def _named(processes: Sequence[_core.Descendant]) -> list[tuple[int, str]]:
     return [(process.pid, process.command) for process in processes]
+
+
+_CONFLICT_BYTES = 65536
+
+
+def _is_port_conflict(attempt: Attempt) -> bool:
+    """Return true if the attempt failed because the workers' store could not bind the port that was reserved
+    for it.
+
+    Search the error files and stderr logs of the failed workers for the port number and the kernel's message
+    about a port in use. Ignore ports that the user has chosen.
+    """
+    held = attempt.plan.port
+    if held is None or held.store is not None:
+        return False
+    port = str(attempt.plan.master_port).encode()
+    for worker in attempt.failed_exits():
+        if worker.sent_signal is not None:
+            continue
+        for files in (attempt.paths.error_files, attempt.paths.stderrs):
+            path = files.get(worker.local_rank, "")
+            text = last_bytes(path, _CONFLICT_BYTES).lower() if path.endswith((".json", ".log")) else b""
+            if port in text and (b"eaddrinuse" in text or b"address already in use" in text):
+                return True
+    return False
+
+
+def _log_expired(run_id: str, event: _core.TimerExpired) -> None:
+    """Call the hook ``log_debug_info_for_expired_timers`` for a timer, as torch's timer server does. The
+    program may have replaced the hook.
+
+    Args:
+        run_id: identifier of the job.
+        event: the expired timer.
+    """
+    from elasticrs.timer import file_based_local_timer as timers
+
+    request = timers.FileTimerRequest(event.pid, event.scope, event.deadline, event.signal or 0)
+    try:
+        timers.log_debug_info_for_expired_timers(run_id, {event.pid: [request.to_json()]})
+    except Exception:
+        import logging
+
+        logging.getLogger("elasticrs.agent").exception("log_debug_info_for_expired_timers failed")
 
 
 _RECORDERS: dict[type, Callable[[AttemptTracker, Any], None]] = {

@@ -452,7 +452,7 @@ class CommandWorkers(Workers):
 def _filled_in(argument: str, local_rank: int) -> str:
     if "$" not in argument:
         return argument
-    from elasticrs._engine.workers.arguments import (
+    from elasticrs._engine.workers.process import (
         macros,  # Import this lazily, because it imports `re`, which only macros need.
     )
 
