@@ -11,7 +11,7 @@ from helpers.ended import Ended, report_of
 from helpers.said import says
 
 from elasticrs._engine.cli.outcome import conclude_stopped
-from elasticrs._engine.job.config import JobConfig
+from elasticrs._engine.job.config import JobSpec
 from elasticrs._engine.supervise.attempts.attempt import JobResult
 
 pytestmark = pytest.mark.beyond_torchrun
@@ -454,7 +454,7 @@ def test_a_report_pipe_without_a_reader_does_not_block_the_job(launch, worker_sc
 
 def test_a_supervisor_failure_writes_a_report(tmp_path):
     path, said = tmp_path / "report.json", []
-    job = JobConfig(1, "job42", name="train.py", report=str(path))
+    job = JobSpec(1, "job42", name="train.py", report=str(path))
     assert conclude_stopped(job, JobResult(), "no free file descriptor", said.append) == 1
     report = report_of(path)
     assert (report["outcome"], report["reason"]) == ("failed", "no free file descriptor")

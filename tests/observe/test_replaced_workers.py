@@ -10,7 +10,7 @@ from helpers import procs
 from helpers.http_client import get, get_json, port_of, wait_until_answers
 from helpers.schema import schemas
 
-from elasticrs._engine.job.config import JobConfig
+from elasticrs._engine.job.config import JobSpec
 from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
 from elasticrs._engine.supervise.attempts.state_machine import Phase
 from elasticrs._engine.supervise.observe.job_metrics import MetricRecorder
@@ -126,7 +126,7 @@ def test_torch_metrics_count_the_restarts_that_were_used():
     def keep(_, name, value):
         values[name] = value
 
-    recorder = MetricRecorder(JobConfig(1, "j", role="r", max_restarts=3))
+    recorder = MetricRecorder(JobSpec(1, "j", role="r", max_restarts=3))
     attempt = Attempt(1, 2, None)
     add_sink(keep)
     try:

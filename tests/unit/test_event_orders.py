@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elasticrs import _core
-from elasticrs._engine.job.config import JobConfig, ObserveSettings
+from elasticrs._engine.job.config import JobSpec, ObserveSettings
 from elasticrs._engine.job.ranks import NodeShare, assign
 from elasticrs._engine.process.clock import Clock
 from elasticrs._engine.supervise.attempts import state_machine as machine
@@ -82,7 +82,7 @@ class Played:
     """A tracker that receives events. Ignores events that the core could not report in the current state."""
 
     def __init__(self, *, replaces):
-        self.job = JobConfig(N, "job", on_failure="replace" if replaces else "restart")
+        self.job = JobSpec(N, "job", on_failure="replace" if replaces else "restart")
         said = Said()
         observers = [EventRecorder(self.job, ObserveSettings()), MetricRecorder(self.job)]
         workers = NoWorkers(WorkerSetup(self.job, None, None, {}), [])

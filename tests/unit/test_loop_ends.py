@@ -7,7 +7,7 @@ import os
 import pytest
 
 from elasticrs import _core
-from elasticrs._engine.job.config import JobConfig
+from elasticrs._engine.job.config import JobSpec
 from elasticrs._engine.supervise.attempts import state_machine as machine
 from elasticrs._engine.supervise.attempts.attempt import Attempt
 from elasticrs._engine.supervise.decide.decisions import Decisions
@@ -35,7 +35,7 @@ class Ends(Decisions):
 
 class NoWorkers(CommandWorkers):
     def __init__(self, closed):
-        super().__init__(WorkerSetup(JobConfig(1, "job"), None, None, {}), [])
+        super().__init__(WorkerSetup(JobSpec(1, "job"), None, None, {}), [])
         self._closed = closed
 
     def close(self):
@@ -43,7 +43,7 @@ class NoWorkers(CommandWorkers):
 
 
 def agent(closed):
-    return Agent(JobConfig(1, "job"), NoWorkers(closed), Ends(closed), signals=None, owns_process=False)
+    return Agent(JobSpec(1, "job"), NoWorkers(closed), Ends(closed), signals=None, owns_process=False)
 
 
 class Wrapped:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs._engine.job.config import JobConfig
+from elasticrs._engine.job.config import JobSpec
 from elasticrs._engine.job.ranks import NodeShare, assign
 from elasticrs._engine.workers.environment import worker_env
 from elasticrs._engine.workers.plan import Plan
@@ -34,7 +34,7 @@ def test_local_ranks_count_from_zero_on_each_node(shares):
 
 
 def env_of(worker, inherited=()):
-    job = JobConfig(1, "job", max_restarts=3)
+    job = JobSpec(1, "job", max_restarts=3)
     plan = Plan([worker], "localhost", 4711)
     return worker_env(worker, job, plan, round=2, restarts=1, inherited=dict(inherited))
 

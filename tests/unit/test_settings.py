@@ -1,4 +1,4 @@
-"""Each setting is declared once and appears in the command line, LaunchConfig, WorkerSpec and JobConfig."""
+"""Each setting is declared once and appears in the command line, LaunchConfig, WorkerSpec and JobSpec."""
 
 import dataclasses
 import os
@@ -9,7 +9,7 @@ from elasticrs._engine.cli.arguments import parse, resolve
 from elasticrs._engine.job import options
 from elasticrs._engine.job.config import (
     HandlerSettings,
-    JobConfig,
+    JobSpec,
     LogSettings,
     ObserveSettings,
     UnresolvedSettings,
@@ -42,7 +42,7 @@ VALUES = {
 """A value for each setting of `WorkerSettings` that is not its default."""
 
 DERIVED = {
-    JobConfig: {
+    JobSpec: {
         *("nproc", "run_id", "name", "signals", "forwarded", "is_multi_node"),
         *("cpus", "uninterruptible_state_timeout", "preload"),
     },
@@ -87,7 +87,7 @@ def test_launch_config_and_worker_spec_have_every_setting_as_a_keyword(kind):
 
 def test_every_setting_is_an_option_with_the_same_default():
     assert {name: BY_DEST[name].default for name in DECLARED} == DECLARED
-    assert {name: JobConfig(1, "job").fields()[name] for name in defaults_of(WorkerSettings)} == defaults_of(
+    assert {name: JobSpec(1, "job").fields()[name] for name in defaults_of(WorkerSettings)} == defaults_of(
         WorkerSettings
     )
 

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from elasticrs._engine.job.config import JobConfig
+from elasticrs._engine.job.config import JobSpec
 from elasticrs._engine.job.phrases import goodput
 from elasticrs._engine.job.ranks import NodeShare, assign
 from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
@@ -22,7 +22,7 @@ def attempt_of(round_, restarts, **stamps):
 
 
 def last_line(phase, attempts, *, is_multi_node=True, began_s_ago=1):
-    job = JobConfig(1, "job", is_multi_node=is_multi_node, max_restarts=3)
+    job = JobSpec(1, "job", is_multi_node=is_multi_node, max_restarts=3)
     result, said = JobResult(phase=phase, attempts=attempts), []
     story = Story(job, result, said.append, owns_process=True)
     story._begun_ns = time.monotonic_ns() - began_s_ago * S

@@ -15,7 +15,7 @@ from elasticrs._engine.cli.back_end import meeting_of
 from elasticrs._engine.cli.module_check import why_no_module
 from elasticrs._engine.cli.without_effect import hint_for_missing_script, settings_without_effect
 from elasticrs._engine.job import config
-from elasticrs._engine.job.config import HandlerSettings, JobConfig, LogSettings, ObserveSettings, UsageError
+from elasticrs._engine.job.config import HandlerSettings, JobSpec, LogSettings, ObserveSettings, UsageError
 from elasticrs._engine.job.options import NEWER, OPTIONS, OURS, Namespace, Option
 from elasticrs._engine.job.policy_options import HealthSource, similar_source
 from elasticrs._engine.job.value import Value
@@ -87,7 +87,7 @@ class Launch(Value):
         handler: settings of a rendezvous handler that is polled; ``None`` if there is none.
     """
 
-    job: JobConfig
+    job: JobSpec
     logs: LogSettings
     command: list[str]
     notices: list[str]
@@ -155,7 +155,7 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
         meeting = meeting.replaced(rendezvous=meeting.rendezvous.replaced(command=_compared(args, command)))
     if args.on_failure == "replace":
         _check_replace(args, meeting)
-    job = JobConfig.taken_from(
+    job = JobSpec.taken_from(
         args,
         nproc=nproc,
         run_id=meeting.run_id,

@@ -13,7 +13,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from elasticrs._engine.job.config import JobConfig
+    from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.supervise.attempts.attempt import JobResult
 
 TERMINATION_LOG = "/dev/termination-log"
@@ -43,7 +43,7 @@ def make_report_folder(path: str) -> None:
         ) from None
 
 
-def conclude(job: JobConfig, result: JobResult, headline: str | None, say: Callable[[str], None]) -> int:
+def conclude(job: JobSpec, result: JobResult, headline: str | None, say: Callable[[str], None]) -> int:
     """Write the JSON report and the termination message of a finished job, and return the launcher's exit
     code. Print a line for each file that cannot be written.
 
@@ -70,7 +70,7 @@ def conclude(job: JobConfig, result: JobResult, headline: str | None, say: Calla
     return code
 
 
-def conclude_stopped(job: JobConfig, result: JobResult, why: str, say: Callable[[str], None]) -> int:
+def conclude_stopped(job: JobSpec, result: JobResult, why: str, say: Callable[[str], None]) -> int:
     """Like :func:`conclude`, but for a job whose supervisor has failed.
 
     Args:

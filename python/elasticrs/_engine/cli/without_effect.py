@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from elasticrs._engine.job.config import PREFIX_NAMES, JobConfig
+from elasticrs._engine.job.config import PREFIX_NAMES, JobSpec
 from elasticrs._engine.job.options import OPTIONS
 
 TYPE_CHECKING = False
@@ -53,7 +53,7 @@ def settings_without_effect(
             "--restart-delay has no effect with --on-failure replace on one node: a failed worker "
             "is replaced at once"
         )
-    if args.on_failure == "replace" and args.max_excluded_nodes != JobConfig.defaults()["max_excluded_nodes"]:
+    if args.on_failure == "replace" and args.max_excluded_nodes != JobSpec.defaults()["max_excluded_nodes"]:
         yield (
             "--max-excluded-nodes has no effect with --on-failure replace: an unfit node leaves once its "
             "workers have exited"
@@ -101,7 +101,7 @@ def _without_policy(args: Namespace) -> Iterator[str]:
     """Yield a warning for each failure-handling option that torch's polling loop ignores. The loop restarts
     the workers after every failure until no restarts are left.
     """
-    unset = JobConfig.defaults()
+    unset = JobSpec.defaults()
     for flag in (
         *("--restart-delay", "--max-same-failures", "--fatal-exit-codes", "--exit-codes", "--report"),
         *("--node-check", "--node-check-timeout", "--max-excluded-nodes"),

@@ -61,7 +61,7 @@ class UsageError(ValueError):
 @shared_fields
 class WorkerSettings:
     """Worker settings that do not exist in torch, available on the command line and in the Python API.
-    :class:`JobConfig`, :class:`~elasticrs.launcher.LaunchConfig` and
+    :class:`JobSpec`, :class:`~elasticrs.launcher.LaunchConfig` and
     :class:`~elasticrs.agent.server.WorkerSpec` inherit them.
 
     Args:
@@ -117,7 +117,7 @@ class WorkerSettings:
 @shared_fields
 class UnresolvedSettings:
     """More worker settings that do not exist in torch. Their defaults depend on the program or on other
-    settings, so :class:`JobConfig` stores only the resolved values. :class:`~elasticrs.launcher.LaunchConfig`
+    settings, so :class:`JobSpec` stores only the resolved values. :class:`~elasticrs.launcher.LaunchConfig`
     and :class:`~elasticrs.agent.server.WorkerSpec` inherit these settings.
 
     Args:
@@ -167,7 +167,7 @@ class Preload(Value):
         return tuple(step for step in self.steps if "=" not in step)
 
 
-class JobConfig(Record, WorkerSettings):
+class JobSpec(Record, WorkerSettings):
     """Configuration of a job, as seen by the agent of one node. See :class:`WorkerSettings` for the inherited
     fields.
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 from elasticrs._engine.job import config, policy_options
 from elasticrs._engine.job.config import (
-    JobConfig,
+    JobSpec,
     LogSettings,
     ObserveSettings,
     UnresolvedSettings,
@@ -267,7 +267,7 @@ LOG_PREFIX = Kind(_one_of(*config.LOG_PREFIXES), "auto|time|none", "'auto', 'tim
 SHELL = Kind(_one_of(*SHELLS), "SHELL")
 
 _DEFAULTS = {
-    **JobConfig.defaults(),
+    **JobSpec.defaults(),
     **LogSettings.defaults(),
     **ObserveSettings.defaults(),
     **defaults_of(UnresolvedSettings),

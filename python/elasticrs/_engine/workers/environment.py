@@ -8,7 +8,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from elasticrs._engine.job.config import JobConfig, Preload
+    from elasticrs._engine.job.config import JobSpec, Preload
     from elasticrs._engine.job.ranks import WorkerRanks
     from elasticrs._engine.workers.plan import Plan
 
@@ -27,7 +27,7 @@ NCCL_ENDS_PROCESSES = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 def worker_env(
     ranks: WorkerRanks,
-    job: JobConfig,
+    job: JobSpec,
     plan: Plan,
     *,
     round: int,  # noqa: A002 -- the usual name for this number

@@ -23,7 +23,7 @@ from elasticrs.rendezvous.one_node_handler import OneNodeRendezvous
 
 if TYPE_CHECKING:
     from elasticrs import _core
-    from elasticrs._engine.job.config import JobConfig
+    from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
     from elasticrs._engine.supervise.attempts.attempt import JobResult
     from elasticrs._engine.supervise.decide.decisions import Decisions
@@ -79,14 +79,14 @@ class EventRunner(Record):
                 signals.close()
         return self._run_result(job, result, decisions)
 
-    def _decisions(self, job: JobConfig, console: Console) -> Decisions:
+    def _decisions(self, job: JobSpec, console: Console) -> Decisions:
         handler, group = self._group.spec.rdzv_handler, self._group
         planner = partial(_plan, group, handler) if isinstance(handler, OneNodeRendezvous) else None
         decisions = make_decisions(job, self._rendezvous, console, planner)
         decisions.planned, decisions.home = group.take_plan, getattr(handler, "home", None)
         return decisions
 
-    def _run_result(self, job: JobConfig, result: JobResult, decisions: Decisions) -> RunResult:
+    def _run_result(self, job: JobSpec, result: JobResult, decisions: Decisions) -> RunResult:
         group = self._group
         self.restarts = result.restarts
         if result.phase is Phase.SUCCEEDED:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from elasticrs._engine.gpus.numa import cpus_of_options
 from elasticrs._engine.job import config as defaults
-from elasticrs._engine.job.config import JobConfig, ObserveSettings
+from elasticrs._engine.job.config import JobSpec, ObserveSettings
 from elasticrs._engine.supervise.run.signals import ignored_signals
 from elasticrs._engine.supervise.run.workers import CommandWorkers, Workers, WorkerSetup
 from elasticrs._engine.workers.environment import hook_environment, inherited_environment
@@ -69,7 +69,7 @@ class LocalJob:
         self._preload = _preload(spec, start_method)
         self._shutdown_timeout = shutdown_timeout
         self._prefix_template = prefix_template
-        self.made: tuple[JobConfig, Workers] | None = None
+        self.made: tuple[JobSpec, Workers] | None = None
 
     @property
     def forwarded(self) -> tuple[int, ...]:
@@ -86,7 +86,7 @@ class LocalJob:
         """Template for the prefix of tee'd lines, or ``None`` for the default prefix."""
         return self._prefix_template or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
 
-    def config(self, *, is_multi_node: bool = False) -> JobConfig:
+    def config(self, *, is_multi_node: bool = False) -> JobSpec:
         """Return the configuration of the job.
 
         ``is_multi_node`` is true for a job on several nodes whose agent uses the event-driven loop.
@@ -94,7 +94,7 @@ class LocalJob:
         if self.made is not None:
             return self.made[0]
         spec = self._spec
-        return JobConfig(
+        return JobSpec(
             spec.local_world_size,
             spec.rdzv_handler.get_run_id(),
             role=spec.role,
@@ -112,7 +112,7 @@ class LocalJob:
             **defaults.worker_settings(spec),
         )
 
-    def workers(self, job: JobConfig) -> Workers:
+    def workers(self, job: JobSpec) -> Workers:
         """Return the object that starts the workers."""
         if self.made is not None:
             return self.made[1]

@@ -24,7 +24,7 @@ from elasticrs.multiprocessing.api import RunProcsResult
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from elasticrs._engine.job.config import JobConfig
+    from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.process.console import Console
     from elasticrs._engine.supervise.attempts.attempt import Attempt
     from elasticrs._engine.supervise.observe.observer import Observer
@@ -45,7 +45,7 @@ class PolledWorkers:
     """
 
     def __init__(
-        self, job: JobConfig, workers: Workers, console: Console, observers: Sequence[Observer] = ()
+        self, job: JobSpec, workers: Workers, console: Console, observers: Sequence[Observer] = ()
     ) -> None:
         self._workers = workers
         self._console = console

@@ -14,14 +14,14 @@ from elasticrs._engine.workers.ports import StorePort, agent_hosts_store
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from elasticrs import _core
-    from elasticrs._engine.job.config import JobConfig
+    from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
     from elasticrs._engine.process.console import Console
     from elasticrs._engine.supervise.decide.decisions import Decisions, Planner
 
 
 def make_decisions(
-    job: JobConfig,
+    job: JobSpec,
     rendezvous: Rendezvous | None,
     console: Console,
     planner: Planner | None = None,
@@ -53,7 +53,7 @@ def make_decisions(
     return SeveralNodes(job, rendezvous, console)
 
 
-def plan_one_node(job: JobConfig, supervisor: _core.Supervisor) -> Plan:
+def plan_one_node(job: JobSpec, supervisor: _core.Supervisor) -> Plan:
     """Plan the next attempt of a single-node job: the ranks, and the address of the workers' store.
 
     If the job sets ``master_port``, rank 0 hosts the store on that port. Otherwise the port is free, and this

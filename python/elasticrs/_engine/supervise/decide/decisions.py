@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from typing import Any, TypeAlias
 
     from elasticrs import _core
-    from elasticrs._engine.job.config import JobConfig
+    from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.job.failure_cause import Cause
     from elasticrs._engine.nodes.meeting_point import Home
     from elasticrs._engine.nodes.transport.store import Store
@@ -130,7 +130,7 @@ class OneNode(Decisions):
     :func:`.step`.
     """
 
-    def __init__(self, job: JobConfig, planner: Planner) -> None:
+    def __init__(self, job: JobSpec, planner: Planner) -> None:
         self._job = job
         self._state = machine.AgentState(
             job.restart_settings, job.shutdown_timeout, replaces=job.replaces_workers

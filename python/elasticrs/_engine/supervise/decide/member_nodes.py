@@ -28,7 +28,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from elasticrs._engine.job.config import JobConfig
+    from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.job.failure_cause import Cause
     from elasticrs._engine.job.restart_policy import Meetings
     from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
@@ -42,7 +42,7 @@ class MemberNodes(SeveralNodes):
 
     _keeps_workers = True
 
-    def __init__(self, job: JobConfig, rendezvous: Rendezvous, console: Console) -> None:
+    def __init__(self, job: JobSpec, rendezvous: Rendezvous, console: Console) -> None:
         super().__init__(job, rendezvous, console)
         # Start the agents' rounds without waiting for late nodes, because a node can join later without
         # affecting running workers.

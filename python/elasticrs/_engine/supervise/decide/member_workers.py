@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from elasticrs import _core
-    from elasticrs._engine.job.config import JobConfig
+    from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
     from elasticrs._engine.supervise.decide.decisions import Planner
 
@@ -60,7 +60,7 @@ class MemberWorkers(OneNode):
         planner: assigns the ranks of this node.
     """
 
-    def __init__(self, job: JobConfig, planner: Planner) -> None:
+    def __init__(self, job: JobSpec, planner: Planner) -> None:
         super().__init__(job, planner)
         self._rendezvous = among_workers(_alone(job), job)
         self._supervisor: _core.Supervisor | None = None
@@ -115,7 +115,7 @@ class MemberWorkers(OneNode):
             self._meeting_point.close(stays=False)
 
 
-def _alone(job: JobConfig) -> Rendezvous:
+def _alone(job: JobSpec) -> Rendezvous:
     """Return a rendezvous for the workers of a single node, with a free port and a random token."""
     two, _ = describe("c10d", f"{LOOPBACK}:0", job.run_id, (2, 2), {"token": os.urandom(16).hex()}, {})
     if two is None:
@@ -123,7 +123,7 @@ def _alone(job: JobConfig) -> Rendezvous:
     return two.replaced(min_nodes=1, max_nodes=1)
 
 
-def among_workers(nodes: Rendezvous, job: JobConfig) -> Rendezvous:
+def among_workers(nodes: Rendezvous, job: JobSpec) -> Rendezvous:
     """Return the workers' rendezvous: a copy of the nodes' rendezvous whose members are workers instead of
     nodes.
     """

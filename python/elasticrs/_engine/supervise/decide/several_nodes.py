@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from elasticrs import _core
-    from elasticrs._engine.job.config import JobConfig
+    from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.job.failure_cause import Cause
     from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
     from elasticrs._engine.process.clock import Clock
@@ -63,7 +63,7 @@ class SeveralNodes(Decisions):
     has_peers = True
     _keeps_workers = False
 
-    def __init__(self, job: JobConfig, rendezvous: Rendezvous, console: Console) -> None:
+    def __init__(self, job: JobSpec, rendezvous: Rendezvous, console: Console) -> None:
         self._job = job
         self._rendezvous = rendezvous
         self._console = console

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from elasticrs import _core
-    from elasticrs._engine.job.config import JobConfig
+    from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
 
 _MAX_RESTARTS = 3
@@ -203,7 +203,7 @@ def _add_history(result: JobResult, failed: dict[int, ProcessFailure]) -> None:
 
 
 def print_report(
-    job: JobConfig, result: JobResult, say: Callable[[str], None], write: Callable[[str], None]
+    job: JobSpec, result: JobResult, say: Callable[[str], None], write: Callable[[str], None]
 ) -> str | None:
     """Print the failure report of a job. The last line of the report contains the verdict and advice for the
     user.
@@ -235,7 +235,7 @@ def print_report(
     return headline
 
 
-def conclusion(job: JobConfig, result: JobResult) -> str:
+def conclusion(job: JobSpec, result: JobResult) -> str:
     """Return one line that says whether another attempt may succeed, and what the user can do next."""
     policy = job.restart_settings
     used = phrases.restarts_used(result.restarts, policy.max_restarts, policy.window)

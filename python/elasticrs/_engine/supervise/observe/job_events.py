@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from elasticrs import _core
-    from elasticrs._engine.job.config import JobConfig, ObserveSettings
+    from elasticrs._engine.job.config import JobSpec, ObserveSettings
     from elasticrs._engine.job.ranks import WorkerRanks
     from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
     from elasticrs._engine.supervise.attempts.state_machine import Action
@@ -44,7 +44,7 @@ class EventRecorder(Observer):
     records how the agent ended.
     """
 
-    def __init__(self, job: JobConfig, settings: ObserveSettings, *, tells_end: bool = True) -> None:
+    def __init__(self, job: JobSpec, settings: ObserveSettings, *, tells_end: bool = True) -> None:
         self._job = job
         self._settings = settings
         self._tells_end = tells_end

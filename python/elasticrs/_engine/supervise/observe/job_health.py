@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from elasticrs import _core
-    from elasticrs._engine.job.config import JobConfig
+    from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
     from elasticrs._engine.supervise.attempts.state_machine import Action
     from elasticrs._engine.supervise.observe.health_check_server import HealthCheckServer
@@ -52,7 +52,7 @@ class HealthObserver(Observer):
     """
 
     def __init__(
-        self, job: JobConfig, server: HealthCheckServer, say: Callable[[str], None], *, is_asked: bool = True
+        self, job: JobSpec, server: HealthCheckServer, say: Callable[[str], None], *, is_asked: bool = True
     ) -> None:
         self._job = job
         self._is_asked = is_asked

@@ -16,7 +16,7 @@ from elasticrs.metrics.api import put_metric
 
 if TYPE_CHECKING:
     from elasticrs import _core
-    from elasticrs._engine.job.config import JobConfig
+    from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
     from elasticrs._engine.supervise.attempts.state_machine import Action
     from elasticrs._engine.workers.plan import Plan
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class MetricRecorder(Observer):
     """Observer that publishes the same metrics as torch's agent."""
 
-    def __init__(self, job: JobConfig) -> None:
+    def __init__(self, job: JobSpec) -> None:
         self._job = job
         self._began = self._meeting_since = self._starting_since = time.monotonic()
         self._failed_at: float | None = None

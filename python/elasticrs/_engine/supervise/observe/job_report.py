@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from elasticrs._engine.gpus.xids import Xid
-    from elasticrs._engine.job.config import JobConfig
+    from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.job.policy_options import ExitCodes
     from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
     from elasticrs._engine.workers.failures.failure import ProcessFailure
@@ -62,7 +62,7 @@ def exit_code(codes: ExitCodes, result: JobResult, failed: Failures) -> int:
 
 
 def report(
-    job: JobConfig, result: JobResult, failed: Failures, headline: str | None, code: int
+    job: JobSpec, result: JobResult, failed: Failures, headline: str | None, code: int
 ) -> dict[str, Any]:
     """Return the JSON report of a finished job.
 

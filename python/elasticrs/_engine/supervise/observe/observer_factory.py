@@ -9,13 +9,13 @@ from elasticrs._engine.job.config import UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from elasticrs._engine.job.config import JobConfig, ObserveSettings
+    from elasticrs._engine.job.config import JobSpec, ObserveSettings
     from elasticrs._engine.supervise.observe.health_check_server import HealthCheckServer
     from elasticrs._engine.supervise.observe.observer import Observer
 
 
 def make_observers(
-    job: JobConfig,
+    job: JobSpec,
     settings: ObserveSettings,
     say: Callable[[str], None],
     server: HealthCheckServer | None = None,
@@ -53,7 +53,7 @@ def make_observers(
 
 
 def make_observers_of_hooks(
-    job: JobConfig, settings: ObserveSettings, say: Callable[[str], None], server: HealthCheckServer | None
+    job: JobSpec, settings: ObserveSettings, say: Callable[[str], None], server: HealthCheckServer | None
 ) -> Sequence[Observer]:
     """Return the observers of an agent that uses torch's hooks. The observers do not record torch's events
     and metrics, because the hooks already do so.
@@ -70,7 +70,7 @@ def make_observers_of_hooks(
 
 
 def _health(
-    job: JobConfig, server: HealthCheckServer | None, say: Callable[[str], None], *, is_asked: bool
+    job: JobSpec, server: HealthCheckServer | None, say: Callable[[str], None], *, is_asked: bool
 ) -> Sequence[Observer]:
     if server is None:
         return ()

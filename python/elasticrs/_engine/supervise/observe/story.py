@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from elasticrs import _core
-    from elasticrs._engine.job.config import JobConfig
+    from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
     from elasticrs._engine.supervise.attempts.state_machine import Action
     from elasticrs._engine.workers.plan import Plan
@@ -50,7 +50,7 @@ class Story(Observer):
     """
 
     def __init__(
-        self, job: JobConfig, result: JobResult, say: Callable[[str], None], *, owns_process: bool
+        self, job: JobSpec, result: JobResult, say: Callable[[str], None], *, owns_process: bool
     ) -> None:
         self._job = job
         self._result = result

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from elasticrs import _core
-    from elasticrs._engine.job.config import JobConfig
+    from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
     from elasticrs._engine.supervise.attempts.state_machine import Action
     from elasticrs._engine.workers.plan import Plan
@@ -58,7 +58,7 @@ class GpuWatcher(Observer):
         say: prints a line for the user.
     """
 
-    def __init__(self, job: JobConfig, result: JobResult, say: Callable[[str], None]) -> None:
+    def __init__(self, job: JobSpec, result: JobResult, say: Callable[[str], None]) -> None:
         self._job = job
         self._result = result
         self._say = say

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from elasticrs import _core
     from elasticrs._engine.gpus.node_check import NodeCheck, NodeCheckResult
-    from elasticrs._engine.job.config import JobConfig
+    from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.supervise.attempts.attempt import JobResult
     from elasticrs._engine.supervise.decide.decisions import Decisions
     from elasticrs._engine.supervise.observe.observer import Observer
@@ -67,7 +67,7 @@ class Agent:
 
     def __init__(
         self,
-        job: JobConfig,
+        job: JobSpec,
         workers: Workers,
         decisions: Decisions,
         *,

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from elasticrs._engine.hangs.blame import Blame
     from elasticrs._engine.hangs.values import Diagnosis
-    from elasticrs._engine.job.config import JobConfig
+    from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.process.console import Console
     from elasticrs._engine.supervise.observe.observer import Observer
     from elasticrs._engine.supervise.run.gpu_watcher import GpuWatcher
@@ -103,7 +103,7 @@ class AttemptTracker:
     def __init__(
         self,
         owner: Owner,
-        job: JobConfig,
+        job: JobSpec,
         workers: Workers,
         console: Console,
         observers: Sequence[Observer],

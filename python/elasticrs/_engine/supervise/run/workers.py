@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
     from dataclasses import KW_ONLY
 
-    from elasticrs._engine.job.config import JobConfig
+    from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.supervise.attempts.attempt import Attempt
     from elasticrs._engine.workers.followers import Follower
     from elasticrs._engine.workers.plan import Plan
@@ -86,7 +86,7 @@ class WorkerSetup(Value):
         consoles: descriptors (1, 2) on which the core prints the workers' output.
     """
 
-    job: JobConfig
+    job: JobSpec
     logs: Callable[[str, dict[int, dict[str, str]]], LogPaths]
     prefix_template: str | None
     environ: Mapping[str, str]
@@ -364,7 +364,7 @@ def _streams(setup: WorkerSetup, attempt: Attempt) -> list[_core.LogStream]:
 
 
 def variables_of(
-    job: JobConfig,
+    job: JobSpec,
     plan: Plan,
     round: int,  # noqa: A002 -- the usual name for this number
     restarts: int,
