@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-from string import Template
-from typing import Any
 
 from elasticrs import _core
 from elasticrs._engine.workers.followers import follower_of
@@ -15,6 +13,7 @@ from elasticrs._engine.workers.followers import follower_of
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from typing import Any
 
 SupervisorError = _core.SupervisorError
 """Raised when the supervisor itself has failed."""
@@ -142,6 +141,8 @@ class macros:  # noqa: N801 -- torch's name
             args: arguments of a worker.
             local_rank: local rank of that worker.
         """
+        from string import Template  # loads re, which other launches need not
+
         return [
             Template(arg).safe_substitute(local_rank=local_rank) if isinstance(arg, str) else arg
             for arg in args

@@ -3,6 +3,8 @@ job. A process outside a step, such as a batch script or an ``salloc`` shell, us
 in a shell of ``srun --pty`` also uses only this node, because Slurm starts a shell on each node of the step,
 but the user can type in only one of these shells.
 
+Host lists are expanded here, because Slurm's own tool for it, ``scontrol``, is often missing in containers.
+
 ``SLURM_LAUNCH_NODE_IPADDR`` is not used. It is the address of ``srun``, which may run on a login node.
 """
 
