@@ -54,7 +54,7 @@ def test_unused_observer_modules_are_not_imported():
     watchers = (
         "elasticrs.events",
         "elasticrs.metrics",
-        "elasticrs.agent.job_",
+        "elasticrs._engine.supervise.observe.job_",
         "elasticrs._engine.supervise.observe.observer_factory",
         "elasticrs._engine.workers.warm",
     )

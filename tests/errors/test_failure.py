@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elasticrs._engine.failures.files import discard_unused_files, fault_file
 from elasticrs._engine.inside import flight
 from elasticrs._engine.inside.error_file import error_document, failure_facts
-from elasticrs._engine.workers.logs import discard_unused_files, fault_file
 from elasticrs.multiprocessing.errors import ProcessFailure
 
 NESTED = {"message": {"message": "E: x", "extraInfo": {"py_callstack": "stack", "timestamp": "12"}}}

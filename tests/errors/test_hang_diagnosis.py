@@ -14,6 +14,13 @@ from helpers.procs import HANG
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elasticrs._engine.failures.files import (
+    fault_file,
+    flight_dumps,
+    flight_record_file,
+    flight_requests_file,
+    hang_file,
+)
 from elasticrs._engine.hangs.blame import Basis, Blame
 from elasticrs._engine.hangs.flight_record import MAX_BYTES
 from elasticrs._engine.hangs.values import Confidence, Frame, MergedStack, NoRecord
@@ -22,17 +29,10 @@ from elasticrs._engine.job.ranks import WorkerRanks
 from elasticrs._engine.supervise.attempts import hangs
 from elasticrs._engine.supervise.attempts.attempt import Attempt
 from elasticrs._engine.supervise.failures import hang_diagnosis
+from elasticrs._engine.supervise.failures.first_failure import is_collective_failure
 from elasticrs._engine.supervise.failures.hang_diagnosis import diagnose_running, examine, examine_failure
-from elasticrs._engine.supervise.failures.record_requests import is_collective_failure
 from elasticrs._engine.supervise.run.tracker import AttemptTracker
-from elasticrs._engine.workers.logs import (
-    LogPaths,
-    fault_file,
-    flight_dumps,
-    flight_record_file,
-    flight_requests_file,
-    hang_file,
-)
+from elasticrs._engine.workers.logs import LogPaths
 from elasticrs._engine.workers.plan import Plan
 
 RECORDED = Path(__file__).resolve().parents[1] / "diagnosis" / "recorded"

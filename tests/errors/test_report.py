@@ -13,11 +13,11 @@ from unittest import mock
 
 import pytest
 
+from elasticrs._engine.failures.report import painted
 from elasticrs._engine.job.ranks import NodeShare, assign
 from elasticrs._engine.process.console import Console
 from elasticrs._engine.supervise.attempts.attempt import Attempt
 from elasticrs._engine.supervise.failures.failed_attempt import failures
-from elasticrs._engine.workers.failures.report import painted
 from elasticrs._engine.workers.plan import Plan
 from elasticrs.multiprocessing import errors
 from elasticrs.multiprocessing.errors import ChildFailedError, ProcessFailure

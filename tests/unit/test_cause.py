@@ -16,8 +16,7 @@ from elasticrs._engine.nodes.protocol.records import bound_cause
 from elasticrs._engine.process.clock import Clock
 from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult, Overdue
 from elasticrs._engine.supervise.attempts.cause import remote_failure
-from elasticrs._engine.supervise.failures.failed_attempt import all_failures
-from elasticrs._engine.supervise.failures.own_cause import (
+from elasticrs._engine.supervise.failures.failed_attempt import (
     MAX_LINE,
     MAX_LINES,
     MAX_MESSAGE,
@@ -26,6 +25,7 @@ from elasticrs._engine.supervise.failures.own_cause import (
     not_started,
     own_cause,
 )
+from elasticrs._engine.supervise.observe.job_report import all_failures
 from elasticrs._engine.workers.logs import LogPaths
 from elasticrs._engine.workers.plan import Plan
 from elasticrs.multiprocessing.errors import ChildFailedError

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from rendezvous.cluster import Cluster
 
 from elasticrs._engine.cli.arguments import parse, resolve
+from elasticrs._engine.failures.root_cause import root_cause
 from elasticrs._engine.job.failure_cause import Cause
 from elasticrs._engine.job.policy_options import ExitCodes
 from elasticrs._engine.job.ranks import NodeShare, assign
@@ -27,10 +28,9 @@ from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult, Ove
 from elasticrs._engine.supervise.decide.decisions import OneNode
 from elasticrs._engine.supervise.decide.several_nodes import has_failed_alone, verdict_of
 from elasticrs._engine.supervise.failures import failed_attempt
+from elasticrs._engine.supervise.failures.failed_attempt import Place, first_word, own_cause
 from elasticrs._engine.supervise.failures.first_failure import first_seen
-from elasticrs._engine.supervise.failures.own_cause import Place, first_word, own_cause
 from elasticrs._engine.supervise.observe import job_report
-from elasticrs._engine.workers.failures.root_cause import root_cause
 from elasticrs._engine.workers.logs import LogPaths
 from elasticrs._engine.workers.plan import Plan
 
@@ -304,8 +304,8 @@ class Played:
         return self._reported(result, restarts)
 
     def _reported(self, result, restarts):
-        failed = failed_attempt.all_failures(result) if result.exit_code else {}
-        headline = failed_attempt.headline_of(result, failed) if failed else None
+        failed = job_report.all_failures(result) if result.exit_code else {}
+        headline = job_report.headline_of(result, failed) if failed else None
         code = job_report.exit_code(ExitCodes.parse(self.job.exit_codes), result, failed)
         report = job_report.report(self.job, result, failed, headline, code)
         text = job_report.termination_message(report) if result.exit_code else ""

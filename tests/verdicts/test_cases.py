@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticrs._engine.cli.arguments import parse, resolve
+from elasticrs._engine.failures import root_cause
 from elasticrs._engine.job import restart_policy
 from elasticrs._engine.job.config import UsageError
 from elasticrs._engine.nodes.protocol import round_outcome
-from elasticrs._engine.workers.failures import root_cause
 from verdicts.played import NODES, Played, expected, orders
 
 RECORDED = json.loads((Path(__file__).parent / "cases.json").read_text(encoding="utf-8"))

@@ -185,8 +185,8 @@ def _report(result: RunResult, name: str, console: Console, write: Callable[[str
     if not result.failures:
         write(console.prefixed(f"the job has failed{os.linesep}"))
         return
-    from elasticrs._engine.supervise.failures.failed_attempt import hand_on
-    from elasticrs._engine.workers.failures.report import how_it_failed
+    from elasticrs._engine.failures.report import how_it_failed
+    from elasticrs._engine.supervise.observe.job_report import hand_on
 
     error = ChildFailedError(name, result.failures)
     rank, first = error.get_first_failure()

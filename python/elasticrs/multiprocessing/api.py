@@ -21,6 +21,7 @@ from enum import IntFlag
 from typing import TYPE_CHECKING, Any, TextIO
 
 from elasticrs import lazy
+from elasticrs._engine.failures.files import discard_unused_files
 from elasticrs._engine.job.config import DEFAULT_SIGNALS, LogSettings, parse_streams
 from elasticrs._engine.process.stop_requests import StopRequests
 from elasticrs._engine.workers import logs
@@ -508,7 +509,7 @@ class PContext(ABC):
                         copy.close()
                 _release(self._caught)
                 for path in self.error_files.values():
-                    logs.discard_unused_files(path)
+                    discard_unused_files(path)
                     if isinstance(self._logs_specs, DefaultLogsSpecs):
                         self._logs_specs._remove_if_empty(os.path.dirname(os.path.dirname(path)))
 

@@ -216,7 +216,7 @@ def _tell_failure(
         is_read = write(text)
 
     if result.signum is None or _has_failed(result):
-        from elasticrs._engine.supervise.failures.failed_attempt import print_report
+        from elasticrs._engine.supervise.observe.job_report import print_report
 
         headline = print_report(launch.job, result, console.say, write_report)
     if result.ending is not None:
@@ -329,7 +329,7 @@ def _write(console: Console, signals: SignalPipe | None, others: Sequence[int], 
     Any signal except SIGTSTP and the signals in ``others`` interrupts the wait, so that the user can stop a
     launcher whose reader has stopped reading.
     """
-    from elasticrs._engine.workers.failures.report import painted
+    from elasticrs._engine.failures.report import painted
 
     if signals is None:
         return console.write(text, PATIENCE, paint=painted)

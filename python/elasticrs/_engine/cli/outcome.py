@@ -57,8 +57,8 @@ def conclude(job: JobSpec, result: JobResult, headline: str | None, say: Callabl
     if job.report is None and path is None and (result.exit_code == 0 or job.exit_codes == "torchrun"):
         return result.exit_code
     from elasticrs._engine.job.policy_options import ExitCodes
-    from elasticrs._engine.supervise.failures.failed_attempt import all_failures
     from elasticrs._engine.supervise.observe import job_report
+    from elasticrs._engine.supervise.observe.job_report import all_failures
 
     failed = all_failures(result) if result.phase is Phase.FAILED else {}
     code = job_report.exit_code(ExitCodes.parse(job.exit_codes), result, failed)

@@ -111,15 +111,6 @@ def end_at_once(supervisor: _core.Supervisor) -> None:
     supervisor.stop(_core.StopPolicy(signal.SIGKILL, 0.0))
 
 
-def last_lines(path: str, count: int) -> list[str]:
-    """Return the last lines of a log file. If it cannot be read, return a line that says why."""
-    try:
-        lines = _core.last_lines(path, count)
-    except OSError as error:
-        return [f"(the file cannot be read: {error.strerror})"]
-    return [line.decode(errors="replace") for line in lines]
-
-
 def heartbeat_page() -> tuple[int, str]:
     """Create a heartbeat page (shared memory) for a worker. Return its file descriptor, and the value of the
     environment variable that tells the worker where it is.

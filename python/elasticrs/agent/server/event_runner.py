@@ -96,10 +96,9 @@ class EventRunner(Record):
             group.state = WorkerState.STOPPED
             sigval = signal.Signals(result.signum)
             raise SignalException(f"stopped by {sigval.name}", sigval)
+        from elasticrs._engine.failures.root_cause import root_cause
         from elasticrs._engine.job.policy_options import ExitCodes
-        from elasticrs._engine.supervise.failures.failed_attempt import all_failures
-        from elasticrs._engine.supervise.observe.job_report import exit_code
-        from elasticrs._engine.workers.failures.root_cause import root_cause
+        from elasticrs._engine.supervise.observe.job_report import all_failures, exit_code
 
         group.state = WorkerState.FAILED
         failed = all_failures(result)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from functools import wraps
 
-from elasticrs._engine.workers.failures.failure import NOT_AVAILABLE, ProcessFailure
+from elasticrs._engine.failures.failure import NOT_AVAILABLE, ProcessFailure
 from elasticrs.errors import JobFailedError
 from elasticrs.multiprocessing.errors.error_handler import ErrorHandler
 from elasticrs.multiprocessing.errors.handlers import get_error_handler
@@ -63,14 +63,14 @@ class ChildFailedError(JobFailedError):
 
     def get_first_failure(self) -> tuple[int, ProcessFailure]:
         """Return the rank whose failure is the root cause, and the failure itself. See :mod:`.root_cause`."""
-        from elasticrs._engine.workers.failures.root_cause import root_cause
+        from elasticrs._engine.failures.root_cause import root_cause
 
         rank = root_cause(self.failures)
         return rank, self.failures[rank]
 
     def format_msg(self, boarder_delim: str = "=", section_delim: str = "-") -> str:
         """Return the failure report. The arguments are the characters that form its separator lines."""
-        from elasticrs._engine.workers.failures.report import format_report
+        from elasticrs._engine.failures.report import format_report
 
         return format_report(self.name, self.failures, boarder_delim, section_delim)
 

@@ -125,7 +125,7 @@ class ErrorHandler:
         """
         import json
 
-        from elasticrs._engine.workers.failures.failure import load_object
+        from elasticrs._engine.failures.failure import load_object
 
         try:
             rootcause_error = load_object(rootcause_error_file)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from elasticrs._engine.failures.files import error_file_of
 from elasticrs._engine.job import phrases
 from elasticrs._engine.job.failure_cause import Verdict
 from elasticrs._engine.job.restart_policy import FailureHistory, recent
@@ -12,7 +13,7 @@ from elasticrs._engine.process.background_call import FileAccess
 from elasticrs._engine.process.clock import Clock
 from elasticrs._engine.supervise.attempts.evidence import read_counters
 from elasticrs._engine.supervise.attempts.state_machine import Phase
-from elasticrs._engine.workers.logs import LogPaths, error_file_of
+from elasticrs._engine.workers.logs import LogPaths
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ diagnosis.
 
 from __future__ import annotations
 
+from elasticrs._engine.failures.failure import ProcessFailure
 from elasticrs._engine.nodes.protocol.records import silence_of, step_of
 from elasticrs._engine.supervise.attempts.state_machine import HungElsewhere
-from elasticrs._engine.workers.failures.failure import ProcessFailure
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -162,7 +162,7 @@ class OneNode(Decisions):
                 return event
             case machine.GroupEnded() | machine.WorkerExited() | machine.StartFailed():
                 try:
-                    from elasticrs._engine.supervise.failures.own_cause import evidence
+                    from elasticrs._engine.supervise.failures.failed_attempt import evidence
                 except OSError:
                     # Continue without the cause of the failure if no file descriptor is free for the import.
                     # The restart budget still limits the number of restarts.

@@ -197,7 +197,7 @@ class MemberNodes(SeveralNodes):
         return self._require_driver().tell(event)
 
     def _first_words(self, local_rank: int) -> Cause:
-        from elasticrs._engine.supervise.failures.own_cause import facts, first_word
+        from elasticrs._engine.supervise.failures.failed_attempt import facts, first_word
 
         attempt = self._attempt
         assert attempt is not None
@@ -212,7 +212,7 @@ class MemberNodes(SeveralNodes):
         attempt = self._attempt
         if attempt is None or not attempt.failed_exits():
             return None
-        from elasticrs._engine.supervise.failures.own_cause import own_cause
+        from elasticrs._engine.supervise.failures.failed_attempt import own_cause
 
         codes = self._job.fatal_codes
         cause = own_cause(attempt, self._place(), self._first_word, fatal_exit_codes=codes)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.process.clock import Clock
     from elasticrs._engine.process.console import Console
     from elasticrs._engine.supervise.attempts.attempt import Attempt
-    from elasticrs._engine.supervise.failures.own_cause import Place
+    from elasticrs._engine.supervise.failures.failed_attempt import Place
 
 _PHASES = {
     "succeeded": machine.Phase.SUCCEEDED,
@@ -191,7 +191,7 @@ class SeveralNodes(Decisions):
             self._console.group_rank = None
             why = event.message.removeprefix(f"{phrases.NOT_STARTED}: ")
             if event.has_no_program:
-                from elasticrs._engine.supervise.failures.own_cause import no_program
+                from elasticrs._engine.supervise.failures.failed_attempt import no_program
 
                 # If the program cannot be executed, report a worker failure. The restart policy can then
                 # exclude this node, provided that the program starts on all other nodes.
@@ -242,7 +242,7 @@ class SeveralNodes(Decisions):
         attempt = self._attempt
         if attempt is None or self._first_word is not None:
             return []
-        from elasticrs._engine.supervise.failures.own_cause import first_word
+        from elasticrs._engine.supervise.failures.failed_attempt import first_word
 
         self._first_word = first_word(attempt, event.local_rank, self._place())
         return self._tell(messages.WorkerFailed(self._first_word.encoded()))
@@ -251,8 +251,8 @@ class SeveralNodes(Decisions):
         attempt = self._attempt
         if attempt is None or event.local_rank != self._first_failure or self._first_word is not None:
             return []
+        from elasticrs._engine.supervise.failures.failed_attempt import first_word
         from elasticrs._engine.supervise.failures.first_failure import first_seen
-        from elasticrs._engine.supervise.failures.own_cause import first_word
 
         self._first_word = first_word(attempt, first_seen(attempt), self._place())
         return self._tell(messages.WorkerFailed(self._first_word.encoded()))
@@ -265,7 +265,7 @@ class SeveralNodes(Decisions):
             return []
         if event.outcome == "succeeded":
             return self._over(messages.WorkersDone())
-        from elasticrs._engine.supervise.failures.own_cause import own_cause
+        from elasticrs._engine.supervise.failures.failed_attempt import own_cause
 
         attempt.oom_kills_after = read_counters(attempt.oom_kills)
         # Report no failure if a worker hung in the kernel, because `why_stuck` already reports the hang.
@@ -277,7 +277,7 @@ class SeveralNodes(Decisions):
         else:
             cause = None
         self._last_cause = cause
-        from elasticrs._engine.supervise.failures.record_requests import has_records
+        from elasticrs._engine.supervise.failures.first_failure import has_records
 
         evidence = None
         if self._gathers_evidence or attempt.files.run(partial(has_records, attempt), False):
@@ -305,7 +305,7 @@ class SeveralNodes(Decisions):
         return check + (MEMORY_LIMIT if are_gpus_visible(os.environ) else 0.0)
 
     def _place(self) -> Place:
-        from elasticrs._engine.supervise.failures.own_cause import Place
+        from elasticrs._engine.supervise.failures.failed_attempt import Place
 
         rank = -1 if self._attempt is None else self._attempt.plan.ranks[0].group_rank
         return Place(node_name(), node_name(), rank, self._clock())

@@ -1,4 +1,5 @@
-"""Converts a failed attempt into torch's ``ProcessFailure`` objects and into the failure report.
+"""Converts a failed attempt into torch's ``ProcessFailure`` objects, and into the :class:`.Cause` that
+this node reports to the other nodes and to the restart policy.
 
 Imported only after a failure.
 """
@@ -6,32 +7,40 @@ Imported only after a failure.
 from __future__ import annotations
 
 import os
-from functools import partial
+import time
 
+from elasticrs._engine.failures.failure import NOT_AVAILABLE, ProcessFailure, failure_of
+from elasticrs._engine.failures.files import hang_file
+from elasticrs._engine.failures.report import how_it_failed, traceback_text
+from elasticrs._engine.failures.root_cause import failed_ns, root_cause, victims
 from elasticrs._engine.job import phrases
-from elasticrs._engine.job.failure_cause import Verdict
-from elasticrs._engine.process.background_call import FILE_LIMIT, FileAccess
+from elasticrs._engine.job.failure_cause import Cause, Permanence
+from elasticrs._engine.job.restart_policy import STEADY, Evidence
+from elasticrs._engine.job.traceback_summary import shortened, summarize
+from elasticrs._engine.job.value import Value
+from elasticrs._engine.process.background_call import FILE_LIMIT
+from elasticrs._engine.process.clock import Clock
 from elasticrs._engine.supervise.attempts.evidence import oom_note, probably_oom
-from elasticrs._engine.supervise.attempts.state_machine import Phase
-from elasticrs._engine.workers.failures.failure import NOT_AVAILABLE, ProcessFailure
-from elasticrs._engine.workers.failures.report import format_report, how_it_failed
-from elasticrs._engine.workers.failures.root_cause import root_cause, victims
-from elasticrs._engine.workers.functions.failed_process import failure_of
-from elasticrs._engine.workers.logs import hang_file
-from elasticrs.multiprocessing.errors import ChildFailedError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Collection, Mapping
+    from typing import Any
 
     from elasticrs import _core
-    from elasticrs._engine.job.config import JobSpec
-    from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
+    from elasticrs._engine.supervise.attempts.attempt import Attempt
 
-_MAX_RESTARTS = 3
-"""Maximum number of restarts whose durations are listed in the report."""
-_MAX_EARLIER = 8
-"""Maximum number of causes of earlier attempts that are listed in the report."""
+MAX_MESSAGE = 1400
+"""Maximum length of the message in characters. A longer message is cut at the start, because the end of a
+traceback is the most informative part; see :func:`.shortened`.
+"""
+
+BEFORE_ALL_STEPS = -1
+"""Step that is reported for a rank that missed the deadline of its first heartbeat."""
+
+MAX_LINES = 8
+MAX_XIDS = 4
+MAX_LINE = 120
 
 _UNREAD = f"its error file could not be read within {FILE_LIMIT:g} s"
 
@@ -71,10 +80,10 @@ def first_of(attempt: Attempt) -> tuple[int, str]:
     """
     failed = failures(attempt)
     failure = failed[root_cause(failed)]
-    return failure.local_rank, _how(attempt, failure)
+    return failure.local_rank, how(attempt, failure)
 
 
-def _how(attempt: Attempt, failure: ProcessFailure) -> str:
+def how(attempt: Attempt, failure: ProcessFailure) -> str:
     worker = attempt.exits[failure.local_rank]
     why = attempt.why_expired(failure.local_rank)
     # Do not report an exceeded time limit if the worker was merely slow to exit.
@@ -87,201 +96,6 @@ def _how(attempt: Attempt, failure: ProcessFailure) -> str:
     # After a hang, omit the diagnosis, because the description of the exceeded time limit already contains
     # it.
     return told if attempt.diagnosis is None or attempt.expired else f"{told}; {attempt.diagnosis.summary}"
-
-
-def headline_of(result: JobResult, failed: Mapping[int, ProcessFailure]) -> str:
-    """Return the root cause of a failed job as one line, such as ``rank 3 of 8: KeyError: 1 (train.py:4)``.
-
-    Args:
-        result: result of the job.
-        failed: the non-empty result of :func:`all_failures`.
-    """
-    rank = root_cause(failed)
-    failure, cause = failed[rank], result.first_cause
-    attempt = result.attempts[-1] if result.attempts else None
-    if failure.host is not None and cause is not None:
-        from elasticrs._engine.nodes.protocol.announcements import how_it_failed as how_elsewhere
-
-        is_same_round = attempt is not None and cause.round in (None, attempt.round)
-        world = f" of {attempt.world_size}" if attempt is not None and is_same_round else ""
-        told = f"rank {rank}{world} on node {cause.node}{how_elsewhere(cause.encoded())}"
-    else:
-        assert attempt is not None
-        world = f" of {attempt.world_size}" if attempt.plan.members is None else ""
-        who = attempt.who_failed(failure.local_rank, of=world)
-        told = who + _how(attempt, failure)
-    return told if cause is None or cause.diagnosis is None else f"{told}; {cause.diagnosis}"
-
-
-def earlier_causes(attempts: Sequence[Attempt]) -> list[str]:
-    """Return the reasons why workers were replaced and why all attempts before the last one ended, in order.
-
-    Consecutive equal reasons are merged into one line.
-    """
-    found: list[tuple[str, list[str]]] = []
-    for attempt in attempts:
-        replaced = [each.cause for each in attempt.replaced_workers]
-        own = [] if attempt is attempts[-1] else [attempt.cause]
-        for cause in filter(None, [*replaced, *own]):
-            if not found or found[-1][0] != cause:
-                found.append((cause, []))
-            found[-1][1].append(attempt.name)
-    shown = [f"{_named(names)}: {cause}" for cause, names in found[-_MAX_EARLIER:]]
-    left_out = len(found) - len(shown)
-    return [*([f"{left_out} earlier causes are not shown"] if left_out else []), *shown]
-
-
-def _named(names: Sequence[str]) -> str:
-    if len(names) == 1:
-        return f"earlier, in attempt {names[0]}"
-    times = f"{len(names)} times in a row"
-    if names[0] == names[-1]:
-        return f"earlier, {times} in attempt {names[0]}"
-    return f"earlier, {times} from attempt {names[0]} to {names[-1]}"
-
-
-def all_failures(result: JobResult) -> dict[int, ProcessFailure]:
-    """Return this node's failures in the last attempt, by rank.
-
-    If the job's first failure was on another node, include that failure. Causes of earlier attempts are added
-    to the notes of the root cause.
-    """
-    failed = _last_failures(result)
-    if failed:
-        _add_history(result, failed)
-    return failed
-
-
-def _last_failures(result: JobResult) -> dict[int, ProcessFailure]:
-    failed = failures(result.attempts[-1]) if result.attempts else {}
-    cause = result.first_cause
-    if cause is not None and failed and cause.round not in (None, result.attempts[-1].round):
-        # Omit this node's failures, because the job recovered from them. The job failed in a later rendezvous
-        # round, in which this node did not take part.
-        failed = {}
-    if cause is None and result.message is not None and len(victims(failed)) == len(failed):
-        # No worker caused the failure: the job failed for the reason in `result.message`, and the agent then
-        # stopped the workers.
-        return {}
-    if cause is None or cause.rank is None:
-        return failed
-    rank = cause.rank
-    if rank in failed and cause.pid not in (None, failed[rank].pid):
-        # Two workers in a rendezvous may have held the same rank at different times.
-        other = failed.pop(rank)
-        failed[-1 - other.local_rank] = other
-    if rank not in failed:
-        from elasticrs._engine.supervise.attempts.cause import remote_failure
-
-        remote = remote_failure(cause, result.clock)
-        if result.attempts and all(failure.sent_signal is not None for failure in failed.values()):
-            beats = _last_heartbeats(result.attempts[-1], remote.seen_ns, "here: ")
-            remote.more_notes = [*remote.more_notes, *beats]
-        failed = {rank: remote, **failed}
-    failed[rank].is_first = True
-    if cause.blamed is not None:
-        failed[rank].named = f"{cause.blamed} (local_rank: {failed[rank].local_rank})"
-    if cause.diagnosis is not None:
-        failed[rank].more_notes = [cause.diagnosis, *failed[rank].more_notes]
-    if result.attempts and cause.ground is not None and (cause.diagnosis is None or cause.blamed is None):
-        note = f"it may have waited for rank {rank}, which hung first, judged over all nodes"
-        if cause.diagnosis is not None:
-            note = f"it waited for rank {rank}, as the flight records of all nodes show"
-        global_ranks = result.attempts[-1].global_ranks()
-        for late in (global_ranks[local_rank] for local_rank in result.attempts[-1].expired):
-            if late != rank and late in failed:
-                failed[late].more_notes = [note, *failed[late].more_notes]
-    return failed
-
-
-def _add_history(result: JobResult, failed: dict[int, ProcessFailure]) -> None:
-    """Add notes to the root cause: why earlier attempts ended, and how long the restarts took."""
-    restarts = [each for each in result.attempts if each.phases][-_MAX_RESTARTS:]
-    began = (f"attempt {each.name} was running {each.how_it_began()}" for each in restarts)
-    root = failed[root_cause(failed)]
-    root.more_notes = [*root.more_notes, *earlier_causes(result.attempts), *began]
-
-
-def print_report(
-    job: JobSpec, result: JobResult, say: Callable[[str], None], write: Callable[[str], None]
-) -> str | None:
-    """Print the failure report of a job. The last line of the report contains the verdict and advice for the
-    user.
-
-    If ``TORCHELASTIC_ERROR_FILE`` is set for the launcher, write the root cause there.
-
-    Args:
-        job: configuration of the job.
-        result: result of the job.
-        say: prints a line with the launcher's prefix.
-        write: prints text without a prefix.
-
-    Returns:
-        The headline; ``None`` if nothing is known about the failure.
-    """
-    failed = all_failures(result)
-    told = None if result.phase is not Phase.FAILED else conclusion(job, result)
-    if not failed:
-        # The message already says why the job ended and what the user can do.
-        if line := result.message or told:
-            say(line)
-        return result.message
-    headline = headline_of(result, failed)
-    write(format_report(job.name, failed, "=", "-", told) + os.linesep)
-    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        files = result.attempts[-1].files if result.attempts else FileAccess()
-        if not files.run(partial(hand_on, ChildFailedError(job.name, failed), headline), False):
-            say("the root cause was not written to TORCHELASTIC_ERROR_FILE: the file system does not respond")
-    return headline
-
-
-def conclusion(job: JobSpec, result: JobResult) -> str:
-    """Return one line that says whether another attempt may succeed, and what the user can do next."""
-    policy = job.restart_settings
-    used = phrases.restarts_used(result.restarts, policy.max_restarts, policy.window)
-    word, reason, next_ = {
-        Verdict.PERMANENT: ("permanent", "another attempt would fail in the same way", "fix the root cause"),
-        Verdict.UNFIT: (
-            "unfit",
-            "this node cannot run the job",
-            f"take node {os.uname().nodename} out of service, and start the job on other nodes",
-        ),
-        Verdict.FAILED: (
-            "transient",
-            f"another attempt may succeed; restarts used: {used}",
-            "fix the root cause, or allow more restarts (--max-restarts) if it can pass by itself",
-        ),
-    }[result.verdict]
-    return f"verdict: {word} ({result.message or reason}); next: {next_}"
-
-
-def hand_on(error: ChildFailedError, headline: str) -> bool:
-    """Write the launcher's own error file, which the launcher's parent process reads. Copy the error file of
-    the worker that failed first. If that file is not on this node, write a one-line summary of the failure
-    instead. Return true after the file has been written.
-    """
-    from elasticrs.multiprocessing.errors import get_error_handler
-
-    rank, first = error.get_first_failure()
-    handler = get_error_handler()
-    if os.path.isfile(first.error_file):
-        handler.dump_error_file(first.error_file, first.exitcode or 0)
-        return True
-    import json
-
-    extra = {
-        "timestamp": str(int(first.timestamp)),
-        "rank": str(rank),
-        "node": first.host or os.uname().nodename,
-    }
-    message = {"message": headline, "errorCode": first.exitcode or 0, "extraInfo": extra}
-    # Name the writer, so that the parent process does not take the file for its own. The parent may handle
-    # this failure and then fail for another reason.
-    writer = {"pid": os.getpid(), "written_by": "launcher"}
-    path = os.environ["TORCHELASTIC_ERROR_FILE"]
-    handler._rm(path)
-    handler._write_error_file(path, json.dumps({"message": message, "elasticrs": writer}))
-    return True
 
 
 def _failure(attempt: Attempt, worker: _core.WorkerExited, unread: str = "") -> ProcessFailure:
@@ -341,7 +155,7 @@ def _add_hang(
     if rank == attempt.first_failure and attempt.diagnosis is not None and not attempt.expired:
         failure.more_notes = [attempt.diagnosis.summary]
     if rank == attempt.first_failure or (attempt.first_failure is None and rank in attempt.expired):
-        failure.more_notes = [*failure.more_notes, *_last_heartbeats(attempt, failure.seen_ns)]
+        failure.more_notes = [*failure.more_notes, *last_heartbeats(attempt, failure.seen_ns)]
     if blame is not None and rank == attempt.first_failure and (len(blame.ranks) > 1 or not blame.is_decided):
         places = {each: place for place, each in attempt.global_ranks().items()}
         local_ranks = phrases.ranges_text(sorted(places[each] for each in blame.ranks))
@@ -349,7 +163,7 @@ def _add_hang(
         failure.named = f"{ranks} (local_rank: {local_ranks})"
 
 
-def _last_heartbeats(attempt: Attempt, end_ns: int | None, where: str = "") -> list[str]:
+def last_heartbeats(attempt: Attempt, end_ns: int | None, where: str = "") -> list[str]:
     if not attempt.heartbeats:
         return []
     from elasticrs._engine.supervise.attempts import hangs
@@ -370,3 +184,278 @@ def _cause(attempt: Attempt, worker: _core.WorkerExited) -> str | None:
     if worker.exitcode is None:
         return "the worker has exited, but its exit status is unknown"
     return None
+
+
+# --- the first failure of this node, for the other nodes and the restart policy ---
+
+
+class Place(Value):
+    """What identifies this node in a round: its name in the rendezvous, its host name and its group rank.
+    ``clock`` is the store's clock, for the times of failures.
+    """
+
+    node: str
+    host: str
+    group_rank: int
+    clock: Clock = Clock()
+
+    def cause(self, time_ns: int, **known: Any) -> Cause:
+        """Describe a failure on this node.
+
+        Args:
+            time_ns: time of the failure on the store's clock, in nanoseconds.
+            known: further fields of the description.
+        """
+        here: dict[str, Any] = {"node": self.node, "host": self.host, "group_rank": self.group_rank}
+        return Cause(**here, time_ns=time_ns, error_ns=self.clock.error_ns, **known)
+
+
+def first_word(attempt: Attempt, local_rank: int, place: Place) -> Cause:
+    """Describe the first failure without reading any file, so that it can be reported immediately.
+
+    Args:
+        attempt: attempt that failed.
+        local_rank: local rank of the worker that failed first.
+        place: place of this node.
+    """
+    worker, raised = attempt.exits.get(local_rank), attempt.raised.get(local_rank)
+    why = attempt.why_expired(local_rank)
+    message = why or (raised.text if raised is not None else "")
+    seen = attempt.expired.get(local_rank) or raised or worker
+    return place.cause(
+        place.clock.from_monotonic(0 if seen is None else seen.seen_ns),
+        round=attempt.round,
+        rank=attempt.global_ranks()[local_rank],
+        local_rank=local_rank,
+        pid=attempt.pids[local_rank] if worker is None else worker.pid,
+        exitcode=None if worker is None else worker.exitcode,
+        message=shortened(message, MAX_MESSAGE) or None,
+        is_consequence=(why is None and raised is not None and raised.origin == "peer") or None,
+        **_hang(attempt, local_rank),
+    )
+
+
+def own_cause(
+    attempt: Attempt,
+    place: Place,
+    told: Cause | None = None,
+    *,
+    fatal_exit_codes: Collection[int] = (),
+) -> Cause | None:
+    """Describe the first failure on this node in full. Return ``None`` if the workers exited only because
+    they were stopped.
+
+    Workers that were killed because their nursery exited count as failed.
+
+    Args:
+        attempt: attempt that has ended.
+        place: place of this node.
+        told: description of the same failure that was already sent, from :func:`first_word`. The new
+            description never contains a later time than ``told``, even if the estimate of the store's clock
+            has changed since.
+        fatal_exit_codes: exit codes of workers after which the job is not restarted.
+    """
+    failed = failures(attempt)
+    is_nursery_lost = attempt.nursery_exitcode is not None or attempt.nursery_hung
+    if not failed and is_nursery_lost:
+        how = phrases.how_the_nursery_ended(attempt.nursery_exitcode, attempt.nursery_hung)
+        return not_started(f"the nursery {how}", place)
+    if not failed:
+        return None
+    rank = root_cause(failed)
+    first = failed[rank]
+    stopped = victims(failed)
+    permanent = _permanence(attempt, failed, stopped, fatal_exit_codes)
+    # A worker that this agent has signalled usually counts as stopped, not as failed. It counts as failed if
+    # the nursery, which is its parent process, exited.
+    if rank in stopped and not is_nursery_lost and not permanent:
+        return None
+    is_consequence = first.is_lost_peer
+    at = failed_ns(first)
+    time_ns = place.clock.from_monotonic(at if at is not None else time.monotonic_ns())
+    if told is not None and told.time_ns is not None:
+        time_ns = min(time_ns, told.time_ns)
+    return place.cause(
+        time_ns,
+        round=attempt.round,
+        rank=rank,
+        local_rank=first.local_rank,
+        pid=first.pid,
+        # Omit the exit code if the agent killed the worker during its exit, because the code would only show
+        # the agent's signal.
+        exitcode=None if first.recorded_ns is not None and first.sent_signal is not None else first.exitcode,
+        message=shortened(_message(attempt, first), MAX_MESSAGE),
+        lines=[_end(line, MAX_LINE) for line in first.stderr_tail[-MAX_LINES:]],
+        xids=tuple(xid.note() for xid in attempt.xids.values())[:MAX_XIDS],
+        **_hang(attempt, first.local_rank),
+        exception=first.exception,
+        # Omit the source line of an error that only reports a lost peer, because the cause is not in this
+        # worker's program.
+        place=None if is_consequence else _place(attempt, first),
+        is_consequence=is_consequence or None,
+        is_transient=first.is_transient or None,
+        was_killed=first.sent_signal is not None or None,
+        ran=_ran(attempt, first),
+        **_reached(attempt),
+        **permanent,
+    )
+
+
+def facts(attempt: Attempt, local_rank: int, fatal_exit_codes: Collection[int]) -> dict[str, Any]:
+    """Describe the failure of a worker for the restart policy, as fields of a :class:`Cause`.
+
+    Args:
+        attempt: attempt of the worker.
+        local_rank: local rank of the worker.
+        fatal_exit_codes: see :func:`own_cause`.
+    """
+    failed = {rank: each for rank, each in failures(attempt).items() if each.local_rank == local_rank}
+    permanent = _permanence(attempt, failed, (), fatal_exit_codes)
+    names = ("exception", "place", "is_transient")
+    known = {name: getattr(each, name) or None for each in failed.values() for name in names}
+    return {**known, **permanent, **_reached(attempt)}
+
+
+def evidence(attempt: Attempt, fatal_exit_codes: Collection[int]) -> Evidence:
+    """Return the input of the restart policy after an attempt on a single node has failed: the cause of the
+    failure and the duration of the attempt.
+
+    Args:
+        attempt: attempt that has failed.
+        fatal_exit_codes: see :func:`own_cause`.
+    """
+    node = os.uname().nodename
+    cause = own_cause(attempt, Place(node, node, 0), fatal_exit_codes=fatal_exit_codes)
+    now = time.monotonic_ns()
+    started = attempt.stamps.get("started")
+    return Evidence(
+        () if cause is None else (cause,),
+        now=now / 1e9,
+        ran=None if started is None else (attempt.stamps.get("failure_seen", now) - started) / 1e9,
+        jitter=int.from_bytes(os.urandom(2), "big") / 0xFFFF,
+    )
+
+
+def _reached(attempt: Attempt) -> dict[str, Any]:
+    """Return the highest training step in the workers' last heartbeats, as fields of a cause. The field
+    ``is_global`` is true if all workers report that they count their steps across restarts.
+    """
+    found = [(beat.step, beat.is_global) for beat in attempt.heartbeats if beat.step is not None]
+    if not found:
+        return {}
+    return {"reached": max(step for step, _ in found), "is_global": all(each for _, each in found) or None}
+
+
+def _place(attempt: Attempt, failure: ProcessFailure) -> str | None:
+    """Return the place in the code where the worker raised an exception, or where it hung."""
+    frame = _hang(attempt, failure.local_rank).get("frame")
+    if frame is None:
+        return failure.place
+    from elasticrs._engine.supervise.attempts import hangs
+
+    return hangs.place(frame)
+
+
+def _ran(attempt: Attempt, failure: ProcessFailure) -> float | None:
+    """Return the number of seconds from the start of the workers until the failure. For a hang, return the
+    number of seconds until the worker's last progress. Return ``None`` if one of the times is unknown.
+    """
+    overdue, started_ns = attempt.expired.get(failure.local_rank), attempt.stamps.get("started")
+    hung = None if overdue is None else overdue.hung
+    end_ns = failed_ns(failure) if hung is None else hung.since_ns
+    if started_ns is None or end_ns is None:
+        return None
+    return round(max(0, end_ns - started_ns) / 1e9, 3)
+
+
+def _permanence(
+    attempt: Attempt,
+    failed: Mapping[int, ProcessFailure],
+    stopped: Collection[int],
+    fatal_exit_codes: Collection[int],
+) -> dict[str, Any]:
+    """Return, as fields of a cause, why another attempt would fail in the same way. Return an empty
+    dictionary if another attempt may succeed; see :class:`.Permanence`.
+    """
+    own = {rank: failure for rank, failure in failed.items() if rank not in stopped}
+    marked = [rank for rank, failure in failed.items() if not failure.is_retryable]
+    fatal = [rank for rank, failure in own.items() if failure.exitcode in fatal_exit_codes]
+    early = not attempt.heartbeats and all(_failed_at_start(attempt, failure) for failure in own.values())
+    for kind, ranks in (
+        (Permanence.NON_RETRYABLE, marked),
+        (Permanence.EXIT_CODE, fatal),
+        (Permanence.START_ERROR, own if early else ()),
+    ):
+        for rank in ranks:
+            sign = failed[rank]
+            what = f"exit code {sign.exitcode}"
+            if sign.exception is not None and kind is not Permanence.EXIT_CODE:
+                what = sign.exception.removeprefix("builtins.") + (f" at {sign.place}" if sign.place else "")
+            return {"permanence": kind.value, "permanent_rank": rank, "permanent_sign": what}
+    return {}
+
+
+def _failed_at_start(attempt: Attempt, failure: ProcessFailure) -> bool:
+    """Return true if a worker failed while its program was starting. Return false if it failed :data:`STEADY`
+    seconds or more after the workers were started.
+    """
+    started_ns, at_ns = attempt.stamps.get("started"), failed_ns(failure)
+    # If the program has already run for some time, the failure is not a start error, because a late import
+    # may fail for a temporary reason, such as a file system error.
+    is_late = started_ns is not None and at_ns is not None and at_ns - started_ns >= STEADY * 1e9
+    return failure.is_start_error and not is_late
+
+
+def _hang(attempt: Attempt, local_rank: int) -> dict[str, Any]:
+    """Return the fields that describe a hang, such as the training step. When several nodes wait for each
+    other, the nodes compare these fields to find the worker that caused the hang.
+    """
+    overdue = attempt.expired.get(local_rank)
+    event = overdue.hung if overdue is not None else None
+    if event is None:
+        return {}
+    told: dict[str, Any] = {
+        "ground": event.ground,
+        "silence": round((event.seen_ns - event.since_ns) / 1e9, 3),
+    }
+    own = next((rank for rank in event.ranks if rank.local_rank == local_rank), None)
+    if own is not None and own.frame:
+        told["frame"] = own.frame
+    if event.missed == "startup":
+        told["step"] = BEFORE_ALL_STEPS
+    elif own is not None and own.heartbeat is not None and own.heartbeat.step is not None:
+        told["step"] = own.heartbeat.step
+    return told
+
+
+def _message(attempt: Attempt, first: ProcessFailure) -> str:
+    """Return the text of a failure, with the most informative line last."""
+    text = traceback_text(first)
+    if first.member is not None and not _is_same(text, first.member):
+        text = first.member
+    why = attempt.why_expired(first.local_rank)
+    if why is None:
+        # Append the note about the OOM killer. Without an exceeded time limit, there is no other note.
+        return f"{text}\n{first.note}" if first.note else text
+    return f"{text.removeprefix(why).strip()}\n{why}".strip()
+
+
+def _is_same(text: str, member: str) -> bool:
+    """Return true if the summaries of both texts name the same exception and place."""
+    found, told = summarize(text), summarize(member)
+    return (found and (found.said, found.place)) == (told and (told.said, told.place))
+
+
+def not_started(message: str, place: Place) -> Cause:
+    """Return the cause to report if the workers of this node could not be started."""
+    return place.cause(place.clock.from_monotonic(time.monotonic_ns()), message=message[:MAX_MESSAGE])
+
+
+def no_program(message: str, place: Place) -> Cause:
+    """Return the cause to report if the program cannot be executed on this node."""
+    cause = not_started(message, place)
+    return cause.replaced(permanence=Permanence.START_ERROR.value, permanent_sign=message[:MAX_LINE])
+
+
+def _end(text: str, limit: int) -> str:
+    return text if len(text) <= limit else "…" + text[-limit + 1 :]

@@ -11,6 +11,7 @@ import stat
 import time
 from typing import NamedTuple
 
+from elasticrs._engine.failures.files import fault_file, flight_record_file, flight_requests_file, hang_file
 from elasticrs._engine.hangs.blame import decide, decide_failure
 from elasticrs._engine.hangs.culprits import shows_waiting
 from elasticrs._engine.hangs.diagnose import observe, telling
@@ -19,8 +20,7 @@ from elasticrs._engine.hangs.node_evidence import encode
 from elasticrs._engine.hangs.stacks import MAX_TEXT, abort
 from elasticrs._engine.hangs.values import Frame, NoRecord, RankEvidence
 from elasticrs._engine.inside.flight import MAX_ENTRIES
-from elasticrs._engine.supervise.failures.record_requests import aborted, record_files, request_records
-from elasticrs._engine.workers.logs import fault_file, flight_record_file, flight_requests_file, hang_file
+from elasticrs._engine.supervise.failures.first_failure import aborted, record_files, request_records
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

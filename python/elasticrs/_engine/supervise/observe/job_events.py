@@ -11,10 +11,10 @@ import time
 import traceback
 from typing import TYPE_CHECKING
 
+from elasticrs._engine.failures.failure import NOT_AVAILABLE
 from elasticrs._engine.job import phrases
 from elasticrs._engine.supervise.attempts.state_machine import Phase, Rendezvous, Start
 from elasticrs._engine.supervise.observe.observer import Observer
-from elasticrs._engine.workers.failures.failure import NOT_AVAILABLE
 from elasticrs.events import (
     STATUS,
     Event,
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from elasticrs import _core
+    from elasticrs._engine.failures.failure import ProcessFailure
     from elasticrs._engine.job.config import JobSpec, ObserveSettings
     from elasticrs._engine.job.ranks import WorkerRanks
     from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
     from elasticrs._engine.supervise.attempts.state_machine import Action
-    from elasticrs._engine.workers.failures.failure import ProcessFailure
     from elasticrs._engine.workers.plan import Plan
     from elasticrs.events import EventMetadataValue
 
@@ -199,7 +199,7 @@ class EventRecorder(Observer):
         self._write_all()
 
     def _record_failed_job(self, result: JobResult) -> None:
-        from elasticrs._engine.supervise.failures.failed_attempt import all_failures, headline_of
+        from elasticrs._engine.supervise.observe.job_report import all_failures, headline_of
 
         failed = all_failures(result)
         about: dict[str, object] = {
@@ -334,7 +334,7 @@ def _error_of(failure: ProcessFailure) -> dict[str, object]:
     """
     if failure.error_file != NOT_AVAILABLE or failure.cause is not None:
         return failure.error_file_data
-    from elasticrs._engine.workers.failures.report import traceback_text
+    from elasticrs._engine.failures.report import traceback_text
 
     return {**failure.error_file_data, "message": traceback_text(failure)}
 

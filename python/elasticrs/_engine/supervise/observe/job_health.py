@@ -18,7 +18,7 @@ from elasticrs._engine.job.traceback_summary import headline
 from elasticrs._engine.supervise.attempts.state_machine import AnnounceRestart, Phase, Start, Stop
 from elasticrs._engine.supervise.failures.first_failure import first_seen
 from elasticrs._engine.supervise.observe.observer import Observer
-from elasticrs._engine.supervise.observe.pace import slowest
+from elasticrs._engine.supervise.observe.slow_workers import slowest
 from elasticrs.metrics.api import add_sink, remove_sink
 
 if TYPE_CHECKING:

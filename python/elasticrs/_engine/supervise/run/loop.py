@@ -44,7 +44,7 @@ _NEVER = float("inf")
 def _import_for_cause() -> None:
     import json  # noqa: F401
 
-    import elasticrs._engine.supervise.failures.own_cause  # noqa: F401
+    import elasticrs._engine.supervise.failures.failed_attempt  # noqa: F401
 
 
 class Agent:
@@ -283,13 +283,15 @@ class Agent:
 
     def _open_checkpoints(self) -> None:
         if self._job.replaces_workers:
-            from elasticrs._engine.supervise.observe.pace import Pace
+            from elasticrs._engine.supervise.observe.slow_workers import SlowWorkerCheck
             from elasticrs._engine.supervise.run.checkpoint_requests import CheckpointRequests
 
             self.checkpoints = CheckpointRequests(self._job.nproc, self._console.say)
             self._tracker.supervisor.watch_fd(self.checkpoints.fd)
-            pace = Pace(self.checkpoints.page, self._console.say, self._tracker.observers.training)
-            self._duties += [self.checkpoints.look, pace.look]
+            check = SlowWorkerCheck(
+                self.checkpoints.page, self._console.say, self._tracker.observers.training
+            )
+            self._duties += [self.checkpoints.look, check.look]
 
     def _ask_for_checkpoint(self, checkpoints: CheckpointRequests) -> None:
         """Request a checkpoint through the memory page that the workers share with this agent.

@@ -13,6 +13,7 @@ from collections import deque
 from functools import partial
 
 from elasticrs import _core
+from elasticrs._engine.failures.files import discard_unused_files, last_bytes
 from elasticrs._engine.gpus.nvidia import are_gpus_visible
 from elasticrs._engine.job import phrases
 from elasticrs._engine.process.background_call import FILE_LIMIT, FileAccess
@@ -21,7 +22,7 @@ from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult, Ove
 from elasticrs._engine.supervise.attempts.evidence import oom_kills, read_counters
 from elasticrs._engine.supervise.failures.first_failure import early_leavers
 from elasticrs._engine.supervise.observe.observer import Observers
-from elasticrs._engine.supervise.observe.story import Story
+from elasticrs._engine.supervise.observe.terminal_reporter import TerminalReporter
 from elasticrs._engine.supervise.run.passed_signals import PassedSignals
 from elasticrs._engine.supervise.run.workers import (
     prepare_group,
@@ -30,7 +31,7 @@ from elasticrs._engine.supervise.run.workers import (
     watch_hangs,
     watch_timers,
 )
-from elasticrs._engine.workers.logs import attempt_name, discard_unused_files, last_bytes
+from elasticrs._engine.workers.logs import attempt_name
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -121,14 +122,14 @@ class AttemptTracker:
         self._passed = PassedSignals(self._forward, console.say)
         self.result = JobResult()
         self.events: deque[machine.Event] = deque()
-        story = Story(job, self.result, console.say, owns_process=owns_process)
+        reporter = TerminalReporter(job, self.result, console.say, owns_process=owns_process)
         self._gpus: GpuWatcher | None = None
         if are_gpus_visible(os.environ):
             from elasticrs._engine.supervise.run.gpu_watcher import GpuWatcher
 
             self._gpus = GpuWatcher(job, self.result, console.say)
             observers = (self._gpus, *observers)
-        self.observers = Observers((story, *observers), console.say)
+        self.observers = Observers((reporter, *observers), console.say)
         if job.preload is not None:
             for remark in job.preload.remarks:
                 console.say(f"warm: {remark}")
@@ -544,7 +545,7 @@ class AttemptTracker:
 
     def _explain(self, attempt: Attempt) -> None:
         """Find the ranks to blame if the first failure may be a failed collective."""
-        from elasticrs._engine.supervise.failures.record_requests import is_collective_failure
+        from elasticrs._engine.supervise.failures.first_failure import is_collective_failure
 
         # If the diagnosis or the ranks to blame are still unknown, try again at the end of the attempt, when
         # all exits are known.

@@ -10,20 +10,12 @@ from abc import ABC, abstractmethod
 from functools import partial
 
 from elasticrs import _core
+from elasticrs._engine.failures.files import error_file_of, fault_file, flight_dumps, hang_file
 from elasticrs._engine.job.config import UsageError, hang_limits
 from elasticrs._engine.job.value import Value
 from elasticrs._engine.workers.environment import virtual_local_rank, warm_environment, worker_env
 from elasticrs._engine.workers.followers import follower_of
-from elasticrs._engine.workers.logs import (
-    LogPaths,
-    coloured,
-    error_file_of,
-    fault_file,
-    flight_dumps,
-    hang_file,
-    line_prefixes,
-    wants_colour,
-)
+from elasticrs._engine.workers.logs import LogPaths, coloured, line_prefixes, wants_colour
 from elasticrs._engine.workers.process import console_stream, process_spec
 
 TYPE_CHECKING = False

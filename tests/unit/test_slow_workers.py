@@ -6,8 +6,16 @@ from statistics import median
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs._engine.supervise.observe import pace
-from elasticrs._engine.supervise.observe.pace import FIRST, INTERVAL, SPAN, THRESHOLD, Pace, slowest, step
+from elasticrs._engine.supervise.observe import slow_workers
+from elasticrs._engine.supervise.observe.slow_workers import (
+    INTERVAL,
+    NO_SLOW_WORKERS,
+    SPAN,
+    THRESHOLD,
+    SlowWorkerCheck,
+    check,
+    slowest,
+)
 from elasticrs._engine.workers.node_page import Standing
 
 
@@ -36,10 +44,10 @@ def test_the_slowest_worker_has_the_lowest_rate(found):
 
 @given(st.lists(rates, max_size=40))
 def test_a_rank_that_is_slow_at_every_check_is_reported_once(looks):
-    watch, past, told = FIRST, [], set()
+    before, past, told = NO_SLOW_WORKERS, [], set()
     for number, found in enumerate(looks):
         standings = of(*found)
-        watch, news = step(watch, standings, number * INTERVAL)
+        before, news = check(before, standings, number * INTERVAL)
         known = [each.rate for each in standings if each.rate is not None]
         limit = THRESHOLD * median(known) if len(known) > 1 else 0
         slow = {each.pid for each in standings if each.rate is not None and each.rate < limit}
@@ -53,20 +61,20 @@ def test_a_rank_that_is_slow_at_every_check_is_reported_once(looks):
 
 def test_a_slow_worker_is_reported_after_60_s_and_again_after_a_recovery():
     slow, well = of(10, 10, 10, 7), of(10, 10, 10, 9)
-    watch, told = FIRST, []
+    before, told = NO_SLOW_WORKERS, []
     now = 0.0
     for standings, looks in ((slow, 20), (well, 1), (slow, 12), (slow, 1)):
         for _ in range(looks):
-            watch, news = step(watch, standings, now)
+            before, news = check(before, standings, now)
             told += [(now, each.local_rank) for each in news]
             now += INTERVAL
     assert told == [(60.0, 3), (165.0, 3)]
 
 
 def test_slowness_of_a_worker_does_not_count_for_its_replacement():
-    watch, _ = step(FIRST, of(10, 10, 1), 0.0)
+    before, _ = check(NO_SLOW_WORKERS, of(10, 10, 1), 0.0)
     again = [*of(10, 10), standing(2, 1, pid=999)]
-    _, news = step(watch, again, SPAN)
+    _, news = check(before, again, SPAN)
     assert news == []
 
 
@@ -78,11 +86,11 @@ class Page:
         return self.looks.pop(0)
 
 
-def test_a_pace_check_runs_when_due_and_reports_the_slow_rank(monkeypatch):
+def test_a_check_runs_when_due_and_reports_the_slow_rank(monkeypatch):
     clock, lines, told = [0.0], [], []
-    monkeypatch.setattr(pace.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(slow_workers.time, "monotonic", lambda: clock[0])
     page = Page([], *[of(10, 10, 5)] * 13)
-    watched = Pace(page, lines.append, told.append)
+    watched = SlowWorkerCheck(page, lines.append, told.append)
     for moment in (1.0, 2.0, *(6.0 + INTERVAL * each for each in range(13))):
         clock[0] = moment
         watched.look()

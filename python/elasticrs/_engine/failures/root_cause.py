@@ -26,7 +26,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from elasticrs._engine.workers.failures.failure import ProcessFailure
+    from elasticrs._engine.failures.failure import ProcessFailure
 
 RECORD_WINDOW_NS = 60_000_000_000
 WAVE_NS = 5_000_000_000

@@ -4,9 +4,9 @@ All workers of a data-parallel job make the same number of steps per second, bec
 worker. So the number of steps does not identify the slowest worker. The rates in ``WorkerStats`` identify it
 if each rate counts only the worker's own work.
 
-- **PACE-1** A worker is reported once it has been slow at every check for :data:`SPAN` seconds. It is
+- **SLOW-1** A worker is reported once it has been slow at every check for :data:`SPAN` seconds. It is
   reported again only if it has been as fast as the other workers in the meantime.
-- **PACE-2** If fewer than two workers report a rate, there is no slowest worker.
+- **SLOW-2** If fewer than two workers report a rate, there is no slowest worker.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ INTERVAL = 5.0
 """Seconds between two checks for slow workers."""
 
 
-class Watch(Value):
+class SlowWorkers(Value):
     """State between two checks: the workers that were slow at the last check.
 
     Args:
@@ -50,12 +50,12 @@ class Watch(Value):
     told: frozenset[int]
 
 
-FIRST = Watch({}, frozenset())
+NO_SLOW_WORKERS = SlowWorkers({}, frozenset())
 
 
 def slowest(standings: Sequence[Standing]) -> tuple[Standing, float] | None:
     """Return the worker with the lowest rate, and the median of all rates. Return ``None`` if fewer than two
-    workers report a rate (PACE-2).
+    workers report a rate (SLOW-2).
     """
     rated = [each for each in standings if each.rate is not None]
     if len(rated) < 2:
@@ -64,24 +64,26 @@ def slowest(standings: Sequence[Standing]) -> tuple[Standing, float] | None:
     return rated[rates.index(min(rates))], median(rates)
 
 
-def step(watch: Watch, standings: Sequence[Standing], now: float) -> tuple[Watch, list[Standing]]:
+def check(
+    before: SlowWorkers, standings: Sequence[Standing], now: float
+) -> tuple[SlowWorkers, list[Standing]]:
     """Check the workers' training rates. Return the updated state, and the slow workers to report.
 
     Args:
-        watch: state after the previous check.
+        before: state after the previous check.
         standings: reports of this node's workers.
         now: current time, in seconds.
     """
     found = slowest(standings)
     limit = 0.0 if found is None else THRESHOLD * found[1]
     slow = [each for each in standings if found is not None and each.rate is not None and each.rate < limit]
-    since = {each.pid: watch.since.get(each.pid, now) for each in slow}
-    told = watch.told & since.keys()
+    since = {each.pid: before.since.get(each.pid, now) for each in slow}
+    told = before.told & since.keys()
     news = [each for each in slow if each.pid not in told and now - since[each.pid] >= SPAN]
-    return Watch(since, told | {each.pid for each in news}), news
+    return SlowWorkers(since, told | {each.pid for each in news}), news
 
 
-class Pace:
+class SlowWorkerCheck:
     """Periodically checks the workers' training rates on this node and reports slow workers.
 
     Args:
@@ -94,7 +96,7 @@ class Pace:
         self, page: AgentPage, say: Callable[[str], None], tell: Callable[[Sequence[Standing]], object]
     ) -> None:
         self._page, self._say, self._tell = page, say, tell
-        self._watch = FIRST
+        self._slow = NO_SLOW_WORKERS
         self._next = 0.0
 
     def look(self) -> float:
@@ -108,7 +110,7 @@ class Pace:
         standings = self._page.standings()
         if standings:
             self._tell(standings)
-        self._watch, news = step(self._watch, standings, now)
+        self._slow, news = check(self._slow, standings, now)
         found = slowest(standings)
         for each in news:
             if found is not None and each.rate is not None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import time
 
+from elasticrs._engine.failures.files import fault_file, last_bytes, last_lines
 from elasticrs._engine.job.phrases import describe_exit, printable
-from elasticrs._engine.workers.logs import fault_file, last_bytes
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
+
+    from elasticrs._core import WorkerExited
 
 NOT_AVAILABLE = "<N/A>"
 """Placeholder for the path of a missing error file."""
@@ -36,6 +38,7 @@ _TEXT_LIMIT = 1 << 16
 _LINE_LIMIT = 1000
 _BEGINNING = rb'\s*\{\s*"message"\s*:\s*(?:\{\s*"message"\s*:\s*)?"'
 _PART_OF_STRING = r'(?:[^"\\]+|\\u[0-9a-fA-F]{4}|\\[^u])*'
+_TAIL_LINES = 50
 _OWN_DATA = b'"elasticrs": {'
 
 
@@ -269,6 +272,33 @@ class ProcessFailure:
     def __repr__(self) -> str:
         fields = ", ".join(f"{name}={value!r}" for name, value in self._torch_fields().items())
         return f"{type(self).__name__}({fields})"
+
+
+def failure_of(
+    ended: WorkerExited, stdout: str | None, stderr: str | None, error_file: str, **known: Any
+) -> ProcessFailure:
+    """Create a :class:`ProcessFailure` for a failed process.
+
+    Args:
+        ended: exit of the process.
+        stdout: path of the file with its standard output; ``None`` if there is none.
+        stderr: path of the file with its standard error; ``None`` if there is none.
+        error_file: path at which the worker would write its error file.
+        known: further arguments of :class:`ProcessFailure`. They override the arguments that come from
+            ``ended``.
+    """
+    is_read = not known.get("unread")
+    both = (("stdout", stdout), ("stderr", stderr))
+    logs = {stream: path for stream, path in both if path and path != os.devnull}
+    return ProcessFailure(
+        ended.local_rank,
+        ended.pid,
+        ended.exitcode,
+        error_file,
+        log_paths=logs,
+        stderr_tail=last_lines(logs["stderr"], _TAIL_LINES) if is_read and "stderr" in logs else (),
+        **{"seen_ns": ended.seen_ns, "sent_signal": ended.sent_signal, **known},
+    )
 
 
 class EmptyFileError(ValueError):

@@ -11,6 +11,14 @@ from __future__ import annotations
 
 import os
 
+from elasticrs._engine.failures.failure import NOT_AVAILABLE
+from elasticrs._engine.failures.root_cause import (
+    failed_ns,
+    failed_wall_ns,
+    in_order,
+    root_cause,
+    victims,
+)
 from elasticrs._engine.job.phrases import (
     describe_exit,
     how_it_ended,
@@ -19,20 +27,12 @@ from elasticrs._engine.job.phrases import (
     signal_name,
     spans,
 )
-from elasticrs._engine.workers.failures.failure import NOT_AVAILABLE
-from elasticrs._engine.workers.failures.root_cause import (
-    failed_ns,
-    failed_wall_ns,
-    in_order,
-    root_cause,
-    victims,
-)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from elasticrs._engine.workers.failures.failure import ProcessFailure
+    from elasticrs._engine.failures.failure import ProcessFailure
 
 _WIDTH = 60
 _SIGKILL = 9

@@ -9,7 +9,7 @@ from elasticrs._engine.job.phrases import goodput
 from elasticrs._engine.job.ranks import NodeShare, assign
 from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
 from elasticrs._engine.supervise.attempts.state_machine import Phase
-from elasticrs._engine.supervise.observe.story import Story, productive_ns
+from elasticrs._engine.supervise.observe.terminal_reporter import TerminalReporter, productive_ns
 from elasticrs._engine.workers.plan import Plan
 
 S = 1_000_000_000
@@ -24,9 +24,9 @@ def attempt_of(round_, restarts, **stamps):
 def last_line(phase, attempts, *, is_multi_node=True, began_s_ago=1):
     job = JobSpec(1, "job", is_multi_node=is_multi_node, max_restarts=3)
     result, said = JobResult(phase=phase, attempts=attempts), []
-    story = Story(job, result, said.append, owns_process=True)
-    story._begun_ns = time.monotonic_ns() - began_s_ago * S
-    story.ended(result, None)
+    reporter = TerminalReporter(job, result, said.append, owns_process=True)
+    reporter._begun_ns = time.monotonic_ns() - began_s_ago * S
+    reporter.ended(result, None)
     return said[0] if said else "".join(result.ending)
 
 

@@ -38,7 +38,7 @@ def is_talkative(level: str) -> bool:
     return level.upper() not in _QUIET
 
 
-class Story(Observer):
+class TerminalReporter(Observer):
     """Observer that prints the progress of a job.
 
     Args:
