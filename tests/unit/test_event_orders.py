@@ -39,6 +39,7 @@ EVENTS = st.one_of(
         st.sampled_from(["own", "peer", "unknown"]),
     ),
     st.tuples(st.just("failure"), RANK),
+    st.tuples(st.just("hung"), RANK),
     st.tuples(st.just("swept"), RANK),
     st.tuples(st.just("replaced"), RANK),
     st.tuples(st.just("killed"), RANK),
@@ -112,6 +113,9 @@ class Played:
         elif name == "raised" and not has_exited:
             how = {"text": "E: x", "exit": more[0], "origin": more[1], "limit": 1.0}
             self._tell(_core.WorkerRaised, local_rank=rank, pid=pid, **how)
+        elif name == "hung" and not has_exited:
+            how = {"missed": "step", "since_ns": 1, "limit": 1.0, "ground": "behind", "ranks": []}
+            self._tell(_core.WorkerHung, local_rank=rank, pid=pid, **how)
         elif name == "failure" and self.attempt.first_failure is None:
             now = time.monotonic_ns()
             self._tell(_core.FailureSeen, local_rank=rank, signalled_ns=now, siblings=N - 1)
@@ -124,13 +128,14 @@ class Played:
             self.has_failed.discard(rank)
             self._tell(_core.WorkerReplaced, local_rank=rank, pid=pid + 100, started_ns=time.monotonic_ns())
 
-    def end(self):
-        for rank in range(N):
+    def end(self, stuck=()):
+        """End the attempt. The stuck workers have survived SIGKILL, so their exits are not reported."""
+        for rank in set(range(N)) - set(stuck):
             self.play("exit", rank, -15, 15)
         outcome = "failed" if self.has_failed or self.attempt.first_failure is not None else "succeeded"
         known = {
-            "stuck_ranks": [],
-            "wait_channels": [],
+            "stuck_ranks": list(stuck),
+            "wait_channels": ["" for _ in stuck],
             "stuck": [],
             "spared": [],
             "ended": [],
@@ -164,15 +169,16 @@ def ask(played):
 
 
 @pytest.mark.parametrize("replaces", [True, False])
-@given(events=st.lists(EVENTS, max_size=12))
-@example(events=ENDED_BY_ITS_TIMER)
-@example(events=[("exit", 0, 1, None), *ENDED_BY_ITS_TIMER, ("swept", 0), ("replaced", 0)])
-def test_no_order_of_events_leads_to_an_error(replaces, events):
+@given(events=st.lists(EVENTS, max_size=12), stuck=st.sets(RANK))
+@example(events=ENDED_BY_ITS_TIMER, stuck=set())
+@example(events=[("exit", 0, 1, None), *ENDED_BY_ITS_TIMER, ("swept", 0), ("replaced", 0)], stuck=set())
+@example(events=[("hung", 1), ("failure", 1)], stuck={1})
+def test_no_order_of_events_leads_to_an_error(replaces, events, stuck):
     played = Played(replaces=replaces)
     for event in events:
         if replaces or event[0] not in {"swept", "replaced"}:
             played.play(*event)
-    played.end()
+    played.end(stuck)
     ask(played)
 
 

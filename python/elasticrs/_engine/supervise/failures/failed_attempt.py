@@ -56,7 +56,9 @@ def failures(attempt: Attempt) -> dict[int, ProcessFailure]:
         read = [_failure(attempt, worker, _UNREAD) for worker in exits]
     found = {ranks[worker.local_rank]: failure for worker, failure in zip(exits, read, strict=True)}
     first = next(iter(found.values()), None)
-    if first is not None and attempt.blame is not None and attempt.expired[first.local_rank].is_blamed:
+    # The first exit is another worker's if the worker to blame has survived SIGKILL.
+    why = None if first is None else attempt.expired.get(first.local_rank)
+    if first is not None and attempt.blame is not None and why is not None and why.is_blamed:
         first.is_first = True
     if found and attempt.xids:
         _add_xids(attempt, found)
