@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from diagnosis.recorded_evidence import recorded
 from diagnosis.test_simulated import SHAPES, simulated
 from diagnosis.test_stacks import REDUCE, STEP
-from elasticrs._engine.hangs.blame import Basis, Blame, decide, decide_failure
-from elasticrs._engine.hangs.culprits import out_of_line
+from elasticrs._engine.hangs.culprits import Basis, Blame, decide, decide_failure, out_of_line
 from elasticrs._engine.hangs.diagnose import diagnose
 from elasticrs._engine.hangs.values import NoRecord
 

@@ -11,6 +11,7 @@ from diagnosis.model import FAULTS, Run, job, mesh, program, with_fault
 from diagnosis.recorded_evidence import recorded
 from diagnosis.test_recorded import EXPECTED
 from elasticrs._engine.hangs.diagnose import diagnose, diagnose_nodes, judge, observe
+from elasticrs._engine.hangs.flight_record import GroupSteps, RankFacts, RankRecord, Step, Transfer
 from elasticrs._engine.hangs.node_evidence import (
     MAX_DECODED,
     MAX_STEPS,
@@ -18,7 +19,6 @@ from elasticrs._engine.hangs.node_evidence import (
     decode,
     encode,
 )
-from elasticrs._engine.hangs.rank_record import GroupSteps, RankFacts, RankRecord, Step, Transfer
 from elasticrs._engine.hangs.values import Call, Frame, NoRecord
 
 LIMITS = {"max_bytes": 32 << 10, "max_steps": 200}

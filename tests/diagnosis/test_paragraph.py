@@ -8,8 +8,7 @@ from helpers.schema import schemas
 from diagnosis.recorded_evidence import recorded
 from diagnosis.test_culprits import DONE, OUTSIDE, WAITING, WAITS, calls, rank
 from diagnosis.test_recorded import EXPECTED
-from elasticrs._engine.hangs.diagnose import diagnose
-from elasticrs._engine.hangs.paragraph import MAX_LINES, ranks_text
+from elasticrs._engine.hangs.diagnose import MAX_LINES, diagnose, ranks_text
 from elasticrs._engine.hangs.values import NoRecord
 from elasticrs._engine.job.phrases import spans
 

@@ -9,8 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs._engine.hangs.flight_record import Damage, FlightRecordError, parse
-from elasticrs._engine.hangs.pickled import MAX_OPERATIONS, PickledError, plain
+from elasticrs._engine.hangs.flight_record import (
+    MAX_OPERATIONS,
+    Damage,
+    FlightRecordError,
+    PickledError,
+    parse,
+    plain,
+)
 
 SCALARS = (
     st.none()

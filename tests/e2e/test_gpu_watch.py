@@ -192,7 +192,7 @@ def test_a_job_without_visible_gpus_has_no_gpu_watcher(run, gpus, visible):
 
 def test_a_job_without_the_nvidia_driver_has_no_gpu_watcher(launch, worker_script, gpus):
     argv = gpus.launcher()
-    without = argv[2].replace("nvidia.DEVICE = ", "nvidia.DEVICE = 'no' + ")
+    without = argv[2].replace("gpus.DEVICE = ", "gpus.DEVICE = 'no' + ")
     launch("--max-restarts=1", worker_script(FAILS), argv=(*argv[:2], without), env=gpus.environment).exits(1)
     assert not gpus.was_used
 

@@ -21,7 +21,7 @@ from elasticrs._engine.failures.files import (
     flight_requests_file,
     hang_file,
 )
-from elasticrs._engine.hangs.blame import Basis, Blame
+from elasticrs._engine.hangs.culprits import Basis, Blame
 from elasticrs._engine.hangs.flight_record import MAX_BYTES
 from elasticrs._engine.hangs.values import Confidence, Frame, MergedStack, NoRecord
 from elasticrs._engine.inside.error_file import write_whole

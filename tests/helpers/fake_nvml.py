@@ -89,8 +89,8 @@ class FakeGpus:
         program = (
             "import sys; from elasticrs.launch import main;"
             "from elasticrs._engine.supervise.run import gpu_watcher;"
-            "from elasticrs._engine.gpus import nvidia;"
-            f"nvidia.DEVICE = {str(self._folder)!r}; vars(gpu_watcher).update({constants!r});"
+            "from elasticrs._engine import gpus;"
+            f"gpus.DEVICE = {str(self._folder)!r}; vars(gpu_watcher).update({constants!r});"
             "sys.exit(main())"
         )
         return (sys.executable, "-c", program)

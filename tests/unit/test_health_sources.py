@@ -13,9 +13,8 @@ import pytest
 from helpers.procs import run_program
 
 import elasticrs
-from elasticrs._engine.gpus import health_program
-from elasticrs._engine.gpus.health_program import NO_ANSWER, UNFIT
-from elasticrs._engine.gpus.node_check import NodeCheck
+from elasticrs._engine.gpus import node_check
+from elasticrs._engine.gpus.node_check import NO_ANSWER, UNFIT, NodeCheck
 from elasticrs._engine.job.policy_options import HealthSource, similar_source
 
 CHECKS = Path(__file__).resolve().parents[2] / "contrib" / "node-checks"
@@ -59,7 +58,7 @@ class TestHealthProgram:
 
         def make(main):
             (tmp_path / "a_health_source.py").write_text(main)
-            monkeypatch.setitem(health_program.MODULES, "nvml", "a_health_source")
+            monkeypatch.setitem(node_check.MODULES, "nvml", "a_health_source")
             monkeypatch.syspath_prepend(tmp_path)
             monkeypatch.delitem(sys.modules, "a_health_source", raising=False)
 
@@ -68,7 +67,7 @@ class TestHealthProgram:
     @pytest.mark.parametrize(("result", "code"), [(0, 0), (1, UNFIT)])
     def test_the_result_of_a_source_becomes_the_exit_code(self, source, result, code):
         source(f"def main(): return {result}")
-        assert health_program.main("nvml") == code
+        assert node_check.main("nvml") == code
 
     def test_an_import_error_counts_as_no_answer(self, monkeypatch, tmp_path):
         (tmp_path / "elasticrs").mkdir()
@@ -80,7 +79,7 @@ class TestHealthProgram:
 
     def test_an_exception_in_a_source_counts_as_no_answer(self, source, capfdbinary):
         source("def main(): raise KeyError('x')")
-        assert health_program.main("nvml") == NO_ANSWER
+        assert node_check.main("nvml") == NO_ANSWER
         sys.stdout.flush()
         assert capfdbinary.readouterr().out == b"KeyError: 'x'\n"
 

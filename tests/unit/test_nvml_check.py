@@ -7,16 +7,14 @@ import pytest
 from helpers.fake_nvml import gpus
 from helpers.procs import run_program
 
-from elasticrs._engine.gpus.health_program import NO_ANSWER, UNFIT
-from elasticrs._engine.gpus.node_check import NodeCheck
+from elasticrs._engine.gpus.node_check import NO_ANSWER, UNFIT, NodeCheck
 from elasticrs._engine.gpus.nvml import RECOVERY_ACTIONS
 from elasticrs._engine.job.policy_options import HealthSource
 
 __all__ = ["gpus"]
 
 ASK = (
-    "import sys; from elasticrs._engine.gpus import health_program, nvml_check;"
-    "sys.exit(health_program.main('nvml'))"
+    "import sys; from elasticrs._engine.gpus import node_check, nvml_check;sys.exit(node_check.main('nvml'))"
 )
 SHORT_LIMIT = ASK.replace("sys.exit", "nvml_check.LIMIT = 0.5; sys.exit")
 COMMAND = (sys.executable, "-c", ASK)

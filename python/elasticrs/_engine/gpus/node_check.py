@@ -1,4 +1,10 @@
-"""Run the checks that decide whether this node can run workers (``--node-check``)."""
+"""Run the checks that decide whether this node can run workers (``--node-check``).
+
+A check is a command of the user or a built-in health source, a module that :func:`main` runs in a child
+process. The function ``main`` of the module returns 0 if the node is fit and 1 if it is unfit, and the last
+line that it prints is the reason. An exception means that the source gave no answer, because a check that
+fails to run says nothing about the node.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +12,10 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import time
 from functools import partial
 
-from elasticrs._engine.gpus.health_program import UNFIT
 from elasticrs._engine.job.phrases import how_it_ended, printable
 from elasticrs._engine.job.value import Value
 from elasticrs._engine.process.background_call import BackgroundCall
@@ -17,9 +23,21 @@ from elasticrs._engine.process.child_program import command as program
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from elasticrs._engine.job.policy_options import HealthSource
+
+UNFIT = 10
+"""Exit code if the health source found the node unfit. The code is not 1, because Python itself exits with 1
+if this program cannot be imported.
+"""
+NO_ANSWER = 75
+"""Exit code if the health source gave no answer (``EX_TEMPFAIL`` in sysexits.h)."""
+
+MODULES = {
+    "nvml": "elasticrs._engine.gpus.nvml_check",
+}
+"""Module of each health source, keyed by the name in :data:`.BUILT_IN_SOURCES`."""
 
 MAX_OUTPUT = 65536
 """Maximum number of bytes of a check's output that are kept. The beginning of longer output is dropped."""
@@ -190,7 +208,7 @@ class _Guard:
 def _command(source: HealthSource) -> list[str]:
     if source.built_in is None:
         return list(source.words)
-    return program("elasticrs._engine.gpus.health_program", source.built_in)
+    return program(__name__, source.built_in)
 
 
 def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
@@ -280,3 +298,28 @@ def _reap_group(group: int) -> None:
                 time.sleep(_PAUSE)
     except ChildProcessError:
         return
+
+
+class NoAnswerError(Exception):
+    """Raised if a health source cannot be reached, or if its reply cannot be interpreted."""
+
+
+def say(line: str) -> None:
+    """Print a line as UTF-8, regardless of the locale. Replace characters that UTF-8 cannot encode, because
+    the text may come from another program.
+    """
+    sys.stdout.buffer.write(line.encode("utf-8", "replace") + b"\n")
+
+
+def main(name: str) -> int:
+    """Query the health source with this name. Return 0, :data:`UNFIT` or :data:`NO_ANSWER`."""
+    from importlib import import_module
+
+    try:
+        ask: Callable[[], int] = import_module(MODULES[name]).main
+        return UNFIT if ask() else 0
+    except NoAnswerError as error:
+        say(str(error))
+    except Exception as error:
+        say(f"{type(error).__name__}: {error}")
+    return NO_ANSWER

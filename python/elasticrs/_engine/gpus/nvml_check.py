@@ -7,7 +7,7 @@ import os
 import sys
 
 from elasticrs._engine.gpus import nvml
-from elasticrs._engine.gpus.health_program import NO_ANSWER, UNFIT, NoAnswerError, say
+from elasticrs._engine.gpus.node_check import NO_ANSWER, UNFIT, NoAnswerError, say
 from elasticrs._engine.gpus.nvml import NvmlError
 
 TYPE_CHECKING = False
@@ -27,7 +27,7 @@ _PROOFS = {
 """Return values of NVML functions that prove that a GPU cannot be used, with the reason as text for users."""
 
 
-class Verdict:
+class Findings:
     """Results of the GPU check so far.
 
     Attributes:
@@ -52,8 +52,8 @@ class Verdict:
         return f"{self.count} GPU{'s are' if self.count > 1 else ' is'} fit"
 
 
-def examine(library: Nvml, verdict: Verdict) -> None:
-    """Examine all GPUs and add the results to ``verdict``.
+def examine(library: Nvml, findings: Findings) -> None:
+    """Examine all GPUs and add the results to ``findings``.
 
     Raises:
         NvmlError: the library cannot count the GPUs.
@@ -62,18 +62,18 @@ def examine(library: Nvml, verdict: Verdict) -> None:
         try:
             device = library.device(index)
             fields = library.fields(device, _FIELDS)
-            verdict.count += 1
+            findings.count += 1
         except NvmlError as error:
             if error.code in _PROOFS:
-                verdict.unfit.append(f"GPU {index} is unfit: {_PROOFS[error.code]} ({error})")
+                findings.unfit.append(f"GPU {index} is unfit: {_PROOFS[error.code]} ({error})")
             else:
-                verdict.unexamined.append(f"GPU {index} could not be examined: {error}")
+                findings.unexamined.append(f"GPU {index} could not be examined: {error}")
             continue
         name = f"GPU {index} ({device.address})"
         reason = why_unfit(fields)
         if reason is not None:
-            verdict.unfit.append(f"{name} is unfit: {reason}")
-        verdict.remarks += [f"{name}: {remark}" for remark in remarks(fields)]
+            findings.unfit.append(f"{name} is unfit: {reason}")
+        findings.remarks += [f"{name}: {remark}" for remark in remarks(fields)]
 
 
 def why_unfit(fields: dict[int, int]) -> str | None:
@@ -129,7 +129,7 @@ def main() -> int:
     Raises:
         NoAnswerError: NVML cannot be used, and no GPU has been found unfit.
     """
-    verdict, over = Verdict(), _thread.allocate_lock()
+    findings, over = Findings(), _thread.allocate_lock()
     problems: list[str] = []
     libraries: list[Nvml] = []
     over.acquire()
@@ -137,7 +137,7 @@ def main() -> int:
     def run() -> None:
         try:
             libraries.append(nvml.Nvml())
-            examine(libraries[0], verdict)
+            examine(libraries[0], findings)
         except NvmlError as error:
             problems.append(problem_of(error))
         # Catch every exception. Otherwise, a check that has failed would report that the GPUs are fit.
@@ -151,17 +151,17 @@ def main() -> int:
     if not has_answered:
         where = libraries[0].calling if libraries else "nvmlInit_v2"
         problems.append(f"NVML hangs in {where} (for {LIMIT:g} s)")
-    problems += verdict.unexamined
-    for remark in verdict.remarks:
+    problems += findings.unexamined
+    for remark in findings.remarks:
         say(remark)
-    if verdict.unfit or not problems:
-        say("; ".join([verdict.line(), *problems]))
+    if findings.unfit or not problems:
+        say("; ".join([findings.line(), *problems]))
     if not has_answered:
-        if not verdict.unfit:
+        if not findings.unfit:
             say("; ".join(problems))
         sys.stdout.flush()
         # Skip the normal exit, because the thread that hangs in the driver would block it.
-        os._exit(UNFIT if verdict.unfit else NO_ANSWER)
-    if problems and not verdict.unfit:
+        os._exit(UNFIT if findings.unfit else NO_ANSWER)
+    if problems and not findings.unfit:
         raise NoAnswerError("; ".join(problems))
-    return 1 if verdict.unfit else 0
+    return 1 if findings.unfit else 0

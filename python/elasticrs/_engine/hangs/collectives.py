@@ -16,14 +16,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from elasticrs._engine.hangs.rank_record import DEFAULT_GROUP, RankRecord
+from elasticrs._engine.hangs.flight_record import DEFAULT_GROUP, RankRecord
 from elasticrs._engine.hangs.values import NoRecord, Side, StuckCollective
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from elasticrs._engine.hangs.rank_record import GroupSteps, Step
+    from elasticrs._engine.hangs.flight_record import GroupSteps, Step
     from elasticrs._engine.hangs.values import Call
 
 _NEEDS_ALL_RANKS = frozenset(("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"))

@@ -1,23 +1,56 @@
-"""Diagnoses why a job makes no progress, from the flight records and stacks of all ranks."""
+"""Diagnoses why a job makes no progress, from the flight records and stacks of all ranks.
+
+Formats the result as one paragraph and lines with the evidence.
+"""
 
 from __future__ import annotations
 
 from elasticrs._engine.hangs import flight_record
-from elasticrs._engine.hangs.collectives import match
+from elasticrs._engine.hangs.collectives import match, most_frequent
 from elasticrs._engine.hangs.culprits import blame
-from elasticrs._engine.hangs.flight_record import FlightRecordError
+from elasticrs._engine.hangs.flight_record import DEFAULT_GROUP, FlightRecordError, RankFacts, reduced
 from elasticrs._engine.hangs.node_evidence import NodeEvidenceError, decode
-from elasticrs._engine.hangs.paragraph import Writer
-from elasticrs._engine.hangs.rank_record import RankFacts, reduced
-from elasticrs._engine.hangs.stacks import main_thread, merge
-from elasticrs._engine.hangs.values import Diagnosis, NoRecord, failed
+from elasticrs._engine.hangs.stacks import line, main_thread, merge, place, program_frame, short
+from elasticrs._engine.hangs.values import Confidence, Diagnosis, NoRecord, Reason, failed
+from elasticrs._engine.job import phrases
+from elasticrs._engine.job.phrases import printable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from elasticrs._engine.hangs.rank_record import RankRecord
-    from elasticrs._engine.hangs.values import RankEvidence
+    from elasticrs._engine.hangs.flight_record import RankRecord
+    from elasticrs._engine.hangs.values import Culprit, Frame, MergedStack, RankEvidence, StuckCollective
+
+MAX_SPANS = 6
+"""Maximum number of rank ranges in one list."""
+
+MAX_PLACES = 2
+MAX_CULPRITS = 3
+"""Maximum number of culprits, and of undecided collectives, that the paragraph describes one by one."""
+
+MAX_LINES = 20
+"""Maximum number of lines of evidence."""
+
+MAX_FRAMES = 4
+_MAX_NODES = 3
+
+_WHY_NO_RECORD = {
+    NoRecord.NO_TORCH: "torch is not imported",
+    NoRecord.OFF: "the recorder is off",
+    NoRecord.LATE: "no answer in time",
+    NoRecord.EXITED: "exited",
+    NoRecord.ABORTED: "aborted",
+    NoRecord.RETURNED: "its program has returned",
+    NoRecord.LOST_PEER: "it has lost a peer",
+    NoRecord.LOST: "the node did not answer",
+    NoRecord.DAMAGED: "the record is damaged",
+    NoRecord.OUTDATED: "the record is older than the others",
+}
+_LIKELIHOOD = {Confidence.CERTAIN: "", Confidence.LIKELY: "probably ", Confidence.POSSIBLE: "possibly "}
+
+
+_UNDECIDED = "the records do not show which is wrong"
 
 
 def observe(found: RankEvidence) -> RankFacts:
@@ -145,3 +178,233 @@ def _parsed(found: RankEvidence) -> RankRecord | NoRecord:
     # Treat an empty list of records as if the recorder were off. In both cases, it is unknown which
     # collectives the rank has called.
     return reduced(records, found.groups, has_raised=found.has_raised) if records else NoRecord.OFF
+
+
+class Writer:
+    """Formats the sentences of one diagnosis.
+
+    Args:
+        nodes: name of the node of each rank.
+        stacks: frames of the main thread of each rank, innermost first. Ranks may be missing.
+        no_record: ranks without a usable record.
+        culprits: ranks to blame.
+        stuck: collectives that have not completed.
+    """
+
+    def __init__(
+        self,
+        nodes: Mapping[int, str],
+        stacks: Mapping[int, Sequence[Frame]],
+        no_record: Mapping[int, NoRecord],
+        culprits: Sequence[Culprit],
+        stuck: Sequence[StuckCollective],
+    ) -> None:
+        self._nodes, self._stacks, self._no_record = nodes, stacks, no_record
+        self._culprits, self._stuck = culprits, stuck
+        self._named = {rank for culprit in culprits for rank in culprit.ranks}
+        self._waiting = {rank for collective in stuck for rank in collective.waiting}
+
+    # --- the paragraph ---
+
+    def summary(self) -> str:
+        """Return the paragraph for the report: which ranks wait and where, which are to blame, and which have
+        no record.
+        """
+        clauses = [self._clause(culprit) for culprit in self._culprits[:MAX_CULPRITS]]
+        if len(self._culprits) > MAX_CULPRITS:
+            more = sum(len(culprit.ranks) for culprit in self._culprits[MAX_CULPRITS:])
+            clauses.append(f"{more} more rank{'s are' if more > 1 else ' is'} suspect")
+        clauses += self._undecided()
+        if not clauses:
+            clauses.append(self._nothing())
+        clauses += self._others()
+        clauses += self._missing()
+        return "; ".join(clauses)
+
+    def _clause(self, culprit: Culprit) -> str:
+        ranks, doubt = self.ranks(culprit.ranks), _LIKELIHOOD[culprit.confidence]
+        they, them, are = ("they", "them", "are") if len(culprit.ranks) > 1 else ("it", "it", "is")
+        if self._are_aborted(culprit.ranks):
+            are = "were" if len(culprit.ranks) > 1 else "was"
+        places = self._places(culprit.ranks)
+        where = f": {they} {are} {places}" if places else ""
+        collective = culprit.collective
+        if collective is None:
+            what = "for a send or receive of" if culprit.reason is Reason.NO_PEER else "for"
+            return f"other ranks {doubt}wait {what} {ranks}{where}"
+        if culprit.called is not None and culprit.expected is not None:
+            others = sum(len(side.ranks) for side in collective.sides if side.call == culprit.expected)
+            return (
+                f"{ranks} {are} {doubt}out of step at {self._name(collective)}: "
+                f"called {printable(str(culprit.called))}{self._at(culprit.ranks)} where {others:,} "
+                f"rank{'s' if others > 1 else ''} called {printable(str(culprit.expected))}"
+            )
+        why = f"of which there is no record ({self._why(culprit.ranks)})"
+        blame = {
+            Reason.NO_RECORD: f"{doubt}because of {ranks}, {why}"
+            if self._are_aborted(culprit.ranks)
+            else f"they {doubt}wait for {ranks}, {why}",
+            Reason.NOT_STARTED: f"the devices of {ranks} have not started it",
+            Reason.OUTSIDE: f"{ranks} {are} in no collective, so the others {doubt}wait for {them}",
+            Reason.OTHER_ORDER: f"{ranks} did not enter it and {doubt}skipped or reordered a collective",
+        }
+        if culprit.reason is Reason.OTHER_ORDER and not set(culprit.ranks) <= set(collective.absent):
+            blame[Reason.OTHER_ORDER] = f"{ranks} {doubt}skipped, reordered or added a collective"
+        not_entered = f"{ranks} did not enter it"
+        if doubt:
+            not_entered += f", and the others {doubt}wait for {them}"
+        return f"{self._waits(collective)}; {blame.get(culprit.reason, not_entered)}{where}"
+
+    def _are_aborted(self, ranks: Iterable[int]) -> bool:
+        return all(self._no_record.get(rank) is NoRecord.ABORTED for rank in ranks)
+
+    def _undecided(self) -> list[str]:
+        """Describe collectives for which the flight records do not show which ranks are to blame."""
+        clauses = []
+        for collective in self._stuck:
+            sides = collective.sides
+            free = [rank for rank in collective.absent if rank not in self._waiting]
+            if sides and all(self._named.isdisjoint(side.ranks) for side in sides):
+                calls = [f"{self.ranks(side.ranks)} called {printable(str(side.call))}" for side in sides]
+                shown = " and ".join(calls[:MAX_CULPRITS])
+                more = " and others differ" if len(calls) > MAX_CULPRITS else ""
+                clauses.append(f"{shown}{more} as {self._name(collective)}: {_UNDECIDED}")
+            elif collective.waiting and not sides and free and self._named.isdisjoint(collective.absent):
+                where = self._places(free)
+                clauses.append(
+                    f"{self._waits(collective)}; {self.ranks(free)} did not enter it"
+                    f"{f' ({where})' if where else ''}: {_UNDECIDED}"
+                )
+        return clauses[:MAX_CULPRITS]
+
+    def _nothing(self) -> str:
+        waiting = [collective for collective in self._stuck if collective.waiting]
+        if not waiting:
+            return "no rank waits in a collective that was recorded"
+        first = max(waiting, key=lambda collective: len(collective.waiting))
+        if not first.absent and not first.unknown and first.are_members_known:
+            return f"{self._waits(first)}; all ranks of the group entered it, so no rank is to blame"
+        if first.absent:
+            waits = f"{self._waits(first)}; {self.ranks(first.absent)} did not enter it"
+            also = "wait" if len(first.absent) > 1 else "waits"
+            elsewhere = [
+                f"{printable(other.operation)} {self._name(other)}{self._at(other.waiting)}"
+                for other in waiting
+                if other is not first and not set(first.absent).isdisjoint(other.waiting)
+            ]
+            where = (
+                f"{also} in {' and '.join(elsewhere[:MAX_CULPRITS])}"
+                if elsewhere
+                else f"in turn {also} for others"
+            )
+            return f"{waits} and {where}: {_UNDECIDED}"
+        return f"{self._waits(first)}; the evidence does not show which rank is missing"
+
+    def _others(self) -> list[str]:
+        """Count the waiting ranks that the report has not mentioned yet, and return a clause with
+        the count.
+        """
+        blamed_in = [culprit.collective for culprit in self._culprits if culprit.collective]
+        told = self._named.union(*(collective.waiting for collective in blamed_in))
+        told = told.union(*(side.ranks for collective in blamed_in for side in collective.sides))
+        others = self._waiting - told
+        if not told or not others:
+            return []
+        return [f"{len(others):,} more rank{'s wait' if len(others) > 1 else ' waits'} in other collectives"]
+
+    def _missing(self) -> list[str]:
+        named = {rank for each in self._culprits if each.reason is Reason.NO_RECORD for rank in each.ranks}
+        missing = [rank for rank in self._no_record if rank not in named]
+        return [f"no record of {self.ranks(missing)} ({self._why(missing)})"] if missing else []
+
+    def _why(self, ranks: Iterable[int]) -> str:
+        """Return the reasons why no calls of a process group are known for these ranks. Either a rank has no
+        flight record, or later calls have overwritten the group's calls in the record.
+        """
+        reasons = dict.fromkeys(self._no_record.get(rank) for rank in ranks)
+        return ", ".join(_WHY_NO_RECORD[why] if why else "overwritten by later calls" for why in reasons)
+
+    # --- parts ---
+
+    def _waits(self, collective: StuckCollective) -> str:
+        waiting, members = collective.waiting, len(collective.members)
+        of = f" of {members:,}" if collective.are_members_known else ""
+        who = f"{len(waiting):,}{of} ranks wait" if len(waiting) > 1 else f"{self.ranks(waiting)} waits"
+        operation = printable(collective.operation)
+        return f"{who} in {operation} {self._name(collective)}{self._at(waiting)}"
+
+    def _name(self, collective: StuckCollective) -> str:
+        return f"#{collective.seq:,} of {self._group(collective)}"
+
+    def _group(self, collective: StuckCollective) -> str:
+        if collective.description == DEFAULT_GROUP:
+            return "the default group"
+        name = collective.description
+        if name in ("", "undefined"):
+            name = collective.group
+        twins = {other.members for other in self._stuck if other.description == collective.description}
+        which = f" ({ranks_text(collective.members)})" if len(twins) > 1 else ""
+        return f'group "{printable(name)}"{which}'
+
+    def _at(self, ranks: Sequence[int]) -> str:
+        """Return the program line at which most of these ranks are, such as `` (train.py:88)``. Return an
+        empty string if there is no such line.
+        """
+        frames = [program_frame(self._stacks.get(rank, ())) for rank in ranks]
+        lines = [line(frame) for frame in frames if frame is not None]
+        best = most_frequent(lines) if lines else ""
+        return f" ({best})" if 2 * lines.count(best) > len(ranks) else ""
+
+    def _places(self, ranks: Sequence[int]) -> str:
+        """Describe where in the program the ranks are. Return an empty string if no stack is known."""
+        by_place: dict[str, list[int]] = {}
+        for rank in ranks:
+            if self._stacks.get(rank):
+                by_place.setdefault(f"in {place(self._stacks[rank])}", []).append(rank)
+        order = sorted(by_place, key=lambda text: (-len(by_place[text]), by_place[text]))
+        if len(order) == 1:
+            return order[0]
+        shown = [f"{text} ({ranks_text(by_place[text])})" for text in order[:MAX_PLACES]]
+        if len(order) > MAX_PLACES:
+            more = len(order) - MAX_PLACES
+            shown.append(f"in {more:,} other place{'s' if more > 1 else ''}")
+        return ", ".join(shown)
+
+    def ranks(self, ranks: Sequence[int]) -> str:
+        """Format ranks with the names of their nodes, such as ``ranks 4-7 (node2)``."""
+        nodes = list(dict.fromkeys(self._nodes[rank] for rank in ranks if rank in self._nodes))
+        if len(set(self._nodes.values())) == 1:
+            return ranks_text(ranks)
+        shown = ", ".join(map(printable, nodes)) if len(nodes) <= _MAX_NODES else f"{len(nodes)} nodes"
+        return f"{ranks_text(ranks)} ({shown})" if nodes else ranks_text(ranks)
+
+    # --- the facts ---
+
+    def evidence(self, stacks: Sequence[MergedStack]) -> tuple[str, ...]:
+        """Return one line for each incomplete collective, and one line for each distinct stack."""
+        lines = []
+        # Limit the number of lines, because a malicious flight record may contain thousands of collectives.
+        for collective in self._stuck[:MAX_LINES]:
+            operation = printable(collective.operation)
+            parts = [f"{collective.backend} {operation} {self._name(collective)}"]
+            for ranks, what in (
+                (collective.waiting, "waiting"),
+                (collective.absent, "not entered"),
+                (collective.unknown, "unknown"),
+            ):
+                if ranks:
+                    parts.append(f"; {what}: {ranks_text(ranks)}")
+            parts += [f"; {ranks_text(side.ranks)}: {printable(str(side.call))}" for side in collective.sides]
+            lines.append("".join(parts))
+        for merged in stacks[:MAX_LINES]:
+            frames = " < ".join(map(short, merged.frames[:MAX_FRAMES]))
+            more = f" < {len(merged.frames) - MAX_FRAMES} more" if len(merged.frames) > MAX_FRAMES else ""
+            lines.append(f"{ranks_text(merged.ranks)}: {frames}{more}")
+        if (total := len(self._stuck) + len(stacks)) > MAX_LINES:
+            lines[MAX_LINES - 1 :] = [f"and {total - MAX_LINES + 1} more"]
+        return tuple(lines)
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Format ascending ranks as at most :data:`MAX_SPANS` ranges, such as ``ranks 0-6, 8 and 12 more``."""
+    return phrases.ranks_text(ranks, MAX_SPANS)

@@ -4,21 +4,33 @@ collectives of a process.
 ``torch._C._distributed_c10d._dump_fr_trace_json`` (gloo) and ``_dump_nccl_trace_json`` (NCCL) write this
 JSON. NCCL's watchdog writes the same data as a pickle, which is parsed without being unpickled.
 
+Nodes exchange the records of their ranks reduced to :class:`RankRecord`, because torch's own records contain
+many details that a diagnosis does not use.
+
 - **REC-1** Whatever the bytes are, :func:`parse` returns a record whose fields have the declared types, or
   raises :class:`FlightRecordError`.
 - **REC-2** Time and memory are limited by :data:`MAX_BYTES`, :data:`MAX_CONTAINERS` and :data:`MAX_ENTRIES`.
+- **PICKLE-1** No pickle can import or call anything. :func:`plain` accepts only the opcodes that build lists,
+  dictionaries, text, numbers, booleans and ``None``. For any input, it either returns a value built from
+  these types or raises :class:`PickledError`. No list or dictionary in the result is contained in two others.
+- **PICKLE-2** :data:`MAX_OPERATIONS` limits time and memory. The caller limits the size of the input.
 """
 
 from __future__ import annotations
 
 import json
 from enum import Enum
+from math import prod
 from typing import NamedTuple
+
+from elasticrs._engine.hangs.values import Call
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from typing import Any, NoReturn, TypeAlias, TypeVar
+
+    from elasticrs._engine.hangs.values import Frame, NoRecord
 
     _T = TypeVar("_T")
     Sizes: TypeAlias = "tuple[tuple[int, ...], ...]"
@@ -42,6 +54,36 @@ _PICKLE = b"\x80"
 
 _MAJOR = "2"
 """Major version of the format. Torch increases this version when an existing field changes."""
+
+MAX_OPERATIONS = 1_000_000
+"""Maximum number of opcodes plus copied items. A record of 2,000 entries without stacks needs 110,000."""
+
+_CONSTANTS: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_VALUES = frozenset(("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE"))
+_TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_PUTS, _GETS = frozenset(("BINPUT", "LONG_BINPUT")), frozenset(("BINGET", "LONG_BINGET"))
+_MARK = object()
+
+DEFAULT_GROUP = "default_pg"
+"""Torch's description of the default process group, which contains all ranks."""
+
+_NAMES = {
+    "_all_gather_base": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "_broadcast_oop": "broadcast",
+    "_reduce_oop": "reduce",
+    "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce_barrier": "barrier",
+    "all_to_all_single": "all_to_all",
+    "ALLTOALL_BASE": "all_to_all",
+}
+"""Maps the variants of an operation to a common name, because ranks may call different variants for the same
+collective.
+"""
+
+_SAME_ON_ALL_RANKS = frozenset(("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"))
+"""Operations whose input has the same element count and element type on all ranks."""
 
 
 class Damage(str, Enum):
@@ -153,8 +195,6 @@ def _record(decoded: object) -> FlightRecord:
 
 
 def _unpickled(data: bytes) -> object:
-    from elasticrs._engine.hangs.pickled import PickledError, plain
-
     try:
         return plain(data)
     except PickledError as error:
@@ -294,3 +334,280 @@ def _types(entry: dict[str, Any], field: str) -> tuple[str, ...]:
 
 
 _STATES = {state.value: state for state in State}
+
+
+class PickledError(ValueError):
+    """Raised if the data is not a pickle that contains only plain values."""
+
+
+def plain(data: bytes) -> object:
+    """Parse a pickle and return its value. Tuples become lists.
+
+    Raises:
+        PickledError: the pickle is damaged or too large, or contains an opcode that this parser rejects.
+    """
+    import pickletools
+
+    reader = _PickleReader()
+    try:
+        for count, (operation, argument, _) in enumerate(pickletools.genops(data)):
+            if count + reader.copied > MAX_OPERATIONS:
+                raise PickledError(f"more than {MAX_OPERATIONS} opcodes and copied items")
+            reader.take(operation.name, argument)
+        return reader.result()
+    except PickledError:
+        raise
+    # `genops` raises `ValueError` for malformed input. The other exceptions mean that an opcode's operand was
+    # missing or had the wrong type.
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise PickledError(f"{type(error).__name__}: {error}") from error
+
+
+class _PickleReader:
+    def __init__(self) -> None:
+        self._stack: list[Any] = []
+        self._memo: dict[int, Any] = {}
+        self.copied = 0
+        """Total number of items in all copied containers."""
+
+    def take(self, name: str, argument: Any) -> None:
+        """Execute one opcode."""
+        stack = self._stack
+        if name in _VALUES:
+            stack.append(argument)
+        elif name in _CONSTANTS:
+            stack.append(_CONSTANTS[name])
+        elif name in _PUTS:
+            self._memo[argument] = stack[-1]
+        elif name in _GETS:
+            stack.append(self._copy(self._memo[argument]))
+        elif name in ("EMPTY_LIST", "EMPTY_DICT"):
+            stack.append([] if name == "EMPTY_LIST" else {})
+        elif name in _TUPLES:
+            self._join(_TUPLES[name])
+        elif name == "MARK":
+            stack.append(_MARK)
+        elif name == "TUPLE":
+            stack.append(self._marked())
+        elif name in ("APPEND", "APPENDS"):
+            items = [self._value()] if name == "APPEND" else self._marked()
+            _plain(list, stack[-1]).extend(items)
+        elif name in ("SETITEM", "SETITEMS"):
+            items = [self._value(), self._value()][::-1] if name == "SETITEM" else self._marked()
+            _plain(dict, stack[-1]).update(zip(map(_plain_key, items[::2]), items[1::2], strict=True))
+        elif name not in ("PROTO", "FRAME", "STOP"):
+            raise PickledError(f"it contains the opcode {name}")
+
+    def _copy(self, value: Any) -> Any:
+        """Return a memoized value. Copy lists and dictionaries, because a malicious pickle could otherwise
+        append a list to itself.
+
+        Reject nested lists and dictionaries, because copying them repeatedly could create an exponentially
+        large value.
+        """
+        if type(value) not in (list, dict):
+            return value
+        items = value.values() if type(value) is dict else value
+        if any(type(item) in (list, dict) for item in items):
+            raise PickledError("it uses a nested list or dictionary twice")
+        self.copied += len(value)
+        return value.copy()
+
+    def _join(self, count: int) -> None:
+        self._stack.append([self._value() for _ in range(count)][::-1])
+
+    def _value(self) -> Any:
+        value = self._stack.pop()
+        if value is _MARK:
+            raise PickledError("an opcode lacks an operand")
+        return value
+
+    def _marked(self) -> list[Any]:
+        """Pop all values above the topmost mark of the pickle stack, and return them in order."""
+        items = []
+        while (item := self._stack.pop()) is not _MARK:
+            items.append(item)
+        return items[::-1]
+
+    def result(self) -> object:
+        if len(self._stack) != 1 or self._stack[0] is _MARK:
+            raise PickledError("it does not end with a single value")
+        return self._stack[0]
+
+
+def _plain(kind: type, value: Any) -> Any:
+    if type(value) is not kind:
+        raise PickledError(f"found a {type(value).__name__} instead of a {kind.__name__}")
+    return value
+
+
+def _plain_key(key: Any) -> Any:
+    if type(key) not in (str, int):
+        raise PickledError(f"a dictionary key has the type {type(key).__name__}")
+    return key
+
+
+class Step(NamedTuple):
+    """A collective as recorded by one rank."""
+
+    call: Call
+    is_complete: bool
+    is_started: bool
+    """True if the collective has started on the rank's device."""
+
+
+class GroupSteps(NamedTuple):
+    """One rank's collectives in one process group."""
+
+    description: str
+    steps: Mapping[int, Step]
+    """Steps, keyed by the collective's sequence number. Never empty."""
+
+
+class Transfer(NamedTuple):
+    """An incomplete point-to-point operation."""
+
+    group: str
+    description: str
+    """The group's description, as set by the program."""
+    peer: int | None
+    """The peer's rank within the group. ``None`` if unknown."""
+
+
+class RankRecord(NamedTuple):
+    """One rank's flight records, reduced to the fields that a diagnosis uses."""
+
+    groups: Mapping[tuple[str, str], GroupSteps]
+    """Collectives, keyed by the group's backend and name."""
+    members: Mapping[str, tuple[int, ...]] = {}
+    """Global ranks of each process group's members, keyed by group name. Groups whose members are unknown are
+    left out.
+    """
+    transfers: tuple[Transfer, ...] = ()
+    is_truncated: bool = False
+    """True if torch's buffer was full, so that older operations were overwritten."""
+    has_raised: bool = False
+
+
+class RankFacts(NamedTuple):
+    """Parsed evidence about one rank."""
+
+    rank: int
+    node: str
+    """Name of the rank's node. Empty if unknown."""
+    record: RankRecord | NoRecord
+    """The reduced flight records, or the reason why there are none."""
+    frames: tuple[Frame, ...] = ()
+    """The main thread's stack frames, innermost first. Empty if the stack is unknown."""
+
+
+def reduced(
+    records: Sequence[FlightRecord], groups: Mapping[str, Sequence[int]], *, has_raised: bool
+) -> RankRecord:
+    """Reduce one rank's flight records.
+
+    Args:
+        records: the rank's flight records, one from each of torch's recorders.
+        groups: global ranks of each process group's members, keyed by group name, as reported by the worker.
+        has_raised: true if the rank's program raised an exception before the records were taken.
+    """
+    drafts = _drafts(records)
+    transfers = tuple(
+        dict.fromkeys(
+            Transfer(entry.group_name, entry.group_description, _peer(entry.operation))
+            for record in records
+            for entry in record.entries
+            if entry.is_p2p and not entry.is_complete
+        )
+    )
+    if has_raised:
+        for draft in drafts.values():
+            # Mark the last collective as incomplete, because it may have failed and caused the exception. The
+            # record cannot show this, because torch marks failed and completed collectives alike.
+            last = max(draft.steps)
+            draft.steps[last] = draft.steps[last]._replace(is_complete=False)
+    members = {name: tuple(sorted(set(ranks))) for name, ranks in groups.items()}
+    for record in reversed(records):
+        members.update(record.members)
+    names = {name for _, name in drafts} | {transfer.group for transfer in transfers}
+    return RankRecord(
+        {key: GroupSteps(draft.description, draft.steps) for key, draft in drafts.items()},
+        {name: members[name] for name in sorted(names) if members.get(name)},
+        transfers,
+        any(record.is_truncated for record in records),
+        has_raised,
+    )
+
+
+class _Draft(NamedTuple):
+    """Collectives that one rank has called in one process group. Filled while the flight records are being
+    read.
+    """
+
+    group_id: int
+    description: str
+    steps: dict[int, Step]
+
+
+def _drafts(records: Sequence[FlightRecord]) -> dict[tuple[str, str], _Draft]:
+    drafts: dict[tuple[str, str], _Draft] = {}
+    reader = _CallReader()
+    for flight_record in records:
+        for entry in flight_record.entries:
+            if entry.is_p2p:
+                continue
+            key = entry.backend, entry.group_name
+            draft = drafts.get(key)
+            if draft is None or entry.group_id > draft.group_id:
+                # Keep only the latest group with this name, because a program that recreates its groups
+                # reuses their names.
+                draft = drafts[key] = _Draft(entry.group_id, entry.group_description, {})
+            if entry.group_id == draft.group_id:
+                draft.steps[entry.collective_seq_id] = reader.read(
+                    entry, draft.steps.get(entry.collective_seq_id)
+                )
+    return drafts
+
+
+class _CallReader:
+    """Converts the entries of a flight record to :class:`Step` objects. Equal calls share one object, because
+    most entries repeat an earlier call.
+    """
+
+    def __init__(self) -> None:
+        self._calls: dict[tuple[str, Sizes, tuple[str, ...]], Call] = {}
+
+    def read(self, entry: Entry, earlier: Step | None) -> Step:
+        """Convert an entry to a step.
+
+        Args:
+            entry: the entry.
+            earlier: step built from the earlier entries of the same collective, because a coalesced
+                collective has several entries; ``None`` if this is the first entry.
+        """
+        key = entry.operation, entry.input_sizes, entry.input_dtypes
+        call = self._calls.get(key)
+        if call is None:
+            operation = _NAMES.get(entry.operation, entry.operation)
+            if operation in _SAME_ON_ALL_RANKS:
+                elements = sum(map(prod, entry.input_sizes))
+                call = Call(operation, elements, entry.input_dtypes)
+            else:
+                call = Call(operation)
+            self._calls[key] = call
+        is_complete, is_started = entry.is_complete, entry.state is not State.SCHEDULED
+        if earlier is not None:
+            call = Call("coalesced")
+            is_complete, is_started = is_complete or earlier.is_complete, is_started or earlier.is_started
+        return Step(call, is_complete, is_started)
+
+
+def _peer(operation: str) -> int | None:
+    """Parse the peer's rank within the group from the name of an operation, such as ``send 0->1`` or
+    ``recv 0<-1``. Return ``None`` if the name contains no rank.
+    """
+    for arrow in ("->", "<-"):
+        _, found, peer = operation.partition(arrow)
+        if found and peer.isascii() and peer.isdigit() and len(peer) < 10:
+            return int(peer)
+    return None

@@ -15,7 +15,7 @@ import json
 import zlib
 from itertools import groupby
 
-from elasticrs._engine.hangs.rank_record import GroupSteps, RankFacts, RankRecord, Step, Transfer
+from elasticrs._engine.hangs.flight_record import GroupSteps, RankFacts, RankRecord, Step, Transfer
 from elasticrs._engine.hangs.values import Call, Frame, NoRecord
 
 TYPE_CHECKING = False

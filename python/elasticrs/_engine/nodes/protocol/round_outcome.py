@@ -128,7 +128,7 @@ def diagnosed(
     is_hang = blame_of(cause) is not None
     if not is_hang and not cause.get("is_consequence") and cause.get("exitcode") != -_SIGABRT:
         return cause, None
-    from elasticrs._engine.hangs.blame import decide, decide_failure
+    from elasticrs._engine.hangs.culprits import decide, decide_failure
     from elasticrs._engine.hangs.diagnose import diagnose_nodes
 
     nodes = [(seat.name, view.evidence_of(rank)) for rank, seat in enumerate(view.seats)]

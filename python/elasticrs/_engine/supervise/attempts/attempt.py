@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from elasticrs._core import Heartbeat, TimerExpired, WorkerExited, WorkerHung, WorkerRaised
     from elasticrs._engine.gpus.xids import Xid
-    from elasticrs._engine.hangs.blame import Blame
+    from elasticrs._engine.hangs.culprits import Blame
     from elasticrs._engine.hangs.values import Diagnosis
     from elasticrs._engine.job.failure_cause import Cause
     from elasticrs._engine.job.restart_policy import RestartSettings

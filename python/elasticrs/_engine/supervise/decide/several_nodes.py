@@ -10,7 +10,7 @@ import os
 import signal
 from functools import partial
 
-from elasticrs._engine.gpus.nvidia import MEMORY_LIMIT, are_gpus_visible
+from elasticrs._engine.gpus import MEMORY_LIMIT, are_gpus_visible
 from elasticrs._engine.job import phrases
 from elasticrs._engine.job.config import SAFETY_TICK
 from elasticrs._engine.job.failure_cause import Permanence, Verdict

@@ -12,8 +12,7 @@ import time
 from typing import NamedTuple
 
 from elasticrs._engine.failures.files import fault_file, flight_record_file, flight_requests_file, hang_file
-from elasticrs._engine.hangs.blame import decide, decide_failure
-from elasticrs._engine.hangs.culprits import shows_waiting
+from elasticrs._engine.hangs.culprits import decide, decide_failure, shows_waiting
 from elasticrs._engine.hangs.diagnose import observe, telling
 from elasticrs._engine.hangs.flight_record import MAX_BYTES, MAX_NAME
 from elasticrs._engine.hangs.node_evidence import encode
@@ -27,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from elasticrs._core import WorkerHung
-    from elasticrs._engine.hangs.blame import Blame
-    from elasticrs._engine.hangs.rank_record import RankFacts
+    from elasticrs._engine.hangs.culprits import Blame
+    from elasticrs._engine.hangs.flight_record import RankFacts
     from elasticrs._engine.hangs.values import Diagnosis
     from elasticrs._engine.supervise.attempts.attempt import Attempt
 

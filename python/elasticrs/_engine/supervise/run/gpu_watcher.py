@@ -13,7 +13,7 @@ import select
 import subprocess
 import time
 
-from elasticrs._engine.gpus.nvidia import MEMORY_LIMIT
+from elasticrs._engine.gpus import MEMORY_LIMIT
 from elasticrs._engine.gpus.xids import Xid
 from elasticrs._engine.process.child_program import command
 from elasticrs._engine.supervise.attempts.state_machine import Stop

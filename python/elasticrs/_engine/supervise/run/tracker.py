@@ -14,7 +14,7 @@ from functools import partial
 
 from elasticrs import _core
 from elasticrs._engine.failures.files import discard_unused_files, last_bytes
-from elasticrs._engine.gpus.nvidia import are_gpus_visible
+from elasticrs._engine.gpus import are_gpus_visible
 from elasticrs._engine.job import phrases
 from elasticrs._engine.process.background_call import FILE_LIMIT, FileAccess
 from elasticrs._engine.supervise.attempts import state_machine as machine
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any, Protocol
 
-    from elasticrs._engine.hangs.blame import Blame
+    from elasticrs._engine.hangs.culprits import Blame
     from elasticrs._engine.hangs.values import Diagnosis
     from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.process.console import Console
@@ -444,7 +444,7 @@ class AttemptTracker:
 
     def _accuse_leavers(self, attempt: Attempt) -> None:
         if left := early_leavers(attempt):
-            from elasticrs._engine.hangs.blame import Basis, Blame
+            from elasticrs._engine.hangs.culprits import Basis, Blame
 
             attempt.accuse(Blame(left, True, Basis.EXIT), attempt.stamps["failure_seen"])
 
