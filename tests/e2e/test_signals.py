@@ -111,7 +111,7 @@ def test_signals_in_quick_succession_are_one_stop_request(running, second):
     # Two signals arrive together if `timeout` and a wrapper both send SIGTERM, if systemd uses SendSIGHUP, or
     # if a terminal closes while a scheduler stops the job. This test may be slower than they are, so the
     # launcher waits longer for the second signal.
-    launched, _ = running(SAVES, argv=launcher_with("_engine.process.stop_requests", ECHO=procs.HANG))
+    launched, _ = running(SAVES, argv=launcher_with("_engine.process.signals", ECHO=procs.HANG))
     launched.signal(signal.SIGTERM)
     launched.wait_for_line("SIGTERM received", "stderr")
     launched.signal(second)

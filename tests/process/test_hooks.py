@@ -7,7 +7,7 @@ from helpers import ports, procs
 from helpers.host_programs import told
 from helpers.schema import schemas
 
-from elasticrs._engine.process.stop_requests import ECHO
+from elasticrs._engine.process.signals import ECHO
 
 HOST = '''
 from elasticrs.agent.server import LocalElasticAgent, RunResult, WorkerSpec, WorkerState

@@ -16,7 +16,7 @@ from helpers import functions, procs
 
 from elasticrs import multiprocessing
 from elasticrs._engine.job.config import START_METHODS
-from elasticrs._engine.process import stop_requests
+from elasticrs._engine.process import signals
 from elasticrs._engine.workers.functions import interrupts
 from elasticrs.multiprocessing import DefaultLogsSpecs, PContext, SignalException, start_processes
 
@@ -162,7 +162,7 @@ def stop_and_close(context: PContext) -> None:
     ("echo", "answer", "exitcode"), [(0, "", -signal.SIGKILL), (1e9, "exit 7", 7)], ids=["again", "echo"]
 )
 def test_a_second_signal_raises_nothing_during_the_cleanup_of_the_first(monkeypatch, echo, answer, exitcode):
-    monkeypatch.setattr(stop_requests, "ECHO", echo)
+    monkeypatch.setattr(signals, "ECHO", echo)
     reader, writer = os.pipe()
     # On SIGTERM, the worker sends this process the second signal, and then exits with code 7 or keeps
     # running.

@@ -13,7 +13,7 @@ from helpers.procs import run_program
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs._engine.process.stop_requests import ECHO, StopRequests
+from elasticrs._engine.process.signals import ECHO, StopRequests
 from elasticrs._engine.supervise.run.signals import without_what_was_taken_back
 
 PRELUDE = """

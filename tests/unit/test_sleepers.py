@@ -10,8 +10,8 @@ from helpers import procs
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elasticrs._engine.process.procfs import read_state
 from elasticrs._engine.supervise.run.sleepers import Sleepers, overdue, since
-from elasticrs.utils.process_state import read_state
 
 PIDS = st.integers(1, 4)
 LOOKS = st.lists(st.tuples(st.floats(0.01, 5), st.dictionaries(PIDS, st.sampled_from("RSDZ"))), max_size=20)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from elasticrs import lazy
 from elasticrs._engine.failures.files import discard_unused_files
 from elasticrs._engine.job.config import DEFAULT_SIGNALS, LogSettings, parse_streams
-from elasticrs._engine.process.stop_requests import StopRequests
+from elasticrs._engine.process.signals import StopRequests
 from elasticrs._engine.workers import logs
 from elasticrs._engine.workers.functions import interrupts
 from elasticrs.multiprocessing.tail_log import TailLog

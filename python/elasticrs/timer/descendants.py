@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 
+from elasticrs._engine.process.procfs import started_at, stat_fields
 from elasticrs.timer.api import SteadyClock, _logger
 
 TYPE_CHECKING = False
@@ -130,23 +131,3 @@ def descends_from_us(pid: int) -> bool:
             return fields[0] not in (b"Z", b"X") or int(fields[17]) > 1
         pid = parent
     return False
-
-
-def started_at(pid: str) -> int:
-    """Return the start time of a process (a pid or ``self``) in clock ticks since boot; 0 if it cannot be
-    read.
-    """
-    fields = stat_fields(pid)
-    return int(fields[19]) if fields else 0
-
-
-def stat_fields(pid: str, proc: str = "/proc") -> list[bytes]:
-    """Return the fields of ``/proc/PID/stat``, starting at the third field (the state). The list is empty if
-    the file cannot be read.
-    """
-    try:
-        with open(f"{proc}/{pid}/stat", "rb") as file:
-            # Skip the second field, the name in parentheses, because it can contain any byte.
-            return file.read().rpartition(b")")[2].split()
-    except OSError:
-        return []

@@ -16,8 +16,8 @@ from _thread import RLock
 from math import isnan
 
 from elasticrs import lazy
+from elasticrs._engine.process.procfs import started_at
 from elasticrs.timer.api import TimerClient, TimerRequest, _logger, places
-from elasticrs.timer.descendants import started_at
 
 try:
     from _json import encode_basestring_ascii as _quote

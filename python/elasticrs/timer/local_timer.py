@@ -7,8 +7,9 @@ from __future__ import annotations
 import os
 import time
 
+from elasticrs._engine.process.procfs import started_at
 from elasticrs.timer.api import RequestQueue, TimerClient, TimerRequest, TimerServer, _logger
-from elasticrs.timer.descendants import DescendantTimers, started_at
+from elasticrs.timer.descendants import DescendantTimers
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

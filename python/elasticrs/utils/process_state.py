@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elasticrs.timer.descendants import stat_fields
+from elasticrs._engine.process.procfs import read_state
 
 __all__ = ["is_uninterruptible_state", "read_proc_state"]
 
@@ -19,9 +19,3 @@ def is_uninterruptible_state(state: str | None) -> bool:
     kernel wakes it.
     """
     return state is not None and state.startswith("D")
-
-
-def read_state(pid: int, proc: str = "/proc") -> str:
-    """Return the letter for a process's state, or an empty string if it cannot be read."""
-    fields = stat_fields(str(pid), proc)
-    return fields[0].decode() if fields else ""

@@ -174,7 +174,7 @@ def _run(source: HealthSource, timeout: float, cancelled: int) -> NodeCheckResul
 
 class _Guard:
     """Helper process that kills the command if this process dies first. See
-    :mod:`.group_guard`.
+    :func:`.child_program.main`.
 
     Raises:
         OSError: the process cannot be started.
@@ -182,7 +182,7 @@ class _Guard:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            program("elasticrs._engine.process.group_guard"),
+            program("elasticrs._engine.process.child_program"),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from elasticrs._engine.process.stop_requests import StopRequests
+from elasticrs._engine.process.signals import StopRequests
 from elasticrs._engine.workers.functions.interrupts import CaughtSignals, raise_when_safe, when_safe
 from elasticrs.multiprocessing.api import SignalException
 

@@ -18,7 +18,7 @@ from elasticrs._engine.job import phrases
 from elasticrs._engine.job.failure_cause import Verdict
 from elasticrs._engine.process.background_call import FileAccess
 from elasticrs._engine.process.console import END_PATIENCE, Console
-from elasticrs._engine.process.stop_requests import StopRequests
+from elasticrs._engine.process.signals import StopRequests
 from elasticrs._engine.supervise.attempts import state_machine as machine
 from elasticrs._engine.supervise.run.signals import suspend
 from elasticrs._engine.supervise.run.tracker import AttemptTracker

@@ -12,7 +12,7 @@ restores the previous handlers.
 - **SIG-4** SIGTSTP has the same effect as in a program that does not catch it: a later SIGCONT always cancels
   a SIGTSTP, and several SIGTSTPs count as one.
 - **SIG-5** A child that the host application forks gets the previous handlers, so that signals to the child
-  do not reach the agent (:mod:`.fork_handlers`).
+  do not reach the agent (:mod:`elasticrs._engine.process.signals`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import _thread
 import os
 import signal
 
-from elasticrs._engine.process.fork_handlers import is_undone, undo_in_children
+from elasticrs._engine.process.signals import is_undone, undo_in_children
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from elasticrs._engine.process.fork_handlers import is_undone, undo_in_children
+from elasticrs._engine.process.signals import is_undone, undo_in_children
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
