@@ -18,7 +18,7 @@ from elasticrs.train.checkpoint import (
     get_checkpoint_manager,
     set_checkpoint_manager,
 )
-from elasticrs.train.votes import Vote, disagreement
+from elasticrs.train.state_machine import Vote, disagreement
 
 from .threads import Job, Sum, add, train_sum, train_sums
 

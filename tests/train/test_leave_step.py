@@ -5,7 +5,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticrs.train.leave_step import AHEAD, AT_ONCE, LeaveStep, agreed, heard, said
+from elasticrs.train.state_machine import AHEAD, AT_ONCE, LeaveStep, agreed, heard, said
 
 
 class Worker:

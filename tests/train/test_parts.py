@@ -20,8 +20,8 @@ from elasticrs.train import (
     fault_injection,
 )
 from elasticrs.train.checkpoint.manager import CheckpointError
+from elasticrs.train.coordinator import CannotContinueError
 from elasticrs.train.data import Shares
-from elasticrs.train.errors import CannotContinueError
 from elasticrs.train.rendezvous import RendezvousParameters, get_rendezvous
 
 

@@ -17,9 +17,9 @@ from elasticrs.train import (
     StopException,
     metrics,
     run_train,
+    state_machine,
     train,
 )
-from elasticrs.train import votes as votes_of_workers
 from elasticrs.train.coordinator import FinalState
 from elasticrs.train.running import to_generator
 
@@ -362,10 +362,10 @@ def test_torchelastic_programs_skip_the_last_sync_if_only_one_sees_the_end(monke
 )
 def test_have_ended_together_requires_the_same_round_and_step(ends, is_together):
     votes = [
-        votes_of_workers.Vote(False, True, at_the_end, 1, last_round=last, next_step=step)
+        state_machine.Vote(False, True, at_the_end, 1, last_round=last, next_step=step)
         for last, step, at_the_end in ends
     ]
-    assert votes_of_workers.have_ended_together(votes) is is_together
+    assert state_machine.have_ended_together(votes) is is_together
 
 
 def test_a_sync_that_always_fails_reaches_max_failures():

@@ -7,8 +7,7 @@ Importing this package does not import torch.
 from __future__ import annotations
 
 from elasticrs import __version__, lazy
-from elasticrs.train.coordinator import Coordinator
-from elasticrs.train.errors import NonRetryableException, RetryableException, StopException
+from elasticrs.train.coordinator import Coordinator, NonRetryableException, RetryableException, StopException
 from elasticrs.train.running import run_train, train
 from elasticrs.train.state import State
 from elasticrs.train.worker_stats import SimpleWorkerStats, WorkerStats

@@ -1,4 +1,6 @@
-"""Interface of coordinators, which run the rendezvous between a job's workers."""
+"""Interface of coordinators, which run the rendezvous between a job's workers, and the exceptions that end
+the training loop or make it repeat a step.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from elasticrs._engine.job.value import Value
-from elasticrs.train.errors import NonRetryableException, StopException
+from elasticrs.errors import NonRetryable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from elasticrs.train.state import State
     from elasticrs.train.worker_stats import WorkerStats
 
-__all__ = ["Coordinator", "FinalState", "NonRetryableException", "StopException"]
+__all__ = ["Coordinator", "FinalState", "NonRetryableException", "RetryableException", "StopException"]
 
 
 class FinalState(Value):
@@ -225,3 +227,29 @@ class Coordinator(ABC):
         """Leave the job, so that the other workers stop waiting for this worker. The loop calls this when an
         exception ends it.
         """
+
+
+class StopException(Exception):  # noqa: N818 -- torchelastic's name
+    """Raised to end the training loop when the job is closed."""
+
+
+class NonRetryableException(NonRetryable):
+    """Raised by a train step for an error that another attempt would repeat. The launcher then ends the job,
+    as with :class:`elasticrs.errors.NonRetryable`.
+    """
+
+
+class CannotContinueError(NonRetryableException):
+    """Raised by the loop when this process cannot continue training. Other workers may continue, and another
+    attempt of the job may succeed.
+    """
+
+    may_succeed_later = True
+
+
+class RetryableException(RuntimeError):  # noqa: N818 -- named like the others
+    """Raised by a train step that must be repeated. The step is rolled back, and all workers start a new
+    rendezvous round.
+
+    Any other ``RuntimeError`` has the same effect, because PyTorch raises it when a collective fails.
+    """

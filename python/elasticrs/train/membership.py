@@ -3,7 +3,7 @@
 When a member dies, its session with the coordination store ends, and the store notifies the other members
 within about a millisecond. In each worker, a watching thread then aborts the collective of the main thread
 (:mod:`~elasticrs.train.groups`), and all workers start a new round. If no worker has failed, no step is
-aborted: all workers leave the round after an agreed step (:mod:`~elasticrs.train.leave_step`).
+aborted: all workers leave the round after an agreed step (:mod:`~elasticrs.train.state_machine`).
 
 - **MEMBER-1** a step sends no message: :meth:`Membership.passed` only reads memory.
 - **MEMBER-2** the watching thread shuts down connections until the main thread is *out* of the round, which
@@ -29,7 +29,7 @@ from elasticrs._engine.nodes.handler import ElasticRendezvousHandler
 from elasticrs.rendezvous.api import RendezvousClosedError, RendezvousError
 from elasticrs.store import DistError
 from elasticrs.train.groups import Connections
-from elasticrs.train.leave_step import AT_ONCE, LeaveStep, agreed, heard, said
+from elasticrs.train.state_machine import AT_ONCE, LeaveStep, agreed, heard, said
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

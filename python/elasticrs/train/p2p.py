@@ -15,8 +15,7 @@ from elasticrs.rendezvous.api import RendezvousClosedError, RendezvousError, Ren
 from elasticrs.store import DistError
 from elasticrs.train import groups
 from elasticrs.train.checkpoint import get_checkpoint_manager
-from elasticrs.train.coordinator import Coordinator, FinalState
-from elasticrs.train.errors import CannotContinueError, StopException
+from elasticrs.train.coordinator import CannotContinueError, Coordinator, FinalState, StopException
 from elasticrs.train.events import record
 from elasticrs.train.meeting_url import parse
 from elasticrs.train.membership import Membership

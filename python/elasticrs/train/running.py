@@ -13,17 +13,14 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from elasticrs.metrics import api as metrics
-from elasticrs.train import forked, state_machine, step_heartbeats
+from elasticrs.train import forked, measuring, state_machine
 from elasticrs.train.checkpoint import get_checkpoint_manager
-from elasticrs.train.checkpoint.manager import CheckpointError
-from elasticrs.train.checkpoint.saving import CheckpointSaver, load_newest
-from elasticrs.train.coordinator import Coordinator
-from elasticrs.train.errors import CannotContinueError, NonRetryableException, StopException
+from elasticrs.train.checkpoint.manager import CheckpointError, CheckpointSaver, load_newest
+from elasticrs.train.coordinator import CannotContinueError, Coordinator, NonRetryableException, StopException
 from elasticrs.train.measuring import GROUP, Measured, Times
 from elasticrs.train.request_signals import RequestSignals
 from elasticrs.train.state import State, is_torchelastic_program, load_from_peer, why_not_saved
-from elasticrs.train.state_machine import Action, Event, Loop
-from elasticrs.train.votes import Vote, disagreement, have_ended_together
+from elasticrs.train.state_machine import Action, Event, Loop, Vote, disagreement, have_ended_together
 from elasticrs.train.worker_stats import WorkerStats
 
 if TYPE_CHECKING:
@@ -261,7 +258,7 @@ class _Run:
 
     def _meet(self) -> Event:
         self._error, self._snapshot, self._is_meeting = None, _NOTHING, False
-        step_heartbeats.begin_meeting()
+        measuring.begin_meeting()
         self._listen()
         try:
             self._close_steps()
@@ -453,7 +450,7 @@ class _Run:
                 self._times.put("train_step", began)
             if stats is not None and not isinstance(stats, WorkerStats):
                 raise TypeError(f"worker_stats: got {stats!r}, expected a WorkerStats or None")
-            step_heartbeats.step_is_done()
+            measuring.step_is_done()
             coordinator.monitor_progress(self._state, stats)
             is_saved = None if self._checkpoints is None else self._save_if_due(self._checkpoints)
             if coordinator.should_rendezvous(self._state):

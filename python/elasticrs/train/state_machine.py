@@ -1,4 +1,5 @@
-"""Decide what the training loop does next. All functions are pure: no I/O, no clock, no random numbers.
+"""Decide what the training loop does next, and when workers leave a round. All functions are pure:
+no I/O, no clock, no random numbers.
 
 :func:`step` takes a state and an event, and returns the next state and a sequence of actions.
 
@@ -15,16 +16,35 @@ Invariants, each checked by a property test:
 - **TRAIN-4** once a worker knows that the data has run out, it takes no further step. It returns only after
   one more rendezvous with a ``sync``, so that all workers return the same state. Programs for torchelastic
   0.1 skip that ``sync`` if all workers are at the same step
-  (:func:`elasticrs.train.votes.have_ended_together`).
+  (:func:`have_ended_together`).
 - **TRAIN-5** a worker that was asked to leave does so only after a step that all workers have completed, so
   no step is rolled back because of it.
+
+If a worker joins or leaves the job and no worker has failed, all workers leave the round after the same step
+(:class:`LeaveStep`). Each worker counts the step boundaries that it has passed. A worker that is notified of
+the change sets a cap, which is two boundaries ahead, and publishes it. All workers leave at the largest cap.
+A worker that reaches its own cap before the largest cap is known waits there.
+
+- **LEAVE-1** no worker passes its own cap before the leave step is known. So no worker is ever past the leave
+  step, however slow threads and network are.
+- **LEAVE-2** a single worker publishes the leave step together with the decision about saving a checkpoint
+  there, as one value. So either all workers save, or none.
+- **LEAVE-3** caps are published by the watching threads, not by the training loop. So all caps are published
+  even while workers wait at their caps.
 """
 
 from __future__ import annotations
 
 from enum import Enum
+from typing import TYPE_CHECKING
 
-from elasticrs._engine.job.value import Value
+from elasticrs._engine.job.value import Record, Value
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Literal, TypeAlias
+
+    Verdict: TypeAlias = Literal["go", "wait", "leave"]
 
 OF_OTHERS = 100
 """Limit for aborted collectives, as a multiple of the limit for failures."""
@@ -120,3 +140,149 @@ def _with_progress(loop: Loop) -> Loop:
 def _after_failure(loop: Loop) -> tuple[Loop, tuple[Action, ...]]:
     is_last = loop.failures >= loop.max_failures or loop.broken_off >= loop.max_failures * OF_OTHERS
     return loop, (Action.ROLL_BACK, Action.GIVE_UP if is_last else Action.MEET)
+
+
+class Vote(Record):
+    """Information that a worker sends to all others at the start of a round, as a list of integers. A flag is
+    1 if it is set and 0 otherwise.
+
+    No votes are sent during a round, so a disagreement first shows as a failure: if one worker saves a
+    checkpoint after a step and another worker does not, the first worker waits for the others, and the next
+    collective of the second worker fails. All workers then start a new round, where :func:`disagreement`
+    finds the reason.
+
+    Args:
+        has_manager: flag that is set if the worker has a checkpoint manager.
+        is_loaded: flag that is set if the state of the worker belongs to this run of the job, so it loads no
+            checkpoint.
+        at_the_end: flag that is set if the worker knows that a worker has run out of data.
+        next_round: random number. The number of rank 0 becomes the name of the new round.
+        last_round: name of the worker's last round. 0 if it has been in no round.
+        asked: number of calls of ``should_save_checkpoint`` in the last round.
+        said_yes: number of the last of these calls that returned true, counted from 1. 0 if none did.
+        is_saving: flag that is set if that call was followed by a save that the worker has not completed.
+        next_step: number of the step that comes next in the last round, counted from 1. 0 if the worker did
+            not complete the sync of that round, or if the program was not written for torchelastic 0.1.
+    """
+
+    has_manager: int = 0
+    is_loaded: int = 0
+    at_the_end: int = 0
+    next_round: int = 0
+    last_round: int = 0
+    asked: int = 0
+    said_yes: int = 0
+    is_saving: int = 0
+    next_step: int = 0
+
+
+def have_ended_together(votes: Sequence[Vote]) -> bool:
+    """Return true if all workers are at the same step and one has run out of data. Always false for programs
+    that were not written for torchelastic 0.1.
+
+    It is enough that one worker ran out of data, because the others may have left the round before they tried
+    to take the next step.
+
+    Args:
+        votes: votes of all workers, by rank.
+    """
+    first = votes[0]
+    return (
+        first.next_step > 0
+        and any(vote.at_the_end for vote in votes)
+        and all((vote.last_round, vote.next_step) == (first.last_round, first.next_step) for vote in votes)
+    )
+
+
+def disagreement(votes: Sequence[Vote]) -> str | None:
+    """Return a message if the workers disagree about the checkpoint manager or about when to save; ``None``
+    if they agree.
+
+    Args:
+        votes: votes of all workers, by rank.
+    """
+    if len({vote.has_manager for vote in votes}) > 1:
+        with_one = [rank for rank, vote in enumerate(votes) if vote.has_manager]
+        without = [rank for rank, vote in enumerate(votes) if not vote.has_manager]
+        return f"set_checkpoint_manager was called on {_ranks(with_one)}, but not on {_ranks(without)}"
+    for first in votes:
+        if not first.is_saving:
+            continue
+        peers = [vote for vote in votes if vote.last_round == first.last_round]
+        # Ignore workers whose last save is later, because they must also have taken part in the save that
+        # `first` has not completed.
+        against = [vote for vote in peers if vote.asked >= first.said_yes > vote.said_yes]
+        if against:
+            return (
+                f"should_save_checkpoint differs: False on {len(against)} of {len(peers)} workers, "
+                f"True on others, after step {first.said_yes} of the last round"
+            )
+    return None
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+AHEAD = 2
+"""Number of step boundaries from a worker's current boundary to its cap. A distance of one would be equally
+safe. With two, the watching threads have the rest of the current step and the whole next step to agree, so
+that usually no worker has to wait.
+"""
+
+AT_ONCE = 0
+"""Leave step of a broken round: workers leave such a round immediately."""
+
+
+class LeaveStep(Record):
+    """Progress of one worker within a round, and the step after which it leaves. The owner protects this
+    object with a lock.
+
+    Args:
+        done: number of boundaries that the worker has passed.
+        cap: boundary that the worker does not pass before the leave step is known; ``None`` if no change is
+            due.
+        at: the leave step; ``None`` if it is not known.
+        saves: true if all workers save a checkpoint at the leave step.
+    """
+
+    done: int = 0
+    cap: int | None = None
+    at: int | None = None
+    saves: bool = False
+
+    def verdict(self) -> Verdict:
+        """Return the action of this worker at the current step boundary: ``go`` (continue), ``wait`` or
+        ``leave``.
+        """
+        if self.at is not None:
+            return "leave" if self.done >= self.at else "go"
+        return "wait" if self.cap is not None and self.done >= self.cap else "go"
+
+    def set_cap(self) -> int:
+        """Return the step at which this worker waits until all workers have agreed when to leave the round.
+        The first call chooses this step.
+        """
+        if self.cap is None:
+            self.cap = self.done + AHEAD
+        return self.cap
+
+
+def agreed(caps: list[int]) -> int:
+    """Return the step after which all workers leave the round: the maximum of ``caps``, the steps at which
+    the workers wait for the decision. No worker has passed the maximum.
+    """
+    return max(caps)
+
+
+def said(at: int, *, saves: bool) -> str:
+    """Encode the step after which all workers leave the round, and whether they save a checkpoint at that
+    step. The result is one string, because both values must be published together.
+    """
+    return f"{at} saving" if saves else str(at)
+
+
+def heard(text: str) -> tuple[int, bool]:
+    """Decode the step and the checkpoint flag from a string that :func:`said` returned."""
+    at, _, saving = text.partition(" ")
+    return int(at), bool(saving)

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from elasticrs.train.checkpoint import saving
 from elasticrs.train.checkpoint.manager import (
     Checkpoint,
     CheckpointManager,
+    CheckpointSaver,
     get_checkpoint_manager,
     set_checkpoint_manager,
 )
@@ -68,7 +68,7 @@ class CheckpointUtil:
         if self.checkpoint_manager is not None and not any(
             is_loaded for (is_loaded,) in self.coordinator.exchange([int(self.checkpoint_loaded)])
         ):
-            saving.CheckpointSaver(self.coordinator).load_checkpoint(state, rank)
+            CheckpointSaver(self.coordinator).load_checkpoint(state, rank)
         return state
 
     def set_checkpoint_loaded(self) -> None:
@@ -91,7 +91,7 @@ class CheckpointUtil:
         # each may count its calls.
         is_asked = self.coordinator.should_save_checkpoint()
         if state.should_save_checkpoint(rank) or is_asked:
-            saving.CheckpointSaver(self.coordinator).save_checkpoint(state, rank)
+            CheckpointSaver(self.coordinator).save_checkpoint(state, rank)
 
 
 class CheckpointBarrier:

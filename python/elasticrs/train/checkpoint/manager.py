@@ -1,19 +1,30 @@
-"""Base classes for checkpoint storage, and this process's checkpoint manager."""
+"""Base classes for checkpoint storage, this process's checkpoint manager, and the saving and loading of
+checkpoints together with the other workers.
+"""
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any, cast
 
-from elasticrs.train.errors import CannotContinueError
+from elasticrs.metrics import prof
+from elasticrs.train.coordinator import CannotContinueError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+    from elasticrs.train.coordinator import Coordinator
+    from elasticrs.train.state import State
 
 __all__ = [
     "Checkpoint",
     "CheckpointError",
     "CheckpointManager",
+    "CheckpointSaver",
     "get_checkpoint_manager",
     "set_checkpoint_manager",
 ]
@@ -79,3 +90,171 @@ def set_checkpoint_manager(checkpoint_manager: CheckpointManager | None) -> None
 def get_checkpoint_manager() -> CheckpointManager | None:
     """Return the manager set by :func:`set_checkpoint_manager`."""
     return _manager
+
+
+_log = logging.getLogger("elasticrs.train")
+
+KEY = "default"
+"""Name of the checkpoint stream that contains the state."""
+
+_MAX_REASON = 500
+"""Maximum number of bytes of rank 0's error message that are sent to the other workers."""
+
+
+class CheckpointSaver:
+    """Saves and loads the state of a training loop. Rank 0 reads and writes, and the other workers receive
+    the state through ``sync``.
+
+    Args:
+        coordinator: coordinator of the loop.
+    """
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+
+    @prof
+    def load_checkpoint(self, state: State, rank: int) -> bool:
+        """Load the newest checkpoint, if any, on rank 0. All workers must call this together.
+
+        Args:
+            state: State to load the checkpoint into.
+            rank: Rank of this worker.
+
+        Returns:
+            True if rank 0 loaded a checkpoint.
+
+        Raises:
+            CheckpointError: The checkpoint cannot be used. Raised on all workers.
+        """
+        found, trouble, reason = 0, None, b""
+        if rank == 0:
+            try:
+                found = int(load_newest(state))
+            except Exception as error:
+                # Send the error to the other workers before raising it, because they wait for a message from
+                # rank 0.
+                trouble, reason = error, f"{type(error).__name__}: {error}".encode()[:_MAX_REASON]
+                found = -len(reason)
+        found = self._coordinator.exchange([found])[0][0]
+        if found < 0:
+            told = self._coordinator.exchange(list(reason) or [0] * -found)[0]
+            raise trouble or CheckpointError(
+                f"rank 0 cannot load the checkpoint: {bytes(told).decode(errors='replace')}"
+            )
+        return bool(found)
+
+    @prof
+    def save_checkpoint(self, state: State, rank: int) -> bool:
+        """Write a checkpoint. All workers must call this together, and the call returns when rank 0 has
+        finished.
+
+        If the disk fails, the checkpoint is skipped, a message is logged, and the job continues.
+
+        Args:
+            state: State to write.
+            rank: Rank of this worker.
+
+        Returns:
+            True if rank 0 wrote the checkpoint. All workers get the same result.
+        """
+        is_saved = False
+        if rank == 0 and (manager := get_checkpoint_manager()) is not None:
+            with self._coordinator.alone():
+                is_saved = _save(manager, state)
+        return bool(self._coordinator.exchange([int(is_saved)])[0][0])
+
+
+def load_newest(state: State) -> bool:
+    """Load the newest checkpoint in this process. Return false if there is no checkpoint or no checkpoint
+    manager.
+
+    Args:
+        state: State to load the checkpoint into.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be used.
+    """
+    manager = get_checkpoint_manager()
+    checkpoint = None if manager is None else manager.get_latest_checkpoint()
+    if checkpoint is None:
+        return False
+    with checkpoint.open_input_stream(KEY) as stream:
+        state.load(stream)
+    return True
+
+
+def _save(manager: CheckpointManager, state: State) -> bool:
+    """Save a state. Return false if the disk failed. Raise any other error, because it is a bug in the
+    program.
+    """
+    failed: list[OSError] = []
+    try:
+        checkpoint = manager.create_checkpoint()
+        try:
+            with _Watched(checkpoint.open_output_stream(KEY), failed) as stream:
+                state.save(cast("IO[bytes]", stream))
+            checkpoint.commit()
+        finally:
+            checkpoint.discard()
+    except Exception as error:
+        trouble = failed[0] if failed else _os_error(error)
+        if trouble is None:
+            raise
+        _log.warning("no checkpoint was written: %s", trouble)
+        return False
+    return True
+
+
+def _os_error(error: BaseException | None) -> OSError | None:
+    """Return the exception itself if it is an OSError, otherwise the first OSError in its chain of causes, or
+    ``None``.
+
+    ``__context__`` is ignored, because such an exception was only being handled when this one was raised.
+    """
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        if isinstance(error, OSError):
+            return error
+        seen.append(error)
+        error = error.__cause__
+    return None
+
+
+class _Watched:
+    """Stream wrapper that records write errors, because ``torch.save`` replaces them with a RuntimeError.
+
+    Args:
+        stream: Stream to write to.
+        failed: List to which the errors are appended.
+    """
+
+    def __init__(self, stream: IO[bytes], failed: list[OSError]) -> None:
+        self._stream = stream
+        self._failed = failed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, data: Any) -> int:
+        return cast("int", self._noted(self._stream.write, data))
+
+    def flush(self) -> None:
+        self._noted(self._stream.flush)
+
+    def close(self) -> None:
+        self._noted(self._stream.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _noted(self, call: Any, *arguments: Any) -> Any:
+        try:
+            return call(*arguments)
+        except OSError as error:
+            self._failed.append(error)
+            raise
