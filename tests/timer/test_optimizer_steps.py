@@ -103,7 +103,7 @@ def test_no_optimizer_hook_or_import_finder_is_installed_without_hang_timeout(jo
 COMPILED = """
 import sys
 import torch
-from elasticrs._engine.inside.optimizer_steps import beat_with_steps
+from elasticrs._engine.inside.heartbeats import beat_with_steps
 
 beat_with_steps(sys.modules["torch.optim.optimizer"])
 model = torch.nn.Linear(2, 2)

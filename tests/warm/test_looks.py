@@ -6,7 +6,7 @@ import pytest
 from helpers import procs
 from helpers.said import says
 
-from elasticrs._engine.workers.warm import sources
+from elasticrs._engine.workers.warm import import_report
 
 
 @pytest.fixture
@@ -31,10 +31,10 @@ def dead_disk(monkeypatch):
     is set.
     """
     answers = threading.Event()
-    look = sources.stamp
+    look = import_report.stamp
 
     def hang():
-        monkeypatch.setattr(sources, "stamp", lambda path: answers.wait() and look(path))
+        monkeypatch.setattr(import_report, "stamp", lambda path: answers.wait() and look(path))
         return answers
 
     yield hang
@@ -66,7 +66,7 @@ def test_workers_start_cold_if_an_outdated_nursery_has_to_stay(warming, own, rea
 
 
 def test_a_file_that_changes_during_each_import_is_not_imported_forever(warming, own, ready):
-    ready["ready"]["stamps"] = {str(own): [sources.TOUCHED, 1]}
+    ready["ready"]["stamps"] = {str(own): [import_report.TOUCHED, 1]}
     for renewed in range(3):
         assert warming.may_fork()
         assert warming.renewed == renewed

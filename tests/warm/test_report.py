@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticrs._engine.workers.warm import import_report
-from elasticrs._engine.workers.warm.import_report import LeftOut, Ready, Report
-from elasticrs._engine.workers.warm.sources import remember
+from elasticrs._engine.workers.warm.import_report import LeftOut, Ready, Report, remember
 
 READY = {
     "seconds": 4.25,

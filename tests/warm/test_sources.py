@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs._engine.workers.warm.sources import TOUCHED, remember, stamp
+from elasticrs._engine.workers.warm.import_report import TOUCHED, remember, stamp
 
 SITE = "lib/python3/site-packages"
-STAMP = "elasticrs._engine.workers.warm.sources.stamp"
+STAMP = "elasticrs._engine.workers.warm.import_report.stamp"
 
 
 @pytest.fixture

@@ -203,7 +203,7 @@ def configure(timer_client: TimerClient) -> None:
     """
     global _timer_client  # noqa: PLW0603 -- process-wide, as in torch
     _timer_client = timer_client
-    from elasticrs._engine.inside.stacks import answer_with_stacks
+    from elasticrs._engine.inside.flight import answer_with_stacks
 
     answer_with_stacks()
 

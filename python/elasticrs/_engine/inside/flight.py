@@ -1,4 +1,5 @@
-"""Writes a worker's flight record (torch's log of the latest collectives) when the agent requests it.
+"""Writes a worker's flight record (torch's log of the latest collectives) and its stacks when the agent
+requests them.
 
 A thread blocks while it opens a FIFO beside the error file. When the agent finds a hang, it opens the other
 end, and the thread writes the record to a file. Until then, the thread uses no CPU time, has no open file
@@ -184,3 +185,42 @@ def _groups() -> dict[str, list[int]]:
         return {}
     world = distributed._world
     return {name: sorted(world.pg_group_ranks[group]) for group, name in list(world.pg_names.items())}
+
+
+def answer_with_stacks() -> None:
+    """Register the signal handler if this process runs under an elasticrs agent and the signal has no handler
+    yet. Used in workers that do not load ``hook/sitecustomize.py``, which does the same.
+
+    The agent sends a real-time signal before it kills a hung worker. ``faulthandler`` then writes the stacks
+    of all threads to a file beside the error file. ``ELASTICRS_TRACEBACKS=0`` disables the handler.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    is_off = os.environ.get("ELASTICRS_TRACEBACKS") == "0"
+    if not path or is_off or "ELASTICRS_ROUND" not in os.environ:
+        return
+    import faulthandler
+    from _signal import SIGRTMIN
+
+    signum = SIGRTMIN + 12
+    if _is_caught(signum):
+        return
+    from elasticrs._engine.inside.error_file import may_be_replaced
+
+    if not may_be_replaced(path):
+        return  # The error file is a device such as /dev/null, so create no file next to it.
+    try:
+        descriptor = os.open(path + ".fault", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    except OSError:
+        return  # Ignore the error, because only the stacks will be missing from the report.
+    faulthandler.register(signum, descriptor, all_threads=True)
+
+
+def _is_caught(signum: int) -> bool:
+    try:
+        with open("/proc/self/status", "rb") as file:
+            masks = [line for line in file if line.startswith((b"SigCgt:", b"SigIgn:"))]
+    except OSError:
+        # Return true, so that no handler is installed. Without `/proc`, the agent would never request stacks,
+        # because it could not see whether the worker has a handler.
+        return True
+    return any(int(mask.split()[1], 16) >> (signum - 1) & 1 for mask in masks)

@@ -69,8 +69,8 @@ class ErrorHandler:
         except Exception as error:  # For example, stderr has no file descriptor.
             _warn(f"Unable to enable fault handler. {type(error).__name__}: {error}")
         # Import the hook now, because `record_exception` needs it and a later import could be interrupted.
+        from elasticrs._engine.inside.flight import answer_with_stacks
         from elasticrs._engine.inside.hook import sitecustomize  # noqa: F401
-        from elasticrs._engine.inside.stacks import answer_with_stacks
 
         answer_with_stacks()
 

@@ -373,7 +373,7 @@ def _keep_stacks(path: str) -> None:
     if not faulthandler.is_enabled():
         faulthandler.enable(descriptor)
     # Write the stacks of all threads when signal SIGRTMIN + 12 arrives. The agent sends this signal when a
-    # rank hangs. See `stacks.py`.
+    # rank hangs. See `flight.py`.
     from _signal import SIG_DFL, SIGRTMIN, getsignal
 
     if getsignal(SIGRTMIN + 12) == SIG_DFL:
@@ -418,7 +418,7 @@ class _OptimizerImport:
 
 def _beat_with_steps(optimizers: object) -> None:
     try:
-        from elasticrs._engine.inside.optimizer_steps import beat_with_steps
+        from elasticrs._engine.inside.heartbeats import beat_with_steps
     except ImportError:
         return  # This Python lacks elasticrs. The agent then reports that the rank is not watched for hangs.
     beat_with_steps(optimizers)

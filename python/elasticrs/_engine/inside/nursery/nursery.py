@@ -198,10 +198,10 @@ class _Surroundings:
     script before this entry.
     """
 
-    def __init__(self, folders: list[str], variables: Any, children: Any) -> None:
+    def __init__(self, folders: list[str], variables: Any, imports: Any) -> None:
         import signal
 
-        self.variables, self.children = variables, children
+        self.variables, self.imports = variables, imports
         self._folders, self._known = folders, set(sys.modules)
         self._place, self._mask = os.getcwd(), signal.pthread_sigmask(signal.SIG_BLOCK, ())
         self._umask, self._nice = os.umask(0), os.getpriority(os.PRIO_PROCESS, 0)
@@ -327,7 +327,7 @@ def _why_unclean(before: dict[int, str], surroundings: _Surroundings) -> str | N
     opened = {fd: link for fd, link in _open_files().items() if before.get(fd) != link}
     if _has_threads():
         return "it starts a thread at import"
-    if surroundings.children.pids():
+    if surroundings.imports.child_pids():
         return "it starts a process at import"
     if any(link.startswith(_DEVICES) for link in opened.values()) or _uses_cuda():
         return "it initialises a GPU driver at import"
@@ -410,7 +410,7 @@ def _end_if_cut_off(before: dict[int, str]) -> None:
             signal.pause()
 
 
-def _begin_again(environ: dict[str, str], settings: dict[str, object], children: Any) -> NoReturn:
+def _begin_again(environ: dict[str, str], settings: dict[str, object], imports: Any) -> NoReturn:
     import json
 
     for remove in _temporary_folders():
@@ -418,7 +418,7 @@ def _begin_again(environ: dict[str, str], settings: dict[str, object], children:
     # Close all other descriptors, including the pipe of multiprocessing's resource tracker. The tracker then
     # cleans up and exits.
     os.closerange(_REPORT + 1, os.sysconf("SC_OPEN_MAX"))
-    children.end()
+    imports.end_children()
     for fd in _AGENT:
         os.set_inheritable(fd, True)
     _execve(sys.executable, sys.orig_argv, {**environ, _SETTINGS: json.dumps(settings)})
@@ -449,14 +449,13 @@ def _import_all(environ: dict[str, str]) -> _Done:
     steps = [step for step in settings["steps"] if step.partition(":")[0] not in gone]
     is_explicit = settings["is_explicit"]
     shielded = {"PYTHONPATH": environ["PYTHONPATH"], _PID: str(os.getpid())}
-    variables = _beside("variables").Variables(shielded, _RANK_ZERO)
-    surroundings = _Surroundings(settings["folders"], variables, _beside("children"))
-    generators = _beside("generators")
-    # Do not create a `Watch` if a file beside the script has the name of a module that `Watch` imports,
+    imports = _beside("imports")
+    variables = imports.Variables(shielded, _RANK_ZERO)
+    surroundings = _Surroundings(settings["folders"], variables, imports)
+    # Do not watch generators if a file beside the script has the name of a module that the watch imports,
     # because the script could then not import the file.
-    watch = generators.Watch() if surroundings.beside_script(generators.NEEDED) is None else None
-    descriptors = _beside("descriptors")
-    reserved, captured = descriptors.reserve(_RESERVED), descriptors.Captured(_RESERVED)
+    watch = imports.GeneratorWatch() if surroundings.beside_script(imports.NEEDED) is None else None
+    reserved, captured = imports.reserve(_RESERVED), imports.Captured(_RESERVED)
     before, untouched = _open_files(), dict(os.environ)
     variables.hide()
     python: Any = os
@@ -482,7 +481,7 @@ def _import_all(environ: dict[str, str]) -> _Done:
             _report(left_out=module, why=why, traceback=text)
             surroundings.restore()
             captured.end()
-            _begin_again(environ, {**settings, "steps": rest}, surroundings.children)
+            _begin_again(environ, {**settings, "steps": rest}, imports)
         _AT.clear()
     surroundings.note_blas()
     printed = captured.end()
@@ -513,7 +512,7 @@ def _tell_ready(begun: float, since: int, surroundings: _Surroundings) -> None:
     prefixes = {path for folder in folders for path in (folder, os.path.realpath(folder))}
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     told = sorted(file for file in files if isinstance(file, str) and os.path.isabs(file))
-    stamp = _beside("stamps").stamp
+    stamp = surroundings.imports.stamp
     _report(
         ready={
             "seconds": time.monotonic() - begun,

@@ -4,7 +4,7 @@ The workers of an attempt are forked only if no file of an imported module has c
 changed, the next attempt gets a new nursery, which imports the modules again.
 
 - **AGAIN-1** If a file has changed before an attempt begins, the workers of the attempt run the new code.
-  This covers all changes that :mod:`.sources` can detect.
+  This covers all changes that :class:`.Sources` can detect.
 - **AGAIN-2** A failed import is not repeated. Workers start cold for the rest of the job.
 """
 
@@ -14,7 +14,7 @@ import os
 
 from elasticrs._engine.job import phrases
 from elasticrs._engine.process.background_call import BackgroundCall
-from elasticrs._engine.workers.warm import import_report, sources
+from elasticrs._engine.workers.warm import import_report
 from elasticrs._engine.workers.warm.import_report import Report
 
 TYPE_CHECKING = False
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from typing import TypeVar
 
     from elasticrs._core import Supervisor, Warmed
-    from elasticrs._engine.workers.warm.sources import Sources
+    from elasticrs._engine.workers.warm.import_report import Sources
 
     _T = TypeVar("_T")
 
@@ -83,8 +83,8 @@ class Warming:
                 self._say_all(found.failed[1])
         elif found.ready is not None:
             ready, imported = found.ready, found.imported
-            self._sources = self._look(lambda: sources.remember(ready.stamps, ready.prefixes, imported))
-            self._limit_touched(sources.touched(ready.stamps))
+            self._sources = self._look(lambda: import_report.remember(ready.stamps, ready.prefixes, imported))
+            self._limit_touched(import_report.touched(ready.stamps))
 
     def _limit_touched(self, touched: Sequence[str]) -> None:
         self._touched = self._touched + 1 if touched else 0

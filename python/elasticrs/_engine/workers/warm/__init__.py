@@ -38,8 +38,13 @@ workers start cold.
 from __future__ import annotations
 
 from elasticrs._engine.job.config import Preload
-from elasticrs._engine.workers.warm.entry import Entry, entry_of_command, entry_of_function, entry_of_script
-from elasticrs._engine.workers.warm.modules import preload
+from elasticrs._engine.workers.warm.modules import (
+    Entry,
+    entry_of_command,
+    entry_of_function,
+    entry_of_script,
+    preload,
+)
 
 __all__ = [
     "Entry",
