@@ -22,6 +22,7 @@ from elasticrs._engine.supervise.failures.failed_attempt import (
     MAX_MESSAGE,
     Place,
     first_word,
+    how,
     not_started,
     own_cause,
 )
@@ -191,6 +192,35 @@ def test_a_hung_rank_is_reported_with_its_evidence():
         told = cause.message.splitlines()[-1]
         assert told.startswith("hung: ")
         assert failure_of(cause.encoded()) == f"rank 3 (pid 101) on node b: {told}"
+
+
+TRACEBACK = 'Traceback (most recent call last):\n  File "/a/train.py", line 4, in <module>\nKeyError: 1\n'
+TIMER = SimpleNamespace(scope_id="s", scope="s", at=None, deadline=1.0, others=0)
+
+
+@pytest.mark.parametrize("has_ended_itself", [True, False])
+@pytest.mark.parametrize("text", [None, "bad learning rate", "two\nlines", TRACEBACK])
+@pytest.mark.parametrize("exitcode", [1, 0, -9, -11])
+@pytest.mark.parametrize("kind", [None, "timer", "silent", "nursery"])
+def test_all_nodes_describe_a_failure_as_its_own_node_does(tmp_path, text, exitcode, kind, has_ended_itself):
+    error_file = tmp_path / "error.json"
+    if text is not None:
+        error_file.write_text(json.dumps({"message": text, "timestamp": 5}))
+    paths = LogPaths(error_files={1: str(error_file)})
+    sent = None if has_ended_itself or exitcode >= 0 else -exitcode
+    attempt = attempt_of([(1, exitcode, sent)], paths=paths)
+    if kind == "timer":
+        attempt.expired[1] = Overdue(time.monotonic_ns(), timer=TIMER)
+    elif kind == "nursery":
+        attempt.nursery_exitcode = -9
+    elif kind == "silent" and exitcode == 0:
+        attempt.silent = frozenset({1})
+    cause = own_cause(attempt, PLACE)
+    if cause is None or cause.rank is None:  # No worker has failed by itself.
+        return
+    received = Cause.decoded(validation.cause(json.loads(json.dumps(bound_cause(cause.encoded())))))
+    (failed,) = all_failures(JobResult(attempts=[attempt])).values()
+    assert failure_of(received.encoded()) == f"rank 3 (pid 101) on node b{how(attempt, failed)}"
 
 
 def test_a_stopped_rank_that_lagged_behind_is_a_failure_cause():

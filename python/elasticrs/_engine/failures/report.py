@@ -184,7 +184,7 @@ def _others(
 
 def _said(failure: ProcessFailure) -> str:
     said = None
-    if failure.cause is not None or not _ended_by_itself(failure):
+    if failure.cause is not None or not ended_by_itself(failure):
         said = _headline(failure)
     said = said or how_it_ended(failure.exitcode)
     return said if len(said) <= _MAX_SAID else f"{said[:_MAX_SAID]}…"
@@ -253,11 +253,11 @@ def how_it_failed(failure: ProcessFailure) -> str:
     """Return a phrase that says how a worker failed, to append to its name. Examples are ``: KeyError: 1
     (train.py:4)`` and `` died by SIGKILL``.
     """
-    said = None if _ended_by_itself(failure) else _headline(failure)
+    said = None if ended_by_itself(failure) else _headline(failure)
     return f" {how_it_ended(failure.exitcode)}" if said is None else f": {said}"
 
 
-def _ended_by_itself(failure: ProcessFailure) -> bool:
+def ended_by_itself(failure: ProcessFailure) -> bool:
     """Return true if the worker was killed by a signal that elasticrs did not send. If elasticrs killed a
     worker that was already exiting after an exception, the exception is reported instead of the signal.
     """

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from elasticrs._engine.job.phrases import SILENT, how_it_ended, local_time, restarts_used
+from elasticrs._engine.job.failure_cause import MessageKind
+from elasticrs._engine.job.phrases import how_it_ended, local_time, restarts_used
 from elasticrs._engine.nodes.protocol.records import blame_of
 
 TYPE_CHECKING = False
@@ -72,20 +73,15 @@ def how_it_failed(cause: Mapping[str, Any]) -> str:
     """Return a description of a worker's failure, such as ``: KeyError: 1 (train.py:4)`` or `` died by
     SIGKILL``, to append to the worker's name.
     """
-    lines = str(cause.get("message") or "").strip().splitlines()
-    if blame_of(cause) is not None or (cause.get("was_killed") and len(lines) == 1):
-        # Ignore the exit code of a worker that hung or that died with its nursery, because such a worker was
-        # killed.
-        return f": {lines[-1].strip() if lines else 'hung'}"
-    if cause.get("message") == SILENT:
-        return f" {SILENT}"
-    exitcode = cause.get("exitcode")
-    if len(lines) > 1 and (exitcode is None or (isinstance(exitcode, int) and exitcode >= 0)):
-        # The worker raised an exception and was not killed, so use its traceback's headline.
+    kind, message = cause.get("message_kind"), str(cause.get("message") or "")
+    if kind == MessageKind.REPORT:
         from elasticrs._engine.job.traceback_summary import headline
 
-        return f": {headline(str(cause['message']))}"
-    return f" {how_it_ended(exitcode) if 'exitcode' in cause else 'failed'}"
+        return f": {headline(message)}"
+    if kind in (MessageKind.REASON, MessageKind.PHRASE):
+        colon = ":" if kind == MessageKind.REASON else ""
+        return f"{colon} {message.strip().splitlines()[-1].strip()}" if message.strip() else " failed"
+    return f" {how_it_ended(cause['exitcode']) if 'exitcode' in cause else 'failed'}"
 
 
 def restart_cost(policy: RestartSettings, used: int, *, is_charged: bool) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 
-from elasticrs._engine.job.failure_cause import Cause
+from elasticrs._engine.job.failure_cause import Cause, MessageKind
 from elasticrs._engine.job.restart_policy import STEADY, Evidence, StopKind, decide, exclude
 from elasticrs._engine.job.value import Value
 from elasticrs._engine.nodes.protocol.announcements import end_of, named, nodes
@@ -182,13 +182,15 @@ def _cause_of(view: View, head: Head, cause: dict[str, Any], rank: int) -> dict[
                 "rank": rank,
                 "local_rank": ranks.index(rank),
                 "message": f"{what}, as the flight records show",
+                "message_kind": MessageKind.REASON,
             }
     if len(silent) == 1 and silent[0] in view.done:
         (group_rank,) = silent
         seat = view.seats[group_rank]
         place = {"node": seat.name, "host": seat.name, "group_rank": group_rank, "rank": rank}
         message = "exited with code 0 while others still waited for it"
-        return {**shared, **place, "local_rank": rank - end, "exitcode": 0, "message": message}
+        told = {"message": message, "message_kind": MessageKind.PHRASE}
+        return {**shared, **place, "local_rank": rank - end, "exitcode": 0, **told}
     return cause
 
 

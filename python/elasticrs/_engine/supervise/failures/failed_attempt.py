@@ -11,10 +11,10 @@ import time
 
 from elasticrs._engine.failures.failure import NOT_AVAILABLE, ProcessFailure, failure_of
 from elasticrs._engine.failures.files import hang_file
-from elasticrs._engine.failures.report import how_it_failed, traceback_text
+from elasticrs._engine.failures.report import ended_by_itself, how_it_failed, traceback_text
 from elasticrs._engine.failures.root_cause import failed_ns, root_cause, victims
 from elasticrs._engine.job import phrases
-from elasticrs._engine.job.failure_cause import Cause, Permanence
+from elasticrs._engine.job.failure_cause import Cause, MessageKind, Permanence
 from elasticrs._engine.job.restart_policy import STEADY, Evidence
 from elasticrs._engine.job.traceback_summary import shortened, summarize
 from elasticrs._engine.job.value import Value
@@ -224,6 +224,12 @@ def first_word(attempt: Attempt, local_rank: int, place: Place) -> Cause:
     why = attempt.why_expired(local_rank)
     message = why or (raised.text if raised is not None else "")
     seen = attempt.expired.get(local_rank) or raised or worker
+    is_killed = worker is not None and worker.sent_signal is None and (worker.exitcode or 0) < 0
+    kind = None
+    if why is not None and not attempt.is_slow_to_exit(local_rank):
+        kind = MessageKind.REASON
+    elif raised is not None and not is_killed:
+        kind, message = MessageKind.REPORT, raised.text
     return place.cause(
         place.clock.from_monotonic(0 if seen is None else seen.seen_ns),
         round=attempt.round,
@@ -232,6 +238,7 @@ def first_word(attempt: Attempt, local_rank: int, place: Place) -> Cause:
         pid=attempt.pids[local_rank] if worker is None else worker.pid,
         exitcode=None if worker is None else worker.exitcode,
         message=shortened(message, MAX_MESSAGE) or None,
+        message_kind=kind,
         is_consequence=(why is None and raised is not None and raised.origin == "peer") or None,
         **_hang(attempt, local_rank),
     )
@@ -287,6 +294,7 @@ def own_cause(
         # the agent's signal.
         exitcode=None if first.recorded_ns is not None and first.sent_signal is not None else first.exitcode,
         message=shortened(_message(attempt, first), MAX_MESSAGE),
+        message_kind=_message_kind(attempt, first),
         lines=[_end(line, MAX_LINE) for line in first.stderr_tail[-MAX_LINES:]],
         xids=tuple(xid.note() for xid in attempt.xids.values())[:MAX_XIDS],
         **_hang(attempt, first.local_rank),
@@ -435,11 +443,24 @@ def _message(attempt: Attempt, first: ProcessFailure) -> str:
     text = traceback_text(first)
     if first.member is not None and not _is_same(text, first.member):
         text = first.member
-    why = attempt.why_expired(first.local_rank)
+    why = phrases.SILENT if first.local_rank in attempt.silent else attempt.why_expired(first.local_rank)
     if why is None:
         # Append the note about the OOM killer. Without an exceeded time limit, there is no other note.
         return f"{text}\n{first.note}" if first.note else text
     return f"{text.removeprefix(why).strip()}\n{why}".strip()
+
+
+def _message_kind(attempt: Attempt, first: ProcessFailure) -> str | None:
+    """Return the kind of :func:`_message`, so that all nodes say what :func:`how` says on this node."""
+    if first.local_rank in attempt.silent:
+        return MessageKind.PHRASE
+    if attempt.why_expired(first.local_rank) is not None and not attempt.is_slow_to_exit(first.local_rank):
+        return MessageKind.REASON
+    if ended_by_itself(first):
+        return None
+    if first.error_file == NOT_AVAILABLE:
+        return None if first.cause is None else MessageKind.REASON
+    return MessageKind.REPORT
 
 
 def _is_same(text: str, member: str) -> bool:
