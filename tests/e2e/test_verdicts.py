@@ -10,7 +10,7 @@ from helpers import ports, procs
 from helpers.ended import Ended, report_of
 from helpers.said import says
 
-from elasticrs._engine.cli.outcome import conclude_stopped
+from elasticrs._engine.cli.command_line import conclude_stopped
 from elasticrs._engine.job.config import JobSpec
 from elasticrs._engine.supervise.attempts.attempt import JobResult
 

@@ -5,7 +5,7 @@ from helpers import procs, slurm
 from helpers.host_lists import host_lists
 from hypothesis import HealthCheck, given, settings
 
-from elasticrs._engine.cli.schedulers.slurm import expand
+from elasticrs._engine.cli.schedulers import expand
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from helpers.host_lists import host_lists
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs._engine.cli.schedulers.slurm import MAX_HOSTS, expand
+from elasticrs._engine.cli.schedulers import MAX_HOSTS, expand
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from elasticrs._engine.job.ranks import NodeShare, node_ranks
-from elasticrs.agent.server import rank_exchange
+from elasticrs.agent.server.simple_elastic_agent import begin_exit_barrier, exchange_ranks
 
 SHARES = [NodeShare("trainer", 2), NodeShare("reader", 1), NodeShare("trainer", 3)]
 
@@ -43,8 +43,8 @@ def test_rank_0_assigns_ranks_from_all_roles():
     store = Store()
     for rank in (2, 1):
         with pytest.raises(KeyError, match=f"assigned_ranks/{rank}"):
-            rank_exchange.exchange(store, rank, 3, SHARES[rank])
-    found = [rank_exchange.exchange(store, rank, 3, SHARES[rank]) for rank in range(3)]
+            exchange_ranks(store, rank, 3, SHARES[rank])
+    found = [exchange_ranks(store, rank, 3, SHARES[rank]) for rank in range(3)]
     assert found == node_ranks(SHARES)
     # Check that the format is torch's, because other agents in the round may run torchrun.
     info = json.loads(store.values["torchelastic/role_info/2"])
@@ -54,9 +54,9 @@ def test_rank_0_assigns_ranks_from_all_roles():
 
 def test_the_last_agent_opens_the_exit_barrier():
     store = Store()
-    last_key = rank_exchange.begin_exit_barrier(store, 2)
+    last_key = begin_exit_barrier(store, 2)
     assert not store.check([last_key])
-    assert rank_exchange.begin_exit_barrier(store, 2) == last_key
+    assert begin_exit_barrier(store, 2) == last_key
     assert store.check([last_key])
     assert set(store.values) == {
         "torchelastic/agent/terminal_state/num_members",

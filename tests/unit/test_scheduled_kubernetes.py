@@ -2,10 +2,10 @@
 
 import pytest
 
+from elasticrs._engine.cli import schedulers
 from elasticrs._engine.cli.arguments import parse, resolve
 from elasticrs._engine.cli.back_end import meeting_of
-from elasticrs._engine.cli.scheduled import with_scheduler
-from elasticrs._engine.cli.schedulers import kubernetes
+from elasticrs._engine.cli.schedulers import with_scheduler
 from elasticrs._engine.job.config import UsageError
 
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
@@ -40,7 +40,7 @@ def hosts(tmp_path, monkeypatch):
     """Create the hosts file of a pod with a headless service."""
     file = tmp_path / "hosts"
     file.write_text("127.0.0.1\tlocalhost\n# pod\n10.1.0.7\ttrain-2.train.team.svc.cluster.local\ttrain-2\n")
-    monkeypatch.setattr(kubernetes, "HOSTS", str(file))
+    monkeypatch.setattr(schedulers, "HOSTS", str(file))
     return file
 
 
@@ -189,5 +189,5 @@ def test_a_kubernetes_number_with_too_many_digits_is_not_used(name):
     environ = (
         {**TRAIN_JOB, name: number} if of_kubeflow else {**INDEXED, "HOSTNAME": f"a-{number}", name: number}
     )
-    found = kubernetes.place_of(environ)
+    found = schedulers.kubernetes_place(environ)
     assert found is None or not found.job.startswith("TrainJob")

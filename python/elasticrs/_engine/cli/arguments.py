@@ -12,8 +12,7 @@ import sys
 
 import elasticrs
 from elasticrs._engine.cli.back_end import meeting_of
-from elasticrs._engine.cli.module_check import why_no_module
-from elasticrs._engine.cli.without_effect import hint_for_missing_script, settings_without_effect
+from elasticrs._engine.cli.checks import hint_for_missing_script, settings_without_effect, why_no_module
 from elasticrs._engine.job import config
 from elasticrs._engine.job.config import HandlerSettings, JobSpec, LogSettings, ObserveSettings, UsageError
 from elasticrs._engine.job.options import NEWER, OPTIONS, OURS, Namespace, Option
@@ -144,7 +143,7 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
     notices: list[str] = []
     command = _command(args, environ)
     if not args.no_scheduler and any(map(environ.get, _SCHEDULERS)):
-        from elasticrs._engine.cli.scheduled import with_scheduler
+        from elasticrs._engine.cli.schedulers import with_scheduler
 
         args = with_scheduler(args, environ, notices)
     nproc = _nproc(args.nproc_per_node, environ, notices)

@@ -14,14 +14,15 @@ import signal
 import sys
 from functools import partial
 
-from elasticrs._engine.cli import terminal
 from elasticrs._engine.supervise.run.signals import catch_signals, ignored_signals
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from typing import Any
 
     from elasticrs._engine.cli.arguments import Launch
+    from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.process.console import Console
     from elasticrs._engine.supervise.attempts.attempt import JobResult
     from elasticrs._engine.supervise.observe.observer import Observer
@@ -63,11 +64,11 @@ def main(
     before = None
     try:
         if args is None:
-            terminal.leave_input_to_foreground()
-            before = terminal.settings()
+            _leave_input_to_foreground()
+            before = _terminal_settings()
         return _main(sys.argv[1:] if args is None else args, signals, owns_process=args is None)
     finally:
-        terminal.restore(before)
+        _restore_terminal(before)
         if signals is not None:
             # Ignore signals from now on, because a signal during the interpreter's shutdown would change the
             # exit code.
@@ -105,9 +106,7 @@ def _main(argv: Sequence[str], signals: SignalPipe | None, *, owns_process: bool
             _look_here_last()
         check_limits(launch)
         if launch.job.report is not None:
-            from elasticrs._engine.cli.outcome import make_report_folder
-
-            make_report_folder(launch.job.report)
+            _make_report_folder(launch.job.report)
         return _run(launch, signals)
     except TextRequested as request:
         return _print_text(request.what, request.words)
@@ -149,7 +148,7 @@ def _run(launch: Launch, signals: SignalPipe | None) -> int:
     )
     for notice in launch.notices:
         console.say(notice)
-    write = partial(_write, console, signals, launch.job.forwarded)
+    write = partial(_write_and_wait, console, signals, launch.job.forwarded)
     workers: Workers
     if launch.runs_path:
         from elasticrs._engine.supervise.run.function_workers import script_workers
@@ -178,8 +177,7 @@ def _run_agent(
     signals: SignalPipe | None,
     write: Callable[[str], bool],
 ) -> int:
-    from elasticrs._engine.cli.outcome import conclude, conclude_stopped
-    from elasticrs._engine.supervise.decide.decision_factory import make_decisions
+    from elasticrs._engine.supervise.decide.decisions import make_decisions
     from elasticrs._engine.supervise.run.loop import Agent
     from elasticrs._engine.workers.process import SupervisorError
 
@@ -199,7 +197,7 @@ def _run_agent(
         console.write(console.prefixed(f"{why}{os.linesep}"), PATIENCE)
         return conclude_stopped(launch.job, agent.result, why, console.say)
     headline = None if result.exit_code == 0 else _tell_failure(launch, result, console, write)
-    return conclude(launch.job, result, headline, console.say)
+    return _conclude(launch.job, result, headline, console.say)
 
 
 def _tell_failure(
@@ -322,7 +320,7 @@ def _fail(message: str, code: int, log_prefix: str | None = None) -> int:
     return code
 
 
-def _write(console: Console, signals: SignalPipe | None, others: Sequence[int], text: str) -> bool:
+def _write_and_wait(console: Console, signals: SignalPipe | None, others: Sequence[int], text: str) -> bool:
     """Write text, and wait until it has been written. Return false if the reader takes too long or a signal
     arrives.
 
@@ -352,3 +350,146 @@ def _open_standard_descriptors() -> None:
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)
+
+
+_STDIN = 0
+_LOCAL_FLAGS = 3
+"""Index of the local flags, such as ECHO, in the list that ``termios.tcgetattr`` returns."""
+
+
+def _leave_input_to_foreground() -> None:
+    """Replace standard input by ``/dev/null`` if it is a terminal and this process runs in the background.
+
+    The kernel stops a background process that reads from the terminal, so a worker that reads its standard
+    input would stop the job.
+    """
+    if not os.isatty(_STDIN) or _is_in_foreground():
+        return
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, _STDIN)
+    os.close(null)
+
+
+def _terminal_settings() -> list[Any] | None:
+    """Return the settings of the terminal on standard input; ``None`` if standard input is not an open
+    terminal.
+    """
+    if not os.isatty(_STDIN):
+        return None
+    import termios
+
+    try:
+        return termios.tcgetattr(_STDIN)
+    except termios.error:
+        return None  # The terminal was closed.
+
+
+def _restore_terminal(before: list[Any] | None) -> None:
+    """Restore the settings of the terminal if a worker has changed them. For example, a worker that is killed
+    while it reads a password leaves the echo off. Do nothing if this process runs in the background, because
+    another process then uses the terminal.
+    """
+    if before is None or not os.isatty(_STDIN) or not _is_in_foreground():
+        return
+    import termios
+
+    try:
+        if termios.tcgetattr(_STDIN)[_LOCAL_FLAGS] != before[_LOCAL_FLAGS]:
+            termios.tcsetattr(_STDIN, termios.TCSANOW, before)
+    except termios.error:
+        return  # The terminal was closed, so it has no settings.
+
+
+def _is_in_foreground() -> bool:
+    try:
+        return os.tcgetpgrp(_STDIN) == os.getpgrp()
+    except OSError:
+        # The terminal is not the controlling terminal, so the kernel does not stop processes that read it.
+        return True
+
+
+TERMINATION_LOG = "/dev/termination-log"
+"""File from which Kubernetes reads the termination message of a container."""
+
+TERMINATION_LOG_VARIABLE = "ELASTICRS_TERMINATION_LOG"
+"""Environment variable with a different path, for containers that set ``terminationMessagePath``. If it is
+empty, no message is written.
+"""
+
+
+def _make_report_folder(path: str) -> None:
+    """Create the folder of the JSON report, so that a mistake in the path is noticed before the job runs.
+
+    Raises:
+        UsageError: the folder cannot be created, or the path is itself a folder.
+    """
+    from elasticrs._engine.job.config import UsageError
+
+    if os.path.isdir(path):
+        raise UsageError(f"--report: got {path!r}, which is a folder; name a file in it")
+    try:
+        os.makedirs(os.path.dirname(path) or os.curdir, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"--report: got {path!r}, whose folder cannot be created: {error.strerror}"
+        ) from None
+
+
+def _conclude(job: JobSpec, result: JobResult, headline: str | None, say: Callable[[str], None]) -> int:
+    """Write the JSON report and the termination message of a finished job, and return the launcher's exit
+    code. Print a line for each file that cannot be written. ``headline`` is the failure in one line.
+    """
+    from elasticrs._engine.supervise.attempts.state_machine import Phase
+
+    path = _termination_log() if result.phase is Phase.FAILED else None
+    if job.report is None and path is None and (result.exit_code == 0 or job.exit_codes == "torchrun"):
+        return result.exit_code
+    from elasticrs._engine.job.policy_options import ExitCodes
+    from elasticrs._engine.supervise.observe import job_report
+    from elasticrs._engine.supervise.observe.job_report import all_failures
+
+    failed = all_failures(result) if result.phase is Phase.FAILED else {}
+    code = job_report.exit_code(ExitCodes.parse(job.exit_codes), result, failed)
+    document = job_report.report(job, result, failed, headline, code)
+    if job.report is not None:
+        _write_outcome(job.report, job_report.encode(document), "--report", say)
+    if path is not None:
+        _write_outcome(path, job_report.termination_message(document), "the termination message", say)
+    return code
+
+
+def conclude_stopped(job: JobSpec, result: JobResult, why: str, say: Callable[[str], None]) -> int:
+    """Conclude a job whose supervisor has failed. ``result`` is the result so far, and ``why`` the error."""
+    from elasticrs._engine.supervise.attempts.state_machine import Phase
+
+    result.phase, result.message = Phase.FAILED, why
+    try:
+        return _conclude(job, result, why, say)
+    except (OSError, ImportError) as error:
+        # Catch `ImportError`, because the imports in `_conclude` fail if no file descriptors are left.
+        say(f"the outcome of the job could not be written: {error}")
+        return 1
+
+
+def _termination_log() -> str | None:
+    """Return the path of the pod's termination log. Return ``None`` if no writable log exists, or if it is
+    also the launcher's error file.
+    """
+    path = os.environ.get(TERMINATION_LOG_VARIABLE, TERMINATION_LOG)
+    is_usable = bool(path) and os.path.isfile(path) and os.access(path, os.W_OK)
+    return path if is_usable and path != os.environ.get("TORCHELASTIC_ERROR_FILE") else None
+
+
+def _write_outcome(path: str, text: str, what: str, say: Callable[[str], None]) -> None:
+    from elasticrs._engine.inside.error_file import write_whole
+    from elasticrs._engine.process.background_call import FILE_LIMIT, FileAccess
+
+    def hangs() -> None:
+        say(
+            f"{what} could not be written to {path} within {FILE_LIMIT:g} s: its file system does not respond"
+        )
+
+    try:
+        FileAccess(hangs).run(partial(write_whole, path, text), None)
+    except OSError as error:
+        say(f"{what} could not be written to {path}: {error.strerror}")

@@ -10,7 +10,7 @@ from elasticrs._engine.job.ranks import NodeShare, assign
 from elasticrs._engine.job.value import Record
 from elasticrs._engine.process.console import Console
 from elasticrs._engine.supervise.attempts.state_machine import Phase
-from elasticrs._engine.supervise.decide.decision_factory import make_decisions
+from elasticrs._engine.supervise.decide.decisions import make_decisions
 from elasticrs._engine.supervise.observe.observer_factory import make_observers
 from elasticrs._engine.supervise.run.loop import Agent
 from elasticrs._engine.supervise.run.signals import catch_signals

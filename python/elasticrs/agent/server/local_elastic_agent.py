@@ -30,9 +30,8 @@ from elasticrs._engine.supervise.run.signals import suspend
 from elasticrs._engine.supervise.run.sleepers import Sleepers
 from elasticrs._engine.workers.process import check_limits
 from elasticrs.agent.server.event_runner import EventRunner
-from elasticrs.agent.server.given_context import GivenContext, start_by
 from elasticrs.agent.server.local_job import LocalJob
-from elasticrs.agent.server.polled_workers import PolledWorkers
+from elasticrs.agent.server.polled_workers import GivenContext, PolledWorkers, start_by
 from elasticrs.agent.server.raised_signals import raised_signals
 from elasticrs.agent.server.simple_elastic_agent import (
     DEFAULT_ROLE,

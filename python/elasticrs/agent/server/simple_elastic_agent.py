@@ -19,8 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from elasticrs._engine.job import config as defaults
-from elasticrs._engine.job.ranks import NodeShare, node_ranks
-from elasticrs.agent.server import rank_exchange
+from elasticrs._engine.job.ranks import NodeRanks, NodeShare, node_ranks
 from elasticrs.agent.server.progress import START_ALLOWANCE, UNLIMITED, Progress
 from elasticrs.agent.server.worker_group import (
     RunResult,
@@ -36,6 +35,7 @@ from elasticrs.metrics import prof, put_metric
 from elasticrs.multiprocessing.api import SignalException
 from elasticrs.multiprocessing.errors import ChildFailedError
 from elasticrs.rendezvous.api import RendezvousError, RendezvousGracefulExitError, is_kind
+from elasticrs.utils.store import _barrier_nonblocking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 DEFAULT_ROLE = "default"
-_TERMINAL_STATE_SYNC_ID = rank_exchange.TERMINAL_STATE_SYNC_ID
+_TERMINAL_STATE_SYNC_ID = "torchelastic/agent/terminal_state"
 
 _BARRIER_PERIOD = 0.1
 """Maximum number of seconds between two polls while the agent waits in the exit barrier."""
@@ -178,7 +178,7 @@ class SimpleElasticAgent(ElasticAgent):
         if group_world_size == 1 or os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL", "0") == "1":
             ranks = node_ranks([own] * group_world_size)[group_rank]
         else:
-            ranks = rank_exchange.exchange(store, group_rank, group_world_size, own)
+            ranks = exchange_ranks(store, group_rank, group_world_size, own)
         return [
             Worker(each.local_rank, each.global_rank, each.role_rank, each.world_size, each.role_world_size)
             for each in ranks.workers(own)
@@ -363,7 +363,7 @@ class SimpleElasticAgent(ElasticAgent):
     def _wait_for_others(self, group: WorkerGroup, *, watches: bool) -> bool:
         deadline = time.monotonic() + self._exit_barrier_timeout
         store = group.store
-        last_key = rank_exchange.begin_exit_barrier(store, group.group_world_size or 1)
+        last_key = begin_exit_barrier(store, group.group_world_size or 1)
         while not store.check([last_key]):
             if watches and group.spec.rdzv_handler.num_nodes_waiting() > 0:
                 return False
@@ -491,3 +491,37 @@ def _call(method: Callable[..., Any], *arguments: Any, **named: Any) -> None:
     if inspect.Parameter.VAR_KEYWORD not in kinds or "timeout" not in named:
         named = {name: value for name, value in named.items() if name in taken}
     method(*arguments, **named)
+
+
+_INFO = "torchelastic/role_info/"
+_RANKS = "torchelastic/assigned_ranks/"
+
+
+def exchange_ranks(store: Any, group_rank: int, group_world_size: int, own: NodeShare) -> NodeRanks:
+    """Agree with the other nodes on the ranks of all workers. The timeout of the shared store applies.
+
+    The keys and the JSON format are torch's, so that agents of torch can take part in the same round.
+    ``torchelastic/role_info/<group_rank>`` holds the data that a node contributes,
+    ``torchelastic/assigned_ranks/<group_rank>`` holds the assignment that the first node computes, and
+    ``torchelastic/agent/terminal_state/`` is the barrier at the end.
+    """
+    told = _RoleInstanceInfo(own.role, group_rank, own.local_world_size)
+    store.set(f"{_INFO}{group_rank}", told.serialize().decode())
+    if group_rank == 0:
+        groups = range(group_world_size)
+        infos = map(_RoleInstanceInfo.deserialize, store.multi_get([f"{_INFO}{rank}" for rank in groups]))
+        nodes = [NodeShare(str(info.role), int(info.local_world_size)) for info in infos]
+        answers = [
+            json.dumps([ranks.first_rank, ranks.world_size, ranks.first_role_rank, ranks.role_world_size])
+            for ranks in node_ranks(nodes)
+        ]
+        store.multi_set([f"{_RANKS}{rank}" for rank in groups], answers)
+    first, world_size, first_in_role, role_world_size = json.loads(store.get(f"{_RANKS}{group_rank}"))
+    return NodeRanks(group_rank, group_world_size, first, world_size, first_in_role, role_world_size)
+
+
+def begin_exit_barrier(store: Any, group_world_size: int) -> str:
+    """Report to the other nodes that this node has finished. Return the key that is set once all nodes have
+    finished.
+    """
+    return _barrier_nonblocking(store, group_world_size, _TERMINAL_STATE_SYNC_ID)

@@ -1,0 +1,524 @@
+"""Detect a job of Slurm or Kubernetes from environment variables, and fill in options that the user has not
+set: the nodes, the position of this node among them, and the address at which they meet.
+
+The options that are filled in depend on the rendezvous back end::
+
+    --standalone, or at most one node     only the number of workers
+    c10d, elasticrs                       number of nodes, endpoint, run id, node order, host of the store
+    etcd                                  number of nodes, run id, node order
+    static                                number of nodes, this node's rank, address and port of rank 0
+    another back end                      number of nodes, run id
+
+The default back end is c10d. If the user has set an option that torchrun uses only with its static
+rendezvous, the default is ``static``, so that the command line means the same as in torchrun.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import islice
+
+from elasticrs._engine.job.config import DEFAULT_PORT, UsageError
+from elasticrs._engine.job.options import OPTIONS, Namespace, set_by_variables
+from elasticrs._engine.job.value import Value
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from typing import Any
+
+MAX_DIGITS = 18
+"""Maximum number of digits of a number in a variable. Longer ones cannot be numbers of a scheduler."""
+
+
+WORKER_VARIABLE = "TORCHELASTIC_RUN_ID"
+"""Environment variable that elasticrun and torchrun set for each worker, and that no scheduler sets."""
+
+
+def number_in(text: str) -> int | None:
+    """Parse the value of a variable as a number. Return ``None`` if it is not a number."""
+    is_number = text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS
+    return int(text) if is_number else None
+
+
+class Place(Value):
+    """Job of a scheduler such as Slurm, and the rank of this node in the job.
+
+    Args:
+        job: name of the job for messages, such as ``Slurm job 4711``.
+        nodes: number of nodes; ``None`` if unknown.
+        node_rank: rank of this node, starting from 0.
+        host: name of the node with rank 0; empty if this node is the only one, or if the name is unknown.
+        port: port on ``host`` at which the nodes meet.
+        run_id: run id for the rendezvous.
+        workers: number of workers on this node, or a word that ``--nproc-per-node`` accepts; ``None`` if
+            unknown.
+        problem: reason why the nodes cannot meet, with a remedy; empty if they can. The problem is ignored if
+            the user has set the number of nodes and the meeting point.
+        notices: further lines for the user.
+        elastic_notices: lines that are shown only if the job can continue without a lost node.
+        owned: names of the options whose ``PET_`` variables were set by the scheduler, not by the user; see
+            :attr:`.Option.dest`.
+    """
+
+    job: str
+    nodes: int | None
+    node_rank: int = 0
+    host: str = ""
+    port: int = 0
+    run_id: str = ""
+    workers: int | str | None = None
+    problem: str = ""
+    notices: Sequence[str] = ()
+    elastic_notices: Sequence[str] = ()
+    owned: frozenset[str] = frozenset()
+
+
+def place_of(environ: Mapping[str, str], pid: int) -> Place | None:
+    """Return the position of this process in a scheduler's job; ``None`` if no such job is detected."""
+    # Check for Slurm first, because Slurm nodes can themselves run in Kubernetes pods.
+    if environ.get("SLURM_JOB_ID"):
+        return slurm_place(environ, pid)
+
+    return kubernetes_place(environ)
+
+
+FIRST_PORT, PORTS = 29600, 3000
+"""First port and number of ports in the range from which a step's port is chosen. The range lies above the
+usual torchrun ports (29400, 29500), and below Linux's ephemeral ports (from 32768).
+"""
+STEP_STRIDE = 97
+"""Port distance between consecutive steps. It keeps a job's steps off the ports of jobs with the next ids."""
+LARGEST_STEP = 0xFFFFFFF0
+"""Largest id of a step started by ``srun``. Batch scripts and interactive shells have larger step ids."""
+
+_STEP = ("SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES", "SLURM_NODEID")
+_DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+
+def slurm_place(environ: Mapping[str, str], pid: int) -> Place:
+    """Describe this process's Slurm job and the rank of this node in the job.
+
+    The nodes are those of the step (``srun``), because it may use fewer nodes than the job. A process outside
+    a step, such as a batch script or an ``salloc`` shell, uses only this node. A launcher in a shell of
+    ``srun --pty`` also does, because Slurm starts a shell on each node of the step, but the user can type in
+    only one.
+
+    ``SLURM_LAUNCH_NODE_IPADDR`` is not used. It is the address of ``srun``, which may run on a login node.
+    Host lists are expanded here, because ``scontrol``, Slurm's tool for it, is often missing in containers.
+    """
+    job = environ["SLURM_JOB_ID"]
+    if "SLURM_ARRAY_JOB_ID" in environ and "SLURM_ARRAY_TASK_ID" in environ:
+        job = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
+    step = _number(environ, "SLURM_STEP_ID")
+    if step is None or step > LARGEST_STEP or _is_in_a_shell(environ, pid):
+        return _outside_of_a_step(f"Slurm job {job}", environ)
+    return _in_a_step(job, step, environ)
+
+
+def _is_in_a_shell(environ: Mapping[str, str], pid: int) -> bool:
+    """Return true if a user has started this process in a shell of ``srun --pty``. Return false for ``srun
+    --pty elasticrun``, because there Slurm has started this process as the task itself.
+    """
+    return "SLURM_PTY_PORT" in environ and _number(environ, "SLURM_TASK_PID") != pid
+
+
+def _outside_of_a_step(job: str, environ: Mapping[str, str]) -> Place:
+    if "SLURMD_NODENAME" not in environ:
+        # This is an `salloc` shell, which often runs on a login node outside the job.
+        return Place(job, None, notices=(f"{job} is not used: start elasticrun with srun",))
+    nodes = _number(environ, "SLURM_JOB_NUM_NODES") or 1
+    why = f"{job} has {nodes} nodes, but only this one is used: start elasticrun with srun to use all of them"
+    return Place(job, 1, workers=_task_workers(environ), notices=(why,) if nodes > 1 else ())
+
+
+def _in_a_step(job: str, step: int, environ: Mapping[str, str]) -> Place:
+    restarts = _number(environ, "SLURM_RESTART_COUNT")
+    nodes = _number(environ, "SLURM_STEP_NUM_NODES")
+    rank = _number(environ, "SLURM_NODEID")
+    listed = environ.get("SLURM_STEP_NODELIST", "")
+    host, problem = "", _problem_of_tasks(environ)
+    try:
+        hosts = expand(listed)
+    except ValueError as error:
+        hosts = []
+        problem = problem or f"SLURM_STEP_NODELIST: got {listed!r}, expected {error}"
+    if not problem and (nodes is None or rank is None or len(hosts) != nodes or rank >= nodes):
+        got = ", ".join(f"{name}={environ.get(name)}" for name in _STEP)
+        problem = f"its variables contradict each other ({got})"
+    if not problem:
+        host = hosts[0]
+    return Place(
+        f"Slurm job {job}",
+        nodes or 1,
+        rank or 0,
+        host=host,
+        port=_port(environ["SLURM_JOB_ID"], step),
+        run_id=f"{job}.{step}" + (f"-restart{restarts}" if restarts else ""),
+        workers=_task_workers(environ),
+        problem=problem,
+        # Report these lines on one node only, so that they do not appear once per node.
+        elastic_notices=_losses(environ) if rank == 0 else (),
+    )
+
+
+def _problem_of_tasks(environ: Mapping[str, str]) -> str:
+    """Return an error message if ``srun`` starts several tasks on a node, because each task would run an
+    agent. Otherwise return an empty string.
+    """
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
+    # The value `8(x2),4` means 8 tasks on each of two nodes and 4 tasks on a third.
+    if all(entry.partition("(")[0] == "1" for entry in tasks.split(",")):
+        return ""
+    return (
+        f"srun starts several tasks on a node (SLURM_STEP_TASKS_PER_NODE={tasks}), but elasticrun starts the "
+        "workers itself: use srun --ntasks-per-node=1"
+    )
+
+
+def _losses(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return a warning line for each setting that makes Slurm end the job when a node is lost. Check only
+    environment variables, because the job cannot see the options given to ``sbatch`` and ``srun``.
+    """
+    lines = []
+    if environ.get("SLURM_KILL_BAD_EXIT", "0") not in ("", "0"):
+        lines.append("SLURM_KILL_BAD_EXIT ends the job as soon as one node leaves it: set it to 0")
+    if environ.get("SLURM_NO_KILL") != "set":
+        lines.append(
+            "Slurm ends this job when one of its nodes fails, unless --no-kill is given to both sbatch and "
+            "srun (SLURM_NO_KILL=set is equivalent to srun's option, and hides this line)"
+        )
+    return tuple(lines)
+
+
+def _task_workers(environ: Mapping[str, str]) -> int | str | None:
+    """Return the number of workers, which is the number of GPUs that this task may use.
+
+    Return ``gpu`` for MIG slices, which lets the launcher count them later. Return ``None`` if Slurm has
+    assigned no GPUs.
+    """
+    gpus = _number(environ, "SLURM_GPUS_ON_NODE")
+    if not gpus:
+        return None
+    # With `--gpu-bind`, the task may see only some of the GPUs that the step has on this node.
+    seen = next((environ[name] for name in _DEVICES if name in environ), None)
+    if seen is None:
+        return gpus
+    if seen.startswith("MIG-"):
+        # Do not count MIG slices as devices; see `elasticrs._engine.gpus.devices`.
+        return "gpu"
+    return min(gpus, len(list(filter(None, seen.split(","))))) or None
+
+
+def _port(job: str, step: int) -> int:
+    return FIRST_PORT + ((number_in(job) or 0) + STEP_STRIDE * step) % PORTS
+
+
+def _number(environ: Mapping[str, str], name: str) -> int | None:
+    return number_in(environ.get(name, ""))
+
+
+_ALLOWED = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.-_[],")
+MAX_HOSTS = 1 << 20
+"""Maximum number of hosts in a list. Without this limit, a damaged list such as ``n[1-99999999999]`` would
+exhaust memory.
+"""
+
+
+def expand(text: str) -> list[str]:
+    """Expand a host list into host names, in the order of the list.
+
+    If a name has several bracketed parts, the result contains all combinations, and the last part varies
+    fastest. Numbers are padded with zeros to the width of the first number in their range, so ``n[08-11]``
+    starts with ``n08``.
+
+    Args:
+        text: comma-separated names. A name may have brackets with comma-separated numbers and ranges.
+
+    Raises:
+        ValueError: the text is not a valid host list, or it has more than :data:`MAX_HOSTS` hosts. The
+            message says what was expected.
+    """
+    found: list[str] = []
+    for entry in _entries(text):
+        if not _ALLOWED.issuperset(entry):
+            raise ValueError("a host list whose names have only letters, digits, '.', '-' and '_'")
+        names = [""]
+        for number, part in enumerate(_parts(entry)):
+            choices = list(islice(_numbers(part), MAX_HOSTS + 1)) if number % 2 else [part]
+            if len(found) + len(names) * len(choices) > MAX_HOSTS:
+                raise ValueError(f"a host list with at most {MAX_HOSTS} hosts")
+            names = [name + choice for name in names for choice in choices]
+        found += names
+    return found
+
+
+def _entries(text: str) -> Iterator[str]:
+    """Split a host list at commas outside brackets, and yield the parts."""
+    depth = start = 0
+    for index, character in enumerate(text + ","):
+        if character == "[":
+            depth += 1
+        elif character == "]":
+            depth -= 1
+        elif character == "," and depth == 0:
+            if not text[start:index]:
+                raise ValueError("a host list without empty names")
+            yield text[start:index]
+            start = index + 1
+        if depth not in (0, 1):
+            raise ValueError("a host list with closed brackets that are not nested")
+    if depth:
+        raise ValueError("a host list with closed brackets")
+
+
+def _parts(entry: str) -> list[str]:
+    """Split a name at its brackets. The parts with odd indexes are the contents of the brackets."""
+    return entry.replace("]", "[").split("[")
+
+
+def _numbers(text: str) -> Iterator[str]:
+    for span in text.split(","):
+        low, dash, high = span.partition("-")
+        first, last = number_in(low), number_in(high if dash else low)
+        if first is None or last is None:
+            raise ValueError("numbers and ranges in the brackets of a host list")
+        if first > last:
+            raise ValueError("ascending ranges in the brackets of a host list")
+        if last - first >= MAX_HOSTS:
+            raise ValueError(f"a host list with at most {MAX_HOSTS} hosts")
+        for number in range(first, last + 1):
+            yield str(number).zfill(len(low))
+
+
+HOSTS = "/etc/hosts"
+"""File to which Kubernetes writes the full name of a pod."""
+
+_OF_KUBEFLOW = ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")
+_OWNED = frozenset(name[4:].lower() for name in (*_OF_KUBEFLOW, "PET_NPROC_PER_NODE"))
+
+
+def kubernetes_place(environ: Mapping[str, str]) -> Place | None:
+    """Return the position of this process in its Kubernetes job; ``None`` if no supported kind of job is
+    detected. Each kind is recognised by variables and names in the pod:
+
+    =====================  ===============================================================================
+    Kubeflow Trainer (v2)  ``PET_NNODES``, ``PET_NODE_RANK``, ``PET_MASTER_ADDR``, ``PET_MASTER_PORT``, and
+                           an address of the form ``NAME-node-0-0.NAME``
+    PyTorchJob             the same variables, and an address of the form ``NAME-master-0``
+    indexed Job, JobSet    ``JOB_COMPLETION_INDEX``, and a host name that ends with this number. No
+                           variable contains the number of pods
+    =====================  ===============================================================================
+
+    Kubeflow's variables make torchrun use its static rendezvous. A user who wants that rendezvous may set the
+    same variables. The form of the address shows whether Kubeflow or the user has set them.
+    """
+    if not all(map(environ.get, _OF_KUBEFLOW)):
+        return _in_an_indexed_job(environ)
+    address = environ["PET_MASTER_ADDR"]
+    name = _name_in(address, "-node-0-0." + address.partition(".")[2])
+    if name and address.endswith(f".{name}"):
+        return _in_kubeflow(f"TrainJob {name}", name, environ)
+    name = _name_in(address, "-master-0")
+    # To recognize a PyTorchJob, also check `RANK` and `MASTER_ADDR`, which its operator sets in each pod. In
+    # a worker, both variables have other values, so check only that this process is a worker.
+    is_set = environ.get("MASTER_ADDR") == address and environ.get("RANK") == environ["PET_NODE_RANK"]
+    if name and (is_set or WORKER_VARIABLE in environ):
+        return _in_kubeflow(f"PyTorchJob {name}", name, environ)
+    return None
+
+
+def _in_kubeflow(job: str, name: str, environ: Mapping[str, str]) -> Place | None:
+    nodes, rank, port = (
+        number_in(environ[variable]) for variable in ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_PORT")
+    )
+    # Ignore an elastic PyTorchJob (its `PET_NNODES` is a range), because it configures the rendezvous itself.
+    if nodes is None or rank is None or port is None:
+        return None
+    host = environ["PET_MASTER_ADDR"]
+    return Place(job, nodes, rank, host=host, port=port, run_id=name, owned=_OWNED)
+
+
+def _in_an_indexed_job(environ: Mapping[str, str]) -> Place | None:
+    index = environ.get("JOB_COMPLETION_INDEX", "")
+    rank = number_in(index)
+    host = environ.get("HOSTNAME", "")
+    name = _name_in(host, f"-{index}")
+    if rank is None or not name:
+        return None
+    domain = _domain_of(host)
+    return Place(
+        f"Job {name}",
+        None,
+        rank,
+        host=f"{name}-0.{domain}" if domain else "",
+        port=DEFAULT_PORT,
+        run_id=name,
+        workers=_pod_workers(environ),
+        problem=""
+        if domain
+        else "pods cannot find each other by name without a headless service: create one, "
+        "and set the pods' spec.subdomain to its name",
+    )
+
+
+def _domain_of(host: str) -> str:
+    """Return the DNS domain of this pod; empty if it has none."""
+    try:
+        with open(HOSTS, encoding="utf-8", errors="replace") as file:
+            names = [name for line in file for name in line.partition("#")[0].split()[1:]]
+    except OSError:
+        # The pod's domain is unknown if the hosts file cannot be read.
+        return ""
+    return next((name[len(host) + 1 :] for name in names if name.startswith(f"{host}.")), "")
+
+
+def _name_in(text: str, suffix: str) -> str:
+    """Return the text without the suffix. If the text does not end with the suffix, return an empty
+    string.
+    """
+    return text[: -len(suffix)] if text.endswith(suffix) else ""
+
+
+def _pod_workers(environ: Mapping[str, str]) -> int | str | None:
+    """Return the number of workers, which is the number of GPUs that the device plugin assigned to the
+    container.
+
+    Return ``gpu`` for MIG slices, which lets the launcher count them later. Return ``None`` if
+    ``NVIDIA_VISIBLE_DEVICES`` does not list the GPUs, for example because an image set it to ``all``.
+    """
+    devices = environ.get("NVIDIA_VISIBLE_DEVICES", "").split(",")
+    if devices[0].startswith("MIG-"):
+        # Do not count MIG slices as devices; see `elasticrs._engine.gpus.devices`.
+        return "gpu"
+    return len(devices) if all(device.startswith("GPU-") for device in devices) else None
+
+
+_DEFAULTS = {option.dest: option.default for option in OPTIONS}
+_OF_STATIC = frozenset(("node_rank", "master_addr", "master_port"))
+
+
+def with_scheduler(args: Namespace, environ: Mapping[str, str], notices: list[str]) -> Namespace:
+    """Return the options, completed with values from the scheduler's environment variables. Add a line that
+    reports these values to ``notices``.
+
+    Args:
+        args: parsed command line. Its attribute ``given`` contains the names of the options that it sets.
+        environ: environment variables of this process.
+        notices: list to which lines for the user are added.
+
+    Raises:
+        UsageError: the scheduler has started the nodes in a way that prevents a rendezvous. The message is
+            one line for the user.
+    """
+    place = place_of(environ, os.getpid())
+    if place is None:
+        return args
+    if WORKER_VARIABLE in environ:
+        # Ignore the scheduler's variables, because they describe the nodes of the outer launcher, which has
+        # started this process as a worker. Otherwise, this launcher would join the outer job and wait for the
+        # end of that job.
+        notices.append(f"{place.job} is not used: this launcher runs in a worker of another launcher")
+        return Namespace(**{**vars(args), **{name: _DEFAULTS[name] for name in place.owned - {*args.given}}})
+    given = _given(args, environ, place)
+    found = found_options(args, place, given)
+    if line := _line(args, place, found):
+        notices.append(line)
+    if not _says_how_to_meet(args, given):
+        notices += place.notices
+    low, high = found.get("nnodes", args.nnodes)
+    if low < high and not args.standalone:
+        notices += place.elastic_notices
+    return Namespace(**{**vars(args), **found})
+
+
+def _given(args: Namespace, environ: Mapping[str, str], place: Place) -> frozenset[str]:
+    """Return the names of the options that the user has set on the command line or in ``PET_`` variables."""
+    return frozenset((*(set_by_variables(environ) - place.owned), *args.given))
+
+
+def _says_how_to_meet(args: Namespace, given: Collection[str]) -> bool:
+    """Return true if the user has specified how the nodes meet: ``--standalone``, or the number of nodes and,
+    for several nodes, an address.
+    """
+    is_alone = args.nnodes[1] == 1
+    has_address = not {"rdzv_endpoint", "master_addr"}.isdisjoint(given)
+    return args.standalone or ("nnodes" in given and (is_alone or has_address))
+
+
+def found_options(args: Namespace, place: Place, given: Collection[str]) -> dict[str, Any]:
+    """Return the scheduler's values for options that the user has not set, keyed by option name.
+
+    Args:
+        args: parsed command line.
+        place: place of this process in a scheduler's job.
+        given: names of the options that the user has set.
+
+    Raises:
+        UsageError: the scheduler has started the nodes in a way that prevents a rendezvous.
+    """
+    nodes = args.nnodes[1] if "nnodes" in given else place.nodes
+    # If the number of nodes is unknown, the job uses only this node by default and needs no rendezvous.
+    if place.problem and nodes is not None:
+        if _says_how_to_meet(args, given):
+            return {}
+        raise UsageError(f"{place.job}: {place.problem}; or use --standalone or --no-scheduler")
+    found: dict[str, Any] = {}
+    if place.workers is not None:
+        found["nproc_per_node"] = place.workers
+    if not args.standalone:
+        if place.host and nodes not in (None, 1):
+            found |= _meeting(args, place, given)
+        if place.nodes is not None:
+            found["nnodes"] = (place.nodes, place.nodes)
+    # Return the scheduler's `rdzv_conf` even if the user has set this option, because the returned value
+    # already includes the user's settings.
+    return {name: value for name, value in found.items() if name not in given or name == "rdzv_conf"}
+
+
+def _meeting(args: Namespace, place: Place, given: Collection[str]) -> dict[str, Any]:
+    from elasticrs._engine.nodes.describe import BACKENDS, C10D, ETCD, STATIC, is_in_file
+
+    if _says_how_to_meet(args, given) and args.nnodes[1] > (place.nodes or args.nnodes[1]):
+        # Use none of the scheduler's rendezvous settings if the user wants more nodes than the scheduler
+        # reports. The nodes may then belong to several job steps, each with a different run id.
+        return {}
+    chosen = STATIC if _OF_STATIC.intersection(given) else C10D
+    backend = args.rdzv_backend if "rdzv_backend" in given else chosen
+    found: dict[str, Any] = {"rdzv_backend": backend}
+    kind = BACKENDS.get(backend)
+    if kind in (C10D, ETCD, STATIC):
+        found["node_rank"] = place.node_rank
+    if kind != STATIC:
+        found["rdzv_id"] = place.run_id
+        # Only the static rendezvous uses the master address and port. With any other rendezvous, reset these
+        # options if the scheduler has set them.
+        found |= {name: _DEFAULTS[name] for name in ("master_addr", "master_port") if name in place.owned}
+    if "rdzv_endpoint" in given:
+        return found
+    if kind == STATIC:
+        found |= {"master_addr": place.host, "master_port": place.port}
+    elif kind == C10D and not is_in_file(args.rdzv_conf):
+        found["rdzv_endpoint"] = f"{place.host}:{place.port}"
+        # Set `is_host`, because the host cannot recognize its own address reliably: its name may resolve to
+        # several addresses, or to an address that none of its interfaces has.
+        host = {"is_host": "1" if place.node_rank == 0 else "0"}
+        found["rdzv_conf"] = {**host, **args.rdzv_conf}
+    return found
+
+
+def _line(args: Namespace, place: Place, found: Mapping[str, object]) -> str:
+    """Return a line that reports the values taken from the scheduler's variables; empty if there are none."""
+    parts = []
+    if "nnodes" in found and place.nodes is not None:
+        parts.append("1 node" if place.nodes == 1 else f"{place.nodes} nodes")
+    if "node_rank" in found:
+        parts.append(f"this is number {place.node_rank}")
+    if "rdzv_endpoint" in found:
+        parts.append(f"meeting at {found['rdzv_endpoint']}")
+    elif found.get("master_addr") == place.host:
+        parts.append(f"meeting at {place.host}:{found.get('master_port', args.master_port)}")
+    # Omit a value such as `gpu`, because the resulting number of workers is reported on a separate line.
+    if isinstance(workers := found.get("nproc_per_node"), int):
+        parts.append("1 worker on this node" if workers == 1 else f"{workers} workers on this node")
+    return f"{place.job}: {', '.join(parts)}" if parts else ""
