@@ -177,8 +177,8 @@ def _run_agent(
     signals: SignalPipe | None,
     write: Callable[[str], bool],
 ) -> int:
-    from elasticrs._engine.supervise.decide.decisions import make_decisions
     from elasticrs._engine.supervise.run.loop import Agent
+    from elasticrs._engine.supervise.run_job import make_decisions
     from elasticrs._engine.workers.process import SupervisorError
 
     agent = Agent(

@@ -10,10 +10,10 @@ from elasticrs._engine.job.ranks import NodeShare, assign
 from elasticrs._engine.job.value import Record
 from elasticrs._engine.process.console import Console
 from elasticrs._engine.supervise.attempts.state_machine import Phase
-from elasticrs._engine.supervise.decide.decisions import make_decisions
 from elasticrs._engine.supervise.observe.observer_factory import make_observers
 from elasticrs._engine.supervise.run.loop import Agent
 from elasticrs._engine.supervise.run.signals import catch_signals
+from elasticrs._engine.supervise.run_job import make_decisions
 from elasticrs._engine.workers.functions.supervised_group import not_started
 from elasticrs._engine.workers.plan import Plan
 from elasticrs.agent.server.worker_group import RunResult, WorkerState
