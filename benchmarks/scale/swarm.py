@@ -17,9 +17,8 @@ from elasticrs import _core
 from elasticrs._engine.job.restart_policy import RestartSettings
 from elasticrs._engine.nodes.protocol import machine, messages
 from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous, ThisAgent
-from elasticrs._engine.nodes.transport.coordination import Put, Reply, Txn, Unwatch, Watch
+from elasticrs._engine.nodes.transport.coordination import NativeSession, Put, Reply, Txn, Unwatch, Watch
 from elasticrs._engine.nodes.transport.etcd_site import EtcdSite
-from elasticrs._engine.nodes.transport.session import NativeSession
 from elasticrs._engine.nodes.transport.settings import Settings
 
 if TYPE_CHECKING:

@@ -1,7 +1,6 @@
 """Descriptions of rendezvous for tests."""
 
-from elasticrs._engine.nodes.protocol.commands import Command
-from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
+from elasticrs._engine.nodes.protocol.rendezvous import Command, Rendezvous
 from elasticrs._engine.nodes.transport.etcd_site import EtcdSite
 from elasticrs._engine.nodes.transport.settings import Settings
 

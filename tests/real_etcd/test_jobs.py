@@ -12,7 +12,7 @@ from helpers.nodes import FAIL, RANKS, READY, SUCCEED, Worker, finish, rdzv
 from helpers.procs import assert_gone, reap_adopted, wait_until
 from helpers.said import says
 
-from elasticrs._engine.nodes.transport.session import Server
+from elasticrs._engine.nodes.transport.coordination import Server
 from elasticrs.utils.distributed import get_socket_with_port
 
 pytestmark = [pytest.mark.beyond_torchrun, pytest.mark.timeout(120)]

@@ -15,8 +15,15 @@ from elasticrs._engine.nodes.driver import Timers, now
 from elasticrs._engine.nodes.protocol import messages as m
 from elasticrs._engine.nodes.protocol.machine import step
 from elasticrs._engine.nodes.protocol.records import Head
-from elasticrs._engine.nodes.transport.coordination import ConnectionLost, Notice, Txn, Unwatch, Watch
-from elasticrs._engine.nodes.transport.session import Client, NativeSession
+from elasticrs._engine.nodes.transport.coordination import (
+    Client,
+    ConnectionLost,
+    NativeSession,
+    Notice,
+    Txn,
+    Unwatch,
+    Watch,
+)
 
 PATIENT, QUICK = 20.0, 2.0
 """Seconds of a lease: longer than any election on a busy machine, and as short as can be."""

@@ -3,9 +3,8 @@
 from helpers.rendezvous import rendezvous
 
 from elasticrs._engine.job.restart_policy import RestartSettings
-from elasticrs._engine.nodes.protocol.commands import Command
 from elasticrs._engine.nodes.protocol.machine import Member
-from elasticrs._engine.nodes.protocol.rendezvous import ThisAgent
+from elasticrs._engine.nodes.protocol.rendezvous import Command, ThisAgent
 
 
 def command(*words, place="/train.py", user=0):

@@ -8,17 +8,14 @@ import sys
 from unittest import mock
 
 from elasticrs._engine.nodes.protocol import (
-    connecting,
     formation,
     joining,
-    leader,
     leaving,
-    round_control,
     round_outcome,
     rounds,
-    seating,
-    static_ranks,
-    succession,
+)
+from elasticrs._engine.nodes.protocol import (
+    member as leading,
 )
 from elasticrs._engine.nodes.protocol.keys import agent_of
 from elasticrs._engine.nodes.protocol.leader_view import View
@@ -60,7 +57,7 @@ def rule_off(name):
         yield
 
 
-@instead_of(connecting.may_rejoin)
+@instead_of(joining.may_rejoin)
 def register_before_the_workers_are_gone(member):
     member.workers = None
     return True
@@ -96,24 +93,24 @@ def verdict_on_a_stale_view(view):
     return []
 
 
-_claim = static_ranks.claim
+_claim = joining.claim_rank
 _decide = round_outcome.decide
 _registered = joining.registered
 _resume = Conn.resume
 
 
-@instead_of(static_ranks.claim)
+@instead_of(joining.claim_rank)
 def anybody_may_have_a_rank(member, registration, node_rank):
     _, put = _claim(member, registration, node_rank)
     return CreatedAt(member.keys.job, member.link.job_revision), put
 
 
-@instead_of(static_ranks.may_be_lent)
+@instead_of(joining.may_be_lent)
 def a_lent_port_is_another_program_s(member, kind):
     return False
 
 
-@instead_of(round_control.missing_ranks)
+@instead_of(formation.missing_ranks)
 def finished_members_count_as_lost(view):
     return view.absent
 
@@ -121,8 +118,8 @@ def finished_members_count_as_lost(view):
 @instead_of(formation._members)
 def every_incarnation_is_a_candidate(view, size):
     fit = [each for each in view.nodes if not view.holds(each) and each not in view.farewells]
-    offered = [seating.Candidate(each, view.joined[each], None, view.nodes[each].name) for each in fit]
-    return seating.seat([seat.member for seat in view.seats], offered, size)
+    offered = [formation.Candidate(each, view.joined[each], None, view.nodes[each].name) for each in fit]
+    return formation.assign_seats([seat.member for seat in view.seats], offered, size)
 
 
 @instead_of(formation._members)
@@ -150,7 +147,7 @@ def slot_without_head(registration, head):
     return registration.slot is not None and head.state == "RUNNING"
 
 
-@instead_of(connecting.fresh_listener)
+@instead_of(joining.fresh_listener)
 def the_listener_is_kept(member):
     member.listener.has_served = False
     return True
@@ -182,17 +179,17 @@ def any_command_will_do(member, job):
     return None
 
 
-@instead_of(round_control.may_grow)
+@instead_of(formation.may_grow)
 def grows_against_the_setting(member, view, head):
     return bool(view.waiting) and not view.done
 
 
-@instead_of(succession.predecessor_gone)
+@instead_of(rounds.predecessor_gone)
 def nobody_follows_the_leader(member, registration):
     registration.predecessor = None
 
 
-@instead_of(succession.end_own_watches)
+@instead_of(rounds.end_own_watches)
 def a_leader_keeps_its_own_watches(member, registration):
     return None
 
@@ -212,7 +209,7 @@ def never_says_that_it_is_idle(member, registration, number):
     registration.idle = number
 
 
-@instead_of(leader.guards)
+@instead_of(leading.guards)
 def leader_writes_without_guards(member, view):
     return []
 
@@ -243,7 +240,7 @@ def an_abort_is_tried_once(member, reply):
     return reply.entry(-1) if reply.ok else None
 
 
-@instead_of(connecting._give_up)
+@instead_of(joining._give_up)
 def a_lost_store_is_waited_for_without_end(member, outcome):
     return None
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from elasticrs._engine.nodes.protocol import messages as m
 from elasticrs._engine.nodes.protocol import records
-from elasticrs._engine.nodes.protocol.records import Head, Node, Slot, encode
-from elasticrs._engine.nodes.protocol.validation import DamagedError
+from elasticrs._engine.nodes.protocol.records import DamagedError, Head, Node, Slot, encode
 from elasticrs._engine.nodes.transport.coordination import Put
 from rendezvous.cluster import Cluster, end_all, running
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from elasticrs._engine.job.policy_options import MAX_IN_WINDOW
 from elasticrs._engine.job.ranks import NodeShare, assign, node_ranks
 from elasticrs._engine.job.restart_policy import FailureHistory
+from elasticrs._engine.nodes.protocol.formation import Candidate, assign_seats, natural
 from elasticrs._engine.nodes.protocol.keys import Keys
 from elasticrs._engine.nodes.protocol.records import (
     MAX_CAUSE,
@@ -19,7 +20,6 @@ from elasticrs._engine.nodes.protocol.records import (
     encode,
     master_addr,
 )
-from elasticrs._engine.nodes.protocol.seating import Candidate, natural, seat
 
 names = st.text(alphabet="node0129-.", max_size=6)
 shares = st.lists(
@@ -42,7 +42,7 @@ previous = st.lists(st.integers(0, 15).map(str), unique=True, max_size=10)
 
 @given(previous, offers(), st.integers(1, 12))
 def test_each_candidate_gets_at_most_one_rank(last, candidates, size):
-    seats = seat(last, candidates, size)
+    seats = assign_seats(last, candidates, size)
     assert len(set(seats)) == len(seats) == min(size, len(candidates))
     assert set(seats) <= {each.agent for each in candidates}
 
@@ -50,7 +50,7 @@ def test_each_candidate_gets_at_most_one_rank(last, candidates, size):
 @given(previous, offers())
 def test_surviving_nodes_keep_their_ranks_if_the_size_is_unchanged(last, candidates):
     size = len(last)
-    seats = seat(last, candidates, max(size, 1))
+    seats = assign_seats(last, candidates, max(size, 1))
     if len(seats) == size:
         offered = {each.agent for each in candidates}
         assert all(seats[rank] == agent for rank, agent in enumerate(last) if agent in offered)
@@ -58,7 +58,7 @@ def test_surviving_nodes_keep_their_ranks_if_the_size_is_unchanged(last, candida
 
 @given(previous, offers(), st.integers(1, 12))
 def test_surviving_nodes_keep_their_order_and_are_preferred_to_new_nodes(last, candidates, size):
-    seats = seat(last, candidates, size)
+    seats = assign_seats(last, candidates, size)
     offered = {each.agent for each in candidates}
     stay = [agent for agent in last if agent in offered][:size]
     assert [agent for agent in seats if agent in stay] == stay
@@ -68,22 +68,22 @@ def test_surviving_nodes_keep_their_order_and_are_preferred_to_new_nodes(last, c
 def test_ranks_do_not_depend_on_the_order_of_the_candidates(candidates, random):
     mixed = list(candidates)
     random.shuffle(mixed)
-    assert seat([], mixed, 5) == seat([], candidates, 5)
+    assert assign_seats([], mixed, 5) == assign_seats([], candidates, 5)
 
 
 def test_nodes_of_the_first_round_are_sorted_in_natural_order():
     candidates = [Candidate(str(i), i, None, name) for i, name in enumerate(["node10", "node2", "node1"])]
-    assert seat([], candidates, 3) == ["2", "1", "0"]
+    assert assign_seats([], candidates, 3) == ["2", "1", "0"]
 
 
 def test_an_order_hint_takes_precedence_over_the_node_name():
     candidates = [Candidate("a", 0, None, "n1"), Candidate("b", 1, 1, "n3"), Candidate("c", 2, 0, "n4")]
-    assert seat([], candidates, 3) == ["c", "b", "a"]
+    assert assign_seats([], candidates, 3) == ["c", "b", "a"]
 
 
 def test_the_first_candidates_to_arrive_are_chosen():
     candidates = [Candidate("a", 9, None, "n1"), Candidate("b", 1, None, "n3"), Candidate("c", 2, None, "n2")]
-    assert seat([], candidates, 2) == ["c", "b"]
+    assert assign_seats([], candidates, 2) == ["c", "b"]
 
 
 @given(names, names)

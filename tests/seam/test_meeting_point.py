@@ -13,7 +13,7 @@ from helpers.rendezvous import rendezvous
 
 from elasticrs._engine.nodes.hosting import Hosting, SystemResolver
 from elasticrs._engine.nodes.meeting_point import MeetingPoint
-from elasticrs._engine.nodes.protocol.commands import command_of
+from elasticrs._engine.nodes.protocol.rendezvous import command_of
 from elasticrs._engine.nodes.transport.coordination import ConnectionLost
 
 LIMIT = 10.0

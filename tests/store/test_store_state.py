@@ -33,9 +33,8 @@ from helpers.coordination import (
 from helpers.said import says
 
 from elasticrs import _core
-from elasticrs._engine.nodes.transport.coordination import Notice, Put
-from elasticrs._engine.nodes.transport.requests import Requests
-from elasticrs._engine.nodes.transport.session import NativeSession
+from elasticrs._engine.nodes.transport.coordination import NativeSession, Notice, Put
+from elasticrs._engine.nodes.transport.store import Requests
 
 pytestmark = pytest.mark.beyond_torchrun
 

@@ -6,7 +6,7 @@ from helpers.procs import run_program
 from helpers.said import says
 
 PROGRAM = """
-from elasticrs._engine.nodes.transport.session import Server
+from elasticrs._engine.nodes.transport.coordination import Server
 from elasticrs.train import NonRetryableException, groups
 from elasticrs.train.p2p import CoordinatorP2P
 

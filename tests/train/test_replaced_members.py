@@ -4,7 +4,7 @@ import pytest
 
 from elasticrs._engine.nodes.describe import describe
 from elasticrs._engine.nodes.handler import ElasticRendezvousHandler
-from elasticrs._engine.nodes.transport.session import Server
+from elasticrs._engine.nodes.transport.coordination import Server
 
 
 @pytest.fixture

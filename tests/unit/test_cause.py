@@ -10,9 +10,8 @@ import pytest
 from elasticrs._engine.gpus.xids import Xid
 from elasticrs._engine.job.failure_cause import Cause
 from elasticrs._engine.job.ranks import NodeShare, assign
-from elasticrs._engine.nodes.protocol import validation
-from elasticrs._engine.nodes.protocol.announcements import failure_of
-from elasticrs._engine.nodes.protocol.records import bound_cause
+from elasticrs._engine.nodes.protocol.records import bound_cause, checked_cause
+from elasticrs._engine.nodes.protocol.round_outcome import failure_of
 from elasticrs._engine.process.clock import Clock
 from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult, Overdue
 from elasticrs._engine.supervise.attempts.cause import remote_failure
@@ -66,7 +65,7 @@ def test_the_xids_of_a_node_are_in_the_reports_of_all_nodes():
     attempt.xids = {(0, 31): Xid(31, 0, 1, (101,), (101,)), (2, 79): Xid(79, 2, 1)}
     assert [note.split()[1] for note in all_failures(JobResult(attempts=[attempt]))[3].more_notes] == ["31"]
     cause = own_cause(attempt, PLACE)
-    received = Cause.decoded(validation.cause(json.loads(json.dumps(bound_cause(cause.encoded())))))
+    received = Cause.decoded(checked_cause(json.loads(json.dumps(bound_cause(cause.encoded())))))
     shown = report(JobResult(first_cause=received, clock=Clock()))
     assert "Xid 31 (GPU 0, pid 101)" in shown
     assert "Xid 79 (GPU 2)" in shown
@@ -218,7 +217,7 @@ def test_all_nodes_describe_a_failure_as_its_own_node_does(tmp_path, text, exitc
     cause = own_cause(attempt, PLACE)
     if cause is None or cause.rank is None:  # No worker has failed by itself.
         return
-    received = Cause.decoded(validation.cause(json.loads(json.dumps(bound_cause(cause.encoded())))))
+    received = Cause.decoded(checked_cause(json.loads(json.dumps(bound_cause(cause.encoded())))))
     (failed,) = all_failures(JobResult(attempts=[attempt])).values()
     assert failure_of(received.encoded()) == f"rank 3 (pid 101) on node b{how(attempt, failed)}"
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs._engine.nodes.protocol.commands import (
+from elasticrs._engine.nodes.protocol.rendezvous import (
     MAX_WORDS,
     Command,
     command_of_file,

@@ -6,7 +6,7 @@ import os
 
 from elasticrs._engine.job.config import DEFAULT_MASTER_PORT
 from elasticrs._engine.nodes.transport.addresses import parse_endpoint
-from elasticrs._engine.nodes.transport.session import Client, NativeSession, Server
+from elasticrs._engine.nodes.transport.coordination import Client, NativeSession, Server
 from elasticrs._engine.workers.ports import StorePort, agent_hosts_store
 from elasticrs.rendezvous.api import (
     RendezvousClosedError,
@@ -78,7 +78,7 @@ class OneNodeRendezvous(RendezvousHandler):
         is started on first use, because most single-node jobs never use the store.
         """
         if self._store is None:
-            from elasticrs._engine.nodes.transport.requests import Requests
+            from elasticrs._engine.nodes.transport.store import Requests
             from elasticrs.store import Store
 
             self._store = Store(Requests(self._connect))

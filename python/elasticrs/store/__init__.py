@@ -3,12 +3,13 @@
 ``python -m elasticrs.store`` starts a server. :func:`connect` returns a :class:`Store` that uses it.
 """
 
-from elasticrs._engine.nodes.transport.store import Store, connect
-from elasticrs._engine.nodes.transport.timed import (
+from elasticrs._engine.nodes.transport.store import (
     DistError,
     DistNetworkError,
     DistStoreError,
     QueueEmptyError,
+    Store,
+    connect,
 )
 
 __all__ = ["DistError", "DistNetworkError", "DistStoreError", "QueueEmptyError", "Store", "connect"]

@@ -17,7 +17,7 @@ import sys
 from typing import TYPE_CHECKING, NoReturn
 
 from elasticrs._engine.job.config import DEFAULT_PORT
-from elasticrs._engine.nodes.transport.session import Server, raise_descriptor_limit
+from elasticrs._engine.nodes.transport.coordination import Server, raise_descriptor_limit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from elasticrs._engine.cli.back_end import Meeting
-    from elasticrs._engine.nodes.protocol.commands import Command
-    from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
+    from elasticrs._engine.nodes.protocol.rendezvous import Command, Rendezvous
     from elasticrs._engine.workers.warm import Entry, Preload
 
 _BY_NAME = {option.name: option for option in OPTIONS}
@@ -532,14 +531,14 @@ def _python_words(args: Namespace, python: str) -> list[str]:
 
 def _compared(args: Namespace, command: list[str]) -> Command:
     """Return the workers' command in the form that is compared with the commands of other nodes."""
-    from elasticrs._engine.nodes.protocol import commands
+    from elasticrs._engine.nodes.protocol import rendezvous
 
     program, *arguments = command
     if args.run_path:
-        return commands.command_of_file(program, arguments)
+        return rendezvous.command_of_file(program, arguments)
     if args.no_python:
-        return commands.command_of_program(program, arguments)
-    return commands.command_of_python(arguments)
+        return rendezvous.command_of_program(program, arguments)
+    return rendezvous.command_of_python(arguments)
 
 
 def _check_source(source: HealthSource, environ: Mapping[str, str]) -> None:

@@ -148,7 +148,7 @@ class Cause(Value):
 
         Args:
             fields: fields of the right types, some of which may be missing; see
-                :func:`.validation.cause`.
+                :func:`.records.checked_cause`.
         """
         return Cause(**{name: fields[name] for name in Cause._names if name in fields})
 

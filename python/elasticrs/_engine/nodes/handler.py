@@ -367,7 +367,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
             self._take(driver.group_over(messages.StartFailed(trouble)))
             return None
         address = RendezvousStoreInfo(start.master_addr, start.master_port)
-        from elasticrs._engine.nodes.transport.timed import DistNetworkError
+        from elasticrs._engine.nodes.transport.store import DistNetworkError
 
         try:
             store = driver.meeting_point.open_shared_store(start.round)

@@ -14,8 +14,16 @@ from elasticrs._engine.nodes import hosting
 from elasticrs._engine.nodes.protocol.keys import WORKERS_STORES, Keys
 from elasticrs._engine.nodes.protocol.rendezvous import ThisAgent
 from elasticrs._engine.nodes.transport.addresses import is_unspecified, packed
-from elasticrs._engine.nodes.transport.coordination import Connected, ConnectionLost, Notice, Put, Txn
-from elasticrs._engine.nodes.transport.session import Client, NativeSession, Server
+from elasticrs._engine.nodes.transport.coordination import (
+    Client,
+    Connected,
+    ConnectionLost,
+    NativeSession,
+    Notice,
+    Put,
+    Server,
+    Txn,
+)
 from elasticrs._engine.process.background_call import BackgroundCall
 from elasticrs._engine.process.clock import Clock
 
@@ -325,7 +333,7 @@ class MeetingPoint:
             except CannotHost as error:
                 return ConnectionLost("cannot_host", str(error))
         if self._shares_early:
-            from elasticrs._engine.nodes.transport.timed import DistNetworkError
+            from elasticrs._engine.nodes.transport.store import DistNetworkError
 
             try:
                 self.close_shared_store()

@@ -367,23 +367,22 @@ def _name_command(spec: WorkerSpec) -> None:
     handler: Any = spec.rdzv_handler
     if spec.entrypoint is None or not hasattr(handler, "rendezvous"):
         return
-    from elasticrs._engine.nodes.protocol import commands
-    from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
+    from elasticrs._engine.nodes.protocol import rendezvous as nodes
 
     rendezvous = handler.rendezvous
     # Check the type, because a handler of another package may have an attribute of this name.
-    if not isinstance(rendezvous, Rendezvous):
+    if not isinstance(rendezvous, nodes.Rendezvous):
         return
 
     arguments = [str(each) for each in spec.args]
     if spec.entrypoint is run_script_path and arguments:
-        command = commands.command_of_file(arguments[0], arguments[1:])
+        command = nodes.command_of_file(arguments[0], arguments[1:])
     elif callable(spec.entrypoint):
-        command = commands.command_of_function(spec.entrypoint)
+        command = nodes.command_of_function(spec.entrypoint)
     elif spec.entrypoint in {sys.executable, os.environ.get("PYTHON_EXEC")}:
-        command = commands.command_of_python(arguments)
+        command = nodes.command_of_python(arguments)
     else:
-        command = commands.command_of_program(spec.entrypoint, arguments)
+        command = nodes.command_of_program(spec.entrypoint, arguments)
     handler.rendezvous = rendezvous.replaced(command=command)
 
 

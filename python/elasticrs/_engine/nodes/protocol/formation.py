@@ -1,31 +1,53 @@
-"""Tasks of the leader between rounds: evaluate the last round, and then start the next round or close the
-job.
+"""Tasks of the leader: end rounds, evaluate them, form new ones, and close the job. The leader itself need
+not take part in a round.
+
+:func:`lead` runs after every event that can change the decision.
+
+- **LEADER-1** A leader makes one decision at a time. It makes no decision while one of its writes is
+  unanswered, or while the write has not reached its own view of the store.
+- **LEADER-2** Every write of a leader is conditional (:func:`.guards`): the leader must still be registered,
+  and the head (the state of the job) must be unchanged since the leader has seen it.
+- Group ranks: in the first round, nodes are sorted by order hint, then by name in natural order, then by
+  agent. In later rounds, a node that was in the previous round keeps its place, new nodes fill the gaps in
+  the same order, and gaps that remain are closed. So a replacement node does not change the ranks of others.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from itertools import groupby
 
 from elasticrs._engine.job.ranks import NodeShare, node_ranks
-from elasticrs._engine.nodes.protocol import round_outcome, seating, static_ranks
-from elasticrs._engine.nodes.protocol.announcements import named, nodes
-from elasticrs._engine.nodes.protocol.keys import agent_of
-from elasticrs._engine.nodes.protocol.leader import close, forget, guards, has_passed, here, write
-from elasticrs._engine.nodes.protocol.member import Purpose
+from elasticrs._engine.job.value import Value
+from elasticrs._engine.nodes.protocol import round_outcome
+from elasticrs._engine.nodes.protocol.joining import fence
+from elasticrs._engine.nodes.protocol.keys import agent_of, workers_keys, workers_of
+from elasticrs._engine.nodes.protocol.leader_view import View
+from elasticrs._engine.nodes.protocol.member import (
+    Purpose,
+    close,
+    forget,
+    forget_timers,
+    guards,
+    has_passed,
+    here,
+    write,
+)
 from elasticrs._engine.nodes.protocol.messages import Announce
 from elasticrs._engine.nodes.protocol.records import Head, Slot, encode, master_addr
+from elasticrs._engine.nodes.protocol.round_outcome import named, nodes
+from elasticrs._engine.nodes.protocol.rounds import GONE
 from elasticrs._engine.nodes.transport.addresses import is_loopback_name
-from elasticrs._engine.nodes.transport.coordination import Delete, DeletePrefix, Put
+from elasticrs._engine.nodes.transport.coordination import Delete, DeletePrefix, Missing, Put
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-    from elasticrs._engine.nodes.protocol.leader_view import View
     from elasticrs._engine.nodes.protocol.member import Leader, Member
     from elasticrs._engine.nodes.protocol.records import Node
     from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous, ThisAgent
-    from elasticrs._engine.nodes.transport.coordination import Operation
+    from elasticrs._engine.nodes.transport.coordination import Changes, Operation, Reply
 
 MEMBERS_PER_TXN = 99
 """Number of members whose slots (ranks in the round) are written in one transaction. A transaction also
@@ -56,7 +78,7 @@ def slow_members(view: View) -> set[str]:
     return view.slow
 
 
-def decide(member: Member, leader: Leader, view: View) -> None:
+def between_rounds(member: Member, leader: Leader, view: View) -> None:
     """Start the next rendezvous round, close the job, or wait. The leader calls this between rounds."""
     settings, head = member.settings, view.head
     alive: list[str] = []
@@ -239,7 +261,10 @@ def _is_time(member: Member, leader: Leader, view: View) -> bool:
 
 def _shown(view: View, rendezvous: Rendezvous) -> list[str]:
     if rendezvous.is_static:
-        return static_ranks.shown(view)
+        ranked = sorted(
+            (view.nodes[each] for each in view.candidates), key=lambda node: (node.hint or 0, node.name)
+        )
+        return [f"node rank {node.hint} is {node.shown}" for node in ranked]
     return sorted(view.nodes[each].shown for each in view.candidates)
 
 
@@ -250,7 +275,9 @@ def _too_few(member: Member, view: View) -> str:
     if count:
         text += f": {named(_shown(view, rendezvous))}"
     if rendezvous.is_static:
-        text += f"; no node has node rank {static_ranks.missing(view, rendezvous.max_nodes)}"
+        taken = {view.nodes[each].hint for each in view.candidates}
+        free = [str(rank) for rank in range(rendezvous.max_nodes) if rank not in taken]
+        text += f"; no node has node rank {named(free)}"
     lost = [view.seats[rank].name for rank in sorted(view.missing)]
     if lost:
         text += f"; lost in round {view.round}: {named(lost)}"
@@ -310,6 +337,176 @@ def _members(view: View, size: int) -> list[str]:
     offered = []
     for agent, each in of_agent.items():
         node = view.nodes[each]
-        offered.append(seating.Candidate(agent, view.joined[each], node.hint, node.name))
+        offered.append(Candidate(agent, view.joined[each], node.hint, node.name))
     previous = [agent_of(seat.member) for seat in view.seats]
-    return [of_agent[agent] for agent in seating.seat(previous, offered, size)]
+    return [of_agent[agent] for agent in assign_seats(previous, offered, size)]
+
+
+def snapshot(member: Member, leader: Leader, reply: Reply) -> None:
+    """Handle the store snapshot that this agent requested when it became the leader."""
+    view = leader.view = View(member.keys, reply.revision, reply.entries())
+    early, leader.early = leader.early, []
+    for event in early:
+        if event.revision > reply.revision:
+            view.apply(event.revision, event.changes)
+    _seen(member, leader, view)
+
+
+def changed(member: Member, leader: Leader, event: Changes) -> None:
+    """Handle the changes that the store made in one revision."""
+    view = leader.view
+    if view is None:
+        leader.early.append(event)
+        return
+    if event.revision > view.revision:
+        view.apply(event.revision, event.changes)
+        leader.stalled = False
+    _seen(member, leader, view)
+
+
+def _seen(member: Member, leader: Leader, view: View) -> None:
+    registration = member.registered
+    if registration is None or registration.member not in view.nodes:
+        fence(member, GONE)
+        return
+    for text in list(view.damaged.values())[leader.told_damaged :]:
+        member.do(Announce(f"{text}; it is ignored"))
+    leader.told_damaged = len(view.damaged)
+    lead(member, leader)
+
+
+def timer_fired(member: Member, leader: Leader, name: str) -> None:
+    """Handle an expired timer if it is one of the leader's."""
+    if name in leader.timers:
+        leader.timers[name] = True
+        lead(member, leader)
+
+
+def written(member: Member, leader: Leader, reply: Reply) -> None:
+    """Handle the store's reply to a write by the leader."""
+    if leader.answered(reply):
+        lead(member, leader)
+
+
+# --- deciding ---
+
+
+def lead(member: Member, leader: Leader) -> None:
+    """Choose and execute the leader's next action. The leader makes no further decision until the store has
+    answered its writes.
+    """
+    view, link = leader.view, member.link
+    # Wait until the leader's copy of the store and this agent's watch have the same state of the job. The
+    # copy may be newer than the last change that the watch has delivered.
+    if view is None or link is None or not leader.is_free() or view.head_revision != link.head_revision:
+        return
+    if view.head_revision != leader.of_head:
+        forget_timers(member, leader)
+        leader.of_head = view.head_revision
+    head = view.head
+    if head is not None and head.state != "CLOSED" and len(view.seats) != head.size:
+        # Close the job, because the list of the round's members is damaged. Without the list, no agent can
+        # tell which nodes are lost and which have finished.
+        table = f"the table {member.keys.table(head.form)} of round {head.round} is damaged"
+        close(member, leader, view, head.replaced(outcome="failed", reason=table))
+    elif head is None or head.state == "ENDED":
+        between_rounds(member, leader, view)
+    elif head.state == "RUNNING":
+        _running(member, leader, view, head)
+
+
+# --- while a round is running ---
+
+
+def missing_ranks(view: View) -> set[int]:
+    """Return the group ranks whose registration disappeared before their workers finished."""
+    return view.missing
+
+
+def may_grow(member: Member, view: View, head: Head) -> bool:
+    """Return true if the running round should end so that a waiting node can join."""
+    is_wanted = head.size < member.rendezvous.max_nodes and bool(view.waiting)
+    return member.settings.scale_up and is_wanted and not view.done
+
+
+def _forget_workers(member: Member, view: View, gone: set[int]) -> None:
+    """Delete the store entries of workers whose agents are lost. These workers are dead: the nursery (their
+    parent process) kills them before the agent's session is closed or its lease expires.
+    """
+    keys = workers_keys(member.rendezvous, member.agent.job, member.joining.job_revision)
+    for seat in (view.seats[rank] for rank in gone):
+        if seat.member not in view.farewells:
+            workers = workers_of(agent_of(seat.member))
+            member.txn(Purpose.NOTHING, [], keys.forget_members(workers))
+
+
+def _running(member: Member, leader: Leader, view: View, head: Head) -> None:
+    gone = missing_ranks(view)
+    if gone:
+        rank = min(gone)
+        seat = view.seats[rank]
+        kind = "left" if seat.member in view.farewells else "lost"
+        end = {"kind": kind, "node": seat.name, "group_rank": rank, "member": seat.member}
+        ended = head.replaced(state="ENDED", end=end, cause=None)
+        not_done = Missing(member.keys.done(head.round, rank))
+        if member.agent.keeps_workers:
+            _forget_workers(member, view, gone)
+        write(member, leader, view, [member.put_head(ended)], [not_done])
+    elif len(view.done) == len(view.seats):
+        close(member, leader, view, head.replaced(outcome="succeeded", reason=None, end=None, cause=None))
+    elif may_grow(member, view, head):
+        if has_passed(member, leader, "scale", member.settings.scale_up_delay):
+            ended = head.replaced(state="ENDED", end={"kind": "scale"}, cause=None)
+            write(member, leader, view, [member.put_head(ended)])
+    else:
+        forget(member, leader, "scale")
+        if view.waiting:
+            tell_of_crowd(member, leader, view)
+
+
+class Candidate(Value):
+    """Agent that can take part in the next round.
+
+    Args:
+        agent: name of the agent.
+        joined: create revision of the agent's registration.
+        hint: number that determines the order, with precedence over the name; ``None`` sorts last.
+        name: name of the node.
+    """
+
+    agent: str
+    joined: int
+    hint: int | None
+    name: str
+
+
+def natural(name: str) -> tuple[tuple[bool, int, str], ...]:
+    """Return a natural sort key that compares runs of digits as numbers, so that ``node2`` sorts before
+    ``node10``.
+    """
+    return tuple(
+        (False, int(run), run) if is_number else (True, 0, run)
+        for is_number, run in ((flag, "".join(each)) for flag, each in groupby(name, str.isdecimal))
+    )
+
+
+def assign_seats(previous: Sequence[str], candidates: Iterable[Candidate], size: int) -> list[str]:
+    """Return the agents of the next round, ordered by group rank.
+
+    Args:
+        previous: agents of the last round, by group rank.
+        candidates: agents that can take part, each once.
+        size: maximum number of agents. Agents of the last round take precedence over new ones, and new agents
+            are selected in the order in which they joined.
+    """
+    offered = {each.agent: each for each in candidates}
+    stay = [agent for agent in previous if agent in offered][:size]
+    staying, before = set(stay), set(previous)
+    newcomers = sorted(
+        (each for agent, each in offered.items() if agent not in before),
+        key=lambda each: (each.joined, each.agent),
+    )[: size - len(stay)]
+    newcomers.sort(key=lambda each: (each.hint is None, each.hint or 0, natural(each.name), each.agent))
+    fill = iter([each.agent for each in newcomers])
+    seats = [agent if agent in staying else next(fill, None) for agent in previous]
+    return [agent for agent in seats if agent is not None] + list(fill)

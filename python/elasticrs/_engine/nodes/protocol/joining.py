@@ -1,4 +1,7 @@
-"""Join a job through a new connection: find or create the job's record, and register this agent.
+"""Connect to the rendezvous store, and join a job: find or create the job's record, and register this agent.
+
+An agent that loses its connection is *fenced*: its workers must have exited before the agent registers again,
+because the other nodes may already count the agent as lost.
 
 - **JOIN-1** An agent registers only when it has no workers. Each registration has a new incarnation number.
 - **JOIN-2** The transaction that registers an agent also deletes its earlier registrations by name.
@@ -6,21 +9,47 @@
 - **JOIN-3** Settings that affect the decisions of a leader are the same on all nodes of a job.
 - **JOIN-4** The commands of all nodes are the same, unless the user allows different commands with
   ``same_command=0``.
+
+With ``static``, the user assigns the node ranks and the port of the workers' store:
+
+- **HAND-1** At any time, at most one registration has a given node rank. The transaction that registers an
+  agent (T1) also creates the key of the rank, on the same lease, only if no other agent has the rank.
+- **HAND-2** If another node has the rank, that node may be dead, and its lease may not have expired yet.
+  Therefore the agent retries until the lease of a dead node would have expired.
+- **HAND-3** During a round, the port of the store is lent to the workers of rank 0. An agent that connects
+  then is refused, or reaches a program that is not the rendezvous store. The job may still be configured
+  correctly, so the agent retries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elasticrs._engine.nodes.protocol import static_ranks
-from elasticrs._engine.nodes.protocol.announcements import INDEPENDENT, TWIN, closed_line
-from elasticrs._engine.nodes.protocol.commands import difference
-from elasticrs._engine.nodes.protocol.connecting import fence, retry
+from elasticrs._engine.job.phrases import local_time
 from elasticrs._engine.nodes.protocol.leaving import outcome_of
-from elasticrs._engine.nodes.protocol.member import Purpose, Registration
-from elasticrs._engine.nodes.protocol.messages import Announce, Outcome
-from elasticrs._engine.nodes.protocol.records import PROTOCOL, Head, cut, damage, encode, job_of, text_of
-from elasticrs._engine.nodes.protocol.validation import MAX_NAME, DamagedError
+from elasticrs._engine.nodes.protocol.member import Phase, Purpose, Registration
+from elasticrs._engine.nodes.protocol.messages import (
+    Announce,
+    BindStore,
+    CloseStore,
+    Connect,
+    Disconnect,
+    Outcome,
+)
+from elasticrs._engine.nodes.protocol.records import (
+    MAX_NAME,
+    PROTOCOL,
+    DamagedError,
+    Head,
+    cut,
+    damage,
+    encode,
+    holder_of,
+    job_of,
+    text_of,
+)
+from elasticrs._engine.nodes.protocol.rendezvous import difference
+from elasticrs._engine.nodes.protocol.round_outcome import INDEPENDENT, TWIN, closed_line
 from elasticrs._engine.nodes.transport.coordination import (
     CreatedAt,
     Delete,
@@ -39,7 +68,13 @@ if TYPE_CHECKING:
     from typing import Any
 
     from elasticrs._engine.nodes.protocol.member import Link, Member
-    from elasticrs._engine.nodes.transport.coordination import Compare, Entry, Operation, Reply
+    from elasticrs._engine.nodes.transport.coordination import (
+        Compare,
+        ConnectionLost,
+        Entry,
+        Operation,
+        Reply,
+    )
 
 FORGET_EARLIER = 60
 """Number of earlier registrations that an agent deletes when it registers. Even older registrations have been
@@ -285,7 +320,7 @@ def register(member: Member, link: Link) -> None:
     otherwise: list[Operation] = []
     node_rank = member.rendezvous.node_rank
     if node_rank is not None:
-        is_mine, claim = static_ranks.claim(member, registration, node_rank)
+        is_mine, claim = claim_rank(member, registration, node_rank)
         compares.append(is_mine)
         # Insert the claim of the node rank first, because the reply handler expects the results of `Get` and
         # `Predecessor` at the end.
@@ -341,11 +376,11 @@ def registered(member: Member, registration: Registration, own: Entry | None) ->
     revision, because the client may have sent the request twice.
     """
     assert own is not None
-    static_ranks.registered(member)
+    joining = member.joining
+    joining.claim, joining.rank_holder, joining.told_of_port = None, None, False
+    joining.was_registered, joining.trouble = True, None
     registration.create_revision = own.create_revision
-    member.joining.was_registered = True
-    member.joining.trouble = None
-    for timer in ("connect", "connect_news", "store_lost"):
+    for timer in ("connect", "connect_news", "store_lost", "rank"):
         member.disarm(timer)
     member.arm("give_up", member.patience)
 
@@ -365,7 +400,7 @@ def refused(member: Member, link: Link, registration: Registration, reply: Reply
     if own is not None:
         registered(member, registration, own)
         return True
-    static_ranks.refused(member, reply.entry(1))
+    rank_refused(member, reply.entry(1))
     retry(member)
     return False
 
@@ -383,3 +418,253 @@ def job_seen(member: Member, link: Link, entry: Entry | None) -> None:
         fence(member, "the record of this job was removed")
     elif entry.create_revision != link.job_revision:
         fence(member, OTHER_JOB)
+
+
+FIRST_DELAY = 0.02
+LONGEST_DELAY = 0.5
+"""Minimum and maximum number of seconds between two attempts to connect."""
+
+FIRST_NEWS = 5.0
+"""Seconds without a connection after which the reason is reported to the user."""
+
+OTHER = "other"
+"""Kind of connection loss where the store that this agent used before was replaced by one that was started
+without data, or from another copy of the data.
+"""
+
+FINAL = frozenset({"version", "token", "not_ours", "run", "cannot_host", "tls", "denied", OTHER})
+"""Kinds of connection loss that retrying cannot resolve."""
+
+
+def begin(member: Member) -> None:
+    """Start to join the rendezvous. Only the first call has an effect."""
+    if member.phase is not Phase.NEW:
+        return
+    member.joining.begun = member.now
+    member.arm("connect", member.settings.join_timeout)
+    member.arm("connect_news", FIRST_NEWS)
+    if member.listener.port is None:
+        member.do(BindStore())
+    retry(member)
+
+
+def retry(member: Member) -> None:
+    """Connect to the store, after a delay if the previous attempt failed."""
+    joining = member.joining
+    if joining.delay:
+        member.arm("reconnect", joining.delay)
+    else:
+        member.do(Connect(joining.incarnation))
+    joining.delay = min(max(FIRST_DELAY, joining.delay * 2), LONGEST_DELAY)
+
+
+def reconnect(member: Member) -> None:
+    """Try to connect again after the delay that follows a failed attempt."""
+    if member.phase is Phase.CONNECTING and member.link is None:
+        member.do(Connect(member.joining.incarnation))
+
+
+def connection_lost(member: Member, event: ConnectionLost) -> None:
+    """Handle a failed connection attempt or a lost connection."""
+    if member.phase in (Phase.NEW, Phase.FENCED):
+        return
+    if member.joining.refusal is not None:
+        member.exit(Outcome("refused", member.joining.refusal))
+        return
+    is_final = event.kind in FINAL and not may_be_lent(member, event.kind)
+    if is_final and not member.joining.was_registered:
+        member.link = None
+        member.exit(Outcome("refused", event.message))
+        return
+    if event.kind == OTHER and member.leaving is None:
+        # Leave the job, because the replaced store may have lost the job's data. The round and restart
+        # numbers could then start at zero again, but user scripts rely on increasing numbers to detect
+        # outdated processes.
+        _give_up(member, Outcome("lost", event.message))
+        if member.has_exited:
+            return
+    lose(member, why_lost(member, event))
+
+
+def fence(member: Member, why: str) -> None:
+    """Close the connection and fence this agent, because the other nodes may already consider it lost."""
+    member.do(Disconnect())
+    lose(member, why)
+
+
+def lose(member: Member, why: str) -> None:
+    """Fence this agent because its connection was lost: stop its workers. All of them must have exited before
+    the agent may register again.
+    """
+    was_registered = member.registered is not None
+    if was_registered:
+        member.arm("store_lost", member.rendezvous.store_lost_timeout)
+        member.disarm("give_up")
+        member.disarm("barrier")
+    member.forget_connection()
+    member.joining.trouble = why
+    member.listener.idle_after = None
+    text = f"lost {member.rendezvous.store}: {why}"
+    if may_rejoin(member):
+        if was_registered and member.leaving is None:
+            member.do(Announce(f"{text}; trying to join again"))
+        without_workers(member)
+    else:
+        member.stop(text, fenced=True)
+
+
+def may_rejoin(member: Member) -> bool:
+    """Return true if the agent may register again, because this node has no workers left."""
+    return member.workers is None
+
+
+def without_workers(member: Member) -> None:
+    """Continue once the workers of a fenced agent have exited: exit if the agent is leaving the job;
+    otherwise, reconnect.
+    """
+    if member.leaving is not None:
+        member.exit(member.leaving.outcome or Outcome("aborted", member.leaving.closing))
+        return
+    fresh_listener(member)
+    retry(member)
+
+
+def fresh_listener(member: Member) -> bool:
+    """Replace the listener for the workers' store if a round has already used it. Return true if a listener
+    is ready to be announced to the other nodes.
+    """
+    listener = member.listener
+    if not listener.has_served:
+        return listener.port is not None
+    listener.has_served = False
+    member.do(CloseStore())
+    if member.rendezvous.master_port is None:
+        listener.port = None
+        member.do(BindStore())
+    return listener.port is not None
+
+
+# --- timeouts ---
+
+
+def store_lost(member: Member) -> None:
+    """Give up, because this agent could not reconnect to the store in time."""
+    if member.registered is not None:
+        return
+    where = f"lost {member.rendezvous.store} in round {member.age.seen}"
+    seconds, why = member.rendezvous.store_lost_timeout, member.joining.trouble
+    todo = (
+        "start the job again; it outlives the loss of any node with --rdzv-backend etcd, or with a store on a"
+        " machine of its own (python -m elasticrs.store --state FILE)"
+    )
+    if member.rendezvous.etcd is not None:
+        todo = "start the job again when etcd answers; most of its members must be up"
+    text = f"{where} and could not reach it again within {seconds:g} s ({why}); {todo}"
+    _give_up(member, Outcome("lost", text))
+
+
+def connect_timeout(member: Member) -> None:
+    """Give up, because this agent could not register within ``join_timeout``."""
+    joining = member.joining
+    if joining.was_registered:
+        return
+    why = f": {joining.trouble}" if joining.trouble else ""
+    within = f"within {member.settings.join_timeout:g} s{why}"
+    _give_up(
+        member, Outcome("timeout", f"could not join the rendezvous at {member.rendezvous.endpoint} {within}")
+    )
+
+
+def _give_up(member: Member, outcome: Outcome) -> None:
+    if member.workers is None:
+        member.exit(outcome)
+    else:
+        member.leave_with(outcome)
+
+
+def connect_news(member: Member) -> None:
+    """Tell the user why this agent is still not connected."""
+    joining, seconds = member.joining, member.settings.join_timeout
+    if joining.was_registered or member.phase is not Phase.CONNECTING or joining.trouble is None:
+        return
+    begun = joining.begun or 0
+    since = f"cannot reach {member.rendezvous.store} since {local_time(begun)}"
+    limit = f"trying until {local_time(begun + int(seconds * 1e9))} (join_timeout={seconds:g})"
+    member.do(Announce(f"{since}; {limit}: {joining.trouble}"))
+
+
+def claim_rank(member: Member, registration: Registration, node_rank: int) -> tuple[Compare, Put]:
+    """Return the condition and the write with which an agent reserves its node rank when it registers
+    (transaction T1).
+    """
+    key, earlier = member.keys.rank(node_rank), member.joining.claim
+    value = encode([member.agent.agent, registration.member, member.node().shown])
+    return Missing(key) if earlier is None else HasValue(key, earlier), Put(key, value, True)
+
+
+def rank_refused(member: Member, entry: Entry | None) -> None:
+    """Handle a registration (transaction T1) that was rejected because its node rank is taken. Close the
+    connection, so that the agent retries on a new one. ``entry`` is the store entry of the rank, or ``None``
+    if the rank is free again.
+    """
+    joining = member.joining
+    joining.claim = None
+    if entry is not None:
+        agent, shown = _holder(entry)
+        if agent == member.agent.agent:
+            joining.claim = entry.value
+        else:
+            if joining.rank_holder is None:
+                member.arm("rank", member.settings.rank_timeout + member.more_lease)
+            joining.rank_holder = shown
+    member.do(Disconnect())
+    member.forget_connection()
+
+
+def _holder(entry: Entry) -> tuple[str | None, str]:
+    """Return the agent that holds a node rank (``None`` if unknown), and a description of the agent to show
+    to the user.
+    """
+    try:
+        return holder_of(entry.value or b"")
+    except DamagedError as error:
+        # The record is unreadable, so treat the rank as taken: the agent that holds it may still be alive.
+        return None, f"one that is not known ({damage(entry.key, error)})"
+
+
+def rank_timeout(member: Member) -> None:
+    """Exit with an error, because another node still holds this node's rank. If that node were dead, its
+    lease would have expired by now.
+    """
+    holder = member.joining.rank_holder
+    if holder is None or member.registered is not None:
+        return
+    rendezvous = member.rendezvous
+    text = (
+        f"node rank {rendezvous.node_rank} was given to two nodes, {holder} and {member.node().shown}: give "
+        f"each node its own --node-rank, from 0 to {rendezvous.max_nodes - 1}"
+    )
+    member.exit(Outcome("refused", text))
+
+
+# --- the port ---
+
+
+def may_be_lent(member: Member, kind: str) -> bool:
+    """Return true if an unknown program that responds at the store's port may be a worker of this job. With
+    ``static``, workers use the same port during a round.
+    """
+    return kind == "not_ours" and member.rendezvous.is_static
+
+
+def why_lost(member: Member, event: ConnectionLost) -> str:
+    """Return the reason for the failed or lost connection. If another program responds at the store's port,
+    also notify the user, but only once.
+    """
+    message = event.message
+    if not may_be_lent(member, event.kind):
+        return message
+    if not member.joining.told_of_port:
+        member.joining.told_of_port = True
+        member.do(Announce(f"{message}; trying again: a running round of this job may be using the port"))
+    return f"{message}; an earlier round of this job may still be using it"

@@ -11,8 +11,16 @@ number of agents.
 from __future__ import annotations
 
 from elasticrs._engine.nodes.protocol.keys import agent_of, incarnation_of, is_member, number_of
-from elasticrs._engine.nodes.protocol.records import Head, Node, Slot, check_done, damage, table_of, text_of
-from elasticrs._engine.nodes.protocol.validation import DamagedError
+from elasticrs._engine.nodes.protocol.records import (
+    DamagedError,
+    Head,
+    Node,
+    Slot,
+    check_done,
+    damage,
+    table_of,
+    text_of,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

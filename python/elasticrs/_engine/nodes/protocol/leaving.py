@@ -9,10 +9,10 @@ ends.
 
 from __future__ import annotations
 
-from elasticrs._engine.nodes.protocol.announcements import INDEPENDENT
 from elasticrs._engine.nodes.protocol.member import Leaving, Phase, Purpose
 from elasticrs._engine.nodes.protocol.messages import Outcome
 from elasticrs._engine.nodes.protocol.records import Head, cut, encode
+from elasticrs._engine.nodes.protocol.round_outcome import INDEPENDENT
 from elasticrs._engine.nodes.transport.coordination import Get, ModifiedAt, Put
 
 TYPE_CHECKING = False

@@ -14,24 +14,14 @@ Requirements on the caller:
 - Timers may fire late or early. A wrong time may cause a delay or an unnecessary round, but never violates a
   rule of the rendezvous.
 
-This module dispatches events and replies to the functions that handle them. These are in ``connecting`` (the
-connection to the store), ``joining`` (the job's record and the registration), ``rounds`` (a member's part in
-rounds), ``leaving``, ``succession`` (election of the leader), and ``round_control``, ``formation`` and
-``round_outcome`` (the leader's tasks: end, form and evaluate rounds).
+This module dispatches events and replies to the functions that handle them. These are in ``joining`` (the
+connection to the store, the job's record and the registration), ``rounds`` (a member's part in rounds, and
+the election of the leader), ``leaving``, and ``formation`` (the leader's tasks).
 """
 
 from __future__ import annotations
 
-from elasticrs._engine.nodes.protocol import (
-    connecting,
-    joining,
-    leaving,
-    messages,
-    round_control,
-    rounds,
-    static_ranks,
-    succession,
-)
+from elasticrs._engine.nodes.protocol import formation, joining, leaving, messages, rounds
 from elasticrs._engine.nodes.protocol.member import Link, Member, Phase, Purpose
 from elasticrs._engine.nodes.protocol.messages import Outcome
 from elasticrs._engine.nodes.transport.coordination import Changes, Connected, ConnectionLost, Reply
@@ -88,7 +78,7 @@ def _changes(member: Member, event: Changes) -> None:
     member.joining.seen(event.revision)
     _take_in(member, link, registration, event.changes)
     if member.leader is not None:
-        round_control.changed(member, member.leader, event)
+        formation.changed(member, member.leader, event)
 
 
 def _snapshot(member: Member, link: Link, registration: Registration, reply: Reply) -> None:
@@ -99,7 +89,7 @@ def _snapshot(member: Member, link: Link, registration: Registration, reply: Rep
     joining.job_seen(member, link, entries.get(member.keys.job))
     _take_in(member, link, registration, entries.values())
     if member.leader is not None:
-        round_control.snapshot(member, member.leader, reply)
+        formation.snapshot(member, member.leader, reply)
 
 
 def _take_in(member: Member, link: Link, registration: Registration, entries: Iterable[Entry]) -> None:
@@ -116,7 +106,7 @@ def _take_in(member: Member, link: Link, registration: Registration, entries: It
             rounds.take_slot(member, registration, change)
         elif key == registration.predecessor:
             if change.value is None:
-                succession.predecessor_gone(member, registration)
+                rounds.predecessor_gone(member, registration)
         elif key == keys.job:
             joining.job_seen(member, link, change)
 
@@ -169,10 +159,10 @@ def _registration_reply(  # noqa: PLR0912 -- a table of cases
             if reply.ok:
                 joining.look_for_twin(member, reply)
                 joining.registered(member, registration, reply.entry(-2))
-                succession.follow(member, registration, reply.entry(-1))
+                rounds.follow(member, registration, reply.entry(-1))
                 rounds.look(member)
             elif joining.refused(member, link, registration, reply):
-                succession.find_predecessor(member, registration)
+                rounds.find_predecessor(member, registration)
                 rounds.look(member)
         case Purpose.SEE_SLOT:
             for entry in reply.entries():
@@ -181,17 +171,17 @@ def _registration_reply(  # noqa: PLR0912 -- a table of cases
             rounds.slot_found(member, link, registration, reply)
         case Purpose.TELL_IDLE:
             if not reply.ok:
-                connecting.fence(member, rounds.GONE)
+                joining.fence(member, rounds.GONE)
         case Purpose.SEE_PREDECESSOR:
             if not reply.results:
-                succession.predecessor_gone(member, registration)
+                rounds.predecessor_gone(member, registration)
         case Purpose.FIND_PREDECESSOR | Purpose.FIND_BEFORE_STRANGER:
             is_before = purpose is Purpose.FIND_BEFORE_STRANGER
-            succession.predecessor_found(member, registration, reply, is_before)
+            rounds.predecessor_found(member, registration, reply, is_before)
         case Purpose.SEE_ALL:
             _snapshot(member, link, registration, reply)
         case Purpose.LEAD if registration.leader is not None:
-            round_control.written(member, registration.leader, reply)
+            formation.written(member, registration.leader, reply)
 
 
 # --- listener and timers ---
@@ -227,28 +217,28 @@ def _timer_fired(member: Member, event: messages.TimerFired) -> None:
     if handler is not None:
         handler(member)
     elif member.leader is not None:
-        round_control.timer_fired(member, member.leader, event.name)
+        formation.timer_fired(member, member.leader, event.name)
 
 
 _TIMERS: dict[str, Callable[[Member], None]] = {
-    "reconnect": connecting.reconnect,
-    "connect": connecting.connect_timeout,
-    "connect_news": connecting.connect_news,
-    "store_lost": connecting.store_lost,
+    "reconnect": joining.reconnect,
+    "connect": joining.connect_timeout,
+    "connect_news": joining.connect_news,
+    "store_lost": joining.store_lost,
     "refused": joining.leave_refused,
     "give_up": rounds.give_up,
     "barrier": rounds.barrier,
     "round_age": rounds.age_reached,
     "leave": leaving.timeout,
-    "rank": static_ranks.timeout,
+    "rank": joining.rank_timeout,
 }
 
 _EVENTS: dict[type[Event], Callable[[Member, Any], None]] = {
     Changes: _changes,
     Reply: _reply,
     Connected: _connected,
-    ConnectionLost: connecting.connection_lost,
-    messages.Begin: lambda member, _: connecting.begin(member),
+    ConnectionLost: joining.connection_lost,
+    messages.Begin: lambda member, _: joining.begin(member),
     messages.TimerFired: _timer_fired,
     messages.StartFailed: rounds.start_failed,
     messages.WorkerFailed: rounds.worker_failed,

@@ -3,20 +3,19 @@
 - **RECORD-1** A head has at most :data:`MAX_HEAD` bytes, however long the reported causes are, because it is
   sent to all agents.
 - **RECORD-2** Whatever bytes a key contains, reading them returns a record whose fields have the right types
-  and ranges, or raises :class:`~.validation.DamagedError`.
+  and ranges, or raises :class:`DamagedError`.
 """
 
 from __future__ import annotations
 
 import json
+import math
 
 from elasticrs._engine.job.policy_options import MAX_IN_WINDOW
 from elasticrs._engine.job.restart_policy import MAX_SUSPECTS, FailureHistory
 from elasticrs._engine.job.value import Value
-from elasticrs._engine.nodes.protocol import validation
-from elasticrs._engine.nodes.protocol.commands import Command
 from elasticrs._engine.nodes.protocol.keys import agent_of, is_member
-from elasticrs._engine.nodes.protocol.validation import DamagedError, decode
+from elasticrs._engine.nodes.protocol.rendezvous import Command
 from elasticrs._engine.nodes.transport.addresses import is_loopback_name
 
 TYPE_CHECKING = False
@@ -27,6 +26,170 @@ if TYPE_CHECKING:
     from elasticrs._engine.nodes.transport.coordination import Entry
 
     State: TypeAlias = Literal["RUNNING", "ENDED", "CLOSED"]
+    from collections.abc import Callable, Iterable
+
+    Check: TypeAlias = Callable[[Any], bool]
+
+# --- validation ---
+
+MOST = 2**53 - 1
+"""Largest rank, round number or count. All JSON implementations represent it exactly."""
+
+LATEST = 2**63 - 1
+"""Latest time, in nanoseconds."""
+
+MAX_NAME = 1024
+"""Maximum number of characters in a name or an address, so that a table of 99 nodes fits into one write."""
+
+_SHOWN = 40
+"""Number of characters of an invalid value that are shown in an error message."""
+
+
+class DamagedError(ValueError):
+    """Raised if a record is damaged, or was not written by elasticrs. The message describes the problem."""
+
+
+def decode(value: bytes) -> Any:
+    """Decode JSON.
+
+    Raises:
+        DamagedError: the bytes are not JSON, or contain a number such as NaN that JSON does not have.
+    """
+    try:
+        return json.loads(value, parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"not JSON ({type(error).__name__})") from error
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)
+
+
+def _is_whole(low: int | None, high: int | None) -> Check:
+    return lambda value: (
+        type(value) is int and (low is None or low <= value) and (high is None or value <= high)
+    )
+
+
+def one_of(*values: str) -> Check:
+    """Return a check that accepts exactly these strings."""
+    return lambda value: isinstance(value, str) and value in values
+
+
+def row_of(*checks: Check) -> Check:
+    """Return a check that accepts a list in which each value passes the check at the same position in
+    ``checks``. The list and ``checks`` must have the same length.
+    """
+    return lambda value: (
+        isinstance(value, list)
+        and len(value) == len(checks)
+        and all(check(each) for check, each in zip(checks, value, strict=True))
+    )
+
+
+def list_of(check: Check, most: int) -> Check:
+    """Return a check for a list of at most ``most`` values that all pass ``check``."""
+    return lambda value: isinstance(value, list) and len(value) <= most and all(map(check, value))
+
+
+def optional(check: Check) -> Check:
+    """Return a check that accepts null or a value that passes ``check``."""
+    return lambda value: value is None or check(value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= MAX_NAME
+
+
+def _is_address(value: Any) -> bool:
+    # Require printable text, because addresses are put into environment variables, which cannot contain NUL
+    # or unpaired surrogates.
+    return _is_name(value) and value.isprintable()
+
+
+WHOLE = _is_whole(-MOST, MOST)
+INT = _is_whole(None, None)
+COUNT = _is_whole(0, MOST)
+POSITIVE = _is_whole(1, MOST)
+PORT = _is_whole(0, 65535)
+TIME = _is_whole(0, LATEST)
+TEXT, NAME, ADDRESS = _is_text, _is_name, _is_address
+FLAG, ANY = (lambda value: isinstance(value, bool)), (lambda _: True)
+
+
+def _is_span(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and 0 <= value <= MOST
+
+
+SPAN = _is_span
+CAUSE: dict[str, Check] = {
+    **dict.fromkeys(("node", "host", "message", "message_kind", "frame", "ground"), TEXT),
+    **dict.fromkeys(("exception", "place", "permanence", "permanent_sign", "diagnosis", "blamed"), TEXT),
+    **dict.fromkeys(("group_rank", "signal", "step", "reached"), WHOLE),
+    **dict.fromkeys(("round", "rank", "local_rank", "pid", "permanent_rank"), COUNT),
+    **dict.fromkeys(("time_ns", "error_ns"), TIME),
+    "exitcode": optional(WHOLE),
+    **dict.fromkeys(("is_consequence", "is_transient", "is_global", "was_killed"), FLAG),
+    **dict.fromkeys(("silence", "ran"), _is_span),
+    "lines": list_of(TEXT, 1000),
+    "xids": list_of(TEXT, 1000),
+}
+
+
+def checked_fields(record: Any, checks: Mapping[str, Check], required: Iterable[str]) -> dict[str, Any]:
+    """Check an object and return its fields that are not null. ``checks`` lists every field that the object
+    may have.
+
+    Raises:
+        DamagedError: the value is not an object, has an unknown field, lacks a required field, or has a field
+            with an invalid value.
+    """
+    if not isinstance(record, dict):
+        raise DamagedError(f"{_shown(record)} is not an object")
+    found = {name: value for name, value in record.items() if value is not None}
+    for name, value in found.items():
+        if name not in checks or not checks[name](value):
+            raise DamagedError(f"{_shown(name)} is {_shown(value)}")
+    missing = [name for name in required if name not in found]
+    if missing:
+        raise DamagedError(f"it has no {missing[0]}")
+    return found
+
+
+def checked_row(record: Any, checks: Sequence[Check]) -> list[Any]:
+    """Return ``record`` if it is a list in which each value passes the check at the same position in
+    ``checks``.
+
+    Raises:
+        DamagedError: the value is not a list of that kind.
+    """
+    if not row_of(*checks)(record):
+        raise DamagedError(f"{_shown(record)} is not a list of the expected values")
+    found: list[Any] = record
+    return found
+
+
+def checked_cause(record: Any) -> dict[str, Any] | None:
+    """Return the valid fields of a failure's cause; ``None`` if the cause is not an object.
+
+    Invalid fields are dropped and not treated as an error, because a cause only decides which failure is
+    reported first. Unknown fields are kept.
+    """
+    if not isinstance(record, dict):
+        return None
+    return {name: value for name, value in record.items() if name not in CAUSE or CAUSE[name](value)}
+
+
+def _shown(value: Any) -> str:
+    text = f"{type(value).__name__}" if isinstance(value, (dict, list)) else ascii(value)[: _SHOWN + 1]
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+
+
+# --- records ---
 
 PROTOCOL = 2
 """Major version of keys, records and rules. Agents with different versions cannot take part in the same
@@ -36,10 +199,10 @@ job.
 MAX_HEAD = 6144
 MAX_CAUSE = 2304
 MAX_TEXT = 384
-CAUSE_FIELDS = [name for name in validation.CAUSE if name not in ("frame", "lines")]
+CAUSE_FIELDS = [name for name in CAUSE if name not in ("frame", "lines")]
 """Fields of a cause that are kept even if the cause is too large."""
 
-MAX_NAME = 128
+_MAX_SHORT = 128
 
 
 def encode(record: object) -> bytes:
@@ -82,7 +245,7 @@ def bound_cause(cause: Mapping[str, Any] | None, limit: int = MAX_CAUSE) -> dict
         }
     if len(encode(bounded)) > limit:
         bounded = {
-            key: cut(each, MAX_NAME) if isinstance(each := bounded[key], str) else each
+            key: cut(each, _MAX_SHORT) if isinstance(each := bounded[key], str) else each
             for key in CAUSE_FIELDS
             if isinstance(bounded.get(key), (str, int, float))
         }
@@ -210,8 +373,8 @@ class Node(Value):
         Raises:
             DamagedError: the bytes are not a valid registration.
         """
-        fields = validation.fields(decode(value), _NODE, _NODE_REQUIRED)
-        return Node(**{**fields, "cause": validation.cause(fields.get("cause"))})
+        fields = checked_fields(decode(value), _NODE, _NODE_REQUIRED)
+        return Node(**{**fields, "cause": checked_cause(fields.get("cause"))})
 
     @property
     def shown(self) -> str:
@@ -270,12 +433,12 @@ class Head(Value):
     def encode(self) -> bytes:
         """Encode this record in at most :data:`MAX_HEAD` bytes. Long names and messages are truncated."""
         end = self.end and {
-            key: cut(each, MAX_NAME if key == "node" else MAX_TEXT) if isinstance(each, str) else each
+            key: cut(each, _MAX_SHORT if key == "node" else MAX_TEXT) if isinstance(each, str) else each
             for key, each in self.end.items()
         }
         fields = {**self.fields(), "end": end, "cause": bound_cause(self.cause)}
         fields["reason"] = self.reason and cut(self.reason, MAX_TEXT)
-        fields["master"] = (cut(self.master[0], MAX_NAME * 2), self.master[1])
+        fields["master"] = (cut(self.master[0], _MAX_SHORT * 2), self.master[1])
         return encode({name: each for name, each in fields.items() if each is not None})
 
     @staticmethod
@@ -287,12 +450,12 @@ class Head(Value):
         """
         if len(value) > MAX_HEAD:
             raise DamagedError(f"it has {len(value)} bytes")
-        fields = validation.fields(decode(value), _HEAD, ("state", "round"))
-        fields["cause"] = validation.cause(fields.get("cause"))
+        fields = checked_fields(decode(value), _HEAD, ("state", "round"))
+        fields["cause"] = checked_cause(fields.get("cause"))
         if fields.get("history") is not None:
-            fields["history"] = validation.fields(fields["history"], _HISTORY, ())
+            fields["history"] = checked_fields(fields["history"], _HISTORY, ())
         if fields.get("end") is not None:
-            fields["end"] = validation.fields(fields["end"], _END, ("kind",))
+            fields["end"] = checked_fields(fields["end"], _END, ("kind",))
         return Head(**{**fields, "master": tuple(fields.get("master", ("", 0)))})
 
     @property
@@ -352,7 +515,7 @@ def _shortened(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_shortened, value))
     if isinstance(value, str):
-        return cut(value, MAX_NAME)
+        return cut(value, _MAX_SHORT)
     return round(value, 3) if isinstance(value, float) else value
 
 
@@ -396,7 +559,7 @@ class Slot(Value):
         Raises:
             DamagedError: the bytes are not a valid slot.
         """
-        return Slot(*validation.row(decode(value), _SLOT))
+        return Slot(*checked_row(decode(value), _SLOT))
 
     def fits(self, head: Head, nproc: int) -> bool:
         """Return true if the assigned ranks are valid in the round described by ``head``, for a node with
@@ -419,7 +582,7 @@ def table_of(value: bytes) -> list[Seat]:
     rows = decode(value)
     if not isinstance(rows, list):
         raise DamagedError("not a list")
-    seats = [Seat(*validation.row(row, _SEAT)) for row in rows]
+    seats = [Seat(*checked_row(row, _SEAT)) for row in rows]
     if not all(is_member(seat.member) for seat in seats):
         raise DamagedError("a seat without a member")
     return seats
@@ -432,7 +595,7 @@ def holder_of(value: bytes) -> tuple[str, str]:
     Raises:
         DamagedError: the bytes are not a valid record.
     """
-    agent, _, shown = validation.row(decode(value), (validation.TEXT,) * 3)
+    agent, _, shown = checked_row(decode(value), (TEXT,) * 3)
     return agent, shown
 
 
@@ -450,7 +613,7 @@ def job_of(value: bytes) -> dict[str, Any]:
     if not all(isinstance(each, plain) for each in job.values()):
         raise DamagedError("not the settings of a job")
     if command is not None:
-        fields = validation.fields(command, _COMMAND, _COMMAND)
+        fields = checked_fields(command, _COMMAND, _COMMAND)
         command = Command(**{**fields, "words": tuple(fields["words"])})
     return {**job, "command": command}
 
@@ -462,7 +625,7 @@ def text_of(value: bytes | None) -> str:
         DamagedError: the bytes are not a text of the expected length.
     """
     text = decode(value or b"")
-    if not validation.NAME(text):
+    if not NAME(text):
         raise DamagedError("not a text of the expected length")
     return str(text)
 
@@ -478,54 +641,54 @@ def check_done(value: bytes) -> None:
 
 
 _MOST_WORDS = 2000
-_COUNT, _TEXT, _PORT = validation.COUNT, validation.TEXT, validation.PORT
-_NAME, _ADDRESS = validation.NAME, validation.ADDRESS
+_COUNT, _TEXT, _PORT = COUNT, TEXT, PORT
+_NAME, _ADDRESS = NAME, ADDRESS
 _NODE_REQUIRED = ("name", "host", "address", "role", "nproc", "port", "idle")
 _NODE = {
     **dict.fromkeys(("name", "host"), _NAME),
     **dict.fromkeys(("address", "local_addr", "fallback_addr"), _ADDRESS),
     "role": _TEXT,
-    "nproc": validation.POSITIVE,
+    "nproc": POSITIVE,
     "port": _PORT,
     "idle": _COUNT,
-    "hint": validation.INT,
-    "cause": validation.ANY,
+    "hint": INT,
+    "cause": ANY,
     "unfit": _TEXT,
-    "serves_only": validation.FLAG,
+    "serves_only": FLAG,
 }
 _HEAD = {
     **dict.fromkeys(("round", "used", "size", "world_size", "losses", "short_losses", "setups"), _COUNT),
-    **dict.fromkeys(("end", "cause", "history"), validation.ANY),
-    "permanent": validation.FLAG,
-    "state": validation.one_of("RUNNING", "ENDED", "CLOSED"),
+    **dict.fromkeys(("end", "cause", "history"), ANY),
+    "permanent": FLAG,
+    "state": one_of("RUNNING", "ENDED", "CLOSED"),
     "form": _NAME,
-    "master": validation.row_of(_ADDRESS, _PORT),
-    "outcome": validation.one_of("succeeded", "failed", "timeout", "aborted"),
+    "master": row_of(_ADDRESS, _PORT),
+    "outcome": one_of("succeeded", "failed", "timeout", "aborted"),
     "reason": _TEXT,
-    "time_ns": validation.TIME,
+    "time_ns": TIME,
 }
 _END = {
     **dict.fromkeys(("node", "message", "member", "note"), _TEXT),
     "excluded": is_member,
-    **dict.fromkeys(("fatal", "charged"), validation.FLAG),
-    "delay": validation.SPAN,
-    "kind": validation.one_of("failure", "lost", "left", "scale", "setup", "asked"),
-    "group_rank": validation.WHOLE,
+    **dict.fromkeys(("fatal", "charged"), FLAG),
+    "delay": SPAN,
+    "kind": one_of("failure", "lost", "left", "scale", "setup", "asked"),
+    "group_rank": WHOLE,
 }
 _COMMAND = {
-    "words": lambda value: bool(value) and validation.list_of(_TEXT, _MOST_WORDS)(value),
+    "words": lambda value: bool(value) and list_of(_TEXT, _MOST_WORDS)(value),
     **dict.fromkeys(("place", "node"), _TEXT),
     "user": _COUNT,
 }
-_OPTIONAL_WHOLE = validation.optional(validation.WHOLE)
+_OPTIONAL_WHOLE = optional(WHOLE)
 _HISTORY = {
     **dict.fromkeys(("same", "without_progress", "excluded"), _COUNT),
-    "start_error": validation.row_of(_NAME, _NAME),
-    "implicated": validation.list_of(validation.row_of(_NAME, _COUNT), MAX_SUSPECTS),
-    "charged_at": validation.list_of(validation.SPAN, MAX_IN_WINDOW),
-    "last": validation.row_of(_NAME, _NAME, _OPTIONAL_WHOLE, _OPTIONAL_WHOLE),
-    "reached": validation.WHOLE,
-    "has_started": validation.FLAG,
+    "start_error": row_of(_NAME, _NAME),
+    "implicated": list_of(row_of(_NAME, _COUNT), MAX_SUSPECTS),
+    "charged_at": list_of(SPAN, MAX_IN_WINDOW),
+    "last": row_of(_NAME, _NAME, _OPTIONAL_WHOLE, _OPTIONAL_WHOLE),
+    "reached": WHOLE,
+    "has_started": FLAG,
 }
 _SLOT = (_COUNT, _NAME, _COUNT, _COUNT, _COUNT, _COUNT)
 _SEAT = (_NAME, _NAME, _ADDRESS)

@@ -1,4 +1,6 @@
-"""A member's part in a round: start and stop its workers, report failures, and report when it is idle.
+"""A member's part in a round: start and stop its workers, report failures, and report when it is idle. And
+the election of the leader: the agent with the oldest registration leads, and every other agent watches the
+registration just before its own.
 
 An agent that is *idle* after a round has no workers of that round or of earlier rounds.
 
@@ -13,18 +15,13 @@ from __future__ import annotations
 
 from elasticrs._engine.job.phrases import duration
 from elasticrs._engine.job.ranks import NodeRanks
-from elasticrs._engine.nodes.protocol import leaving, static_ranks
-from elasticrs._engine.nodes.protocol.announcements import (
-    TWIN,
-    diagnosis_line,
-    end_of,
-    failure_of,
-    round_line,
-)
-from elasticrs._engine.nodes.protocol.connecting import fence, fresh_listener, without_workers
-from elasticrs._engine.nodes.protocol.member import Done, Findings, Phase, Purpose, Workers
+from elasticrs._engine.nodes.protocol import leaving
+from elasticrs._engine.nodes.protocol.joining import fence, fresh_listener, without_workers
+from elasticrs._engine.nodes.protocol.keys import is_member
+from elasticrs._engine.nodes.protocol.member import Done, Findings, Leader, Phase, Purpose, Workers
 from elasticrs._engine.nodes.protocol.messages import Announce, Outcome, Start
 from elasticrs._engine.nodes.protocol.records import (
+    DamagedError,
     Head,
     Slot,
     cut,
@@ -33,8 +30,21 @@ from elasticrs._engine.nodes.protocol.records import (
     may_be_first,
     silence_of,
 )
-from elasticrs._engine.nodes.protocol.validation import DamagedError
-from elasticrs._engine.nodes.transport.coordination import Get, ModifiedAt, Put
+from elasticrs._engine.nodes.protocol.round_outcome import (
+    TWIN,
+    diagnosis_line,
+    end_of,
+    failure_of,
+    round_line,
+)
+from elasticrs._engine.nodes.transport.coordination import (
+    CreatedAt,
+    Get,
+    ModifiedAt,
+    Predecessor,
+    Put,
+    Unwatch,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -48,7 +58,7 @@ if TYPE_CHECKING:
         StartFailed,
         WorkerFailed,
     )
-    from elasticrs._engine.nodes.transport.coordination import Entry, Reply
+    from elasticrs._engine.nodes.transport.coordination import Compare, Entry, Reply
 
 GONE = "the store no longer has this node's registration"
 REMOVED = "the state of this job was removed"
@@ -300,10 +310,21 @@ def _start(member: Member, head: Head, slot: Slot) -> None:
     after_loss = (head.end or {}).get("kind") == "lost"
     member.do(
         Start(
-            *(head.round, head.used, slot.group_rank, ranks, *static_ranks.master(member, head), serves),
+            *(head.round, head.used, slot.group_rank, ranks, *_master(member, head), serves),
             *(earlier, after_loss, head.delay),
         )
     )
+
+
+def _master(member: Member, head: Head) -> tuple[str, int]:
+    """Return the address and port at which this node's workers reach their store.
+
+    With ``static``, this is the endpoint that the user has given to this node, as under torchrun, because
+    nodes may reach rank 0 over different routes. The endpoint is reachable, because this agent has joined the
+    rendezvous through it.
+    """
+    rendezvous = member.rendezvous
+    return (rendezvous.host, rendezvous.port) if rendezvous.is_static else head.master
 
 
 # --- events of the workers ---
@@ -489,3 +510,73 @@ def give_up(member: Member) -> None:
         member.exit(
             Outcome("timeout", f"no round was formed within {seconds:g} s, and no leader gave a reason")
         )
+
+
+# --- election of the leader ---
+
+
+def follow(member: Member, registration: Registration, predecessor: Entry | None) -> None:
+    """Watch the registration just before this agent's own. If there is none, become the leader."""
+    if predecessor is None:
+        registration.predecessor = None
+        registration.leader = Leader()
+        end_own_watches(member, registration)
+        member.watch(Purpose.SEE_ALL, member.keys.prefix, exact=False)
+    elif is_member(predecessor.key[len(member.keys.nodes) :]):
+        registration.predecessor = predecessor.key
+        member.watch(Purpose.SEE_PREDECESSOR, predecessor.key)
+    else:
+        # Skip this key, because another program wrote it and may never delete it. Look for the next earlier
+        # registration instead.
+        before = CreatedAt(predecessor.key, predecessor.create_revision)
+        _ask(member, registration, Purpose.FIND_BEFORE_STRANGER, predecessor.key, before)
+
+
+def end_own_watches(member: Member, registration: Registration) -> None:
+    """Stop watching single keys, because the leader watches all keys of the job. With several watches, the
+    changes of one transaction could arrive at different times.
+    """
+    keys = member.keys
+    for key in (keys.slot(registration.member), keys.head, keys.job):
+        member.do(Unwatch(key, True))
+
+
+def predecessor_gone(member: Member, registration: Registration) -> None:
+    """Handle the deletion of the registration just before this agent's own, and look up the new
+    predecessor.
+    """
+    if registration.predecessor is None:
+        return
+    member.do(Unwatch(registration.predecessor, True))
+    registration.predecessor = None
+    find_predecessor(member, registration)
+
+
+def find_predecessor(member: Member, registration: Registration) -> None:
+    """Look up the newest registration that is older than this agent's registration."""
+    _ask(member, registration, Purpose.FIND_PREDECESSOR, member.keys.node(registration.member))
+
+
+def _ask(member: Member, registration: Registration, purpose: Purpose, key: str, *more: Compare) -> None:
+    own = CreatedAt(member.keys.node(registration.member), registration.create_revision)
+    member.txn(purpose, [own, *more], [Predecessor(member.keys.nodes, key)])
+
+
+def predecessor_found(member: Member, registration: Registration, reply: Reply, is_before: bool) -> None:
+    """Handle the result of the predecessor lookup, and watch the predecessor. If this agent's own
+    registration no longer exists, fence this agent (stop its workers).
+
+    Args:
+        member: state of this agent.
+        registration: registration of this agent.
+        reply: reply of the store.
+        is_before: true if the predecessor of this agent's registration is a key that another program has
+            written, so that the request was for the registration before that key. If the key was deleted in
+            the meantime, request the predecessor of this agent's registration again.
+    """
+    if reply.ok:
+        follow(member, registration, reply.entry(0))
+    elif is_before:
+        find_predecessor(member, registration)
+    else:
+        fence(member, GONE)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from elasticrs import _core
-    from elasticrs._engine.nodes.transport.session import Client
+    from elasticrs._engine.nodes.transport.coordination import Client
 
 DEFAULT_PORT = 2379
 JOB_TTL = 7200.0
@@ -157,7 +157,7 @@ class EtcdSite(Value):
         Raises:
             OSError: file descriptors have run out.
         """
-        from elasticrs._engine.nodes.transport.session import Client
+        from elasticrs._engine.nodes.transport.coordination import Client
 
         return Client.etcd(
             self.endpoints,

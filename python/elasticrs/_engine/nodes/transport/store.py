@@ -3,32 +3,249 @@
 from __future__ import annotations
 
 import datetime
+import threading
+import time
 from typing import TYPE_CHECKING, TypeVar
 
 from elasticrs._engine.nodes.transport.coordination import (
+    Changes,
+    Client,
+    Connected,
+    ConnectionLost,
     Delete,
     Exists,
     Get,
     HasValue,
     Missing,
     ModifiedAt,
+    NativeSession,
     Put,
     Range,
+    Reply,
+    Txn,
+    Unwatch,
+    Watch,
 )
-from elasticrs._engine.nodes.transport.requests import Requests
-from elasticrs._engine.nodes.transport.session import Client, NativeSession
-from elasticrs._engine.nodes.transport.timed import QueueEmptyError, TimedStore, bytes_of, timed_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from elasticrs._engine.nodes.transport.coordination import Compare, Operation, Reply
+    from elasticrs._engine.nodes.transport.coordination import Compare, Operation, Request
 
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT = datetime.timedelta(seconds=300)
 _LENGTH = 4
 """Size in bytes of the length field before each value of a queue."""
+
+
+class DistError(RuntimeError):
+    """Base class of store errors. Corresponds to ``torch.distributed.DistError``."""
+
+
+class DistStoreError(DistError):
+    """Raised if a key was not set in time. Corresponds to ``torch.distributed.DistStoreError``."""
+
+
+class QueueEmptyError(DistStoreError):
+    """Raised if the queue is empty. Corresponds to ``torch.distributed.QueueEmptyError``."""
+
+
+class DistNetworkError(DistError):
+    """Raised if the connection to the store is lost. Corresponds to
+    ``torch.distributed.DistNetworkError``.
+    """
+
+
+def bytes_of(value: str | bytes) -> bytes:
+    """Convert a value to the bytes to be stored."""
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def timed_out(what: str, timeout: datetime.timedelta, rest: str) -> DistStoreError:
+    """Return the error for an operation that took too long."""
+    return DistStoreError(f"{what} timeout after {round(timeout.total_seconds() * 1000)}ms, {rest}")
+
+
+# --- requests of several threads over one session ---
+
+_CLOSED = "the store object is closed"
+
+
+class Requests:
+    """Sends requests over a shared session and waits for their replies. Whichever caller waits first receives
+    the events for all callers, so no extra thread is needed.
+
+    1. Each reply is passed to the call that sent the request.
+    2. A caller that waits for a key misses no put, because this object starts to count puts of the key before
+       the caller reads the key.
+
+    Args:
+        make: creates the session when it is first needed. Its exceptions are raised in the caller that needed
+            the session.
+    """
+
+    def __init__(self, make: Callable[[], NativeSession]) -> None:
+        self._make: Callable[[], NativeSession] | None = make
+        self._session: NativeSession | None = None
+        # Use a reentrant lock, because a signal handler may send a request while this thread is connecting.
+        self._beginning = threading.RLock()
+        self._news = threading.Condition()
+        self._is_taking = False
+        self._lost: str | None = None
+        self._is_connected = False
+        self._tag = 0
+        self._replies: dict[int, Reply | None] = {}
+        self._waiters: dict[str, int] = {}
+        self._puts: dict[str, int] = {}
+
+    def connect(self) -> NativeSession:
+        """Return the session. The first call opens it and waits until it is connected.
+
+        Raises:
+            DistNetworkError: the session could not be opened, or this object is closed.
+        """
+        with self._beginning:
+            if self._make is None:
+                raise DistNetworkError(_CLOSED)
+            if self._session is None:
+                self._session, self._lost, self._is_connected = self._make(), None, False
+                try:
+                    self._until(lambda: self._is_connected, None)
+                except BaseException:
+                    self._session.close()
+                    self._session = None
+                    raise
+            return self._session
+
+    def txn(
+        self,
+        compares: Sequence[Compare] = (),
+        then: Sequence[Operation] = (),
+        otherwise: Sequence[Operation] = (),
+    ) -> Reply:
+        """Execute a transaction.
+
+        Raises:
+            DistNetworkError: the session ended. The transaction may or may not have been executed.
+            ValueError: the transaction is too large.
+        """
+        return self._ask(lambda tag: Txn(tag, compares, then, otherwise))
+
+    def wait_for(self, find: Callable[[], T | None], keys: Sequence[str], timeout: float) -> T | None:
+        """Wait until ``find`` returns a value that is not ``None``, and return this value. ``find`` is called
+        again after each put to one of ``keys``. Return ``None`` if ``timeout`` seconds pass first.
+
+        Raises:
+            DistNetworkError: the session ended.
+        """
+        deadline = time.monotonic() + timeout
+        if (found := find()) is not None:
+            return found
+        self._begin_waiting(keys)
+        try:
+            while True:
+                seen = self._count(keys)
+                if (found := find()) is not None:
+                    return found
+                if not self._until(lambda seen=seen: self._count(keys) != seen, deadline):  # type: ignore[misc]
+                    return None
+        finally:
+            self._end_waiting(keys)
+
+    def close(self) -> None:
+        """Close the session. Waiting calls raise :class:`DistNetworkError`."""
+        with self._beginning:
+            # Drop the reference to the session, because the object keeps a descriptor open while it exists.
+            session, self._session, self._make = self._session, None, None
+        if session is not None:
+            session.close()
+        with self._news:
+            self._lost = self._lost or _CLOSED
+            self._news.notify_all()
+
+    def _begin_waiting(self, keys: Sequence[str]) -> None:
+        with self._news:
+            for key in keys:
+                self._waiters[key] = self._waiters.get(key, 0) + 1
+                self._puts.setdefault(key, 0)
+        for key in keys:
+            self._ask(lambda tag, key=key: Watch(tag, key, True, False))  # type: ignore[misc]
+
+    def _end_waiting(self, keys: Sequence[str]) -> None:
+        with self._news:
+            for key in keys:
+                self._waiters[key] -= 1
+                if not self._waiters[key]:
+                    del self._waiters[key], self._puts[key]
+                    if self._session is not None:
+                        self._session.send(Unwatch(key, True))
+
+    def _count(self, keys: Sequence[str]) -> int:
+        return sum(self._puts[key] for key in keys)
+
+    def _ask(self, make: Callable[[int], Request]) -> Reply:
+        session = self.connect()
+        with self._news:
+            if self._lost is not None:
+                raise DistNetworkError(self._lost)
+            self._tag += 1
+            tag = self._tag
+            # Hold the lock while sending, so that a `Watch` from one thread and an `Unwatch` from another are
+            # sent in the right order.
+            session.send(make(tag))
+            self._replies[tag] = None
+        try:
+            self._until(lambda: self._replies[tag] is not None, None)
+        finally:
+            with self._news:
+                reply = self._replies.pop(tag)
+        assert reply is not None
+        return reply
+
+    def _until(self, holds: Callable[[], bool], deadline: float | None) -> bool:
+        with self._news:
+            while not holds():
+                if self._lost is not None:
+                    raise DistNetworkError(self._lost)
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    return False
+                if self._is_taking:
+                    self._news.wait(left)
+                else:
+                    self._take(left)
+        return True
+
+    def _take(self, timeout: float | None) -> None:
+        """Wait for events without holding the lock, then pass them to the waiting callers."""
+        session = self._session
+        if session is None:
+            self._lost = self._lost or _CLOSED
+            return
+        self._is_taking = True
+        self._news.release()
+        try:
+            session.wait(timeout)
+        finally:
+            self._news.acquire()
+            self._is_taking = False
+            self._news.notify_all()
+        for event in session.take():
+            if isinstance(event, Reply):
+                if event.tag in self._replies:
+                    self._replies[event.tag] = event
+            elif isinstance(event, Changes):
+                for change in event.changes:
+                    if change.value is not None and change.key in self._puts:
+                        self._puts[change.key] += 1
+            elif isinstance(event, Connected):
+                self._is_connected = True
+            elif isinstance(event, ConnectionLost):
+                self._lost = event.message
+
+
+# --- the store ---
 
 
 def connect(
@@ -80,7 +297,7 @@ def connected(client: Client, prefix: str = "", timeout: datetime.timedelta = DE
     return Store(requests, prefix, timeout)
 
 
-class Store(TimedStore):
+class Store:
     """Key-value store shared by all clients that use the same server and prefix.
 
     Values are bytes; text is encoded as UTF-8. All methods may be called from several threads. A key and its
@@ -100,9 +317,66 @@ class Store(TimedStore):
     def __init__(
         self, requests: Requests, prefix: str = "", timeout: datetime.timedelta = DEFAULT_TIMEOUT
     ) -> None:
-        super().__init__(timeout)
+        self._timeout = timeout
         self._requests = requests
         self._prefix = prefix
+
+    @property
+    def timeout(self) -> datetime.timedelta:
+        """Default time limit of blocking operations, such as :meth:`get` and :meth:`wait`."""
+        return self._timeout
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        """Set :attr:`timeout`."""
+        self._timeout = timeout
+
+    def has_extended_api(self) -> bool:
+        """Return true, because the store supports :meth:`append`, :meth:`multi_get` and :meth:`multi_set`."""
+        return True
+
+    def add(self, key: str, amount: int) -> int:
+        """Add ``amount`` to the number stored under a key and return the sum. A missing key is
+        treated as 0.
+        """
+        return int(self._change(key, lambda value: str(int(value or b"0") + amount).encode()))
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Append bytes to the value of a key. Create the key if it is missing."""
+        tail = bytes_of(value)
+        self._change(key, lambda head: head + tail)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set a key."""
+        self.multi_set([key], [value])
+
+    def get(self, key: str) -> bytes:
+        """Wait until a key is set, and return its value.
+
+        Raises:
+            DistStoreError: the key was not set within :attr:`timeout`.
+        """
+        return self.multi_get([key])[0]
+
+    def barrier(self, key: str, world_size: int, timeout: datetime.timedelta | None = None) -> None:
+        """Wait until ``world_size`` callers have called this method.
+
+        Args:
+            key: key of this barrier. It can be used again once all callers have passed.
+            world_size: number of callers.
+            timeout: time limit; ``None`` for :attr:`timeout`.
+
+        Raises:
+            DistStoreError: the time limit expired.
+        """
+        come = self.add(f"{key}/come", 1)
+        passed = f"{key}/passed/{(come - 1) // world_size}"
+        if come % world_size == 0:
+            self.set(passed, b"")
+        span = self._timeout if timeout is None else timeout
+        try:
+            self.wait([passed], span)
+        except DistStoreError:
+            raise timed_out("barrier", span, f"key: {key}") from None
 
     def clone(self) -> Store:
         """Return another store on the same connection. Closing either one closes both."""
@@ -113,6 +387,7 @@ class Store(TimedStore):
         return Store(self._requests, self._prefix + prefix, self._timeout)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Set several keys atomically."""
         pairs = zip(keys, values, strict=True)
         self._txn(then=[Put(self._key(key), bytes_of(value), False) for key, value in pairs])
 
@@ -123,6 +398,12 @@ class Store(TimedStore):
         self._txn(then=[Put(self._key(key), b"", True)])
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Wait until all these keys exist, and return their values, which are read atomically.
+
+        Raises:
+            DistStoreError: not all keys were set within :attr:`timeout`.
+        """
+
         def find() -> list[bytes] | None:
             reply = self._txn(then=[Get(self._key(key)) for key in keys])
             values = [_value(reply, index) for index in range(len(keys))]
@@ -132,6 +413,12 @@ class Store(TimedStore):
         return self._wait(find, keys, self._timeout)
 
     def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
+        """Wait until all these keys exist at the same time, for at most ``timeout``, or :attr:`timeout` if it
+        is ``None``.
+
+        Raises:
+            DistStoreError: the time limit expired.
+        """
         self._wait(lambda: self.check(keys) or None, keys, self._timeout if timeout is None else timeout)
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -247,6 +534,9 @@ class Store(TimedStore):
                 return first
 
     def _change(self, key: str, change: Callable[[bytes], bytes]) -> bytes:
+        """Atomically replace the value of a key with ``change(old value)``. The old value is empty bytes if
+        the key is missing. Return the new value.
+        """
         name = self._key(key)
         found = self._txn(then=[Get(name)]).entry(0)
         while True:

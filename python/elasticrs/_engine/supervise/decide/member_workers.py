@@ -17,7 +17,7 @@ from elasticrs._engine.nodes.hosting import SystemResolver, decide
 from elasticrs._engine.nodes.meeting_point import CannotHost, MeetingPoint
 from elasticrs._engine.nodes.protocol.keys import workers_job, workers_scope
 from elasticrs._engine.nodes.transport.addresses import shown_endpoint
-from elasticrs._engine.nodes.transport.session import scoped_token
+from elasticrs._engine.nodes.transport.coordination import scoped_token
 from elasticrs._engine.process.background_call import BackgroundCall
 from elasticrs._engine.supervise.attempts import state_machine as machine
 from elasticrs._engine.supervise.decide.decisions import OneNode

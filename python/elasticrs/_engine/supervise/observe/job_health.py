@@ -336,7 +336,7 @@ class HealthObserver(Observer):
         """Return the first failure of the last failed attempt across all nodes."""
         cause = None if self._result is None else self._result.shared_cause()
         if cause is not None:
-            from elasticrs._engine.nodes.protocol.announcements import failure_of
+            from elasticrs._engine.nodes.protocol.round_outcome import failure_of
 
             said = failure_of(cause, names_pid=False)
             return {**{name: cause.get(name) for name in ("rank", "node", "round")}, "what": said}

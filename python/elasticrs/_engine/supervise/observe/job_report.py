@@ -229,7 +229,7 @@ def headline_of(result: JobResult, failed: Mapping[int, ProcessFailure]) -> str:
     failure, cause = failed[rank], result.first_cause
     attempt = result.attempts[-1] if result.attempts else None
     if failure.host is not None and cause is not None:
-        from elasticrs._engine.nodes.protocol.announcements import how_it_failed as how_elsewhere
+        from elasticrs._engine.nodes.protocol.round_outcome import how_it_failed as how_elsewhere
 
         is_same_round = attempt is not None and cause.round in (None, attempt.round)
         world = f" of {attempt.world_size}" if attempt is not None and is_same_round else ""
