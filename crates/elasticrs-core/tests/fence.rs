@@ -112,7 +112,7 @@ fn a_suspended_group_is_fenced_and_an_earlier_failure_stays_the_cause() {
 
     supervisor.fence().set(None);
     let (pids, _lines) = run(&supervisor, &[&["sleep"], &["ignore-term"]]);
-    elasticrs_sys::pidfd::send_signal(pidfd(pids[0]).unwrap(), libc::SIGKILL).unwrap();
+    elasticrs_sys::process::send_signal(pidfd(pids[0]).unwrap(), libc::SIGKILL).unwrap();
     while !matches!(event(&supervisor), Event::WorkerExited { local_rank: 0, sent: None, .. }) {}
     supervisor.fence().set(Some(after(Duration::ZERO)));
     assert_eq!(until_fenced_end(&supervisor), Outcome::Failed);
@@ -150,7 +150,7 @@ fn a_nursery_that_replaces_a_lost_one_takes_over_connection_and_fence() {
     assert!(open_in(first).contains(&socket));
     let lease = Duration::from_secs(2);
     supervisor.fence().set(Some(after(lease)));
-    elasticrs_sys::pidfd::send_signal(pidfd(first).unwrap(), libc::SIGKILL).unwrap();
+    elasticrs_sys::process::send_signal(pidfd(first).unwrap(), libc::SIGKILL).unwrap();
     while !matches!(event(&supervisor), Event::GroupEnded { outcome: Outcome::Lost, .. }) {}
 
     run(&supervisor, &[&["sleep"]]);

@@ -58,7 +58,7 @@ fn has_ended(peer: &mut TcpStream) -> bool {
 }
 
 fn send(pid: i32, signal: i32) {
-    elasticrs_sys::pidfd::send_signal(pidfd(pid).expect("it lives"), signal).unwrap();
+    elasticrs_sys::process::send_signal(pidfd(pid).expect("it lives"), signal).unwrap();
 }
 
 fn sockets(pid: i32) -> usize {

@@ -13,7 +13,7 @@ use common::image;
 use elasticrs_core::supervisor::{Config, Event, NurseryExit, Outcome, Supervisor};
 use elasticrs_nursery::tree::Status;
 use elasticrs_sys::clock::boot_now;
-use elasticrs_sys::exit::WorkerExit;
+use elasticrs_sys::process::WorkerExit;
 use elasticrs_testkit::nursery::{hold, worker};
 use elasticrs_testkit::wait_for_end;
 use nix::sys::ptrace;

@@ -13,7 +13,7 @@ use elasticrs_core::spec::GroupSpec;
 use elasticrs_core::supervisor::{Event, Outcome, Supervisor, SupervisorError, SweepOutcome};
 use elasticrs_nursery::spec::{PassedFd, ProcessSpec};
 use elasticrs_sys::clock::boot_now;
-use elasticrs_sys::exit::WorkerExit;
+use elasticrs_sys::process::WorkerExit;
 use elasticrs_sys::signal::Signal;
 use elasticrs_testkit::nursery::{Lines, c_string, pipe, worker};
 use elasticrs_testkit::{is_running, open_fds, wait_for_end, wait_for_state, worker_program};

@@ -16,12 +16,11 @@ use elasticrs_nursery::protocol::Request;
 use elasticrs_nursery::spec::ProcessSpec;
 use elasticrs_nursery::tree::children_of_self;
 use elasticrs_sys::clock::boot_now;
-use elasticrs_sys::{pidfd, wait};
+use elasticrs_sys::process;
 use elasticrs_testkit::nursery::{Lines, pipe, with_stdout, worker};
 use elasticrs_testkit::{assert_no_children, is_running, wait_for_end, wait_for_state, wait_readable, wait_until};
 use nix::poll::{PollFd, PollFlags, poll};
-use nix::sys::prctl;
-use nix::sys::ptrace;
+use nix::sys::{prctl, ptrace};
 use nix::unistd::Pid;
 
 /// A warm nursery and its sentinel. Their agent is this test, which does nothing.
@@ -72,7 +71,7 @@ impl Both {
 /// Waits until a child has exited, and returns its status.
 fn end_of(pid: i32, pidfd: &OwnedFd) -> i32 {
     wait_readable(pidfd, "the end of a nursery");
-    let wait::Waited::Changed { status, .. } = wait::reap(pid) else { panic!("it is our child") };
+    let process::Waited::Changed { status, .. } = process::reap(pid) else { panic!("it is our child") };
     status
 }
 
@@ -80,7 +79,7 @@ fn end_of(pid: i32, pidfd: &OwnedFd) -> i32 {
 fn assert_nothing_is_left() {
     for pid in children_of_self() {
         wait_for_end(pid);
-        wait::reap(pid);
+        process::reap(pid);
     }
     assert_no_children();
 }
@@ -98,7 +97,7 @@ fn a_nursery_that_hangs_in_a_start_is_killed_when_its_agent_dies() {
 fn the_sentinel_kills_processes_left_by_a_nursery_killed_with_its_agent() {
     let mut both = Both::start("");
     let daemon = both.spawn();
-    pidfd::send_signal(&both.nursery.pidfd, libc::SIGKILL).unwrap();
+    process::send_signal(&both.nursery.pidfd, libc::SIGKILL).unwrap();
     assert_eq!(both.hang_up(), [libc::SIGKILL, 0]);
     assert!(!is_running(daemon));
     assert_nothing_is_left();
@@ -111,7 +110,7 @@ fn the_sentinel_does_not_kill_a_nursery_that_is_slowly_cleaning_up() {
     // Make the process stop while it exits, until the test lets it continue.
     ptrace::seize(slow, ptrace::Options::PTRACE_O_TRACEEXIT).unwrap();
     wait_until("the end of the start", || both.activity.look() == Doing::Waits);
-    pidfd::send_signal(&both.nursery.pidfd, libc::SIGSTOP).unwrap();
+    process::send_signal(&both.nursery.pidfd, libc::SIGSTOP).unwrap();
     wait_for_state(both.nursery.pid, 'T');
     let nursery = both.nursery.pidfd.try_clone().unwrap();
     let going_on = std::thread::spawn(move || both.hang_up());
@@ -120,7 +119,7 @@ fn the_sentinel_does_not_kill_a_nursery_that_is_slowly_cleaning_up() {
     assert_eq!(poll(&mut [PollFd::new(nursery.as_fd(), PollFlags::POLLIN)], 300_u16), Ok(0));
     ptrace::cont(slow, None).unwrap();
     wait_for_end(slow.as_raw());
-    wait::reap(slow.as_raw());
+    process::reap(slow.as_raw());
     assert_eq!(going_on.join().unwrap(), [0, 0], "it was not killed");
     assert_no_children();
 }
@@ -149,7 +148,7 @@ fn a_sentinel_that_is_lost_is_replaced_at_the_next_start() {
     let supervisor = Supervisor::new(Config { nursery, owns_process: true }).unwrap();
     run(&supervisor, &[&["sleep"]]);
     let [first] = sentinels(&supervisor)[..] else { panic!("there is one") };
-    pidfd::send_signal(elasticrs_testkit::pidfd(first).unwrap(), libc::SIGKILL).unwrap();
+    process::send_signal(elasticrs_testkit::pidfd(first).unwrap(), libc::SIGKILL).unwrap();
     wait_for_end(first);
     supervisor.stop(TERM).unwrap();
     while !matches!(event(&supervisor), Event::GroupEnded { .. }) {}

@@ -14,10 +14,9 @@ use common::image;
 use elasticrs_core::spec::{Descendants, StopPolicy};
 use elasticrs_core::supervisor::{Config, Event, NurseryExit, Outcome, StartFailure, Supervisor, SupervisorError};
 use elasticrs_nursery::spec::{PassedFd, ProcessSpec};
-use elasticrs_sys::exit::WorkerExit;
+use elasticrs_sys::process::{Waited, WorkerExit, any_child};
 use elasticrs_sys::signal::Signal;
 use elasticrs_sys::stage::Stage;
-use elasticrs_sys::wait::{Waited, any_child};
 use elasticrs_testkit::nursery::{c_string, pipe, process, worker};
 use elasticrs_testkit::{assert_no_children, wait_for_state, wait_until, worker_program};
 
@@ -46,7 +45,7 @@ fn outcome(end: &Event) -> Outcome {
 
 fn kill(pid: i32, signal: i32) {
     let pidfd = elasticrs_testkit::pidfd(pid).expect("it lives");
-    elasticrs_sys::pidfd::send_signal(pidfd, signal).unwrap();
+    elasticrs_sys::process::send_signal(pidfd, signal).unwrap();
 }
 
 #[test]
@@ -264,7 +263,7 @@ fn a_worker_held_by_a_tracer_is_reported_with_its_exit_status() {
         let Event::GroupEnded { outcome, nursery: None, ref swept, .. } = end else { panic!("{end:?}") };
         assert_eq!((outcome, &swept.held[..]), (expected, &pids[..]));
         supervisor.close(false).unwrap();
-        elasticrs_sys::wait::reap(pids[0]);
+        elasticrs_sys::process::reap(pids[0]);
         close(supervisor);
     }
 }

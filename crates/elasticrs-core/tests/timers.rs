@@ -18,7 +18,7 @@ use elasticrs_core::supervisor::queue::Next;
 use elasticrs_core::supervisor::{Config, Event, Outcome, Supervisor, SupervisorError, TimerExpired};
 use elasticrs_nursery::spec::ProcessSpec;
 use elasticrs_sys::clock::Stamp;
-use elasticrs_sys::exit::WorkerExit;
+use elasticrs_sys::process::WorkerExit;
 use elasticrs_sys::signal::Signal;
 use elasticrs_testkit::nursery::{Lines, pipe, process, with_stdout, worker};
 use elasticrs_testkit::{assert_no_children, is_running, wait_until};

@@ -10,7 +10,7 @@ use common::groups::{HANG, KILL, TERM, close, event, group, telling_group, warm,
 use common::image;
 use elasticrs_core::supervisor::{Config, Event, NurseryExit, Outcome, StartFailure, Supervisor};
 use elasticrs_nursery::spec::PassedFd;
-use elasticrs_sys::exit::WorkerExit;
+use elasticrs_sys::process::WorkerExit;
 use elasticrs_sys::stage::Stage;
 use elasticrs_testkit::nursery::{c_string, worker};
 use elasticrs_testkit::{wait_for_end, wait_until};
@@ -227,7 +227,7 @@ fn a_lost_warm_nursery_is_replaced_for_the_next_warm_group() {
     supervisor.start(warm(group(vec![worker(&["sleep"])]))).unwrap();
     let pids = started(&supervisor);
     let nursery = elasticrs_testkit::pidfd(supervisor.nursery_pid().unwrap()).unwrap();
-    elasticrs_sys::pidfd::send_signal(nursery, libc::SIGKILL).unwrap();
+    elasticrs_sys::process::send_signal(nursery, libc::SIGKILL).unwrap();
     assert_eq!(outcome(&supervisor), Outcome::Lost);
     pids.into_iter().for_each(wait_for_end);
     supervisor.start(warm(group(vec![worker(&["exit", "0"])]))).unwrap();

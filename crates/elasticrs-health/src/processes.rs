@@ -1,6 +1,6 @@
 //! Resource usage of a worker, read from `/proc` on request.
 
-use elasticrs_sys::stat::{START_TIME, Stat};
+use elasticrs_sys::procfs::{START_TIME, Stat};
 use nix::unistd::{SysconfVar, sysconf};
 
 /// Resource usage of one process, without its children.

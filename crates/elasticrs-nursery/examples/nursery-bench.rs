@@ -11,7 +11,7 @@ use elasticrs_nursery::launch::{Interrupt, Launched, NurseryImage, launch};
 use elasticrs_nursery::protocol::{Reply, Request, SweepLimits};
 use elasticrs_nursery::spec::{PassedFd, ProcessSpec};
 use elasticrs_sys::clock::boot_now;
-use elasticrs_sys::{pidfd, wait};
+use elasticrs_sys::process;
 use elasticrs_testkit::nursery::c_string;
 use elasticrs_testkit::{wait_for_end, wait_readable, worker_program};
 
@@ -38,7 +38,7 @@ fn end(nursery: Launched) {
     let (pid, pidfd) = (nursery.pid, nursery.pidfd);
     drop(nursery.link);
     wait_readable(pidfd, "the end of the nursery");
-    wait::reap(pid);
+    process::reap(pid);
 }
 
 /// Starts workers that write READY to a pipe, after the pid of their daemon if they have one. Returns all pids.
@@ -154,12 +154,12 @@ fn main() -> Result<()> {
         let pids = spawn(&mut nursery, 8, "daemonise")?;
         let pidfds: Vec<_> = pids.iter().filter_map(|&pid| elasticrs_testkit::pidfd(pid)).collect();
         let begin = Instant::now();
-        pidfd::send_signal(&nursery.pidfd, libc::SIGKILL)?;
+        process::send_signal(&nursery.pidfd, libc::SIGKILL)?;
         for pidfd in &pidfds[..8] {
             wait_readable(pidfd, "a worker");
         }
         killed.push(begin.elapsed());
-        wait::reap(nursery.pid);
+        process::reap(nursery.pid);
         elasticrs_nursery::sweep::sweep_children_of_self(&[], &pids[..8], Duration::from_secs(10));
         closed.push(begin.elapsed());
     }
@@ -179,7 +179,7 @@ fn main() -> Result<()> {
         }
         figures.push(begin.elapsed());
         wait_for_end(pid);
-        wait::reap(pid);
+        process::reap(pid);
     }
     report("link lost to 8 workers and 8 daemons gone", figures)?;
     fenced(image, rounds)

@@ -5,9 +5,8 @@
 use std::fs;
 use std::time::Duration;
 
-use elasticrs_sys::exit::WorkerExit;
-use elasticrs_sys::procfs;
-use elasticrs_sys::stat::Stat;
+use elasticrs_sys::process::WorkerExit;
+use elasticrs_sys::procfs::{self, Stat};
 
 use super::tree::{Status, has_died};
 

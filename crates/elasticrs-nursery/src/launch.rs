@@ -13,17 +13,16 @@ use elasticrs_sys::signal::Signal;
 pub use elasticrs_sys::spawn::Interrupt;
 use elasticrs_sys::spawn::{self, Child, Command, Failure, Program, Stack, Standard};
 use elasticrs_sys::stage::Stage;
-use elasticrs_sys::{fds, pidfd, wait};
+use elasticrs_sys::{fds, process};
 use nix::errno::Errno;
 use nix::fcntl::OFlag;
 
-use super::NAME;
 use super::link::AgentLink;
 use super::protocol::FIXED_FDS;
-use super::report;
 use super::server::command;
 use super::start::{Start, given_descriptor_limit};
 use super::token::Token;
+use super::{NAME, report};
 use crate::spec::ProcessSpec;
 
 /// Program that a nursery runs.
@@ -196,7 +195,7 @@ fn launch_as(
     let (ours, theirs) = UnixStream::pair()?;
     let link = AgentLink::new(ours)?;
     let (stages, stages_end) = nix::unistd::pipe2(OFlag::O_CLOEXEC | OFlag::O_NONBLOCK)?;
-    let agent = pidfd::open(nix::unistd::getpid().as_raw())?;
+    let agent = process::open_pidfd(nix::unistd::getpid().as_raw())?;
     let [socket_number, agent_number, stages_number] = FIXED_FDS;
     let passed = [(theirs.as_fd(), socket_number), (agent.as_fd(), agent_number), (stages_end.as_fd(), stages_number)];
     let text = start.to_string();
@@ -273,8 +272,8 @@ fn spawn_unless(interrupt: &Interrupt, command: &Command<'_>, stack: &mut Stack)
 /// Kills and reaps a child.
 fn end(pid: i32, pidfd: &OwnedFd) {
     // Ignore the only possible error, ESRCH. It means that the child has already exited.
-    let _ = pidfd::send_signal(pidfd, libc::SIGKILL);
-    wait::reap(pid);
+    let _ = process::send_signal(pidfd, libc::SIGKILL);
+    process::reap(pid);
 }
 
 fn warm_command<'fd>(

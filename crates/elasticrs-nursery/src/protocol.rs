@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 use elasticrs_sys::clock::Stamp;
-use elasticrs_sys::exit::WorkerExit;
+use elasticrs_sys::process::WorkerExit;
 use elasticrs_sys::stage::Stage;
 use serde::{Deserialize, Serialize};
 

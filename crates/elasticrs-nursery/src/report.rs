@@ -6,7 +6,7 @@
 
 use std::os::fd::{AsFd, BorrowedFd};
 
-use elasticrs_sys::exit::WorkerExit;
+use elasticrs_sys::process::WorkerExit;
 use nix::sys::stat::fstat;
 use nix::sys::uio::pread;
 use nix::unistd::write;

@@ -7,7 +7,7 @@
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-use elasticrs_sys::wait::{self, Waited};
+use elasticrs_sys::process::{self, Waited};
 use nix::sys::signal::Signal;
 
 use super::cleaner::{LAST_MOMENT, LONGEST, Patience};
@@ -85,7 +85,7 @@ pub fn sweep_children_of_self(known: &[i32], workers: &[i32], give_up: Duration)
             if !tree::has_died(pid, target.status) {
                 look.kill(pid, &target, ended);
             } else if parent == me {
-                match wait::try_reap(pid) {
+                match process::try_reap(pid) {
                     Waited::Pending => look.held.push(pid),
                     Waited::Changed { .. } | Waited::NoChildren => look.unsure = true,
                 }

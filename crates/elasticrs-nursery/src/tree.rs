@@ -15,9 +15,8 @@ use std::path::{Path, PathBuf};
 use std::thread::Builder;
 
 use elasticrs_sys::features::Features;
-use elasticrs_sys::procfs;
-use elasticrs_sys::stat::{START_TIME, Stat};
-use elasticrs_sys::{pidfd, wait};
+use elasticrs_sys::process;
+use elasticrs_sys::procfs::{self, START_TIME, Stat};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{self, Signal};
@@ -75,7 +74,7 @@ impl Status {
     fn asked(pid: i32, pidfd: Option<&OwnedFd>) -> Option<Self> {
         let (parent, has_ended) = match pidfd {
             Some(pidfd) => (0, poll(&mut [PollFd::new(pidfd.as_fd(), PollFlags::POLLIN)], PollTimeout::ZERO) == Ok(1)),
-            None => (std::process::id().cast_signed(), wait::child_has_ended(pid)?),
+            None => (std::process::id().cast_signed(), process::child_has_ended(pid)?),
         };
         let pid = Some(Pid::from_raw(pid));
         let (group, session) = (getpgid(pid).ok()?.as_raw(), getsid(pid).ok()?.as_raw());
@@ -177,11 +176,11 @@ fn all_by_parent() -> BTreeMap<i32, Vec<i32>> {
 }
 
 fn children_of_ours() -> Vec<i32> {
-    if !wait::has_children() {
+    if !process::has_children() {
         return Vec::new();
     }
     let among =
-        |pids: RangeInclusive<i32>| pids.filter(|pid| wait::child_has_ended(*pid).is_some()).collect::<Vec<_>>();
+        |pids: RangeInclusive<i32>| pids.filter(|pid| process::child_has_ended(*pid).is_some()).collect::<Vec<_>>();
     let newest = newest_pid();
     let found = among(1..=newest);
     // After the highest pid, the kernel starts again with low pids. A child may therefore have a higher pid than the
@@ -226,7 +225,7 @@ impl Target {
     /// process except this process.
     pub fn open(me: i32, listed: Listed) -> Option<Self> {
         let pid = listed.pid;
-        let pidfd = if listed.parent == me { None } else { Some(pidfd::open(pid).ok()?) };
+        let pidfd = if listed.parent == me { None } else { Some(process::open_pidfd(pid).ok()?) };
         let target = Self::behind(pid, pidfd)?;
         let parent = target.status.parent;
         // Compare the current parent with the listed one to detect a reused pid. The parent of a process can change
@@ -236,7 +235,7 @@ impl Target {
 
     /// Opens any process. The caller must check afterwards that it is the intended process.
     pub fn open_any(pid: i32) -> Option<Self> {
-        Self::behind(pid, Some(pidfd::open(pid).ok()?))
+        Self::behind(pid, Some(process::open_pidfd(pid).ok()?))
     }
 
     fn behind(pid: i32, pidfd: Option<OwnedFd>) -> Option<Self> {
@@ -277,7 +276,7 @@ impl Target {
     /// Sends a signal to the process. Does nothing if the process has exited in the meantime.
     pub fn signal(&self, signal: Signal) {
         let sent = match &self.pidfd {
-            Some(pidfd) => pidfd::send_signal(pidfd, signal as i32),
+            Some(pidfd) => process::send_signal(pidfd, signal as i32),
             None => signal::kill(Pid::from_raw(self.pid), signal),
         };
         // Ignore errors, because the process has exited or now belongs to another user (set-user-id). A process that

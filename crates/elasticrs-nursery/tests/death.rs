@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use elasticrs_nursery::sweep::{kill_by_token, sweep_children_of_self};
 use elasticrs_nursery::token::Token;
-use elasticrs_sys::wait;
+use elasticrs_sys::process;
 use elasticrs_testkit::nursery::{Agent, Client, pids, pipe, program};
 use elasticrs_testkit::{is_running, wait_for_end, wait_for_state, worker_program};
 
@@ -102,7 +102,7 @@ fn an_exempt_process_survives_a_sweep_by_the_agent() {
     assert!(outcome.ended.is_empty() && outcome.stuck.is_empty(), "{outcome:?}");
     assert!(is_running(exempt));
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(exempt), nix::sys::signal::Signal::SIGKILL).unwrap();
-    wait::reap(exempt);
+    process::reap(exempt);
 }
 
 #[test]

@@ -7,8 +7,7 @@ use elasticrs_nursery::fence::Fence;
 use elasticrs_nursery::launch::NurseryImage;
 use elasticrs_nursery::protocol::{Reply, Request, SweepLimits};
 use elasticrs_sys::clock::boot_now;
-use elasticrs_sys::exit::WorkerExit;
-use elasticrs_sys::wait;
+use elasticrs_sys::process::{self, WorkerExit};
 use elasticrs_testkit::nursery::{Client, c_string, pids, program, worker};
 use elasticrs_testkit::{wait_for_end, wait_for_state};
 use nix::poll::{PollFd, PollFlags, poll};
@@ -57,7 +56,7 @@ fn an_unfinished_fence_sweep_does_not_kill_workers_of_the_next_group() {
     poll(&mut told, 300_u16).unwrap();
     ptrace::cont(slow, None).unwrap();
     wait_for_end(slow.as_raw());
-    wait::reap(slow.as_raw());
+    process::reap(slow.as_raw());
     let worker = client.spawned().unwrap();
     client.send(&Request::SignalGroup { pid: worker.pid, signal: libc::SIGTERM });
     let ended_by = WorkerExit::Signaled { signal: libc::SIGTERM };

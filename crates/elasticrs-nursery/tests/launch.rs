@@ -7,8 +7,8 @@ use std::path::PathBuf;
 use elasticrs_nursery::launch::{Interrupt, LaunchError, Launched, NurseryImage, launch};
 use elasticrs_nursery::protocol::{PROTOCOL, Reply};
 use elasticrs_nursery::token::Token;
+use elasticrs_sys::process;
 use elasticrs_sys::stage::Stage;
-use elasticrs_sys::wait;
 use elasticrs_testkit::nursery::{Client, image, program};
 use elasticrs_testkit::slow_file::SlowFile;
 use elasticrs_testkit::{assert_no_children, open_fds, wait_readable};
@@ -36,7 +36,7 @@ fn end(nursery: Launched) {
     let (pid, pidfd) = (nursery.pid, nursery.pidfd);
     drop(nursery.link);
     wait_readable(pidfd, "the end of the nursery");
-    assert!(matches!(wait::reap(pid), wait::Waited::Changed { status: 0, .. }));
+    assert!(matches!(process::reap(pid), process::Waited::Changed { status: 0, .. }));
     assert_no_children();
 }
 
@@ -120,7 +120,7 @@ fn descriptors_of_the_agent_do_not_reach_the_nursery() {
     assert!(!open.into_iter().any(|target| target.ends_with("zero")));
     drop(nursery.link);
     wait_readable(&nursery.pidfd, "the end of the nursery");
-    wait::reap(nursery.pid);
+    process::reap(nursery.pid);
     client.sweep(0, 0);
 }
 
@@ -128,7 +128,7 @@ fn descriptors_of_the_agent_do_not_reach_the_nursery() {
 fn the_nursery_ignores_sigterm_and_similar_signals() {
     let mut client = Client::start();
     for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGHUP, libc::SIGQUIT, libc::SIGUSR1, libc::SIGALRM] {
-        elasticrs_sys::pidfd::send_signal(&client.nursery.pidfd, signal).unwrap();
+        elasticrs_sys::process::send_signal(&client.nursery.pidfd, signal).unwrap();
     }
     let (worker, _lines) = client.spawn_ready(&["exit", "0"]);
     client.exit_of(worker.pid);

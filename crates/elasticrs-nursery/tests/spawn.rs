@@ -7,7 +7,7 @@ use std::os::unix::fs::PermissionsExt;
 use elasticrs_nursery::launch::stage_reached;
 use elasticrs_nursery::protocol::{Reply, Request};
 use elasticrs_nursery::spec::PassedFd;
-use elasticrs_sys::exit::WorkerExit;
+use elasticrs_sys::process::WorkerExit;
 use elasticrs_sys::stage::Stage;
 use elasticrs_testkit::nursery::{self, Client, Lines, c_string, pipe, process, with_stdout, worker};
 use elasticrs_testkit::{open_fds, wait_readable};
@@ -45,7 +45,7 @@ fn a_worker_leads_its_own_session_and_has_the_oom_score_of_the_agent() {
 fn the_pidfd_of_a_worker_becomes_readable_when_the_worker_exits() {
     let mut client = Client::start();
     let (worker, _lines) = client.spawn_ready(&["sleep"]);
-    elasticrs_sys::pidfd::send_signal(&worker.pidfd, libc::SIGKILL).unwrap();
+    elasticrs_sys::process::send_signal(&worker.pidfd, libc::SIGKILL).unwrap();
     wait_readable(worker.pidfd.as_fd(), "the end of the worker");
     assert_eq!(client.exit_of(worker.pid), WorkerExit::Signaled { signal: 9 });
 }
@@ -218,8 +218,8 @@ fn a_start_that_hangs_reports_its_stage_and_dies_with_the_nursery() {
     client.kill();
     // The blocked child was killed when its parent died. This process adopts it as the next subreaper.
     elasticrs_testkit::wait_for_end(blocked);
-    let reaped = elasticrs_sys::wait::reap(blocked);
-    let elasticrs_sys::wait::Waited::Changed { status, .. } = reaped else { panic!("{reaped:?}") };
+    let reaped = elasticrs_sys::process::reap(blocked);
+    let elasticrs_sys::process::Waited::Changed { status, .. } = reaped else { panic!("{reaped:?}") };
     assert_eq!(WorkerExit::from_wait_status(status), Some(WorkerExit::Signaled { signal: 9 }));
 }
 

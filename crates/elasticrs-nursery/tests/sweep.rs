@@ -2,9 +2,9 @@
 
 use elasticrs_nursery::protocol::{Reply, Request};
 use elasticrs_nursery::spec::PassedFd;
-use elasticrs_sys::exit::WorkerExit;
-use elasticrs_sys::stat::Stat;
-use elasticrs_sys::{pidfd, wait};
+use elasticrs_sys::process;
+use elasticrs_sys::process::WorkerExit;
+use elasticrs_sys::procfs::Stat;
 use elasticrs_testkit::nursery::{Client, Lines, pids, pipe, process, with_stdout};
 use elasticrs_testkit::{is_running, wait_for_end, wait_readable};
 use nix::sys::ptrace;
@@ -82,7 +82,7 @@ fn a_process_held_by_a_tracer_is_reported_in_each_sweep() {
     }
     client.exit_of(worker.pid);
     // The kernel reports the exit first to this process, because it is the tracer, and then to the nursery.
-    wait::reap(traced.as_raw());
+    process::reap(traced.as_raw());
     let swept = client.sweep(0, 0);
     assert!(swept.held.is_empty() && swept.stuck.is_empty(), "{swept:?}");
 }
@@ -93,7 +93,7 @@ fn a_sweep_ends_stopped_processes_with_sigterm() {
     let (worker, lines) = client.spawn_ready(&["daemonise"]);
     let grandchild: i32 = lines.said[0].parse().unwrap();
     for pid in [worker.pid, grandchild] {
-        pidfd::send_signal(elasticrs_testkit::pidfd(pid).unwrap(), libc::SIGSTOP).unwrap();
+        process::send_signal(elasticrs_testkit::pidfd(pid).unwrap(), libc::SIGSTOP).unwrap();
     }
     // SIGTERM also ends stopped processes, because the nursery sends SIGCONT after it.
     let swept = client.sweep(0, 60_000);
@@ -136,7 +136,7 @@ fn an_exempt_process_is_spared() {
     // A second sweep finds the same process, although the worker's session no longer exists.
     assert_eq!(client.sweep(0, 0).spared.len(), 1);
     let pidfd = elasticrs_testkit::pidfd(exempt).unwrap();
-    pidfd::send_signal(&pidfd, libc::SIGKILL).unwrap();
+    process::send_signal(&pidfd, libc::SIGKILL).unwrap();
     wait_readable(pidfd, "the end of the exempt process");
     assert!(client.sweep(0, 0).spared.is_empty());
 }
@@ -214,9 +214,9 @@ fn descendants_keep_running_after_a_leave_request() {
     assert_eq!(client.reap(), 0);
     assert!(is_running(grandchild));
     // This process has adopted the grandchild, because it is the next subreaper.
-    pidfd::send_signal(elasticrs_testkit::pidfd(grandchild).unwrap(), libc::SIGKILL).unwrap();
+    process::send_signal(elasticrs_testkit::pidfd(grandchild).unwrap(), libc::SIGKILL).unwrap();
     wait_for_end(grandchild);
-    elasticrs_sys::wait::reap(grandchild);
+    elasticrs_sys::process::reap(grandchild);
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::ffi::OsString;
 use elasticrs_core::supervisor::{self, Event, KillReason, StartFailure};
 use elasticrs_nursery::protocol;
 use elasticrs_runtime::readings;
-use elasticrs_sys::exit::WorkerExit;
+use elasticrs_sys::process::WorkerExit;
 use pyo3::prelude::*;
 
 use crate::error::SupervisorError;

@@ -8,7 +8,7 @@ use nix::errno::Errno;
 use nix::sys::prctl;
 use nix::sys::wait::{Id, WaitPidFlag, waitid};
 
-use super::pidfd;
+use super::process;
 
 /// Kernel features that the oldest supported kernel does not have. Each has a fallback.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,7 +26,7 @@ impl Features {
     pub fn get() -> Self {
         static FEATURES: OnceLock<Features> = OnceLock::new();
         *FEATURES.get_or_init(|| Self {
-            pidfd_group_signal: pidfd::has_group_signal(),
+            pidfd_group_signal: process::has_group_signal(),
             proc_children: Path::new("/proc/thread-self/children").exists(),
         })
     }
@@ -49,7 +49,7 @@ pub struct UnsupportedKernel {
 pub fn check_floor() -> Result<(), UnsupportedKernel> {
     prctl::get_child_subreaper()
         .map_err(|source| UnsupportedKernel { call: "prctl(PR_GET_CHILD_SUBREAPER)", source })?;
-    let me = pidfd::open(nix::unistd::getpid().as_raw())
+    let me = process::open_pidfd(nix::unistd::getpid().as_raw())
         .map_err(|source| UnsupportedKernel { call: "pidfd_open", source })?;
     match waitid(Id::PIDFd(std::os::fd::AsFd::as_fd(&me)), WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG) {
         // Expect ECHILD, because no process is its own child. A kernel whose `waitid` does not support pidfds returns

@@ -10,9 +10,9 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::{ForkResult, Pid};
 
+use super::process;
 use super::spawn::{self, Child, Command, Failure};
 use super::stage::Stage;
-use super::{pidfd, wait};
 
 /// Function that forks this single-threaded process. It also runs the fork handlers of the language runtime and
 /// its libraries, and returns the result of `fork`.
@@ -121,7 +121,7 @@ impl Settling {
                 Err(_) => break,
             }
         }
-        wait::reap(self.child.pid);
+        process::reap(self.child.pid);
         let Some([stage, descriptor, errno @ ..]) = failure else {
             // The child exited without a report, for example in a library's fork handler. Do not report its exit code,
             // because a code of 0 would look like a successful worker.
@@ -151,7 +151,7 @@ impl Settling {
             }
             is_needed = false;
             // Ignore the only possible error, ESRCH: it means that the child has exited, which the next poll notices.
-            let _ = pidfd::send_signal(&self.child.pidfd, libc::SIGKILL);
+            let _ = process::send_signal(&self.child.pidfd, libc::SIGKILL);
         }
     }
 }
@@ -168,10 +168,10 @@ pub fn fork(forker: &mut Forker) -> Result<Forked, Failure> {
         drop(told);
         return Ok(Forked::Child(Outlet(outlet)));
     }
-    let pidfd = pidfd::open(pid).map_err(|errno| {
+    let pidfd = process::open_pidfd(pid).map_err(|errno| {
         // The pid still belongs to the child, because only this process can reap the child.
         let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
-        wait::reap(pid);
+        process::reap(pid);
         failed(errno)
     })?;
     Ok(Forked::Parent(Settling { child: Child { pid, pidfd }, told: File::from(told) }))

@@ -11,25 +11,47 @@
 //! | --- | --- |
 //! | [`spawn`], [`fork`] | start processes: from a program, as a helper, as a fork |
 //! | [`stage`], [`shown`] | a new process: the stage of its start, its arguments and environment in `/proc` |
-//! | [`wait`], [`exit`], [`pidfd`] | reap and signal processes; how they exited |
+//! | [`process`] | reap and signal processes; how they exited |
 //! | [`signal`], [`stop`] | numbers, names and dispositions of signals; a process that stops itself |
-//! | [`procfs`], [`stat`] | read `/proc` |
-//! | [`fds`], [`socket`], [`poll`] | file descriptors: take over, duplicate, pass on, wait for |
-//! | [`page`], [`collapse`] | memory: shared with other processes, in huge pages |
-//! | [`resources`] | memory, priority and limits of processes |
+//! | [`procfs`] | read `/proc` |
+//! | [`fds`], [`socket`] | file descriptors: take over, duplicate, pass on, wait for |
+//! | [`page`] | memory that is shared with other processes |
+//! | [`resources`] | memory (heap, huge pages), priority and limits of processes |
 //! | [`clock`] | the kernel's clocks, and timers on them |
 //! | [`named_enum`] | enums whose variants have names |
 
+/// Defines an enum with named variants and with the members `ALL`, `name` and `of_name`. The names are used outside of
+/// Rust, for example in Python, in metrics or in messages.
+#[macro_export]
+macro_rules! named_enum {
+    ($(#[$meta:meta])* pub enum $name:ident { $($(#[$doc:meta])* $variant:ident = $text:literal,)+ }) => {
+        $(#[$meta])*
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+        pub enum $name { $($(#[$doc])* $variant,)+ }
+
+        impl $name {
+            /// All variants, in the order of their declaration.
+            pub const ALL: [Self; [$($name::$variant),+].len()] = [$(Self::$variant),+];
+
+            /// Returns the name of this variant.
+            pub fn name(self) -> &'static str {
+                match self { $(Self::$variant => $text),+ }
+            }
+
+            /// Returns the variant with this name. `None` if no variant has it.
+            pub fn of_name(name: &str) -> Option<Self> {
+                Self::ALL.into_iter().find(|each| each.name() == name)
+            }
+        }
+    };
+}
+
 pub mod clock;
-pub mod collapse;
-pub mod exit;
 pub mod fds;
 pub mod features;
 pub mod fork;
-mod named;
 pub mod page;
-pub mod pidfd;
-pub mod poll;
+pub mod process;
 pub mod procfs;
 pub mod resources;
 pub mod shown;
@@ -37,6 +59,4 @@ pub mod signal;
 pub mod socket;
 pub mod spawn;
 pub mod stage;
-pub mod stat;
 pub mod stop;
-pub mod wait;

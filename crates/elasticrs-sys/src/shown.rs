@@ -7,7 +7,7 @@ use std::num::NonZeroUsize;
 use nix::errno::Errno;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous};
 
-use crate::stat::Stat;
+use crate::procfs::Stat;
 
 /// `struct prctl_mm_map` of linux/prctl.h.
 #[repr(C)]

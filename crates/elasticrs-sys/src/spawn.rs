@@ -17,7 +17,6 @@ use std::io;
 use std::num::NonZeroUsize;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::process::CommandExt;
-use std::process;
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -28,8 +27,8 @@ use nix::sys::prctl;
 use nix::sys::signal::{SigSet, Signal};
 use nix::unistd::{getpid, getppid};
 
+use super::process;
 use super::stage::Stage;
-use super::{pidfd, wait};
 
 const STACK: usize = 256 * 1024;
 const GUARD: usize = 64 * 1024;
@@ -116,7 +115,7 @@ impl Interrupt {
             // SAFETY: `spawn` keeps the descriptor open until it has locked `using` and removed the number.
             let child = unsafe { BorrowedFd::borrow_raw(child) };
             // Ignore the only possible error, ESRCH. It means that the child has already exited.
-            let _ = pidfd::send_signal(child, libc::SIGKILL);
+            let _ = process::send_signal(child, libc::SIGKILL);
         }
     }
 
@@ -251,7 +250,7 @@ pub fn spawn(command: &Command<'_>, stack: &mut Stack) -> Result<Child, Failure>
     match shared.failure {
         None => Ok(Child { pid, pidfd }),
         Some(failure) => {
-            wait::reap(pid);
+            process::reap(pid);
             Err(failure)
         }
     }
@@ -318,7 +317,7 @@ pub(super) fn settle(command: &Command<'_>, parent: i32) -> Result<(), Failure> 
 
 /// Makes the kernel kill the child when this process dies or the thread that starts the child exits. Unblocks all
 /// signals in the child.
-pub fn die_with_thread(command: &mut process::Command) -> &mut process::Command {
+pub fn die_with_thread(command: &mut std::process::Command) -> &mut std::process::Command {
     let parent = getpid();
     let arm = move || {
         prctl::set_pdeathsig(Signal::SIGKILL)?;

@@ -3,8 +3,6 @@
 use nix::errno::Errno;
 use serde::{Deserialize, Serialize};
 
-use crate::named_enum;
-
 named_enum! {
     /// Step of starting a worker. Each step can fail. On the pipe that reports the progress of a start, a step is
     /// represented by its position in this list. The names complete the sentence "could not …".

@@ -12,7 +12,7 @@ use nix::errno::Errno;
 use nix::sys::signal::Signal;
 
 use super::spawn::{Stack, set_signal_mask};
-use super::{signal, wait};
+use super::{process, signal};
 
 /// Size of the buffer for `/proc/PID/status`. It is large enough for all lines up to the signal masks.
 const STATUS: usize = 4096;
@@ -39,7 +39,7 @@ pub fn stop_unless_continued() -> nix::Result<()> {
     let pid = Errno::result(unsafe { libc::clone(child_main, stack.top(), flags, (&raw mut shared).cast()) });
     // This process stays stopped here until it is continued.
     set_signal_mask(before);
-    wait::reap(pid?);
+    process::reap(pid?);
     Ok(())
 }
 

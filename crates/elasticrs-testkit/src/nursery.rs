@@ -13,9 +13,8 @@ use std::time::Duration;
 use elasticrs_nursery::launch::{Interrupt, Launched, NurseryImage, launch};
 use elasticrs_nursery::protocol::{Descendant, PROTOCOL, Reply, Request, SweepLimits, SweepOutcome};
 use elasticrs_nursery::spec::{PassedFd, ProcessSpec};
-use elasticrs_sys::exit::WorkerExit;
+use elasticrs_sys::process::{self, WorkerExit};
 use elasticrs_sys::stage::Stage;
-use elasticrs_sys::wait;
 use nix::sys::ptrace;
 use nix::unistd::Pid;
 
@@ -178,7 +177,7 @@ impl Client {
 
     /// Kills the nursery and reaps it.
     pub fn kill(&mut self) {
-        elasticrs_sys::pidfd::send_signal(&self.nursery.pidfd, libc::SIGKILL).unwrap();
+        elasticrs_sys::process::send_signal(&self.nursery.pidfd, libc::SIGKILL).unwrap();
         self.reap();
     }
 
@@ -186,7 +185,9 @@ impl Client {
     pub fn reap(&mut self) -> i32 {
         wait_readable(&self.nursery.pidfd, "the end of the nursery");
         self.reaped = true;
-        let wait::Waited::Changed { status, .. } = wait::reap(self.nursery.pid) else { panic!("it is our child") };
+        let process::Waited::Changed { status, .. } = process::reap(self.nursery.pid) else {
+            panic!("it is our child")
+        };
         status
     }
 }
@@ -235,7 +236,7 @@ impl Agent {
         self.process.kill().unwrap();
         self.process.wait().unwrap();
         wait_for_end(self.tree.nursery);
-        assert!(matches!(wait::reap(self.tree.nursery), wait::Waited::Changed { status: 0, .. }));
+        assert!(matches!(process::reap(self.tree.nursery), process::Waited::Changed { status: 0, .. }));
         assert!(!self.tree.below().any(is_running));
         assert_no_children();
         assert_eq!(self.lines.rest(), Vec::<String>::new(), "nobody holds the pipe");

@@ -7,8 +7,8 @@ use elasticrs_nursery::launch::LaunchError;
 pub use elasticrs_nursery::protocol::SweepOutcome;
 use elasticrs_runtime::readings::{Dest, Heartbeat};
 use elasticrs_sys::clock::Stamp;
-use elasticrs_sys::exit::WorkerExit;
 use elasticrs_sys::named_enum;
+use elasticrs_sys::process::WorkerExit;
 use elasticrs_sys::signal::Signal;
 use elasticrs_sys::stage::Stage;
 

@@ -33,10 +33,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use elasticrs_nursery::tree::{Status, descendants, threads};
-use elasticrs_sys::pidfd;
-use elasticrs_sys::procfs;
+use elasticrs_sys::process;
+use elasticrs_sys::procfs::{self, Stat};
 use elasticrs_sys::spawn::die_with_thread;
-use elasticrs_sys::stat::Stat;
 use memchr::memmem;
 use serde::Deserialize;
 
@@ -345,7 +344,7 @@ impl Examination {
 /// Returns the first process that has a handler for the signal, searching the worker and then its descendants.
 fn target_of(pid: i32) -> Option<(i32, OwnedFd)> {
     let below = descendants(pid, &[]).map(|listed| listed.pid).take(MAX_DESCENDANTS);
-    let open = |pid| pidfd::open(pid).ok().map(|pidfd| (pid, pidfd));
+    let open = |pid| process::open_pidfd(pid).ok().map(|pidfd| (pid, pidfd));
     // Open the pidfd before reading `/proc`. Otherwise, the pid could be reused by another process between the two
     // steps.
     std::iter::once(pid).chain(below).filter_map(open).find(|(pid, _)| has_handler(*pid))
@@ -373,7 +372,7 @@ fn can_answer(pid: i32) -> bool {
 fn ask(pidfd: &OwnedFd, stacks: &Path) -> io::Result<StackFile> {
     let file = open(File::options().read(true), stacks)?;
     let start = file.metadata()?.len();
-    pidfd::send_signal(pidfd, stack_signal())?;
+    process::send_signal(pidfd, stack_signal())?;
     Ok(StackFile { file, start, length: start, grew: Instant::now() })
 }
 
@@ -584,7 +583,7 @@ mod tests {
             let files = EvidenceFiles { stacks: fifo.clone(), report };
             let found = gather(subject(own_pid(), &files), None, &GatheringLimit::until(Instant::now() + LIMIT));
             assert!(found.problem.is_some(), "EVI-3");
-            assert!(ask(&pidfd::open(1).unwrap(), &fifo).is_err());
+            assert!(ask(&process::open_pidfd(1).unwrap(), &fifo).is_err());
         }
         assert_eq!(fs::read(folder.path().join("precious")).unwrap(), b"precious");
     }

@@ -11,8 +11,7 @@ use std::time::{Duration, Instant};
 
 use elasticrs_nursery::tree::{descendants, threads};
 use elasticrs_sys::clock::nanoseconds;
-use elasticrs_sys::procfs;
-use elasticrs_sys::stat::Stat;
+use elasticrs_sys::procfs::{self, Stat};
 
 /// Time limit for one sample. Reading `/proc/PID/io` blocks while the process is inside `exec`, which may hang if the
 /// program is on a dead network file system.

@@ -14,7 +14,7 @@ use elasticrs_nursery::spec::ProcessSpec;
 use elasticrs_runtime::readings::Heartbeat;
 use elasticrs_runtime::runtime::{self, Spawn, Task};
 use elasticrs_runtime::{lock, threads};
-use elasticrs_sys::pidfd;
+use elasticrs_sys::process;
 use elasticrs_sys::signal::Signal;
 use nix::errno::Errno;
 use tokio::sync::mpsc::{UnboundedSender, WeakUnboundedSender, unbounded_channel};
@@ -172,7 +172,7 @@ impl Supervisor {
         status: Option<OwnedFd>,
         page: Option<OwnedFd>,
     ) -> Result<(), SupervisorError> {
-        let pidfd = pidfd::open(pid).map_err(|errno| SupervisorError::Adopt { pid, source: errno.into() })?;
+        let pidfd = process::open_pidfd(pid).map_err(|errno| SupervisorError::Adopt { pid, source: errno.into() })?;
         let adopted = Adopted { local_rank, pid, pidfd, status, page };
         self.ask(|reply| Command::Adopt(adopted, reply))?
     }

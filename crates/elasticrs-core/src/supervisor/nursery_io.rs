@@ -16,12 +16,9 @@ use elasticrs_nursery::report::ImportFailure;
 use elasticrs_nursery::sweep::kill_by_token;
 use elasticrs_nursery::token::Token;
 use elasticrs_runtime::readiness::{Registered, register};
-use elasticrs_sys::exit::WorkerExit;
-use elasticrs_sys::pidfd;
-use elasticrs_sys::procfs;
+use elasticrs_sys::process::{self, WorkerExit};
+use elasticrs_sys::procfs::{self, Stat};
 use elasticrs_sys::stage::Stage;
-use elasticrs_sys::stat::Stat;
-use elasticrs_sys::wait;
 use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{Id, WaitPidFlag, waitid};
 use nix::unistd::Pid;
@@ -114,7 +111,7 @@ impl Nursery {
                 // Use the pids, because the pidfds are already closed. The pids are still valid, because the processes
                 // have not been reaped.
                 let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
-                tokio::task::spawn_blocking(move || wait::reap(pid));
+                tokio::task::spawn_blocking(move || process::reap(pid));
             }
         })
     }
@@ -214,13 +211,13 @@ impl Nursery {
     pub(super) fn resume(&self) {
         // Ignore the only possible error, ESRCH. It means that the nursery has exited, and the exit is about to be
         // reported.
-        let _ = pidfd::send_signal(self.pidfd.get_ref(), libc::SIGCONT);
+        let _ = process::send_signal(self.pidfd.get_ref(), libc::SIGCONT);
     }
 
     pub(super) fn kill(&mut self) {
         self.ending.get_or_insert_with(Instant::now);
         // Ignore the only possible error, ESRCH. It means that the nursery has already exited.
-        let _ = pidfd::send_signal(self.pidfd.get_ref(), libc::SIGKILL);
+        let _ = process::send_signal(self.pidfd.get_ref(), libc::SIGKILL);
     }
 
     /// Kills a nursery that does not respond. Its exit is then handled like that of any other nursery.
@@ -338,9 +335,9 @@ impl Nursery {
         drop(link);
         // Send SIGCONT, because a nursery that a user has paused with SIGSTOP cannot exit. Ignore the only possible
         // error, ESRCH. It means that the nursery has already exited.
-        let _ = pidfd::send_signal(pidfd.get_ref(), libc::SIGCONT);
+        let _ = process::send_signal(pidfd.get_ref(), libc::SIGCONT);
         if tokio::time::timeout(limit, pidfd.readable()).await.is_err() {
-            let _ = pidfd::send_signal(pidfd.get_ref(), libc::SIGKILL);
+            let _ = process::send_signal(pidfd.get_ref(), libc::SIGKILL);
             if tokio::time::timeout(DEATH_LIMIT, pidfd.readable()).await.is_err() {
                 return None;
             }
@@ -423,6 +420,6 @@ mod tests {
         setrlimit(Resource::RLIMIT_NOFILE, soft, hard).unwrap();
         drop(fillers);
         assert!(matches!(refused, Err(LaunchError::Prepare(_))));
-        wait_until("the end of both", || !wait::has_children());
+        wait_until("the end of both", || !process::has_children());
     }
 }

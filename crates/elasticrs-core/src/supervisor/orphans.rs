@@ -8,8 +8,8 @@ use std::collections::BTreeSet;
 use std::process;
 
 use elasticrs_nursery::tree::children_of_self;
-use elasticrs_sys::stat::{START_TIME, Stat};
-use elasticrs_sys::wait::child_has_ended;
+use elasticrs_sys::process::child_has_ended;
+use elasticrs_sys::procfs::{START_TIME, Stat};
 use nix::sys::wait::{Id, WaitPidFlag, waitid};
 use nix::unistd::{Pid, getsid};
 

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use elasticrs_runtime::lock;
 use elasticrs_runtime::wake::Wake;
-use elasticrs_sys::poll::{Polled, poll_readable};
+use elasticrs_sys::fds::{Polled, poll_readable};
 
 use super::event::Event;
 

@@ -170,11 +170,11 @@ impl Starting {
 pub(super) mod tests {
     use std::time::Duration;
 
+    use elasticrs_sys::process::{self, WorkerExit};
+    use elasticrs_sys::signal::Signal;
+
     use super::*;
     use crate::spec::{Descendants, StopScope};
-    use elasticrs_sys::exit::WorkerExit;
-    use elasticrs_sys::pidfd;
-    use elasticrs_sys::signal::Signal;
 
     const TERM: StopPolicy = StopPolicy { signal: Signal::TERM, grace: Duration::ZERO };
 
@@ -228,7 +228,7 @@ pub(super) mod tests {
         let mut starting = Starting::new(&group(false));
         starting.stop(TERM);
         starting.early(Input::Continued { pid: own });
-        starting.spawned(0, own, pidfd::open(own).ok());
+        starting.spawned(0, own, process::open_pidfd(own).ok());
         assert!(starting.all_answered());
         let (group, workers, early) = starting.into_group();
         assert_eq!((group.living().collect::<Vec<_>>(), workers.len()), (vec![own], 1));

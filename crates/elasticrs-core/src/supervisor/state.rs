@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use elasticrs_nursery::protocol::{Savers, SweepLimits};
 use elasticrs_sys::clock::Stamp;
-use elasticrs_sys::exit::WorkerExit;
+use elasticrs_sys::process::WorkerExit;
 use elasticrs_sys::signal::Signal;
 
 use self::hangs::PendingAction;

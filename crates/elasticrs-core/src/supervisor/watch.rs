@@ -9,7 +9,7 @@ use elasticrs_nursery::sweep;
 use elasticrs_nursery::token::Token;
 use elasticrs_runtime::readiness::register;
 use elasticrs_sys::clock::Stamp;
-use elasticrs_sys::exit::WorkerExit;
+use elasticrs_sys::process::WorkerExit;
 use elasticrs_sys::procfs;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::wait::{Id, WaitPidFlag, waitid};

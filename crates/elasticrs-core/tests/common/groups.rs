@@ -10,7 +10,7 @@ use elasticrs_core::supervisor::queue::Next;
 use elasticrs_core::supervisor::{Config, Event, Supervisor};
 use elasticrs_nursery::launch::{NurseryImage, Warm};
 use elasticrs_nursery::spec::{PassedFd, ProcessSpec};
-use elasticrs_sys::exit::WorkerExit;
+use elasticrs_sys::process::WorkerExit;
 use elasticrs_sys::signal::Signal;
 use elasticrs_testkit::assert_no_children;
 use elasticrs_testkit::nursery::{Lines, c_string, pipe, process, worker};
@@ -33,7 +33,7 @@ pub fn warm(mut group: GroupSpec) -> GroupSpec {
 
 /// Kills a running process.
 pub fn kill(pid: i32) {
-    elasticrs_sys::pidfd::send_signal(elasticrs_testkit::pidfd(pid).unwrap(), libc::SIGKILL).unwrap();
+    elasticrs_sys::process::send_signal(elasticrs_testkit::pidfd(pid).unwrap(), libc::SIGKILL).unwrap();
 }
 
 pub fn supervisor() -> Supervisor {

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use elasticrs_sys::collapse;
+use elasticrs_sys::resources;
 
 use super::NurseryServer;
 
@@ -32,7 +32,7 @@ impl NurseryServer {
     /// after the first fork, because the move would delay that fork.
     pub(super) fn begin_compaction(&mut self) {
         if matches!(self.compaction, Compaction::Later) {
-            self.compaction = Compaction::Now(collapse::places());
+            self.compaction = Compaction::Now(resources::huge_page_places());
         }
     }
 
@@ -40,7 +40,7 @@ impl NurseryServer {
         let Compaction::Now(places) = &mut self.compaction else { return };
         match places.pop() {
             // Ignore errors: if huge pages are unsupported or currently unavailable, the memory stays in small pages.
-            Some(place) => drop(collapse::collapse(place)),
+            Some(place) => drop(resources::collapse(place)),
             None => self.compaction = Compaction::Done,
         }
     }

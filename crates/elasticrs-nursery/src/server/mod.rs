@@ -16,10 +16,9 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use elasticrs_sys::clock::Stamp;
-use elasticrs_sys::exit::WorkerExit;
 use elasticrs_sys::fork::Forker;
+use elasticrs_sys::process::{self, Waited, WorkerExit};
 use elasticrs_sys::spawn::Stack;
-use elasticrs_sys::wait::{self, Waited};
 use elasticrs_sys::{fds, resources, signal};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, ppoll};
@@ -35,15 +34,14 @@ pub use self::spawn::Worker;
 pub(crate) use self::spawn::command;
 use self::spawn::{Begun, Unsettled};
 use self::sweep::{Sweep, Verdict};
-use super::NAME;
 use super::activity::Activity;
-use super::cleaner;
 use super::connections::Connections;
 use super::fence::Fence;
 use super::link::NurseryLink;
 use super::protocol::{FIXED_FDS, PROTOCOL, Reply, Request, SweepLimits, SweepOutcome};
 use super::start::Start;
 use super::tree::Signalled;
+use super::{NAME, cleaner};
 
 /// Time limit for killing all processes after the agent has died or its lease has expired.
 ///
@@ -278,14 +276,14 @@ impl NurseryServer {
     fn reap(&mut self) -> bool {
         let seen = Stamp::now();
         loop {
-            match wait::any_child() {
+            match process::any_child() {
                 Waited::Changed { pid, status } => {
                     let exit = WorkerExit::from_wait_status(status);
                     self.held_by_tracers.remove(&pid);
                     self.given_up.remove(&pid);
                     // A worker that called `PTRACE_TRACEME` is traced by its parent, the nursery. Such a worker stops
                     // at each signal, so detach from the worker.
-                    if exit.is_none() && libc::WIFSTOPPED(status) && wait::release(pid, libc::WSTOPSIG(status)) {
+                    if exit.is_none() && libc::WIFSTOPPED(status) && process::release(pid, libc::WSTOPSIG(status)) {
                         continue;
                     }
                     let is_worker =

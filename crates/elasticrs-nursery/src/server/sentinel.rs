@@ -9,7 +9,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use elasticrs_sys::pidfd;
+use elasticrs_sys::process;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::{LAST_SWEEP, NurseryServer};
@@ -117,7 +117,7 @@ impl Sentinel {
             let _ = fence.look();
             // Kill the nursery before the worker that it is starting, because it would otherwise report the worker's
             // exit. Ignore an error, because it means that the nursery is already dead.
-            let _ = pidfd::send_signal(&nursery.pidfd, libc::SIGKILL);
+            let _ = process::send_signal(&nursery.pidfd, libc::SIGKILL);
         }
         hangs
     }
@@ -133,7 +133,7 @@ impl Guarded {
     /// that, hangs, or does not watch its agent.
     fn ends_by_itself(self) -> bool {
         // Resume the nursery in case it was stopped. The only possible error is ESRCH.
-        let _ = pidfd::send_signal(&self.pidfd, libc::SIGCONT);
+        let _ = process::send_signal(&self.pidfd, libc::SIGCONT);
         let give_up = Instant::now() + HOPELESS;
         let mut before = None;
         while Instant::now() < give_up {

@@ -24,7 +24,7 @@ use std::time::Duration;
 use elasticrs_runtime::door::{Purpose, share};
 use elasticrs_runtime::runtime::Task;
 use elasticrs_runtime::stream;
-use elasticrs_sys::stat::Stat;
+use elasticrs_sys::procfs::Stat;
 use tokio::io::copy_bidirectional;
 use tokio::net::TcpStream;
 use tokio::sync::watch;

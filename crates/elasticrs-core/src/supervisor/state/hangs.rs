@@ -8,7 +8,7 @@
 use std::time::Duration;
 
 use elasticrs_sys::clock::{Stamp, nanoseconds};
-use elasticrs_sys::exit::WorkerExit;
+use elasticrs_sys::process::WorkerExit;
 
 use super::member::Member;
 use super::{Effect, Event, Group, Input, Phase, Timer};

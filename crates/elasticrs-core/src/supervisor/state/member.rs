@@ -1,7 +1,7 @@
 //! State of one worker in a group.
 
 use elasticrs_sys::clock::Stamp;
-use elasticrs_sys::exit::WorkerExit;
+use elasticrs_sys::process::WorkerExit;
 use elasticrs_sys::signal::Signal;
 
 use super::Effect;

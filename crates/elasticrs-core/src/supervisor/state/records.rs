@@ -11,7 +11,7 @@
 //! The rest of the state machine cannot tell a held exit from an exit that was noticed a little later.
 
 use elasticrs_sys::clock::Stamp;
-use elasticrs_sys::exit::WorkerExit;
+use elasticrs_sys::process::WorkerExit;
 
 use super::member::Member;
 use super::{Effect, Group, Input, Phase, Timer};

@@ -92,10 +92,11 @@ impl HeldReports {
 
 #[cfg(test)]
 mod tests {
+    use elasticrs_sys::process::WorkerExit;
+
     use super::*;
     use crate::supervisor::event::Event;
     use crate::supervisor::queue::Next;
-    use elasticrs_sys::exit::WorkerExit;
 
     fn held(pid: i32) -> (i32, HeldProcess) {
         (pid, HeldProcess { exit: WorkerExit::Unknown, tracer: 9, told: "a tracer holds it".to_owned() })

@@ -116,17 +116,18 @@ fn give_page(process: &mut ProcessSpec, descriptors: &mut Vec<OwnedFd>) -> io::R
 
 #[cfg(test)]
 mod tests {
+    use elasticrs_sys::process;
+
     use super::*;
     use crate::supervisor::start::tests::policy;
     use crate::supervisor::state::{Group, Input};
-    use elasticrs_sys::pidfd;
 
     #[tokio::test]
     async fn workers_without_a_heartbeat_page_are_ignored() {
         let own = std::process::id().cast_signed();
         let mut group = Group::new(&[own], policy());
         let _ = group.on_input(Input::Adopted { local_rank: 1, pid: 1 });
-        let pidfd = |pid| pidfd::open(pid).expect("it lives");
+        let pidfd = |pid| process::open_pidfd(pid).expect("it lives");
         let mut running = Running::new(group, vec![(own, pidfd(own))]);
         running.adopt(1, pidfd(1), None);
         let page = Arc::new(HeartbeatPage::new(0).expect("there is memory"));

@@ -10,7 +10,7 @@ use elasticrs_nursery::launch::LaunchError;
 use elasticrs_nursery::report::{self, ImportFailure};
 use elasticrs_nursery::token::Token;
 use elasticrs_sys::clock::Stamp;
-use elasticrs_sys::exit::WorkerExit;
+use elasticrs_sys::process::WorkerExit;
 
 use super::check::NurseryAction;
 use super::current::Current;

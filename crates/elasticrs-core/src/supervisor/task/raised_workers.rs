@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use elasticrs_runtime::readiness::register;
 use elasticrs_sys::clock::Stamp;
-use elasticrs_sys::pidfd;
+use elasticrs_sys::process;
 use nix::sys::socket::{
     AddressFamily, ControlMessageOwned, MsgFlags, SockFlag, SockType, UnixAddr, UnixCredentials, bind, getsockname,
     recvmsg, setsockopt, socket, sockopt,
@@ -177,7 +177,7 @@ impl RaisedWorkers {
     pub(super) fn add(&mut self, notice: Notice, running: &Running) -> Option<WorkerRaised> {
         let Notice { pid, recorded, origin, text, .. } = notice;
         let local_rank = self.strangers.worker_of(pid, Instant::now(), |pid| running.worker_of(pid))?;
-        let process = pidfd::open(pid).ok().filter(|process| watch::ended(&[process.as_fd()]) != [true]);
+        let process = process::open_pidfd(pid).ok().filter(|process| watch::ended(&[process.as_fd()]) != [true]);
         // Watch the sender's exit, unless the sender has already exited. Ignore the notice if another process of the
         // same worker is already being watched.
         let limit = match process {

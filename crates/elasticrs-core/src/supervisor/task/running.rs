@@ -7,9 +7,9 @@ use std::sync::Arc;
 use elasticrs_nursery::cleaner;
 use elasticrs_nursery::protocol::Request;
 use elasticrs_nursery::tree::Status;
-use elasticrs_sys::pidfd;
+use elasticrs_sys::process;
+use elasticrs_sys::procfs::Stat;
 use elasticrs_sys::signal::Signal;
-use elasticrs_sys::stat::Stat;
 use nix::unistd::{Pid, getpgid, getsid};
 use tokio::task::JoinSet;
 
@@ -178,9 +178,9 @@ impl Running {
         // set-uid program, is later reported as stuck.
         let _ = match delivery {
             Delivery::GroupByNursery => Ok(()),
-            Delivery::Group => pidfd::send_group_signal(&member.pidfd, signal.number()),
+            Delivery::Group => process::send_group_signal(&member.pidfd, signal.number()),
             Delivery::Member | Delivery::MemberAndRest | Delivery::MemberAndRestByNursery => {
-                pidfd::send_signal(&member.pidfd, signal.number())
+                process::send_signal(&member.pidfd, signal.number())
             }
         };
     }
@@ -233,7 +233,7 @@ mod tests {
 
     fn member(adopted: bool, leads_a_group: bool) -> Member {
         let own = std::process::id().cast_signed();
-        Member { adopted, leads_a_group, ..Member::started(own, pidfd::open(own).expect("this process lives")) }
+        Member { adopted, leads_a_group, ..Member::started(own, process::open_pidfd(own).expect("this process lives")) }
     }
 
     #[test]

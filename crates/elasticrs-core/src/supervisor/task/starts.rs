@@ -9,7 +9,7 @@ use elasticrs_nursery::protocol::Request;
 use elasticrs_nursery::spec::ProcessSpec;
 use elasticrs_nursery::tree::Status;
 use elasticrs_sys::clock::{Stamp, boot_now};
-use elasticrs_sys::pidfd;
+use elasticrs_sys::process;
 use elasticrs_sys::signal::Signal;
 use elasticrs_sys::stage::Stage;
 
@@ -325,7 +325,8 @@ impl Task {
 
 /// Kills a process if it is a child of `parent`. Returns true if SIGKILL was sent.
 fn kill_child(parent: i32, child: i32) -> bool {
-    let Ok(pidfd) = pidfd::open(child) else { return false };
+    let Ok(pidfd) = process::open_pidfd(child) else { return false };
     // Check the parent after opening the pidfd. Otherwise, the pid could be reused between the two steps.
-    Status::of(child).is_some_and(|status| status.parent == parent) && pidfd::send_signal(&pidfd, libc::SIGKILL).is_ok()
+    Status::of(child).is_some_and(|status| status.parent == parent)
+        && process::send_signal(&pidfd, libc::SIGKILL).is_ok()
 }

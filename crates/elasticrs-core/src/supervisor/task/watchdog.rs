@@ -13,9 +13,9 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use elasticrs_runtime::notices::Rate;
 use elasticrs_runtime::readiness::register;
 use elasticrs_sys::clock::Stamp;
-use elasticrs_sys::pidfd;
+use elasticrs_sys::process;
+use elasticrs_sys::procfs::{START_TIME, Stat};
 use elasticrs_sys::signal::Signal;
-use elasticrs_sys::stat::{START_TIME, Stat};
 use nix::errno::Errno;
 use nix::sys::time::TimeSpec;
 use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags};
@@ -187,7 +187,7 @@ impl Watchdog {
         if let Some(bound) = self.bound.get(&pid) {
             // Ignore errors. ESRCH means that the process has exited. After any other error, for example because the
             // process runs a set-uid program, the process keeps running and is reported later.
-            let _ = pidfd::send_signal(&bound.pidfd, signal.number());
+            let _ = process::send_signal(&bound.pidfd, signal.number());
         }
     }
 
@@ -292,7 +292,7 @@ impl Watchdog {
         if self.strangers.contains(&pid) {
             return Err(Refusal::Stranger);
         }
-        let pidfd = match pidfd::open(pid) {
+        let pidfd = match process::open_pidfd(pid) {
             Ok(pidfd) => Arc::new(pidfd),
             Err(Errno::ESRCH) => return Ok(false),
             Err(Errno::EMFILE | Errno::ENFILE | Errno::ENOMEM) => return Err(Refusal::Full),
