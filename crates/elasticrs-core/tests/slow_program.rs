@@ -16,8 +16,8 @@ use elasticrs_core::supervisor::{Config, Event, Outcome, StartFailure, Superviso
 use elasticrs_nursery::launch::NurseryImage;
 use elasticrs_nursery::tree::children_of_self;
 use elasticrs_sys::clock::boot_now;
+use elasticrs_testkit::hung_file::SlowFile;
 use elasticrs_testkit::nursery::worker;
-use elasticrs_testkit::slow_file::SlowFile;
 use elasticrs_testkit::{is_running, wait_for_end};
 use tempfile::TempDir;
 

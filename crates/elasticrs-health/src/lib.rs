@@ -18,9 +18,8 @@
 //! | [`server`] | [`Handle`], the thread of the server, and the response to each path |
 //! | [`http`], [`names`] | the part of HTTP that is needed, and the check of the host name in a request |
 //! | [`liveness`] | decides whether the agent is alive (pure) |
-//! | [`metrics`] | counts the metrics that the agent reports, and renders the page of all metrics |
+//! | [`metrics`] | counts the metrics that the agent reports, and renders the page of all metrics; time of the job by activity |
 //! | [`processes`], [`log_sizes`] | values read at a scrape: from `/proc` and log files |
-//! | `spans` | time of the job by activity (pure) |
 //!
 //! - **HEALTH-1** A client has limited time for sending its request and for reading the response.
 //! - **HEALTH-2** There are at most [`server::MAX_CONNECTIONS`] connections. A new connection replaces the oldest one.
@@ -38,12 +37,10 @@ pub mod metrics;
 pub mod names;
 pub mod processes;
 pub mod server;
-mod spans;
 
-pub use metrics::{Cause, Job, State};
+pub use metrics::{Activity, Cause, Job, Spans, State};
 pub use processes::Worker;
 pub use server::{Handle, Settings};
-pub use spans::{Activity, Spans};
 
 /// Parses the status of the job. The text must be a JSON object. The error is a message for the user.
 pub fn parse_status(text: &str) -> Result<serde_json::Value, String> {

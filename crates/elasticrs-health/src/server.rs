@@ -11,7 +11,7 @@ use elasticrs_runtime::listen::{ListenError, Port, listen};
 use elasticrs_runtime::notices::{Notices, Tell};
 use elasticrs_runtime::readings::{Heartbeat, Readings, Source};
 use elasticrs_runtime::runtime::{Runtime, Spawn, Task};
-use elasticrs_runtime::wake::Wake;
+use elasticrs_runtime::threads::Wake;
 use elasticrs_runtime::{lock, stream};
 use elasticrs_sys::clock::Stamp;
 use serde_json::{Value, json};

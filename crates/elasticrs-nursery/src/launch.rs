@@ -17,8 +17,7 @@ use elasticrs_sys::{fds, process};
 use nix::errno::Errno;
 use nix::fcntl::OFlag;
 
-use super::link::AgentLink;
-use super::protocol::FIXED_FDS;
+use super::protocol::{AgentLink, FIXED_FDS};
 use super::server::command;
 use super::start::{Start, given_descriptor_limit};
 use super::token::Token;

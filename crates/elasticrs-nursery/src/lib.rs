@@ -26,7 +26,7 @@
 //!
 //! | module | users and purpose |
 //! | --- | --- |
-//! | [`protocol`], [`link`] | agent and nursery: exchange messages and descriptors |
+//! | [`protocol`] | agent and nursery: exchange messages and descriptors |
 //! | [`server`] | nursery: its main program |
 //! | [`launch`] | agent: starts a nursery |
 //! | [`report`] | agent: finds the imported module that killed a nursery |
@@ -51,7 +51,6 @@ pub mod connections;
 pub mod fence;
 pub mod held;
 pub mod launch;
-pub mod link;
 pub mod protocol;
 pub mod report;
 pub mod server;

@@ -9,8 +9,8 @@ use elasticrs_nursery::protocol::{PROTOCOL, Reply};
 use elasticrs_nursery::token::Token;
 use elasticrs_sys::process;
 use elasticrs_sys::stage::Stage;
+use elasticrs_testkit::hung_file::SlowFile;
 use elasticrs_testkit::nursery::{Client, image, program};
-use elasticrs_testkit::slow_file::SlowFile;
 use elasticrs_testkit::{assert_no_children, open_fds, wait_readable};
 use nix::errno::Errno;
 

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use elasticrs_core::supervisor::Keeper;
 use elasticrs_nursery::connections::Release;
-use elasticrs_store::session::guard::{Guard, NoGuard};
+use elasticrs_store::session::client::{Guard, NoGuard};
 use pyo3::prelude::*;
 
 use crate::supervisor::Supervisor;

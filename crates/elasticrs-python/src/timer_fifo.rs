@@ -6,10 +6,8 @@ use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use elasticrs_core::timer::complaints::{Complaints, excerpt};
 use elasticrs_core::timer::fifo::{CAPACITY, Fifo};
-use elasticrs_core::timer::lines::Lines;
-use elasticrs_core::timer::record::{self, Refusal, Request};
+use elasticrs_core::timer::record::{self, Complaints, Lines, Refusal, Request, excerpt};
 use pyo3::prelude::*;
 
 use crate::error::os_error;

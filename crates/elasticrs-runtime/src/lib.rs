@@ -1,7 +1,7 @@
 //! Building blocks for this library's threads, which run inside the user's process.
 //!
-//! [`threads`] starts threads, [`runtime`] runs futures on a thread, [`blocking`] makes blocking calls for futures, and
-//! [`wake`] wakes waiting threads. [`listen`] and [`door`] accept clients, [`stream`] transfers their bytes, and
+//! [`threads`] starts and wakes threads, [`runtime`] runs futures on a thread, and [`blocking`] makes blocking calls for
+//! futures. [`listen`] and [`door`] accept clients, [`stream`] transfers their bytes, and
 //! [`notices`] delivers messages to the user. [`readiness`] registers other file descriptors with the async runtime.
 //! [`readings`] has the values that the health check server shows.
 
@@ -17,7 +17,6 @@ pub mod readings;
 pub mod runtime;
 pub mod stream;
 pub mod threads;
-pub mod wake;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

@@ -10,14 +10,13 @@
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
-use std::fmt;
-use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
+use std::{fmt, io};
 
 use crate::lock;
-use crate::wake::Wake;
+use crate::threads::Wake;
 
 /// Maximum number of lines in each [`WINDOW`]. Further lines are only counted.
 pub const LINES: u32 = 10;

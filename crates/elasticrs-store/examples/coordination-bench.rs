@@ -13,9 +13,8 @@ use elasticrs_store::coordination::client::{self, Options};
 use elasticrs_store::coordination::protocol::{Hello, Request, VERSION};
 use elasticrs_store::coordination::server::{Config, MAX_BYTES, REQUEST_TIMEOUT, Server};
 use elasticrs_store::coordination::wire::{Frames, MAGIC};
-use elasticrs_store::session::client::Client;
+use elasticrs_store::session::client::{Client, NoGuard};
 use elasticrs_store::session::events::Event;
-use elasticrs_store::session::guard::NoGuard;
 use elasticrs_store::types::{Compare, Op, Txn, Watch};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 

@@ -14,8 +14,7 @@ use common::{HANG, is_change, is_lost, is_reply, lease, options, put, serve, unt
 use elasticrs_runtime::runtime::Runtime;
 use elasticrs_store::coordination::client;
 use elasticrs_store::coordination::server::Server;
-use elasticrs_store::session::client::Client;
-use elasticrs_store::session::guard::{Guard, NoGuard};
+use elasticrs_store::session::client::{Client, Guard, NoGuard};
 
 #[derive(Debug, Default)]
 struct Seen {

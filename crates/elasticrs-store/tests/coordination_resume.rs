@@ -18,9 +18,8 @@ use common::{HANG, is_change, is_lost, is_reply, lease, options, put, serve, unt
 use elasticrs_runtime::runtime::Runtime;
 use elasticrs_store::coordination::client::{self, Options};
 use elasticrs_store::coordination::server::Server;
-use elasticrs_store::session::client::Client;
+use elasticrs_store::session::client::{Client, Guard, NoGuard};
 use elasticrs_store::session::events::Event;
-use elasticrs_store::session::guard::{Guard, NoGuard};
 use elasticrs_store::types::{LostKind, Op, OpResult, Txn, Watch};
 use elasticrs_testkit::wait_until;
 use nix::libc::linger;

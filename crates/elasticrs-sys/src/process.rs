@@ -1,10 +1,11 @@
 //! Processes: reaps children and decodes how they exited; signals processes through pidfds, which are file descriptors
 //! that refer to processes.
 
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr;
 
 use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
 use nix::unistd::Pid;
 use serde::{Deserialize, Serialize};
@@ -158,6 +159,14 @@ pub(super) fn has_group_signal() -> bool {
     let probe = || send_group_signal(open_pidfd(nix::unistd::getpid().as_raw())?, 0);
     // Treat EINVAL as missing support, because older kernels reject the flag before they check anything else.
     !matches!(probe(), Err(Errno::EINVAL | Errno::ENOSYS))
+}
+
+/// Checks for each of these pidfds whether its process has exited.
+pub fn have_ended(pidfds: &[BorrowedFd<'_>]) -> Vec<bool> {
+    let mut fds: Vec<PollFd<'_>> = pidfds.iter().map(|pidfd| PollFd::new(*pidfd, PollFlags::POLLIN)).collect();
+    // If `poll` fails, treat all processes as running.
+    let any = poll(&mut fds, PollTimeout::ZERO).is_ok_and(|ready| ready > 0);
+    fds.iter().map(|fd| any && fd.any() == Some(true)).collect()
 }
 
 #[cfg(test)]

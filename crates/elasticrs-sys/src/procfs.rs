@@ -90,6 +90,12 @@ impl Stat {
     }
 }
 
+/// Returns the kernel function in which a process waits. Empty if the process is running, has exited, or cannot be
+/// inspected.
+pub fn wait_channel(pid: i32) -> String {
+    read(pid, "wchan").filter(|name| name != "0").unwrap_or_default()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

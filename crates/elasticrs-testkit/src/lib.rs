@@ -7,8 +7,7 @@
 //! | --- | --- |
 //! | this module | waits for processes and conditions; lists children and descriptors |
 //! | [`nursery`] | a client of the nursery without the supervisor, and agents that are killed |
-//! | [`hung_file`] | a file whose reader hangs in the kernel |
-//! | [`slow_file`] | a file whose opening blocks |
+//! | [`hung_file`] | a file whose reader hangs in the kernel, and a file whose opening blocks |
 //! | program `testkit-worker` (`main.rs`) | a worker that misbehaves as its command line requests |
 //!
 //! `cargo build --bins` builds the program; the tests of other crates do not.
@@ -25,7 +24,6 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 pub mod hung_file;
 pub mod nursery;
-pub mod slow_file;
 
 /// Maximum time to wait for a condition before the test fails.
 pub const HANG_GUARD: Duration = Duration::from_secs(40);

@@ -3,18 +3,19 @@
 //! Usage: `testkit-worker COMMAND [ARGUMENT …]`. Each command prints the line `READY` on standard output once its
 //! signal handlers are installed. Details for the test, such as pids or open descriptors, are printed before `READY`.
 
-mod forking;
-mod old_kernel;
-mod output;
-mod state;
-
 use std::io::{self, Write};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::process::ExitCode;
 
 use nix::sys::signal::{SigHandler, Signal, raise, signal};
 use nix::unistd::pause;
 
 use self::forking::Daemon;
+
+mod forking;
+mod old_kernel;
+mod state;
 
 /// Error of a command.
 type Problem = Box<dyn std::error::Error>;
@@ -127,8 +128,8 @@ fn run() -> Result<ExitCode, Problem> {
         "fork-bomb" => forking::bomb()?,
         "chain" => forking::chain()?,
         "tree" => forking::tree(&mut request)?,
-        "lines" => output::lines(&mut request)?,
-        "notify" => output::notify(&mut request)?,
+        "lines" => lines(&mut request)?,
+        "notify" => notify(&mut request)?,
         "alloc" => state::allocate(&mut request)?,
         "env" => state::environment()?,
         "cwd" => state::directory()?,
@@ -138,4 +139,33 @@ fn run() -> Result<ExitCode, Problem> {
         other => return Err(format!("no command `{other}`").into()),
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// `lines N BYTES`: prints N lines. Each line starts with its number and is BYTES bytes long, including the
+/// newline.
+fn lines(request: &mut Request) -> Result<(), Problem> {
+    let (count, bytes): (u64, usize) = (request.number()?, request.number()?);
+    ready()?;
+    let mut out = io::BufWriter::with_capacity(64 * 1024, io::stdout().lock());
+    for number in 0..count {
+        let number = number.to_string();
+        let padding = bytes.saturating_sub(number.len() + 1);
+        writeln!(out, "{number}{}", ".".repeat(padding))?;
+    }
+    out.flush()?;
+    Ok(())
+}
+
+/// `notify NAME`: for each line on standard input, sends an empty datagram to the abstract socket NAME and prints
+/// `SENT`.
+fn notify(request: &mut Request) -> Result<(), Problem> {
+    let address = SocketAddr::from_abstract_name(request.next()?)?;
+    let socket = UnixDatagram::unbound()?;
+    ready()?;
+    for line in io::stdin().lines() {
+        line?;
+        socket.send_to_addr(&[], &address)?;
+        say("SENT")?;
+    }
+    Ok(())
 }

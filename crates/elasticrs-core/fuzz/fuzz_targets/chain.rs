@@ -2,8 +2,7 @@
 //!
 //! A module of its own, so that the tests run it as well (`tests/timer_bytes.rs`).
 
-use elasticrs_core::timer::lines::{Lines, MAX_LINE};
-use elasticrs_core::timer::record::{self, Record, Request};
+use elasticrs_core::timer::record::{self, Lines, MAX_LINE, Record, Request};
 use elasticrs_core::timer::table::{Terms, Timers, on_monotonic};
 use elasticrs_sys::clock::Stamp;
 

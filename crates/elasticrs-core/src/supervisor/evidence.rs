@@ -34,13 +34,12 @@ use std::time::{Duration, Instant};
 
 use elasticrs_nursery::tree::{Status, descendants, threads};
 use elasticrs_sys::process;
-use elasticrs_sys::procfs::{self, Stat};
+use elasticrs_sys::procfs::{self, Stat, wait_channel};
 use elasticrs_sys::spawn::die_with_thread;
 use memchr::memmem;
 use serde::Deserialize;
 
 use super::exit_progress::{is_busy, sample, ticks_per_second};
-use super::watch::wait_channel;
 use crate::timer::hang::{Activity, Collectives, activity};
 
 /// Total time limit for gathering diagnostics, such as stack traces, about all ranks.

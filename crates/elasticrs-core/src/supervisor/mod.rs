@@ -32,13 +32,10 @@ pub mod evidence;
 #[allow(clippy::disallowed_methods, reason = "runs on a thread of its own")]
 mod exit_progress;
 mod handle;
-mod nursery_io;
-mod orphans;
 pub mod queue;
 mod start;
 pub mod state;
 mod task;
-mod watch;
 
 pub use command::{Config, SupervisorError};
 pub use event::{

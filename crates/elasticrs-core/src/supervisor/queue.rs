@@ -8,7 +8,7 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use elasticrs_runtime::lock;
-use elasticrs_runtime::wake::Wake;
+use elasticrs_runtime::threads::Wake;
 use elasticrs_sys::fds::{Polled, poll_readable};
 
 use super::event::Event;

@@ -8,13 +8,13 @@ use elasticrs_sys::clock::Stamp;
 use elasticrs_sys::process::WorkerExit;
 use elasticrs_sys::signal::Signal;
 
-use self::hangs::PendingAction;
 pub use self::hangs::Snapshot;
-use self::member::{Member, Pause, Place, StopRole, to_group};
-use self::records::{HeldExit, Records};
+use self::hangs::{HeldExit, PendingAction, Records};
 pub use super::deadlines::Timer;
 use super::deadlines::{AT_ONCE, GIVE_UP_AFTER};
-use super::event::{Event, NurseryExit, Outcome, StartFailure, SweepOutcome, TimerExpired, WorkerRaised};
+use super::event::{
+    Event, ExitStage, KillReason, NurseryExit, Origin, Outcome, StartFailure, SweepOutcome, TimerExpired, WorkerRaised,
+};
 use super::evidence::WorkerEvidence;
 use crate::spec::{Descendants, GroupPolicy, StopPolicy, StopScope};
 use crate::timer::hang::{Limits, RemoteHang, Watch};
@@ -200,7 +200,7 @@ pub struct Group {
     /// Indices of failed members that still have leftover processes, in exit order. The first one is being cleaned up.
     left: VecDeque<usize>,
     records: Records,
-    /// Exits that are not handled until the members have written their flight records, oldest first. See [`records`].
+    /// Exits that are not handled until the members have written their flight records, oldest first. See [`hangs`].
     held: Vec<HeldExit>,
     /// True if [`Timer::Kill`] has expired while an excused member was still exiting. See [`Member::is_excused`].
     is_overdue: bool,
@@ -630,13 +630,142 @@ impl Group {
     }
 }
 
-mod exits;
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+enum Pause {
+    #[default]
+    Running,
+    /// The worker was stopped by this signal, but the stop has not been reported yet.
+    Noticed(i32),
+    Reported,
+}
+
+/// State of a worker slot in a group that replaces failed workers, as described in [`failing`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+enum Place {
+    #[default]
+    Taken,
+    Left,
+    Free,
+    Promised,
+}
+
+/// Whether a worker gets the stop signal when its group is stopped, and how it reacts.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+enum StopRole {
+    #[default]
+    Usual,
+    /// The worker's own exception stopped the group. The worker gets no stop signal, because it exits by itself. Its
+    /// own time limit for the exit applies instead of the grace period.
+    Excused,
+    /// The worker had no handler for the stop signal, so the signal killed the worker.
+    EndedBySignal,
+}
+
+#[derive(Debug, Default)]
+struct Member {
+    local_rank: u32,
+    pid: i32,
+    adopted: bool,
+    ended: bool,
+    /// True if the process is dead but its exit has not been reported yet.
+    dead: bool,
+    sent: Option<Signal>,
+    /// Signal that asked the worker to exit within its grace period. `None` if no signal was sent, for example
+    /// because the worker is exiting slowly after an uncaught exception.
+    asked_by: Option<Signal>,
+    /// Last signal that was sent to the worker's whole process group.
+    group_sent: Option<Signal>,
+    pause: Pause,
+    raised: Option<WorkerRaised>,
+    /// Time at which the worker was considered failed while it was still running. The failure counts even if the worker
+    /// exits with code 0.
+    ///
+    /// `None` if there was no such failure. Set only in groups that replace failed workers.
+    condemned: Option<Stamp>,
+    place: Place,
+    stop_role: StopRole,
+}
+
+impl Member {
+    fn new(local_rank: u32, pid: i32, adopted: bool) -> Self {
+        Self { local_rank, pid, adopted, ..Self::default() }
+    }
+
+    /// Records that a signal is sent to the worker or its process group, and returns the effect that sends it.
+    fn send(&mut self, signal: Signal, to: StopScope) -> Effect {
+        if self.runs() {
+            self.sent = Some(signal);
+        }
+        if to == StopScope::Group {
+            self.group_sent = Some(signal);
+        }
+        Effect::Signal { pid: self.pid, to, signal }
+    }
+
+    /// Same as [`Self::send`], for a signal that asks the worker to exit within its grace period.
+    fn stop(&mut self, signal: Signal, to: StopScope) -> Effect {
+        self.asked_by = Some(signal);
+        self.send(signal, to)
+    }
+
+    /// Records that `signal` is sent to the worker because a timer has expired. The signal asks the worker to exit
+    /// within its grace period.
+    fn is_stopped_by(&mut self, signal: Signal) {
+        (self.asked_by, self.sent) = (Some(signal), Some(signal));
+    }
+
+    /// Returns the reason for killing the worker after its grace period.
+    fn why_overdue(&self) -> KillReason {
+        self.asked_by.map_or(KillReason::SlowExit, KillReason::AfterSignal)
+    }
+
+    /// Returns true if the last signal sent to the worker's whole process group was this one or SIGKILL.
+    fn group_has_got(&self, signal: Signal) -> bool {
+        self.group_sent.is_some_and(|sent| sent == signal || sent == Signal::KILL)
+    }
+
+    /// Returns true if the worker is still exiting after the exception that has stopped the group.
+    fn is_excused(&self) -> bool {
+        self.stop_role == StopRole::Excused && self.runs()
+    }
+
+    /// Returns true if this exit is the default action of the signal that was sent to stop the worker.
+    fn is_ended_by_stop(&self, exit: WorkerExit) -> bool {
+        let sent = self.sent.filter(|sent| *sent != Signal::KILL).map(Signal::number);
+        matches!(exit, WorkerExit::Signaled { signal } if sent == Some(signal))
+    }
+
+    /// Returns true if the worker is exiting because of its own uncaught exception. An exception in a descendant does
+    /// not count, because the worker may survive it.
+    fn ends_by_its_exception(&self) -> bool {
+        self.runs() && self.raised.as_ref().is_some_and(|raised| raised.origin == Origin::Own && raised.pid == self.pid)
+    }
+
+    /// Returns true if the worker's exit after an exception has exceeded its time limit but still makes progress.
+    fn is_slow(&self) -> bool {
+        self.raised.as_ref().is_some_and(|raised| raised.exit == ExitStage::Slow)
+    }
+
+    /// Returns true if all processes of the worker are gone and its pid may be reused.
+    fn is_gone(&self) -> bool {
+        matches!(self.place, Place::Free | Place::Promised)
+    }
+
+    /// Returns true unless the worker is known to have exited.
+    fn runs(&self) -> bool {
+        !self.ended && !self.dead
+    }
+}
+
+/// Returns the effect that sends a signal such as SIGCONT to a whole process group. The signal is not recorded as a
+/// stop signal, because it does not ask the worker to exit.
+fn to_group(pid: i32, signal: Signal) -> Effect {
+    Effect::Signal { pid, to: StopScope::Group, signal }
+}
+
 mod failing;
 mod hangs;
-mod member;
 mod pausing;
-mod records;
-mod replacing;
 mod saving;
 #[cfg(test)]
 mod tests;

@@ -19,40 +19,31 @@ use tokio::task::{JoinError, JoinSet};
 use super::command::{Command, Config, Reply, Shared, SupervisorError};
 use super::deadlines::{Deadlines, GIVE_UP_AFTER, Timer};
 use super::event::{Event, StartFailure, SweepOutcome};
-use super::nursery_io::NurseryEvent;
-use super::orphans::Orphans;
 use super::state::{Effect, GroupOutcome, Input};
-use super::watch::{self, MemberExit};
 use crate::spec::StopPolicy;
 use crate::timer::hang::RemoteHang;
 
 mod check;
-mod current;
-mod current_nursery;
 mod gathering;
 mod guarded_sockets;
 mod heartbeats;
-mod images;
 mod launches;
+mod nursery;
 mod nursery_changes;
 pub(super) mod raised_workers;
-mod retired;
 mod running;
 mod starts;
 mod sweeps;
 mod watchdog;
 
-use check::HeldReports;
-use current::Current;
-use current_nursery::CurrentNursery;
+use check::{HeldReports, Orphans};
 use gathering::{Evidence, Gathered};
 use guarded_sockets::GuardedSockets;
 use heartbeats::Heartbeats;
-use images::Images;
-use launches::{Finished, Launches};
+use launches::{Finished, Images, Launches};
+use nursery::{CurrentNursery, NurseryEvent, Retired};
 use raised_workers::{RaisedEvent, RaisedWorkers};
-use retired::Retired;
-use running::Running;
+use running::{Current, MemberExit, Running};
 use sweeps::{Completed, Sweeps};
 use watchdog::{Watchdog, WatchdogEvent};
 
@@ -480,7 +471,7 @@ impl Task {
     fn report_end(&mut self, group: GroupOutcome) {
         let GroupOutcome { outcome, nursery, stuck_workers, swept } = group;
         let stuck_workers =
-            stuck_workers.into_iter().map(|(local_rank, pid)| (local_rank, watch::wait_channel(pid))).collect();
+            stuck_workers.into_iter().map(|(local_rank, pid)| (local_rank, procfs::wait_channel(pid))).collect();
         self.current = Current::Idle;
         self.deadlines.clear();
         self.evidence.cancel(&mut self.retired);
@@ -514,7 +505,7 @@ impl Task {
             let Some(token) = self.nursery.token() else { return self.on_swept(SweepOutcome::default()) };
             let owns_process = self.owns_process;
             self.sweeps.start_own(limits.give_up, move |limit| {
-                watch::sweep_after_loss(token, owns_process, &spared, &sessions, limit)
+                sweeps::sweep_after_loss(token, owns_process, &spared, &sessions, limit)
             });
         }
         let SweepLimits { linger, grace, give_up } = limits;

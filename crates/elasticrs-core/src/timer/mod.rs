@@ -5,8 +5,8 @@
 //! `torch.distributed.elastic.timer.FileTimerClient`.
 //!
 //! The supervisor's runtime thread reads the FIFO, finds the process of each record, and signals processes whose timer
-//! has expired. All code for timers except [`fifo`] is pure: [`lines`] splits bytes into lines, [`record`] parses them,
-//! [`table`] keeps the deadlines, and [`complaints`] counts rejected records. The FIFO is created and removed on the
+//! has expired. All code for timers except [`fifo`] is pure: [`record`] splits bytes into lines,
+//! parses them and counts rejected records, and [`table`] keeps the deadlines. The FIFO is created and removed on the
 //! thread that calls the supervisor, because these operations block if the file system hangs.
 //!
 //! Invariants, cited by the tests:
@@ -26,11 +26,9 @@
 
 #![cfg_attr(not(test), deny(clippy::disallowed_methods))]
 
-pub mod complaints;
 #[allow(clippy::disallowed_methods, reason = "runs on the caller's thread")]
 pub mod fifo;
 pub mod hang;
-pub mod lines;
 pub mod pages;
 pub mod record;
 pub mod table;

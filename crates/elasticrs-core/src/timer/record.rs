@@ -1,12 +1,17 @@
-//! A record in the FIFO: a line with which a worker acquires or releases a timer.
+//! A record in the FIFO: a line with which a worker acquires or releases a timer. Splits the bytes of the FIFO into lines,
+//! using bounded memory, and limits the messages about rejected records and about expired timers without a signal.
 //!
 //! Torch's client sends the fields `version`, `pid`, `scope_id`, `expiration_time` (seconds since 1970, negative to
 //! release the timer) and `signal`. This library's client adds fields that torch's server ignores: `deadline_ns` (the
 //! expiration on the monotonic clock), `start_time` (field 22 of `/proc/PID/stat`), and `at` (the place in the
 //! program).
 
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use elasticrs_runtime::notices::Rate;
 use elasticrs_sys::signal::Signal;
-use memchr::memmem;
+use memchr::{memchr, memmem};
 use serde::Deserialize;
 
 /// A worker's request to acquire or release a timer.
@@ -42,7 +47,7 @@ pub enum Request {
 /// Reason for rejecting a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, thiserror::Error)]
 pub enum Refusal {
-    #[error("it has more than {} bytes", super::lines::MAX_LINE)]
+    #[error("it has more than {} bytes", MAX_LINE)]
     TooLong,
     #[error("it is not a timer record")]
     Malformed,
@@ -121,6 +126,95 @@ pub fn parse(line: &[u8]) -> Result<Record, Refusal> {
         Request::Acquire { expires: expiration_time, deadline_ns, signal, at }
     };
     Ok(Record { pid, scope, request, start_time })
+}
+
+/// Maximum length of a record in bytes. Equals `PIPE_BUF`, because the kernel may interleave longer writes of
+/// several processes to one pipe.
+pub const MAX_LINE: usize = 4096;
+
+/// Splits a byte stream into lines. Keeps the start of an incomplete line, and discards a line that is too long.
+#[derive(Debug, Default)]
+pub struct Lines {
+    partial: Vec<u8>,
+    skipping: bool,
+}
+
+impl Lines {
+    /// Adds `bytes`, and calls `line` with each line that is now complete, without its newline. Calls `line` with
+    /// `None` for a line that is too long.
+    pub fn feed(&mut self, mut bytes: &[u8], mut line: impl FnMut(Option<&[u8]>)) {
+        while let Some(end) = memchr(b'\n', bytes) {
+            let (head, rest) = (&bytes[..end], &bytes[end + 1..]);
+            if self.skipping {
+                self.skipping = false;
+            } else if self.partial.len() + head.len() > MAX_LINE {
+                line(None);
+            } else if self.partial.is_empty() {
+                line(Some(head));
+            } else {
+                self.partial.extend_from_slice(head);
+                line(Some(&self.partial));
+            }
+            self.partial.clear();
+            bytes = rest;
+        }
+        if self.skipping {
+            return;
+        }
+        if self.partial.len() + bytes.len() > MAX_LINE {
+            // Report the overlong line now, because its newline may never arrive.
+            line(None);
+            self.partial.clear();
+            self.skipping = true;
+        } else {
+            self.partial.extend_from_slice(bytes);
+        }
+    }
+}
+
+/// Minimum time between two reports of the same kind.
+pub(crate) const INTERVAL: Duration = Duration::from_secs(60);
+
+/// Counts of rejected timer records, by reason.
+#[derive(Debug, Default)]
+pub struct Complaints {
+    kinds: BTreeMap<Refusal, Rate>,
+}
+
+impl Complaints {
+    /// Counts a rejected record. Returns a message if the user should be notified now. `claim` returns a description of
+    /// the record.
+    pub fn add(&mut self, refusal: Refusal, now: Instant, claim: impl FnOnce() -> String) -> Option<String> {
+        let others = self.kinds.entry(refusal).or_insert_with(|| Rate::new(1, INTERVAL)).admit(now)?;
+        let more = if others == 0 { String::new() } else { format!(" ({others} more like it)") };
+        Some(format!("a timer record was refused, because {refusal}{more}: {}", claim()))
+    }
+}
+
+/// Maximum number of reports per [`INTERVAL`] about expired timers for which no signal is sent. The number is limited,
+/// because thousands of timers may expire within a second.
+pub(crate) const MAX_REPORTED: u32 = 64;
+
+/// Returns a message with the number of expired timers that were not reported individually. `None` if that is zero.
+pub(crate) fn more_timers(count: u64) -> Option<String> {
+    let timers = if count == 1 { "timer" } else { "timers" };
+    (count > 0).then(|| {
+        format!("{count} more {timers} expired without a signal: at most {MAX_REPORTED} a minute are reported")
+    })
+}
+
+/// Returns the beginning of a record, with control characters escaped so that a terminal can safely display it.
+pub fn excerpt(line: &[u8]) -> String {
+    const SHOWN: usize = 120;
+    let more = if line.len() > SHOWN { "…" } else { "" };
+    let mut text = String::new();
+    for &byte in line.iter().take(SHOWN) {
+        match byte {
+            b' '..=b'~' => text.push(byte.into()),
+            other => text.extend(other.escape_ascii().map(char::from)),
+        }
+    }
+    text + more
 }
 
 #[cfg(test)]
@@ -204,5 +298,63 @@ mod tests {
                 }
             });
         }
+    }
+
+    fn lines_of(chunks: &[&[u8]]) -> Vec<Option<Vec<u8>>> {
+        let (mut lines, mut seen) = (Lines::default(), Vec::new());
+        for chunk in chunks {
+            lines.feed(chunk, |line| seen.push(line.map(<[u8]>::to_vec)));
+            assert!(lines.partial.len() <= MAX_LINE, "TIM-4");
+        }
+        seen
+    }
+
+    #[test]
+    fn a_line_that_is_too_long_does_not_affect_other_lines() {
+        let long = vec![b'x'; 3 * MAX_LINE];
+        let seen = lines_of(&[b"a\n", &long, &long, b"\nb\n"]);
+        assert_eq!(seen, [Some(b"a".to_vec()), None, Some(b"b".to_vec())]);
+        let exact = [&long[..MAX_LINE], b"\n"].concat();
+        assert_eq!(lines_of(&[&exact]), [Some(exact[..MAX_LINE].to_vec())]);
+        assert_eq!(lines_of(&[&[&long[..=MAX_LINE], b"\nb\n"].concat()]), [None, Some(b"b".to_vec())]);
+    }
+
+    proptest! {
+        #[test]
+        fn the_lines_do_not_depend_on_how_the_bytes_are_chunked(
+            text in proptest::collection::vec(prop_oneof![4 => Just(b'x'), 1 => Just(b'\n')], 0..400),
+            cuts in proptest::collection::vec(0_usize..400, 0..20),
+        ) {
+            let mut cuts: Vec<usize> = cuts.into_iter().map(|cut| cut.min(text.len())).chain([0, text.len()]).collect();
+            cuts.sort_unstable();
+            let chunks: Vec<&[u8]> = cuts.windows(2).map(|pair| &text[pair[0]..pair[1]]).collect();
+            prop_assert_eq!(lines_of(&chunks), lines_of(&[&text]));
+        }
+    }
+
+    #[test]
+    fn each_kind_of_refusal_is_reported_once_and_then_rarely_with_a_count() {
+        let (t0, mut complaints) = (Instant::now(), Complaints::default());
+        let first = complaints.add(Refusal::Malformed, t0, || "x".into()).unwrap();
+        assert_eq!(first, "a timer record was refused, because it is not a timer record: x");
+        assert!(complaints.add(Refusal::Pid, t0, String::new).is_some());
+        for _ in 0..1000 {
+            assert_eq!(complaints.add(Refusal::Malformed, t0 + INTERVAL / 2, || unreachable!()), None);
+        }
+        let later = complaints.add(Refusal::Malformed, t0 + INTERVAL, || "y".into()).unwrap();
+        assert_eq!(later, "a timer record was refused, because it is not a timer record (1000 more like it): y");
+    }
+
+    #[test]
+    fn timers_that_are_not_reported_are_counted() {
+        let said = more_timers(937).unwrap();
+        assert_eq!(said, "937 more timers expired without a signal: at most 64 a minute are reported");
+        assert_eq!(more_timers(0), None);
+    }
+
+    #[test]
+    fn record_excerpts_are_short_and_escape_control_characters() {
+        assert_eq!(excerpt(b"\x1b[2J\xff"), "\\x1b[2J\\xff");
+        assert_eq!(excerpt(&[b'a'; 5000]).chars().count(), 121);
     }
 }

@@ -8,8 +8,7 @@ use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode};
 use std::{env, fs};
 
-use elasticrs_nursery::link::NurseryLink;
-use elasticrs_nursery::protocol::{FIXED_FDS, PROTOCOL, Reply};
+use elasticrs_nursery::protocol::{FIXED_FDS, NurseryLink, PROTOCOL, Reply};
 use elasticrs_nursery::server::{run, run_warm};
 use elasticrs_sys::fds::take_inherited;
 use elasticrs_sys::fork::plain;

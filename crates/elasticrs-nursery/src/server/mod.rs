@@ -3,7 +3,6 @@
 //! A single loop waits for the agent's socket, the agent's pidfd, SIGCHLD and the fence timer. See [`super`] for the
 //! invariants.
 
-mod compact;
 mod guard;
 mod sentinel;
 mod spawn;
@@ -28,17 +27,15 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::sys::time::TimeSpec;
 use nix::unistd::{getpid, getsid, setsid};
 
-use self::compact::Compaction;
 use self::sentinel::Sentinel;
 pub use self::spawn::Worker;
 pub(crate) use self::spawn::command;
-use self::spawn::{Begun, Unsettled};
+use self::spawn::{Begun, Compaction, Unsettled};
 use self::sweep::{Sweep, Verdict};
 use super::activity::Activity;
 use super::connections::Connections;
 use super::fence::Fence;
-use super::link::NurseryLink;
-use super::protocol::{FIXED_FDS, PROTOCOL, Reply, Request, SweepLimits, SweepOutcome};
+use super::protocol::{FIXED_FDS, NurseryLink, PROTOCOL, Reply, Request, SweepLimits, SweepOutcome};
 use super::start::Start;
 use super::tree::Signalled;
 use super::{NAME, cleaner};

@@ -16,8 +16,7 @@ use super::{LAST_SWEEP, NurseryServer};
 use crate::activity::{Activity, Doing, PATIENCE_MS};
 use crate::connections::{Connections, HeldSocket, Release};
 use crate::fence::Fence;
-use crate::link::NurseryLink;
-use crate::protocol::Request;
+use crate::protocol::{NurseryLink, Request};
 use crate::sweep::kill_by_token;
 use crate::token::Token;
 

@@ -19,9 +19,8 @@ use super::protocol::Request as Message;
 use super::session::{Asked, session};
 use super::unanswered::Kind;
 use super::wire::MAX_REQUEST;
-use crate::session::client::{Client, Inbox, Request, Unsendable, finish, until_close};
+use crate::session::client::{Client, Guard, Inbox, Request, Unsendable, finish, until_close};
 use crate::session::events::{Event, Events};
-use crate::session::guard::Guard;
 
 /// Starts connecting in the background. [`Event::Connected`] or [`Event::ConnectionLost`] follows.
 pub fn connect(runtime: &dyn Spawn, options: Options, guard: Box<dyn Guard>) -> std::io::Result<Client> {

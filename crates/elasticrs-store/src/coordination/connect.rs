@@ -12,13 +12,12 @@ use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::auth::{self, Direction};
-use super::probe::is_tcp_store;
 use super::protocol::{Answer, Digest, Hello, Pace, Request, Secret, VERSION};
 use super::wire::{Broken, Frames, MAGIC, MAX_ANSWER, Malformed};
+use crate::session::client::Guard;
 use crate::session::error::StoreError;
 use crate::session::events::MetStore;
-use crate::session::guard::Guard;
-use crate::session::network::{connect, endpoint, plain, resolve};
+use crate::session::network::{connect, endpoint, is_tcp_store, plain, resolve};
 use crate::types::{LostKind, Scope, StoreId};
 
 /// Endpoint, credentials and timeouts of a client.

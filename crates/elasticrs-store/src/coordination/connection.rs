@@ -15,13 +15,13 @@ use super::auth::{self, Direction};
 use super::hub::{Entered, Hub, Refusal, Slot};
 use super::leases::Leases;
 use super::outbox::Outbox;
-use super::probe::QUESTION;
 use super::protocol::{Answer, Hello, Request, VERSION};
 use super::relay::{Caller, Target, descends, recognise};
 use super::scope::{allows, scoped_token};
 use super::state::SessionId;
 use super::turns::{Turn, Turns};
 use super::wire::{Broken, Frames, MAGIC, MAX_REQUEST, MAX_UNPROVEN, Malformed};
+use crate::session::network::QUESTION;
 use crate::types::{LostKind, Scope};
 
 /// Time limit for the handshake of a client.

@@ -6,8 +6,8 @@
 //! [`wire`] define the messages between them. On the server, `connection`, `hub` and `outbox` serve the clients,
 //! `memory` limits what they may hold, `turns` shares the thread among them, `unproven` limits connections that have
 //! not completed the handshake, and `journal` and [`durable`] keep the state on disk. On the client, `connect`,
-//! `session` and `unanswered` implement [`crate::session`] for this store. `auth` checks tokens, [`scope`] restricts a
-//! session to a key prefix, `probe` recognises a port of torch's `TCPStore`, and `relay` forwards the connections of
+//! `session` and `unanswered` implement [`crate::session`] for this store. `auth` checks tokens, and [`scope`] restricts
+//! a session to a key prefix. `relay` forwards the connections of
 //! workers to the workers' store.
 //!
 //! A server's hub owns the keys, watches and leases. A connection's task owns its socket and shares only its unsent
@@ -31,7 +31,6 @@ mod journal;
 pub mod leases;
 mod memory;
 mod outbox;
-pub(crate) mod probe;
 pub mod protocol;
 pub mod relay;
 pub mod scope;

@@ -29,8 +29,7 @@ use tokio::io::copy_bidirectional;
 use tokio::net::TcpStream;
 use tokio::sync::watch;
 
-use super::probe::QUESTION;
-use crate::session::network::{connect, resolve};
+use crate::session::network::{QUESTION, connect, resolve};
 
 /// Time limit for connecting to the workers' store.
 const PATIENCE: Duration = Duration::from_secs(5);

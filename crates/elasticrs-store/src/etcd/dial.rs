@@ -19,15 +19,14 @@ use tokio_rustls::TlsConnector;
 use tokio_rustls::rustls::Error as TlsError;
 use tokio_rustls::rustls::pki_types::ServerName;
 
+use super::client::Options;
 use super::errors::{EtcdError, Status, code};
 use super::grpc::{CallError, Channel};
 use super::messages::{AuthenticateRequest, AuthenticateResponse};
-use super::options::Options;
 use super::tls::{self, Files, Identity, explain};
-use crate::coordination::probe::{answer, is_tcp_store};
 use crate::coordination::wire::{MAGIC, MAX_ANSWER};
 use crate::session::error::{Failure, StoreError};
-use crate::session::network::{connect, endpoint, plain, resolve};
+use crate::session::network::{answer, connect, endpoint, is_tcp_store, plain, resolve};
 use crate::types::LostKind;
 
 /// Number of bytes to read before the answer is examined. A TLS alert has seven bytes, and the server closes the

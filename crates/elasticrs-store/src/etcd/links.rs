@@ -36,15 +36,15 @@ use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
 use super::cards::{Card, HELLO, Hello, LastWord, Nonce, seal_of};
+use super::client::Site;
 use super::dial::Link;
 use super::grpc::Channel;
 use super::mapping::{Keys, unsigned};
 use super::messages as pb;
 use super::open::RANGE;
-use super::options::Site;
 use crate::coordination::auth::{is_same, random};
+use crate::session::client::Guard;
 use crate::session::error::Failure;
-use crate::session::guard::Guard;
 use crate::session::network::resolve;
 
 /// Time limit for a connection attempt, and for the first message on a new connection.
@@ -284,7 +284,7 @@ mod tests {
 
     use super::super::cards::Seal;
     use super::*;
-    use crate::session::guard::NoGuard;
+    use crate::session::client::NoGuard;
 
     fn links(channel: watch::Receiver<Option<Channel>>) -> Links {
         let keys = Rc::new(Keys { prefix: "/test/".to_owned(), lease: 7, job_lease: 0 });

@@ -29,7 +29,6 @@ mod links;
 mod mapping;
 mod messages;
 mod open;
-mod options;
 mod retries;
 mod session;
 mod tasks;

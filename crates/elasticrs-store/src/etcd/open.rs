@@ -7,13 +7,12 @@ use std::time::Duration;
 use elasticrs_sys::clock::boot_now;
 use tokio::time::timeout;
 
+use super::client::Options;
 use super::dial::{Link, Stage, dial, too_late, unread};
 use super::errors::EtcdError;
 use super::grpc::{CallError, Channel};
 use super::mapping::{Keys, unsigned};
-use super::messages as pb;
-use super::options::Options;
-use super::tls;
+use super::{messages as pb, tls};
 use crate::session::error::{Failure, StoreError};
 use crate::session::network::endpoint;
 use crate::types::LostKind;

@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use elasticrs_sys::clock::{boot_now, nanoseconds};
 
+use super::client::Guard;
 use super::error::{SessionEnd, StoreError};
 use super::events::{Event, Events, SILENT};
-use super::guard::Guard;
 use super::lease::{Lease, Terms};
 use super::outage::{Backoff, Outage, Pauses};
 use crate::types::LostKind;

@@ -1,9 +1,9 @@
 //! The session of a client with a store: executes requests, keeps the lease alive, and moves to a new connection when
 //! one breaks. `Backend` is the part that depends on the kind of store.
 //!
-//! [`client`] is the user's handle, and [`events`] is its event queue. `lease`, `outage`, `watched` and `offset` make
-//! the decisions (pure), and `core` keeps their state. `network` opens connections, [`guard`] lets another process hold
-//! them, and `error` defines the errors and outcomes of calls, connections and sessions.
+//! [`client`] is the user's handle, and lets another process hold the connections. [`events`] is the event queue, and
+//! estimates the store's clock. `lease`, `outage` and `watched` make the decisions (pure), and `core` keeps their state.
+//! `network` opens connections, and `error` defines the errors and outcomes of calls, connections and sessions.
 //!
 //! - **SESSION-1** the session checks the deadline of the lease before it handles a message, because this process or
 //!   the machine may have been stopped in the meantime. Messages that arrive after the deadline do not count;
@@ -20,10 +20,8 @@ pub mod client;
 pub(crate) mod core;
 pub(crate) mod error;
 pub mod events;
-pub mod guard;
 pub(crate) mod lease;
 pub(crate) mod network;
-mod offset;
 pub(crate) mod outage;
 pub(crate) mod watched;
 

@@ -1,15 +1,23 @@
-//! Handles workers that have failed but are still running, for example because they hang or because a timer has
-//! expired.
+//! Handles failed workers: those that are still running, for example because they hang or because a timer has expired,
+//! and those that have recorded an uncaught exception but may fail to exit by themselves. Replaces failed workers while
+//! the rest of the group continues.
+//!
+//! Each member has a place in the group. The place is *left* once the worker has failed, *free* once all of the
+//! worker's processes are gone, *promised* while a replacement is being started, and *taken* while a worker is running
+//! in it. A place also stays taken after its worker has exited with code 0.
 
 use std::time::Duration;
 
 use elasticrs_sys::clock::Stamp;
 use elasticrs_sys::signal::Signal;
 
-use super::member::{Member, Pause, to_group};
-use super::{Effect, Event, GIVE_UP_AFTER, Group, Outcome, Phase, Timer, TimerExpired};
+use super::hangs::PendingAction;
+use super::{
+    Effect, Event, GIVE_UP_AFTER, Group, Member, Outcome, Pause, Phase, Place, StopRole, SweepOutcome, Timer,
+    TimerExpired, WorkerRaised, to_group,
+};
 use crate::spec::StopScope;
-use crate::supervisor::event::WorkersKilled;
+use crate::supervisor::event::{ExitStage, KillReason, StartFailure, WorkersKilled};
 
 impl Group {
     /// Handles a timer that was not released in time. If the timer has a signal, sends the signal to the process that
@@ -114,5 +122,296 @@ impl Group {
         }
         let pid = member.pid;
         self.fail(local_rank, pid, Some(pid), seen, None);
+    }
+}
+
+/// Returns the interval between progress checks of a worker that is exiting after an uncaught exception. The interval
+/// is half of `limit`, the time limit for the exit, so that the second check is due when `limit` has passed.
+fn between_samples(limit: Duration) -> Duration {
+    limit / 2
+}
+
+impl Group {
+    /// Records uncaught exceptions of workers, and starts to watch the exits of these workers. Stops the other workers
+    /// if one of the exceptions was not caused by another worker's exit. If a rank records several exceptions, only the
+    /// last one counts, because a worker that is a shell may run its program again.
+    ///
+    /// If a worker is already being stopped, its exception is not reported, because such an exception is usually a
+    /// consequence of the first failure. The exit of the worker is still watched.
+    pub(super) fn on_raised(&mut self, workers: Vec<WorkerRaised>, dying: &[i32]) {
+        for raised in workers {
+            let local_rank = raised.local_rank;
+            let is_working = self.working(local_rank).is_some();
+            let is_open = matches!(self.phase, Phase::Running | Phase::Stopping);
+            let member = self.members.iter_mut().find(|m| m.local_rank == local_rank && m.runs());
+            let Some(member) = member.filter(|_| is_open) else { continue };
+            member.raised = Some(raised.clone());
+            let limit = raised.limit;
+            if is_working {
+                self.report(Event::WorkerRaised(raised));
+            }
+            self.effects.extend(limit.map(|limit| Effect::Arm(Timer::Exit(local_rank), between_samples(limit))));
+        }
+        self.take_records_after_raise();
+        self.stop_after_raise(dying);
+    }
+
+    /// Stops the other workers if an uncaught exception is ending a worker. Does not wait for the worker's exit,
+    /// because the interpreter may need seconds to exit. During that time, the other workers would waste their
+    /// computation or fail as a consequence.
+    ///
+    /// Does nothing in three cases. First, if the group replaces failed workers. Second, if another worker is dead or
+    /// dying, because its exit may have caused the exception and is reported next. Third, if evidence of a hang is
+    /// being gathered, because the hang came first.
+    pub(super) fn stop_after_raise(&mut self, dying: &[i32]) {
+        if self.phase != Phase::Running || self.policy.replaces || self.waiting.is_some() {
+            return;
+        }
+        let is_dying = |m: &Member| !m.ended && (m.dead || dying.contains(&m.pid));
+        if self.members.iter().any(is_dying) {
+            return;
+        }
+        let raised = self.members.iter().filter(|m| m.ends_by_its_exception());
+        let first = raised.filter_map(|m| Some((m.raised.as_ref()?.seen, m.local_rank, m.pid))).min();
+        let Some((seen, local_rank, pid)) = first else { return };
+        for member in self.members.iter_mut().filter(|m| m.ends_by_its_exception()) {
+            member.stop_role = StopRole::Excused;
+        }
+        self.fail(local_rank, pid, None, seen, None);
+    }
+
+    /// Returns true if the exception of the worker with this local rank has stopped the group, and the worker is still
+    /// exiting within its own time limits.
+    pub(super) fn is_excused(&self, local_rank: u32) -> bool {
+        self.phase == Phase::Stopping && self.members.iter().any(|m| m.local_rank == local_rank && m.is_excused())
+    }
+
+    fn excused(&mut self, local_rank: u32) -> Option<&mut Member> {
+        self.members.iter_mut().find(|m| m.local_rank == local_rank && m.is_excused())
+    }
+
+    /// Handles a new sample of a worker that is exiting after an uncaught exception. `progressed` is true if the
+    /// worker has made progress since the previous sample, and `None` for the first sample.
+    pub(super) fn on_exit_sampled(&mut self, local_rank: u32, progressed: Option<bool>) {
+        let member = self.members.iter_mut().find(|m| m.local_rank == local_rank && m.runs());
+        let Some(raised) = member.and_then(|m| m.raised.clone()) else { return };
+        let Some(limit) = raised.limit else { return };
+        let is_working = self.working(local_rank).is_some();
+        let is_excused = self.is_excused(local_rank);
+        match progressed {
+            // Gather evidence before killing the worker, because the worker's stack shows what blocks the exit.
+            Some(false) if is_working || is_excused => return self.take_evidence(PendingAction::Exit(local_rank)),
+            Some(false) => return self.kill_stalled(local_rank, between_samples(limit)),
+            Some(true) if is_working => {
+                let seen = raised.seen;
+                let slow = Event::WorkerRaised(WorkerRaised { exit: ExitStage::Slow, ..raised });
+                self.fail_in_grace(local_rank, seen, slow);
+            }
+            Some(true) if is_excused && raised.exit == ExitStage::Begun => self.on_excused_slow(local_rank),
+            Some(true) | None => {}
+        }
+        self.effects.push(Effect::Arm(Timer::Exit(local_rank), between_samples(limit)));
+    }
+
+    /// Reports an excused worker that has exceeded the time limit for its exit but makes progress. Gives the worker
+    /// another grace period to exit.
+    fn on_excused_slow(&mut self, local_rank: u32) {
+        let grace = self.policy.on_failure.grace;
+        let Some(raised) = self.excused(local_rank).and_then(|member| member.raised.as_mut()) else { return };
+        raised.exit = ExitStage::Slow;
+        let slow = Event::WorkerRaised(raised.clone());
+        self.report(slow);
+        self.effects.push(Effect::Arm(Timer::Condemned(local_rank), grace));
+    }
+
+    /// Kills an excused worker that is still exiting at the end of its grace period.
+    pub(super) fn on_excused_overdue(&mut self, local_rank: u32) {
+        let limit = self.policy.on_failure.grace;
+        self.kill_excused(local_rank, |member| {
+            let (workers, reason) = (vec![(local_rank, member.pid)], member.why_overdue());
+            Event::WorkersKilled(WorkersKilled { workers, reason, limit })
+        });
+    }
+
+    /// Kills an excused worker and reports the reason. The worker is no longer excused.
+    fn kill_excused(&mut self, local_rank: u32, why: impl FnOnce(&Member) -> Event) {
+        let Some(member) = self.excused(local_rank) else { return };
+        let (kill, why) = (member.send(Signal::KILL, StopScope::Group), why(member));
+        member.stop_role = StopRole::Usual;
+        self.effects.push(kill);
+        self.report(why);
+        self.kill_when_nobody_is_excused();
+    }
+
+    /// Kills a worker whose exit has stalled. The worker gets no grace period, because it has already exceeded its time
+    /// limit, and the other workers may have been waiting for it.
+    pub(super) fn on_exit_overdue(&mut self, local_rank: u32) {
+        let stalled =
+            |raised: &WorkerRaised| Event::WorkerRaised(WorkerRaised { exit: ExitStage::Stalled, ..raised.clone() });
+        if self.phase == Phase::Stopping {
+            return self.kill_excused(local_rank, |member| {
+                member.raised.as_ref().map(stalled).expect("only a worker that has raised is excused")
+            });
+        }
+        let Some(raised) = self.working(local_rank).and_then(|member| member.raised.clone()) else { return };
+        self.fail_at_once(local_rank, raised.seen, Some(stalled(&raised)));
+    }
+
+    /// Kills a worker that hangs during its exit, without waiting for the end of its grace period. The worker cannot be
+    /// saving data, because its program has failed and it makes no progress.
+    fn kill_stalled(&mut self, local_rank: u32, limit: Duration) {
+        let is_open = matches!(self.phase, Phase::Running | Phase::Stopping);
+        let member = self.members.iter_mut().find(|m| m.local_rank == local_rank && m.runs());
+        let Some(member) = member.filter(|m| is_open && !m.group_has_got(Signal::KILL)) else { return };
+        self.effects.push(member.send(Signal::KILL, StopScope::Group));
+        let workers = vec![(local_rank, member.pid)];
+        let reason = KillReason::StalledExit;
+        self.report(Event::WorkersKilled(WorkersKilled { workers, reason, limit }));
+    }
+
+    /// Returns the workers that did not exit within their grace period, grouped by [`KillReason`]. Skips workers that
+    /// were already sent SIGKILL.
+    pub(super) fn overdue_workers(&self) -> Vec<WorkersKilled> {
+        let mut killed: Vec<WorkersKilled> = Vec::new();
+        let is_overdue = |m: &&Member| m.runs() && m.sent != Some(Signal::KILL) && !m.is_excused();
+        for member in self.members.iter().filter(is_overdue) {
+            let (reason, worker) = (member.why_overdue(), (member.local_rank, member.pid));
+            match killed.iter_mut().find(|killed| killed.reason == reason) {
+                Some(killed) => killed.workers.push(worker),
+                None => killed.push(WorkersKilled { workers: vec![worker], reason, limit: self.grace }),
+            }
+        }
+        killed
+    }
+}
+
+/// Time limit for each replacement worker that is still starting while the group is being killed. A start that takes
+/// longer is aborted.
+const LAST_CHANCE: Duration = Duration::from_secs(1);
+
+impl Group {
+    /// Returns the reason why this worker cannot be replaced now. `None` if it can be replaced.
+    pub fn refusal(&self, local_rank: u32) -> Option<&'static str> {
+        let member = self.members.iter().find(|m| m.local_rank == local_rank);
+        match (member.map(|m| (m.place, m.ended)), self.phase) {
+            _ if !self.policy.replaces => Some("this group does not replace workers"),
+            (None, _) => Some("there is no such worker"),
+            (Some(_), phase) if phase != Phase::Running => Some("the group is stopping"),
+            (Some((Place::Free, _)), _) => None,
+            (Some((Place::Promised, _)), _) => Some("its replacement is starting"),
+            (Some((Place::Left, _)), _) => Some("its leftover processes are not cleaned up yet"),
+            (Some((Place::Taken, false)), _) => Some("it is running"),
+            (Some((Place::Taken, true)), _) => Some("it has succeeded"),
+        }
+    }
+
+    /// Returns the local ranks whose replacements are being started.
+    pub fn starting(&self) -> impl Iterator<Item = u32> {
+        self.members.iter().filter(|m| m.place == Place::Promised).map(|m| m.local_rank)
+    }
+
+    /// Returns true if the other members continue when this member fails. Returns false if Python started the member,
+    /// because the nursery cannot clean up the processes of such a member.
+    pub(super) fn survives(&self, index: usize) -> bool {
+        self.policy.replaces && self.phase == Phase::Running && !self.members[index].adopted
+    }
+
+    /// Returns the index of the member with this pid if the other members continue when it fails. Otherwise, returns
+    /// `None`. See [`Self::survives`].
+    pub(super) fn survivable(&self, pid: i32) -> Option<usize> {
+        self.members.iter().position(|m| m.pid == pid && !m.ended).filter(|&index| self.survives(index))
+    }
+
+    /// Handles the exit of a failed member. Leftover processes are cleaned up for one member at a time, in the order
+    /// of the failures.
+    pub(super) fn leave(&mut self, index: usize) {
+        self.members[index].place = Place::Left;
+        if let Some(watch) = &mut self.watch {
+            watch.lose(index);
+            // Check the heartbeats of the other members now, because these checks were paused while the failed member
+            // was about to exit.
+            self.effects.push(Effect::Arm(Timer::Hang, Duration::ZERO));
+        }
+        self.left.push_back(index);
+        if self.left.len() == 1 {
+            self.sweep_left();
+        }
+    }
+
+    fn sweep_left(&mut self) {
+        if let Some(&first) = self.left.front().filter(|_| self.phase == Phase::Running) {
+            let Member { local_rank, pid, .. } = self.members[first];
+            self.effects.push(Effect::SweepWorker { local_rank, pid });
+        }
+    }
+
+    pub(super) fn on_worker_swept(&mut self, swept: SweepOutcome) {
+        let Some(index) = self.left.pop_front() else { return };
+        self.members[index].place = Place::Free;
+        self.report(Event::WorkerSwept { local_rank: self.members[index].local_rank, swept });
+        self.sweep_left();
+    }
+
+    /// Adds a member that Python started.
+    pub(super) fn on_adopted(&mut self, local_rank: u32, pid: i32) {
+        let mut member = Member::new(local_rank, pid, true);
+        // If the group is no longer running, kill the new member.
+        if self.phase != Phase::Running {
+            self.effects.push(member.send(Signal::KILL, StopScope::Group));
+        }
+        self.members.push(member);
+    }
+
+    pub(super) fn on_replace(&mut self, local_rank: u32) {
+        if let Some(member) = self.members.iter_mut().find(|m| m.local_rank == local_rank && m.place == Place::Free) {
+            member.place = Place::Promised;
+        }
+    }
+
+    fn promised(&self, local_rank: u32) -> Option<usize> {
+        self.members.iter().position(|m| m.local_rank == local_rank && m.place == Place::Promised)
+    }
+
+    pub(super) fn on_replaced(&mut self, local_rank: u32, pid: i32, started: Stamp) {
+        let Some(index) = self.promised(local_rank) else { return };
+        for ended in self.members.iter_mut().filter(|m| m.pid == pid) {
+            // Forget the pid of a member that has exited, because the kernel has reused it for the replacement.
+            ended.pid = 0;
+        }
+        self.members[index] = Member::new(local_rank, pid, false);
+        if let Some(watch) = &mut self.watch {
+            watch.restart(index, started.0);
+        }
+        self.report(Event::WorkerReplaced { local_rank, pid, started });
+        let member = &mut self.members[index];
+        match (self.phase, self.stop_signal) {
+            (Phase::Running, _) if self.suspended => self.effects.push(to_group(pid, Signal::STOP)),
+            (Phase::Running, _) => {}
+            (Phase::Stopping, Some(signal)) => self.effects.push(member.stop(signal, self.policy.stop_scope)),
+            _ => self.effects.push(member.send(Signal::KILL, StopScope::Group)),
+        }
+    }
+
+    pub(super) fn on_replace_failed(&mut self, failure: StartFailure) {
+        let Some(index) = self.promised(failure.local_rank()) else { return };
+        self.members[index].place = Place::Free;
+        self.report(Event::ReplaceFailed(failure));
+        self.sweep_when_all_have_ended();
+    }
+
+    /// Forgets the pending clean-ups and the pending replacements, because the nursery that would have performed them
+    /// is lost.
+    pub(super) fn forget_places(&mut self) {
+        self.left.clear();
+        for member in self.members.iter_mut().filter(|m| m.place == Place::Promised) {
+            member.place = Place::Free;
+        }
+    }
+
+    /// Shortens the deadlines of replacements that are being started, so that they do not delay the end of the group.
+    pub(super) fn hasten_starts(&mut self) {
+        let starting: Vec<u32> = self.starting().collect();
+        let hasten = |local_rank| Effect::Hasten(Timer::Replace(local_rank), LAST_CHANCE);
+        self.effects.extend(starting.into_iter().map(hasten));
     }
 }

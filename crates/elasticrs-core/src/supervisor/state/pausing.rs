@@ -2,8 +2,7 @@
 
 use elasticrs_sys::signal::Signal;
 
-use super::member::{Pause, to_group};
-use super::{Effect, Event, Group, PAUSE_REPORT_DELAY, Phase, Timer};
+use super::{Effect, Event, Group, PAUSE_REPORT_DELAY, Pause, Phase, Timer, to_group};
 
 impl Group {
     pub(super) fn on_paused(&mut self, pid: i32, signal: i32) {

@@ -6,8 +6,7 @@
 use elasticrs_nursery::protocol::{Savers, SweepLimits};
 use elasticrs_sys::signal::Signal;
 
-use super::member::{Member, StopRole};
-use super::{AT_ONCE, Effect, Event, GIVE_UP_AFTER, Group, Phase, StopScope, Timer};
+use super::{AT_ONCE, Effect, Event, GIVE_UP_AFTER, Group, Member, Phase, StopRole, StopScope, Timer};
 use crate::supervisor::event::{KillReason, WorkersKilled};
 
 impl Group {

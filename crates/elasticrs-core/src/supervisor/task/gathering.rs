@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use tokio::task::JoinSet;
 
-use super::retired::Retired;
+use super::nursery::Retired;
 use super::running::Running;
 use crate::supervisor::evidence::{self, EvidenceFiles, GatheringLimit, Subject, WorkerEvidence};
 

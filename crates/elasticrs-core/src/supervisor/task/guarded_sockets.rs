@@ -10,8 +10,8 @@ use elasticrs_nursery::fence::Fence;
 use elasticrs_nursery::protocol::Request;
 use nix::errno::Errno;
 
+use super::nursery::Nursery;
 use crate::supervisor::command::Guarded;
-use crate::supervisor::nursery_io::Nursery;
 use crate::supervisor::queue::Queue;
 
 /// Sockets that the nursery holds. This process also keeps them open, so that it can pass them to the next

@@ -12,14 +12,13 @@ use elasticrs_nursery::token::Token;
 use elasticrs_sys::clock::Stamp;
 use elasticrs_sys::process::WorkerExit;
 
+use super::Task;
 use super::check::NurseryAction;
-use super::current::Current;
 use super::launches::{Finished, LAUNCH_LIMIT, Purpose, Reason, SLOW_LAUNCH};
-use super::retired::Retired;
-use super::{Task, current_nursery};
+use super::nursery::{self, Guard, Import, Nursery, Retired};
+use super::running::Current;
 use crate::supervisor::deadlines::{AT_ONCE, Timer};
 use crate::supervisor::event::{Event, NurseryExit, StartFailure};
-use crate::supervisor::nursery_io::{Guard, Import, Nursery};
 use crate::supervisor::start::Starting;
 use crate::supervisor::state::Input;
 
@@ -43,7 +42,7 @@ impl Task {
             return false;
         }
         self.launches.cancel(|_| true);
-        current_nursery::disarm_import(&mut self.deadlines);
+        nursery::disarm_import(&mut self.deadlines);
         if let Some(nursery) = self.nursery.take() {
             self.retired.add_nursery(nursery);
         }
@@ -257,7 +256,7 @@ impl Task {
 
     /// Launches a replacement nursery that imports no modules. Nurseries import no modules for the rest of the job.
     fn go_on_cold(&mut self, exit: NurseryExit) {
-        current_nursery::disarm_import(&mut self.deadlines);
+        nursery::disarm_import(&mut self.deadlines);
         self.images.forget_warm();
         self.shared.queue.push(Event::Warmed { failure: Some(exit) });
         self.launch(Reason::GoOnCold(exit), None);

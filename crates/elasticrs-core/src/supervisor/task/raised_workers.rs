@@ -25,7 +25,6 @@ use tokio::task::JoinSet;
 use super::running::Running;
 use crate::supervisor::event::{ExitStage, Origin, WorkerRaised};
 use crate::supervisor::exit_progress::{self, Sample, progressed, ticks_per_second};
-use crate::supervisor::watch;
 
 /// Maximum length of a notice in bytes. Workers respect it, so only notices from unrelated programs are truncated.
 const MAX_TEXT: usize = 4096;
@@ -177,7 +176,7 @@ impl RaisedWorkers {
     pub(super) fn add(&mut self, notice: Notice, running: &Running) -> Option<WorkerRaised> {
         let Notice { pid, recorded, origin, text, .. } = notice;
         let local_rank = self.strangers.worker_of(pid, Instant::now(), |pid| running.worker_of(pid))?;
-        let process = process::open_pidfd(pid).ok().filter(|process| watch::ended(&[process.as_fd()]) != [true]);
+        let process = process::open_pidfd(pid).ok().filter(|process| process::have_ended(&[process.as_fd()]) != [true]);
         // Watch the sender's exit, unless the sender has already exited. Ignore the notice if another process of the
         // same worker is already being watched.
         let limit = match process {
@@ -234,7 +233,7 @@ impl RaisedWorkers {
     /// The process may be a descendant, so the worker itself may still be running.
     pub(super) fn has_exited(&self, local_rank: u32) -> bool {
         let raised = self.raised.iter().find(|raised| raised.local_rank == local_rank);
-        raised.is_none_or(|raised| watch::ended(&[raised.process.as_fd()]) == [true])
+        raised.is_none_or(|raised| process::have_ended(&[raised.process.as_fd()]) == [true])
     }
 }
 

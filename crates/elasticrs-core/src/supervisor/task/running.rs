@@ -1,25 +1,31 @@
-//! A running group: its state machine, and the descriptors of its members.
+//! The group that is being started or is running: its state machine, and the descriptors of its members. Watches
+//! processes whose exits the nursery cannot report: adopted processes, and the workers of a lost nursery.
 
 use std::collections::BTreeSet;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+use std::time::Duration;
 
 use elasticrs_nursery::cleaner;
 use elasticrs_nursery::protocol::Request;
 use elasticrs_nursery::tree::Status;
-use elasticrs_sys::process;
+use elasticrs_runtime::readiness::register;
+use elasticrs_sys::clock::Stamp;
+use elasticrs_sys::process::{self, WorkerExit};
 use elasticrs_sys::procfs::Stat;
 use elasticrs_sys::signal::Signal;
+use nix::sys::wait::{Id, WaitPidFlag, waitid};
 use nix::unistd::{Pid, getpgid, getsid};
+use tokio::io::Interest;
 use tokio::task::JoinSet;
 
 use super::check::Unreported;
+use super::nursery::Nursery;
 use super::or_panic;
 use crate::spec::StopScope;
 use crate::supervisor::event::StartFailure;
-use crate::supervisor::nursery_io::Nursery;
+use crate::supervisor::start::Starting;
 use crate::supervisor::state::Group;
-use crate::supervisor::watch::{self, MemberExit};
 
 /// Maximum number of ancestors to check when looking for the worker that a process descends from.
 const MAX_DEPTH: usize = 64;
@@ -72,7 +78,7 @@ impl Running {
         let pidfd = Arc::new(pidfd);
         let leads_a_group = getpgid(Some(Pid::from_raw(pid))).is_ok_and(|group| group.as_raw() == pid);
         self.members.push(Member { pid, pidfd: Arc::clone(&pidfd), adopted: true, leads_a_group });
-        self.exits.spawn(watch::until_exit(pid, pidfd, status));
+        self.exits.spawn(until_exit(pid, pidfd, status));
     }
 
     /// Replaces a failed worker with a new worker that the nursery has started.
@@ -107,7 +113,7 @@ impl Running {
         let living: BTreeSet<i32> = self.group.living().collect();
         let living = self.members.iter().filter(|member| living.contains(&member.pid));
         let (pids, pidfds): (Vec<_>, Vec<_>) = living.map(|member| (member.pid, member.pidfd.as_fd())).unzip();
-        let ended = watch::ended(&pidfds);
+        let ended = process::have_ended(&pidfds);
         pids.into_iter().zip(ended).filter_map(|(pid, ended)| ended.then_some(pid)).collect()
     }
 
@@ -144,7 +150,7 @@ impl Running {
     pub(super) fn watch_exits(&mut self) {
         for member in self.members.iter().filter(|member| !member.adopted) {
             if self.group.living().any(|pid| pid == member.pid) {
-                self.exits.spawn(watch::until_exit(member.pid, Arc::clone(&member.pidfd), None));
+                self.exits.spawn(until_exit(member.pid, Arc::clone(&member.pidfd), None));
             }
         }
     }
@@ -219,11 +225,100 @@ impl Member {
         let rest = cleaner::others_in_groups(self.pid, |group| group == self.pid);
         // Signal the processes of the group only while the member is running, because another process group may reuse
         // the member's pid afterwards.
-        if watch::ended(&[self.pidfd.as_fd()]) == [false] {
+        if process::have_ended(&[self.pidfd.as_fd()]) == [false] {
             for target in rest {
                 target.signal(nix::sys::signal::Signal::SIGKILL);
             }
         }
+    }
+}
+
+/// Exit of a watched process.
+#[derive(Debug)]
+pub(super) struct MemberExit {
+    pub(super) pid: i32,
+    pub(super) exit: WorkerExit,
+    pub(super) seen: Stamp,
+}
+
+/// Time limit for a parent to send the status of a child after the child's exit.
+const STATUS_LIMIT: Duration = Duration::from_secs(5);
+
+/// Waits until a process exits, and returns its exit status.
+///
+/// A child of this process is not reaped, because Python reaps the children that it started. The exit status of any
+/// other process is read from the pipe `status`, and is unknown without a pipe.
+async fn until_exit(pid: i32, pidfd: Arc<OwnedFd>, status: Option<OwnedFd>) -> MemberExit {
+    let seen_by_epoll = match register(Arc::clone(&pidfd), Interest::READABLE) {
+        Ok(watched) => watched.readable().await.is_ok(),
+        Err(_) => false,
+    };
+    let seen = Stamp::now();
+    let flags = WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT | WaitPidFlag::WNOHANG;
+    let own = waitid(Id::PIDFd(pidfd.as_fd()), flags).ok().filter(|_| seen_by_epoll);
+    let exit = match (own.map_or(WorkerExit::Unknown, WorkerExit::of), status) {
+        (WorkerExit::Unknown, Some(status)) => status_from_parent(status).await.unwrap_or(WorkerExit::Unknown),
+        (exit, _) => exit,
+    };
+    MemberExit { pid, exit, seen }
+}
+
+/// Reads the status of an exited process from a pipe. The process's parent has written the four bytes that
+/// `wait4` returned.
+async fn status_from_parent(status: OwnedFd) -> Option<WorkerExit> {
+    let pipe = register(status, Interest::READABLE).ok()?;
+    // The pipe also becomes readable if the writer exits without writing anything.
+    let _guard = tokio::time::timeout(STATUS_LIMIT, pipe.readable()).await.ok()?.ok()?;
+    let mut bytes = [0; 4];
+    // One read returns all four bytes, because pipes do not split such short writes.
+    match nix::unistd::read(pipe.get_ref(), &mut bytes) {
+        Ok(4) => WorkerExit::from_wait_status(i32::from_ne_bytes(bytes)),
+        Ok(_) | Err(_) => None,
+    }
+}
+
+/// State of the current group.
+#[expect(clippy::large_enum_variant, reason = "there is only one")]
+pub(super) enum Current {
+    Idle,
+    Starting(Starting),
+    Running(Running),
+}
+
+impl Current {
+    pub(super) fn is_idle(&self) -> bool {
+        matches!(self, Self::Idle)
+    }
+
+    pub(super) fn is_starting(&self) -> bool {
+        matches!(self, Self::Starting(_))
+    }
+
+    pub(super) fn running(&self) -> Option<&Running> {
+        if let Self::Running(running) = self { Some(running) } else { None }
+    }
+
+    pub(super) fn running_mut(&mut self) -> Option<&mut Running> {
+        if let Self::Running(running) = self { Some(running) } else { None }
+    }
+
+    pub(super) fn starting_mut(&mut self) -> Option<&mut Starting> {
+        if let Self::Starting(starting) = self { Some(starting) } else { None }
+    }
+
+    /// Returns true while the nursery may be blocked starting a worker.
+    pub(super) fn starts_a_worker(&self) -> bool {
+        match self {
+            Self::Idle => false,
+            Self::Starting(_) => true,
+            Self::Running(running) => running.group.starting().next().is_some(),
+        }
+    }
+
+    /// Waits for the exit of any member that is not watched by the nursery, such as a process that Python started.
+    /// Returns `None` if there is no such member. Cancel-safe.
+    pub(super) async fn next_exit(&mut self) -> Option<MemberExit> {
+        self.running_mut()?.next_exit().await
     }
 }
 

@@ -1,22 +1,21 @@
 //! Starts the workers of a group, and replacements for failed workers.
 
-use std::io;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
+use std::{fs, io};
 
 use elasticrs_nursery::fence::FenceState;
 use elasticrs_nursery::protocol::Request;
 use elasticrs_nursery::spec::ProcessSpec;
 use elasticrs_nursery::tree::Status;
 use elasticrs_sys::clock::{Stamp, boot_now};
-use elasticrs_sys::process;
 use elasticrs_sys::signal::Signal;
 use elasticrs_sys::stage::Stage;
+use elasticrs_sys::{process, procfs};
 
 use super::check::CHECK_INTERVAL;
-use super::current::Current;
 use super::launches::{Purpose, Reason};
-use super::running::Running;
+use super::running::{Current, Running};
 use super::{FENCE_SLACK, Task};
 use crate::spec::{GroupSpec, StopPolicy};
 use crate::supervisor::command::{Adopted, SupervisorError};
@@ -24,7 +23,6 @@ use crate::supervisor::deadlines::{AT_ONCE, Timer};
 use crate::supervisor::event::{Event, StartFailure, SweepOutcome};
 use crate::supervisor::start::Starting;
 use crate::supervisor::state::Input;
-use crate::supervisor::watch;
 
 /// Time limit for the nursery to report a failed start after the hanging process was killed.
 const KILL_LIMIT: Duration = Duration::from_secs(5);
@@ -152,10 +150,8 @@ impl Task {
         if let Some(nursery) = self.nursery.get() {
             let stage = nursery.stage_reached();
             let wait_channel = match stage {
-                Some(Stage::Fork | Stage::NextFork) => watch::wait_channel(nursery.pid),
-                _ => {
-                    watch::child_that_starts(nursery.pid, &starting.pids()).map(watch::wait_channel).unwrap_or_default()
-                }
+                Some(Stage::Fork | Stage::NextFork) => procfs::wait_channel(nursery.pid),
+                _ => child_that_starts(nursery.pid, &starting.pids()).map(procfs::wait_channel).unwrap_or_default(),
             };
             starting.hung(stage, wait_channel);
             // Kill the nursery, because the kernel then kills the hanging child as well. If the child survives,
@@ -306,9 +302,9 @@ impl Task {
         let others: Vec<i32> = running.pids().collect();
         let child = match stage {
             Some(Stage::Fork | Stage::NextFork) => None,
-            _ => watch::child_that_starts(nursery.pid, &others),
+            _ => child_that_starts(nursery.pid, &others),
         };
-        let wait_channel = watch::wait_channel(child.unwrap_or(nursery.pid));
+        let wait_channel = procfs::wait_channel(child.unwrap_or(nursery.pid));
         let failure = StartFailure::Hung { local_rank, stage, wait_channel, deadline };
         if running.group.is_running() {
             self.shared.queue.degraded(failure.to_string());
@@ -329,4 +325,15 @@ fn kill_child(parent: i32, child: i32) -> bool {
     // Check the parent after opening the pidfd. Otherwise, the pid could be reused between the two steps.
     Status::of(child).is_some_and(|status| status.parent == parent)
         && process::send_signal(&pidfd, libc::SIGKILL).is_ok()
+}
+
+/// Returns the child that the nursery `pid` is still starting. It is the newest child of the nursery that executes the
+/// same program as the nursery and is not one of `others`.
+#[allow(clippy::disallowed_methods, reason = "links below /proc are read without blocking")]
+fn child_that_starts(pid: i32, others: &[i32]) -> Option<i32> {
+    let program = |pid: i32| fs::read_link(procfs::folder(pid)?.join("exe")).ok();
+    let own = program(pid);
+    let children = procfs::read(pid, &format!("task/{pid}/children")).unwrap_or_default();
+    let mut children = children.split_whitespace().rev().filter_map(|child| child.parse().ok());
+    children.find(|child| !others.contains(child) && program(*child) == own)
 }

@@ -4,12 +4,14 @@
 use std::time::Duration;
 
 use elasticrs_nursery::protocol::{Request, Savers, SweepLimits};
+use elasticrs_nursery::sweep;
+use elasticrs_nursery::token::Token;
 use tokio::task::JoinHandle;
 
+use super::nursery::Nursery;
 use super::or_panic;
 use crate::supervisor::deadlines::AT_ONCE;
 use crate::supervisor::event::SweepOutcome;
-use crate::supervisor::nursery_io::Nursery;
 use crate::supervisor::state::HOPELESS_SWEEP;
 
 /// State of the clean-ups of leftover processes.
@@ -125,10 +127,29 @@ impl Sweeps {
     }
 }
 
+/// Kills the processes that a dead nursery left behind. May block for slightly longer than `give_up`.
+///
+/// `sessions` contains the pids of the nursery's workers, each of which was a session leader. `adopted` contains
+/// children of this process that must not be killed, because Python started and reaps them.
+pub(super) fn sweep_after_loss(
+    token: Token,
+    owns_process: bool,
+    adopted: &[i32],
+    sessions: &[i32],
+    give_up: Duration,
+) -> SweepOutcome {
+    if owns_process {
+        sweep::sweep_children_of_self(adopted, sessions, give_up)
+    } else {
+        sweep::kill_by_token(token, give_up)
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use super::*;
     use elasticrs_nursery::protocol::Descendant;
+
+    use super::*;
 
     fn swept(pid: i32) -> SweepOutcome {
         SweepOutcome { ended: vec![Descendant { pid, command: String::new() }], more: 1, ..SweepOutcome::default() }

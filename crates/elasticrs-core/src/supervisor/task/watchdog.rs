@@ -26,11 +26,10 @@ use tokio::task::{AbortHandle, JoinSet};
 use super::running::Running;
 use crate::supervisor::counters::TimerCounters;
 use crate::supervisor::event::TimerExpired;
-use crate::supervisor::watch;
-use crate::timer::complaints::{Complaints, INTERVAL, MAX_REPORTED, excerpt, more_timers};
 use crate::timer::fifo::CAPACITY;
-use crate::timer::lines::Lines;
-use crate::timer::record::{self, Record, Refusal, Request};
+use crate::timer::record::{
+    self, Complaints, INTERVAL, Lines, MAX_REPORTED, Record, Refusal, Request, excerpt, more_timers,
+};
 use crate::timer::table::{Due, Terms, Timers, on_monotonic};
 
 /// Number of bytes to read before the elapsed time is compared with [`SLICE`].
@@ -201,7 +200,7 @@ impl Watchdog {
     fn forget_ended(&mut self) {
         let pids: Vec<i32> = self.bound.keys().copied().collect();
         let pidfds: Vec<_> = pids.iter().map(|pid| self.bound[pid].pidfd.as_fd()).collect();
-        let ended = watch::ended(&pidfds);
+        let ended = process::have_ended(&pidfds);
         for (pid, _) in pids.into_iter().zip(ended).filter(|(_, ended)| *ended) {
             self.forget(pid);
         }
@@ -302,7 +301,7 @@ impl Watchdog {
         let start_time = Stat::of(pid).and_then(|stat| stat.field(START_TIME));
         // Check that the process is still alive, because the data from `/proc` may otherwise be about another process
         // with the same pid.
-        if watch::ended(&[pidfd.as_fd()]) == [true] {
+        if process::have_ended(&[pidfd.as_fd()]) == [true] {
             return Ok(false);
         }
         let Some(local_rank) = local_rank else {

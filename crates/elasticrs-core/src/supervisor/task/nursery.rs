@@ -1,18 +1,19 @@
-//! The agent's end of the link to the nursery. Converts the replies and the exit of the nursery into events for the
-//! runtime.
+//! The agent's end of the link to the nursery: converts the replies and the exit of the nursery into events for the
+//! runtime. Also keeps the current nursery, the token that identifies the processes that it leaves behind, and the
+//! nurseries that are being shut down in the background.
 
 use std::fs;
 use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::{Duration, Instant};
 
 use elasticrs_nursery::activity::Activity;
 use elasticrs_nursery::connections::Release;
 use elasticrs_nursery::launch::{LaunchError, Launched, REPORT_FD, Warm, Warming, stage_reached};
-use elasticrs_nursery::link::AgentLink;
-use elasticrs_nursery::protocol::{FIXED_FDS, Reply, Request};
-use elasticrs_nursery::report::ImportFailure;
+use elasticrs_nursery::protocol::{AgentLink, FIXED_FDS, Reply, Request};
+use elasticrs_nursery::report::{self, ImportFailure};
 use elasticrs_nursery::sweep::kill_by_token;
 use elasticrs_nursery::token::Token;
 use elasticrs_runtime::readiness::{Registered, register};
@@ -25,8 +26,10 @@ use nix::unistd::Pid;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::sync::oneshot;
+use tokio::task::JoinSet;
 
-use super::watch;
+use super::CLOSE_LIMIT;
+use crate::supervisor::deadlines::{Deadlines, Timer};
 
 /// Event returned by [`Nursery::next`].
 #[derive(Debug)]
@@ -152,7 +155,7 @@ impl Nursery {
     /// Reaps the sentinel if it has exited, and returns the memory page that it shared with the nursery. Returns `None`
     /// if the sentinel is running, or if the nursery is importing modules.
     pub(super) fn take_lost_sentinel(&mut self) -> Option<Activity> {
-        let ended = |guard: &mut Guard| watch::ended(&[guard.sentinel.pidfd.get_ref().as_fd()]) == [true];
+        let ended = |guard: &mut Guard| process::have_ended(&[guard.sentinel.pidfd.get_ref().as_fd()]) == [true];
         let Guard { sentinel, activity } = self.sentinel.take_if(|guard| self.import.is_none() && ended(guard))?;
         exit_of(sentinel.pidfd.get_ref());
         Some(activity)
@@ -228,7 +231,7 @@ impl Nursery {
 
     /// Returns the message about a nursery that does not exit after SIGKILL.
     pub(super) fn left_behind(&self) -> String {
-        let (pid, channel) = (self.pid, watch::wait_channel(self.pid));
+        let (pid, channel) = (self.pid, procfs::wait_channel(self.pid));
         let channel = if channel.is_empty() { "the kernel" } else { &channel };
         format!("the nursery (pid {pid}) did not exit after SIGKILL (waits in {channel}) and is still running")
     }
@@ -395,11 +398,158 @@ fn exit_of(pidfd: &OwnedFd) -> WorkerExit {
     reaped.map_or(WorkerExit::Unknown, WorkerExit::of)
 }
 
+/// Time after which the user is notified that workers are waiting for an import.
+const SLOW_IMPORT: Duration = Duration::from_secs(5);
+
+/// The nursery that starts the workers. If it is lost, there is no nursery until the next group starts.
+#[derive(Debug)]
+pub(super) struct CurrentNursery {
+    nursery: Option<Nursery>,
+    /// Token of the last nursery, used to find the processes that the nursery left behind. `None` until the first
+    /// nursery has been launched.
+    token: Option<Token>,
+    /// Pid of the nursery, for readers on other threads. Zero if there is no nursery.
+    pid: Arc<AtomicI32>,
+}
+
+impl CurrentNursery {
+    pub(super) fn new(pid: Arc<AtomicI32>) -> Self {
+        Self { token: None, nursery: None, pid }
+    }
+
+    /// Switches to another nursery. Returns the previous nursery if it still exists.
+    pub(super) fn replace(&mut self, nursery: Nursery) -> Option<Nursery> {
+        self.pid.store(nursery.pid, Ordering::Relaxed);
+        self.token = Some(nursery.token);
+        self.nursery.replace(nursery)
+    }
+
+    /// Removes the nursery, because it was lost or is being closed.
+    pub(super) fn take(&mut self) -> Option<Nursery> {
+        self.pid.store(0, Ordering::Relaxed);
+        self.nursery.take()
+    }
+
+    pub(super) fn token(&self) -> Option<Token> {
+        self.token
+    }
+
+    pub(super) fn exists(&self) -> bool {
+        self.nursery.is_some()
+    }
+
+    pub(super) fn pid(&self) -> Option<i32> {
+        self.nursery.as_ref().map(|nursery| nursery.pid)
+    }
+
+    pub(super) fn get(&mut self) -> Option<&mut Nursery> {
+        self.nursery.as_mut()
+    }
+
+    /// Sends a request. Does nothing if there is no nursery.
+    pub(super) fn send(&mut self, request: &Request, fds: Vec<OwnedFd>) {
+        if let Some(nursery) = &mut self.nursery {
+            nursery.send(request, fds);
+        }
+    }
+
+    /// Waits for the next event from the nursery and returns it. Never returns if there is no nursery. Cancel-safe.
+    pub(super) async fn next(&mut self) -> NurseryEvent {
+        match &mut self.nursery {
+            Some(nursery) => nursery.next().await,
+            None => std::future::pending().await,
+        }
+    }
+
+    /// Returns true while the nursery imports modules.
+    pub(super) fn is_warming(&self) -> bool {
+        self.import().is_some()
+    }
+
+    fn import(&self) -> Option<&Import> {
+        self.nursery.as_ref()?.import.as_ref()
+    }
+
+    /// Records that the imports are complete. Returns false if the nursery was not importing modules.
+    pub(super) fn finish_import(&mut self, deadlines: &mut Deadlines) -> bool {
+        let was_warming = self.nursery.as_mut().and_then(|nursery| nursery.import.take()).is_some();
+        if was_warming {
+            disarm_import(deadlines);
+        }
+        was_warming
+    }
+
+    /// Sets the deadlines for the imports. Called again when a group starts to wait for the imports, because all
+    /// deadlines were cleared at the end of the previous group.
+    pub(super) fn arm_import(&self, deadlines: &mut Deadlines) {
+        if let Some(import) = self.import() {
+            // Do not postpone a deadline that is already set, because all imports share one time limit. If an import
+            // kills the nursery, its replacement imports the remaining modules within the same limit.
+            deadlines.hasten(Timer::Warm, import.warm.limit, Instant::now());
+            deadlines.hasten(Timer::SlowImport, SLOW_IMPORT, Instant::now());
+        }
+    }
+
+    /// Kills a nursery that has exceeded the time limit of its imports.
+    pub(super) fn kill_hung_import(&mut self) {
+        if let Some(nursery) = self.nursery.as_mut().filter(|nursery| nursery.import.is_some()) {
+            nursery.kill_hung();
+        }
+    }
+
+    /// Returns a message about the module that is still being imported. `None` if no imports are in progress.
+    pub(super) fn slow_import(&self) -> Option<String> {
+        let import = self.import()?;
+        let module = report::importing(&import.warm.report, import.since);
+        Some(format!(
+            "warm: {} is still being imported after {} s; the workers wait for it for at most {} s (--warm-timeout)",
+            module.as_deref().unwrap_or("the first module"),
+            SLOW_IMPORT.as_secs(),
+            import.warm.limit.as_secs_f64(),
+        ))
+    }
+}
+
+/// Cancels the deadlines for the nursery's module imports.
+pub(super) fn disarm_import(deadlines: &mut Deadlines) {
+    deadlines.disarm(Timer::Warm);
+    deadlines.disarm(Timer::SlowImport);
+}
+
+/// Background tasks that must finish before the supervisor is closed, such as the shutdown of a nursery.
+#[derive(Debug, Default)]
+pub(super) struct Retired(JoinSet<()>);
+
+impl Retired {
+    /// Runs `work` in the background. Must be called on the runtime thread.
+    pub(super) fn add(&mut self, work: impl Future<Output = ()> + 'static) {
+        while self.0.try_join_next().is_some() {}
+        self.0.spawn_local(work);
+    }
+
+    /// Stops a nursery that is no longer needed.
+    pub(super) fn add_nursery(&mut self, nursery: Nursery) {
+        self.add(async { _ = nursery.end(false, CLOSE_LIMIT).await });
+    }
+
+    /// Makes the sentinel process of a dead nursery kill the nursery's leftover processes.
+    pub(super) fn add_sentinel(&mut self, sentinel: Nursery) {
+        self.add(sentinel.end_what_it_guards(CLOSE_LIMIT));
+    }
+
+    /// Waits until all background tasks have finished.
+    pub(super) async fn finish(&mut self) {
+        while self.0.join_next().await.is_some() {}
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use elasticrs_nursery::launch::{Interrupt, NurseryImage, launch};
     use elasticrs_testkit::{open_fds, wait_until};
     use nix::sys::resource::{Resource, getrlimit, setrlimit};
+    use tokio::sync::oneshot;
+    use tokio::task::LocalSet;
 
     use super::*;
 
@@ -421,5 +571,20 @@ mod tests {
         drop(fillers);
         assert!(matches!(refused, Err(LaunchError::Prepare(_))));
         wait_until("the end of both", || !process::has_children());
+    }
+
+    #[tokio::test]
+    async fn finish_waits_for_all_background_work() {
+        let work = async {
+            let (mut retired, (done, has_finished)) = (Retired::default(), oneshot::channel());
+            retired.add(std::future::ready(()));
+            retired.add(async move {
+                tokio::task::yield_now().await;
+                done.send(()).expect("the receiver is kept");
+            });
+            retired.finish().await;
+            has_finished.await.expect("the work has finished");
+        };
+        LocalSet::new().run_until(work).await;
     }
 }
