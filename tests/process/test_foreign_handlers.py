@@ -8,8 +8,14 @@ from typing import Any
 import pytest
 from helpers import procs
 
-from elasticrs._engine.workers.functions import foreign
-from elasticrs.multiprocessing import DefaultLogsSpecs, PContext, Std, SubprocessContext, start_processes
+from elasticrs.multiprocessing import (
+    DefaultLogsSpecs,
+    PContext,
+    Std,
+    SubprocessContext,
+    contexts,
+    start_processes,
+)
 
 FACTORY = "elasticrs.multiprocessing.api.get_subprocess_handler"
 
@@ -96,7 +102,7 @@ def test_a_program_that_survives_sigkill_is_left_behind(monkeypatch, caplog):
     """SIGKILL does not end a program that hangs in the kernel. Only a broken file system causes such a hang,
     so this test uses a fake program that never exits.
     """
-    monkeypatch.setattr(foreign, "_KILL_LIMIT", 0.01)
+    monkeypatch.setattr(contexts, "_KILL_LIMIT", 0.01)
 
     class Stuck:
         pid = 17
@@ -114,7 +120,7 @@ def test_a_program_that_survives_sigkill_is_left_behind(monkeypatch, caplog):
             sent.append(death_sig)
 
     sent: list[int] = []
-    programs = foreign.ForeignPrograms(None, None, {0: StuckHandler()})  # type: ignore[arg-type]
+    programs = contexts.ForeignPrograms(None, None, {0: StuckHandler()})  # type: ignore[arg-type]
     programs.stop(signal.SIGTERM, 0.01)
     assert sent == [signal.SIGTERM, signal.SIGKILL]
     assert "pid 17" in caplog.text

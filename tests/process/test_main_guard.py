@@ -7,7 +7,7 @@ from helpers import procs
 from helpers.launcher import clean_environment
 from helpers.procs import run_program
 
-from elasticrs._engine.workers.functions.main_guard import MESSAGE
+from elasticrs.multiprocessing.api import _UNGUARDED
 
 LAUNCH = """
 from elasticrs.launcher import LaunchConfig, elastic_launch
@@ -41,7 +41,7 @@ def test_a_launch_without_a_main_guard_is_refused_without_worker_tracebacks(tmp_
     # Reap the resource tracker, which exits shortly after the program.
     procs.reap_adopted()
     assert done.returncode == 1
-    assert done.stderr.count(MESSAGE) in (1, 2)
+    assert done.stderr.count(_UNGUARDED) in (1, 2)
     # Only the program itself prints a traceback, not its workers.
     assert done.stderr.count("Traceback") == 1
     assert "bootstrapping" not in done.stderr

@@ -3,8 +3,8 @@
 import pytest
 
 from elasticrs._engine.nodes.describe import describe
-from elasticrs._engine.nodes.handler import ElasticRendezvousHandler
 from elasticrs._engine.nodes.transport.coordination import Server
+from elasticrs.rendezvous.elastic_handler import ElasticRendezvousHandler
 
 
 @pytest.fixture

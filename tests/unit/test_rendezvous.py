@@ -5,7 +5,6 @@ import socket
 
 import pytest
 
-from elasticrs._engine.nodes.handler import ElasticRendezvousHandler
 from elasticrs.rendezvous import (
     RendezvousClosedError,
     RendezvousError,
@@ -14,6 +13,7 @@ from elasticrs.rendezvous import (
     RendezvousParameters,
     RendezvousStoreInfo,
 )
+from elasticrs.rendezvous.elastic_handler import ElasticRendezvousHandler
 from elasticrs.rendezvous.one_node_handler import OneNodeRendezvous
 from elasticrs.rendezvous.registry import get_rendezvous_handler
 from elasticrs.store import DistNetworkError, Store

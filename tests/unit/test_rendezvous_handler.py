@@ -12,7 +12,6 @@ from helpers import ports
 from helpers.etcd_fixtures import site
 from helpers.procs import HANG
 
-from elasticrs._engine.nodes.handler import error_of
 from elasticrs._engine.nodes.meeting_point import MeetingPoint
 from elasticrs._engine.nodes.protocol.messages import Outcome
 from elasticrs.rendezvous import (
@@ -22,6 +21,7 @@ from elasticrs.rendezvous import (
     RendezvousParameters,
     RendezvousTimeoutError,
 )
+from elasticrs.rendezvous.elastic_handler import error_of
 from elasticrs.rendezvous.registry import get_rendezvous_handler
 from elasticrs.store import DistNetworkError
 

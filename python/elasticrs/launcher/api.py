@@ -21,11 +21,15 @@ from elasticrs._engine.nodes.transport.addresses import parse_endpoint
 from elasticrs._engine.nodes.transport.settings import exit_barrier_timeout_of
 from elasticrs._engine.supervise.observe.health_check_server import _AliveCallbackProxy
 from elasticrs._engine.supervise.observe.observer_factory import check_destination
-from elasticrs._engine.workers.functions.main_guard import refuse_while_main_is_imported
 from elasticrs.agent.server.local_elastic_agent import LocalElasticAgent
 from elasticrs.agent.server.worker_group import WorkerSpec, with_settings
 from elasticrs.metrics import MetricsConfig, initialize_metrics
-from elasticrs.multiprocessing.api import DefaultLogsSpecs, LogsSpecs, SignalException
+from elasticrs.multiprocessing.api import (
+    DefaultLogsSpecs,
+    LogsSpecs,
+    SignalException,
+    refuse_while_main_is_imported,
+)
 from elasticrs.multiprocessing.errors import ChildFailedError
 from elasticrs.rendezvous import registry as rdzv_registry
 from elasticrs.rendezvous.api import RendezvousParameters

@@ -83,10 +83,9 @@ def start_processes(
             has no ``__name__`` guard.
     """
     from elasticrs._engine.workers.functions import interrupts
-    from elasticrs._engine.workers.functions.main_guard import refuse_while_main_is_imported
     from elasticrs.multiprocessing import api
 
-    refuse_while_main_is_imported()
+    api.refuse_while_main_is_imported()
     nprocs = len(args)
     api._validate_full_rank(args, nprocs, "args")
     api._validate_full_rank(envs, nprocs, "envs")

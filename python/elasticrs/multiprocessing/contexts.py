@@ -6,27 +6,31 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
+import subprocess
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from elasticrs._engine.failures.failure import failure_of
 from elasticrs._engine.gpus.numa import cpus_of_options
 from elasticrs._engine.job.config import check_start_method, default_stop_scope
 from elasticrs._engine.job.phrases import SILENT
+from elasticrs._engine.job.value import Record, fresh
 from elasticrs._engine.workers.environment import hook_environment, inherited_environment
 from elasticrs._engine.workers.functions.supervised_group import SupervisedGroup
 from elasticrs._engine.workers.process import console_stream, process_spec
+from elasticrs.multiprocessing import api
 from elasticrs.multiprocessing.api import PContext, RunProcsResult, clean_up, get_std_cm, logger
 from elasticrs.multiprocessing.errors import ProcessFailure
+from elasticrs.multiprocessing.subprocess_handler import handlers
 from elasticrs.multiprocessing.tail_log import replaced_streams
 
 if TYPE_CHECKING:
-    import signal
     from collections.abc import Callable
 
     from elasticrs._core import LogStream, WorkerExited
     from elasticrs._engine.gpus.numa import NumaOptions
-    from elasticrs._engine.workers.functions.foreign import ForeignPrograms
     from elasticrs._engine.workers.functions.start_methods import FunctionStart
     from elasticrs.multiprocessing.api import LogsSpecs
     from elasticrs.multiprocessing.subprocess_handler import SubprocessHandler
@@ -35,6 +39,9 @@ __all__ = ["MultiprocessContext", "SubprocessContext"]
 
 _LOOK = 0.1
 """Seconds between polls of programs that were started by a user's handlers."""
+
+_KILL_LIMIT = 10.0
+"""Maximum number of seconds to wait for programs after SIGKILL, because a program may hang in the kernel."""
 
 
 class _SupervisedContext(PContext):
@@ -140,7 +147,7 @@ class SubprocessContext(_SupervisedContext):
     """Context whose processes run a program. See :class:`PContext` for the arguments.
 
     If ``api.get_subprocess_handler`` was replaced, the programs are run by the objects that the replacement
-    returns; see :mod:`.foreign`.
+    returns; see :class:`ForeignPrograms`.
 
     Attributes:
         subprocess_handlers: handlers by local rank.
@@ -167,14 +174,13 @@ class SubprocessContext(_SupervisedContext):
         self._foreign: ForeignPrograms | None = None
 
     def _start(self) -> None:
-        from elasticrs._engine.workers.functions import foreign
         from elasticrs.multiprocessing.subprocess_handler import SubprocessHandler
 
         if self._group is not None or self._foreign is not None:
             raise ValueError("start() was called twice")
-        make = foreign.replaced_factory()
+        make = replaced_factory()
         if make is not None:
-            self._foreign = foreign.ForeignPrograms(self, self._numa_options)
+            self._foreign = ForeignPrograms(self, self._numa_options)
             self.subprocess_handlers = self._foreign.handlers
             self._foreign.start(make)
             return
@@ -343,3 +349,89 @@ def _wrap(
         value = record(fn)(*args[local_rank])
     ret_vals[local_rank].put(value)
     queue_finished_reading_event.wait()
+
+
+def replaced_factory() -> Callable[..., Any] | None:
+    """Return the user's replacement for ``get_subprocess_handler``; ``None`` if there is none."""
+    found: Callable[..., Any] = api.get_subprocess_handler
+    return None if found is getattr(handlers, "_OWN", None) else found
+
+
+class ForeignPrograms(Record):
+    """Programs of a :class:`PContext` that are run by the user's replacement for ``get_subprocess_handler``,
+    which torch supports too.
+
+    The replacement returns handlers. A handler has an attribute ``proc`` like :class:`subprocess.Popen`, and
+    a method ``close(death_sig)``. The programs are not children of the core, so they are polled, and each
+    handler is responsible for the descendants of its program.
+
+    Attributes:
+        handlers: handlers by local rank.
+        exits: exit code, and monotonic time at which the exit was seen, by local rank, in the order of the
+            exits.
+        sent: last signal that was sent to the program, by local rank.
+    """
+
+    context: PContext
+    numa_options: NumaOptions | None
+    handlers: dict[int, Any] = fresh(factory=dict)
+    exits: dict[int, tuple[int, int]] = fresh(factory=dict)
+    sent: dict[int, int] = fresh(factory=dict)
+
+    def start(self, make: Callable[..., Any]) -> None:
+        """Start all programs by calling ``make``, which has the signature of ``get_subprocess_handler``. If
+        this method fails, call :meth:`stop` to stop the programs that it has started.
+        """
+        context = self.context
+        for rank in range(context.nprocs):
+            self.handlers[rank] = make(
+                entrypoint=context.entrypoint,
+                args=context.args[rank],
+                env=context.envs[rank],
+                stdout=context.stdouts[rank],
+                stderr=context.stderrs[rank],
+                local_rank_id=rank,
+                numa_options=self.numa_options,
+            )
+
+    def has_ended(self) -> bool:
+        """Return true if all programs have exited, or if one has failed."""
+        for rank, handler in self.handlers.items():
+            if rank not in self.exits:
+                exitcode = handler.proc.poll()
+                if exitcode is not None:
+                    self.exits[rank] = (exitcode, time.monotonic_ns())
+        return len(self.exits) == len(self.handlers) or any(code for code, _ in self.exits.values())
+
+    def stop(self, death_sig: signal.Signals, timeout: float) -> None:
+        """Send a signal to the running programs, wait up to ``timeout`` seconds, and kill the remaining ones
+        with SIGKILL. If a program does not exit within :data:`_KILL_LIMIT` seconds after SIGKILL, stop
+        waiting for it.
+        """
+        self._send(death_sig)
+        deadline = time.monotonic() + timeout
+        for handler in self.handlers.values():
+            with suppress(subprocess.TimeoutExpired):
+                handler.proc.wait(max(0.0, deadline - time.monotonic()))
+        self.kill()
+        deadline = time.monotonic() + _KILL_LIMIT
+        for rank, handler in self.handlers.items():
+            try:
+                handler.proc.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:  # noqa: PERF203 -- one iteration per worker
+                logger.warning(
+                    "local rank %d (pid %d) did not exit within %g s after SIGKILL; it is left behind",
+                    *(rank, handler.proc.pid, _KILL_LIMIT),
+                )
+        self.has_ended()
+
+    def kill(self) -> None:
+        """Send SIGKILL to the programs that are still running."""
+        self._send(signal.SIGKILL)
+
+    def _send(self, signum: signal.Signals) -> None:
+        self.has_ended()
+        for rank in self.handlers.keys() - self.exits.keys():
+            self.sent[rank] = signum
+            with suppress(ProcessLookupError):
+                self.handlers[rank].close(death_sig=signum)

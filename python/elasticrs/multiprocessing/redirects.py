@@ -11,12 +11,12 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
+from elasticrs._engine.process.console import DESCRIPTORS, descriptors
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = ["get_libc", "redirect", "redirect_stderr", "redirect_stdout"]
-
-_DESCRIPTORS = {"stdout": 1, "stderr": 2}
 
 
 def get_libc() -> ctypes.CDLL:
@@ -40,8 +40,8 @@ def redirect(std: str, to_file: str) -> Iterator[None]:
         ValueError: the name is unknown.
         OSError: the file cannot be opened.
     """
-    if std not in _DESCRIPTORS:
-        raise ValueError(f"unknown standard stream <{std}>, must be one of {set(_DESCRIPTORS)}")
+    if std not in DESCRIPTORS:
+        raise ValueError(f"unknown standard stream <{std}>, must be one of {set(DESCRIPTORS)}")
     with ExitStack() as kept:
         target = os.open(to_file, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         kept.callback(os.close, target)
@@ -58,17 +58,6 @@ def redirect(std: str, to_file: str) -> Iterator[None]:
 
 redirect_stdout = partial(redirect, "stdout")
 redirect_stderr = partial(redirect, "stderr")
-
-
-def descriptors(std: str) -> set[int]:
-    """Return the file descriptors of a stream: the one that C code and child processes use and, if different,
-    the one that Python's stream uses.
-    """
-    usual = _DESCRIPTORS[std]
-    try:
-        return {usual, int(getattr(sys, std).fileno())}
-    except (AttributeError, OSError, ValueError):
-        return {usual}
 
 
 def _switch(std: str, targets: dict[int, int]) -> None:

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from elasticrs._engine.nodes.handler import ElasticRendezvousHandler
 from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
 from elasticrs._engine.nodes.transport.etcd_site import EtcdSite
 from elasticrs._engine.nodes.transport.settings import Settings
+from elasticrs.rendezvous.elastic_handler import ElasticRendezvousHandler
 
 if TYPE_CHECKING:
     from elasticrs.rendezvous.api import RendezvousHandler, RendezvousParameters

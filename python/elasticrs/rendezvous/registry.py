@@ -97,7 +97,7 @@ def _create(params: RendezvousParameters) -> RendezvousHandler:
         _log.warning("%s", notice)
     if rendezvous is None:
         return OneNodeRendezvous(params)
-    from elasticrs._engine.nodes.handler import ElasticRendezvousHandler
+    from elasticrs.rendezvous.elastic_handler import ElasticRendezvousHandler
 
     return ElasticRendezvousHandler(rendezvous, params.backend)
 

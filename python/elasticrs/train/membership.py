@@ -25,8 +25,8 @@ from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from elasticrs._engine.job.value import Record, fresh
-from elasticrs._engine.nodes.handler import ElasticRendezvousHandler
 from elasticrs.rendezvous.api import RendezvousClosedError, RendezvousError
+from elasticrs.rendezvous.elastic_handler import ElasticRendezvousHandler
 from elasticrs.store import DistError
 from elasticrs.train.groups import Connections
 from elasticrs.train.state_machine import AT_ONCE, LeaveStep, agreed, heard, said

@@ -14,6 +14,7 @@ import errno
 import os
 import select
 import signal
+import sys
 import time
 from collections import deque
 
@@ -43,6 +44,20 @@ END_PATIENCE = 1.0
 
 _LOOK = 0.02
 """Seconds between two polls of the file descriptor that can interrupt a wait for the reader."""
+
+
+DESCRIPTORS = {"stdout": 1, "stderr": 2}
+
+
+def descriptors(std: str) -> set[int]:
+    """Return the file descriptors of a stream: the one that C code and child processes use and, if different,
+    the one that Python's stream uses.
+    """
+    usual = DESCRIPTORS[std]
+    try:
+        return {usual, int(getattr(sys, std).fileno())}
+    except (AttributeError, OSError, ValueError):
+        return {usual}
 
 
 def prefix(time_ns: int | None = None, node: str = "", group_rank: int | None = None) -> str:

@@ -116,7 +116,7 @@ class EventRunner(Record):
             )
         outcome = getattr(decisions, "outcome", None)
         if outcome is not None and outcome.kind not in {"failed", "stuck", "excluded"}:
-            from elasticrs._engine.nodes.handler import error_of
+            from elasticrs.rendezvous.elastic_handler import error_of
 
             raise error_of(outcome)
         error = not_started(result.message or "the workers could not be started", result.start_errno)

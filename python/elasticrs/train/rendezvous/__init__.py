@@ -11,7 +11,7 @@ from elasticrs.rendezvous import api
 from elasticrs.rendezvous.api import RendezvousHandler
 
 if TYPE_CHECKING:
-    from elasticrs._engine.nodes.handler import ElasticRendezvousHandler
+    from elasticrs.rendezvous.elastic_handler import ElasticRendezvousHandler
 
 __all__ = [
     "RendezvousClosedException",
@@ -78,7 +78,7 @@ def get_rendezvous(rdzv_params: RendezvousParameters) -> ElasticRendezvousHandle
     Raises:
         ValueError: the parameters are invalid.
     """
-    from elasticrs._engine.nodes.handler import ElasticRendezvousHandler
+    from elasticrs.rendezvous.elastic_handler import ElasticRendezvousHandler
     from elasticrs.train.meeting_url import parse
 
     place = parse(rdzv_params.url, os.environ, source="rendezvous")

@@ -36,8 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticrs import _core
 from elasticrs._engine.job.value import Value
-from elasticrs._engine.process.console import Console
-from elasticrs.multiprocessing.redirects import descriptors
+from elasticrs._engine.process.console import Console, descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
