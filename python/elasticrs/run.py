@@ -279,15 +279,15 @@ def _rdzv_configs(values: Namespace) -> dict[str, Any]:
 
 
 def _get_logs_specs_class(logs_specs_name: str | None) -> type[LogsSpecs]:
-    from elasticrs._engine.workers.functions import plugins
+    from elasticrs.multiprocessing import logs_specs
 
-    chosen: type[LogsSpecs] = plugins.specs_class(logs_specs_name or "default")
+    chosen: type[LogsSpecs] = logs_specs.specs_class(logs_specs_name or "default")
     return chosen
 
 
 def _logs_specs(values: Namespace, nproc: int) -> LogsSpecs:
     from elasticrs._engine.job.config import LogSettings
-    from elasticrs._engine.workers.functions.plugins import make_logs_specs
+    from elasticrs.multiprocessing.logs_specs import make_logs_specs
 
     return make_logs_specs(LogSettings.taken_from(values), nproc)
 

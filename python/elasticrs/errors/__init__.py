@@ -4,6 +4,12 @@ the launcher's exceptions for a failed job.
 
 from __future__ import annotations
 
+from elasticrs import lazy
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from elasticrs._engine.failures.errors import JobFailedError
+
 __all__ = ["JobFailedError", "NonRetryable"]
 
 
@@ -16,20 +22,6 @@ class NonRetryable(Exception):  # noqa: N818 -- the name says what the launcher 
     """
 
 
-class JobFailedError(Exception):
-    """Base class of the exceptions that :class:`~elasticrs.launcher.elastic_launch` raises for a failed job.
-
-    The exception is a :class:`~elasticrs.multiprocessing.errors.ChildFailedError` if workers failed, or a
-    ``RuntimeError`` if the workers could not be started.
-
-    Attributes:
-        verdict: advice to a scheduler: ``"failed"`` if another attempt may succeed, ``"permanent"`` if every
-            other attempt would fail in the same way, or ``"unfit"`` if this node cannot run the job.
-        exit_code: exit code for this verdict, as configured with ``LaunchConfig(exit_codes=…)``.
-        reason: one line that says why the job was not restarted; ``None`` if the workers' failures are a
-            sufficient explanation.
-    """
-
-    verdict: str = "failed"
-    exit_code: int = 1
-    reason: str | None = None
+def __getattr__(name: str) -> object:
+    # Import the class lazily, because workers need only `NonRetryable`.
+    return lazy(__name__, name, {"elasticrs._engine.failures.errors": ("JobFailedError",)})

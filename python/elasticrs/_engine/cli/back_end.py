@@ -11,6 +11,7 @@ participating nodes and the address of the workers' store.
 
 from __future__ import annotations
 
+from elasticrs._engine import public
 from elasticrs._engine.job import config
 from elasticrs._engine.job.config import HandlerSettings, UsageError
 from elasticrs._engine.job.value import Value
@@ -116,9 +117,9 @@ def _elastic(args: Namespace, environ: Mapping[str, str], grace: float, notices:
 def _polled(args: Namespace, environ: Mapping[str, str], _grace: float, notices: list[str]) -> Meeting:
     from elasticrs._engine.nodes.describe import COMMAND_LINE
     from elasticrs._engine.nodes.transport.settings import exit_barrier_timeout_of
-    from elasticrs.rendezvous.registry import find_backend
 
-    find_backend(args.rdzv_backend, COMMAND_LINE)
+    # Programs and packages register their own back ends there.
+    public("rendezvous.registry.find_backend")(args.rdzv_backend, COMMAND_LINE)
     for option, is_given in (
         ("--master-port", args.master_port is not None),
         ("--node-rank", args.node_rank != 0),

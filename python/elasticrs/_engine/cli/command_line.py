@@ -157,9 +157,10 @@ def _run(launch: Launch, signals: SignalPipe | None) -> int:
     else:
         workers = CommandWorkers(setup, launch.command)
     if launch.handler is not None:
-        from elasticrs.launcher.by_handler import run_by_handler
+        from elasticrs._engine import public
 
-        code = run_by_handler(launch, launch.handler, workers, console, signals, write)
+        run_by_handler = public("launcher.by_handler.run_by_handler")
+        code: int = run_by_handler(launch, launch.handler, workers, console, signals, write)
     else:
         code = _run_agent(launch, workers, console, signals, write)
     try:
@@ -260,10 +261,11 @@ def _logs(launch: Launch) -> tuple[AttemptLogs, Callable[[], object]]:
             return paths
 
         return attempt, partial(files.run, logs.remove_if_empty, None)
-    from elasticrs._engine.workers.functions.plugins import attempt_logs, make_logs_specs
+    from elasticrs._engine import public
 
-    specs = make_logs_specs(launch.logs, launch.job.nproc)
+    specs = public("multiprocessing.logs_specs.make_logs_specs")(launch.logs, launch.job.nproc)
     # A user-defined log class may lack `_remove_if_empty`. In that case, an empty log folder is not removed.
+    attempt_logs = public("multiprocessing.logs_specs.attempt_logs")
     return attempt_logs(specs), getattr(specs, "_remove_if_empty", lambda: None)
 
 

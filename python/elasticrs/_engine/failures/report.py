@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 
+from elasticrs._engine import public
 from elasticrs._engine.failures.failure import NOT_AVAILABLE
 from elasticrs._engine.failures.root_cause import (
     failed_ns,
@@ -284,10 +285,9 @@ def _silent(failure: ProcessFailure) -> str:
 
 
 def _enriched(message: str, failure: ProcessFailure) -> str:
-    from elasticrs.multiprocessing import errors
-
     try:
-        return errors.get_error_handler().maybe_enrich_signal_failure_message(message, failure.error_file)
+        handler = public("multiprocessing.errors.get_error_handler")()
+        return str(handler.maybe_enrich_signal_failure_message(message, failure.error_file))
     # Continue if the user's error handler fails, because the failure report must still be printed.
     except Exception as problem:
         return f"{message}\n(the error handler could not add to this: {problem!r})"

@@ -13,8 +13,8 @@ from elasticrs._engine.supervise.observe.observer import Observer
 from elasticrs._engine.supervise.run.signals import ignored_signals
 from elasticrs._engine.supervise.run.workers import CommandWorkers, Workers, WorkerSetup
 from elasticrs._engine.workers.environment import hook_environment, inherited_environment
-from elasticrs._engine.workers.functions.plugins import attempt_logs
 from elasticrs._engine.workers.logs import line_prefixes
+from elasticrs.multiprocessing.logs_specs import attempt_logs
 from elasticrs.multiprocessing.tail_log import TailLog, replaced_streams
 
 if TYPE_CHECKING:

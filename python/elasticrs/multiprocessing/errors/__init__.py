@@ -13,15 +13,15 @@ from __future__ import annotations
 
 from functools import wraps
 
+from elasticrs._engine.failures.errors import ChildFailedError
 from elasticrs._engine.failures.failure import NOT_AVAILABLE, ProcessFailure
-from elasticrs.errors import JobFailedError
 from elasticrs.multiprocessing.errors.error_handler import ErrorHandler
 from elasticrs.multiprocessing.errors.handlers import get_error_handler
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any, ParamSpec, TypeVar
+    from typing import ParamSpec, TypeVar
 
     _R = TypeVar("_R")
     _P = ParamSpec("_P")
@@ -33,46 +33,6 @@ __all__ = [
     "get_error_handler",
     "record",
 ]
-
-
-class ChildFailedError(JobFailedError):
-    """Raised when workers have failed. The text of the exception is the failure report.
-
-    Under :func:`record`, the error file contains the traceback of the failed worker instead of a traceback of
-    this exception.
-
-    Args:
-        name: name of the script, program or function.
-        failures: failures by global rank, including workers that exited because elasticrs stopped them.
-
-    Raises:
-        AssertionError: there are no failures (as in torch).
-    """
-
-    def __init__(self, name: str, failures: dict[int, ProcessFailure]) -> None:
-        self.name = name
-        self.failures = failures
-        if not failures:
-            raise AssertionError("a ChildFailedError needs a failure")
-        super().__init__(self.format_msg())
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Override pickling, because the default implementation would pass the report as the constructor's
-        # only argument.
-        return type(self), (self.name, self.failures), self.__dict__
-
-    def get_first_failure(self) -> tuple[int, ProcessFailure]:
-        """Return the rank whose failure is the root cause, and the failure itself. See :mod:`.root_cause`."""
-        from elasticrs._engine.failures.root_cause import root_cause
-
-        rank = root_cause(self.failures)
-        return rank, self.failures[rank]
-
-    def format_msg(self, boarder_delim: str = "=", section_delim: str = "-") -> str:
-        """Return the failure report. The arguments are the characters that form its separator lines."""
-        from elasticrs._engine.failures.report import format_report
-
-        return format_report(self.name, self.failures, boarder_delim, section_delim)
 
 
 def record(fn: Callable[_P, _R], error_handler: ErrorHandler | None = None) -> Callable[_P, _R | None]:

@@ -9,22 +9,13 @@ import json
 import os
 import time
 import traceback
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from elasticrs._engine import public
 from elasticrs._engine.failures.failure import NOT_AVAILABLE
 from elasticrs._engine.job import phrases
 from elasticrs._engine.supervise.attempts.state_machine import Phase, Rendezvous, Start
 from elasticrs._engine.supervise.observe.observer import Observer
-from elasticrs.events import (
-    STATUS,
-    Event,
-    EventSource,
-    details_of_worker,
-    get_logging_handler,
-    record,
-    status_metadata,
-)
-from elasticrs.events.handlers import LineFileHandler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,7 +27,8 @@ if TYPE_CHECKING:
     from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
     from elasticrs._engine.supervise.attempts.state_machine import Action
     from elasticrs._engine.workers.plan import Plan
-    from elasticrs.events import EventMetadataValue
+
+events = public("events")
 
 
 class EventRecorder(Observer):
@@ -52,13 +44,13 @@ class EventRecorder(Observer):
         self._plan: Plan | None = None
         self._restarts = 0
         self._watches = False
-        self._handler = get_logging_handler(settings.event_log_handler)
-        if isinstance(self._handler, LineFileHandler):
+        self._handler = events.get_logging_handler(settings.event_log_handler)
+        if isinstance(self._handler, events.handlers.LineFileHandler):
             self._handler.write_behind()
         # Keep the failed attempt and all later events in memory until the next workers have started. Writing
         # the events at once would delay the restart, because reading the cause of the failure takes time.
         self._failed: tuple[Attempt, int] | None = None
-        self._later: list[Event] = []
+        self._later: list[Any] = []
         self._hung: _core.WorkerHung | None = None
 
     def opened(self, supervisor: _core.Supervisor) -> None:  # noqa: ARG002 -- the base class's signature
@@ -75,9 +67,9 @@ class EventRecorder(Observer):
         elif isinstance(action, Start) and plan is not None:
             self._plan, self._restarts = plan, action.restarts
             span = (time.monotonic() - self._meeting_since) * 1000
-            self._record("RENDEZVOUS", EventSource.AGENT, duration_ms=span)
+            self._record("RENDEZVOUS", events.EventSource.AGENT, duration_ms=span)
             # Record a duration of 0 for the assignment of ranks, because the plan already contains the ranks.
-            self._record("ASSIGN_WORKER_RANKS", EventSource.AGENT, duration_ms=0.0)
+            self._record("ASSIGN_WORKER_RANKS", events.EventSource.AGENT, duration_ms=0.0)
             self._record_watching(True)
 
     def running(self, result: JobResult) -> None:
@@ -95,7 +87,9 @@ class EventRecorder(Observer):
             }
             span = sum(attempt.phases.values()) if attempt.phases else None
             metadata = self._metadata("RUNNING", about, duration_ms=span)
-            self._pass_on(Event("attempt running", EventSource.AGENT, _milliseconds(), metadata))
+            self._pass_on(
+                events.Event("attempt running", events.EventSource.AGENT, _milliseconds(), metadata)
+            )
 
     def replaced(self, attempt: Attempt, failed: Attempt) -> None:
         """Record the end of the failed worker and the start of its replacement."""
@@ -169,9 +163,9 @@ class EventRecorder(Observer):
         for event in later:
             self._pass_on(event)
 
-    def _pass_on(self, event: Event) -> None:
+    def _pass_on(self, event: Any) -> None:
         if self._failed is None:
-            record(event, self._settings.event_log_handler)
+            events.record(event, self._settings.event_log_handler)
         else:
             self._later.append(event)
 
@@ -193,7 +187,7 @@ class EventRecorder(Observer):
         self._record_watching(False)
         if self._tells_end:
             state = "SUCCEEDED" if reason is None else "FAILED"
-            self._record(state, EventSource.AGENT, raw_error=reason)
+            self._record(state, events.EventSource.AGENT, raw_error=reason)
         if result.phase is Phase.FAILED and error is None:
             self._record_failed_job(result)
         self._write_all()
@@ -208,10 +202,10 @@ class EventRecorder(Observer):
             "reason": result.message,
         }
         metadata = self._metadata("FAILED", about)
-        self._pass_on(Event("job failed", EventSource.AGENT, _milliseconds(), metadata))
+        self._pass_on(events.Event("job failed", events.EventSource.AGENT, _milliseconds(), metadata))
 
     def _write_all(self) -> None:
-        if isinstance(self._handler, LineFileHandler):
+        if isinstance(self._handler, events.handlers.LineFileHandler):
             self._handler.write_through()
 
     def _record_ends(
@@ -237,8 +231,8 @@ class EventRecorder(Observer):
     ) -> None:
         self._record(
             state,
-            EventSource.WORKER,
-            details_of_worker(ranks, failure and failure.exitcode, failure and failure.pid),
+            events.EventSource.WORKER,
+            events.details_of_worker(ranks, failure and failure.exitcode, failure and failure.pid),
             global_rank=ranks.global_rank if rank is None else rank,
             worker_id=str(pid),
             raw_error=None if failure is None else json.dumps(_error_of(failure)),
@@ -248,12 +242,12 @@ class EventRecorder(Observer):
     def _record(
         self,
         state: str,
-        source: EventSource,
+        source: Any,
         inner: dict[str, object] | None = None,
         *,
         at_ns: int | None = None,
         duration_ms: float | None = None,
-        **known: EventMetadataValue,
+        **known: Any,
     ) -> None:
         about: dict[str, object] = {
             "group_world_size": self._plan.ranks[0].group_world_size if self._plan is not None else None,
@@ -261,7 +255,7 @@ class EventRecorder(Observer):
             **(inner or {}),
         }
         metadata = self._metadata(state, about, duration_ms=duration_ms, **known)
-        self._pass_on(Event(STATUS + state, source, _milliseconds(at_ns), metadata))
+        self._pass_on(events.Event(events.STATUS + state, source, _milliseconds(at_ns), metadata))
 
     def _record_hung(self, local_rank: int, attempt: Attempt) -> None:
         event = self._hung
@@ -284,12 +278,10 @@ class EventRecorder(Observer):
 
     def _record_watchdog(self, name: str, claim: dict[str, object]) -> None:
         metadata = self._metadata("RUNNING", {"watchdog_event": name, **claim})
-        self._pass_on(Event(name, EventSource.AGENT, _milliseconds(), metadata))
+        self._pass_on(events.Event(name, events.EventSource.AGENT, _milliseconds(), metadata))
 
-    def _metadata(
-        self, state: str, inner: dict[str, object], **known: EventMetadataValue
-    ) -> dict[str, EventMetadataValue]:
-        return status_metadata(
+    def _metadata(self, state: str, inner: dict[str, object], **known: Any) -> dict[str, Any]:
+        found: dict[str, Any] = events.status_metadata(
             state,
             inner,
             run_id=self._job.run_id,
@@ -300,6 +292,7 @@ class EventRecorder(Observer):
             agent_restarts=self._restarts,
             **known,
         )
+        return found
 
 
 class WatchdogRecorder(EventRecorder):

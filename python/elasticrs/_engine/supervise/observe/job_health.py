@@ -12,6 +12,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
+from elasticrs._engine import public
 from elasticrs._engine.job import phrases
 from elasticrs._engine.job.config import hang_limits
 from elasticrs._engine.job.traceback_summary import headline
@@ -19,7 +20,6 @@ from elasticrs._engine.supervise.attempts.state_machine import AnnounceRestart, 
 from elasticrs._engine.supervise.failures.first_failure import first_seen
 from elasticrs._engine.supervise.observe.observer import Observer
 from elasticrs._engine.supervise.observe.slow_workers import slowest
-from elasticrs.metrics.api import add_sink, remove_sink
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -85,7 +85,7 @@ class HealthObserver(Observer):
         self._native.show(supervisor, is_asked=self._is_asked)
         if self._is_asked:
             supervisor.watch_fd(self._native.fd)
-        add_sink(self._native.put)
+        public("metrics.api.add_sink")(self._native.put)
         if self._job.is_multi_node:
             self._native.enter("waiting_for_nodes")
 
@@ -195,7 +195,7 @@ class HealthObserver(Observer):
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:
         """Publish the final state and close the port."""
-        remove_sink(self._native.put)
+        public("metrics.api.remove_sink")(self._native.put)
         has_succeeded = error is None and result.phase is Phase.SUCCEEDED
         self._enter_state("SUCCEEDED" if has_succeeded else "FAILED")
         self._server.stop()

@@ -10,9 +10,9 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from elasticrs._engine import public
 from elasticrs._engine.supervise.attempts.state_machine import Phase, Rendezvous, Start
 from elasticrs._engine.supervise.observe.observer import Observer
-from elasticrs.metrics.api import put_metric
 
 if TYPE_CHECKING:
     from elasticrs import _core
@@ -110,9 +110,9 @@ class MetricRecorder(Observer):
         self._put(name, 1)
 
     def _put(self, name: str, value: int) -> None:
-        put_metric(f"workers.{self._job.role}.{name}", value)
+        public("metrics.api.put_metric")(f"workers.{self._job.role}.{name}", value)
 
 
 def _measured(name: str, seconds: float, *, succeeded: bool = True) -> None:
-    put_metric(f"{name}.success" if succeeded else f"{name}.failure", 1)
-    put_metric(f"{name}.duration.ms", int(seconds * 1000))
+    public("metrics.api.put_metric")(f"{name}.success" if succeeded else f"{name}.failure", 1)
+    public("metrics.api.put_metric")(f"{name}.duration.ms", int(seconds * 1000))

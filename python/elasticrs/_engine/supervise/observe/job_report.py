@@ -9,6 +9,8 @@ import json
 import os
 from functools import partial
 
+from elasticrs._engine import public
+from elasticrs._engine.failures.errors import ChildFailedError
 from elasticrs._engine.failures.failure import TORCH_HINT
 from elasticrs._engine.failures.report import format_report
 from elasticrs._engine.failures.root_cause import failed_ns, failed_wall_ns, root_cause, victims
@@ -17,7 +19,6 @@ from elasticrs._engine.job.failure_cause import Verdict
 from elasticrs._engine.process.background_call import FileAccess
 from elasticrs._engine.supervise.attempts.state_machine import Phase
 from elasticrs._engine.supervise.failures.failed_attempt import failures, how, last_heartbeats
-from elasticrs.multiprocessing.errors import ChildFailedError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -389,10 +390,8 @@ def hand_on(error: ChildFailedError, headline: str) -> bool:
     the worker that failed first. If that file is not on this node, write a one-line summary of the failure
     instead. Return true after the file has been written.
     """
-    from elasticrs.multiprocessing.errors import get_error_handler
-
     rank, first = error.get_first_failure()
-    handler = get_error_handler()
+    handler = public("multiprocessing.errors.get_error_handler")()
     if os.path.isfile(first.error_file):
         handler.dump_error_file(first.error_file, first.exitcode or 0)
         return True

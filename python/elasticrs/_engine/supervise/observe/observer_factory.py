@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from elasticrs._engine import public
 from elasticrs._engine.job.config import UsageError
 
 if TYPE_CHECKING:
@@ -105,10 +106,8 @@ def check_destination(name: str) -> None:
     Raises:
         UsageError: the handler does not exist or cannot be opened.
     """
-    from elasticrs.events.handlers import get_logging_handler
-
     try:
-        get_logging_handler(name)
+        public("events.get_logging_handler")(name)
     except KeyError as error:
         raise UsageError(f"--event-log-handler: {error}") from None
     except OSError as error:

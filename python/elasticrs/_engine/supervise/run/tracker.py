@@ -13,6 +13,7 @@ from collections import deque
 from functools import partial
 
 from elasticrs import _core
+from elasticrs._engine import public
 from elasticrs._engine.failures.files import discard_unused_files, last_bytes
 from elasticrs._engine.gpus import are_gpus_visible
 from elasticrs._engine.job import phrases
@@ -708,11 +709,12 @@ def _log_expired(run_id: str, event: _core.TimerExpired) -> None:
         run_id: identifier of the job.
         event: the expired timer.
     """
-    from elasticrs.timer import file_based_local_timer as timers
-
-    request = timers.FileTimerRequest(event.pid, event.scope, event.deadline, event.signal or 0)
+    request = public("timer.file_based_local_timer.FileTimerRequest")(
+        event.pid, event.scope, event.deadline, event.signal or 0
+    )
     try:
-        timers.log_debug_info_for_expired_timers(run_id, {event.pid: [request.to_json()]})
+        log = public("timer.file_based_local_timer.log_debug_info_for_expired_timers")
+        log(run_id, {event.pid: [request.to_json()]})
     except Exception:
         import logging
 

@@ -20,8 +20,8 @@ from multiprocessing import popen_spawn_posix, reduction, resource_tracker, spaw
 from multiprocessing.context import set_spawning_popen
 from typing import TYPE_CHECKING, Any
 
+from elasticrs._engine import public
 from elasticrs._engine.job.value import Value
-from elasticrs.multiprocessing.errors import record
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -213,10 +213,12 @@ def _load_process(fd: int) -> BaseProcess:
 
 
 def call_and_return(function: Callable[..., Any], arguments: tuple[Any, ...], result: int) -> None:
-    """Run a function in a worker process, wrapped in :func:`record` as in torch. Write the pickled return
+    """Run a function in a worker process, wrapped in ``record`` as in torch. Write the pickled return
     value to the file descriptor ``result``.
     """
     try:
+        # A program may have replaced the error handler.
+        record = public("multiprocessing.errors.record")
         value = record(function)(*arguments)
         # Record pickling errors too. A return value that cannot be pickled is a failure of the worker, but
         # multiprocessing would only print the error.

@@ -15,9 +15,9 @@ import time
 from typing import TYPE_CHECKING
 
 from elasticrs import _core
+from elasticrs._engine.failures.errors import JobFailedError
 from elasticrs._engine.workers.functions.interrupts import waiting
 from elasticrs._engine.workers.process import adopt, end_at_once
-from elasticrs.errors import JobFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

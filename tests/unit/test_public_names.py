@@ -1,0 +1,33 @@
+"""The names of the public packages that the engine uses."""
+
+import re
+from pathlib import Path
+
+import elasticrs
+from elasticrs._engine import public
+
+NAMES = {
+    "events",
+    "events.get_logging_handler",
+    "launcher.by_handler.run_by_handler",
+    *("metrics.api.add_sink", "metrics.api.put_metric", "metrics.api.remove_sink"),
+    *("multiprocessing.errors.get_error_handler", "multiprocessing.errors.record"),
+    *("multiprocessing.logs_specs.attempt_logs", "multiprocessing.logs_specs.make_logs_specs"),
+    "rendezvous.registry.find_backend",
+    "timer.file_based_local_timer.FileTimerRequest",
+    "timer.file_based_local_timer.log_debug_info_for_expired_timers",
+}
+"""Names that programs replace or extend, and what belongs to them."""
+
+
+def test_the_engine_uses_only_these_public_names():
+    sources = Path(elasticrs.__file__).parent.joinpath("_engine").rglob("*.py")
+    used = {name for path in sources for name in re.findall(r'\bpublic\("([^"]*)"\)', path.read_text())}
+    assert used == NAMES
+
+
+def test_each_public_name_exists_and_a_replacement_is_found(monkeypatch):
+    for name in NAMES:
+        assert public(name) is not None
+    monkeypatch.setattr("elasticrs.metrics.api.put_metric", "replaced")
+    assert public("metrics.api.put_metric") == "replaced"
