@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from elasticrs._engine.job.config import UsageError
 from elasticrs._engine.nodes.hosting import (
     SystemResolver,
-    decide,
     decide_again,
+    decide_hosting,
     host_identity,
     listening_address,
     unresolved,
@@ -67,7 +67,7 @@ NODE2 = Machine("node2", own=["10.0.0.2", "fd00::2"], known=KNOWN)
 
 
 def listens(host, machine, port=29400, **how):
-    return decide(rendezvous(host, port, **how), machine).listen
+    return decide_hosting(rendezvous(host, port, **how), machine).listen
 
 
 @pytest.mark.parametrize("host", ["node1", "NODE1", "node1.", "node1.cluster", "Node1.Cluster.", "10.0.0.1"])
@@ -80,7 +80,7 @@ def test_the_host_named_by_the_endpoint_listens_on_all_interfaces(host):
 
 def test_a_host_recognizes_its_alias_by_the_address():
     machine = Machine("node1", own=["10.0.0.1"], known={"head": ["192.0.2.9", "10.0.0.1"]})
-    found = decide(rendezvous("head"), machine)
+    found = decide_hosting(rendezvous("head"), machine)
     assert found.listen == (("::", 29400),)
     assert "head is 10.0.0.1" in found.reason
 
@@ -89,16 +89,16 @@ def test_a_host_recognizes_its_alias_by_the_address():
 def test_with_etcd_no_agent_hosts_a_store_and_each_node_has_an_address(host):
     site = EtcdSite(((host, 2379),))
     machine = Machine("me", own=["10.0.0.7"], known={"me": ["127.0.1.1", "10.0.0.7"]})
-    found = decide(rendezvous(host, 2379, "etcd", etcd=site), machine)
+    found = decide_hosting(rendezvous(host, 2379, "etcd", etcd=site), machine)
     assert (found.may_host, found.fallback) == (False, "10.0.0.7")
     assert decide_again(found, rendezvous(host), machine) == found
 
 
 def test_agents_on_other_hosts_are_clients():
-    found = decide(rendezvous("node1"), NODE2)
+    found = decide_hosting(rendezvous("node1"), NODE2)
     assert found.listen == ()
     assert "node1 (10.0.0.1)" in found.reason
-    assert not decide(rendezvous("node"), Machine("node1", known={"node": ["10.9.9.9"]})).may_host
+    assert not decide_hosting(rendezvous("node"), Machine("node1", known={"node": ["10.9.9.9"]})).may_host
 
 
 @pytest.mark.parametrize("how", [{}, {"is_host": True}])
@@ -106,9 +106,9 @@ def test_agents_on_other_hosts_are_clients():
 def test_names_are_not_looked_up_if_the_endpoint_is_an_address(host, how, monkeypatch):
     machine = Machine(own=["10.0.0.1", "fd00::2"])
     monkeypatch.setattr(machine, "host_names", lambda: pytest.fail("a name server was asked"))
-    assert decide(rendezvous(host, **how), machine).fallback == host
+    assert decide_hosting(rendezvous(host, **how), machine).fallback == host
     assert listening_address(host, machine) == host
-    assert not decide(rendezvous("10.0.0.9"), machine).may_host
+    assert not decide_hosting(rendezvous("10.0.0.9"), machine).may_host
 
 
 @pytest.mark.parametrize("host", ["localhost", "LocalHost", "localhost."])
@@ -125,13 +125,12 @@ def test_a_loopback_address_is_served_on_that_address_only_for_one_node(host):
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "::1"])
 def test_other_nodes_reach_a_store_whose_host_has_a_loopback_endpoint(host):
     machine = Machine("node1", own=["10.0.0.1"], known={"node1": ["127.0.1.1", "10.0.0.1"]})
-    found = decide(rendezvous(host, nodes=(2, 2)), machine)
+    found = decide_hosting(rendezvous(host, nodes=(2, 2)), machine)
     assert (found.listen, found.fallback) == ((("::", 29400),), "10.0.0.1")
     # A machine's own name may resolve only to a loopback address.
-    assert (
-        decide(rendezvous(host, nodes=(2, 2)), Machine("node1", outgoing="10.0.0.7")).fallback == "10.0.0.7"
-    )
-    only_here = decide(rendezvous(host, nodes=(2, 2), bind_addr="127.0.0.1"), machine)
+    looped = decide_hosting(rendezvous(host, nodes=(2, 2)), Machine("node1", outgoing="10.0.0.7"))
+    assert looped.fallback == "10.0.0.7"
+    only_here = decide_hosting(rendezvous(host, nodes=(2, 2), bind_addr="127.0.0.1"), machine)
     assert only_here.listen == (("127.0.0.1", 29400),)
 
 
@@ -141,14 +140,14 @@ def test_port_0_is_bound_on_a_single_address():
 
 
 def test_is_host_overrides_the_hosting_decision():
-    told = decide(rendezvous("service", is_host=True), NODE1)
+    told = decide_hosting(rendezvous("service", is_host=True), NODE1)
     assert (told.listen, told.is_explicit) == ((("::", 29400),), True)
     assert listens("node1", NODE1, is_host=False) == ()
     assert listens("localhost", NODE1, is_host=True, nodes=ONE) == (("127.0.0.1", 29400), ("::1", 29400))
     assert listens("localhost", NODE1, is_host=True) == (("::", 29400),)
     assert listens("0.0.0.0", NODE1, is_host=True) == (("::", 29400),)
-    assert not decide(rendezvous("node1"), NODE1).is_explicit
-    assert decide(rendezvous("node1", is_host=False), NODE1).is_explicit
+    assert not decide_hosting(rendezvous("node1"), NODE1).is_explicit
+    assert decide_hosting(rendezvous("node1", is_host=False), NODE1).is_explicit
 
 
 def test_bind_addr_sets_the_listening_address():
@@ -181,15 +180,15 @@ def test_node_rank_0_at_another_address_than_given_is_reported(host, doubt):
     """
     known = {"node1": ["10.0.0.1", "10.0.0.2"], "service": ["10.1.1.1", "10.1.1.2"]}
     machine = Machine("node2", own=["10.0.0.2", "fd00::2"], known=known)
-    found = decide(rendezvous(host, backend="static", node_rank=0), machine)
+    found = decide_hosting(rendezvous(host, backend="static", node_rank=0), machine)
     assert found.may_host
     assert found.doubt is None if doubt is None else doubt in found.doubt
-    assert decide(rendezvous(host, is_host=True), machine).doubt is None
+    assert decide_hosting(rendezvous(host, is_host=True), machine).doubt is None
 
 
 @pytest.mark.parametrize("how", [{}, {"is_host": False}, {"backend": "static", "node_rank": 1}])
 def test_an_agent_is_a_client_if_the_endpoint_does_not_resolve_yet(how):
-    found = decide(rendezvous("later", **how), NODE1)
+    found = decide_hosting(rendezvous("later", **how), NODE1)
     assert not found.may_host
     assert found.trouble == "Name or service not known"
     option = "--master-addr later" if "backend" in how else "--rdzv-endpoint later:29400"
@@ -210,13 +209,13 @@ def test_port_0_on_another_host_is_refused():
     ):
         host = how.pop("host")
         with pytest.raises(UsageError, match=f"^--rdzv-endpoint: got '{host}:0'.*: {why}"):
-            decide(rendezvous(host, 0, **how), NODE2)
+            decide_hosting(rendezvous(host, 0, **how), NODE2)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_a_wildcard_address_is_refused_as_endpoint(host):
     with pytest.raises(UsageError, match=f"got '.*{host}.*'"):
-        decide(rendezvous(host), NODE1)
+        decide_hosting(rendezvous(host), NODE1)
 
 
 labels = st.sampled_from(["node1", "node2", "node1.cluster", "head", "later", "localhost"])
@@ -235,11 +234,11 @@ flags = st.none() | st.booleans()
 def test_every_hosting_decision_is_consistent(host, port, is_host, bind_addr, machine, nodes):
     how = {"is_host": is_host, "bind_addr": bind_addr, "nodes": nodes}
     try:
-        found = decide(rendezvous(host, port, **how), machine)
+        found = decide_hosting(rendezvous(host, port, **how), machine)
     except UsageError:
         assert port == 0 or is_unspecified(host)
         return
-    assert found == decide(rendezvous(host, port, **how), machine)
+    assert found == decide_hosting(rendezvous(host, port, **how), machine)
     assert found.may_host or port
     assert {number for _, number in found.listen} <= {port}
     if is_host is not None:
@@ -253,7 +252,7 @@ def test_every_hosting_decision_is_consistent(host, port, is_host, bind_addr, ma
 
 @given(hosts.filter(lambda host: not (is_loopback_name(host) or is_unspecified(host))))
 def test_at_most_one_of_two_machines_hosts_the_store(host):
-    guesses = [decide(rendezvous(host), machine).may_host for machine in (NODE1, NODE2)]
+    guesses = [decide_hosting(rendezvous(host), machine).may_host for machine in (NODE1, NODE2)]
     # Loopback addresses and wildcards are left out above: both machines have them, and no other machine can
     # use them.
     assert sum(guesses) <= 1
@@ -301,7 +300,7 @@ def test_the_node_address_comes_from_local_addr_or_the_static_endpoint(endpoint,
     ],
 )
 def test_the_fallback_address_is_reachable_from_other_machines(endpoint, machine, address):
-    assert decide(endpoint, machine).fallback == address
+    assert decide_hosting(endpoint, machine).fallback == address
 
 
 def test_hosting_is_decided_again_if_the_endpoint_resolves_differently():
@@ -309,11 +308,11 @@ def test_hosting_is_decided_again_if_the_endpoint_resolves_differently():
     late = Machine("pod", own=["10.0.0.1"], known={"new": ["10.0.0.1"], "old": ["10.0.0.1"]})
     for name in ("new", "old"):
         endpoint = rendezvous(name)
-        first = decide(endpoint, early)
+        first = decide_hosting(endpoint, early)
         assert not first.may_host
         assert decide_again(first, endpoint, early) == first
         again = decide_again(first, endpoint, late)
-        assert again == decide(endpoint, late)
+        assert again == decide_hosting(endpoint, late)
         assert again.may_host
         assert again.fallback == name
 
@@ -321,7 +320,7 @@ def test_hosting_is_decided_again_if_the_endpoint_resolves_differently():
 def test_an_explicit_is_host_is_not_decided_again():
     for is_host in (False, True):
         endpoint = rendezvous("new", is_host=is_host)
-        first = decide(endpoint, NODE2)
+        first = decide_hosting(endpoint, NODE2)
         assert decide_again(first, endpoint, Machine("new", own=["10.0.0.2"])) is first
 
 
@@ -421,9 +420,9 @@ def test_resolving_an_invalid_host_name_raises_an_error():
 
 def test_hosting_is_decided_with_the_system_resolver():
     own_name = os.uname().nodename
-    assert decide(rendezvous(own_name), SystemResolver()).may_host
-    assert not decide(rendezvous("192.0.2.1"), SystemResolver()).may_host
-    served = decide(rendezvous("localhost", 0, nodes=ONE), SystemResolver()).listen
+    assert decide_hosting(rendezvous(own_name), SystemResolver()).may_host
+    assert not decide_hosting(rendezvous("192.0.2.1"), SystemResolver()).may_host
+    served = decide_hosting(rendezvous("localhost", 0, nodes=ONE), SystemResolver()).listen
     assert served == (("127.0.0.1", 0),)
 
 

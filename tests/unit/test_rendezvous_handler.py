@@ -12,8 +12,8 @@ from helpers import ports
 from helpers.etcd_fixtures import site
 from helpers.procs import HANG
 
-from elasticrs._engine.nodes.meeting_point import MeetingPoint
 from elasticrs._engine.nodes.protocol.messages import Outcome
+from elasticrs._engine.nodes.rendezvous_store import RendezvousStore
 from elasticrs.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -194,7 +194,7 @@ def test_a_call_that_could_not_start_can_be_repeated(handlers, monkeypatch):
         raise OSError("for a moment")
 
     with monkeypatch.context() as patch:
-        patch.setattr(MeetingPoint, "this_agent", fails)
+        patch.setattr(RendezvousStore, "this_agent", fails)
         with pytest.raises(OSError, match="for a moment"):
             alone.next_rendezvous()
     assert alone.next_rendezvous().world_size == 1

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING
 
 from elasticrs._engine.job.restart_policy import RestartSettings
 from elasticrs._engine.nodes.driver import Driver
-from elasticrs._engine.nodes.meeting_point import Home, node_name
 from elasticrs._engine.nodes.protocol import messages
+from elasticrs._engine.nodes.rendezvous_store import KeptState, node_name
 from elasticrs._engine.workers.ports import agent_hosts_store
 from elasticrs.rendezvous.api import (
     RendezvousClosedError,
@@ -83,7 +83,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
     Attributes:
         rendezvous: description of the rendezvous, as passed.
         round: number of the last round that :meth:`next_rendezvous` has returned; 0 before the first round.
-        home: state that is kept between the runs of an agent, for agents that use :attr:`rendezvous` directly
+        kept: state that is kept between the runs of an agent, for agents that use :attr:`rendezvous` directly
             and do not call this handler.
     """
 
@@ -96,7 +96,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
         self.rendezvous = rendezvous
         self.round = 0
         self._on_stop = on_stop
-        self.home = Home()
+        self.kept = KeptState()
         self._backend = backend
         self._use_agent_store = not rendezvous.is_static and agent_hosts_store(os.environ)
         self._news = threading.Condition(threading.Lock())
@@ -219,7 +219,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
             driver = self._driver
         if driver is None:
             raise RendezvousStateError(f"the rendezvous of job {self.get_run_id()} has no connection")
-        return driver.meeting_point.open_job_store()
+        return driver.store.open_job_store()
 
     def set_succeeded(self) -> None:
         """Record that this node's workers have finished and that all their processes have exited. After that,
@@ -241,8 +241,8 @@ class ElasticRendezvousHandler(RendezvousHandler):
             self._is_shut = True
             driver = self._driver
             if driver is None:
-                return self._leave_home()
-            driver.meeting_point.close_shared_store()
+                return self._leave_kept_store()
+            driver.store.close_shared_store()
             if self._outcome is None and self._trouble is None:
                 self._leave(driver)
             self._driver = None
@@ -252,15 +252,15 @@ class ElasticRendezvousHandler(RendezvousHandler):
         driver.close()
         return knows
 
-    def _leave_home(self) -> bool:
+    def _leave_kept_store(self) -> bool:
         """If this process hosts the store, wait for at most ``close_timeout`` seconds until the other nodes
         have read the outcome of the last run. Then close the store. Return true if all nodes have read the
         outcome.
         """
         deadline = time.monotonic() + self.rendezvous.settings.close_timeout
-        while (is_needed := self.home.is_needed()) and time.monotonic() < deadline:
+        while (is_needed := self.kept.is_needed()) and time.monotonic() < deadline:
             time.sleep(_FAREWELL_TICK)
-        self.home.close()
+        self.kept.close()
         return not is_needed
 
     # --- methods that require the lock ---
@@ -302,7 +302,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
             cause = {
                 "node": node_name(),
                 "message": "the agent has asked for another round: its workers have failed",
-                "time_ns": time.time_ns() + driver.meeting_point.clock.offset_ns,
+                "time_ns": time.time_ns() + driver.store.clock.offset_ns,
             }
             self._tell(driver, messages.WorkerFailed(cause))
             self._is_to_stop = False
@@ -370,7 +370,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
         from elasticrs._engine.nodes.transport.store import DistNetworkError
 
         try:
-            store = driver.meeting_point.open_shared_store(start.round)
+            store = driver.store.open_shared_store(start.round)
         except DistNetworkError as error:
             text = f"no connection to {self.rendezvous.store}: {error}"
             raise RendezvousConnectionError(text) from error

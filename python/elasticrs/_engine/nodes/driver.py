@@ -11,12 +11,12 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from elasticrs._engine.nodes.meeting_point import CannotHost, Home, MeetingPoint
 from elasticrs._engine.nodes.protocol import messages
 from elasticrs._engine.nodes.protocol.keys import workers_keys
 from elasticrs._engine.nodes.protocol.machine import Member, step
 from elasticrs._engine.nodes.protocol.messages import Outcome
 from elasticrs._engine.nodes.protocol.records import Head
+from elasticrs._engine.nodes.rendezvous_store import CannotHost, KeptState, RendezvousStore
 from elasticrs._engine.nodes.transport.coordination import (
     Changes,
     ConnectionLost,
@@ -100,10 +100,10 @@ class LentPort:
     Nothing is handed over if another process hosts the rendezvous store.
     """
 
-    __slots__ = ("_deadline", "_is_lent", "_meeting_point", "trouble")
+    __slots__ = ("_deadline", "_is_lent", "_store", "trouble")
 
-    def __init__(self, meeting_point: MeetingPoint) -> None:
-        self._meeting_point = meeting_point
+    def __init__(self, store: RendezvousStore) -> None:
+        self._store = store
         self._is_lent = False
         self._deadline: float | None = None
         self.trouble = ""
@@ -114,8 +114,8 @@ class LentPort:
         """
         if not self.take_back():
             return False
-        if self._meeting_point.hosts:
-            self._meeting_point.stop_listening()
+        if self._store.hosts:
+            self._store.stop_listening()
             self._is_lent = True
         return True
 
@@ -125,7 +125,7 @@ class LentPort:
         """
         if self._is_lent:
             try:
-                self._meeting_point.listen_again()
+                self._store.listen_again()
             except OSError as error:
                 self.trouble = str(error)
                 if self._deadline is None:
@@ -157,8 +157,8 @@ class Driver:
         supervisor: supervisor whose runtime thread serves the stores; a separate thread if ``None``.
         use_agent_store: true if this agent serves the workers' store when its node gets group rank 0.
             Otherwise the agent reserves the port for rank 0, which hosts the store.
-        home: see :class:`.MeetingPoint`.
-        found: see :class:`.MeetingPoint`.
+        kept: see :class:`.RendezvousStore`.
+        found: see :class:`.RendezvousStore`.
         keeps_workers: true if the workers of this node keep running when a round ends.
         health_timeout: see :class:`.ThisAgent`.
 
@@ -176,7 +176,7 @@ class Driver:
         fatal_exit_codes: str = "",
         supervisor: _core.Supervisor | None,
         use_agent_store: bool = True,
-        home: Home | None = None,
+        kept: KeptState | None = None,
         found: Hosting | None = None,
         keeps_workers: bool = False,
         health_timeout: float = 0.0,
@@ -186,20 +186,20 @@ class Driver:
         self._role, self._nproc = role, nproc
         self._policy, self._fatal_exit_codes = policy, fatal_exit_codes
         self._keeps_workers, self._health_timeout = keeps_workers, health_timeout
-        self.meeting_point = MeetingPoint(rendezvous, supervisor, home, found)
+        self.store = RendezvousStore(rendezvous, supervisor, kept, found)
         self._member: Member | None = None
         self._timers = Timers()
         self._store_port: StorePort | None = None
         self._use_agent_store = use_agent_store
         self._exit: messages.Exit | None = None
-        self._port = LentPort(self.meeting_point)
+        self._port = LentPort(self.store)
         self._held_back: Event | None = None
         self._is_told = False
 
     @property
     def hosts(self) -> bool:
         """True if this process hosts the coordination store."""
-        return self.meeting_point.hosts
+        return self.store.hosts
 
     @property
     def is_leaving(self) -> bool:
@@ -234,17 +234,17 @@ class Driver:
     def begin(self) -> list[LoopAction]:
         """Host the store if this agent is supposed to, and start to join the rendezvous."""
         try:
-            self.meeting_point.host_if_possible()
+            self.store.host_if_possible()
         except CannotHost as error:
             return [messages.Exit(Outcome("refused", str(error)))]
-        agent = self.meeting_point.this_agent(role=self._role, nproc=self._nproc, policy=self._policy)
+        agent = self.store.this_agent(role=self._role, nproc=self._nproc, policy=self._policy)
         agent = agent.replaced(
             keeps_workers=self._keeps_workers,
             fatal_exit_codes=self._fatal_exit_codes,
             health_timeout=self._health_timeout,
         )
         self._member = Member(self._rendezvous, agent)
-        doubt = self.meeting_point.doubt
+        doubt = self.store.doubt
         return [*([messages.Announce(doubt)] if doubt else []), *self.tell(messages.Begin())]
 
     def tell(self, *events: Event) -> list[LoopAction]:
@@ -252,7 +252,7 @@ class Driver:
         pending = deque(events)
         left: list[LoopAction] = []
         while pending and self._exit is None and self._member is not None:
-            now = time.time_ns() + self.meeting_point.clock.offset_ns
+            now = time.time_ns() + self.store.clock.offset_ns
             self._member, actions = step(self._member, pending.popleft(), now)
             for action in actions:
                 if isinstance(action, messages.Exit):
@@ -261,7 +261,7 @@ class Driver:
                     left.append(action)
                 else:
                     pending.extend(self._do(action))
-        self.meeting_point.follow(self.last_head)
+        self.store.follow(self.last_head)
         return left
 
     def poll(self) -> list[LoopAction]:
@@ -271,7 +271,7 @@ class Driver:
         left: list[LoopAction] = []
         if self._member is None:
             return left
-        for event in drop_stale(self.meeting_point.take(), self._member.keys.head):
+        for event in drop_stale(self.store.take(), self._member.keys.head):
             left += [messages.Announce(event.message)] if isinstance(event, Notice) else self.tell(event)
         for name in self._timers.take_due():
             if name == _PORT:
@@ -289,9 +289,9 @@ class Driver:
         Args:
             name: name that this agent gave the worker.
         """
-        keys = workers_keys(self._rendezvous, self.meeting_point.job, self.job_number)
+        keys = workers_keys(self._rendezvous, self.store.job, self.job_number)
         # Use tag 0, because the state machine never uses it and therefore ignores the reply.
-        self.meeting_point.send(Txn(0, [], keys.forget_process(name)))
+        self.store.send(Txn(0, [], keys.forget_process(name)))
 
     @property
     def agent(self) -> str:
@@ -308,16 +308,16 @@ class Driver:
     @property
     def fds(self) -> tuple[int, ...]:
         """File descriptors to watch. Call :meth:`poll` when one of them is readable."""
-        fd = self.meeting_point.fd
+        fd = self.store.fd
         return () if fd is None else (fd,)
 
     def lose(self, why: str) -> list[LoopAction]:
         """Close the connection, if it is open, and report the loss to the state machine. ``why`` is the
         reason to report.
         """
-        if self.meeting_point.fd is None:
+        if self.store.fd is None:
             return []
-        self.meeting_point.disconnect()
+        self.store.disconnect()
         return self.tell(ConnectionLost("silent", why))
 
     # --- the port shared with the workers ---
@@ -332,7 +332,7 @@ class Driver:
         if not self._rendezvous.is_static:
             if self._store_port is not None:
                 self._store_port.serve(self._supervisor)
-            self.meeting_point.announce_workers_store(self.agent, self.last_head)
+            self.store.announce_workers_store(self.agent, self.last_head)
             return None
         self._timers.disarm(_PORT)
         if self._port.lend():
@@ -382,7 +382,7 @@ class Driver:
         self._exit = action
         if self._stays:
             return [action]
-        if not self.meeting_point.is_needed():
+        if not self.store.is_needed():
             return [action]
         self._timers = Timers()
         self._timers.arm(_FAREWELL, self._rendezvous.settings.close_timeout)
@@ -392,7 +392,7 @@ class Driver:
     def _farewell(self, name: str) -> list[LoopAction]:
         if self._exit is None:
             return []
-        if name == _FAREWELL or not self.meeting_point.is_needed():
+        if name == _FAREWELL or not self.store.is_needed():
             self._timers = Timers()
             return [self._exit]
         self._timers.arm(_FAREWELL_TICK, _TICK)
@@ -407,7 +407,7 @@ class Driver:
     def close(self) -> None:
         """Release everything. Idempotent."""
         self._close_store()
-        self.meeting_point.close(stays=self._stays)
+        self.store.close(stays=self._stays)
 
     @property
     def _stays(self) -> bool:
@@ -415,7 +415,7 @@ class Driver:
         does not wait until the other agents have disconnected.
         """
         is_success = self._exit is not None and self._exit.outcome.kind in {"succeeded", "spare"}
-        return is_success and self.meeting_point.may_stay
+        return is_success and self.store.may_stay
 
     # --- executing actions ---
 
@@ -425,7 +425,7 @@ class Driver:
         """
         match action:
             case Txn() | Watch() | Unwatch():
-                self.meeting_point.send(action)
+                self.store.send(action)
             case messages.Arm():
                 self._timers.arm(action.name, action.seconds)
             case messages.Disarm():
@@ -433,7 +433,7 @@ class Driver:
             case messages.Connect():
                 return self._connect()
             case messages.Disconnect():
-                self.meeting_point.disconnect()
+                self.store.disconnect()
             case messages.BindStore():
                 return self._bind_store()
             case messages.CloseStore():
@@ -441,13 +441,13 @@ class Driver:
         return ()
 
     def _connect(self) -> Sequence[Event]:
-        was_host = self.meeting_point.hosts
+        was_host = self.store.hosts
         has_part = self._member is not None and self._member.joining.has_seen_round
-        lost = self.meeting_point.connect(same=has_part)
+        lost = self.store.connect(same=has_part)
         if lost is not None:
             return (lost,)
-        if self.meeting_point.hosts and not was_host:
-            return (messages.StoreHosted(self.meeting_point.fallback_addr, self.meeting_point.why_hosts),)
+        if self.store.hosts and not was_host:
+            return (messages.StoreHosted(self.store.fallback_addr, self.store.why_hosts),)
         return ()
 
     def _bind_store(self) -> Sequence[Event]:

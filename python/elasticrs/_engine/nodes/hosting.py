@@ -93,7 +93,7 @@ class Hosting(Value):
         return bool(self.listen)
 
 
-def decide(rendezvous: Rendezvous, resolver: SystemResolver) -> Hosting:
+def decide_hosting(rendezvous: Rendezvous, resolver: SystemResolver) -> Hosting:
     """Decide whether this agent hosts the store. With ``static``, the node with rank 0 hosts it, unless
     ``is_host`` is set. Blocks until the name servers respond.
 

@@ -83,7 +83,7 @@ class EventRunner(Record):
         handler, group = self._group.spec.rdzv_handler, self._group
         planner = partial(_plan, group, handler) if isinstance(handler, OneNodeRendezvous) else None
         decisions = make_decisions(job, self._rendezvous, console, planner)
-        decisions.planned, decisions.home = group.take_plan, getattr(handler, "home", None)
+        decisions.planned, decisions.kept = group.take_plan, getattr(handler, "kept", None)
         return decisions
 
     def _run_result(self, job: JobSpec, result: JobResult, decisions: Decisions) -> RunResult:

@@ -65,7 +65,7 @@ start at about the same time, they join before the first message is due.
 """
 
 
-DOUBT = 10.0
+MISTAKE_DELAY = 10.0
 """Seconds to wait for other machines before a message names the mistake that probably prevents them from
 joining.
 """
@@ -130,8 +130,8 @@ def _enough(view: View, excluded: str, count: int) -> list[str]:
 def _tell_what_is_missing(member: Member, leader: Leader, view: View) -> None:
     if has_passed(member, leader, "waiting", FIRST_NEWS):
         _tell_of_waiting(member, leader, view)
-    if has_passed(member, leader, "doubt", DOUBT) and not leader.told_doubt:
-        leader.told_doubt = True
+    if has_passed(member, leader, "mistake", MISTAKE_DELAY) and not leader.told_mistake:
+        leader.told_mistake = True
         joined = [view.nodes[each] for each in view.candidates]
         text = likely_mistake(member.rendezvous, member.agent, joined)
         if text is not None:
@@ -221,7 +221,7 @@ def _tell_of_more(member: Member, view: View) -> None:
     member.do(Announce(f"{text}, or as soon as all {most} are there ({name})"))
 
 
-def _judged(member: Member, leader: Leader, view: View, head: Head) -> round_outcome.Verdict:
+def _judged(member: Member, leader: Leader, view: View, head: Head) -> round_outcome.RoundVerdict:
     """Return the verdict on the finished round. The verdict is cached until one of its inputs changes.
 
     Caching matters because computing the verdict takes time proportional to the number of members. Many

@@ -2,9 +2,9 @@
 
 Parts of the state that exist only temporarily are separate objects, and ``None`` otherwise: a :class:`Link`
 while there is a connection, in it a :class:`Registration`, and in that a :class:`Leader` while this agent
-leads; :class:`Workers` while this node may have workers; :class:`Done` while a node that has finished waits
-for the others; :class:`Leaving` once the agent leaves the job. :attr:`Member.phase` is derived from these
-objects.
+leads; :class:`RoundWorkers` while this node may have workers; :class:`Done` while a node that has finished
+waits for the others; :class:`Leaving` once the agent leaves the job. :attr:`Member.phase` is derived from
+these objects.
 
 The state is modified in place, because with thousands of agents the leader's view is too large to copy for
 every event. After passing a state to :func:`.step`, the caller must use
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.nodes.protocol.messages import Action, Cause, Outcome
     from elasticrs._engine.nodes.protocol.records import Head, Slot
     from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous, ThisAgent
-    from elasticrs._engine.nodes.protocol.round_outcome import Verdict
+    from elasticrs._engine.nodes.protocol.round_outcome import RoundVerdict
     from elasticrs._engine.nodes.transport.coordination import Changes, Compare, Operation, Reply
 
     RestsOn: TypeAlias = tuple[int, bool | None, tuple[int, int, int], bool, frozenset[str]]
@@ -139,7 +139,7 @@ class Leader(Record):
         told: number of waiting nodes that was last reported to the user.
         told_more: number of the latest round when the user was told that the leader waits for more nodes.
         told_damaged: number of damaged records that were reported to the user.
-        told_doubt: true if the user was told why other nodes are probably missing.
+        told_mistake: true if the user was told why other nodes are probably missing.
         told_crowd: true if the user was told that a node waits because another node has several agents in the
             round.
         seen_waiting: number of waiting nodes at the last check for ``told_crowd``.
@@ -155,11 +155,11 @@ class Leader(Record):
     timers: dict[str, bool] = fresh(factory=dict)
     of_head: int = -1
     count: int = 0
-    judged: tuple[RestsOn, Verdict] | None = None
+    judged: tuple[RestsOn, RoundVerdict] | None = None
     told: int = -1
     told_more: int = -1
     told_damaged: int = 0
-    told_doubt: bool = False
+    told_mistake: bool = False
     told_crowd: bool = False
     seen_waiting: int = 0
     told_refusal: int = -1
@@ -255,7 +255,7 @@ class Listener(Record):
     idle_after: int | None = None
 
 
-class Workers(Record):
+class RoundWorkers(Record):
     """Workers of one round that may be running on this node. ``is_stopping`` is true once this agent has told
     them to stop.
     """
@@ -359,7 +359,7 @@ class Member:
         self.age = RoundAge()
         self.link: Link | None = None
         self.last_head: Head | None = None
-        self.workers: Workers | None = None
+        self.workers: RoundWorkers | None = None
         self.done: Done | None = None
         self.started_round = self.finished_round = 0
         self.findings = Findings(0)

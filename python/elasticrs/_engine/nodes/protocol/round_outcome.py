@@ -44,7 +44,7 @@ MAX_SETUPS = 3
 """Maximum number of consecutive rounds whose workers fail to start."""
 
 
-class Verdict(Value):
+class RoundVerdict(Value):
     """Result of evaluating a finished round.
 
     Args:
@@ -228,7 +228,7 @@ def judge(
     now_ns: int,
     *,
     min_nodes: int = 1,
-) -> Verdict:
+) -> RoundVerdict:
     """Decide whether the job continues after a round. Call this once every member has stopped or is lost, or
     once ``settle`` seconds have passed.
 
@@ -286,7 +286,7 @@ def judge(
         counted = counted.replaced(permanent=decision.stop is StopKind.PERMANENT)
     # Keep the history even if the job ends, because an implicated node uses it to report that it is unfit.
     counted = counted.with_failures(decision.history)
-    return Verdict(witnesses(view) if charged else [], counted, reason)
+    return RoundVerdict(witnesses(view) if charged else [], counted, reason)
 
 
 def _why_not_again(view: View, counted: Head, settings: Settings) -> str | None:

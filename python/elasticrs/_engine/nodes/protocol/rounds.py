@@ -18,7 +18,7 @@ from elasticrs._engine.job.ranks import NodeRanks
 from elasticrs._engine.nodes.protocol import leaving
 from elasticrs._engine.nodes.protocol.joining import fence, fresh_listener, without_workers
 from elasticrs._engine.nodes.protocol.keys import is_member
-from elasticrs._engine.nodes.protocol.member import Done, Findings, Leader, Phase, Purpose, Workers
+from elasticrs._engine.nodes.protocol.member import Done, Findings, Leader, Phase, Purpose, RoundWorkers
 from elasticrs._engine.nodes.protocol.messages import Announce, Outcome, Start
 from elasticrs._engine.nodes.protocol.records import (
     DamagedError,
@@ -296,7 +296,7 @@ def look(member: Member) -> None:
 
 
 def _start(member: Member, head: Head, slot: Slot) -> None:
-    member.workers, member.started_round = Workers(head.round), head.round
+    member.workers, member.started_round = RoundWorkers(head.round), head.round
     member.findings = Findings(head.round)
     member.joining.delay = 0.0
     serves = slot.group_rank == 0

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from elasticrs import _core
     from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.job.failure_cause import Cause
-    from elasticrs._engine.nodes.meeting_point import Home
+    from elasticrs._engine.nodes.rendezvous_store import KeptState
     from elasticrs._engine.nodes.transport.store import Store
     from elasticrs._engine.supervise.attempts.attempt import Attempt
     from elasticrs._engine.workers.plan import Plan
@@ -43,7 +43,7 @@ class Decisions(ABC):
         has_peers: true if other nodes depend on the outcome of this node.
         planned: function that may change the plan of each round of several nodes before the workers start.
             Its arguments are the plan, and a function that opens the store that the nodes of the round share.
-        home: state of an agent of several nodes that survives from one run of the agent to the next.
+        kept: state of an agent of several nodes that survives from one run of the agent to the next.
         failed_elsewhere: true if this node's workers were stopped because workers on another node failed.
     """
 
@@ -55,7 +55,7 @@ class Decisions(ABC):
     has_taken_part = True
     has_peers = False
     planned: Callable[[Plan, Callable[[], Store]], None] | None = None
-    home: Home | None = None
+    kept: KeptState | None = None
     failed_elsewhere = False
 
     @abstractmethod

@@ -224,10 +224,10 @@ class MemberNodes(SeveralNodes):
         ranks = begun.ranks.workers(NodeShare(job.role, job.nproc))
         self.plan = plan = Plan(ranks, begun.master_addr, begun.master_port, use_agent_store=True)
         workers = among_workers(self._rendezvous, job)
-        plan.variables = variables_of_members(workers, driver.meeting_point, driver.job_number)
+        plan.variables = variables_of_members(workers, driver.store, driver.job_number)
         plan.members, plan.member_prefix = self._members, workers_of(driver.agent)
         if self.planned is not None:
-            self.planned(plan, partial(driver.meeting_point.open_shared_store, begun.round))
+            self.planned(plan, partial(driver.store.open_shared_store, begun.round))
 
     def _finish(self) -> list[machine.Action]:
         ended = self._ended

@@ -13,9 +13,9 @@ from urllib.parse import quote, urlencode
 
 from elasticrs._engine.job.config import LOOPBACK
 from elasticrs._engine.nodes.describe import describe
-from elasticrs._engine.nodes.hosting import SystemResolver, decide
-from elasticrs._engine.nodes.meeting_point import CannotHost, MeetingPoint
+from elasticrs._engine.nodes.hosting import SystemResolver, decide_hosting
 from elasticrs._engine.nodes.protocol.keys import workers_job, workers_scope
+from elasticrs._engine.nodes.rendezvous_store import CannotHost, RendezvousStore
 from elasticrs._engine.nodes.transport.addresses import shown_endpoint
 from elasticrs._engine.nodes.transport.coordination import scoped_token
 from elasticrs._engine.process.background_call import BackgroundCall
@@ -66,7 +66,7 @@ class MemberWorkers(OneNode):
         self._supervisor: _core.Supervisor | None = None
         self._names: BackgroundCall | None = None
         self._begin: machine.Event | None = None
-        self._meeting_point: MeetingPoint | None = None
+        self._store: RendezvousStore | None = None
         self._variables: dict[str, str] = {}
         self._members: dict[int, str] = {}
         self._trouble: str | None = None
@@ -74,11 +74,11 @@ class MemberWorkers(OneNode):
     def open(self, supervisor: _core.Supervisor) -> None:
         """Resolve the host names on another thread, because name servers may be slow. See the base class."""
         self._supervisor = supervisor
-        self._names = BackgroundCall(partial(decide, self._rendezvous, SystemResolver()))
+        self._names = BackgroundCall(partial(decide_hosting, self._rendezvous, SystemResolver()))
         supervisor.watch_fd(self._names.fd)
 
     def step(self, event: machine.Event) -> list[machine.Action]:
-        if isinstance(event, machine.Begin) and self._meeting_point is None:
+        if isinstance(event, machine.Begin) and self._store is None:
             # Continue once the host names have been resolved.
             self._begin = event
             return []
@@ -91,12 +91,12 @@ class MemberWorkers(OneNode):
         self._names = None
         supervisor.unwatch_fd(fd)
         names.close()
-        self._meeting_point = meeting_point = MeetingPoint(self._rendezvous, supervisor, found=names.take())
+        self._store = store = RendezvousStore(self._rendezvous, supervisor, found=names.take())
         try:
-            meeting_point.host_if_possible()
+            store.host_if_possible()
         except CannotHost as error:
             self._trouble = str(error)
-        self._variables = variables_of_members(self._rendezvous, meeting_point, 0)
+        self._variables = variables_of_members(self._rendezvous, store, 0)
         begin, self._begin = self._begin, None
         return [] if begin is None else self.step(begin)
 
@@ -111,8 +111,8 @@ class MemberWorkers(OneNode):
     def close(self) -> None:
         if self._names is not None:
             self._names.close()
-        if self._meeting_point is not None:
-            self._meeting_point.close(stays=False)
+        if self._store is not None:
+            self._store.close(stays=False)
 
 
 def _alone(job: JobSpec) -> Rendezvous:
@@ -130,18 +130,18 @@ def among_workers(nodes: Rendezvous, job: JobSpec) -> Rendezvous:
     return nodes.replaced(min_nodes=nodes.min_nodes * job.nproc, max_nodes=nodes.max_nodes * job.nproc)
 
 
-def variables_of_members(rendezvous: Rendezvous, meeting_point: MeetingPoint, number: int) -> dict[str, str]:
+def variables_of_members(rendezvous: Rendezvous, store: RendezvousStore, number: int) -> dict[str, str]:
     """Return the environment variables that the workers need to find each other.
 
     Args:
         rendezvous: rendezvous of the workers.
-        meeting_point: meeting point of their agent.
+        store: rendezvous store of their agent.
         number: job number; see :func:`.keys.workers_job`.
     """
     etcd = rendezvous.etcd
     settings = for_workers(rendezvous.config)
     if etcd is None:
-        scheme, endpoint = "elasticrs", shown_endpoint(*meeting_point.address)
+        scheme, endpoint = "elasticrs", shown_endpoint(*store.address)
     else:
         scheme, endpoint = "etcd", rendezvous.endpoint
         # Set the protocol explicitly, because the user may have specified it only in the endpoint.
@@ -152,7 +152,7 @@ def variables_of_members(rendezvous: Rendezvous, meeting_point: MeetingPoint, nu
     job = quote(rendezvous.run_id, safe="")
     variables = {
         "ELASTICRS_TRAIN": f"{scheme}://{endpoint}/{job}?{urlencode({**settings, **limits})}",
-        "ELASTICRS_TRAIN_JOB": workers_job(rendezvous.run_id, meeting_point.job, number),
+        "ELASTICRS_TRAIN_JOB": workers_job(rendezvous.run_id, store.job, number),
         # Disable NCCL's watchdog by default, because it would kill a worker whose collective was aborted,
         # although the worker can continue.
         NCCL_ENDS_PROCESSES: os.environ.get(NCCL_ENDS_PROCESSES, "0"),

@@ -17,9 +17,9 @@ from elasticrs._engine.job.failure_cause import Permanence, Verdict
 from elasticrs._engine.job.ranks import NodeShare
 from elasticrs._engine.job.restart_policy import FailureHistory, is_suspect
 from elasticrs._engine.nodes.driver import Driver
-from elasticrs._engine.nodes.hosting import SystemResolver, decide
-from elasticrs._engine.nodes.meeting_point import node_name
+from elasticrs._engine.nodes.hosting import SystemResolver, decide_hosting
 from elasticrs._engine.nodes.protocol import messages
+from elasticrs._engine.nodes.rendezvous_store import node_name
 from elasticrs._engine.process.background_call import BackgroundCall
 from elasticrs._engine.supervise.attempts import state_machine as machine
 from elasticrs._engine.supervise.attempts.evidence import read_counters
@@ -86,7 +86,7 @@ class SeveralNodes(Decisions):
     def open(self, supervisor: _core.Supervisor) -> None:
         """Look up the host names on another thread, because name servers may be slow. See the base class."""
         self._supervisor = supervisor
-        self._names = BackgroundCall(partial(decide, self._rendezvous, SystemResolver()))
+        self._names = BackgroundCall(partial(decide_hosting, self._rendezvous, SystemResolver()))
         supervisor.watch_fd(self._names.fd)
 
     def _begin(self, supervisor: _core.Supervisor, names: BackgroundCall) -> list[machine.Action]:
@@ -102,7 +102,7 @@ class SeveralNodes(Decisions):
             fatal_exit_codes=phrases.ranges_text(sorted(job.fatal_codes)),
             supervisor=supervisor,
             use_agent_store=self._use_agent_store,
-            home=self.home,
+            kept=self.kept,
             found=names.take(),
             keeps_workers=self._keeps_workers,
             health_timeout=self._health_timeout(),
@@ -311,7 +311,7 @@ class SeveralNodes(Decisions):
         return Place(node_name(), node_name(), rank, self._clock())
 
     def _clock(self) -> Clock:
-        return self._require_driver().meeting_point.clock
+        return self._require_driver().store.clock
 
     def _require_driver(self) -> Driver:
         if self._driver is None:
@@ -351,7 +351,7 @@ class SeveralNodes(Decisions):
             ranks, action.master_addr, action.master_port, use_agent_store=self._use_agent_store
         )
         if self.planned is not None:
-            self.planned(plan, partial(driver.meeting_point.open_shared_store, action.round))
+            self.planned(plan, partial(driver.store.open_shared_store, action.round))
         self.phase, self._group_exists = machine.Phase.STARTING, True
         self._console.group_rank = action.ranks.group_rank
         return [machine.Start(action.round, action.restarts)]

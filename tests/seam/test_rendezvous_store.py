@@ -12,8 +12,8 @@ from helpers import ports, procs
 from helpers.rendezvous import rendezvous
 
 from elasticrs._engine.nodes.hosting import Hosting, SystemResolver
-from elasticrs._engine.nodes.meeting_point import MeetingPoint
 from elasticrs._engine.nodes.protocol.rendezvous import command_of
+from elasticrs._engine.nodes.rendezvous_store import RendezvousStore
 from elasticrs._engine.nodes.transport.coordination import ConnectionLost
 
 LIMIT = 10.0
@@ -35,12 +35,12 @@ def dead_resolver(monkeypatch):
 
 
 def lost(point):
-    """Wait until the meeting point reports that it has no connection."""
+    """Wait until the store reports that it has no connection."""
     procs.wait_until(point.take, lambda events: any(isinstance(each, ConnectionLost) for each in events))
 
 
 def test_a_name_server_that_does_not_answer_delays_each_attempt_to_connect_only_briefly(dead_resolver):
-    point = MeetingPoint(rendezvous("localhost", ports.free()), None, found=Hosting((), "it is elsewhere"))
+    point = RendezvousStore(rendezvous("localhost", ports.free()), None, found=Hosting((), "it is elsewhere"))
     try:
         for _ in range(2):
             began = time.monotonic()
@@ -57,7 +57,7 @@ def test_a_program_that_does_not_answer_at_the_endpoint_delays_a_job_of_one_node
         port = silent.getsockname()[1]
         found = Hosting((("127.0.0.1", port),), "localhost is this machine")
         job = rendezvous("localhost", port, nodes=(1, 1), command=command_of(["train.py"], "/train.py"))
-        point = MeetingPoint(job, None, found=found)
+        point = RendezvousStore(job, None, found=found)
         try:
             began = time.monotonic()
             point.host_if_possible()
@@ -72,7 +72,7 @@ def test_a_program_that_does_not_answer_at_the_endpoint_delays_a_job_of_one_node
 def test_only_an_agent_announces_the_workers_store_and_not_a_worker(monkeypatch, job, announced):
     # The token of a worker gives no access to the key, so the store would close the worker's connection.
     own = rendezvous("localhost", ports.free()).replaced(job=job)
-    point = MeetingPoint(own, None, found=Hosting((), "it is elsewhere"))
+    point = RendezvousStore(own, None, found=Hosting((), "it is elsewhere"))
     sent = []
     monkeypatch.setattr(point, "send", sent.append)
     try:

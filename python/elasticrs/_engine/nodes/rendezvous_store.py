@@ -68,7 +68,7 @@ _BY_HAND = (
 )
 """Options in the advice, each with the option that takes its place in the static rendezvous."""
 
-_PATIENCE = 1.0
+_CALL_TIMEOUT = 1.0
 """Seconds to wait for a name lookup or for replies from etcd. The next attempt to connect repeats both."""
 
 _BEFORE_MEETING = ("refused", "unreachable")
@@ -87,7 +87,7 @@ class CannotHost(Exception):  # noqa: N818 -- a statement, told to the user
     """
 
 
-class Home(Record):
+class KeptState(Record):
     """State that an agent keeps between runs. If the agent hosts the store, the store stays open and contains
     the jobs of all runs.
     """
@@ -106,14 +106,14 @@ class Home(Record):
             self.server = None
 
 
-class MeetingPoint:
+class RendezvousStore:
     """An agent's connection to the rendezvous store. It has at most one session at a time.
 
     Args:
         rendezvous: description of the rendezvous, including the address of the store.
         supervisor: supervisor whose runtime thread serves the store; a separate thread if ``None``.
-        home: state of an agent that may run several times, each time with a separate job.
-        found: result of :func:`.hosting.decide`, which is called here if this is ``None``.
+        kept: state of an agent that may run several times, each time with a separate job.
+        found: result of :func:`.hosting.decide_hosting`, which is called here if this is ``None``.
 
     Raises:
         UsageError: the endpoint cannot be used on this machine.
@@ -123,23 +123,23 @@ class MeetingPoint:
         self,
         rendezvous: Rendezvous,
         supervisor: _core.Supervisor | None,
-        home: Home | None = None,
+        kept: KeptState | None = None,
         found: hosting.Hosting | None = None,
     ) -> None:
         self._resolver = hosting.SystemResolver()
         if found is None:
-            found = self._ask(partial(hosting.decide, rendezvous, self._resolver), None)
+            found = self._ask(partial(hosting.decide_hosting, rendezvous, self._resolver), None)
         self._hosting: hosting.Hosting = found
-        self._home = home
+        self._kept = kept
         self.job = rendezvous.job or rendezvous.run_id
         """Name of the job in the store."""
         # Name of the job whose etcd lease holds the long-lived keys. Workers use their own job name, because
         # they have no permission to attach keys to the agents' lease.
         self._lasting = self.job
-        if home is not None:
-            home.runs += 1
-            if home.runs > 1:
-                self.job += f"#{home.runs}"
+        if kept is not None:
+            kept.runs += 1
+            if kept.runs > 1:
+                self.job += f"#{kept.runs}"
         self._rendezvous = rendezvous
         self._supervisor = supervisor
         self._server: Server | None = None
@@ -153,7 +153,7 @@ class MeetingPoint:
         self._led_to: tuple[str, int] | None = None
         # With the back end ``static``, open the store that the nodes share before the round starts. The store
         # accepts no new connections during a round, because the workers use the same port.
-        self._shares_early = rendezvous.is_static and (home is not None or supervisor is None)
+        self._shares_early = rendezvous.is_static and (kept is not None or supervisor is None)
 
     @staticmethod
     def _ask(question: Callable[[], Any], seconds: float | None) -> Any:
@@ -199,8 +199,8 @@ class MeetingPoint:
         """
         if not self._hosting.may_host:
             return
-        if self._home is not None and self._home.server is not None:
-            self._server, self._home.server = self._home.server, None
+        if self._kept is not None and self._kept.server is not None:
+            self._server, self._kept.server = self._kept.server, None
             self._lead_workers(None)
             return
         try:
@@ -229,7 +229,7 @@ class MeetingPoint:
             max_connections=self._rendezvous.max_connections,
             # If the server is kept open for later runs, do not run it on the supervisor's thread, because the
             # supervisor may be closed earlier than the server.
-            supervisor=self._supervisor if self._home is None else None,
+            supervisor=self._supervisor if self._kept is None else None,
         )
 
     def _host_alone(self) -> None:
@@ -240,7 +240,7 @@ class MeetingPoint:
         Raises:
             CannotHost: there is no free port.
         """
-        if not self._rendezvous.needs_no_other_node or self._ask(self._is_store_of_all_jobs, _PATIENCE):
+        if not self._rendezvous.needs_no_other_node or self._ask(self._is_store_of_all_jobs, _CALL_TIMEOUT):
             return
         self._hosting = self._hosting.replaced(listen=hosting.ANY_PORT)
         try:
@@ -261,13 +261,13 @@ class MeetingPoint:
             self._rendezvous.port,
             run_id=_ANY_RUN,
             token=self._rendezvous.settings.token,
-            connect_timeout=_PATIENCE,
+            connect_timeout=_CALL_TIMEOUT,
             interval=self._rendezvous.settings.keep_alive_interval,
             attempts=self._rendezvous.settings.keep_alive_max_attempt,
         )
         session = NativeSession(client)
         try:
-            return session.wait(_PATIENCE) and any(isinstance(each, Connected) for each in session.take())
+            return session.wait(_CALL_TIMEOUT) and any(isinstance(each, Connected) for each in session.take())
         finally:
             session.close()
 
@@ -327,7 +327,7 @@ class MeetingPoint:
             self._supervisor.release_connection()
         if self._may_decide_again and self._server is None and self._rendezvous.etcd is None:
             question = partial(hosting.decide_again, self._hosting, self._rendezvous, self._resolver)
-            self._hosting = self._ask(question, _PATIENCE) or self._hosting
+            self._hosting = self._ask(question, _CALL_TIMEOUT) or self._hosting
             try:
                 self.host_if_possible()
             except CannotHost as error:
@@ -536,7 +536,7 @@ class MeetingPoint:
     @property
     def may_stay(self) -> bool:
         """True if the store can stay open after this session, for the agent's next run."""
-        return self._home is not None
+        return self._kept is not None
 
     def close(self, *, stays: bool = False) -> None:
         """Close all connections. Also close the store, unless it stays open for the next run
@@ -544,8 +544,8 @@ class MeetingPoint:
         """
         self.close_shared_store()
         self.disconnect()
-        if self._home is not None and stays:
-            self._home.server, self._server = self._server, None
+        if self._kept is not None and stays:
+            self._kept.server, self._server = self._server, None
         if self._server is not None:
             self._server.close()
             self._server = None
