@@ -49,17 +49,17 @@ pub struct Verdict {
 
 impl Liveness {
     /// Creates the initial state, in which no liveness request has been made yet.
-    pub fn new(limit: Duration) -> Self {
+    pub(crate) fn new(limit: Duration) -> Self {
         Self { limit, asked: None, is_passed_on: false, answered: None }
     }
 
     /// Returns the time limit for an answer from the agent (HEALTH-4).
-    pub fn limit(&self) -> Duration {
+    pub(crate) fn limit(&self) -> Duration {
         self.limit
     }
 
     /// Registers a liveness request. Returns whether to wake the agent's loop, to wait, or to reuse the last answer.
-    pub fn ask(&mut self, now: Instant) -> NextStep {
+    pub(crate) fn ask(&mut self, now: Instant) -> NextStep {
         if self.asked.is_some() {
             return NextStep::Wait;
         }
@@ -72,13 +72,13 @@ impl Liveness {
 
     /// Records that the agent's loop has answered a liveness request. The request stays open until the supervisor's
     /// runtime has answered it too.
-    pub fn pass_on(&mut self) {
+    pub(crate) fn pass_on(&mut self) {
         self.is_passed_on = true;
     }
 
     /// Records a complete answer. `age` is the time since the agent's last progress, and `doing` is the agent's
     /// activity.
-    pub fn answer(&mut self, now: Instant, age: Duration, doing: Option<String>) {
+    pub(crate) fn answer(&mut self, now: Instant, age: Duration, doing: Option<String>) {
         (self.asked, self.is_passed_on) = (None, false);
         self.answered = Some(AgentAnswer { at: now, age, doing });
     }
@@ -87,7 +87,7 @@ impl Liveness {
     ///
     /// `at_work` is the time for which the agent's loop has been handling its current event. `None` if the loop is idle
     /// or is not monitored.
-    pub fn verdict(&self, now: Instant, at_work: Option<Duration>) -> Verdict {
+    pub(crate) fn verdict(&self, now: Instant, at_work: Option<Duration>) -> Verdict {
         let since = |at: Instant| now.saturating_duration_since(at);
         let stale = self.answered.as_ref().filter(|answer| answer.age > self.limit);
         if let Some(answer) = stale {

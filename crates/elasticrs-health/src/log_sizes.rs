@@ -173,7 +173,7 @@ struct Shared {
 
 impl LogSizes {
     /// Starts an attempt whose workers write to these files. Never blocks.
-    pub fn begin(&self, files: Vec<LogFile>) -> io::Result<()> {
+    pub(crate) fn begin(&self, files: Vec<LogFile>) -> io::Result<()> {
         self.begin_with(files, stat)
     }
 
@@ -199,7 +199,7 @@ impl LogSizes {
     }
 
     /// Ends the attempt and requests a last check of the sizes of its log files (SIZES-3). Never blocks.
-    pub fn end(&self) {
+    pub(crate) fn end(&self) {
         let mut state = lock(&self.shared.state);
         if std::mem::take(&mut state.is_watching) {
             state.request_check();
@@ -208,7 +208,7 @@ impl LogSizes {
 
     /// Waits until the sizes of all log files have been read after this call. Stops waiting if the current check takes
     /// longer than [`PATIENCE`].
-    pub async fn ask(&self) {
+    pub(crate) async fn ask(&self) {
         let (target, since) = {
             let mut state = lock(&self.shared.state);
             if state.is_watching {
@@ -225,7 +225,7 @@ impl LogSizes {
 
     /// Returns the byte counts that are known so far, and the time since the file sizes were last checked. Never waits
     /// for a file system, see SIZES-2.
-    pub fn known(&self, now: Instant) -> StreamCounts {
+    pub(crate) fn known(&self, now: Instant) -> StreamCounts {
         let state = lock(&self.shared.state);
         let is_current = !state.is_watching && state.waiting_since.is_none();
         let age = state.checked_at.filter(|_| !is_current).map(|at| now.saturating_duration_since(at));
@@ -234,7 +234,7 @@ impl LogSizes {
 
     /// Stops the thread. A thread that hangs in a file system is abandoned and exits when its system call returns.
     /// Idempotent.
-    pub fn close(&self) {
+    pub(crate) fn close(&self) {
         lock(&self.shared.state).requests = None;
         let thread = lock(&self.thread).take();
         if let Some(thread) = thread {

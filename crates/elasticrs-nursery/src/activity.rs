@@ -22,7 +22,7 @@ use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFl
 
 /// Milliseconds after which a step of starting a worker is considered hung. The limit is short, because a hang must be
 /// detected and all processes must be killed within 100 ms of the agent's death.
-pub const PATIENCE_MS: u16 = 50;
+pub(crate) const PATIENCE_MS: u16 = 50;
 
 const IMPORTS: u64 = 0;
 const WAITS: u64 = 1;
@@ -125,7 +125,7 @@ impl Activity {
 
     /// Called when the timer has expired. Returns what the nursery is currently doing. Restarts the timer if the
     /// nursery is starting a worker.
-    pub fn look_again(&self) -> Doing {
+    pub(crate) fn look_again(&self) -> Doing {
         self.look_no_more();
         let doing = self.look();
         if matches!(doing, Doing::Starts(_)) {

@@ -103,7 +103,7 @@ impl Patience {
 
     /// Starts the time limits of the processes that unlink shared memory. Called when all other processes have exited.
     /// Returns true on the first call.
-    pub fn begin(&mut self, now: Instant) -> bool {
+    pub(crate) fn begin(&mut self, now: Instant) -> bool {
         let is_first = self.alone_since.is_none();
         self.alone_since.get_or_insert(now);
         is_first
@@ -111,7 +111,7 @@ impl Patience {
 
     /// Stops waiting for processes that unlink shared memory, so that they can be killed like all other processes.
     /// Returns true on the first call.
-    pub fn end(&mut self) -> bool {
+    pub(crate) fn end(&mut self) -> bool {
         !std::mem::replace(&mut self.is_over, true)
     }
 }

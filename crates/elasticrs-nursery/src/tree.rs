@@ -305,7 +305,7 @@ impl Signalled {
     const NAMED: usize = 64;
 
     /// Adds a process that was signalled.
-    pub fn add(&mut self, target: &Target) {
+    pub(crate) fn add(&mut self, target: &Target) {
         if self.named.len() < Self::NAMED {
             self.named.push(Descendant { pid: target.pid, command: target.name().to_owned() });
         } else {
@@ -315,14 +315,14 @@ impl Signalled {
 
     /// Returns the list without the processes in `stuck`, because only signalled processes that exited are reported.
     #[must_use]
-    pub fn without(mut self, stuck: &[i32]) -> Self {
+    pub(crate) fn without(mut self, stuck: &[i32]) -> Self {
         self.named.retain(|ended| !stuck.contains(&ended.pid));
         self.others.retain(|pid| !stuck.contains(pid));
         self
     }
 
     /// Returns the number of processes that are counted but not listed.
-    pub fn more(&self) -> u32 {
+    pub(crate) fn more(&self) -> u32 {
         u32::try_from(self.others.len()).unwrap_or(u32::MAX)
     }
 }

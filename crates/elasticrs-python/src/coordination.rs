@@ -31,7 +31,7 @@ use crate::stores::{Entered, Of, Stores, end_detached};
 use crate::supervisor::{LOOK, Supervisor};
 
 #[pyclass(frozen, module = "elasticrs._core")]
-pub struct CoordinationServer {
+pub(crate) struct CoordinationServer {
     inner: Server,
     home: Entered,
     /// Reference to the thread of the workers' stores. Acquired when a worker connects to this store.
@@ -141,7 +141,7 @@ impl Drop for CoordinationServer {
 }
 
 #[pyclass(frozen, module = "elasticrs._core")]
-pub struct CoordinationClient {
+pub(crate) struct CoordinationClient {
     inner: Client,
     home: Home,
 }

@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 pyo3::create_exception!(_core, SupervisorError, PyException, "The supervisor cannot do what was asked.");
 
 /// Wraps a [`CoreError`], so that `?` converts it to a Python exception.
-pub struct Error(pub CoreError);
+pub(crate) struct Error(pub CoreError);
 
 impl From<Error> for PyErr {
     fn from(Error(error): Error) -> Self {
@@ -35,7 +35,7 @@ impl From<Error> for PyErr {
 
 /// Converts an OS error to `OSError` and keeps its error number, from which Python chooses the subclass.
 /// `PyErr::from(io::Error)` would lose the number.
-pub fn os_error(error: &std::io::Error, doing: &str) -> PyErr {
+pub(crate) fn os_error(error: &std::io::Error, doing: &str) -> PyErr {
     match error.raw_os_error() {
         Some(errno) => PyOSError::new_err((errno, format!("{doing}: {}", nix::errno::Errno::from_raw(errno).desc()))),
         None => SupervisorError::new_err(format!("{doing}: {error}")),
@@ -43,7 +43,7 @@ pub fn os_error(error: &std::io::Error, doing: &str) -> PyErr {
 }
 
 /// Converts an error from binding or resolving an address. Resolver errors have no error number.
-pub fn listen_error(error: &ListenError) -> PyErr {
+pub(crate) fn listen_error(error: &ListenError) -> PyErr {
     match error.source.raw_os_error() {
         Some(_) => os_error(&error.source, &error.to_string()),
         None => PyOSError::new_err(format!("{error}: {}", error.source)),

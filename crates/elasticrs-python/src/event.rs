@@ -26,7 +26,7 @@ macro_rules! records {
         $(
             #[pyclass(frozen, get_all, module = "elasticrs._core")]
             $(#[$attribute])*
-            pub struct $name {
+            pub(crate) struct $name {
                 $(pub $field: $type),*
             }
         )*
@@ -217,7 +217,7 @@ fn start_failed(failure: StartFailure) -> StartFailed {
 }
 
 /// Converts an event to a Python object. Raises an exception if the supervisor's runtime has panicked.
-pub fn to_python(py: Python<'_>, event: Event) -> PyResult<Py<PyAny>> {
+pub(crate) fn to_python(py: Python<'_>, event: Event) -> PyResult<Py<PyAny>> {
     match event {
         Event::Warmed { failure } => {
             let (exitcode, hung) = failure.map_or((None, false), |end| (exitcode(end.exit), end.hung));
@@ -312,7 +312,7 @@ fn timer_expired(timer: supervisor::TimerExpired) -> TimerExpired {
 }
 
 /// Converts a heartbeat to its Python class.
-pub fn heartbeat(beat: readings::Heartbeat) -> Heartbeat {
+pub(crate) fn heartbeat(beat: readings::Heartbeat) -> Heartbeat {
     let readings::Heartbeat { local_rank, at, step, is_global, is_automatic, section, has_returned } = beat;
     Heartbeat { local_rank, at_ns: at.0, step, is_global, is_automatic, section, has_returned }
 }
@@ -339,7 +339,7 @@ fn worker_hung(hung: supervisor::WorkerHung) -> WorkerHung {
 }
 
 /// Converts a value of one of the event classes to a Python object.
-pub fn object<T>(py: Python<'_>, value: T) -> PyResult<Py<PyAny>>
+pub(crate) fn object<T>(py: Python<'_>, value: T) -> PyResult<Py<PyAny>>
 where
     T: pyo3::PyClass + Into<PyClassInitializer<T>>,
 {

@@ -19,7 +19,7 @@ use crate::stores::end_detached;
 use crate::supervisor::Supervisor;
 
 #[pyclass(frozen, module = "elasticrs._core")]
-pub struct HealthServer {
+pub(crate) struct HealthServer {
     handle: Handle,
     notices: Arc<List>,
 }

@@ -19,55 +19,55 @@ use crate::error::os_error;
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "PyO3 hands out owned paths")]
 #[pyo3(signature = (path, count, max_bytes=65536))]
-pub fn last_lines(py: Python<'_>, path: PathBuf, count: usize, max_bytes: u64) -> PyResult<Vec<Vec<u8>>> {
+pub(crate) fn last_lines(py: Python<'_>, path: PathBuf, count: usize, max_bytes: u64) -> PyResult<Vec<Vec<u8>>> {
     py.detach(|| logs::last_lines(&path, count, max_bytes))
         .map_err(|error| os_error(&error, &format!("read {}", path.display())))
 }
 
 #[pyfunction]
 #[pyo3(signature = (processes, files=0, others=0))]
-pub fn check_limits(processes: u64, files: u64, others: u64) -> PyResult<()> {
+pub(crate) fn check_limits(processes: u64, files: u64, others: u64) -> PyResult<()> {
     limits::check(processes, files, others).map_err(|error| PyValueError::new_err(error.to_string()))
 }
 
 #[pyfunction]
-pub fn raise_descriptor_limit() -> u64 {
+pub(crate) fn raise_descriptor_limit() -> u64 {
     start::raise_descriptor_limit()
 }
 
 #[pyfunction]
-pub fn heartbeat_page() -> PyResult<(i32, String)> {
+pub(crate) fn heartbeat_page() -> PyResult<(i32, String)> {
     let made = HeartbeatPage::new(Stamp::now().0).and_then(|page| page.share(None));
     let (descriptor, name) = made.map_err(|error| os_error(&error, "could not make a page for heartbeats"))?;
     Ok((descriptor.into_raw_fd(), name))
 }
 
 #[pyfunction]
-pub fn stop_unless_continued() -> PyResult<()> {
+pub(crate) fn stop_unless_continued() -> PyResult<()> {
     stop::stop_unless_continued().map_err(|errno| os_error(&errno.into(), "stop"))
 }
 
 #[pyfunction]
-pub fn scoped_token(token: &[u8], scope: &str) -> String {
+pub(crate) fn scoped_token(token: &[u8], scope: &str) -> String {
     coordination::scope::scoped_token(token, scope)
 }
 
 #[pyfunction]
-pub fn children() -> Vec<i32> {
+pub(crate) fn children() -> Vec<i32> {
     tree::children_of_self()
 }
 
 #[pyfunction]
-pub fn name_of(pid: i32) -> String {
+pub(crate) fn name_of(pid: i32) -> String {
     tree::describe(pid).command
 }
 
 #[pyfunction]
-pub fn patience_with(pid: i32) -> Option<f64> {
+pub(crate) fn patience_with(pid: i32) -> Option<f64> {
     Target::open_any(pid).as_ref().and_then(cleaner::patience_with).map(|patience| patience.as_secs_f64())
 }
 
 #[pyfunction]
-pub fn order_stop_signals() -> PyResult<()> {
+pub(crate) fn order_stop_signals() -> PyResult<()> {
     stop::order_signals().map_err(|errno| os_error(&errno.into(), "order signals"))
 }

@@ -14,19 +14,19 @@ use crate::stores::{Entered, Of};
 use crate::supervisor::Supervisor;
 
 /// Thread on which a store client runs.
-pub enum Home {
+pub(crate) enum Home {
     Agent(Py<Supervisor>),
     Stores(Entered),
 }
 
 impl Home {
     /// Chooses the supervisor's thread, or the thread of the agents' stores if there is no supervisor.
-    pub fn new(supervisor: Option<Py<Supervisor>>) -> PyResult<Self> {
+    pub(crate) fn new(supervisor: Option<Py<Supervisor>>) -> PyResult<Self> {
         supervisor.map_or_else(|| Entered::new(Of::Agents).map(Self::Stores), |supervisor| Ok(Self::Agent(supervisor)))
     }
 
     /// Raises an exception in a forked child, because the thread belongs to the parent.
-    pub fn check_owner(&self) -> PyResult<()> {
+    pub(crate) fn check_owner(&self) -> PyResult<()> {
         match self {
             Self::Stores(stores) => stores.check_owner(),
             Self::Agent(supervisor) => Ok(supervisor.get().inner.check_owner().map_err(Error)?),
@@ -34,7 +34,7 @@ impl Home {
     }
 
     /// Same as [`Stores::close`](crate::stores::Stores::close).
-    pub fn close(&self, py: Python<'_>, end: impl FnOnce() + Send) -> PyResult<()> {
+    pub(crate) fn close(&self, py: Python<'_>, end: impl FnOnce() + Send) -> PyResult<()> {
         match self {
             Self::Stores(stores) => stores.close(py, end),
             Self::Agent(_) => {
@@ -56,7 +56,7 @@ impl Spawn for Home {
 
 /// Returns a function that delivers messages to the user. With a supervisor, the messages become events.
 /// Otherwise, they are added to a list that the user fetches.
-pub fn teller(supervisor: Option<&Py<Supervisor>>, list: &Arc<List>) -> Tell {
+pub(crate) fn teller(supervisor: Option<&Py<Supervisor>>, list: &Arc<List>) -> Tell {
     if let Some(supervisor) = supervisor {
         return Box::new(supervisor.get().inner.teller());
     }

@@ -60,7 +60,7 @@ impl Guard for NurseryGuard {
 }
 
 /// Returns a guard that lets the nursery keep a client's socket open. Without a supervisor, returns [`NoGuard`].
-pub fn guard(supervisor: Option<&Py<Supervisor>>) -> Box<dyn Guard> {
+pub(crate) fn guard(supervisor: Option<&Py<Supervisor>>) -> Box<dyn Guard> {
     match supervisor {
         Some(supervisor) => Box::new(NurseryGuard { keeper: supervisor.get().inner.keeper(), has_two: Arc::default() }),
         None => Box::new(NoGuard),

@@ -24,7 +24,7 @@ static IMAGE: &[u8] = include_bytes!(env!("ELASTICRS_NURSERY_IMAGE"));
 /// For `auto`, the first program is the embedded one. The second is a plain Python interpreter, because some systems
 /// cannot execute a file in memory. The interpreter takes 10 ms instead of 1 ms to start, and uses 10 MB instead of 2
 /// MB of memory.
-pub fn images(py: Python<'_>, kind: &str) -> PyResult<Vec<NurseryImage>> {
+pub(crate) fn images(py: Python<'_>, kind: &str) -> PyResult<Vec<NurseryImage>> {
     let embedded = || NurseryImage::Embedded(IMAGE);
     match kind {
         "auto" => Ok([Some(embedded()), interpreter(py)?].into_iter().flatten().collect()),
@@ -39,7 +39,7 @@ pub fn images(py: Python<'_>, kind: &str) -> PyResult<Vec<NurseryImage>> {
 
 /// Configuration of a warm nursery, which imports modules before its workers start.
 #[pyclass(frozen, module = "elasticrs._core")]
-pub struct WarmNursery {
+pub(crate) struct WarmNursery {
     pub inner: Arc<Warm>,
 }
 
@@ -77,13 +77,13 @@ fn interpreter(py: Python<'_>) -> PyResult<Option<NurseryImage>> {
 
 /// Runs a nursery in this process, which must have been started for that purpose only. Returns the exit code.
 #[pyfunction]
-pub fn nursery_main(py: Python<'_>, start: &str) -> u8 {
+pub(crate) fn nursery_main(py: Python<'_>, start: &str) -> u8 {
     py.detach(|| server::run(Some(start)))
 }
 
 /// Marks this process and its future children as part of the job. Must be called before modules are imported.
 #[pyfunction]
-pub fn warm_nursery_begin(start: &str) {
+pub(crate) fn warm_nursery_begin(start: &str) {
     server::begin_warm(start);
 }
 
@@ -92,7 +92,7 @@ type Strings = Vec<Py<PyBytes>>;
 /// Runs a warm nursery, in an interpreter that has already imported the modules that the workers need. Forks the
 /// workers from this process. Returns only in the workers, with their arguments and environment.
 #[pyfunction]
-pub fn warm_nursery_main(py: Python<'_>, start: &str) -> PyResult<(Strings, Strings)> {
+pub(crate) fn warm_nursery_main(py: Python<'_>, start: &str) -> PyResult<(Strings, Strings)> {
     let os = py.import("os")?;
     let fork = os.getattr("fork")?.unbind();
     // Forking is safe, because this thread is the only thread of the process and is attached to the interpreter.

@@ -19,18 +19,18 @@ use pyo3::types::{PyDict, PyMapping};
 use crate::error::os_error;
 
 /// Converts seconds to a duration. `name` is used in the error message.
-pub fn duration(seconds: f64, name: &str) -> PyResult<Duration> {
+pub(crate) fn duration(seconds: f64, name: &str) -> PyResult<Duration> {
     Duration::try_from_secs_f64(seconds)
         .map_err(|_| PyValueError::new_err(format!("{name} must be a finite number of seconds >= 0, got {seconds}")))
 }
 
 /// Converts a signal number. Raises `ValueError` if it is invalid.
-pub fn signal(number: i32) -> PyResult<Signal> {
+pub(crate) fn signal(number: i32) -> PyResult<Signal> {
     Signal::new(number).ok_or_else(|| PyValueError::new_err(format!("{number} is not a signal number")))
 }
 
 /// Converts a text for the kernel. Raises `ValueError` if it contains a NUL byte. `what` is used in the error message.
-pub fn c_string(text: OsString, what: &str) -> PyResult<CString> {
+pub(crate) fn c_string(text: OsString, what: &str) -> PyResult<CString> {
     CString::new(text.into_vec()).map_err(|error| {
         let text = OsString::from_vec(error.into_vec());
         PyValueError::new_err(format!("{what} contains a NUL byte: {}", text.display()))
@@ -39,7 +39,7 @@ pub fn c_string(text: OsString, what: &str) -> PyResult<CString> {
 
 /// A command-line argument: text, which is encoded for the file system, or bytes.
 #[derive(FromPyObject)]
-pub enum Argument {
+pub(crate) enum Argument {
     Text(OsString),
     Bytes(Vec<u8>),
 }
@@ -54,7 +54,7 @@ impl Argument {
 }
 
 #[pyclass(frozen, module = "elasticrs._core")]
-pub struct ProcessSpec {
+pub(crate) struct ProcessSpec {
     pub inner: nursery::ProcessSpec,
     /// Descriptors that the new process inherits, given by their numbers in this process. They are duplicated when
     /// the group is started.
@@ -105,7 +105,7 @@ impl ProcessSpec {
 
 impl ProcessSpec {
     /// Converts the spec to the core's type. Appends duplicates of the inherited descriptors to `descriptors`.
-    pub fn to_core(&self, descriptors: &mut Vec<OwnedFd>) -> PyResult<nursery::ProcessSpec> {
+    pub(crate) fn to_core(&self, descriptors: &mut Vec<OwnedFd>) -> PyResult<nursery::ProcessSpec> {
         let mut spec = self.inner.clone();
         for &number in &self.pass_fds {
             let own = duplicate(number).map_err(|error| os_error(&error, &format!("pass descriptor {number}")))?;
@@ -134,7 +134,7 @@ fn environment(env: &Bound<'_, PyMapping>) -> PyResult<Vec<CString>> {
 }
 
 #[pyclass(frozen, module = "elasticrs._core")]
-pub struct StopPolicy {
+pub(crate) struct StopPolicy {
     pub inner: core::StopPolicy,
 }
 
@@ -158,7 +158,7 @@ impl StopPolicy {
 }
 
 #[pyclass(frozen, module = "elasticrs._core")]
-pub struct GroupSpec {
+pub(crate) struct GroupSpec {
     processes: Vec<Py<ProcessSpec>>,
     policy: core::GroupPolicy,
 }
@@ -201,7 +201,7 @@ impl GroupSpec {
 
 impl GroupSpec {
     /// Converts this Python object to the `GroupSpec` of `elasticrs_core`. Duplicates the inherited descriptors.
-    pub fn to_core(&self) -> PyResult<core::GroupSpec> {
+    pub(crate) fn to_core(&self) -> PyResult<core::GroupSpec> {
         let mut descriptors = Vec::new();
         let processes = self.processes.iter().map(|process| process.get().to_core(&mut descriptors));
         Ok(core::GroupSpec { processes: processes.collect::<PyResult<_>>()?, descriptors, policy: self.policy.clone() })
@@ -210,14 +210,14 @@ impl GroupSpec {
 
 /// Destination of a log stream: a descriptor of the agent (1 or 2), or a file.
 #[derive(FromPyObject)]
-pub enum LogDestination {
+pub(crate) enum LogDestination {
     Console(u8),
     File(PathBuf),
 }
 
 #[pyclass(frozen, from_py_object, module = "elasticrs._core")]
 #[derive(Clone)]
-pub struct LogStream {
+pub(crate) struct LogStream {
     pub inner: logs::LogStream,
 }
 

@@ -24,7 +24,7 @@ type Shared = Mutex<Option<(u32, Weak<Runtime>)>>;
 
 /// Kind of clients that a store serves. Stores for the same kind of clients share a thread.
 #[derive(Debug, Clone, Copy)]
-pub enum Of {
+pub(crate) enum Of {
     Agents,
     Workers,
 }
@@ -41,7 +41,7 @@ impl Of {
 }
 
 /// An optional reference to a thread that runs stores. The thread keeps running while any reference exists.
-pub struct Stores {
+pub(crate) struct Stores {
     of: Of,
     runtime: Mutex<Option<Arc<Runtime>>>,
     owner: u32,
@@ -49,12 +49,12 @@ pub struct Stores {
 
 impl Stores {
     /// Creates a `Stores` that does not hold a reference to the thread yet.
-    pub fn new(of: Of) -> Self {
+    pub(crate) fn new(of: Of) -> Self {
         Self { of, runtime: Mutex::default(), owner: std::process::id() }
     }
 
     /// Acquires a reference to the thread. The first reference starts the thread.
-    pub fn enter(&self) -> io::Result<()> {
+    pub(crate) fn enter(&self) -> io::Result<()> {
         let mut own = lock(&self.runtime);
         if own.is_none() {
             let (name, shared) = self.of.shared();
@@ -72,7 +72,7 @@ impl Stores {
     }
 
     /// Raises an exception in a forked child, because the thread belongs to the parent.
-    pub fn check_owner(&self) -> PyResult<()> {
+    pub(crate) fn check_owner(&self) -> PyResult<()> {
         let owner = self.owner;
         if owner == std::process::id() {
             return Ok(());
@@ -82,7 +82,7 @@ impl Stores {
 
     /// Calls `end` to close a store or a client, then releases the reference to the thread. Raises an exception in a
     /// forked child.
-    pub fn close(&self, py: Python<'_>, end: impl FnOnce() + Send) -> PyResult<()> {
+    pub(crate) fn close(&self, py: Python<'_>, end: impl FnOnce() + Send) -> PyResult<()> {
         self.check_owner()?;
         py.detach(|| {
             end();
@@ -93,7 +93,7 @@ impl Stores {
 
     /// Releases the reference to the thread, if there is one. If it is the last reference, waits until the thread has
     /// exited.
-    pub fn leave(&self) {
+    pub(crate) fn leave(&self) {
         let left = lock(&self.runtime).take();
         drop(left);
     }
@@ -113,11 +113,11 @@ impl Drop for Stores {
 
 /// A Python object's reference to a thread that runs stores. Dropping the reference releases the GIL while it waits for
 /// the thread to exit.
-pub struct Entered(Stores);
+pub(crate) struct Entered(Stores);
 
 impl Entered {
     /// Creates a reference to the thread that runs this kind of store in this process. Starts the thread if necessary.
-    pub fn new(of: Of) -> PyResult<Self> {
+    pub(crate) fn new(of: Of) -> PyResult<Self> {
         let stores = Stores::new(of);
         stores.enter().map_err(|error| os_error(&error, "start the thread of the stores"))?;
         Ok(Self(stores))
@@ -140,7 +140,7 @@ impl Drop for Entered {
 
 /// Calls `end` without holding the GIL, because `end` may wait for a thread. Call this function only when a Python
 /// object is dropped.
-pub fn end_detached(end: impl FnOnce() + Send) {
+pub(crate) fn end_detached(end: impl FnOnce() + Send) {
     let mut end = Some(end);
     Python::try_attach(|py| py.detach(|| run(&mut end)));
     // Call `end` here if the interpreter is shutting down, because `try_attach` does not call it in that case.

@@ -28,7 +28,7 @@ use crate::stores::{Of, Stores, end_detached};
 pub(crate) const LOOK: Duration = Duration::from_secs(5);
 
 #[pyclass(frozen, module = "elasticrs._core")]
-pub struct Supervisor {
+pub(crate) struct Supervisor {
     pub(crate) inner: core::Supervisor,
     /// Reference to the thread of the workers' stores. Acquired when the first store is used.
     pub(crate) stores: Arc<Stores>,

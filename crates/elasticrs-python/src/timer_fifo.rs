@@ -59,7 +59,7 @@ impl Reader {
 }
 
 #[pyclass(frozen, module = "elasticrs._core")]
-pub struct TimerFifo {
+pub(crate) struct TimerFifo {
     path: PathBuf,
     fd: i32,
     reader: Mutex<Option<Reader>>,

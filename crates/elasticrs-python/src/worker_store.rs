@@ -22,7 +22,7 @@ enum PortOrRange {
 }
 
 #[pyclass(frozen, module = "elasticrs._core")]
-pub struct WorkerStore {
+pub(crate) struct WorkerStore {
     inner: worker::WorkerStore,
     /// Reference to the stores' thread. `None` if no store is served, or if a supervisor holds the reference instead.
     home: Mutex<Option<Entered>>,

@@ -14,7 +14,7 @@ use tokio::sync::watch;
 use crate::threads;
 
 /// Maximum number of calls that may be running at the same time.
-pub const MAX_CALLS: usize = 8;
+pub(crate) const MAX_CALLS: usize = 8;
 
 /// Blocking calls that one thread has started and that have not returned yet. Callers that pass the same key share one
 /// call.

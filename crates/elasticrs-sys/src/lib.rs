@@ -24,10 +24,10 @@
 /// Rust, for example in Python, in metrics or in messages.
 #[macro_export]
 macro_rules! named_enum {
-    ($(#[$meta:meta])* pub enum $name:ident { $($(#[$doc:meta])* $variant:ident = $text:literal,)+ }) => {
+    ($(#[$meta:meta])* $vis:vis enum $name:ident { $($(#[$doc:meta])* $variant:ident = $text:literal,)+ }) => {
         $(#[$meta])*
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-        pub enum $name { $($(#[$doc])* $variant,)+ }
+        $vis enum $name { $($(#[$doc])* $variant,)+ }
 
         impl $name {
             /// All variants, in the order of their declaration.

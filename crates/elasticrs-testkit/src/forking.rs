@@ -62,7 +62,7 @@ fn forked() -> Result<ForkResult, Problem> {
 /// `cleaner FILE`: starts a child that creates the file, and prints the child's pid. The child removes the file after
 /// this process and all processes that this process starts later have exited. With `cleaner FILE stubborn`, the child
 /// never removes the file. Like the resource tracker of multiprocessing, the child ignores SIGINT and SIGTERM.
-pub fn cleaner(request: &mut Request) -> Result<(), Problem> {
+pub(crate) fn cleaner(request: &mut Request) -> Result<(), Problem> {
     let path = request.next()?;
     let is_stubborn = request.next().is_ok();
     let (reader, writer) = nix::unistd::pipe()?;
@@ -91,7 +91,7 @@ pub fn cleaner(request: &mut Request) -> Result<(), Problem> {
 
 /// Kind of grandchild to start with [`daemonise`].
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Daemon {
+pub(crate) enum Daemon {
     /// An ordinary process that sleeps.
     Ordinary,
     /// A daemon that is meant to outlive the job. It resets the soft limit of `RLIMIT_RTTIME`, because this limit
@@ -103,7 +103,7 @@ pub enum Daemon {
 
 /// Implements the commands `daemonise`, `exempt` and `headless`. Starts a grandchild of the given kind ([`Daemon`]) in
 /// its own session, prints the grandchild's pid, and then pauses forever.
-pub fn daemonise(daemon: Daemon) -> Result<(), Problem> {
+pub(crate) fn daemonise(daemon: Daemon) -> Result<(), Problem> {
     let (reader, writer) = nix::unistd::pipe()?;
     if let ForkResult::Child = forked()? {
         setsid()?;
@@ -148,7 +148,7 @@ fn end_main_thread(until: OwnedFd) -> ! {
 }
 
 /// `tree DEPTH`: starts a binary tree of processes with this depth. All processes ignore SIGTERM and wait.
-pub fn tree(request: &mut Request) -> Result<(), Problem> {
+pub(crate) fn tree(request: &mut Request) -> Result<(), Problem> {
     set(Signal::SIGTERM, SigHandler::SigIgn)?;
     let mut depth: u32 = request.number()?;
     if depth > 6 {
@@ -183,7 +183,7 @@ fn begin() -> Result<(&'static Limits, Instant), Problem> {
 }
 
 /// `fork-bomb`: every process forks as fast as it can. About half of the children start a session of their own.
-pub fn bomb() -> Result<(), Problem> {
+pub(crate) fn bomb() -> Result<(), Problem> {
     set(Signal::SIGCHLD, SigHandler::SigIgn)?;
     let (limits, start) = begin()?;
     while start.elapsed() < TIME_LIMIT {
@@ -206,7 +206,7 @@ pub fn bomb() -> Result<(), Problem> {
 
 /// `chain`: forks repeatedly. After each fork, the parent exits and the child starts a session of its own. At
 /// most two of these processes exist at a time.
-pub fn chain() -> Result<(), Problem> {
+pub(crate) fn chain() -> Result<(), Problem> {
     let (limits, start) = begin()?;
     while start.elapsed() < TIME_LIMIT && limits.admit() {
         if let ForkResult::Parent { .. } = forked()? {

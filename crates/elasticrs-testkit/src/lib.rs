@@ -26,7 +26,7 @@ pub mod hung_file;
 pub mod nursery;
 
 /// Maximum time to wait for a condition before the test fails.
-pub const HANG_GUARD: Duration = Duration::from_secs(40);
+pub(crate) const HANG_GUARD: Duration = Duration::from_secs(40);
 
 /// Returns the path of the program `testkit-worker`. It is in the folder of the running test, or in one of that
 /// folder's ancestors.

@@ -283,7 +283,7 @@ impl Lines {
     }
 
     /// Reads until the example agent has printed the pids of its processes and `count` workers are ready.
-    pub fn until_all_ready(&mut self, count: usize) -> Tree {
+    pub(crate) fn until_all_ready(&mut self, count: usize) -> Tree {
         let mut tree = Tree { nursery: 0, workers: Vec::new(), daemons: Vec::new() };
         let mut ready = 0;
         while tree.nursery == 0 || ready < count {

@@ -7,7 +7,7 @@ use elasticrs_core::timer::table::{Terms, Timers, on_monotonic};
 use elasticrs_sys::clock::Stamp;
 
 /// Panics when something is wrong. Returns how many timers were live at the end.
-pub fn run(data: &[u8]) -> usize {
+pub(crate) fn run(data: &[u8]) -> usize {
     let (mut lines, mut table, mut acquired) = (Lines::default(), Timers::default(), 0_usize);
     let now = Stamp(1 << 40);
     for chunk in data.chunks(29) {

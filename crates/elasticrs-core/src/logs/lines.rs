@@ -18,7 +18,7 @@
 use std::time::{Duration, Instant};
 
 /// Maximum number of bytes of an unfinished line that are held back.
-pub const MAX_LINE: usize = 64 * 1024;
+pub(crate) const MAX_LINE: usize = 64 * 1024;
 
 /// Time without new bytes after which an unfinished line is shown. It is long enough to receive all parts of a line on
 /// a busy machine, and short enough that a prompt seems to appear immediately.
@@ -66,7 +66,7 @@ pub(crate) struct LineSplitter {
 
 impl LineSplitter {
     /// Adds the next bytes of the stream, and emits the text that is ready to be shown.
-    pub fn push(&mut self, bytes: &[u8], now: Instant, mut emit: impl FnMut(Unit<'_>)) {
+    pub(crate) fn push(&mut self, bytes: &[u8], now: Instant, mut emit: impl FnMut(Unit<'_>)) {
         let mut rest = bytes;
         while let Some(at) = memchr::memchr2(b'\n', b'\r', rest) {
             let segment = &rest[..at];
@@ -92,7 +92,7 @@ impl LineSplitter {
     }
 
     /// Returns the time at which [`Self::tick`] must be called unless more bytes arrive first.
-    pub fn deadline(&self) -> Option<Instant> {
+    pub(crate) fn deadline(&self) -> Option<Instant> {
         let (oldest, newest) = self.waiting?;
         let idle = newest + IDLE;
         if !self.is_progress() {
@@ -105,7 +105,7 @@ impl LineSplitter {
     }
 
     /// Emits text that is being held back if [`Self::deadline`] has passed. Otherwise, does nothing.
-    pub fn tick(&mut self, now: Instant, mut emit: impl FnMut(Unit<'_>)) {
+    pub(crate) fn tick(&mut self, now: Instant, mut emit: impl FnMut(Unit<'_>)) {
         let (Some((_, newest)), Some(deadline)) = (self.waiting, self.deadline()) else { return };
         if now < deadline {
             return;
@@ -131,7 +131,7 @@ impl LineSplitter {
     }
 
     /// Emits the remaining bytes of a finished stream. If the last line is unterminated, adds a newline.
-    pub fn finish(&mut self, mut emit: impl FnMut(Unit<'_>)) {
+    pub(crate) fn finish(&mut self, mut emit: impl FnMut(Unit<'_>)) {
         if !self.is_at_line_start() {
             self.end_line(&mut emit, false);
         }
@@ -240,7 +240,7 @@ pub(crate) struct Screen<Stream> {
 
 impl<Stream: Copy + Eq> Screen<Stream> {
     /// Appends the bytes of `unit`, a line or part of a line from `stream`, to `out`.
-    pub fn put(&mut self, stream: Stream, prefix: &[u8], unit: Unit<'_>, out: &mut Vec<u8>) {
+    pub(crate) fn put(&mut self, stream: Stream, prefix: &[u8], unit: Unit<'_>, out: &mut Vec<u8>) {
         let goes_on = self.open == Some(stream);
         let (bytes, ends) = match unit {
             // Do not write the newline, because it was already written when another stream interrupted this line.

@@ -390,7 +390,7 @@ pub struct LogTotals {
 impl LogTotals {
     /// Returns the numbers of bytes and newlines read so far from each stream that goes to the console, including
     /// finished streams.
-    pub fn all(&self) -> Vec<(Stream, u64, u64)> {
+    pub(crate) fn all(&self) -> Vec<(Stream, u64, u64)> {
         let streams = lock(&self.streams);
         let of = |count: &AtomicU64| count.load(Ordering::Relaxed);
         streams.iter().map(|(stream, counts)| (*stream, of(&counts.bytes), of(&counts.lines))).collect()

@@ -54,7 +54,7 @@ const WINDOW: Duration = Duration::from_millis(250);
 /// Time limit for the workers to write their flight records, after a failure that another worker may have caused. The
 /// running workers are stopped only after they have written their records or the limit has passed, because the records
 /// are lost when the workers exit.
-pub const RECORDS: Duration = Duration::from_millis(300);
+pub(crate) const RECORDS: Duration = Duration::from_millis(300);
 /// Time limit for `py-spy` to exit after SIGKILL. Like the worker that it inspects, `py-spy` may hang in the kernel.
 const REAPED: Duration = Duration::from_millis(100);
 const MAX_THREADS: usize = 64;
@@ -71,7 +71,7 @@ const CRASH: &[u8] = b"Fatal Python error";
 
 /// Returns the signal that makes a worker write its Python stacks. `python/elasticrs/_engine/inside/hook/sitecustomize.py`
 /// uses the same number.
-pub fn stack_signal() -> i32 {
+pub(crate) fn stack_signal() -> i32 {
     libc::SIGRTMIN() + 12
 }
 
@@ -110,7 +110,7 @@ pub(super) struct Subject {
 
 /// Evidence about one worker.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct WorkerEvidence {
+pub(crate) struct WorkerEvidence {
     pub local_rank: u32,
     /// State of the process: a letter as in `/proc/PID/stat`, or a space if the state is unknown.
     pub state: char,

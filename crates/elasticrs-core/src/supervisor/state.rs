@@ -29,7 +29,7 @@ pub(super) const HOPELESS_SWEEP: Duration = Duration::from_secs(1);
 
 /// Input of a group's state machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Input {
+pub(crate) enum Input {
     /// A member has exited.
     Exited { pid: i32, exit: WorkerExit, seen: Stamp },
     /// A member was stopped by a signal.
@@ -259,7 +259,7 @@ impl Group {
 
     /// Returns true if `input` may make the group signal its members. Before such an input, pass [`Input::Dead`] to
     /// [`Self::on_input`], because members that are already dead must not be recorded as signalled.
-    pub fn may_signal(&self, input: &Input) -> bool {
+    pub(crate) fn may_signal(&self, input: &Input) -> bool {
         if !self.held.is_empty() {
             return true;
         }
@@ -286,7 +286,7 @@ impl Group {
 
     /// Handles an input and returns the effects. This is the only function that changes the state of the group.
     #[must_use]
-    pub fn on_input(&mut self, input: Input) -> Vec<Effect> {
+    pub(crate) fn on_input(&mut self, input: Input) -> Vec<Effect> {
         if self.phase == Phase::Finished {
             return Vec::new();
         }

@@ -38,22 +38,22 @@ use elasticrs_sys::clock::nanoseconds;
 use elasticrs_sys::named_enum;
 
 /// Maximum time between two calls to [`Watch::look`].
-pub const LOOK_EVERY: Duration = Duration::from_secs(5);
+pub(crate) const LOOK_EVERY: Duration = Duration::from_secs(5);
 /// Minimum time between two calls to [`Watch::look`].
-pub const LEAST_WAIT: Duration = Duration::from_millis(1);
+pub(crate) const LEAST_WAIT: Duration = Duration::from_millis(1);
 /// Minimum time between two calls to [`Watch::look`] while a rank is being replaced.
-pub const LOOK_FOR_ABSENT: Duration = Duration::from_millis(100);
+pub(crate) const LOOK_FOR_ABSENT: Duration = Duration::from_millis(100);
 /// Tolerated delay of a call to [`Watch::look`]. After a longer delay, the agent or the whole machine must have been
 /// stopped for a while.
 const SLACK: Duration = Duration::from_secs(1);
 /// Default minimum of the time limit for a step, if the limit is computed from the durations of earlier steps.
 pub const LEAST_LEARNED: Duration = Duration::from_secs(60);
 /// Time limit for a step until the durations of [`ENOUGH_STEPS`] steps are known.
-pub const UNLEARNED: Duration = Duration::from_secs(30 * 60);
+pub(crate) const UNLEARNED: Duration = Duration::from_secs(30 * 60);
 /// Factor by which a fixed limit for steps is multiplied for slow ranks.
 const SLOWER: u32 = 10;
 /// Number of step durations that must be known before a limit is learned.
-pub const ENOUGH_STEPS: usize = 16;
+pub(crate) const ENOUGH_STEPS: usize = 16;
 
 /// Maximum time between two heartbeats of a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -292,7 +292,7 @@ impl Watch {
     }
 
     /// Records that the group is resumed.
-    pub fn thaw(&mut self, now: u64, seen: &[RankState], line: Option<u64>) {
+    pub(crate) fn thaw(&mut self, now: u64, seen: &[RankState], line: Option<u64>) {
         if let Some(since) = self.frozen_at.take() {
             self.forgive(now.saturating_sub(since), now, seen, line);
             (self.looked, self.thawed) = (now, now);
@@ -322,7 +322,7 @@ impl Watch {
     /// does not count until the next heartbeat of `busy`, or until the time limit of its section passes (**HANG-10**).
     ///
     /// Returns false if `busy` is not in a section.
-    pub fn excuse(&mut self, ranks: BTreeSet<usize>, busy: usize, seen: &[RankState]) -> bool {
+    pub(crate) fn excuse(&mut self, ranks: BTreeSet<usize>, busy: usize, seen: &[RankState]) -> bool {
         let Some(last) = seen.get(busy).and_then(in_section) else { return false };
         self.excuse = Some(Excuse { ranks, section_of: (busy, last) });
         true
@@ -368,7 +368,7 @@ impl Watch {
     ///
     /// A rank is returned if it has been inactive for at least half of its own time limit, or for at least half of
     /// `silence`. `silence` is the inactive time of the hung rank in nanoseconds.
-    pub fn suspects(&mut self, now: u64, seen: &[RankState], line: Option<u64>, silence: u64) -> Vec<Overdue> {
+    pub(crate) fn suspects(&mut self, now: u64, seen: &[RankState], line: Option<u64>, silence: u64) -> Vec<Overdue> {
         if self.frozen_at.is_some() { Vec::new() } else { self.late(now, seen, line, silence).0 }
     }
 
@@ -397,7 +397,7 @@ impl Watch {
     ///
     /// The exit of a rank starts when its program has returned. Ranks that an earlier call has returned are omitted.
     /// `None` if no ranks remain or the group is suspended.
-    pub fn still_exiting(&mut self, now: u64, seen: &[RankState]) -> Option<(Vec<usize>, Duration)> {
+    pub(crate) fn still_exiting(&mut self, now: u64, seen: &[RankState]) -> Option<(Vec<usize>, Duration)> {
         if self.frozen_at.is_some() {
             return None;
         }
@@ -504,7 +504,7 @@ impl Watch {
     }
 
     /// Restarts the time limits of all ranks at the time `now`.
-    pub fn forgive_all(&mut self, now: u64, seen: &[RankState], line: Option<u64>) {
+    pub(crate) fn forgive_all(&mut self, now: u64, seen: &[RankState], line: Option<u64>) {
         self.forgive(u64::MAX, now, seen, line);
     }
 
@@ -521,7 +521,7 @@ impl Watch {
 }
 
 /// Returns the time of the rank's last heartbeat if the rank is in a section. Otherwise returns `None`.
-pub fn in_section(seen: &RankState) -> Option<u64> {
+pub(crate) fn in_section(seen: &RankState) -> Option<u64> {
     match seen {
         RankState::Heartbeat(Beat { last, section: Some(_), is_exiting: false, .. }) => Some(*last),
         _ => None,
@@ -532,7 +532,7 @@ pub fn in_section(seen: &RankState) -> Option<u64> {
 ///
 /// `seen` contains the latest heartbeats. `line` is the time of the last output line of any rank, which counts as
 /// activity if no rank sends heartbeats.
-pub fn still_late(mut late: Vec<Overdue>, seen: &[RankState], line: Option<u64>) -> Vec<Overdue> {
+pub(crate) fn still_late(mut late: Vec<Overdue>, seen: &[RankState], line: Option<u64>) -> Vec<Overdue> {
     let somebody_beats = seen.iter().any(|seen| matches!(seen, RankState::Heartbeat(_)));
     late.retain(|overdue| match (overdue.missed, seen.get(overdue.rank)) {
         (Missed::Line, _) => !somebody_beats && line.is_none_or(|line| line <= overdue.since),
@@ -690,7 +690,7 @@ pub fn blame(suspects: &[Suspect]) -> Option<(usize, Ground)> {
 
 /// Returns the index of the local rank for which `remote`, a hung rank on another node, is waiting. Also returns the
 /// reason for blaming the local rank. `None` if `remote` itself caused the hang.
-pub fn blame_beside(suspects: &[Suspect], remote: &RemoteHang) -> Option<(usize, Ground)> {
+pub(crate) fn blame_beside(suspects: &[Suspect], remote: &RemoteHang) -> Option<(usize, Ground)> {
     let RemoteHang { step, frame, .. } = remote;
     // Put `remote` first, because `blame` returns the first of several equally suspect ranks.
     let named = Suspect { is_late: true, is_due: true, step: *step, frame: frame.clone(), ..Suspect::default() };

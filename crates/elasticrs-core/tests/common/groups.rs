@@ -18,13 +18,13 @@ use elasticrs_testkit::nursery::{Lines, c_string, pipe, process, worker};
 use super::image;
 
 /// Time limit that keeps a test from hanging. No test measures it.
-pub const HANG: Duration = Duration::from_secs(20);
-pub const TERM: StopPolicy = StopPolicy { signal: Signal::TERM, grace: HANG };
-pub const KILL: StopPolicy = StopPolicy { signal: Signal::KILL, grace: Duration::ZERO };
-pub const KILLED: WorkerExit = WorkerExit::Signaled { signal: libc::SIGKILL };
+pub(crate) const HANG: Duration = Duration::from_secs(20);
+pub(crate) const TERM: StopPolicy = StopPolicy { signal: Signal::TERM, grace: HANG };
+pub(crate) const KILL: StopPolicy = StopPolicy { signal: Signal::KILL, grace: Duration::ZERO };
+pub(crate) const KILLED: WorkerExit = WorkerExit::Signaled { signal: libc::SIGKILL };
 
 /// Returns the group with workers that the warm nursery forks.
-pub fn warm(mut group: GroupSpec) -> GroupSpec {
+pub(crate) fn warm(mut group: GroupSpec) -> GroupSpec {
     for process in &mut group.processes {
         process.warm = true;
     }
@@ -32,29 +32,29 @@ pub fn warm(mut group: GroupSpec) -> GroupSpec {
 }
 
 /// Kills a running process.
-pub fn kill(pid: i32) {
+pub(crate) fn kill(pid: i32) {
     elasticrs_sys::process::send_signal(elasticrs_testkit::pidfd(pid).unwrap(), libc::SIGKILL).unwrap();
 }
 
-pub fn supervisor() -> Supervisor {
+pub(crate) fn supervisor() -> Supervisor {
     let nursery = if is_warm() { vec![warm_image("", HANG), image()] } else { vec![image()] };
     Supervisor::new(Config { nursery, owns_process: true }).unwrap()
 }
 
 /// Returns true if `ELASTICRS_TEST_WARM` is set, so that all workers are forked from a warm nursery.
-pub fn is_warm() -> bool {
+pub(crate) fn is_warm() -> bool {
     std::env::var_os("ELASTICRS_TEST_WARM").is_some()
 }
 
 /// Returns a warm nursery. `programs/nursery.rs` explains `what`.
-pub fn warm_image(what: &str, limit: Duration) -> NurseryImage {
+pub(crate) fn warm_image(what: &str, limit: Duration) -> NurseryImage {
     let program = process(vec![super::nursery_program().into()]);
     let process = ProcessSpec { env: vec![c_string(format!("WARM_NURSERY={what}"))], ..program };
     let report = File::open("/dev/null").unwrap().into();
     NurseryImage::Warm(Arc::new(Warm { process, ignored: Vec::new(), report, limit }))
 }
 
-pub fn group(processes: Vec<ProcessSpec>) -> GroupSpec {
+pub(crate) fn group(processes: Vec<ProcessSpec>) -> GroupSpec {
     let ranked =
         (0..).zip(processes).map(|(local_rank, process)| ProcessSpec { local_rank, warm: is_warm(), ..process });
     GroupSpec {
@@ -73,7 +73,7 @@ pub fn group(processes: Vec<ProcessSpec>) -> GroupSpec {
 
 /// Returns a worker whose start hangs. Opening a FIFO for writing blocks until there is a reader, like a dead
 /// network mount.
-pub fn hanging_worker(folder: &Path) -> ProcessSpec {
+pub(crate) fn hanging_worker(folder: &Path) -> ProcessSpec {
     let fifo = folder.join("stdout.log");
     nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
     let mut hangs = worker(&["exit", "0"]);
@@ -83,7 +83,7 @@ pub fn hanging_worker(folder: &Path) -> ProcessSpec {
 
 /// Returns a group whose workers share one pipe as standard output, so that the test can wait until each has
 /// written `READY`.
-pub fn telling_group(commands: &[&[&str]]) -> (GroupSpec, Lines) {
+pub(crate) fn telling_group(commands: &[&[&str]]) -> (GroupSpec, Lines) {
     let (reader, writer) = pipe();
     let mut group = group(commands.iter().map(|arguments| worker(arguments)).collect());
     for spec in &mut group.processes {
@@ -94,7 +94,7 @@ pub fn telling_group(commands: &[&[&str]]) -> (GroupSpec, Lines) {
 }
 
 /// Starts a group, and waits until all of its workers are ready.
-pub fn run(supervisor: &Supervisor, commands: &[&[&str]]) -> (Vec<i32>, Lines) {
+pub(crate) fn run(supervisor: &Supervisor, commands: &[&[&str]]) -> (Vec<i32>, Lines) {
     let (group, mut lines) = telling_group(commands);
     supervisor.start(group).unwrap();
     let Event::GroupStarted { pids, .. } = event(supervisor) else { panic!("it starts") };
@@ -104,7 +104,7 @@ pub fn run(supervisor: &Supervisor, commands: &[&[&str]]) -> (Vec<i32>, Lines) {
     (pids, lines)
 }
 
-pub fn event(supervisor: &Supervisor) -> Event {
+pub(crate) fn event(supervisor: &Supervisor) -> Event {
     loop {
         match supervisor.next(Some(HANG)).unwrap() {
             Next::Event(Event::Warmed { failure: None }) | Next::Interrupted => {}
@@ -114,7 +114,7 @@ pub fn event(supervisor: &Supervisor) -> Event {
     }
 }
 
-pub fn close(supervisor: Supervisor) {
+pub(crate) fn close(supervisor: Supervisor) {
     supervisor.close(false).unwrap();
     drop(supervisor);
     assert_no_children();

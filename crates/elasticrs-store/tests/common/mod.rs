@@ -11,9 +11,9 @@ use elasticrs_store::session::events::Event;
 use elasticrs_store::types::{Op, Txn, Watch};
 
 /// Time limit that keeps a test from hanging. No test measures it.
-pub const HANG: Duration = Duration::from_secs(30);
+pub(crate) const HANG: Duration = Duration::from_secs(30);
 
-pub fn serve(runtime: &Runtime) -> Server {
+pub(crate) fn serve(runtime: &Runtime) -> Server {
     let config = Config {
         run_id: None,
         token: None,
@@ -25,7 +25,7 @@ pub fn serve(runtime: &Runtime) -> Server {
     Server::start(runtime, &[("127.0.0.1".into(), 0)], config, Box::new(|_| false), Box::new(drop)).unwrap()
 }
 
-pub fn options(port: u16, interval: Duration) -> Options {
+pub(crate) fn options(port: u16, interval: Duration) -> Options {
     Options {
         host: "127.0.0.1".into(),
         port,
@@ -42,7 +42,7 @@ pub fn options(port: u16, interval: Duration) -> Options {
 }
 
 /// Takes events until one matches, and returns it.
-pub fn until(client: &Client, mut found: impl FnMut(&Event) -> bool) -> Event {
+pub(crate) fn until(client: &Client, mut found: impl FnMut(&Event) -> bool) -> Event {
     loop {
         assert!(client.events().wait(Some(HANG)).unwrap());
         // Drop the events after it, because a test waits for one event at a time.
@@ -52,29 +52,29 @@ pub fn until(client: &Client, mut found: impl FnMut(&Event) -> bool) -> Event {
     }
 }
 
-pub fn is_reply(event: &Event) -> bool {
+pub(crate) fn is_reply(event: &Event) -> bool {
     matches!(event, Event::Reply { .. })
 }
 
-pub fn is_change(event: &Event) -> bool {
+pub(crate) fn is_change(event: &Event) -> bool {
     matches!(event, Event::Changes { .. })
 }
 
-pub fn is_lost(event: &Event) -> bool {
+pub(crate) fn is_lost(event: &Event) -> bool {
     matches!(event, Event::ConnectionLost { .. })
 }
 
-pub fn put(key: &str, leased: bool) -> Txn {
+pub(crate) fn put(key: &str, leased: bool) -> Txn {
     let put = Op::Put { key: key.into(), value: [].into(), leased };
     Txn { then: vec![put], ..Txn::default() }
 }
 
-pub fn lease(client: &Client) {
+pub(crate) fn lease(client: &Client) {
     client.txn(1, put("member", true)).unwrap();
     until(client, is_reply);
 }
 
-pub fn watch(client: &Client) {
+pub(crate) fn watch(client: &Client) {
     client.watch(1, Watch { prefix: "member".into(), exact: true }, false).unwrap();
     until(client, is_reply);
 }

@@ -125,7 +125,7 @@ impl PendingAction {
 impl Group {
     /// Returns true if the current heartbeats may be needed to handle this input. If so, pass [`Input::Snapshot`]
     /// first.
-    pub fn needs_snapshot(&self, input: &Input) -> bool {
+    pub(crate) fn needs_snapshot(&self, input: &Input) -> bool {
         let looks = |input: &Input| {
             matches!(input, Input::StopForHang(..) | Input::Suspend | Input::Expired(Timer::Check | Timer::Hang))
         };
