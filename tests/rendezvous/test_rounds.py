@@ -83,8 +83,8 @@ def test_the_exception_of_a_failure_is_reported_with_the_next_round():
     _, (a, b) = running(2, max_restarts=1)
     cause = {"node": "b", "rank": 1, "pid": 7, "exitcode": 1, "time_ns": 9}
     b.send(m.WorkerFailed(cause))
-    message = "Traceback:\n  line\nValueError: boom\n"
-    b.send(m.GroupEnded({**cause, "message": message, "message_kind": "report"}))
+    told = {"message": "Traceback:\n  line\nValueError: boom\n", "how": ": ValueError: boom"}
+    b.send(m.GroupEnded({**cause, **told}))
     a.send(m.GroupEnded())
     starts = "round 2 starts with 2 nodes (restart 1 of 1)"
     for agent in (a, b):
@@ -157,8 +157,8 @@ def test_a_node_stopped_for_a_hang_elsewhere_gets_the_hang_duration():
         "silence": 61.5,
         "step": 7,
     }
-    message = "hung: no heartbeat for 61.5 s (limit 60 s)"
-    b.send(m.WorkerFailed({**hung, "message": message, "message_kind": "reason"}))
+    told = "hung: no heartbeat for 61.5 s (limit 60 s)"
+    b.send(m.WorkerFailed({**hung, "message": told, "how": f": {told}"}))
     (stop,) = a.all(m.Stop)
     assert (stop.hung["silence"], stop.hung["step"]) == (61.5, 7)
     assert stop.why == "rank 1 (pid 7) on node b: hung: no heartbeat for 61.5 s (limit 60 s)"

@@ -20,10 +20,11 @@ from elasticrs._engine.supervise.failures.failed_attempt import (
     MAX_LINES,
     MAX_MESSAGE,
     Place,
+    first_of,
     first_word,
-    how,
     not_started,
     own_cause,
+    told_here,
 )
 from elasticrs._engine.supervise.observe.job_report import all_failures
 from elasticrs._engine.workers.logs import LogPaths
@@ -219,7 +220,39 @@ def test_all_nodes_describe_a_failure_as_its_own_node_does(tmp_path, text, exitc
         return
     received = Cause.decoded(checked_cause(json.loads(json.dumps(bound_cause(cause.encoded())))))
     (failed,) = all_failures(JobResult(attempts=[attempt])).values()
-    assert failure_of(received.encoded()) == f"rank 3 (pid 101) on node b{how(attempt, failed)}"
+    assert failure_of(received.encoded()) == f"rank 3 (pid 101) on node b{told_here(attempt, failed)}"
+
+
+def stuck_exit():
+    attempt = attempt_of([(1, -9, 9), (0, -15, 15)])
+    raised = SimpleNamespace(exit="stuck", limit=5.0, pid=101, origin="own", text="KeyError: 1", seen_ns=1)
+    attempt.raised[1], attempt.expired[1] = raised, Overdue(attempt.exits[1].seen_ns, raised=raised)
+    return attempt
+
+
+def killed_for_memory():
+    attempt = attempt_of([(1, -9, None)])
+    attempt.oom_kills, attempt.oom_kills_after = {"/c/memory.events": 1}, {"/c/memory.events": 2}
+    return attempt
+
+
+@pytest.mark.parametrize(
+    "failed",
+    [
+        stuck_exit,
+        killed_for_memory,
+        lambda: hung_attempt(1, 1, 7),
+        lambda: attempt_of([(1, None, None)]),
+    ],
+)
+def test_a_failure_has_the_same_words_on_its_node_and_on_the_others(failed):
+    attempt = failed()
+    attempt.pids = [100, 101]
+    local_rank, told = first_of(attempt)
+    cause = own_cause(attempt, PLACE)
+    assert local_rank == cause.local_rank == 1
+    sent = checked_cause(json.loads(json.dumps(bound_cause(cause.encoded()))))
+    assert failure_of(sent) == f"rank 3 (pid 101) on node b{told}"
 
 
 def test_a_stopped_rank_that_lagged_behind_is_a_failure_cause():

@@ -57,6 +57,8 @@ class ProcessFailure:
         seen_ns: time at which the exit was noticed, in monotonic nanoseconds.
         sent_signal: last signal that elasticrs sent to the worker before its exit; ``None`` if it sent none.
         cause: cause of the failure, if neither the worker's error file nor its exit code shows it.
+        how: phrase that says how the worker failed, to append to its name; ``None`` to make it from the other
+            facts. See :func:`.how_it_failed`.
         note: additional line for the report, for example about the OOM killer.
         log_paths: log files by name of the stream.
         stderr_tail: last lines of the worker's stderr.
@@ -107,6 +109,7 @@ class ProcessFailure:
         seen_ns: int | None = None,
         sent_signal: int | None = None,
         cause: str | None = None,
+        how: str | None = None,
         note: str | None = None,
         log_paths: Mapping[str, str] | None = None,
         stderr_tail: Sequence[str] = (),
@@ -123,6 +126,7 @@ class ProcessFailure:
         self.seen_ns = seen_ns
         self.sent_signal = sent_signal
         self.cause = cause
+        self.how = how
         self.note = note
         self.log_paths = dict(log_paths or {})
         self.stderr_tail = tuple(stderr_tail)

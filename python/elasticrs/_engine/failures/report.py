@@ -184,10 +184,7 @@ def _others(
 
 
 def _said(failure: ProcessFailure) -> str:
-    said = None
-    if failure.cause is not None or not ended_by_itself(failure):
-        said = _headline(failure)
-    said = said or how_it_ended(failure.exitcode)
+    said = how_it_failed(failure).lstrip(": ")
     return said if len(said) <= _MAX_SAID else f"{said[:_MAX_SAID]}…"
 
 
@@ -252,13 +249,15 @@ def traceback_text(failure: ProcessFailure) -> str:
 
 def how_it_failed(failure: ProcessFailure) -> str:
     """Return a phrase that says how a worker failed, to append to its name. Examples are ``: KeyError: 1
-    (train.py:4)`` and `` died by SIGKILL``.
+    (train.py:4)`` and `` died by SIGKILL``. All messages to the user, on all nodes, use this phrase.
     """
-    said = None if ended_by_itself(failure) else _headline(failure)
+    if failure.how is not None:
+        return failure.how
+    said = None if _ended_by_itself(failure) else _headline(failure)
     return f" {how_it_ended(failure.exitcode)}" if said is None else f": {said}"
 
 
-def ended_by_itself(failure: ProcessFailure) -> bool:
+def _ended_by_itself(failure: ProcessFailure) -> bool:
     """Return true if the worker was killed by a signal that elasticrs did not send. If elasticrs killed a
     worker that was already exiting after an exception, the exception is reported instead of the signal.
     """

@@ -44,19 +44,6 @@ class Verdict(str, Enum):
     __str__ = str.__str__
 
 
-class MessageKind(str, Enum):
-    """How the text of a failure is shown after the name of the worker."""
-
-    REPORT = "report"
-    """The worker itself has reported the failure: a traceback or another text. Its headline is shown."""
-    REASON = "reason"
-    """The last line says why elasticrs considers the worker failed. It is shown after a colon."""
-    PHRASE = "phrase"
-    """The last line continues the name of the worker, such as ``exited with code 0 before …``."""
-
-    __str__ = str.__str__
-
-
 class Cause(Value):
     """Description of the first failure in a rendezvous round. Unknown fields are ``None``.
 
@@ -71,8 +58,8 @@ class Cause(Value):
         exitcode: exit code as in ``ProcessFailure``; also ``None`` if the worker raised an exception and was
             stopped while it was exiting.
         message: shortened traceback or other description of the failure.
-        message_kind: value of :class:`MessageKind`; ``None`` if ``exitcode`` describes the failure
-            better than ``message``.
+        how: phrase that says how the worker failed, to append to its name; see :func:`.how_it_failed`. The
+            worker's node words it, because only that node knows all the evidence.
         lines: last lines of the worker's stderr, shortened.
         xids: Xids (errors of NVIDIA's driver) of that node during the attempt, one line of text for each.
         ground: for a hung worker, the reason for blaming it instead of another worker that missed its
@@ -114,7 +101,7 @@ class Cause(Value):
     pid: int | None = None
     exitcode: int | None = None
     message: str | None = None
-    message_kind: str | None = None
+    how: str | None = None
     lines: Sequence[str] = ()
     xids: Sequence[str] = ()
     ground: str | None = None

@@ -52,6 +52,10 @@ SILENT = "exited with code 0 before the function returned"
 """Text about a process that exited with 0 before its function returned."""
 
 
+MAX_HOW = 600
+"""Maximum number of characters of a phrase that says how a worker failed."""
+
+
 def how_it_ended(exitcode: int | None) -> str:
     """Describe how a process ended, as a phrase to put after the process's name. A negative exit code is a
     signal number.

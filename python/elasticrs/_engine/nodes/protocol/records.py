@@ -127,7 +127,7 @@ def _is_span(value: Any) -> bool:
 
 SPAN = _is_span
 CAUSE: dict[str, Check] = {
-    **dict.fromkeys(("node", "host", "message", "message_kind", "frame", "ground"), TEXT),
+    **dict.fromkeys(("node", "host", "message", "how", "frame", "ground"), TEXT),
     **dict.fromkeys(("exception", "place", "permanence", "permanent_sign", "diagnosis", "blamed"), TEXT),
     **dict.fromkeys(("group_rank", "signal", "step", "reached"), WHOLE),
     **dict.fromkeys(("round", "rank", "local_rank", "pid", "permanent_rank"), COUNT),

@@ -15,8 +15,8 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 
-from elasticrs._engine.job.failure_cause import Cause, MessageKind
-from elasticrs._engine.job.phrases import how_it_ended, local_time, restarts_used
+from elasticrs._engine.job.failure_cause import Cause
+from elasticrs._engine.job.phrases import MAX_HOW, how_it_ended, local_time, printable, restarts_used
 from elasticrs._engine.job.restart_policy import STEADY, Evidence, StopKind, decide, exclude
 from elasticrs._engine.job.value import Value
 from elasticrs._engine.nodes.protocol.records import blame_of, cut, is_of_same_node, time_of
@@ -175,6 +175,7 @@ def _cause_of(view: View, head: Head, cause: dict[str, Any], rank: int) -> dict[
         end, silent = max(ranks, default=-1) + 1, []
         if rank in ranks:
             what = "hung: kept the other ranks waiting" if is_hang else "made a collective of the others fail"
+            message = f"{what}, as the flight records show"
             return {
                 **shared,
                 "node": seat.name,
@@ -182,16 +183,16 @@ def _cause_of(view: View, head: Head, cause: dict[str, Any], rank: int) -> dict[
                 "group_rank": group_rank,
                 "rank": rank,
                 "local_rank": ranks.index(rank),
-                "message": f"{what}, as the flight records show",
-                "message_kind": MessageKind.REASON,
+                "message": message,
+                "how": f": {message}",
             }
     if len(silent) == 1 and silent[0] in view.done:
         (group_rank,) = silent
         seat = view.seats[group_rank]
         place = {"node": seat.name, "host": seat.name, "group_rank": group_rank, "rank": rank}
         message = "exited with code 0 while others still waited for it"
-        told = {"message": message, "message_kind": MessageKind.PHRASE}
-        return {**shared, **place, "local_rank": rank - end, "exitcode": 0, **told}
+        told = {"exitcode": 0, "message": message, "how": f" {message}"}
+        return {**shared, **place, "local_rank": rank - end, **told}
     return cause
 
 
@@ -362,22 +363,8 @@ def failure_of(cause: Mapping[str, Any] | None, node: object = None, *, names_pi
     if told.get("rank") is None:
         return f"a worker failed {where}"
     pid = f" (pid {told['pid']})" if told.get("pid") and names_pid else ""
-    return f"rank {told['rank']}{pid} {where}{how_it_failed(told)}"
-
-
-def how_it_failed(cause: Mapping[str, Any]) -> str:
-    """Return a description of a worker's failure, such as ``: KeyError: 1 (train.py:4)`` or `` died by
-    SIGKILL``, to append to the worker's name.
-    """
-    kind, message = cause.get("message_kind"), str(cause.get("message") or "")
-    if kind == MessageKind.REPORT:
-        from elasticrs._engine.job.traceback_summary import headline
-
-        return f": {headline(message)}"
-    if kind in (MessageKind.REASON, MessageKind.PHRASE):
-        colon = ":" if kind == MessageKind.REASON else ""
-        return f"{colon} {message.strip().splitlines()[-1].strip()}" if message.strip() else " failed"
-    return f" {how_it_ended(cause['exitcode']) if 'exitcode' in cause else 'failed'}"
+    how = told.get("how") or f" {how_it_ended(told['exitcode']) if 'exitcode' in told else 'failed'}"
+    return f"rank {told['rank']}{pid} {where}{printable(how, MAX_HOW)}"
 
 
 def restart_cost(policy: RestartSettings, used: int, *, is_charged: bool) -> str:

@@ -42,6 +42,7 @@ def remote_failure(cause: Cause, clock: Clock) -> ProcessFailure:
         "",
         seen_ns=None if cause.time_ns is None else clock.to_monotonic(cause.time_ns),
         cause=cause.message or None,
+        how=cause.how,
         note=f"on node {cause.node}; {_comparable(cause.error_ns, clock.error_ns)}",
         stderr_tail=[str(line) for line in cause.lines],
         host=str(cause.host),

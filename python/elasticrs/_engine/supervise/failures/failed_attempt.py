@@ -11,16 +11,17 @@ import time
 
 from elasticrs._engine.failures.failure import NOT_AVAILABLE, ProcessFailure, failure_of
 from elasticrs._engine.failures.files import hang_file
-from elasticrs._engine.failures.report import ended_by_itself, how_it_failed, traceback_text
+from elasticrs._engine.failures.report import how_it_failed, traceback_text
 from elasticrs._engine.failures.root_cause import failed_ns, root_cause, victims
 from elasticrs._engine.job import phrases
-from elasticrs._engine.job.failure_cause import Cause, MessageKind, Permanence
+from elasticrs._engine.job.failure_cause import Cause, Permanence
 from elasticrs._engine.job.restart_policy import STEADY, Evidence
 from elasticrs._engine.job.traceback_summary import shortened, summarize
 from elasticrs._engine.job.value import Value
 from elasticrs._engine.process.background_call import FILE_LIMIT
 from elasticrs._engine.process.clock import Clock
 from elasticrs._engine.supervise.attempts.evidence import oom_note, probably_oom
+from elasticrs._engine.supervise.failures.first_failure import how_by_evidence, seen_failure, why_it_failed
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -82,21 +83,13 @@ def first_of(attempt: Attempt) -> tuple[int, str]:
     """
     failed = failures(attempt)
     failure = failed[root_cause(failed)]
-    return failure.local_rank, how(attempt, failure)
+    return failure.local_rank, told_here(attempt, failure)
 
 
-def how(attempt: Attempt, failure: ProcessFailure) -> str:
-    worker = attempt.exits[failure.local_rank]
-    why = attempt.why_expired(failure.local_rank)
-    # Do not report an exceeded time limit if the worker was merely slow to exit.
-    if why is not None and not attempt.is_slow_to_exit(failure.local_rank):
-        return f": {why}"
-    if worker.local_rank in attempt.silent:
-        return f" {phrases.SILENT}"
-    is_oom = probably_oom(worker.exitcode, worker.sent_signal, attempt.oom_kills, attempt.oom_kills_after)
-    told = how_it_failed(failure) + (" (probably by the kernel's OOM killer)" if is_oom else "")
-    # After a hang, omit the diagnosis, because the description of the exceeded time limit already contains
-    # it.
+def told_here(attempt: Attempt, failure: ProcessFailure) -> str:
+    """Add the diagnosis to :func:`.how_it_failed`, if all workers ran on this node."""
+    told = how_it_failed(failure)
+    # After a hang, the phrase contains the diagnosis already.
     return told if attempt.diagnosis is None or attempt.expired else f"{told}; {attempt.diagnosis.summary}"
 
 
@@ -112,7 +105,8 @@ def _failure(attempt: Attempt, worker: _core.WorkerExited, unread: str = "") -> 
         # only a consequence.
         seen_ns=attempt.ended_ns(worker),
         sent_signal=worker.sent_signal if timer is None else None,
-        cause=_cause(attempt, worker),
+        cause=why_it_failed(attempt, rank),
+        how=how_by_evidence(attempt, rank),
         note=note if worker.sent_signal is None else None,
         unread=unread,
     )
@@ -127,6 +121,10 @@ def _failure(attempt: Attempt, worker: _core.WorkerExited, unread: str = "") -> 
         # The message in the error file mentions only the signal that the worker received. Add the expired
         # time limit, because it is the reason for the signal.
         failure.note = attempt.why_expired(rank)
+    if failure.how is None and probably_oom(
+        worker.exitcode, worker.sent_signal, attempt.oom_kills, attempt.oom_kills_after
+    ):
+        failure.how = f"{how_it_failed(failure)} (probably by the kernel's OOM killer)"
     _add_hang(attempt, worker, failure, is_read=not unread)
     return failure
 
@@ -175,19 +173,6 @@ def last_heartbeats(attempt: Attempt, end_ns: int | None, where: str = "") -> li
     return [f"{where}{note}" for note in notes]
 
 
-def _cause(attempt: Attempt, worker: _core.WorkerExited) -> str | None:
-    if worker.local_rank in attempt.expired:
-        return attempt.why_expired(worker.local_rank)
-    if attempt.nursery_exitcode is not None:
-        how = phrases.how_the_nursery_ended(attempt.nursery_exitcode, attempt.nursery_hung)
-        return f"the nursery {how}, which killed the worker"
-    if worker.local_rank in attempt.silent:
-        return phrases.SILENT
-    if worker.exitcode is None:
-        return "the worker has exited, but its exit status is unknown"
-    return None
-
-
 # --- the first failure of this node, for the other nodes and the restart policy ---
 
 
@@ -220,26 +205,19 @@ def first_word(attempt: Attempt, local_rank: int, place: Place) -> Cause:
         local_rank: local rank of the worker that failed first.
         place: place of this node.
     """
-    worker, raised = attempt.exits.get(local_rank), attempt.raised.get(local_rank)
-    why = attempt.why_expired(local_rank)
+    seen, why = seen_failure(attempt, local_rank), attempt.why_expired(local_rank)
+    raised = attempt.raised.get(local_rank)
     message = why or (raised.text if raised is not None else "")
-    seen = attempt.expired.get(local_rank) or raised or worker
-    is_killed = worker is not None and worker.sent_signal is None and (worker.exitcode or 0) < 0
-    kind = None
-    if why is not None and not attempt.is_slow_to_exit(local_rank):
-        kind = MessageKind.REASON
-    elif raised is not None and not is_killed:
-        kind, message = MessageKind.REPORT, raised.text
     return place.cause(
-        place.clock.from_monotonic(0 if seen is None else seen.seen_ns),
+        place.clock.from_monotonic(seen.seen_ns or 0),
         round=attempt.round,
         rank=attempt.global_ranks()[local_rank],
         local_rank=local_rank,
-        pid=attempt.pids[local_rank] if worker is None else worker.pid,
-        exitcode=None if worker is None else worker.exitcode,
+        pid=seen.pid,
+        exitcode=seen.exitcode,
         message=shortened(message, MAX_MESSAGE) or None,
-        message_kind=kind,
-        is_consequence=(why is None and raised is not None and raised.origin == "peer") or None,
+        how=how_it_failed(seen)[: phrases.MAX_HOW],
+        is_consequence=(why is None and seen.is_lost_peer) or None,
         **_hang(attempt, local_rank),
     )
 
@@ -294,7 +272,7 @@ def own_cause(
         # the agent's signal.
         exitcode=None if first.recorded_ns is not None and first.sent_signal is not None else first.exitcode,
         message=shortened(_message(attempt, first), MAX_MESSAGE),
-        message_kind=_message_kind(attempt, first),
+        how=how_it_failed(first)[: phrases.MAX_HOW],
         lines=[_end(line, MAX_LINE) for line in first.stderr_tail[-MAX_LINES:]],
         xids=tuple(xid.note() for xid in attempt.xids.values())[:MAX_XIDS],
         **_hang(attempt, first.local_rank),
@@ -443,24 +421,11 @@ def _message(attempt: Attempt, first: ProcessFailure) -> str:
     text = traceback_text(first)
     if first.member is not None and not _is_same(text, first.member):
         text = first.member
-    why = phrases.SILENT if first.local_rank in attempt.silent else attempt.why_expired(first.local_rank)
+    why = attempt.why_expired(first.local_rank)
     if why is None:
         # Append the note about the OOM killer. Without an exceeded time limit, there is no other note.
         return f"{text}\n{first.note}" if first.note else text
     return f"{text.removeprefix(why).strip()}\n{why}".strip()
-
-
-def _message_kind(attempt: Attempt, first: ProcessFailure) -> str | None:
-    """Return the kind of :func:`_message`, so that all nodes say what :func:`how` says on this node."""
-    if first.local_rank in attempt.silent:
-        return MessageKind.PHRASE
-    if attempt.why_expired(first.local_rank) is not None and not attempt.is_slow_to_exit(first.local_rank):
-        return MessageKind.REASON
-    if ended_by_itself(first):
-        return None
-    if first.error_file == NOT_AVAILABLE:
-        return None if first.cause is None else MessageKind.REASON
-    return MessageKind.REPORT
 
 
 def _is_same(text: str, member: str) -> bool:

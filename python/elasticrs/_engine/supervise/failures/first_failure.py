@@ -11,12 +11,13 @@ import os
 import stat
 
 from elasticrs._engine.failures.files import flight_dumps, flight_record_file, flight_requests_file
+from elasticrs._engine.job import phrases
 from elasticrs._engine.job.traceback_summary import summarize
-from elasticrs._engine.job.value import Value
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from elasticrs._core import WorkerHung
+    from elasticrs._engine.failures.failure import ProcessFailure
     from elasticrs._engine.supervise.attempts.attempt import Attempt
 
 _SIGABRT, _SIGTERM = 6, 15
@@ -54,20 +55,6 @@ def _is_lost_peer_first(attempt: Attempt) -> bool:
     return failure is not None and failure.origin == "peer"
 
 
-class _Seen(Value):
-    """The fields of ``ProcessFailure`` that determine the root cause."""
-
-    pid: int
-    seen_ns: int
-    sent_signal: int | None
-    recorded_ns: int | None
-    recorded_pid: int | None
-    is_lost_peer: bool
-    cause: str | None = None
-    timestamp: int = 0
-    is_first: bool = False
-
-
 def first_seen(attempt: Attempt) -> int:
     """Return the local rank of the worker that failed first.
 
@@ -87,17 +74,63 @@ def first_seen(attempt: Attempt) -> int:
     end_ns = exited.seen_ns if exited is not None else attempt.raised[first].seen_ns
     seen = {}
     for local_rank in sorted({first, *attempt.raised}):
-        raised = attempt.raised.get(local_rank)
-        seen[local_rank] = _Seen(
-            raised.pid if raised is not None else attempt.pids[local_rank],
-            end_ns,
-            # Treat the other workers as signalled, because the agent is already stopping them.
-            None if local_rank == first else _SIGTERM,
-            None if raised is None else raised.seen_ns,
-            None if raised is None else raised.pid,
-            raised is not None and raised.origin == "peer",
-        )
-    return root_cause(seen)  # type: ignore[arg-type]  # `_Seen` has all fields that `root_cause` reads
+        seen[local_rank] = failure = seen_failure(attempt, local_rank)
+        failure.seen_ns = end_ns
+        # Treat the other workers as signalled, because the agent is already stopping them.
+        failure.sent_signal = None if local_rank == first else _SIGTERM
+        if failure.recorded_pid is not None:
+            failure.pid = failure.recorded_pid
+    return root_cause(seen)
+
+
+def seen_failure(attempt: Attempt, local_rank: int) -> ProcessFailure:
+    """Return a worker's failure as far as events tell it, without reading a file."""
+    from elasticrs._engine.failures.failure import ProcessFailure
+
+    worker, raised = attempt.exits.get(local_rank), attempt.raised.get(local_rank)
+    event = attempt.expired.get(local_rank) or raised or worker
+    why = why_it_failed(attempt, local_rank)
+    how = how_by_evidence(attempt, local_rank)
+    failure = ProcessFailure(
+        local_rank,
+        attempt.pids[local_rank] if worker is None else worker.pid,
+        None if worker is None else worker.exitcode,
+        "",
+        seen_ns=None if event is None else event.seen_ns,
+        sent_signal=None if worker is None else worker.sent_signal,
+        cause=why if raised is None or how is not None else raised.text,
+        how=" failed" if event is None else how,
+    )
+    if raised is not None:
+        failure.recorded_ns, failure.recorded_pid = raised.seen_ns, raised.pid
+        failure.is_lost_peer = raised.origin == "peer"
+    return failure
+
+
+def why_it_failed(attempt: Attempt, local_rank: int) -> str | None:
+    """Return why a worker failed, if neither its exit code nor an exception shows it."""
+    worker = attempt.exits.get(local_rank)
+    if local_rank in attempt.expired:
+        return attempt.why_expired(local_rank)
+    if worker is not None and attempt.nursery_exitcode is not None:
+        how = phrases.how_the_nursery_ended(attempt.nursery_exitcode, attempt.nursery_hung)
+        return f"the nursery {how}, which killed the worker"
+    if local_rank in attempt.silent:
+        return phrases.SILENT
+    if worker is not None and worker.exitcode is None:
+        return "the worker has exited, but its exit status is unknown"
+    return None
+
+
+def how_by_evidence(attempt: Attempt, local_rank: int) -> str | None:
+    """Return :func:`why_it_failed` as a phrase to append to the worker's name; ``None`` if the exit code or
+    the exception says more.
+    """
+    why = why_it_failed(attempt, local_rank)
+    # Do not report an exceeded time limit if the worker was merely slow to exit.
+    if why is None or attempt.is_slow_to_exit(local_rank):
+        return None
+    return f" {why}" if why == phrases.SILENT else f": {why}"
 
 
 def _how_it_hung(attempt: Attempt, event: WorkerHung) -> str:
@@ -110,10 +143,10 @@ def _how_it_hung(attempt: Attempt, event: WorkerHung) -> str:
     return " has hung" if is_alone or event.ground == "stopped" else " stopped first"
 
 
-def how_it_failed(attempt: Attempt, local_rank: int) -> str:
-    """Return a phrase that says how a worker failed, to append to its name. Examples are `` raised KeyError``
-    and `` died by SIGKILL``. The phrase omits the text of an exception, because the line about the restart or
-    the report contains it.
+def how_it_was_seen(attempt: Attempt, local_rank: int) -> str:
+    """Return a phrase for the line about the stop of the other workers, to append to the worker's name, such
+    as `` raised KeyError`` or `` died by SIGKILL``. It omits the text of the exception, because the line
+    about the restart or the report has it.
     """
     raised, worker = attempt.raised.get(local_rank), attempt.exits.get(local_rank)
     overdue = attempt.expired.get(local_rank)

@@ -12,13 +12,13 @@ from functools import partial
 from elasticrs._engine import public
 from elasticrs._engine.failures.errors import ChildFailedError
 from elasticrs._engine.failures.failure import TORCH_HINT
-from elasticrs._engine.failures.report import format_report
+from elasticrs._engine.failures.report import format_report, how_it_failed
 from elasticrs._engine.failures.root_cause import failed_ns, failed_wall_ns, root_cause, victims
 from elasticrs._engine.job import phrases
 from elasticrs._engine.job.failure_cause import Verdict
 from elasticrs._engine.process.background_call import FileAccess
 from elasticrs._engine.supervise.attempts.state_machine import Phase
-from elasticrs._engine.supervise.failures.failed_attempt import failures, how, last_heartbeats
+from elasticrs._engine.supervise.failures.failed_attempt import failures, last_heartbeats, told_here
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -230,16 +230,14 @@ def headline_of(result: JobResult, failed: Mapping[int, ProcessFailure]) -> str:
     failure, cause = failed[rank], result.first_cause
     attempt = result.attempts[-1] if result.attempts else None
     if failure.host is not None and cause is not None:
-        from elasticrs._engine.nodes.protocol.round_outcome import how_it_failed as how_elsewhere
-
         is_same_round = attempt is not None and cause.round in (None, attempt.round)
         world = f" of {attempt.world_size}" if attempt is not None and is_same_round else ""
-        told = f"rank {rank}{world} on node {cause.node}{how_elsewhere(cause.encoded())}"
+        told = f"rank {rank}{world} on node {cause.node}{how_it_failed(failure)}"
     else:
         assert attempt is not None
         world = f" of {attempt.world_size}" if attempt.plan.members is None else ""
         who = attempt.who_failed(failure.local_rank, of=world)
-        told = who + how(attempt, failure)
+        told = who + told_here(attempt, failure)
     return told if cause is None or cause.diagnosis is None else f"{told}; {cause.diagnosis}"
 
 

@@ -13,7 +13,7 @@ from functools import partial
 
 from elasticrs._engine.job import phrases
 from elasticrs._engine.supervise.attempts.state_machine import AnnounceRestart, Phase
-from elasticrs._engine.supervise.failures.first_failure import first_seen, how_it_failed
+from elasticrs._engine.supervise.failures.first_failure import first_seen, how_it_was_seen
 from elasticrs._engine.supervise.observe.observer import Observer
 
 TYPE_CHECKING = False
@@ -194,7 +194,7 @@ class TerminalReporter(Observer):
             return
         self._is_told = True
         first = first_seen(attempt)
-        who = attempt.who_failed(first, attempt.pids[first]) + how_it_failed(attempt, first)
+        who = attempt.who_failed(first, attempt.pids[first]) + how_it_was_seen(attempt, first)
         others = (
             "the other rank: its" if attempt.signalled == 1 else f"the other {attempt.signalled} ranks: their"
         )
