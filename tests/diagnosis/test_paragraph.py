@@ -1,6 +1,7 @@
 """Descriptions of large and unusual jobs: the paragraph, the lines of evidence, and the JSON form."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from helpers.schema import schemas
@@ -8,9 +9,16 @@ from helpers.schema import schemas
 from diagnosis.recorded_evidence import recorded
 from diagnosis.test_culprits import DONE, OUTSIDE, WAITING, WAITS, calls, rank
 from diagnosis.test_recorded import EXPECTED
+from elasticrs._engine.hangs import diagnose as diagnosing
 from elasticrs._engine.hangs.diagnose import MAX_LINES, diagnose, ranks_text
-from elasticrs._engine.hangs.values import NoRecord
+from elasticrs._engine.hangs.values import NoRecord, failed
 from elasticrs._engine.job.phrases import spans
+from elasticrs._engine.job.ranks import WorkerRanks
+from elasticrs._engine.supervise.attempts import hangs
+from elasticrs._engine.supervise.attempts.attempt import Attempt, Overdue
+from elasticrs._engine.supervise.failures import hang_diagnosis
+from elasticrs._engine.supervise.run.tracker import AttemptTracker
+from elasticrs._engine.workers.plan import Plan
 
 (SCHEMA,) = schemas("design/diagnosis.md")
 
@@ -142,3 +150,43 @@ def test_the_json_form_of_missing_records_matches_the_schema():
     value = diagnose([*evidence, rank(99, WAITS)]).as_json()
     SCHEMA.validate(value)
     assert value["no_record"]["late"] == [[2, 2]]
+
+
+def breaks(*_, **__):
+    raise KeyError("a\ndefect")
+
+
+@pytest.fixture
+def attempt():
+    ranks = [WorkerRanks("", rank, rank, 0, rank, 2, 2, 1, 2) for rank in range(2)]
+    return Attempt(0, 0, Plan(ranks, "", 0))
+
+
+def test_an_exception_in_the_comparison_of_the_records_becomes_the_summary(monkeypatch):
+    monkeypatch.setattr(diagnosing, "match", breaks)
+    found = diagnosing.telling([diagnosing.observe(each) for each in recorded("missing_rank")])
+    assert (found.ranks, found.culprits, found.candidates) == (8, (), ())
+    assert "KeyError" in found.summary
+    assert "test_paragraph.py:" in found.summary
+    assert "\n" not in found.summary
+
+
+def test_an_exception_while_the_evidence_is_read_is_told_in_one_line(monkeypatch, attempt):
+    told = []
+    tracker = SimpleNamespace(_console=SimpleNamespace(say=told.append))
+    monkeypatch.setattr(hang_diagnosis, "_facts", breaks)
+    AttemptTracker._diagnose(tracker, attempt, lambda: hang_diagnosis.examine(attempt))
+    assert told == [attempt.diagnosis.summary]
+    assert "KeyError" in told[0]
+
+
+def test_an_exception_in_the_text_about_a_hang_leaves_the_other_facts(monkeypatch, attempt):
+    monkeypatch.setattr(hangs, "hung", breaks)
+    attempt.expired[1] = Overdue(7, hung=SimpleNamespace())
+    text = attempt.why_expired(1)
+    assert text.startswith("hung; the diagnosis failed")
+    assert "KeyError" in text
+
+
+def test_the_text_of_an_exception_is_limited():
+    assert len(failed(ValueError("x" * 10_000)).summary) < 400

@@ -3,14 +3,16 @@
 import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
 from helpers import procs
 from helpers.launcher import LAUNCHERS, clean_environment, launcher_with
-from helpers.procs import run_program
+from helpers.procs import HANG, run_program
 
 pytestmark = pytest.mark.beyond_torchrun
 
@@ -158,3 +160,123 @@ def test_clearing_the_temporary_directory_costs_no_additional_restart(launch, tm
     program = f'[ "$TORCHELASTIC_RESTART_COUNT" = 1 ] && exit 0; rm -r {folder}/*; exit 1'
     launch("--max-restarts", "1", "--no-python", "sh", "-c", program, env={"TMPDIR": str(folder)}).exits(0)
     assert not list(folder.iterdir())
+
+
+MARK = "print('STARTED')"
+PATIENT = launcher_with("_engine.gpus.devices", SLOW=HANG)
+"""On a loaded machine, the import of torch takes so long that a second line says so."""
+
+
+@pytest.mark.parametrize(
+    ("args", "env", "says"),
+    [
+        (["--rdzv-conf", "jion_timeout=3", "{script}"], {}, "jion_timeout"),
+        (["-m", ""], {}, "-m"),
+        (["{script}"], {"PET_MAX_RESTARTS": "-3"}, "PET_MAX_RESTARTS"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_usage_error_prints_one_line_and_starts_no_workers(
+    launch, worker_script, tmp_path, args, env, says
+):
+    script = str(worker_script(MARK))
+    launched = launch(*(arg.format(script=script) for arg in args), env=env, argv=PATIENT).exits(2)
+    assert launched.stdout == ""
+    (line,) = launched.stderr.splitlines()
+    assert line.startswith("elasticrs: ")
+    assert says.format(script=script) in line
+    assert os.listdir(tmp_path) == ["worker.py"]
+
+
+def test_help_and_version_exit_with_0(launch):
+    for flag, shows in (("--help", "--nproc-per-node"), ("--version", "elasticrs ")):
+        launched = launch(flag).exits(0)
+        assert shows in launched.stdout
+        assert not launched.stderr
+
+
+SETUP = """
+set -e
+mount --bind "$1" /etc/resolv.conf
+shift
+exec "$@"
+"""
+
+
+@pytest.fixture
+def name_server(tmp_path):
+    """Yield a socket that receives DNS queries but never answers, and a command prefix that makes it the name
+    server.
+    """
+    address = f"127.53.{os.getpid() >> 8 & 255}.{os.getpid() & 255}"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.bind((address, 53))
+        conf = tmp_path / "resolv.conf"
+        conf.write_text(f"nameserver {address}\noptions timeout:30 attempts:5\n")
+        yield sock, ("unshare", "--mount", "sh", "-c", SETUP, "sh", str(conf))
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        ("--rdzv-backend=c10d", "--rdzv-endpoint=store.example:29400"),
+        ("--master-addr=store.example", "--node-rank=1"),
+        ("--master-addr=store.example", "--node-rank=0"),
+    ],
+)
+def test_a_signal_is_handled_during_name_resolution(launch, worker_script, name_server, where):
+    sock, prefix = name_server
+    launched = launch("--nnodes=2", *where, worker_script("print('never')"), prefix=prefix)
+    assert procs.wait_readable(sock.fileno())
+    launched.signal(signal.SIGTERM)
+    launched.exits(1)
+    assert launched.stdout == ""
+
+
+LAUNCH = [sys.executable, "-m", "elasticrs.launch", "--redirects=0"]
+
+
+def test_the_terminal_gets_its_echo_back_when_a_worker_is_killed_without_it(worker_script):
+    script = worker_script("""
+        import os, termios
+        settings = termios.tcgetattr(0)
+        settings[3] &= ~termios.ECHO
+        termios.tcsetattr(0, termios.TCSANOW, settings)
+        os.kill(os.getpid(), 9)
+    """)
+    end, terminal = os.openpty()
+    try:
+        done = run_program([*LAUNCH, script], stdin=terminal, env=clean_environment())
+        assert done.returncode == 1
+        assert termios.tcgetattr(terminal)[3] & termios.ECHO
+    finally:
+        os.close(end)
+        os.close(terminal)
+
+
+IN_BACKGROUND = """
+import fcntl, os, subprocess, sys, termios
+os.setsid()
+fcntl.ioctl(0, termios.TIOCSCTTY)
+sys.exit(subprocess.Popen(sys.argv[1:], process_group=0).wait())
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="process_group needs Python 3.11")
+def test_workers_of_a_launcher_in_the_background_have_no_terminal_as_input(worker_script):
+    script = worker_script("import os, sys; print(os.readlink('/proc/self/fd/0'), repr(sys.stdin.read()))")
+    end, terminal = os.openpty()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", IN_BACKGROUND, *LAUNCH, script],
+            stdin=terminal,
+            capture_output=True,
+            text=True,
+            env=clean_environment(),
+            timeout=HANG,
+            check=False,
+        )
+        assert done.stdout == "/dev/null ''\n", done.stderr
+    finally:
+        os.close(end)
+        os.close(terminal)

@@ -1,10 +1,11 @@
 """Nodes of a job meet, get their ranks and finish, on reliable and on faulty networks."""
 
 import signal
+import sys
 
 import pytest
-from helpers.nodes import PORT, restarts
-from helpers.procs import wait_until
+from helpers.nodes import PORT, WORKERS, restarts
+from helpers.procs import HANG, wait_until
 from helpers.relay import relay_on
 
 pytestmark = [pytest.mark.privileged, pytest.mark.timeout(150)]
@@ -178,3 +179,102 @@ def test_a_node_that_stops_slowly_takes_part_in_the_restart(hosts, multinode):
     assert restarts(again) == {1}
     assert "IGNORED 15" in agents[1].launched.stdout
     job.finish(agents, again)
+
+
+QUICK = {"keep_alive_interval": 0.4, "keep_alive_max_attempt": 5, "connect_timeout": 1}
+
+
+def start(job, host, rank):
+    """Start the agent with this node rank."""
+    (agent,) = job.start(host, options=("--rdzv-backend", "static", "--node-rank", str(rank)))
+    return agent
+
+
+def hosts_by_rank(workers):
+    return [worker.host for worker in workers]
+
+
+@pytest.mark.parametrize("is_ipv6_only", [False, True], ids=["IPv4", "IPv6"])
+def test_nodes_get_their_given_ranks_and_the_address_of_rank_0(hosts, multinode, is_ipv6_only):
+    first, second, third = hosts(3, is_ipv6_only=is_ipv6_only)
+    job = multinode(second, "3", conf={"join_timeout": 60})
+    agents = [start(job, host, rank) for host, rank in ((third, 1), (first, 2), (second, 0))]
+    workers = job.formed(*agents)
+    assert hosts_by_rank(workers) == ["node2", "node3", "node1"]
+    assert {(each.master, each.port) for each in workers} == {(second.address, "29400")}
+    job.finish(agents, workers)
+
+
+@pytest.mark.beyond_torchrun
+def test_a_disconnected_host_rejoins_with_its_rank(hosts, multinode):
+    first, second, third = hosts(3)
+    job = multinode(first, "3", conf=QUICK)
+    agents = [start(job, host, rank) for host, rank in ((first, 0), (third, 1), (second, 2))]
+    job.formed(*agents)
+    third.link_down()
+    job.line(agents[0], "stopping .*round 1", HANG)
+    third.link_up()
+    workers = job.formed(*agents, timeout=60)
+    assert hosts_by_rank(workers) == ["node1", "node3", "node2"]
+    assert {(each.restart, each.round) for each in workers} == {(0, "2")}
+    job.finish(agents, workers)
+
+
+@pytest.mark.beyond_torchrun
+def test_a_new_host_can_replace_a_lost_host_with_its_rank(network, multinode):
+    net = network(3)
+    first, second, third = net.hosts
+    job = multinode(first, "3", conf=QUICK)
+    agents = [start(job, host, rank) for host, rank in ((first, 0), (second, 1), (third, 2))]
+    job.formed(*agents)
+    agents[1].signal(signal.SIGKILL)
+    job.assert_empty(second)
+    agents[1] = start(job, net.add_host(), 1)
+    workers = job.formed(*agents, timeout=60)
+    assert hosts_by_rank(workers) == ["node1", "node4", "node3"]
+    assert restarts(workers) == {0}
+    job.finish(agents, workers)
+
+
+KNOCK = """
+import os, socket, struct, sys
+with socket.create_connection((sys.argv[1], int(sys.argv[2])), 30) as store:
+    store.sendall(b"\\0\\xce\\xf7\\x85\\x3c\\r" + struct.pack("<I", os.getpid()))
+    sys.stdout.write("served" if store.recv(4) else "refused")
+"""
+"""Program that connects to the endpoint as a worker, and prints whether it is served."""
+
+
+def test_a_loopback_endpoint_on_the_host_and_its_address_elsewhere_is_the_same_endpoint(hosts, multinode):
+    first, second = hosts(2)
+    job = multinode(first, "2")
+    agents = job.start(first, endpoint=f"localhost:{PORT}") + job.start(second)
+    workers = job.formed(*agents)
+    # The second node can reach the workers' store too.
+    assert first.address in second.run("getent", "ahosts", workers[0].master).stdout.split()
+    job.finish(agents, workers)
+
+
+def test_workers_of_several_nodes_meet_at_the_endpoint_and_strangers_do_not(hosts, multinode):
+    first, second, third = hosts(3)
+    job = multinode(first, "2", env={"ELASTICRS_TOKEN": "secret"})
+    agents = job.start(first, second)
+    workers = job.formed(*agents)
+    knock = (sys.executable, "-c", KNOCK, first.address, str(PORT))
+    for host, answer in ((first, "served"), (second, "served"), (third, "refused")):
+        assert host.run(*knock).stdout == answer
+    job.line(agents[0], "MASTER_ADDR")
+    job.finish(agents, workers)
+
+
+@pytest.mark.slow
+def test_the_endpoint_leads_to_the_node_of_rank_0(hosts, multinode):
+    first, second = hosts(2)
+    # Ranks follow the natural order of host names, so the store is on the node of rank 1.
+    env = {"ENDPOINT": f"{second.address} {PORT}"}
+    job = multinode(second, "2", script=WORKERS / "at_endpoint.py", env=env)
+    agents = job.start(first, second)
+    codes = job.ended(*agents)
+    assert not any(codes), job.story(f"exit codes {codes}")
+    for agent in agents:
+        assert "values=0,0" in agent.launched.stdout

@@ -2,19 +2,28 @@
 
 import math
 import os
+import socket
 import sys
 from contextlib import closing
+from types import ModuleType
 
 import pytest
 from helpers.procs import run_program
+from helpers.said import says
 
+from elasticrs import _core
+from elasticrs._engine.job.config import UsageError
+from elasticrs._engine.nodes.describe import describe
+from elasticrs._engine.nodes.transport.coordination import Server
 from elasticrs._engine.workers.node_page import VARIABLE, AgentPage, page_of
-from elasticrs.train import SimpleWorkerStats
+from elasticrs.rendezvous.elastic_handler import ElasticRendezvousHandler
+from elasticrs.train import SimpleWorkerStats, agent
 from elasticrs.train.agent import AgentCoordinator
 from elasticrs.train.custom_loop import on_change
 from elasticrs.train.meeting_url import parse
 from elasticrs.train.membership import Membership
 from elasticrs.train.p2p import CoordinatorP2P
+from elasticrs.train.rendezvous import RendezvousParameters
 
 URL = "elasticrs://localhost:1/job?min_workers=2&max_workers=4"
 
@@ -171,3 +180,153 @@ def test_a_hanging_group_creation_over_unknown_connections_is_aborted():
     assert warning.startswith("WARNING rank 0: ")
     assert f"127.0.0.1 port {port.split()[1]}" in warning
     assert ended == "ended True"
+
+
+def test_an_elasticrs_url_is_parsed():
+    place = parse(
+        "elasticrs://node7:29500/a%2Fb?min_workers=2&max_workers=4&last_call_timeout=3&stuck_timeout=20", {}
+    )
+    rendezvous = place.rendezvous
+    assert (rendezvous.host, rendezvous.port, rendezvous.run_id) == ("node7", 29500, "a/b")
+    assert (rendezvous.min_nodes, rendezvous.max_nodes) == (2, 4)
+    assert rendezvous.settings.last_call_timeout == 3
+    assert place.stuck_timeout == 20
+    assert rendezvous.settings.settle > 20, "a worker that hangs has ended itself before the others go on"
+    assert rendezvous.settings.max_short_losses == 2**31 - 1, "lost rounds in a row do not end the job"
+
+
+def test_an_etcd_url_in_torchelastic_0_1_format_is_parsed():
+    url = "etcd://etcd7:2379/job7?min_workers=2&timeout=60&last_call_timeout=5&etcd_prefix=/x&protocol=http"
+    rendezvous = parse(url, {}).rendezvous
+    assert rendezvous.etcd is not None
+    assert rendezvous.etcd.endpoints == (("etcd7", 2379),)
+    assert (rendezvous.min_nodes, rendezvous.max_nodes) == (2, 2), "max_workers is min_workers by default"
+    assert rendezvous.settings.join_timeout == 60
+
+
+def test_the_token_comes_from_the_environment():
+    place = parse("elasticrs://localhost:1/j?min_workers=1", {"ELASTICRS_TOKEN": "secret"})
+    assert place.rendezvous.settings.token == b"secret"
+
+
+def test_a_worker_of_an_agent_never_hosts_the_store():
+    place = parse("elasticrs://localhost:1/j?min_workers=1&is_host=1", {}, may_host=False)
+    assert place.rendezvous.settings.is_host is False
+
+
+def test_the_smaller_maximum_number_of_workers_applies():
+    assert parse("elasticrs://h:1/j?min_workers=1&max_workers=8", {}, 4).rendezvous.max_nodes == 4
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("", "expected elasticrs://"),
+        ("zeus://h:1/j?min_workers=1", "expected elasticrs://"),
+        ("elasticrs:///j?min_workers=1", "expected elasticrs://"),
+        ("elasticrs://h:1/j", "min_workers is missing"),
+        ("elasticrs://h:1/j?min_workers=0", "min_workers: got '0'"),
+        ("elasticrs://h:1/j?min_workers=x", "min_workers: got 'x'"),
+        ("elasticrs://h:1/j?min_workers=3&max_workers=2", "got min_workers=3"),
+        ("elasticrs://h:1/?min_workers=2", "the job: got ''"),
+        ("elasticrs://h:x/j?min_workers=2", "the address: got 'h:x'"),
+        ("elasticrs://h:0/j?min_workers=2", " port "),
+        ("elasticrs://[::1/j?min_workers=2", "Invalid IPv6"),
+        ("elasticrs://h:1/j?min_workers=2&min_workers=3", "once"),
+        ("elasticrs://h:1/j?min_workers", "expected KEY=VALUE"),
+        ("elasticrs://h:1/j?min_workers=2&last_cal_timeout=3", "last_call_timeout"),
+        ("elasticrs://h:1/j?min_workers=2&stuck_timeout=0", "stuck_timeout: got '0'"),
+        ("etcd://h:1/j?min_workers=2&protocol=ftp", "protocol: got 'ftp'"),
+    ],
+)
+def test_an_invalid_url_is_refused_in_one_line(url, said):
+    with pytest.raises(UsageError) as raised:
+        parse(url, {})
+    assert said in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_job_name_may_contain_any_characters():
+    name = "a#b?c/d e%20"
+    made = RendezvousParameters("elasticrs", "localhost:1234", name, 2, 4)
+    assert parse(made.url, {}).rendezvous.run_id == name
+    with pytest.raises(UsageError, match="with a '#', expected '%23'"):
+        parse("elasticrs://localhost:1234/a#b?min_workers=2", {})
+
+
+@pytest.fixture
+def handler():
+    """Return a function that makes members of a job of one worker, which use the same store."""
+    server = Server([("127.0.0.1", 0)], run_id="job")
+    made = []
+
+    def make(**names):
+        config = {"is_host": "0", "join_timeout": "20", "close_timeout": "1"}
+        described, _ = describe("c10d", f"127.0.0.1:{server.port}", "job", (1, 1), config, {})
+        made.append(ElasticRendezvousHandler(described.replaced(**names), "c10d"))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.shutdown()
+    server.close()
+
+
+def test_a_replacement_gets_the_rank_of_its_predecessor_at_once(handler):
+    before, after = handler(member="a"), handler(member="b", replaces="a")
+    first, second = before.next_rendezvous(), after.next_rendezvous()
+    assert (first.rank, second.rank, second.world_size) == (0, 0, 1)
+
+
+PROGRAM = """
+from elasticrs._engine.nodes.transport.coordination import Server
+from elasticrs.train import NonRetryableException, groups
+from elasticrs.train.p2p import CoordinatorP2P
+
+# PyTorch is not needed before there is a round.
+groups.destroy = lambda: None
+server = Server([("127.0.0.1", 0)], run_id="job")
+conf = "is_host=0&join_timeout=0.3&close_timeout=1"
+url = f"elasticrs://127.0.0.1:{server.port}/job?min_workers=2&max_workers=2&{conf}"
+for _ in range(2):
+    worker = CoordinatorP2P("gloo", url, 2)
+    try:
+        worker.rendezvous_barrier()
+    except NonRetryableException as error:
+        print(worker.should_stop_training(), error)
+"""
+
+
+def test_a_worker_that_joins_a_timed_out_job_fails_with_the_reason():
+    done = run_program([sys.executable, "-c", PROGRAM], check=True)
+    first, late = done.stdout.splitlines()
+    says(first, "False", "1", "2", "join_timeout")
+    says(late, "False", "job job", "closed", "timeout")
+
+
+class EnvStore(dict):
+    def set(self, key, value):
+        self[key] = value.encode()
+
+
+def test_no_other_process_gets_the_port_before_it_is_used(monkeypatch):
+    store = EnvStore()
+    torch = ModuleType("torch")
+    torch.distributed = ModuleType("torch.distributed")
+    torch.distributed.rendezvous = lambda _url: iter([(store, 0, 2)])
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setitem(sys.modules, "torch.distributed", torch.distributed)
+    monkeypatch.setattr(agent, "_stores", [])
+    for name in agent._OF_EVERY_WORKER:
+        monkeypatch.setenv(name, "127.0.0.1" if name == "MASTER_ADDR" else "0")
+    place = agent._place_of_restarted_workers.__wrapped__()
+    port = place.rendezvous.port
+    assert store[agent._PLACE_KEY].startswith(str(port).encode())
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))
+    for host in ("127.0.0.1", "0.0.0.0", "::"):
+        server = _core.CoordinationServer([(host, port)], run_id="job")
+        assert server.port == port
+        server.close()
+    for held in agent._stores[:-1]:
+        held.close()

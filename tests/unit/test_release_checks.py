@@ -3,10 +3,14 @@ components is rejected.
 """
 
 import json
+import os
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 from tools import linked, wheel_checks
+from tools.build import build_backend
 from tools.linked import Component
 from tools.wheel_checks import RejectedWheelError
 
@@ -162,3 +166,107 @@ def test_an_abi_audit_without_a_report_stops_the_script(tmp_path):
     audit.chmod(0o755)
     with pytest.raises(SystemExit, match="no such wheel"):
         wheel_checks.symbols_outside_of_the_stable_abi(tmp_path / "some.whl", tmp_path / "python")
+
+
+HOOKS = (
+    "get_requires_for_build_wheel",
+    "get_requires_for_build_editable",
+    "get_requires_for_build_sdist",
+)
+
+
+@pytest.fixture
+def programs(tmp_path, monkeypatch):
+    """Return a function that writes shell scripts into a folder, which is the only one in PATH."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+
+    def write(name, script):
+        path = tmp_path / name
+        path.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+        path.chmod(0o755)
+
+    return write
+
+
+def line_of(hook):
+    with pytest.raises(SystemExit) as raised:
+        hook()
+    (line,) = str(raised.value).splitlines()
+    return line
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("cargo", [None, "cargo 1.63.0 (fd9c4297c 2022-07-01)"])
+def test_a_missing_or_old_cargo_is_reported(programs, hook, cargo):
+    programs("cc", "exit 1")
+    if cargo is not None:
+        programs("cargo", f"echo '{cargo}'")
+    line = line_of(getattr(build_backend, hook))
+    assert "Rust 1." in line
+    assert ("no cargo" if cargo is None else "cargo 1.63.0") in line
+
+
+def test_the_error_of_a_failing_cargo_is_reported(programs):
+    programs("cargo", "echo 'no default toolchain' >&2; exit 1")
+    assert "no default toolchain" in line_of(build_backend.get_requires_for_build_wheel)
+
+
+def test_a_missing_c_compiler_is_reported(programs, monkeypatch):
+    programs("cargo", "echo 'cargo 99.0.0'")
+    assert "'cc'" in line_of(build_backend.get_requires_for_build_wheel)
+    monkeypatch.setenv("CC", "gcc-99 -m64")
+    assert "'gcc-99'" in line_of(build_backend.get_requires_for_build_wheel)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_complete_toolchain_is_accepted(programs, hook):
+    programs("cargo", "echo 'cargo 99.0.0'")
+    programs("cc", "exit 1")
+    assert getattr(build_backend, hook)() == []
+
+
+WORKFLOWS = {
+    path.stem: yaml.safe_load(path.read_text(encoding="utf-8"))
+    for path in sorted((ROOT / ".github/workflows").glob("*.yml"))
+}
+JOBS = [(file, name, job) for file, workflow in WORKFLOWS.items() for name, job in workflow["jobs"].items()]
+STEPS = [step for *_, job in JOBS for step in job["steps"]]
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+def commands():
+    return "\n".join(step["run"] for step in STEPS if "run" in step)
+
+
+def test_the_workflows_are_ci_and_release():
+    assert list(WORKFLOWS) == ["ci", "release"]
+
+
+def test_make_targets_and_scripts_used_by_workflows_exist():
+    targets = re.findall(r"\bmake ([a-z-]+)", commands())
+    assert {"wheel", "release", "rebuild", "try-release"} == set(targets)
+    assert all(re.search(rf"^{target}:", MAKEFILE, re.MULTILINE) for target in targets)
+    assert ".ci/run" in commands()
+    assert os.access(ROOT / ".ci/run", os.X_OK)
+
+
+@pytest.mark.parametrize("action", sorted({step["uses"] for step in STEPS if "uses" in step}))
+def test_each_action_is_pinned_to_a_major_version_or_commit(action):
+    assert re.search(r"@(?:release/)?v[0-9]+$|@[0-9a-f]{40}$", action)
+
+
+def test_only_the_publish_job_has_write_permissions():
+    assert all(workflow["permissions"] == {"contents": "read"} for workflow in WORKFLOWS.values())
+    assert [(file, name) for file, name, job in JOBS if "permissions" in job] == [("release", "publish")]
+    assert WORKFLOWS["release"]["jobs"]["publish"]["needs"] == "try"
+
+
+def test_no_checkout_step_persists_credentials():
+    checkouts = [step for step in STEPS if step.get("uses", "").startswith("actions/checkout@")]
+    assert checkouts
+    assert all(step["with"]["persist-credentials"] is False for step in checkouts)
+
+
+def test_every_job_has_a_time_limit():
+    assert all(job["timeout-minutes"] <= 120 for *_, job in JOBS)
