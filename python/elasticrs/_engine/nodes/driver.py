@@ -57,19 +57,15 @@ def now() -> float:
 
 
 class Timers:
-    """Named timers."""
-
     __slots__ = ("_deadlines",)
 
     def __init__(self) -> None:
         self._deadlines: dict[str, float] = {}
 
     def arm(self, name: str, seconds: float) -> None:
-        """Set a timer that expires after ``seconds``. If the timer is already set, replace its deadline."""
         self._deadlines[name] = now() + seconds
 
     def disarm(self, name: str) -> None:
-        """Cancel a timer. Do nothing if it is not set."""
         self._deadlines.pop(name, None)
 
     def take_due(self) -> list[str]:
@@ -81,7 +77,6 @@ class Timers:
         return [name for _, name in due]
 
     def seconds_left(self, limit: float) -> float:
-        """Return the seconds until the next timer is due, but at most ``limit``."""
         if not self._deadlines:
             return limit
         return max(0.0, min(limit, min(self._deadlines.values()) - now()))
@@ -136,7 +131,6 @@ class LentPort:
 
     @property
     def is_overdue(self) -> bool:
-        """True if the port has been occupied for so long that another program must be using it."""
         return self._deadline is not None and now() >= self._deadline
 
     @property
@@ -198,7 +192,6 @@ class Driver:
 
     @property
     def hosts(self) -> bool:
-        """True if this process hosts the coordination store."""
         return self.store.hosts
 
     @property
@@ -210,7 +203,7 @@ class Driver:
 
     @property
     def last_head(self) -> Head | None:
-        """Most recently received state of the job; ``None`` before the first one."""
+        """Most recently received state of the job."""
         return None if self._member is None else self._member.last_head
 
     def node_names(self) -> list[str] | None:
@@ -232,7 +225,6 @@ class Driver:
     # --- events in, actions out ---
 
     def begin(self) -> list[LoopAction]:
-        """Host the store if this agent is supposed to, and start to join the rendezvous."""
         try:
             self.store.host_if_possible()
         except CannotHost as error:
@@ -248,7 +240,7 @@ class Driver:
         return [*([messages.Announce(doubt)] if doubt else []), *self.tell(messages.Begin())]
 
     def tell(self, *events: Event) -> list[LoopAction]:
-        """Pass events to the state machine in order. Return the actions for the caller to execute."""
+        """Pass events to the state machine. Return the actions for the caller."""
         pending = deque(events)
         left: list[LoopAction] = []
         while pending and self._exit is None and self._member is not None:
@@ -405,7 +397,6 @@ class Driver:
         return self.tell(messages.TimerFired("leave")) or self._farewell(_FAREWELL)
 
     def close(self) -> None:
-        """Release everything. Idempotent."""
         self._close_store()
         self.store.close(stays=self._stays)
 

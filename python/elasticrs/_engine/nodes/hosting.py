@@ -89,7 +89,6 @@ class Hosting(Value):
 
     @property
     def may_host(self) -> bool:
-        """True if this agent may try to listen."""
         return bool(self.listen)
 
 
@@ -304,7 +303,6 @@ class SystemResolver:
     __slots__ = ()
 
     def host_names(self) -> list[str]:
-        """Return this machine's own names, first the short name and then the full name."""
         name = _socket.gethostname()
         try:
             found = _socket.getaddrinfo(

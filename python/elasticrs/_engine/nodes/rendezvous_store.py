@@ -96,11 +96,9 @@ class KeptState(Record):
     server: Server | None = None
 
     def is_needed(self) -> bool:
-        """Return true if other agents may still be using the store hosted here."""
         return self.server is not None and self.server.sessions() > 0
 
     def close(self) -> None:
-        """Close the store. Idempotent."""
         if self.server is not None:
             self.server.close()
             self.server = None
@@ -168,7 +166,6 @@ class RendezvousStore:
 
     @property
     def hosts(self) -> bool:
-        """True if the store runs in this process."""
         return self._server is not None
 
     @property
@@ -185,7 +182,6 @@ class RendezvousStore:
 
     @property
     def clock(self) -> Clock:
-        """Best available estimate of the store's wall clock."""
         estimate = self._session.clock() if self._session is not None else None
         if estimate is not None:
             self._clock = Clock(*estimate)
@@ -364,7 +360,6 @@ class RendezvousStore:
         return NativeSession(self._client(stall_timeout=stall_timeout, supervisor=supervisor, **more))
 
     def _client(self, **more: Any) -> Client:
-        """Return a new client of the store, which gets the keyword arguments ``more``."""
         rendezvous, connect_timeout = self._rendezvous, self._rendezvous.settings.connect_timeout
         if rendezvous.etcd is not None:
             return rendezvous.etcd.client(self._lasting, connect_timeout=connect_timeout, **more)
@@ -391,7 +386,6 @@ class RendezvousStore:
         return address, self._server.port
 
     def disconnect(self) -> None:
-        """Close the connection, and drop all events that were not taken yet."""
         if self._session is not None:
             if self._supervisor is not None:
                 self._supervisor.unwatch_fd(self._session.fd)
@@ -446,7 +440,6 @@ class RendezvousStore:
 
     @property
     def why_hosts(self) -> str | None:
-        """Reason why this agent hosts the store; ``None`` if it does not."""
         return self._hosting.reason if self.hosts else None
 
     def _explained(self, lost: ConnectionLost) -> str:
@@ -464,20 +457,15 @@ class RendezvousStore:
         return lost.message if todo is None else f"{lost.message}; {todo}"
 
     def _hint(self, kind: str) -> str:
-        """Return advice for the user about a lost connection to etcd. The advice may be empty."""
         etcd = self._rendezvous.etcd
         assert etcd is not None
         return _REMEDIES_OF_ETCD.get(kind, "").format(prefix=etcd.prefix)
 
     def send(self, request: Request) -> None:
-        """Send a request. Drop it if there is no session, because the loss of the session is reported
-        separately.
-        """
         if self._session is not None:
             self._session.send(request)
 
     def is_needed(self) -> bool:
-        """Return true if other agents are still using the store hosted here."""
         if self._server is None:
             return False
         own = (self._session is not None) + (self._shared is not None)
@@ -514,7 +502,6 @@ class RendezvousStore:
         return connected(self._client(stall_timeout=None), prefix)
 
     def close_shared_store(self) -> None:
-        """Close the store that :meth:`open_shared_store` opened. Idempotent."""
         if self._shared is not None:
             self._shared.close()
             self._shared = None
@@ -565,5 +552,4 @@ def launch_of(environ: Mapping[str, str]) -> str:
 
 
 def node_name() -> str:
-    """Return this node's name, which is used in messages and to determine the order of ranks."""
     return os.uname().nodename

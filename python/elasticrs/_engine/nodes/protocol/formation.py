@@ -72,14 +72,10 @@ joining.
 
 
 def slow_members(view: View) -> set[str]:
-    """Return the members whose workers from the last round may still be running. The leader waits for these
-    members.
-    """
     return view.slow
 
 
 def between_rounds(member: Member, leader: Leader, view: View) -> None:
-    """Start the next rendezvous round, close the job, or wait. The leader calls this between rounds."""
     settings, head = member.settings, view.head
     alive: list[str] = []
     if head is not None and not head.is_judged:
@@ -151,9 +147,6 @@ def _tell_of_waiting(member: Member, leader: Leader, view: View) -> None:
 
 
 def _tell_of_refusal(member: Member, leader: Leader, view: View) -> None:
-    """Tell the user that a node was refused, because the job may be waiting for that node. Do this at most
-    once before each round.
-    """
     if view.refusal is not None and leader.told_refusal != view.round:
         leader.told_refusal = view.round
         member.do(Announce(f"a node that would have joined was refused: {view.refusal}"))
@@ -195,7 +188,6 @@ def crowd(view: View) -> tuple[str, str] | None:
 
 
 def tell_of_crowd(member: Member, leader: Leader, view: View) -> None:
-    """Tell the user once if a node waits as a spare because another node has several agents in the round."""
     if leader.told_crowd or len(view.waiting) == leader.seen_waiting:
         return
     leader.seen_waiting = len(view.waiting)
@@ -208,7 +200,6 @@ def tell_of_crowd(member: Member, leader: Leader, view: View) -> None:
 
 
 def _tell_of_more(member: Member, view: View) -> None:
-    """Tell the user that enough nodes have joined, and how long the leader waits for more."""
     settings, count, most = member.settings, len(view.candidates), member.rendezvous.max_nodes
     is_first = view.head is None or view.head.round == 0
     limit, name = settings.restart_call_timeout, "restart_call_timeout"
@@ -332,7 +323,6 @@ def _form(member: Member, leader: Leader, view: View, ended: Head | None, alive:
 
 
 def _members(view: View, size: int) -> list[str]:
-    """Return the members of the next round, ordered by group rank."""
     of_agent = {agent_of(each): each for each in view.candidates}
     offered = []
     for agent, each in of_agent.items():
@@ -343,7 +333,6 @@ def _members(view: View, size: int) -> list[str]:
 
 
 def snapshot(member: Member, leader: Leader, reply: Reply) -> None:
-    """Handle the store snapshot that this agent requested when it became the leader."""
     view = leader.view = View(member.keys, reply.revision, reply.entries())
     early, leader.early = leader.early, []
     for event in early:
@@ -353,7 +342,6 @@ def snapshot(member: Member, leader: Leader, reply: Reply) -> None:
 
 
 def changed(member: Member, leader: Leader, event: Changes) -> None:
-    """Handle the changes that the store made in one revision."""
     view = leader.view
     if view is None:
         leader.early.append(event)
@@ -376,14 +364,12 @@ def _seen(member: Member, leader: Leader, view: View) -> None:
 
 
 def timer_fired(member: Member, leader: Leader, name: str) -> None:
-    """Handle an expired timer if it is one of the leader's."""
     if name in leader.timers:
         leader.timers[name] = True
         lead(member, leader)
 
 
 def written(member: Member, leader: Leader, reply: Reply) -> None:
-    """Handle the store's reply to a write by the leader."""
     if leader.answered(reply):
         lead(member, leader)
 
@@ -419,12 +405,10 @@ def lead(member: Member, leader: Leader) -> None:
 
 
 def missing_ranks(view: View) -> set[int]:
-    """Return the group ranks whose registration disappeared before their workers finished."""
     return view.missing
 
 
 def may_grow(member: Member, view: View, head: Head) -> bool:
-    """Return true if the running round should end so that a waiting node can join."""
     is_wanted = head.size < member.rendezvous.max_nodes and bool(view.waiting)
     return member.settings.scale_up and is_wanted and not view.done
 

@@ -100,7 +100,6 @@ _NOBODY_LEFT = "; no agent of that job is there: if it is over, use a different 
 
 
 def check_job(member: Member) -> None:
-    """Read the job's record, or create it if it does not exist."""
     keys = member.keys
     if member.joining.has_seen_round:
         known = [Get(keys.job), Get(keys.head)]
@@ -117,9 +116,6 @@ def _put_job(member: Member) -> Put:
 
 
 def job_record(member: Member) -> dict[str, Any]:
-    """Return the record that a job's first agent writes. It contains the settings that have to be the same on
-    all nodes.
-    """
     agent, command = member.agent, member.rendezvous.command
     return {
         "uuid": f"{agent.agent}.{member.joining.incarnation}",
@@ -134,7 +130,6 @@ def job_record(member: Member) -> dict[str, Any]:
 
 
 def agreed(member: Member) -> dict[str, Any]:
-    """Return the settings that have to be the same on all nodes of a job."""
     rendezvous, settings, policy = member.rendezvous, member.settings, member.agent.policy
     return {
         "protocol": PROTOCOL,
@@ -156,9 +151,6 @@ def agreed(member: Member) -> dict[str, Any]:
 
 
 def mismatch(member: Member, job: dict[str, Any]) -> str | None:
-    """Return an error message if this node's settings or its command differ from those in the job's record,
-    which another node has written; otherwise ``None``.
-    """
     ours = agreed(member)
     if member.settings.homogeneous and job.get("homogeneous"):
         ours.update(role=member.agent.role, nproc=member.agent.nproc)
@@ -172,9 +164,6 @@ def mismatch(member: Member, job: dict[str, Any]) -> str | None:
 
 
 def other_command(member: Member, job: dict[str, Any]) -> str | None:
-    """Return an error message if this node's command differs from that in the job's record; otherwise
-    ``None``.
-    """
     ours, theirs = member.rendezvous.command, job.get("command")
     if ours is None or theirs is None:
         return None
@@ -190,9 +179,8 @@ def other_command(member: Member, job: dict[str, Any]) -> str | None:
 
 
 def _is_not_needed(member: Member, job: dict[str, Any]) -> str | None:
-    """Return an error message if this agent could never take part in the job; otherwise ``None``. It could
-    never take part if the job has one node and the agent of that node hosts the store, because the job then
-    ends when that agent exits.
+    """Return an error message if the job has one node, whose agent hosts the store: the job ends when that
+    agent exits, so this agent could never take part.
     """
     is_taken = member.rendezvous.needs_no_other_node and job.get("is_hosted") is True
     if not is_taken or member.agent.hosts_store:
@@ -204,7 +192,6 @@ def _is_not_needed(member: Member, job: dict[str, Any]) -> str | None:
 
 
 def job_found_again(member: Member, link: Link, reply: Reply) -> None:
-    """Rejoin a job in which this agent has taken part before, if the store still contains its record."""
     job, head = (reply.entry(0), reply.entry(1)) if reply.ok else (None, None)
     if job is None or head is None:
         text = "the store was restarted and no longer knows this job; start the job again"
@@ -218,9 +205,6 @@ def job_found_again(member: Member, link: Link, reply: Reply) -> None:
 
 
 def job_found(member: Member, link: Link, reply: Reply) -> None:
-    """Handle the result of reading or writing the job's record. Register this agent in the store if the
-    record matches the agent's settings and the job is not closed.
-    """
     if reply.ok:
         link.job_revision = member.joining.job_revision = reply.revision
         register(member, link)
@@ -242,9 +226,6 @@ def job_found(member: Member, link: Link, reply: Reply) -> None:
 
 
 def _refuse(member: Member, link: Link, why: str, *, is_alone: bool) -> None:
-    """Refuse to take part in the job, and exit. If other nodes are registered, notify them first, because
-    they may be waiting for this node.
-    """
     member.joining.refusal = why
     if is_alone:
         leave_refused(member)
@@ -276,8 +257,8 @@ def _difference(member: Member, key: str, value: bytes, *, is_alone: bool) -> st
 
 
 def _forget_job(member: Member, job: Entry, head_revision: int) -> None:
-    """Delete an earlier job of this name. Then check for the job's record again, because another agent may
-    create the new job first. Agents that have registered in the meantime notice the deletion and join again.
+    """Delete an earlier job of this name. Another agent may create the new job first. Agents that have
+    registered in the meantime notice the deletion and join again.
     """
     keys = member.keys
     compares = [CreatedAt(keys.job, job.create_revision), ModifiedAt(keys.head, head_revision)]
@@ -302,9 +283,6 @@ def _is_closed(member: Member, entry: Entry | None) -> bool:
 
 
 def register(member: Member, link: Link) -> None:
-    """Register this agent (transaction T1), and watch the keys that concern it. The new registration replaces
-    all earlier ones.
-    """
     if member.listener.port is None:
         return
     keys, joining = member.keys, member.joining
@@ -372,8 +350,8 @@ def _launch_of(entry: Entry) -> str | None:
 
 
 def registered(member: Member, registration: Registration, own: Entry | None) -> None:
-    """Handle a confirmed registration. Use the create revision of the stored key instead of the reply's
-    revision, because the client may have sent the request twice.
+    """Handle a confirmed registration. Use the create revision of the stored key, because the client may have
+    sent the request twice, so that the revision of the reply is a later one.
     """
     assert own is not None
     joining = member.joining
@@ -386,11 +364,9 @@ def registered(member: Member, registration: Registration, own: Entry | None) ->
 
 
 def refused(member: Member, link: Link, registration: Registration, reply: Reply) -> bool:
-    """Handle a rejected registration (transaction T1). Either another job has replaced this one, or the node
-    rank is taken.
+    """Handle a rejected registration (T1): another job has replaced this one, or the node rank is taken.
 
-    Return true if this same registration already has the node rank. That happens if T1 was executed earlier,
-    but the connection broke before the reply arrived.
+    Return true if this registration already has the node rank: T1 was executed, but its reply was lost.
     """
     job = reply.entry(0) if reply.results else None
     if job is None or job.create_revision != link.job_revision:
@@ -406,14 +382,13 @@ def refused(member: Member, link: Link, registration: Registration, reply: Reply
 
 
 def own_registration(reply: Reply) -> Entry | None:
-    """Return this agent's registration from the reply to a rejected transaction; ``None`` if there is none.
-    The registration exists if the store executed the transaction earlier but the reply was lost.
+    """Return this agent's registration from the reply to a rejected T1. It exists if the store executed T1
+    earlier but the reply was lost.
     """
     return reply.entry(2)
 
 
 def job_seen(member: Member, link: Link, entry: Entry | None) -> None:
-    """Disconnect this agent and stop its workers if the job's record in the store was removed or replaced."""
     if entry is None or entry.value is None:
         fence(member, "the record of this job was removed")
     elif entry.create_revision != link.job_revision:
@@ -449,7 +424,6 @@ def begin(member: Member) -> None:
 
 
 def retry(member: Member) -> None:
-    """Connect to the store, after a delay if the previous attempt failed."""
     joining = member.joining
     if joining.delay:
         member.arm("reconnect", joining.delay)
@@ -459,13 +433,11 @@ def retry(member: Member) -> None:
 
 
 def reconnect(member: Member) -> None:
-    """Try to connect again after the delay that follows a failed attempt."""
     if member.phase is Phase.CONNECTING and member.link is None:
         member.do(Connect(member.joining.incarnation))
 
 
 def connection_lost(member: Member, event: ConnectionLost) -> None:
-    """Handle a failed connection attempt or a lost connection."""
     if member.phase in (Phase.NEW, Phase.FENCED):
         return
     if member.joining.refusal is not None:
@@ -487,7 +459,6 @@ def connection_lost(member: Member, event: ConnectionLost) -> None:
 
 
 def fence(member: Member, why: str) -> None:
-    """Close the connection and fence this agent, because the other nodes may already consider it lost."""
     member.do(Disconnect())
     lose(member, why)
 
@@ -514,14 +485,10 @@ def lose(member: Member, why: str) -> None:
 
 
 def may_rejoin(member: Member) -> bool:
-    """Return true if the agent may register again, because this node has no workers left."""
     return member.workers is None
 
 
 def without_workers(member: Member) -> None:
-    """Continue once the workers of a fenced agent have exited: exit if the agent is leaving the job;
-    otherwise, reconnect.
-    """
     if member.leaving is not None:
         member.exit(member.leaving.outcome or Outcome("aborted", member.leaving.closing))
         return
@@ -548,7 +515,6 @@ def fresh_listener(member: Member) -> bool:
 
 
 def store_lost(member: Member) -> None:
-    """Give up, because this agent could not reconnect to the store in time."""
     if member.registered is not None:
         return
     where = f"lost {member.rendezvous.store} in round {member.age.seen}"
@@ -564,7 +530,6 @@ def store_lost(member: Member) -> None:
 
 
 def connect_timeout(member: Member) -> None:
-    """Give up, because this agent could not register within ``join_timeout``."""
     joining = member.joining
     if joining.was_registered:
         return
@@ -583,7 +548,6 @@ def _give_up(member: Member, outcome: Outcome) -> None:
 
 
 def connect_news(member: Member) -> None:
-    """Tell the user why this agent is still not connected."""
     joining, seconds = member.joining, member.settings.join_timeout
     if joining.was_registered or member.phase is not Phase.CONNECTING or joining.trouble is None:
         return
@@ -594,9 +558,6 @@ def connect_news(member: Member) -> None:
 
 
 def claim_rank(member: Member, registration: Registration, node_rank: int) -> tuple[Compare, Put]:
-    """Return the condition and the write with which an agent reserves its node rank when it registers
-    (transaction T1).
-    """
     key, earlier = member.keys.rank(node_rank), member.joining.claim
     value = encode([member.agent.agent, registration.member, member.node().shown])
     return Missing(key) if earlier is None else HasValue(key, earlier), Put(key, value, True)
@@ -633,9 +594,6 @@ def _holder(entry: Entry) -> tuple[str | None, str]:
 
 
 def rank_timeout(member: Member) -> None:
-    """Exit with an error, because another node still holds this node's rank. If that node were dead, its
-    lease would have expired by now.
-    """
     holder = member.joining.rank_holder
     if holder is None or member.registered is not None:
         return

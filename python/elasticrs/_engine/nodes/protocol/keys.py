@@ -81,13 +81,9 @@ class Keys:
         self.refusal = self.prefix + "refused"
 
     def node(self, member: str) -> str:
-        """Return the key of a member's registration, which is attached to the member's lease."""
         return self.nodes + member
 
     def slot(self, member: str) -> str:
-        """Return the key of a member's slot, which contains the ranks that the leader has assigned to the
-        member.
-        """
         return self.slots + member
 
     def forget_members(self, prefix: str) -> list[Operation]:
@@ -97,11 +93,9 @@ class Keys:
         return [DeletePrefix(self.node(prefix)), DeletePrefix(self.slot(prefix))]
 
     def forget_process(self, name: str) -> list[Operation]:
-        """Return operations that delete all registrations of a process. ``name`` is the process's name."""
         return self.forget_members(f"{name}.")
 
     def table(self, form: str) -> str:
-        """Return the prefix of the keys that contain the member list of a proposed round."""
         return f"{self.tables}{form}/"
 
     def farewell(self, member: str) -> str:
@@ -147,11 +141,9 @@ class Keys:
         return f"{self.prefix[:-1]}%job/"
 
     def done(self, round: int, group_rank: int) -> str:  # noqa: A002 -- the field's own word
-        """Return the key that a member writes when its workers have finished."""
         return f"{self.dones}{round}/{group_rank}"
 
     def evidence(self, round: int, group_rank: int) -> str:  # noqa: A002 -- the field's own word
-        """Return the key for the flight records and stacks of a member's workers in one round."""
         return f"{self.evidences}{round}/{group_rank}"
 
 
@@ -160,12 +152,10 @@ def _escaped(name: str) -> str:
 
 
 def agent_of(member: str) -> str:
-    """Return the name of the agent process to which a member belongs."""
     return member.rpartition("/")[0]
 
 
 def incarnation_of(member: str) -> int:
-    """Return a member's incarnation number, which counts its agent's registrations."""
     return int(member.rpartition("/")[2])
 
 

@@ -96,7 +96,6 @@ class View:
 
     @property
     def round(self) -> int:
-        """Number of the most recent round; 0 before the first round."""
         return self.head.round if self.head else 0
 
     @property
@@ -105,11 +104,9 @@ class View:
 
     @property
     def forms(self) -> list[str]:
-        """Names of the proposed rounds whose member tables are in the store."""
         return list(self._tables)
 
     def apply(self, revision: int, changes: Iterable[Entry]) -> None:
-        """Apply the changes that belong to one store revision."""
         before = self.round, self.head.form if self.head else ""
         touched = [member for change in changes for member in self._take(change)]
         self.revision = revision
@@ -120,14 +117,10 @@ class View:
             self._refresh(member)
 
     def evidence_of(self, group_rank: int) -> bytes | None:
-        """Return the diagnostic data that a member has written for the current round; ``None`` if there are
-        none.
-        """
         return self._evidences.get((self.round, group_rank))
 
     @property
     def has_evidence(self) -> bool:
-        """True if at least one node has written diagnostic data for the current round."""
         return any(number == self.round for number, _ in self._evidences)
 
     def holds(self, member: str) -> bool:
@@ -143,7 +136,6 @@ class View:
         return 0 < given <= self.round and self.nodes[member].idle < given
 
     def is_excluded(self, member: str) -> bool:
-        """Return true if this registered member has been excluded from the job."""
         return bool(self.nodes[member].serves_only) or agent_of(member) == self._excluded_agent
 
     # --- reading keys ---

@@ -25,7 +25,6 @@ MAX_REASON = 256
 
 
 def leave(member: Member, event: Leave) -> None:
-    """Handle a request to leave the job. If ``event.close`` is true, close the job for all nodes instead."""
     reason = cut(event.reason, MAX_REASON)
     if event.close:
         _close_job(member, reason)
@@ -34,9 +33,6 @@ def leave(member: Member, event: Leave) -> None:
 
 
 def leave_with(member: Member, outcome: Outcome) -> None:
-    """Leave the job, and exit with ``outcome`` afterwards. End the current round, record the departure in the
-    store, and stop the workers.
-    """
     member.leave_with(outcome)
     registration = member.registered
     if registration is None:
@@ -55,9 +51,7 @@ def leave_with(member: Member, outcome: Outcome) -> None:
 
 
 def round_ended(member: Member, reply: Reply) -> None:
-    """Handle the reply to the request that ends the current round and records this agent's departure. If
-    another node has already ended the round, record only the departure.
-    """
+    """Handle the reply to the request that ends the round and contains the farewell."""
     if reply.ok:
         farewell_known(member)
         return
@@ -78,18 +72,13 @@ def _farewell(member: Member, registration: Registration, reason: str) -> Put:
 
 
 def farewell_known(member: Member) -> None:
-    """Record that this agent need not report its departure again. The store has either recorded the
-    departure, or already removed the agent's registration.
-    """
     if member.leaving is not None:
         member.leaving.is_known = True
     go_on(member)
 
 
 def go_on(member: Member) -> None:
-    """Exit once no workers are left and the store has recorded this agent's departure. If the store does not
-    respond in time, exit without waiting for the record.
-    """
+    """Exit once no workers are left, and the farewell is in the store or its reply is overdue."""
     leaving = member.leaving
     if member.workers is not None or leaving is None:
         return
@@ -100,7 +89,6 @@ def go_on(member: Member) -> None:
 
 
 def timeout(member: Member) -> None:
-    """Record that the store has not responded in time. Exit if no workers are left."""
     if member.leaving is not None:
         member.leaving.is_overdue = True
     go_on(member)
@@ -170,7 +158,6 @@ def _unused(member: Member) -> Outcome:
 
 
 def outcome_of(member: Member, head: Head) -> Outcome:
-    """Return the outcome of a closed job for this agent, such as success or failure."""
     own = None if member.leaving is None else member.leaving.outcome
     if own is not None and own.kind in ("stuck", "excluded"):
         return own

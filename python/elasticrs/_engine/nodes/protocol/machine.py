@@ -112,9 +112,6 @@ def _take_in(member: Member, link: Link, registration: Registration, entries: It
 
 
 def _reply(member: Member, reply: Reply) -> None:  # noqa: PLR0912 -- a table of cases
-    """Dispatch a reply according to the purpose of its request. Ignore replies to requests from an earlier
-    connection.
-    """
     link = member.link
     if link is None:
         return

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 
 class Phase(Enum):
-    """Phase of an agent in the rendezvous."""
-
     NEW = "new"
     CONNECTING = "connecting"
     IDLE = "idle"
@@ -165,14 +163,11 @@ class Leader(Record):
     told_refusal: int = -1
 
     def is_free(self) -> bool:
-        """Return true if the leader may make a decision, because all of its writes were answered and are
-        reflected in its view.
-        """
+        """Return true if all writes were answered and are reflected in the view."""
         is_settled = self.view is not None and self.view.revision >= self.wait_for
         return is_settled and self.pending is None and not self.stalled
 
     def answered(self, reply: Reply) -> bool:
-        """Handle the store's reply to a write. Return true if the leader was waiting for this reply."""
         if self.pending != reply.tag:
             return False
         self.pending = None
@@ -236,7 +231,6 @@ class Joining(Record):
     has_twin: bool = False
 
     def seen(self, revision: int) -> None:
-        """Record that the store has reached at least this revision."""
         self.revision = max(self.revision, revision)
 
 
@@ -374,7 +368,6 @@ class Member:
 
     @property
     def phase(self) -> Phase:
-        """Current phase of the agent."""
         if self.has_exited:
             return Phase.EXIT
         if self.workers is not None:
@@ -389,30 +382,23 @@ class Member:
 
     @property
     def registration(self) -> Registration | None:
-        """Registration that this agent has requested over the current connection; ``None`` if it has not
-        requested one.
-        """
+        """Registration requested over the current connection."""
         return None if self.link is None else self.link.registration
 
     @property
     def registered(self) -> Registration | None:
-        """Registration that the store has confirmed over the current connection; ``None`` if it is not
-        confirmed yet.
-        """
+        """Registration that the store has confirmed over the current connection."""
         registration = self.registration
         return registration if registration is not None and registration.create_revision else None
 
     @property
     def leader(self) -> Leader | None:
-        """State of this agent as leader; ``None`` if it is not the leader."""
         registration = self.registration
         return None if registration is None else registration.leader
 
     @property
     def head(self) -> Head | None:
-        """State of the job that was last received over the current connection; ``None`` if none has been
-        received yet.
-        """
+        """State of the job that was last received over the current connection."""
         return None if self.link is None else self.link.head
 
     @property
@@ -431,20 +417,16 @@ class Member:
     # --- actions ---
 
     def do(self, action: Action) -> None:
-        """Add an action for the caller of the state machine to execute."""
         self._actions.append(action)
 
     def take_actions(self) -> list[Action]:
-        """Return the actions that were added since the previous call."""
         actions, self._actions = self._actions, []
         return actions
 
     def arm(self, name: str, seconds: float) -> None:
-        """Set a timer."""
         self.do(Arm(name, seconds))
 
     def disarm(self, name: str) -> None:
-        """Cancel a timer."""
         self.do(Disarm(name))
 
     # --- requests ---
@@ -462,9 +444,7 @@ class Member:
         return tag
 
     def watch(self, purpose: Purpose, prefix: str, *, exact: bool = True) -> None:
-        """Watch a key or, if ``exact`` is false, all keys with a prefix. The reply contains the existing
-        keys.
-        """
+        """Watch a key or, unless ``exact``, a prefix. The reply contains the existing keys."""
         self.do(Watch(self._ask(purpose), prefix, exact, True))
 
     def _ask(self, purpose: Purpose) -> int:
@@ -476,7 +456,6 @@ class Member:
     # --- common operations ---
 
     def runs(self, number: int) -> bool:
-        """Return true if round ``number`` is running, according to the state of the job."""
         head = self.head
         return head is not None and head.state == "RUNNING" and head.round == number
 
@@ -520,13 +499,10 @@ class Member:
         self.txn(purpose, compares, [self.put_head(ended), *more])
 
     def put_head(self, head: Head) -> Put:
-        """Return the operation that writes a new job state."""
         return Put(self.keys.head, head.encode(), False)
 
     def exists(self, registration: Registration) -> Exists:
-        """Return the condition that this registration still exists. Every write of a member depends on this
-        condition.
-        """
+        """Return the condition of every write of a member."""
         return Exists(self.keys.node(registration.member))
 
     def stop(
@@ -550,7 +526,6 @@ class Member:
         self.do(Stop(workers.round, why, fenced, hung, planned, after_failure))
 
     def forget_connection(self) -> None:
-        """Discard the state that belongs to the old connection: requests, registration and leadership."""
         leader = self.leader
         if leader is not None:
             for name in leader.timers:
@@ -558,7 +533,6 @@ class Member:
         self.link = self.done = None
 
     def leave_with(self, outcome: Outcome) -> None:
-        """Make this agent leave the job. ``outcome`` is the outcome with which it will exit."""
         self.leaving = self.leaving or Leaving()
         self.leaving.outcome = outcome
 
@@ -575,7 +549,6 @@ class Member:
 
 
 def forget_timers(member: Member, leader: Leader) -> None:
-    """Cancel all timers that were set in the previous state of the job."""
     for name, fired in leader.timers.items():
         if not fired:
             member.disarm(name)
@@ -594,7 +567,6 @@ def has_passed(member: Member, leader: Leader, name: str, seconds: float) -> boo
 
 
 def forget(member: Member, leader: Leader, name: str) -> None:
-    """Cancel a timer, because the reason for setting it no longer exists."""
     timer = _timer(leader, name)
     if timer in leader.timers and not leader.timers.pop(timer):
         member.disarm(timer)
@@ -608,7 +580,6 @@ def _timer(leader: Leader, name: str) -> str:
 
 
 def guards(member: Member, view: View) -> list[Compare]:
-    """Return the conditions that guard every write of the leader."""
     registration, keys = member.registered, member.keys
     assert registration is not None
     return [
@@ -620,29 +591,20 @@ def guards(member: Member, view: View) -> list[Compare]:
 def write(
     member: Member, leader: Leader, view: View, then: Sequence[Operation], compares: Sequence[Compare] = ()
 ) -> None:
-    """Write to the store if this agent is still registered, the job's state is unchanged, and all conditions
-    in ``compares`` are true.
-
-    The leader makes no decision until the reply has arrived.
+    """Write to the store if :func:`guards` and ``compares`` hold. The leader decides nothing more until the
+    reply has arrived.
     """
     leader.sent_at = view.revision
     leader.pending = member.txn(Purpose.LEAD, [*guards(member, view), *compares], then)
 
 
 def close(member: Member, leader: Leader, view: View, closed: Head, alive: Sequence[str] = ()) -> None:
-    """Close the job.
-
-    Args:
-        member: state of the agent that leads.
-        leader: state of that agent as the leader.
-        view: the leader's view of the store.
-        closed: state of the job to write, with outcome and reason.
-        alive: members that must still be registered for the reason to be valid.
+    """Close the job. ``closed`` is the state to write, with outcome and reason. The reason is valid while the
+    members in ``alive`` are registered.
     """
     closed = closed.replaced(state="CLOSED", time_ns=member.now)
     write(member, leader, view, [member.put_head(closed), *member.keys.forget_rounds()], here(member, alive))
 
 
 def here(member: Member, alive: Sequence[str]) -> list[Compare]:
-    """Return conditions that are true only while all of these members are registered."""
     return [Exists(member.keys.node(each)) for each in alive]

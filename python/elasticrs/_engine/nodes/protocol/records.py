@@ -50,11 +50,7 @@ class DamagedError(ValueError):
 
 
 def decode(value: bytes) -> Any:
-    """Decode JSON.
-
-    Raises:
-        DamagedError: the bytes are not JSON, or contain a number such as NaN that JSON does not have.
-    """
+    """Decode JSON. Raise :class:`DamagedError` for anything else, such as the number NaN."""
     try:
         return json.loads(value, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
@@ -72,14 +68,10 @@ def _is_whole(low: int | None, high: int | None) -> Check:
 
 
 def one_of(*values: str) -> Check:
-    """Return a check that accepts exactly these strings."""
     return lambda value: isinstance(value, str) and value in values
 
 
 def row_of(*checks: Check) -> Check:
-    """Return a check that accepts a list in which each value passes the check at the same position in
-    ``checks``. The list and ``checks`` must have the same length.
-    """
     return lambda value: (
         isinstance(value, list)
         and len(value) == len(checks)
@@ -88,12 +80,10 @@ def row_of(*checks: Check) -> Check:
 
 
 def list_of(check: Check, most: int) -> Check:
-    """Return a check for a list of at most ``most`` values that all pass ``check``."""
     return lambda value: isinstance(value, list) and len(value) <= most and all(map(check, value))
 
 
 def optional(check: Check) -> Check:
-    """Return a check that accepts null or a value that passes ``check``."""
     return lambda value: value is None or check(value)
 
 
@@ -141,12 +131,10 @@ CAUSE: dict[str, Check] = {
 
 
 def checked_fields(record: Any, checks: Mapping[str, Check], required: Iterable[str]) -> dict[str, Any]:
-    """Check an object and return its fields that are not null. ``checks`` lists every field that the object
-    may have.
+    """Return the fields of an object that are not null. ``checks`` lists every field that it may have.
 
     Raises:
-        DamagedError: the value is not an object, has an unknown field, lacks a required field, or has a field
-            with an invalid value.
+        DamagedError: the value is no such object.
     """
     if not isinstance(record, dict):
         raise DamagedError(f"{_shown(record)} is not an object")
@@ -161,12 +149,7 @@ def checked_fields(record: Any, checks: Mapping[str, Check], required: Iterable[
 
 
 def checked_row(record: Any, checks: Sequence[Check]) -> list[Any]:
-    """Return ``record`` if it is a list in which each value passes the check at the same position in
-    ``checks``.
-
-    Raises:
-        DamagedError: the value is not a list of that kind.
-    """
+    """Return ``record`` if its values pass one check each. Otherwise, raise :class:`DamagedError`."""
     if not row_of(*checks)(record):
         raise DamagedError(f"{_shown(record)} is not a list of the expected values")
     found: list[Any] = record
@@ -213,7 +196,6 @@ def encode(record: object) -> bytes:
 
 
 def damage(key: str, error: DamagedError) -> str:
-    """Return the message that tells the user about a damaged record."""
     return f"the record {key} in the rendezvous store is damaged: {error}"
 
 
@@ -253,15 +235,13 @@ def bound_cause(cause: Mapping[str, Any] | None, limit: int = MAX_CAUSE) -> dict
 
 
 def time_of(cause: Mapping[str, Any] | None) -> int | None:
-    """Return the time of a failure on the store's wall clock, in nanoseconds; ``None`` if unknown."""
+    """Return the time of a failure on the store's wall clock, in nanoseconds."""
     time = cause.get("time_ns") if cause else None
     return time if isinstance(time, int) else None
 
 
 def step_of(cause: Mapping[str, Any] | None) -> int | None:
-    """Return the step in which a worker hung. Return ``None`` if the step is unknown or the worker did not
-    hang.
-    """
+    """Return the step in which a worker hung."""
     step = cause.get("step") if cause else None
     return step if isinstance(step, int) else None
 
@@ -291,9 +271,7 @@ def blame_of(cause: Mapping[str, Any] | None) -> tuple[Any, ...] | None:
 
 
 def silence_of(cause: Mapping[str, Any] | None) -> float | None:
-    """Return the number of seconds since a hung worker's last heartbeat. Return ``None`` if it is unknown, or
-    if the worker did not hang.
-    """
+    """Return the seconds since a hung worker's last heartbeat."""
     silence = cause.get("silence") if cause else None
     if blame_of(cause) is None or not isinstance(silence, (int, float)):
         return None
@@ -363,22 +341,15 @@ class Node(Value):
     serves_only: bool | None = None
 
     def encode(self) -> bytes:
-        """Encode the registration, omitting fields that are ``None``."""
         return encode({name: each for name, each in self.fields().items() if each is not None})
 
     @staticmethod
     def decode(value: bytes) -> Node:
-        """Decode a registration.
-
-        Raises:
-            DamagedError: the bytes are not a valid registration.
-        """
         fields = checked_fields(decode(value), _NODE, _NODE_REQUIRED)
         return Node(**{**fields, "cause": checked_cause(fields.get("cause"))})
 
     @property
     def shown(self) -> str:
-        """Name and address of the node, as shown to the user."""
         seen = self.fallback_addr if is_loopback_name(self.address) and self.fallback_addr else self.address
         return f"{self.name} ({self.local_addr or seen})"
 
@@ -443,11 +414,6 @@ class Head(Value):
 
     @staticmethod
     def decode(value: bytes) -> Head:
-        """Decode a head record.
-
-        Raises:
-            DamagedError: the bytes are not a valid head.
-        """
         if len(value) > MAX_HEAD:
             raise DamagedError(f"it has {len(value)} bytes")
         fields = checked_fields(decode(value), _HEAD, ("state", "round"))
@@ -460,7 +426,6 @@ class Head(Value):
 
     @property
     def is_judged(self) -> bool:
-        """True if the round has ended and the leader has evaluated how it ended."""
         return self.state == "ENDED" and "charged" in (self.end or {})
 
     @property
@@ -470,18 +435,15 @@ class Head(Value):
 
     @property
     def note(self) -> str:
-        """Message to the user about suspect nodes; empty if no node is suspected."""
         return str((self.end or {}).get("note", ""))
 
     @property
     def excluded_agent(self) -> str | None:
-        """Agent excluded from the job when the last round ended; ``None`` if no agent was excluded."""
         member = (self.end or {}).get("excluded")
         return None if member is None else agent_of(member)
 
     @property
     def failures(self) -> FailureHistory:
-        """The job's failure history, for the restart policy."""
         kept = {name: _with_tuples(each) for name, each in (self.history or {}).items()}
         return FailureHistory(self.used, **kept)
 
@@ -496,8 +458,8 @@ class Head(Value):
 
     @staticmethod
     def read(entry: Entry) -> Head:
-        """Decode the head (the state of the job) from its store entry. If the entry is damaged, return the
-        head of a closed, failed job, with a reason that names the key.
+        """Decode the head. If it is damaged, return the head of a closed, failed job with a reason that names
+        the key.
         """
         try:
             return Head.decode(entry.value or b"")
@@ -506,12 +468,10 @@ class Head(Value):
 
 
 def _with_tuples(value: Any) -> Any:
-    """Replace lists by tuples in a value of the failure history that was decoded from JSON."""
     return tuple(map(_with_tuples, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _shortened(value: Any) -> Any:
-    """Shorten a value of the failure history before it is stored. Cut long names, and round numbers."""
     if isinstance(value, tuple):
         return tuple(map(_shortened, value))
     if isinstance(value, str):
@@ -554,17 +514,9 @@ class Slot(Value):
 
     @staticmethod
     def decode(value: bytes) -> Slot:
-        """Decode a slot.
-
-        Raises:
-            DamagedError: the bytes are not a valid slot.
-        """
         return Slot(*checked_row(decode(value), _SLOT))
 
     def fits(self, head: Head, nproc: int) -> bool:
-        """Return true if the assigned ranks are valid in the round described by ``head``, for a node with
-        ``nproc`` workers.
-        """
         return (
             all(head.master)
             and self.group_rank < head.size <= head.world_size
@@ -574,11 +526,6 @@ class Slot(Value):
 
 
 def table_of(value: bytes) -> list[Seat]:
-    """Decode one chunk of a round's member table.
-
-    Raises:
-        DamagedError: the bytes are not a valid part of a table.
-    """
     rows = decode(value)
     if not isinstance(rows, list):
         raise DamagedError("not a list")
@@ -589,22 +536,12 @@ def table_of(value: bytes) -> list[Seat]:
 
 
 def holder_of(value: bytes) -> tuple[str, str]:
-    """Decode the record of the agent that holds a node rank. Return the agent's name, and a description of
-    its node to show to the user.
-
-    Raises:
-        DamagedError: the bytes are not a valid record.
-    """
     agent, _, shown = checked_row(decode(value), (TEXT,) * 3)
     return agent, shown
 
 
 def job_of(value: bytes) -> dict[str, Any]:
-    """Decode the job record. Its fields vary with the release that wrote it.
-
-    Raises:
-        DamagedError: the bytes are not a valid record.
-    """
+    """Decode the job record. Its fields vary with the release that wrote it."""
     job = decode(value)
     plain = (str, int, bool, type(None))
     if not isinstance(job, dict):
@@ -619,11 +556,6 @@ def job_of(value: bytes) -> dict[str, Any]:
 
 
 def text_of(value: bytes | None) -> str:
-    """Decode a record that consists of one text.
-
-    Raises:
-        DamagedError: the bytes are not a text of the expected length.
-    """
     text = decode(value or b"")
     if not NAME(text):
         raise DamagedError("not a text of the expected length")
@@ -631,11 +563,6 @@ def text_of(value: bytes | None) -> str:
 
 
 def check_done(value: bytes) -> None:
-    """Validate the record that a member writes when its workers have finished.
-
-    Raises:
-        DamagedError: the bytes are not a valid record.
-    """
     if not isinstance(decode(value), dict):
         raise DamagedError("not the summary of a node")
 

@@ -89,7 +89,6 @@ class Rendezvous(Value):
 
     @property
     def store(self) -> str:
-        """Description of the store, for the user."""
         return f"the rendezvous store {self.endpoint}" if self.etcd is None else f"etcd at {self.endpoint}"
 
     @property
@@ -101,7 +100,6 @@ class Rendezvous(Value):
 
     @property
     def is_static(self) -> bool:
-        """True if the user assigns the node ranks and the port of the workers' store."""
         return self.backend == "static"
 
     @property
@@ -216,7 +214,6 @@ def command_of(words: Sequence[str], place: str) -> Command:
 
 
 def command_of_file(path: str, arguments: Sequence[str]) -> Command:
-    """Return the command that runs the script or the program at this path."""
     return command_of([os.path.normpath(path), *arguments], _real(path))
 
 

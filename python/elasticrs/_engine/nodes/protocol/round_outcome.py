@@ -70,7 +70,6 @@ def is_explained(view: View) -> bool:
 
 
 def is_charged(view: View, head: Head) -> bool:
-    """Return true if the end of the round counts against the maximum number of restarts."""
     return kind_of(head) == "failure" and not is_explained(view)
 
 
@@ -82,7 +81,6 @@ def witnesses(view: View) -> list[str]:
 
 
 def kind_of(head: Head) -> str:
-    """Return how the round ended, such as ``failure`` or ``lost``."""
     kind: str = (head.end or {}).get("kind", "")
     return kind
 
@@ -197,9 +195,6 @@ def _cause_of(view: View, head: Head, cause: dict[str, Any], rank: int) -> dict[
 
 
 def _reports(view: View, head: Head) -> list[Node]:
-    """Return the registrations of members of this round that reported a failure, or whose node failed the
-    node check after the round.
-    """
     members = [view.nodes[member] for member in sorted(view.causes) if member in view.rank_of]
     return [node for node in members if node.idle == head.round]
 
@@ -327,14 +322,10 @@ def named(names: Sequence[str]) -> str:
 
 
 def nodes(count: int) -> str:
-    """Format a number of nodes, such as ``1 node`` or ``3 nodes``."""
     return "1 node" if count == 1 else f"{count} nodes"
 
 
 def end_of(head: Head, *, names_pid: bool = True) -> str:
-    """Describe how the last finished round ended. This is the round in ``head``, or the one before it if the
-    round in ``head`` is still running.
-    """
     end = head.end or {}
     kind = end.get("kind")
     if kind == "failure":
@@ -368,9 +359,6 @@ def failure_of(cause: Mapping[str, Any] | None, node: object = None, *, names_pi
 
 
 def restart_cost(policy: RestartSettings, used: int, *, is_charged: bool) -> str:
-    """Return text that says whether a round was charged to the restart budget, and how many restarts are used
-    up.
-    """
     if is_charged:
         return f"restart {restarts_used(used, policy.max_restarts, policy.window)}"
     if policy.window is not None:
@@ -389,16 +377,12 @@ def round_line(head: Head, policy: RestartSettings, told: str | None = None) -> 
 
 
 def diagnosis_line(head: Head) -> str | None:
-    """Return a line that explains why the previous round hung or failed, based on evidence from all nodes;
-    ``None`` without a diagnosis.
-    """
     diagnosis = (head.cause or {}).get("diagnosis")
     how = "failed" if blame_of(head.cause) is None else "hung"
     return None if diagnosis is None else f"round {head.round - 1} {how}: {diagnosis}"
 
 
 def closed_line(run_id: str, head: Head) -> str:
-    """Return the error message for a node that tries to join a closed job."""
     when = f" at {local_time(head.time_ns)}" if head.time_ns else ""
     why = f": {head.reason}" if head.reason else ""
     how = f"{head.outcome}{when} in round {head.round}{why}"

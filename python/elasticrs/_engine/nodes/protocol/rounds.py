@@ -68,7 +68,6 @@ REMOVED = "the state of this job was removed"
 
 
 def take_slot(member: Member, registration: Registration, entry: Entry) -> None:
-    """Handle a new slot (rank assignment) that the leader has written for this member."""
     if entry.value is None or entry.mod_revision <= registration.slot_revision:
         return
     registration.slot_revision = entry.mod_revision
@@ -94,7 +93,6 @@ def _slot_damaged(member: Member, registration: Registration, error: DamagedErro
 
 
 def take_head(member: Member, link: Link, entry: Entry) -> None:
-    """Handle a new state of the job."""
     if entry.mod_revision <= link.head_revision:
         return
     if entry.value is None:
@@ -251,12 +249,10 @@ def is_slot_known(link: Link, registration: Registration) -> bool:
 
 
 def age_reached(member: Member) -> None:
-    """Record that the current round has run for at least ``short_round`` seconds."""
     member.age.aged = member.age.seen
 
 
 def is_mine(registration: Registration | None, head: Head) -> bool:
-    """Return true if this member is part of the running round."""
     slot = None if registration is None else registration.slot
     if slot is None or head.state != "RUNNING":
         return False
@@ -331,7 +327,6 @@ def _master(member: Member, head: Head) -> tuple[str, int]:
 
 
 def worker_failed(member: Member, event: WorkerFailed) -> None:
-    """Report a worker's failure to all nodes, then stop the other workers of this node."""
     if member.phase is not Phase.RUN:
         return
     _report_failure(member, event.cause)
@@ -354,7 +349,6 @@ def _report_failure(member: Member, cause: Cause | None) -> None:
 
 
 def start_failed(member: Member, event: StartFailed) -> None:
-    """Handle a failed start of this node's workers, after all their processes have exited."""
     if member.phase is Phase.RUN:
         _report(member, {"kind": "setup", "message": event.message, "fatal": not event.transient}, None)
     workers_gone(member)
@@ -390,14 +384,12 @@ def workers_done(member: Member) -> None:
 
 
 def done_known(member: Member) -> None:
-    """Handle the store's confirmation that it has recorded the success of this node's workers."""
     if member.done is not None:
         member.done.is_known = True
     leave_barrier(member)
 
 
 def barrier(member: Member) -> None:
-    """Stop waiting for the other nodes, because this node has finished and its exit barrier has timed out."""
     if member.done is not None:
         member.done.is_over = True
     leave_barrier(member)
@@ -413,7 +405,6 @@ def leave_barrier(member: Member) -> None:
 
 
 def group_ended(member: Member, event: GroupEnded) -> None:
-    """Handle the exit of all worker processes of this node, except those that SIGKILL could not end."""
     if member.workers is None:
         return
     if member.phase is Phase.RUN:
@@ -432,7 +423,6 @@ def group_ended(member: Member, event: GroupEnded) -> None:
 
 
 def workers_gone(member: Member) -> None:
-    """Decide what this agent does next, after its workers have exited."""
     workers, member.workers = member.workers, None
     if workers is None:
         return
@@ -503,7 +493,6 @@ def _earlier_cause(member: Member, number: int) -> Cause | None:
 
 
 def give_up(member: Member) -> None:
-    """Exit with a timeout, because no round was formed in time. No leader has reported another reason."""
     head = member.head
     if member.phase is Phase.IDLE and not (head is not None and head.state == "RUNNING"):
         seconds = member.patience
@@ -516,7 +505,6 @@ def give_up(member: Member) -> None:
 
 
 def follow(member: Member, registration: Registration, predecessor: Entry | None) -> None:
-    """Watch the registration just before this agent's own. If there is none, become the leader."""
     if predecessor is None:
         registration.predecessor = None
         registration.leader = Leader()
@@ -542,9 +530,6 @@ def end_own_watches(member: Member, registration: Registration) -> None:
 
 
 def predecessor_gone(member: Member, registration: Registration) -> None:
-    """Handle the deletion of the registration just before this agent's own, and look up the new
-    predecessor.
-    """
     if registration.predecessor is None:
         return
     member.do(Unwatch(registration.predecessor, True))
@@ -553,7 +538,6 @@ def predecessor_gone(member: Member, registration: Registration) -> None:
 
 
 def find_predecessor(member: Member, registration: Registration) -> None:
-    """Look up the newest registration that is older than this agent's registration."""
     _ask(member, registration, Purpose.FIND_PREDECESSOR, member.keys.node(registration.member))
 
 

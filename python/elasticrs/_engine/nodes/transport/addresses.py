@@ -33,7 +33,6 @@ def is_loopback(address: str) -> bool:
 
 
 def is_loopback_name(host: str) -> bool:
-    """Return true if the host of an endpoint is ``localhost`` or a loopback address."""
     bare = host.strip("[]")
     return plain(bare) == "localhost" or is_loopback(bare)
 
@@ -84,7 +83,6 @@ def parse_endpoint(name: str, endpoint: str) -> tuple[str, int | None]:
 
 
 def shown_endpoint(host: str, port: int) -> str:
-    """Return ``HOST:PORT``, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

@@ -285,24 +285,12 @@ class NativeSession:
         return self._client.met
 
     def take(self) -> list[StoreEvent]:
-        """Return the events since the last call, without blocking. The first event of a session is
-        :class:`.Connected` or
-        :class:`.ConnectionLost`.
-        """
         return [_event(event) for event in self._client.take()]
 
     def wait(self, timeout: float | None) -> bool:
-        """Block until :meth:`take` has events to return. Return false on a timeout, or if no more events can
-        arrive.
-        """
         return self._client.wait(timeout)
 
     def send(self, request: Request) -> None:
-        """Send a request. The store executes requests in order.
-
-        Raises:
-            ValueError: the request is too large.
-        """
         if isinstance(request, Txn):
             self._client.txn(
                 request.tag, _steps(request.compares), _steps(request.then), _steps(request.otherwise)
@@ -319,7 +307,6 @@ class NativeSession:
         return self._client.clock()
 
     def close(self) -> None:
-        """Close the session and end its lease immediately. Closing produces no event. Idempotent."""
         self._client.close()
 
 
