@@ -7,6 +7,7 @@ across them, and an all-reduce of all ranks), ``ddp`` and ``fsdp``.
 """
 
 import os
+import select
 import signal
 import sys
 import threading
@@ -127,6 +128,18 @@ class Sharded(Wrapped):
 SHAPES = {"plain": Plain, "mesh": Mesh, "ddp": DataParallel, "fsdp": Sharded}
 
 
+def leaving_together(kind, guilty):
+    """Return pidfds of the ranks that leave if there are several. The other ranks wait for all of them before
+    the next collective. Otherwise that collective may fail after the first has left, and the agent may stop
+    the second before it leaves.
+    """
+    if kind != "leaves" or "," not in guilty:
+        return []
+    store = distributed.distributed_c10d._get_default_store()
+    store.set(f"pid{distributed.get_rank()}", str(os.getpid()))
+    return [os.pidfd_open(int(store.get(f"pid{rank}"))) for rank in guilty.split(",")]
+
+
 def train(shape, kind, guilty):
     distributed.init_process_group("gloo", timeout=LONG)
     rank = distributed.get_rank()
@@ -135,8 +148,12 @@ def train(shape, kind, guilty):
     optimizer = torch.optim.SGD(training.model.parameters(), lr=0.1)
     # Wait for all ranks before the first heartbeat, because the hang timeout starts then, and some ranks may
     # start much later than others.
+    leavers = leaving_together(kind, guilty)
     distributed.barrier()
     for step in range(STEPS):
+        if step == AT and not diverges:
+            for process in leavers:
+                select.select([process], [], [])
         heartbeat(step)
         optimizer.zero_grad()
         own = kind if diverges and step == AT else ""
