@@ -12,7 +12,7 @@ import pytest
 from helpers.describe_api import describe, run
 
 from elasticrs import events
-from elasticrs.events import handlers, hostname
+from elasticrs.events import api, handlers
 from elasticrs.events.api import Event, EventSource, NodeState, RdzvEvent
 
 
@@ -166,9 +166,7 @@ def test_the_writer_thread_writes_all_event_lines_in_order(behind):
 
 
 def test_event_lines_beyond_the_queue_limit_are_dropped_and_reported_once(behind, monkeypatch, caplog):
-    from elasticrs.events import behind as module
-
-    monkeypatch.setattr(module, "MOST", 3)
+    monkeypatch.setattr(handlers, "MOST", 3)
     for number in range(9):
         behind.handle(logging.makeLogRecord({"msg": str(number)}))
     os.close(os.open(behind.gate, os.O_RDONLY))
@@ -222,17 +220,17 @@ def test_a_rendezvous_event_names_its_caller(listener, monkeypatch):
 
 
 def test_the_host_name_is_resolved_once_with_a_time_limit(monkeypatch):
-    monkeypatch.setattr(hostname, "_known", {})
+    monkeypatch.setattr(api, "_known", {})
     asked = []
     monkeypatch.setattr(socket, "getfqdn", lambda: asked.append(1) or "name.of.this.host")
-    assert [hostname.fq_hostname() for _ in range(3)] == ["name.of.this.host"] * 3
+    assert [api.fq_hostname() for _ in range(3)] == ["name.of.this.host"] * 3
     assert len(asked) == 1
 
     from threading import Event as Flag
 
     answers = Flag()
-    monkeypatch.setattr(hostname, "_known", {})
-    monkeypatch.setattr(hostname, "PATIENCE", 0.01)
+    monkeypatch.setattr(api, "_known", {})
+    monkeypatch.setattr(api, "PATIENCE", 0.01)
     monkeypatch.setattr(socket, "getfqdn", answers.wait)
-    assert hostname.fq_hostname() == os.uname().nodename
+    assert api.fq_hostname() == os.uname().nodename
     answers.set()

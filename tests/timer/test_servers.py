@@ -116,7 +116,7 @@ RECYCLED = """
 
 @pytest.mark.privileged
 def test_a_process_without_its_main_thread_still_counts_as_running():
-    from elasticrs.timer.descendants import descends_from_us
+    from elasticrs.timer.local_timer import descends_from_us
 
     with subprocess.Popen([sys.executable, "-c", procs.HEADLESS], stdout=subprocess.PIPE) as headless:
         headless.stdout.readline()

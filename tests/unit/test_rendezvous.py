@@ -17,7 +17,6 @@ from elasticrs.rendezvous.elastic_handler import ElasticRendezvousHandler
 from elasticrs.rendezvous.one_node_handler import OneNodeRendezvous
 from elasticrs.rendezvous.registry import get_rendezvous_handler
 from elasticrs.store import DistNetworkError, Store
-from elasticrs.store.prefix_store import with_prefix
 
 
 def params(backend="c10d", endpoint="", min_nodes=1, max_nodes=1, **config):
@@ -125,7 +124,7 @@ def test_a_single_node_store_opens_no_descriptors_until_it_is_used(backend, endp
     first.set("key", "value")
     assert descriptors() > before
     assert (first.get("key"), second.check(["key"])) == (b"value", False)
-    inner = with_prefix(second, "mine")
+    inner = second.with_prefix("mine/")
     inner.queue_push("queue", "a")
     inner.barrier("all", 1)
     assert (inner.queue_len("queue"), inner.queue_pop("queue")) == (1, b"a")

@@ -18,9 +18,8 @@ import traceback
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from elasticrs.events.api import Event, EventMetadataValue, EventSource, NodeState, RdzvEvent
+from elasticrs.events.api import Event, EventMetadataValue, EventSource, NodeState, RdzvEvent, fq_hostname
 from elasticrs.events.handlers import get_logging_handler
-from elasticrs.events.hostname import fq_hostname
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import threading
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 
@@ -109,3 +112,32 @@ class RdzvEvent(_Serialized):
             return data
         fields = json.loads(data)
         return RdzvEvent(**{**fields, "node_state": NodeState[fields["node_state"]]})
+
+
+PATIENCE = 1.0
+"""Time limit for the resolver, in seconds."""
+
+_lock = threading.Lock()
+_known: dict[int, str] = {}
+
+
+def fq_hostname() -> str:
+    """Return the fully qualified name of this machine from the resolver, or the kernel's host name if the
+    resolver is too slow. Within a process, the result never changes.
+    """
+    with _lock:
+        # Resolve the name again in a forked child, because it may be in another network namespace.
+        pid = os.getpid()
+        if pid not in _known:
+            _known.clear()
+            _known[pid] = _ask(PATIENCE)
+        return _known[pid]
+
+
+def _ask(patience: float) -> str:
+    found: list[str] = []
+    # Use a daemon thread, so that a hanging resolver does not keep the process alive.
+    asker = threading.Thread(target=lambda: found.append(socket.getfqdn()), name="fq-hostname", daemon=True)
+    asker.start()
+    asker.join(patience)
+    return found[0] if found else os.uname().nodename

@@ -8,11 +8,18 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import stat
+import threading
+import time
+from collections import deque
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, TextIO
 
 from elasticrs._engine.process.console import Console
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["EVENT_HANDLERS", "UnknownDestinationError", "get_logging_handler"]
 
@@ -20,8 +27,6 @@ EVENT_HANDLERS = "elasticrs.event_handlers"
 """Entry point group in which packages provide event handlers."""
 
 if TYPE_CHECKING:
-    from elasticrs.events.behind import Behind
-
     _StreamHandler = logging.StreamHandler[TextIO]
 else:
     # `StreamHandler` is generic only in the type stubs.
@@ -99,7 +104,7 @@ class LineFileHandler(logging.Handler):
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
         self._fd = os.open(path, flags, 0o644)
         self._complaints: set[str] = set()
-        self._behind: Behind | None = None
+        self._behind: LineQueue | None = None
         self._agents = 0
 
     def write_behind(self) -> None:
@@ -108,9 +113,7 @@ class LineFileHandler(logging.Handler):
         """
         self._agents += 1
         if self._behind is None or not self._behind.is_ours:
-            from elasticrs.events.behind import Behind
-
-            self._behind = Behind(self._write)
+            self._behind = LineQueue(self._write)
 
     def write_through(self) -> None:
         """Undo one call of :meth:`write_behind`, and wait until all lines are written or a time limit
@@ -202,3 +205,82 @@ def _make(destination: str) -> logging.Handler:
             return handler
     names = ", ".join([*sorted(set(_log_handlers) | {entry.name for entry in offered}), "file:PATH"])
     raise UnknownDestinationError(f"got {destination!r}, expected one of {names}")
+
+
+MOST = 10_000
+"""Maximum number of queued lines. Further lines are dropped."""
+
+
+class LineQueue:
+    """Queue of lines, and a thread that writes them. A thread is needed, because a write may block forever.
+
+    Args:
+        write: writes a line. The second argument is true if the line must be flushed to disk. Only the thread
+            calls this function.
+    """
+
+    def __init__(self, write: Callable[[bytes, bool], None]) -> None:
+        self._write = write
+        self._owner = os.getpid()
+        self._lines: deque[tuple[bytes, bool]] = deque()
+        self._news = threading.Condition()
+        self._is_ending = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_ours(self) -> bool:
+        """True in the process that created this object. False in a forked child, because the child does not
+        inherit the thread.
+        """
+        return self._owner == os.getpid()
+
+    def put(self, line: bytes, is_failure: bool) -> bool:
+        """Queue a line. Return false if the line was dropped because too many lines are waiting."""
+        with self._news:
+            if len(self._lines) >= MOST:
+                return False
+            self._lines.append((line, is_failure))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="elasticrs-events", daemon=True)
+                self._start(self._thread)
+            self._news.notify_all()
+            return True
+
+    @staticmethod
+    def _start(thread: threading.Thread) -> None:
+        # Block all signals in the new thread, so that the main thread receives them.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            thread.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def wait(self, seconds: float) -> int:
+        """Wait until all lines are written, for at most ``seconds``. Return the number of unwritten lines."""
+        deadline = time.monotonic() + seconds
+        with self._news:
+            while self._lines and (left := deadline - time.monotonic()) > 0:
+                self._news.wait(left)
+            return len(self._lines)
+
+    def end(self) -> None:
+        """Wait until all lines are written, and then stop the thread."""
+        with self._news:
+            self._is_ending = True
+            self._news.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._news:
+                while not self._lines and not self._is_ending:
+                    self._news.wait()
+                if not self._lines:
+                    return
+                line, is_failure = self._lines[0]
+            self._write(line, is_failure)
+            with self._news:
+                # Remove the line only after it is written, so that it counts as unwritten until then.
+                self._lines.popleft()
+                self._news.notify_all()

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 from elasticrs import lazy
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
     from elasticrs.rendezvous.api import (
         RendezvousClosedError,
         RendezvousConnectionError,
@@ -44,10 +49,40 @@ _HOMES = {
     "elasticrs.rendezvous.registry": ("rendezvous_handler_registry", "_register_out_of_tree_handlers"),
     "elasticrs.rendezvous.api": tuple(__all__),
 }
-_SUBMODULES = (
-    *("api", "c10d_rendezvous_backend", "dynamic_rendezvous", "etcd_rendezvous", "etcd_rendezvous_backend"),
-    *("etcd_server", "etcd_store", "registry", "static_tcp_rendezvous", "utils"),
+_TORCHS = (
+    *("_etcd_stub", "c10d_rendezvous_backend", "dynamic_rendezvous", "etcd_rendezvous_backend"),
+    *("etcd_server", "etcd_store"),
 )
+"""Modules in whose place torch's own modules are imported. elasticrs itself does not use them."""
+
+_SUBMODULES = ("api", "etcd_rendezvous", "registry", "static_tcp_rendezvous", "utils", *_TORCHS)
+
+
+class _TorchsModules:
+    """Finder and loader of the modules in :data:`_TORCHS`."""
+
+    @classmethod
+    def find_spec(cls, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:  # noqa: ARG003 -- the import system passes all
+        package, _, name = fullname.rpartition(".")
+        if package != __name__ or name not in _TORCHS:
+            return None
+        from importlib.machinery import ModuleSpec
+
+        return ModuleSpec(fullname, cls)  # type: ignore[arg-type]  # a class can be a loader, too
+
+    @staticmethod
+    def create_module(spec: ModuleSpec) -> None:  # noqa: ARG004 -- the import system creates an empty module
+        return None
+
+    @staticmethod
+    def exec_module(module: ModuleType) -> None:
+        from importlib import import_module
+
+        name = module.__name__
+        sys.modules[name] = import_module(f"torch.distributed.elastic.{name.partition('.')[2]}")
+
+
+sys.meta_path.append(_TorchsModules)
 
 
 def __getattr__(name: str) -> object:

@@ -11,8 +11,8 @@ from threading import Thread
 from elasticrs._core import TimerFifo
 from elasticrs.timer import file_based_local_timer
 from elasticrs.timer.api import _logger
-from elasticrs.timer.descendants import DescendantTimers
 from elasticrs.timer.file_based_local_timer import FileTimerRequest
+from elasticrs.timer.local_timer import DescendantTimers
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ def record(name: str, rank: int, **more: str | float | bool | None) -> None:
     handler, destination = get_event_logger(), os.environ.get(DESTINATION)
     if destination is None and isinstance(handler, NullEventLogHandler):
         return
-    from elasticrs.events.hostname import fq_hostname
+    from elasticrs.events.api import fq_hostname
 
     metadata = {"hostname": fq_hostname(), "pid": os.getpid(), "rank": rank, **more}
     handler.log_event(name, json.dumps(metadata))

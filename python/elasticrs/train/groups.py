@@ -30,13 +30,15 @@ import struct
 import sys
 import time
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from elasticrs._engine.workers.environment import NCCL_ENDS_PROCESSES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any
+
+    from torch.distributed import ProcessGroup
 
 _ESTABLISHED, _SYN_SENT, _CLOSE_WAIT, _LISTEN = 1, 2, 8, 10
 LAST_RESORT = 4.0
@@ -418,3 +420,72 @@ def _reset_names() -> None:
     from torch.distributed import distributed_c10d
 
     distributed_c10d._world.group_count = 0
+
+
+_COLLECTIVES = (
+    *("allgather", "allgather_into_tensor_coalesced", "_allgather_base", "allreduce", "allreduce_coalesced"),
+    *("alltoall", "alltoall_base", "barrier", "broadcast", "gather", "monitored_barrier", "recv"),
+    *("recv_anysource", "reduce", "reduce_scatter", "_reduce_scatter_base"),
+    *("reduce_scatter_tensor_coalesced", "scatter", "send"),
+)
+"""Collectives that raise an error in a process that a worker forks during the training, such as a data loader.
+
+Such a child is not a worker. It has a copy of the process group, but the connections belong to its parent and
+the threads of the group do not exist in the child, so a collective would block forever.
+"""
+
+_forks: dict[str, Any] = {"count": 0, "parent": 0, "is_watched": False, "kept": []}
+
+
+def fork_depth() -> int:
+    """Return the fork depth of this process: 0 in the process that first called :func:`watch_forks`, 1 in its
+    forked children, and so on.
+    """
+    found: int = _forks["count"]
+    return found
+
+
+def not_a_worker() -> str:
+    """Return the error message for a forked child that tries to act as a worker."""
+    return (
+        f"this process was forked from worker {_forks['parent']} during the training, so it is not a worker"
+    )
+
+
+def watch_forks() -> None:
+    """Start to detect forks of this process. Idempotent."""
+    _forks["parent"] = os.getpid()
+    if not _forks["is_watched"]:
+        _forks["is_watched"] = True
+        os.register_at_fork(after_in_child=_in_child)
+
+
+def _in_child() -> None:
+    _forks["count"] += 1
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    group = None if c10d is None else c10d.GroupMember.WORLD
+    if group is None:
+        return
+    refusing = _refusing(group)
+    # Register the new group in torch's tables like the old one, so that queries for the rank, size or backend
+    # still work.
+    for table in (
+        *(c10d._world.pg_map, c10d._world.pg_names, c10d._world.pg_group_ranks),
+        *(c10d._world.pg_backend_config, c10d._world.pg_to_tag),
+    ):
+        if group in table:
+            table[refusing] = table[group]
+    # Keep the old group alive. Its destructor would wait for threads that do not exist in this process.
+    _forks["kept"].append(group)
+    c10d.GroupMember.WORLD = refusing
+
+
+def _refusing(group: ProcessGroup) -> ProcessGroup:
+    from torch.distributed import ProcessGroup
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise RuntimeError(not_a_worker())
+
+    kind = type("_Refusing", (ProcessGroup,), dict.fromkeys(_COLLECTIVES, refuse))
+    made: ProcessGroup = kind(group.rank(), group.size())
+    return made

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from elasticrs.metrics import api as metrics
-from elasticrs.train import forked, measuring, state_machine
+from elasticrs.train import groups, measuring, state_machine
 from elasticrs.train.checkpoint import get_checkpoint_manager
 from elasticrs.train.checkpoint.manager import CheckpointError, CheckpointSaver, load_newest
 from elasticrs.train.coordinator import CannotContinueError, Coordinator, NonRetryableException, StopException
@@ -198,7 +198,7 @@ class _Run:
         self._steps: Any = None
         self._snapshot: Any = _NOTHING
         self._error: Exception | None = None
-        self._forks = forked.count()
+        self._forks = groups.fork_depth()
         self._checkpoints: CheckpointSaver | None = None
         self._is_meeting = self._is_loaded = False
         # Progress of this worker in the current round, which it sends at the start of the next round.
@@ -222,7 +222,7 @@ class _Run:
             Action.GIVE_UP: self._give_up,
             Action.RAISE: self._raise,
         }
-        forked.watch()
+        groups.watch_forks()
         event = Event.BEGIN
         try:
             with self._signals:
@@ -240,7 +240,7 @@ class _Run:
             # this worker if the program caught the exception.
             #
             # A forked child must not leave, because its parent is still in the job.
-            if self._forks == forked.count():
+            if self._forks == groups.fork_depth():
                 self._plain.leave()
             if isinstance(error, SystemExit) and not error.code:
                 # Replace the exit with an error. The agent would take exit code 0 to mean that the worker has
@@ -433,8 +433,8 @@ class _Run:
         coordinator = self._coordinator
         self._snapshot = _NOTHING
         try:
-            if self._forks != forked.count():
-                raise CannotContinueError(forked.message())
+            if self._forks != groups.fork_depth():
+                raise CannotContinueError(groups.not_a_worker())
             if coordinator.should_stop_training():
                 return Event.ENDED
             self._snapshot = self._state.capture_snapshot()
@@ -499,10 +499,12 @@ class _Run:
     # --- error handling ---
 
     def _judge(self, error: Exception) -> Event:
-        if self._forks != forked.count():
+        if self._forks != groups.fork_depth():
             # Do not call the coordinator in a forked child, because it belongs to the parent.
             self._error = (
-                error if isinstance(error, NonRetryableException) else CannotContinueError(forked.message())
+                error
+                if isinstance(error, NonRetryableException)
+                else CannotContinueError(groups.not_a_worker())
             )
             return Event.BROKE
         if isinstance(error, StopException):

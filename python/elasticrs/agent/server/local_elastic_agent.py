@@ -41,7 +41,7 @@ from elasticrs.agent.server.simple_elastic_agent import (
     WorkerSpec,
     WorkerState,
 )
-from elasticrs.events.hostname import fq_hostname
+from elasticrs.events.api import fq_hostname
 from elasticrs.metrics import prof
 from elasticrs.multiprocessing import start_processes
 from elasticrs.rendezvous.one_node_handler import OneNodeRendezvous

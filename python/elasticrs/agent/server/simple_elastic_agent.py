@@ -30,7 +30,7 @@ from elasticrs.agent.server.worker_group import (
     _RoleInstanceInfo,
 )
 from elasticrs.events import STATUS, Event, EventSource, details_of_worker, record, status_metadata
-from elasticrs.events.hostname import fq_hostname as _get_fq_hostname  # noqa: F401 -- torch exports it here
+from elasticrs.events.api import fq_hostname as _get_fq_hostname  # noqa: F401 -- torch exports it here
 from elasticrs.metrics import prof, put_metric
 from elasticrs.multiprocessing.api import SignalException
 from elasticrs.multiprocessing.errors import ChildFailedError
