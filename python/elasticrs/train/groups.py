@@ -428,7 +428,7 @@ _COLLECTIVES = (
     *("recv_anysource", "reduce", "reduce_scatter", "_reduce_scatter_base"),
     *("reduce_scatter_tensor_coalesced", "scatter", "send"),
 )
-"""Collectives that raise an error in a process that a worker forks during the training, such as a data loader.
+"""Collectives that raise an error in a process that a worker forks in training, such as a data loader.
 
 Such a child is not a worker. It has a copy of the process group, but the connections belong to its parent and
 the threads of the group do not exist in the child, so a collective would block forever.
