@@ -262,8 +262,8 @@ def _health_check_server(values: Namespace) -> HealthCheckServer | None:
     from elasticrs._engine.supervise.observe.observer_factory import open_server
 
     host = values.health_check_host or os.environ.get("ELASTICRS_HEALTH_CHECK_HOST") or defaults.LOOPBACK
-    settings = defaults.ObserveSettings.taken_from(values, health_check_host=host)
-    return open_server(settings, partial(_say, values))
+    job = defaults.JobSpec.taken_from(values, nproc=1, run_id="", health_check_host=host)
+    return open_server(job, partial(_say, values))
 
 
 def _rdzv_configs(values: Namespace) -> dict[str, Any]:

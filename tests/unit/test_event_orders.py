@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elasticrs import _core
-from elasticrs._engine.job.config import JobSpec, ObserveSettings
+from elasticrs._engine.job.config import JobSpec
 from elasticrs._engine.job.ranks import NodeShare, assign
 from elasticrs._engine.process.clock import Clock
 from elasticrs._engine.supervise.attempts import state_machine as machine
@@ -85,8 +85,8 @@ class Played:
     def __init__(self, *, replaces):
         self.job = JobSpec(N, "job", on_failure="replace" if replaces else "restart")
         said = Said()
-        observers = [EventRecorder(self.job, ObserveSettings()), MetricRecorder(self.job)]
-        workers = NoWorkers(WorkerSetup(self.job, None, None, {}), [])
+        observers = [EventRecorder(self.job), MetricRecorder(self.job)]
+        workers = NoWorkers(WorkerSetup(self.job, None, {}), [])
         self.tracker = AttemptTracker(Owner(), self.job, workers, said, observers)
         self.tracker._supervisor = Supervisor()
         plan = Plan(assign([NodeShare("default", N)], 0), "a", 1)

@@ -35,7 +35,7 @@ class Ends(Decisions):
 
 class NoWorkers(CommandWorkers):
     def __init__(self, closed):
-        super().__init__(WorkerSetup(JobSpec(1, "job"), None, None, {}), [])
+        super().__init__(WorkerSetup(JobSpec(1, "job"), None, {}), [])
         self._closed = closed
 
     def close(self):

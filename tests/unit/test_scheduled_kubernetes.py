@@ -3,8 +3,7 @@
 import pytest
 
 from elasticrs._engine.cli import schedulers
-from elasticrs._engine.cli.arguments import parse, resolve
-from elasticrs._engine.cli.back_end import meeting_of
+from elasticrs._engine.cli.arguments import meeting_of, parse, resolve
 from elasticrs._engine.cli.schedulers import with_scheduler
 from elasticrs._engine.job.config import UsageError
 
@@ -80,7 +79,7 @@ class TestKubeflow:
             (["--master-port=29501"], {}),
         ):
             args, _ = scheduled(*argv, **environ, **variables)
-            found = meeting_of(args, environ, 30, []).rendezvous
+            found = meeting_of(args, environ, 30, [])["rendezvous"]
             assert (found.is_static, args.node_rank) == (True, 1)
             host, port = environ["PET_MASTER_ADDR"], "29501" if "--master-port=29501" in argv else None
             assert found.endpoint == f"{host}:{port or environ['PET_MASTER_PORT']}"

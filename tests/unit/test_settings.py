@@ -8,10 +8,8 @@ import pytest
 from elasticrs._engine.cli.arguments import parse, resolve
 from elasticrs._engine.job import options
 from elasticrs._engine.job.config import (
-    HandlerSettings,
     JobSpec,
     LogSettings,
-    ObserveSettings,
     UnresolvedSettings,
     WorkerSettings,
 )
@@ -45,15 +43,14 @@ DERIVED = {
     JobSpec: {
         *("nproc", "run_id", "name", "signals", "forwarded", "is_multi_node"),
         *("cpus", "uninterruptible_state_timeout", "preload"),
+        *("command", "variables", "logs", "notices", "rendezvous", "is_polled", "has_metrics"),
     },
     LogSettings: set(),
-    ObserveSettings: {"entry_point", "has_metrics"},
-    HandlerSettings: set(),
 }
 """Fields that are no options: the launcher derives their values from options and from the environment."""
 
 LAUNCHER = {
-    *("nproc_per_node", "module", "no_python", "run_path", "start_method", "numa_binding"),
+    *("nproc_per_node", "module", "no_python", "numa_binding", "rdzv_id"),
     *("standalone", "node_rank", "drain", "signals_to_handle"),
     *("keep_descendants", "print_completion", "use_env", "check", "no_scheduler"),
 }
@@ -108,7 +105,7 @@ def test_every_option_is_a_field_or_used_only_by_the_launcher():
 def test_command_line_values_reach_the_job():
     assert VALUES.keys() == defaults_of(WorkerSettings).keys()
     argv = [f"--{name.replace('_', '-')}={value}" for name, value in VALUES.items()]
-    job = resolve(parse([*argv, os.__file__], {}), {}).job
+    job = resolve(parse([*argv, os.__file__], {}), {})
     assert {name: getattr(job, name) for name in VALUES} == VALUES
 
 

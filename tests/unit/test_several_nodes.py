@@ -48,8 +48,8 @@ def test_rendezvous_options_set_backend_endpoint_and_node_counts(launch, backend
         "--rdzv-id=j",
         "--local-addr=me",
     )
-    launched = launch(*argv)
-    job, met = launched.job, launched.rendezvous
+    job = launch(*argv)
+    met = job.rendezvous
     assert (met.backend, met.host, met.port, met.endpoint) == ("c10d", "node1", 29400, "node1:29400")
     assert (met.min_nodes, met.max_nodes, met.run_id, job.run_id) == (2, 4, "j", "j")
     assert (met.node_rank, met.local_addr, met.settings.order_hint) == (None, "me", 0)
@@ -109,7 +109,7 @@ def test_static_options_set_the_node_rank_and_the_endpoint(launch):
     met = launched.rendezvous
     assert (met.backend, met.endpoint, met.node_rank, met.settings.order_hint) == ("static", "node1:7", 2, 2)
     assert (met.min_nodes, met.max_nodes) == (3, 3)
-    assert (launched.job.master_addr, launched.job.master_port) == ("node1", 7)
+    assert (launched.master_addr, launched.master_port) == ("node1", 7)
     assert launched.notices == []
     assert launch("--nnodes=2", "--master-addr=fd00::1").rendezvous.endpoint == "[fd00::1]:29500"
     assert launch("--nnodes=2", "--rdzv-endpoint=node1:8").rendezvous.endpoint == "node1:8"
@@ -197,14 +197,9 @@ def test_a_file_store_or_a_registered_backend_gets_its_own_handler(launch):
             ("--rdzv-backend=c10d", "--rdzv-conf=store_type=File"),
             ("--rdzv-backend=of_a_program", "--rdzv-conf=a=b"),
         ):
-            launched = launch(*argv, "--rdzv-endpoint=there", "--nnodes=1:3", "--exit-barrier-timeout=5")
-            handler = launched.handler
-            assert launched.rendezvous is None
-            assert (handler.rdzv_endpoint, handler.nnodes, handler.exit_barrier_timeout) == (
-                "there",
-                (1, 3),
-                5,
-            )
+            job = launch(*argv, "--rdzv-endpoint=there", "--nnodes=1:3", "--exit-barrier-timeout=5")
+            assert (job.is_polled, job.rendezvous) == (True, None)
+            assert (job.rdzv_endpoint, job.nnodes, job.exit_barrier_timeout) == ("there", (1, 3), 5)
         with pytest.raises(UsageError, match=f"{BACKENDS}, of_a_program"):
             launch("--rdzv-backend=of_nobody")
     finally:
@@ -216,7 +211,7 @@ def test_a_file_store_or_a_registered_backend_gets_its_own_handler(launch):
 )
 def test_store_type_file_has_no_effect_without_c10d(launch, argv):
     launched = launch(*argv, "--rdzv-conf=store_type=file")
-    assert launched.handler is None
+    assert not launched.is_polled
     assert any("store_type=file" in notice for notice in launched.notices)
     with pytest.raises(UsageError, match="store_type: got 'tape'"):
         launch(*argv, "--rdzv-conf=store_type=tape")
@@ -224,4 +219,4 @@ def test_store_type_file_has_no_effect_without_c10d(launch, argv):
 
 def test_a_launch_with_a_built_in_backend_has_no_separate_handler(launch):
     for argv in ((), C10D, ("--standalone", "--rdzv-backend=c10d")):
-        assert launch(*argv).handler is None
+        assert not launch(*argv).is_polled

@@ -17,6 +17,7 @@ from elasticrs._engine.job import phrases
 from elasticrs._engine.job.config import UsageError
 from elasticrs._engine.supervise.observe.observer_factory import check_destination, open_server
 from elasticrs._engine.supervise.run.signals import suspend
+from elasticrs._engine.supervise.run_job import make_workers, remove_logs
 from elasticrs._engine.workers.process import SupervisorError
 from elasticrs.agent.server.local_elastic_agent import LocalElasticAgent
 from elasticrs.agent.server.raised_signals import raised_signals
@@ -31,8 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
-    from elasticrs._engine.cli.arguments import Launch
-    from elasticrs._engine.job.config import HandlerSettings
+    from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.process.console import Console
     from elasticrs._engine.supervise.run.signals import SignalPipe
     from elasticrs._engine.supervise.run.workers import Workers
@@ -43,19 +43,12 @@ _DEFAULT_TIMEOUT = 900
 
 
 def run_by_handler(
-    launch: Launch,
-    handler: HandlerSettings,
-    workers: Workers,
-    console: Console,
-    signals: SignalPipe | None,
-    write: Callable[[str], object],
+    job: JobSpec, console: Console, signals: SignalPipe | None, write: Callable[[str], object]
 ) -> int:
     """Run the job to completion, and return the exit code.
 
     Args:
-        launch: job to run.
-        handler: settings of the handler.
-        workers: starts the processes.
+        job: job to run.
         console: prints lines for the user.
         signals: caught signals. This function handles the signals that have already arrived. Later signals
             raise exceptions.
@@ -64,8 +57,11 @@ def run_by_handler(
     Raises:
         UsageError: the handler rejects the settings.
     """
-    if launch.observe.event_log_handler != "null":
-        check_destination(launch.observe.event_log_handler)
+    if job.event_log_handler != "null":
+        check_destination(job.event_log_handler)
+    workers = make_workers(job)
+    for notice in job.notices:
+        console.say(notice)
     agent: LocalElasticAgent | None = None
     logger, lines = logging.getLogger("elasticrs"), _Lines(console)
     logger.addHandler(lines)
@@ -79,18 +75,18 @@ def run_by_handler(
                 agent._suspend(signals)
 
     try:
-        with raised_signals(launch.job.signals):
+        with raised_signals(job.signals):
             if signals is not None:
                 for signum in signals.take():
-                    if signum in launch.job.signals:
+                    if signum in job.signals:
                         raise SignalException(
                             f"stopped by {phrases.signal_name(signum)}", signal.Signals(signum)
                         )
-                if signal.SIGTSTP not in launch.job.signals and signal.SIGTSTP in signals.caught:
+                if signal.SIGTSTP not in job.signals and signal.SIGTSTP in signals.caught:
                     signal.signal(signal.SIGTSTP, stop_for_a_while)
                     signals.order_pauses()
-            agent = _make_agent(launch, handler, _make_handler(handler), workers, console)
-            return _run(agent, launch, console, write)
+            agent = _make_agent(job, _make_handler(job), workers, console)
+            return _run(agent, job, console, write)
     except SignalException as error:
         if agent is None:
             console.say(f"stopped by {error.sigval.name}")
@@ -102,6 +98,7 @@ def run_by_handler(
         return 1
     finally:
         logger.removeHandler(lines)
+        remove_logs(workers, console)
 
 
 class _Lines(logging.Handler):
@@ -116,24 +113,19 @@ class _Lines(logging.Handler):
 
 
 def _make_agent(
-    launch: Launch,
-    settings: HandlerSettings,
-    handler: RendezvousHandler,
-    workers: Workers,
-    console: Console,
+    job: JobSpec, handler: RendezvousHandler, workers: Workers, console: Console
 ) -> LocalElasticAgent:
-    job, observe = launch.job, launch.observe
     spec = WorkerSpec(
         job.role,
         job.nproc,
         handler,
-        entrypoint=observe.entry_point,
+        entrypoint=job.entry_point,
         # Drop the time window of `max_restarts`, because `LocalElasticAgent` does not support a window. The
         # launcher has already warned the user.
         max_restarts=int(job.max_restarts),
-        monitor_interval=settings.monitor_interval,
-        local_addr=settings.local_addr,
-        event_log_handler=observe.event_log_handler,
+        monitor_interval=job.monitor_interval,
+        local_addr=job.local_addr,
+        event_log_handler=job.event_log_handler,
         log_prefix=job.log_prefix,
         signals_to_forward=",".join(signal.Signals(signum).name for signum in job.forwarded),
     )
@@ -141,22 +133,20 @@ def _make_agent(
         spec,
         # Required by the constructor but unused, because the workers choose their own log files.
         DefaultLogsSpecs(os.devnull),
-        exit_barrier_timeout=settings.exit_barrier_timeout,
+        exit_barrier_timeout=job.exit_barrier_timeout,
         shutdown_timeout=job.shutdown_timeout,
         uninterruptible_state_timeout=job.uninterruptible_state_timeout,
-        health_check_server=None if observe.health_check_port is None else open_server(observe, console.say),
-        signals_to_handle=launch.variables["TORCHELASTIC_SIGNALS_TO_HANDLE"],
+        health_check_server=None if job.health_check_port is None else open_server(job, console.say),
+        signals_to_handle=job.variables["TORCHELASTIC_SIGNALS_TO_HANDLE"],
     )
     agent._local.made = job, workers
     return agent
 
 
-def _make_handler(settings: HandlerSettings) -> RendezvousHandler:
-    backend, endpoint, (low, high) = settings.rdzv_backend, settings.rdzv_endpoint, settings.nnodes
-    config: dict[str, Any] = {"timeout": _DEFAULT_TIMEOUT, **settings.rdzv_conf}
-    parameters = RendezvousParameters(
-        backend, endpoint, settings.rdzv_id, low, high, settings.local_addr, **config
-    )
+def _make_handler(job: JobSpec) -> RendezvousHandler:
+    backend, endpoint, (low, high) = job.rdzv_backend, job.rdzv_endpoint, job.nnodes
+    config: dict[str, Any] = {"timeout": _DEFAULT_TIMEOUT, **job.rdzv_conf}
+    parameters = RendezvousParameters(backend, endpoint, job.run_id, low, high, job.local_addr, **config)
     try:
         return registry.get_rendezvous_handler(parameters)
     except (SignalException, UsageError):
@@ -169,12 +159,12 @@ def _make_handler(settings: HandlerSettings) -> RendezvousHandler:
         raise
 
 
-def _run(agent: LocalElasticAgent, launch: Launch, console: Console, write: Callable[[str], object]) -> int:
+def _run(agent: LocalElasticAgent, job: JobSpec, console: Console, write: Callable[[str], object]) -> int:
     with shut_down_after(agent.get_worker_group().spec.rdzv_handler):
         try:
-            result = run_agent(agent, launch.observe.event_log_handler)
+            result = run_agent(agent, job.event_log_handler)
             if result.is_failed():
-                _report(result, launch.job.name, console, write)
+                _report(result, job.name, console, write)
             return int(result.is_failed())
         except (RuntimeError, SupervisorError, OSError) as error:
             write(console.prefixed(f"the job was stopped: {error}{os.linesep}"))

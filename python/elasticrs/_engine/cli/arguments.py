@@ -1,4 +1,4 @@
-"""Parse the command line and the ``PET_*`` environment variables into a :class:`Launch`.
+"""Parse the command line and the ``PET_*`` environment variables into a :class:`.JobSpec`.
 
 The grammar is the same as argparse's, as far as users of torchrun can notice: ``--name value``,
 ``--name=value``, ``-r3``, ``-r 3``, unambiguous abbreviations, and ``--`` before the script. Everything after
@@ -11,20 +11,19 @@ import os
 import sys
 
 import elasticrs
-from elasticrs._engine.cli.back_end import meeting_of
+from elasticrs._engine import public
 from elasticrs._engine.cli.checks import hint_for_missing_script, settings_without_effect, why_no_module
 from elasticrs._engine.job import config
-from elasticrs._engine.job.config import HandlerSettings, JobSpec, LogSettings, ObserveSettings, UsageError
+from elasticrs._engine.job.config import JobSpec, LogSettings, UsageError
 from elasticrs._engine.job.options import NEWER, OPTIONS, OURS, Namespace, Option
 from elasticrs._engine.job.policy_options import HealthSource, similar_source
-from elasticrs._engine.job.value import Value
 from elasticrs._engine.workers.python_options import parse_python
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from typing import Any
 
-    from elasticrs._engine.cli.back_end import Meeting
     from elasticrs._engine.nodes.protocol.rendezvous import Command, Rendezvous
     from elasticrs._engine.workers.warm import Entry, Preload
 
@@ -68,35 +67,6 @@ _GONE = {
 """Environment variables that only earlier versions read, each with advice on the replacement."""
 
 
-class Launch(Value):
-    """A job that is ready to run, with the command that its workers execute.
-
-    Args:
-        job: configuration for the agent.
-        logs: settings for the workers' output.
-        command: program and arguments of each worker.
-        notices: lines for the user, for example about a default that was chosen.
-        variables: variables that are added to the environment of each worker.
-        observe: settings of events, metrics and health checks.
-        runs_path: true if ``command`` is a script with its arguments, to be run by :func:`run_script_path`.
-        start_method: start method of function workers: ``spawn``, ``fork`` or ``forkserver``.
-        rendezvous: rendezvous in which the agent meets the agents of other nodes; ``None`` without other
-            nodes.
-        handler: settings of a rendezvous handler that is polled; ``None`` if there is none.
-    """
-
-    job: JobSpec
-    logs: LogSettings
-    command: list[str]
-    notices: list[str]
-    variables: dict[str, str]
-    observe: ObserveSettings
-    runs_path: bool = False
-    rendezvous: Rendezvous | None = None
-    handler: HandlerSettings | None = None
-    start_method: str = "spawn"
-
-
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Namespace:
     """Parse the command line.
 
@@ -130,7 +100,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Namespace:
     return Namespace(**values, given=given, training_script=script, training_script_args=rest)
 
 
-def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
+def resolve(args: Namespace, environ: Mapping[str, str]) -> JobSpec:
     """Convert the options into a job. Check everything that can be checked before a process is started.
 
     Raises:
@@ -149,29 +119,12 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
     timeout = args.shutdown_timeout
     grace = config.shutdown_timeout_from(environ) if timeout is None else timeout
     meeting = meeting_of(args, environ, grace, notices)
-    if meeting.rendezvous is not None:
-        meeting = meeting.replaced(rendezvous=meeting.rendezvous.replaced(command=_compared(args, command)))
+    rendezvous = meeting.get("rendezvous")
     if args.on_failure == "replace":
         _check_replace(args, meeting)
-    job = JobSpec.taken_from(
-        args,
-        nproc=nproc,
-        run_id=meeting.run_id,
-        name=args.training_script,
-        shutdown_timeout=grace,
-        signals=args.signals_to_handle,
-        forwarded=_forwarded(args),
-        stop_scope=args.stop_scope or ("group" if args.no_python else "worker"),
-        linger=None if args.keep_descendants else args.linger,
-        master_addr=meeting.master_addr,
-        master_port=meeting.master_port,
-        is_multi_node=meeting.rendezvous is not None,
-        cpus=_cpus(args.numa_binding, nproc, environ),
-        uninterruptible_state_timeout=config.uninterruptible_state_timeout_from(environ),
-        preload=_preload(args, command),
-    )
+    if rendezvous is not None:
+        meeting["rendezvous"] = rendezvous.replaced(command=_compared(args, command))
     template = args.log_line_prefix_template or environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
-    logs = LogSettings.taken_from(args, log_line_prefix_template=template)
     for text in args.node_check or ():
         _check_source(HealthSource.parse(text), environ)
     if args.virtual_local_rank:
@@ -180,8 +133,8 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
         raise UsageError("--hang-startup-timeout needs --hang-timeout: SECONDS or auto")
     if args.hang_exit_timeout != config.WorkerSettings.hang_exit_timeout and args.hang_timeout is None:
         raise UsageError("--hang-exit-timeout needs --hang-timeout: SECONDS or auto")
-    is_polled = meeting.handler is not None
-    is_alone = not (is_polled or job.is_multi_node)
+    is_polled = "is_polled" in meeting
+    is_alone = not is_polled and rendezvous is None
     notices += settings_without_effect(args, environ, nproc, is_polled=is_polled, is_alone=is_alone)
     cpus = len(os.sched_getaffinity(0))
     if nproc > _MANY * cpus:
@@ -195,21 +148,180 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
     if nproc > 1 and "OMP_NUM_THREADS" not in environ:
         variables["OMP_NUM_THREADS"] = "1"
         notices.append("OMP_NUM_THREADS is not set: each worker gets 1 thread; set it to what your job needs")
-    return Launch(
-        job,
-        logs,
-        command,
-        notices,
-        variables,
-        _observe(args, command, meeting, environ, notices),
-        args.run_path,
-        meeting.rendezvous,
-        meeting.handler,
-        args.start_method,
+    host = args.health_check_host or environ.get("ELASTICRS_HEALTH_CHECK_HOST") or config.LOOPBACK
+    metrics = os.path.join(os.path.dirname(elasticrs.__file__), "metrics", "static_init.py")
+    health_check_port = _health_port(args, environ, notices)
+    return JobSpec.taken_from(
+        args,
+        **{"rdzv_backend": "c10d" if rendezvous is None else rendezvous.backend, **meeting},
+        nproc=nproc,
+        command=command,
+        variables=variables,
+        logs=LogSettings.taken_from(args, log_line_prefix_template=template),
+        notices=notices,
+        name=args.training_script,
+        shutdown_timeout=grace,
+        signals=args.signals_to_handle,
+        forwarded=_forwarded(args),
+        stop_scope=args.stop_scope or ("group" if args.no_python else "worker"),
+        linger=None if args.keep_descendants else args.linger,
+        is_multi_node=rendezvous is not None,
+        cpus=_cpus(args.numa_binding, nproc, environ),
+        uninterruptible_state_timeout=config.uninterruptible_state_timeout_from(environ),
+        preload=_preload(args, command),
+        # Command-line jobs record metrics only if `static_init.py` exists; see `elasticrs.metrics`.
+        has_metrics=os.path.exists(metrics),
+        health_check_port=health_check_port,
+        health_check_host=host,
     )
 
 
-def check_limits(launch: Launch) -> None:
+def meeting_of(
+    args: Namespace, environ: Mapping[str, str], grace: float, notices: list[str]
+) -> dict[str, Any]:
+    """Choose the rendezvous back end by the same rules as torch, and check its settings. Return the fields of
+    :class:`.JobSpec` that it determines: the nodes, and the address of the workers' store.
+
+    ::
+
+        --standalone, or one node without an endpoint and a port    no rendezvous
+        static                                                      the user assigns the ranks of the nodes
+        c10d, elasticrs, etcd                                       the rendezvous assigns the ranks
+        anything else, or c10d in a file                            a rendezvous handler that is polled
+
+    Raises:
+        UsageError: the command line has a mistake. The message is one line for the user.
+    """
+    if is_alone(args):
+        return _alone(args, environ, grace, notices)
+    from elasticrs._engine.nodes.describe import BACKENDS, C10D, ETCD, STATIC, is_in_file
+
+    makers: dict[str, Callable[[Namespace, Mapping[str, str], float, list[str]], dict[str, Any]]]
+    makers = {STATIC: _static, C10D: _elastic, ETCD: _elastic}
+    backend = BACKENDS.get(args.rdzv_backend, "")
+    if args.rdzv_backend == C10D and is_in_file(args.rdzv_conf):
+        backend = ""
+    return makers.get(backend, _polled)(args, environ, grace, notices)
+
+
+def is_alone(args: Any) -> bool:
+    """Return true if the job runs on a single node without a rendezvous, either because of ``--standalone``
+    or by default.
+
+    Raises:
+        UsageError: ``--standalone`` is combined with several nodes.
+    """
+    low, high = args.nnodes
+    if args.standalone and low > 1:
+        nodes = str(low) if low == high else f"{low}:{high}"
+        raise UsageError(f"--standalone is for one node, but --nnodes is {nodes}")
+    is_plain = args.rdzv_backend == "static" and high == 1 and args.master_port is None
+    return bool(args.standalone) or (is_plain and not args.rdzv_endpoint.strip())
+
+
+def _alone(args: Namespace, environ: Mapping[str, str], grace: float, notices: list[str]) -> dict[str, Any]:
+    if args.rdzv_conf or args.node_rank != 0:
+        # Check the settings even though there is no rendezvous. As in torch, the given back end and endpoint
+        # are ignored.
+        _describe("static", args, environ, grace, notices)
+    return {
+        "run_id": config.random_run_id(),
+        "master_addr": args.local_addr or "localhost",
+        "master_port": None,
+    }
+
+
+def _static(args: Namespace, environ: Mapping[str, str], grace: float, notices: list[str]) -> dict[str, Any]:
+    from elasticrs._engine.nodes.transport.addresses import parse_endpoint
+
+    rendezvous = _describe("static", args, environ, grace, notices)
+    endpoint = _static_endpoint(args)
+    host, port = parse_endpoint("--rdzv-endpoint", endpoint)
+    if port is None:
+        raise UsageError(
+            f"--rdzv-endpoint: got {endpoint!r}, expected HOST:PORT with the static rendezvous, "
+            "the same on all nodes"
+        )
+    return {
+        "run_id": args.rdzv_id,
+        "master_addr": host,
+        "master_port": port or None,
+        "rendezvous": rendezvous,
+    }
+
+
+def _elastic(args: Namespace, environ: Mapping[str, str], grace: float, notices: list[str]) -> dict[str, Any]:
+    rendezvous = _describe(args.rdzv_backend, args, environ, grace, notices)
+    if args.master_port is not None:
+        notices.append("--master-port has no effect: only the static rendezvous uses it")
+    # The endpoint's port is taken by the nodes' rendezvous, so the workers' store gets a new port for every
+    # attempt.
+    return {
+        "run_id": args.rdzv_id,
+        "master_addr": args.local_addr or "localhost",
+        "master_port": None,
+        "rendezvous": rendezvous,
+    }
+
+
+def _polled(args: Namespace, environ: Mapping[str, str], _grace: float, notices: list[str]) -> dict[str, Any]:
+    from elasticrs._engine.nodes.describe import COMMAND_LINE
+    from elasticrs._engine.nodes.transport.settings import exit_barrier_timeout_of
+
+    # Programs and packages register their own back ends there.
+    public("rendezvous.registry.find_backend")(args.rdzv_backend, COMMAND_LINE)
+    for option, is_given in (
+        ("--master-port", args.master_port is not None),
+        ("--node-rank", args.node_rank != 0),
+        ("--drain", args.drain is not None),
+    ):
+        if is_given:
+            notices.append(f"{option} has no effect: this rendezvous backend does not support it")
+    barrier = args.exit_barrier_timeout
+    if barrier is None:
+        barrier = exit_barrier_timeout_of(args.rdzv_conf, environ, "--rdzv-conf")
+    return {
+        "run_id": args.rdzv_id,
+        "master_addr": args.local_addr or "localhost",
+        "master_port": None,
+        "is_polled": True,
+        "rdzv_backend": args.rdzv_backend,
+        "exit_barrier_timeout": barrier,
+    }
+
+
+def _describe(
+    backend: str, args: Namespace, environ: Mapping[str, str], grace: float, notices: list[str]
+) -> Rendezvous | None:
+    from elasticrs._engine.nodes.describe import describe
+
+    rendezvous, more = describe(
+        backend,
+        _static_endpoint(args) if backend == "static" else args.rdzv_endpoint.strip(),
+        args.rdzv_id,
+        (1, 1) if args.standalone else args.nnodes,
+        {**args.rdzv_conf, **({} if args.drain is None else {"drain": args.drain})},
+        environ,
+        node_rank=0 if args.standalone else args.node_rank,
+        local_addr=args.local_addr,
+        grace=grace,
+        exit_barrier_timeout=args.exit_barrier_timeout,
+    )
+    notices += more
+    return rendezvous
+
+
+def _static_endpoint(args: Namespace) -> str:
+    from elasticrs._engine.nodes.transport.addresses import shown_endpoint
+
+    if endpoint := args.rdzv_endpoint.strip():
+        return str(endpoint)
+    host = args.master_addr.strip().strip("[]")
+    port = config.DEFAULT_MASTER_PORT if args.master_port is None else args.master_port
+    return shown_endpoint(host, port)
+
+
+def check_limits(job: JobSpec) -> None:
     """Check that the resource limits of this process are high enough for the job's workers.
 
     Raises:
@@ -218,27 +330,11 @@ def check_limits(launch: Launch) -> None:
     from elasticrs._engine.workers import process
     from elasticrs._engine.workers.logs import followed_files
 
-    nproc = launch.job.nproc
+    nproc = job.nproc
     try:
-        process.check_limits(nproc, launch.job.hang_timeout, os.environ, followed_files(launch.logs, nproc))
+        process.check_limits(nproc, job.hang_timeout, os.environ, followed_files(job.logs, nproc))
     except ValueError as error:
         raise UsageError(f"--nproc-per-node: got {nproc}: {error}") from None
-
-
-def _observe(
-    args: Namespace, command: list[str], meeting: Meeting, environ: Mapping[str, str], notices: list[str]
-) -> ObserveSettings:
-    metrics = os.path.join(os.path.dirname(elasticrs.__file__), "metrics")
-    host = args.health_check_host or environ.get("ELASTICRS_HEALTH_CHECK_HOST") or config.LOOPBACK
-    return ObserveSettings.taken_from(
-        args,
-        entry_point=os.path.basename(command[0]),
-        rdzv_backend="c10d" if meeting.rendezvous is None else meeting.rendezvous.backend,
-        # Command-line jobs record metrics only if `static_init.py` exists; see `elasticrs.metrics`.
-        has_metrics=os.path.exists(os.path.join(metrics, "static_init.py")),
-        health_check_port=_health_port(args, environ, notices),
-        health_check_host=host,
-    )
 
 
 def _health_port(args: Namespace, environ: Mapping[str, str], notices: list[str]) -> int | None:
@@ -422,7 +518,7 @@ def _cpus(mode: str | None, nproc: int, environ: Mapping[str, str]) -> list[list
         raise UsageError(f"--numa-binding: got {mode!r}, but {error}") from None
 
 
-def _check_replace(args: Namespace, meeting: Meeting) -> None:
+def _check_replace(args: Namespace, meeting: Mapping[str, Any]) -> None:
     """Check that the job supports replacing individual workers.
 
     Raises:
@@ -431,8 +527,10 @@ def _check_replace(args: Namespace, meeting: Meeting) -> None:
     where, back_end = "--on-failure: got 'replace', but", None
     if args.no_python:
         raise UsageError(f"{where} with --no-python, single workers cannot be replaced")
-    if not meeting.lets_workers_meet:
-        is_file = meeting.handler is not None and args.rdzv_backend == "c10d"
+    is_polled, rendezvous = "is_polled" in meeting, meeting.get("rendezvous")
+    if is_polled or (rendezvous is not None and rendezvous.is_static):
+        # The workers cannot form a rendezvous of their own in the store of the nodes' rendezvous.
+        is_file = is_polled and args.rdzv_backend == "c10d"
         back_end = f"--rdzv-backend {args.rdzv_backend}{' in a file' if is_file else ''}"
     method = args.start_method if args.run_path else "spawn"
     if why := config.why_not_replaceable(method, back_end):

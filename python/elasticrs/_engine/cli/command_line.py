@@ -8,29 +8,23 @@ line on stderr describes the mistake.
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import sys
 from functools import partial
 
-from elasticrs._engine.supervise.run.signals import catch_signals, ignored_signals
+from elasticrs._engine.supervise.run.signals import catch_signals
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from typing import Any
 
-    from elasticrs._engine.cli.arguments import Launch
     from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.process.console import Console
     from elasticrs._engine.supervise.attempts.attempt import JobResult
-    from elasticrs._engine.supervise.observe.observer import Observer
+    from elasticrs._engine.supervise.run.loop import Agent
     from elasticrs._engine.supervise.run.signals import SignalPipe
-    from elasticrs._engine.supervise.run.workers import Workers
-    from elasticrs._engine.workers.logs import LogPaths
-
-    AttemptLogs = Callable[[str, dict[int, dict[str, str]]], LogPaths]
 
 PATIENCE = 10.0
 """Maximum number of seconds that the launcher waits for a reader of its stderr."""
@@ -98,16 +92,16 @@ def _main(argv: Sequence[str], signals: SignalPipe | None, *, owns_process: bool
     try:
         args = parse(argv, os.environ)
         log_prefix = args.log_prefix
-        launch = resolve(args, os.environ)
-        if owns_process and not launch.runs_path:
+        job = resolve(args, os.environ)
+        if owns_process and not job.run_path:
             from elasticrs._engine.workers.process import raise_descriptor_limit
 
             raise_descriptor_limit()
             _look_here_last()
-        check_limits(launch)
-        if launch.job.report is not None:
-            _make_report_folder(launch.job.report)
-        return _run(launch, signals)
+        check_limits(job)
+        if job.report is not None:
+            _make_report_folder(job.report)
+        return _run(job, signals)
     except TextRequested as request:
         return _print_text(request.what, request.words)
     except UsageError as error:
@@ -126,83 +120,47 @@ def _look_here_last() -> None:
         sys.path.append(sys.path.pop(0))
 
 
-def _run(launch: Launch, signals: SignalPipe | None) -> int:
+def _run(job: JobSpec, signals: SignalPipe | None) -> int:
     from elasticrs._engine.process.console import END_PATIENCE, Console
-    from elasticrs._engine.supervise.run.workers import CommandWorkers, WorkerSetup
-    from elasticrs._engine.workers.environment import hook_environment, inherited_environment
 
-    has_peers = launch.job.is_multi_node or launch.handler is not None
-    console = Console(log_prefix=launch.job.log_prefix, is_one_of_several=has_peers)
+    has_peers = job.is_multi_node or job.is_polled
+    console = Console(log_prefix=job.log_prefix, is_one_of_several=has_peers)
     if signals is None:
         console.say("signals are not handled, because the job does not run in the main thread")
     else:
-        signals.catch((*launch.job.signals, *launch.job.forwarded), pauses=True)
-    logs, remove_if_empty = _logs(launch)
-    setup = WorkerSetup(
-        launch.job,
-        logs,
-        launch.logs.log_line_prefix_template,
-        hook_environment({**inherited_environment(), **launch.variables}),
-        ignored_signals(),
-        (launch.logs.duplicate_stdout_filters, launch.logs.duplicate_stderr_filters),
-    )
-    for notice in launch.notices:
-        console.say(notice)
-    write = partial(_write_and_wait, console, signals, launch.job.forwarded)
-    workers: Workers
-    if launch.runs_path:
-        from elasticrs._engine.supervise.run.function_workers import script_workers
-
-        workers = script_workers(setup, launch.command, launch.start_method)
-    else:
-        workers = CommandWorkers(setup, launch.command)
-    if launch.handler is not None:
+        signals.catch((*job.signals, *job.forwarded), pauses=True)
+    write = partial(_write_and_wait, console, signals, job.forwarded)
+    if job.is_polled:
         from elasticrs._engine import public
 
-        run_by_handler = public("launcher.by_handler.run_by_handler")
-        code: int = run_by_handler(launch, launch.handler, workers, console, signals, write)
+        code: int = public("launcher.by_handler.run_by_handler")(job, console, signals, write)
     else:
-        code = _run_agent(launch, workers, console, signals, write)
-    try:
-        remove_if_empty()
-    except OSError as error:
-        console.say(f"a log folder could not be removed: {error.strerror}")
+        code = _run_agent(job, console, signals, write)
     console.flush(END_PATIENCE)
     return code
 
 
 def _run_agent(
-    launch: Launch,
-    workers: Workers,
-    console: Console,
-    signals: SignalPipe | None,
-    write: Callable[[str], bool],
+    job: JobSpec, console: Console, signals: SignalPipe | None, write: Callable[[str], bool]
 ) -> int:
-    from elasticrs._engine.supervise.run.loop import Agent
-    from elasticrs._engine.supervise.run_job import make_decisions
+    from elasticrs._engine.supervise.run_job import run_job
     from elasticrs._engine.workers.process import SupervisorError
 
-    agent = Agent(
-        launch.job,
-        workers,
-        make_decisions(launch.job, launch.rendezvous, console),
-        signals=signals,
-        owns_process=True,
-        console=console,
-        observers=_observers(launch, console),
-    )
+    agents: list[Agent] = []
     try:
-        result = agent.run()
+        result = run_job(job, console, signals, owns_process=True, created=agents.append)
     except (SupervisorError, OSError) as error:
+        if not agents:
+            raise
         why = f"the job was stopped: {error}"
         console.write(console.prefixed(f"{why}{os.linesep}"), PATIENCE)
-        return conclude_stopped(launch.job, agent.result, why, console.say)
-    headline = None if result.exit_code == 0 else _tell_failure(launch, result, console, write)
-    return _conclude(launch.job, result, headline, console.say)
+        return conclude_stopped(job, agents[0].result, why, console.say)
+    headline = None if result.exit_code == 0 else _tell_failure(job, result, console, write)
+    return _conclude(job, result, headline, console.say)
 
 
 def _tell_failure(
-    launch: Launch, result: JobResult, console: Console, write: Callable[[str], bool]
+    job: JobSpec, result: JobResult, console: Console, write: Callable[[str], bool]
 ) -> str | None:
     """Print the failure report, followed by a summary line with the root cause. Return the root cause as one
     line; ``None`` if it is unknown.
@@ -217,7 +175,7 @@ def _tell_failure(
     if result.signum is None or _has_failed(result):
         from elasticrs._engine.supervise.observe.job_report import print_report
 
-        headline = print_report(launch.job, result, console.say, write_report)
+        headline = print_report(job, result, console.say, write_report)
     if result.ending is not None:
         how, more = result.ending
         console.say(how + (f": {headline}" if headline else "") + more)
@@ -240,41 +198,6 @@ def _has_failed(result: JobResult) -> bool:
     if not attempt.raised:
         return False
     return attempt.first_failure is None or attempt.was_stopped_by_exception()
-
-
-def _logs(launch: Launch) -> tuple[AttemptLogs, Callable[[], object]]:
-    """Return two functions: one creates the log files of an attempt, the other removes the temporary log
-    folder after the job if it contains no files.
-    """
-    if launch.logs.logs_specs is None:
-        from elasticrs._engine.process.background_call import FileAccess
-        from elasticrs._engine.workers.logs import RunLogs
-
-        logs = RunLogs(launch.logs, launch.job.run_id, launch.job.nproc)
-        files = FileAccess()
-
-        def attempt(name: str, variables: dict[int, dict[str, str]]) -> LogPaths:
-            paths = files.run(partial(logs.attempt, name, variables), None)
-            if paths is None:
-                why = "the file system of the logs does not respond"
-                raise TimeoutError(errno.ETIMEDOUT, why, logs.directory)
-            return paths
-
-        return attempt, partial(files.run, logs.remove_if_empty, None)
-    from elasticrs._engine import public
-
-    specs = public("multiprocessing.logs_specs.make_logs_specs")(launch.logs, launch.job.nproc)
-    # A user-defined log class may lack `_remove_if_empty`. In that case, an empty log folder is not removed.
-    attempt_logs = public("multiprocessing.logs_specs.attempt_logs")
-    return attempt_logs(specs), getattr(specs, "_remove_if_empty", lambda: None)
-
-
-def _observers(launch: Launch, console: Console) -> Sequence[Observer]:
-    if launch.observe.is_off:
-        return ()
-    from elasticrs._engine.supervise.observe.observer_factory import make_observers
-
-    return make_observers(launch.job, launch.observe, console.say)
 
 
 def _print_text(what: str, words: Sequence[str]) -> int:

@@ -19,7 +19,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from elasticrs._engine.cli.arguments import Launch
+    from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.job.options import Namespace
 
 _COLUMN = 22
@@ -34,14 +34,14 @@ class _Command(Value):
         program: ``torchrun`` or ``torch.distributed.launch``.
         args: values of all options.
         given: names of the options that the command line or the environment sets.
-        launch: job that elasticrun would run.
+        job: job that elasticrun would run.
         environ: environment variables of the launcher.
     """
 
     program: str
     args: Namespace
     given: frozenset[str]
-    launch: Launch
+    job: JobSpec
     environ: Mapping[str, str]
 
     @property
@@ -49,7 +49,7 @@ class _Command(Value):
         """Rendezvous back end: ``c10d``, ``etcd`` or ``static``. Empty if the job has a single node or uses
         another back end.
         """
-        return "" if self.launch.rendezvous is None else str(self.launch.rendezvous.backend)
+        return "" if self.job.rendezvous is None else str(self.job.rendezvous.backend)
 
     @property
     def is_elastic(self) -> bool:
@@ -91,7 +91,7 @@ _DIFFERENCES = (
     _Difference(
         "script",
         "its name, arguments and user must be the same on all nodes (--rdzv-conf same_command=0: need not)",
-        lambda command: bool(command.backend) and command.launch.handler is None,
+        lambda command: bool(command.backend) and not command.job.is_polled,
     ),
     _Difference(
         "--nnodes",
@@ -107,7 +107,7 @@ _DIFFERENCES = (
         "--max-restarts",
         "a failure that repeats without progress, or that no restart can fix, ends the job earlier "
         "(--max-same-failures 0: never)",
-        lambda command: command.restarts and command.launch.handler is None,
+        lambda command: command.restarts and not command.job.is_polled,
     ),
     _Difference(
         "--rdzv-backend",
@@ -137,12 +137,12 @@ _DIFFERENCES = (
     _Difference(
         "MASTER_PORT",
         "a new store and port for every attempt (torchrun: one store for the job)",
-        lambda command: command.launch.handler is None and command.launch.job.master_port is None,
+        lambda command: not command.job.is_polled and command.job.master_port is None,
     ),
     _Difference(
         "workers' store",
         "hosted by rank 0, so TORCHELASTIC_USE_AGENT_STORE is False (torchrun: by the launcher)",
-        lambda command: command.launch.job.master_port is not None,
+        lambda command: command.job.master_port is not None,
     ),
     _Difference(
         "--nproc-per-node",
@@ -162,7 +162,7 @@ _DIFFERENCES = (
     _Difference(
         "--monitor-interval",
         "no effect: exits are reported by the kernel",
-        lambda command: "monitor-interval" in command.given and command.launch.handler is None,
+        lambda command: "monitor-interval" in command.given and not command.job.is_polled,
     ),
     _Difference("--event-log-handler", "events have times (torchrun: 0)", _if_given("event-log-handler")),
     _Difference(
@@ -209,14 +209,14 @@ def check(words: Sequence[str], environ: Mapping[str, str]) -> tuple[str, int]:
     program, argv = _program(words)
     try:
         args = parse(argv, environ)
-        launch = resolve(args, environ)
-        check_limits(launch)
+        job = resolve(args, environ)
+        check_limits(job)
     except TextRequested:
         raise UsageError("--check: this command line only prints text; it runs no job") from None
     except UsageError as error:
         return f"elasticrun would not run this here: {error}{os.linesep}", 2
     names = frozenset(name.replace("_", "-") for name in args.given | set_by_variables(environ))
-    command = _Command(program, args, names, launch, environ)
+    command = _Command(program, args, names, job, environ)
     return os.linesep.join(_lines(command, argv)) + os.linesep, 0
 
 
@@ -250,9 +250,9 @@ def _lines(command: _Command, argv: Sequence[str]) -> Iterator[str]:
     yield from ("", "What differs from torchrun:")
     for each in found:
         yield from _row(f"  {each.subject}", each.text)
-    if command.launch.notices:
+    if command.job.notices:
         yield from ("", "What the launcher would say:")
-        for notice in command.launch.notices:
+        for notice in command.job.notices:
             yield from wrapped(notice, "  ")
     yield from ("", 'Details: the page "Compatibility with torchrun" of the documentation')
 

@@ -12,7 +12,7 @@ import os
 import sys
 
 from elasticrs._engine.job.policy_options import delays, exit_codes, in_seconds
-from elasticrs._engine.job.value import Record, Value, shared_fields
+from elasticrs._engine.job.value import Record, Value, fresh, shared_fields
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -167,13 +167,50 @@ class Preload(Value):
         return tuple(step for step in self.steps if "=" not in step)
 
 
+class LogSettings(Value):
+    """Settings for the destinations of the workers' output.
+
+    Args:
+        log_dir: base directory of log files; ``None`` for a temporary directory. If it is the null device, no
+            files are written.
+        redirects: streams that are written to files, as bits by local rank (1 for stdout, 2 for stderr). A
+            plain number applies to all ranks.
+        tee: the same, for streams that are written to a file and to the console.
+        local_ranks_filter: local ranks whose output is printed on the console; ``None`` for all.
+        log_line_prefix_template: template of the prefix of tee'd lines; the default template if ``None``.
+        capture_stderr: true to write stderr of all ranks to a file and to the console.
+        duplicate_stdout_filters: texts to search for. Tee'd lines of standard output that contain any of them
+            are also copied to another file.
+        duplicate_stderr_filters: the same for standard error.
+        logs_specs: name of a user's class that chooses all destinations instead, or an object of such a
+            class; ``None`` if there is no such class.
+    """
+
+    log_dir: str | None = None
+    redirects: int | Mapping[int, int] = 0
+    tee: int | Mapping[int, int] = 0
+    local_ranks_filter: frozenset[int] | None = None
+    log_line_prefix_template: str | None = None
+    capture_stderr: bool = False
+    duplicate_stdout_filters: Sequence[str] = ()
+    duplicate_stderr_filters: Sequence[str] = ()
+    logs_specs: Any = None
+
+
 class JobSpec(Record, WorkerSettings):
-    """Configuration of a job, as seen by the agent of one node. See :class:`WorkerSettings` for the inherited
-    fields.
+    """A job, as seen by the agent of one node: everything that :func:`.run_job` needs to know about it. See
+    :class:`WorkerSettings` for the inherited fields.
 
     Args:
         nproc: number of workers on this node.
         run_id: name of the job.
+        command: program or function that each worker runs, followed by its arguments. With ``run_path``, a
+            script, followed by its arguments.
+        run_path: true if the workers are functions that run a script.
+        start_method: start method of functions: ``spawn``, ``fork`` or ``forkserver``.
+        variables: variables that are added to the environment of each worker.
+        logs: destinations of the workers' output.
+        notices: lines for the user about the settings, which are printed before the job starts.
         role: role of the workers.
         name: name of the job in the report: the script, the program or the function.
         max_restarts: maximum number of charged restarts.
@@ -197,11 +234,32 @@ class JobSpec(Record, WorkerSettings):
             if 0 or negative.
         preload: modules to import before the workers are forked. Workers start cold if it is ``None`` or
             contains no modules.
+        rendezvous: rendezvous in which the agent meets the agents of other nodes; ``None`` if there are none.
+        is_polled: true if a rendezvous handler of a program's own, with the name ``rdzv_backend``, assigns
+            the ranks. The next six fields are for this handler, and for the agent that polls it.
+        rdzv_endpoint: endpoint as the user typed it. The handler interprets it.
+        rdzv_conf: settings of the handler.
+        nnodes: minimum and maximum number of nodes.
+        local_addr: address of this node; ``None`` if the user has not set one.
+        exit_barrier_timeout: seconds to wait for other nodes at the end; ``None`` for the default.
+        monitor_interval: seconds between two polls.
+        rdzv_backend: name of the rendezvous back end, also in events.
+        event_log_handler: name of the handler for events; see ``docs/events.md``.
+        has_metrics: true if there is a receiver for metrics.
+        health_check_port: port of the health check server; ``None`` for no server, 0 for any free port.
+        health_check_host: address on which the health check server listens.
+        health_check_timeout: seconds without progress after which the agent counts as dead.
     """
 
     nproc: int
     run_id: str
     _: KW_ONLY
+    command: Sequence[Any] = ()
+    run_path: bool = False
+    start_method: str = "spawn"
+    variables: Mapping[str, str] = fresh(factory=dict)
+    logs: LogSettings = LogSettings()
+    notices: Sequence[str] = ()
     role: str = "default"
     name: str = ""
     max_restarts: int = 0
@@ -220,6 +278,31 @@ class JobSpec(Record, WorkerSettings):
     virtual_local_rank: bool = False
     uninterruptible_state_timeout: float = 0.0
     preload: Preload | None = None
+    rendezvous: Any = None
+    is_polled: bool = False
+    rdzv_endpoint: str = ""
+    rdzv_conf: Mapping[str, object] = fresh(factory=dict)
+    nnodes: tuple[int, int] = (1, 1)
+    local_addr: str | None = None
+    exit_barrier_timeout: float | None = None
+    monitor_interval: float = DEFAULT_MONITOR_INTERVAL
+    rdzv_backend: str = "c10d"
+    event_log_handler: str = "null"
+    has_metrics: bool = False
+    health_check_port: int | None = None
+    health_check_host: str = LOOPBACK
+    health_check_timeout: float = DEFAULT_HEALTH_TIMEOUT
+
+    @property
+    def entry_point(self) -> str:
+        """Name of the workers' program or function in events."""
+        first = self.command[0] if self.command else ""
+        return str(first.__qualname__) if callable(first) else os.path.basename(first)
+
+    @property
+    def is_observed(self) -> bool:
+        """True if events, metrics or health checks are enabled."""
+        return self.event_log_handler != "null" or self.has_metrics or self.health_check_port is not None
 
     @property
     def restart_settings(self) -> RestartSettings:
@@ -242,87 +325,6 @@ class JobSpec(Record, WorkerSettings):
     def replaces_workers(self) -> bool:
         """True if a failed worker is replaced while the others keep running."""
         return self.on_failure == "replace"
-
-
-class LogSettings(Value):
-    """Settings for the destinations of the workers' output.
-
-    Args:
-        log_dir: base directory of log files; ``None`` for a temporary directory. If it is the null device, no
-            files are written.
-        redirects: streams that are written to files, as bits by local rank (1 for stdout, 2 for stderr). A
-            plain number applies to all ranks.
-        tee: the same, for streams that are written to a file and to the console.
-        local_ranks_filter: local ranks whose output is printed on the console; ``None`` for all.
-        log_line_prefix_template: template of the prefix of tee'd lines; the default template if ``None``.
-        capture_stderr: true to write stderr of all ranks to a file and to the console.
-        duplicate_stdout_filters: texts to search for. Tee'd lines of standard output that contain any of them
-            are also copied to another file.
-        duplicate_stderr_filters: the same for standard error.
-        logs_specs: name of a user's class that chooses all destinations instead; ``None`` if there is no such
-            class.
-    """
-
-    log_dir: str | None = None
-    redirects: int | Mapping[int, int] = 0
-    tee: int | Mapping[int, int] = 0
-    local_ranks_filter: frozenset[int] | None = None
-    log_line_prefix_template: str | None = None
-    capture_stderr: bool = False
-    duplicate_stdout_filters: Sequence[str] = ()
-    duplicate_stderr_filters: Sequence[str] = ()
-    logs_specs: str | None = None
-
-
-class ObserveSettings(Value):
-    """Settings for the events, metrics and health checks of a job.
-
-    Args:
-        event_log_handler: name of the handler for events; see ``docs/events.md``.
-        entry_point: name of the workers' program in events.
-        rdzv_backend: name of the rendezvous back end in events.
-        has_metrics: true if there is a receiver for metrics.
-        health_check_port: port of the health check server; ``None`` for no server, 0 for any free port.
-        health_check_host: address on which the health check server listens.
-        health_check_timeout: seconds without progress after which the agent counts as dead.
-    """
-
-    event_log_handler: str = "null"
-    entry_point: str = ""
-    rdzv_backend: str = "c10d"
-    has_metrics: bool = False
-    health_check_port: int | None = None
-    health_check_host: str = LOOPBACK
-    health_check_timeout: float = DEFAULT_HEALTH_TIMEOUT
-
-    @property
-    def is_off(self) -> bool:
-        """True if events, metrics and health checks are all disabled."""
-        return self.event_log_handler == "null" and not self.has_metrics and self.health_check_port is None
-
-
-class HandlerSettings(Value):
-    """Settings for a rendezvous handler that has to be polled, and for the agent that polls it.
-
-    Args:
-        rdzv_backend: name of the back end.
-        rdzv_endpoint: endpoint as the user typed it. The handler interprets it.
-        rdzv_id: name of the job.
-        nnodes: minimum and maximum number of nodes.
-        rdzv_conf: settings of the handler.
-        local_addr: address of this node; ``None`` if the user has not set one.
-        exit_barrier_timeout: seconds to wait for other nodes at the end.
-        monitor_interval: seconds between two polls.
-    """
-
-    rdzv_backend: str
-    rdzv_endpoint: str
-    rdzv_id: str
-    nnodes: tuple[int, int]
-    rdzv_conf: Mapping[str, object]
-    local_addr: str | None
-    exit_barrier_timeout: float
-    monitor_interval: float
 
 
 def random_run_id() -> str:

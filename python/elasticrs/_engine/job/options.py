@@ -16,7 +16,6 @@ from elasticrs._engine.job import config, policy_options
 from elasticrs._engine.job.config import (
     JobSpec,
     LogSettings,
-    ObserveSettings,
     UnresolvedSettings,
     WorkerSettings,
 )
@@ -269,7 +268,6 @@ SHELL = Kind(_one_of(*SHELLS), "SHELL")
 _DEFAULTS = {
     **JobSpec.defaults(),
     **LogSettings.defaults(),
-    **ObserveSettings.defaults(),
     **defaults_of(UnresolvedSettings),
 }
 

@@ -1,39 +1,155 @@
-"""Runs a job on this node: chooses what makes its decisions, and plans the attempts of a job on one node."""
+"""Runs a job on this node. Command line, launcher's API and torch's agent class start their jobs here."""
 
 from __future__ import annotations
 
+import errno
 import os
 from functools import partial
 
 from elasticrs._engine.job.ranks import NodeShare, assign
+from elasticrs._engine.supervise.run.loop import Agent
+from elasticrs._engine.supervise.run.signals import ignored_signals
+from elasticrs._engine.supervise.run.workers import CommandWorkers, WorkerSetup
+from elasticrs._engine.workers.environment import hook_environment, inherited_environment
 from elasticrs._engine.workers.plan import Plan
 from elasticrs._engine.workers.ports import StorePort, agent_hosts_store
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+    from typing import TypeAlias
+
     from elasticrs import _core
     from elasticrs._engine.job.config import JobSpec
-    from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
     from elasticrs._engine.process.console import Console
+    from elasticrs._engine.supervise.attempts.attempt import JobResult
     from elasticrs._engine.supervise.decide.decisions import Decisions, Planner
+    from elasticrs._engine.supervise.observe.health_check_server import HealthCheckServer
+    from elasticrs._engine.supervise.observe.observer import Observer
+    from elasticrs._engine.supervise.run.signals import SignalPipe
+    from elasticrs._engine.supervise.run.workers import Workers
+    from elasticrs._engine.workers.logs import LogPaths
+
+    AttemptLogs: TypeAlias = Callable[[str, dict[int, dict[str, str]]], LogPaths]
 
 
-def make_decisions(
+def run_job(
     job: JobSpec,
-    rendezvous: Rendezvous | None,
     console: Console,
-    planner: Planner | None = None,
-) -> Decisions:
-    """Create the object that decides how an agent reacts to events.
+    signals: SignalPipe | None,
+    *,
+    owns_process: bool,
+    created: Callable[[Agent], object],
+    decisions: Decisions | None = None,
+    server: HealthCheckServer | None = None,
+    observers: Sequence[Observer] = (),
+    consoles: Collection[int] = (1, 2),
+) -> JobResult:
+    """Run a job to its end on this node.
 
     Args:
-        job: configuration of the job.
-        rendezvous: rendezvous in which the agent meets the agents of other nodes; ``None`` for a job on one
-            node.
+        job: job to run.
+        console: prints lines for the user.
+        signals: caught signals; ``None`` if this process handles none.
+        owns_process: true if this process runs nothing but the launcher. It then also records the end of the
+            agent in the events.
+        created: called with the agent before it runs.
+        decisions: makes the decisions; chosen from the job if ``None``.
+        server: open health check server of the caller; ``None`` to open the one that the job requests.
+        observers: further observers of the job.
+        consoles: descriptors (1, 2) on which the core prints the workers' output.
+
+    Raises:
+        UsageError: the log folder cannot be created, or the destination of events does not exist.
+        Exception: see :meth:`.Agent.run`.
+    """
+    workers = make_workers(job, consoles)
+    for notice in job.notices:
+        console.say(notice)
+    if job.is_observed or server is not None:
+        from elasticrs._engine.supervise.observe.observer_factory import make_observers
+
+        observers = (*make_observers(job, console.say, server, tells_end=owns_process), *observers)
+    agent = Agent(
+        *(job, workers, decisions or make_decisions(job, console)),
+        signals=signals,
+        owns_process=owns_process,
+        console=console,
+        observers=observers,
+    )
+    created(agent)
+    try:
+        return agent.run()
+    finally:
+        remove_logs(workers, console)
+
+
+def make_workers(job: JobSpec, consoles: Collection[int] = (1, 2)) -> Workers:
+    """Return the object that starts the workers of a job, and create the folder of their log files.
+
+    Raises:
+        UsageError: the log folder cannot be created, or the chosen class of log destinations fails.
+    """
+    logs, remove = _logs(job)
+    environ = hook_environment({**inherited_environment(), **job.variables})
+    setup = WorkerSetup(job, logs, environ, ignored_signals(), consoles, remove)
+    if job.run_path:
+        from elasticrs._engine.supervise.run.function_workers import script_workers
+
+        return script_workers(setup, job.command, job.start_method)
+    if callable(job.command[0]):
+        from elasticrs._engine.supervise.run.function_workers import function_workers
+
+        return function_workers(setup, job.command[0], job.command[1:], job.start_method)
+    return CommandWorkers(setup, [str(word) for word in job.command])
+
+
+def remove_logs(workers: Workers, console: Console) -> None:
+    """Remove the temporary log folder of a finished job if it contains no files."""
+    try:
+        workers.setup.remove_logs()
+    except OSError as error:
+        console.say(f"a log folder could not be removed: {error.strerror}")
+
+
+def _logs(job: JobSpec) -> tuple[AttemptLogs, Callable[[], object]]:
+    """Return two functions: one creates the log files of an attempt, the other removes the temporary log
+    folder after the job if it contains no files.
+    """
+    if job.logs.logs_specs is None:
+        from elasticrs._engine.process.background_call import FileAccess
+        from elasticrs._engine.workers.logs import RunLogs
+
+        logs = RunLogs(job.logs, job.run_id, job.nproc)
+        files = FileAccess()
+
+        def attempt(name: str, variables: dict[int, dict[str, str]]) -> LogPaths:
+            paths = files.run(partial(logs.attempt, name, variables), None)
+            if paths is None:
+                why = "the file system of the logs does not respond"
+                raise TimeoutError(errno.ETIMEDOUT, why, logs.directory)
+            return paths
+
+        return attempt, partial(files.run, logs.remove_if_empty, None)
+    from elasticrs._engine import public
+
+    specs, attempt_logs = job.logs.logs_specs, public("multiprocessing.logs_specs.attempt_logs")
+    if not isinstance(specs, str):
+        return attempt_logs(specs), tuple  # The object belongs to the caller, who removes the folder.
+    specs = public("multiprocessing.logs_specs.make_logs_specs")(job.logs, job.nproc)
+    # A user-defined log class may lack `_remove_if_empty`. In that case, an empty log folder is not removed.
+    return attempt_logs(specs), getattr(specs, "_remove_if_empty", tuple)
+
+
+def make_decisions(job: JobSpec, console: Console, planner: Planner | None = None) -> Decisions:
+    """Create the object that decides how an agent reacts to events. Only the chosen class is imported.
+
+    Args:
+        job: job to decide about.
         console: prints lines for the user.
         planner: assigns the ranks of a job on one node; a default planner if ``None``.
     """
-    if rendezvous is None:
+    if job.rendezvous is None:
         planner = planner or partial(plan_one_node, job)
         if job.replaces_workers:
             from elasticrs._engine.supervise.decide.member_workers import MemberWorkers
@@ -45,10 +161,10 @@ def make_decisions(
     if job.replaces_workers:
         from elasticrs._engine.supervise.decide.member_nodes import MemberNodes
 
-        return MemberNodes(job, rendezvous, console)
+        return MemberNodes(job, job.rendezvous, console)
     from elasticrs._engine.supervise.decide.several_nodes import SeveralNodes
 
-    return SeveralNodes(job, rendezvous, console)
+    return SeveralNodes(job, job.rendezvous, console)
 
 
 def plan_one_node(job: JobSpec, supervisor: _core.Supervisor) -> Plan:

@@ -10,12 +10,11 @@ from elasticrs._engine.job.ranks import NodeShare, assign
 from elasticrs._engine.job.value import Record
 from elasticrs._engine.process.console import Console
 from elasticrs._engine.supervise.attempts.state_machine import Phase
-from elasticrs._engine.supervise.observe.observer_factory import make_observers
-from elasticrs._engine.supervise.run.loop import Agent
 from elasticrs._engine.supervise.run.signals import catch_signals
-from elasticrs._engine.supervise.run_job import make_decisions
+from elasticrs._engine.supervise.run_job import make_decisions, run_job
 from elasticrs._engine.workers.functions.supervised_group import not_started
 from elasticrs._engine.workers.plan import Plan
+from elasticrs.agent.server.local_job import LocalJob, own_consoles
 from elasticrs.agent.server.worker_group import RunResult, WorkerState
 from elasticrs.multiprocessing.api import SignalException
 from elasticrs.rendezvous.api import RendezvousClosedError
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.supervise.attempts.attempt import JobResult
     from elasticrs._engine.supervise.decide.decisions import Decisions
     from elasticrs._engine.supervise.observe.health_check_server import HealthCheckServer
-    from elasticrs.agent.server.local_job import LocalJob
+    from elasticrs._engine.supervise.run.loop import Agent
     from elasticrs.agent.server.worker_group import WorkerGroup
 
 
@@ -54,7 +53,7 @@ class EventRunner(Record):
 
     def run(self) -> RunResult:
         """Run the job; see :meth:`elasticrs.agent.server.LocalElasticAgent.run`."""
-        job = self._local.config(is_multi_node=self._rendezvous is not None)
+        job = self._local.config(self._rendezvous)
         if job.is_multi_node and self._group.spec.rdzv_handler.is_closed():
             raise RendezvousClosedError(f"the rendezvous of job {job.run_id} is closed")
         signals = catch_signals((*job.signals, *job.forwarded))
@@ -65,24 +64,27 @@ class EventRunner(Record):
             console.say("signals are not handled, because the job does not run in the main thread")
         decisions = self._decisions(job, console)
         try:
-            observers = make_observers(job, self._local.observe(), console.say, self._server, tells_end=False)
-            self.agent = agent = Agent(
-                *(job, self._local.workers(job), decisions),
-                signals=signals,
+            result = run_job(
+                *(job, console, signals),
                 owns_process=False,
-                console=console,
-                observers=self._local.with_console(observers),
+                created=self._created,
+                decisions=decisions,
+                server=self._server,
+                observers=self._local.observers(),
+                consoles=own_consoles(),
             )
-            result = agent.run()
         finally:
             if signals is not None:
                 signals.close()
         return self._run_result(job, result, decisions)
 
+    def _created(self, agent: Agent) -> None:
+        self.agent = agent
+
     def _decisions(self, job: JobSpec, console: Console) -> Decisions:
         handler, group = self._group.spec.rdzv_handler, self._group
         planner = partial(_plan, group, handler) if isinstance(handler, OneNodeRendezvous) else None
-        decisions = make_decisions(job, self._rendezvous, console, planner)
+        decisions = make_decisions(job, console, planner)
         decisions.planned, decisions.kept = group.take_plan, getattr(handler, "kept", None)
         return decisions
 

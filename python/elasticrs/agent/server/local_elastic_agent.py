@@ -293,8 +293,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         if self._pcontext is None:
             job = local.config()
             console = Console(log_prefix=job.log_prefix)
-            observers = make_observers_of_hooks(job, local.observe(), console.say, self._server_of_ours())
-            self._pcontext = PolledWorkers(job, local.workers(job), console, local.with_console(observers))
+            observers = make_observers_of_hooks(job, console.say, self._server_of_ours())
+            self._pcontext = PolledWorkers(job, local.workers(job), console, [*observers, *local.observers()])
         return self._pcontext.start(worker_group.plan(), restarts)
 
     @prof

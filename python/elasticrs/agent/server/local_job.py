@@ -8,20 +8,19 @@ from typing import TYPE_CHECKING
 
 from elasticrs._engine.gpus.numa import cpus_of_options
 from elasticrs._engine.job import config as defaults
-from elasticrs._engine.job.config import JobSpec, ObserveSettings
+from elasticrs._engine.job.config import JobSpec, LogSettings
 from elasticrs._engine.supervise.observe.observer import Observer
-from elasticrs._engine.supervise.run.signals import ignored_signals
-from elasticrs._engine.supervise.run.workers import CommandWorkers, Workers, WorkerSetup
-from elasticrs._engine.workers.environment import hook_environment, inherited_environment
+from elasticrs._engine.supervise.run_job import make_workers
 from elasticrs._engine.workers.logs import line_prefixes
-from elasticrs.multiprocessing.logs_specs import attempt_logs
 from elasticrs.multiprocessing.tail_log import TailLog, replaced_streams
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import TextIO
 
+    from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
     from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
+    from elasticrs._engine.supervise.run.workers import Workers
     from elasticrs._engine.workers.warm import Entry, Preload
     from elasticrs.agent.server.worker_group import WorkerSpec
     from elasticrs.multiprocessing.api import LogsSpecs
@@ -88,25 +87,38 @@ class LocalJob:
         """Template for the prefix of tee'd lines, or ``None`` for the default prefix."""
         return self._prefix_template or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
 
-    def config(self, *, is_multi_node: bool = False) -> JobSpec:
-        """Return the configuration of the job.
-
-        ``is_multi_node`` is true for a job on several nodes whose agent uses the event-driven loop.
+    def config(self, rendezvous: Rendezvous | None = None) -> JobSpec:
+        """Return the job. ``rendezvous`` is that of a job on several nodes whose agent uses the event-driven
+        loop.
         """
         if self.made is not None:
             return self.made[0]
         spec = self._spec
+        function, command = spec.entrypoint, (spec.entrypoint, *spec.args)
         return JobSpec(
             spec.local_world_size,
             spec.rdzv_handler.get_run_id(),
+            command=command if callable(function) else [str(word) for word in command],
+            start_method=self.start_method,
+            variables={"TORCHELASTIC_SIGNALS_TO_HANDLE": self._signal_names},
+            logs=LogSettings(
+                logs_specs=self.logs_specs,
+                log_line_prefix_template=self.prefix_template,
+                duplicate_stdout_filters=spec.duplicate_stdout_filters or (),
+                duplicate_stderr_filters=spec.duplicate_stderr_filters or (),
+            ),
             role=spec.role,
             name=spec.get_entrypoint_name(),
             max_restarts=spec.max_restarts,
             shutdown_timeout=self._shutdown_timeout,
             signals=self.signals,
             forwarded=self.forwarded,
-            stop_scope=spec.stop_scope or defaults.default_stop_scope(spec.entrypoint),
-            is_multi_node=is_multi_node,
+            stop_scope=spec.stop_scope or defaults.default_stop_scope(function),
+            is_multi_node=rendezvous is not None,
+            rendezvous=rendezvous,
+            rdzv_backend=spec.rdzv_handler.get_backend(),
+            event_log_handler=spec.event_log_handler,
+            has_metrics=True,
             cpus=cpus_of_options(spec.numa_options, spec.local_world_size),
             virtual_local_rank=spec.virtual_local_rank,
             uninterruptible_state_timeout=self.uninterruptible_state_timeout,
@@ -115,41 +127,20 @@ class LocalJob:
         )
 
     def workers(self, job: JobSpec) -> Workers:
-        """Return the object that starts the workers."""
-        if self.made is not None:
-            return self.made[1]
-        spec = self._spec
-        setup = WorkerSetup(
-            job,
-            attempt_logs(self.logs_specs),
-            self.prefix_template,
-            hook_environment({
-                **inherited_environment(), "TORCHELASTIC_SIGNALS_TO_HANDLE": self._signal_names
-            }),
-            ignored_signals(),
-            (spec.duplicate_stdout_filters or [], spec.duplicate_stderr_filters or []),
-            {1, 2} - replaced_streams().keys(),
-        )  # fmt: skip
-        if callable(spec.entrypoint):
-            from elasticrs._engine.supervise.run.function_workers import function_workers
+        """Return the object that starts the workers for an agent whose hooks decide."""
+        return make_workers(job, own_consoles()) if self.made is None else self.made[1]
 
-            return function_workers(setup, spec.entrypoint, spec.args, self.start_method)
-        return CommandWorkers(setup, [str(spec.entrypoint), *map(str, spec.args)])
-
-    def observe(self) -> ObserveSettings:
-        """Return the settings for events and metrics."""
-        spec = self._spec
-        entry_point, backend = spec.get_entrypoint_name(), spec.rdzv_handler.get_backend()
-        return ObserveSettings(spec.event_log_handler, entry_point, backend, has_metrics=True)
-
-    def with_console(self, observers: Sequence[Observer]) -> Sequence[Observer]:
-        """Add an observer that prints the workers' tee'd lines to ``sys.stdout`` or ``sys.stderr``, if the
-        program has replaced one of these streams.
+    def observers(self) -> Sequence[Observer]:
+        """Return the observer that prints the workers' tee'd lines to the streams with which the program has
+        replaced ``sys.stdout`` and ``sys.stderr``, if it has.
         """
         streams = replaced_streams()
-        if not streams:
-            return observers
-        return [*observers, ReplacedConsole(streams, self._spec.role, self.prefix_template)]
+        return [ReplacedConsole(streams, self._spec.role, self.prefix_template)] if streams else []
+
+
+def own_consoles() -> set[int]:
+    """Return the descriptors (1, 2) of those standard streams that the program has not replaced."""
+    return {1, 2} - replaced_streams().keys()
 
 
 def _entry(spec: WorkerSpec, start_method: str) -> Entry:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from elasticrs import _core
     from elasticrs._engine.failures.failure import ProcessFailure
-    from elasticrs._engine.job.config import JobSpec, ObserveSettings
+    from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.job.ranks import WorkerRanks
     from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
     from elasticrs._engine.supervise.attempts.state_machine import Action
@@ -36,15 +36,14 @@ class EventRecorder(Observer):
     records how the agent ended.
     """
 
-    def __init__(self, job: JobSpec, settings: ObserveSettings, *, tells_end: bool = True) -> None:
+    def __init__(self, job: JobSpec, *, tells_end: bool = True) -> None:
         self._job = job
-        self._settings = settings
         self._tells_end = tells_end
         self._began = self._meeting_since = time.monotonic()
         self._plan: Plan | None = None
         self._restarts = 0
         self._watches = False
-        self._handler = events.get_logging_handler(settings.event_log_handler)
+        self._handler = events.get_logging_handler(job.event_log_handler)
         if isinstance(self._handler, events.handlers.LineFileHandler):
             self._handler.write_behind()
         # Keep the failed attempt and all later events in memory until the next workers have started. Writing
@@ -165,7 +164,7 @@ class EventRecorder(Observer):
 
     def _pass_on(self, event: Any) -> None:
         if self._failed is None:
-            events.record(event, self._settings.event_log_handler)
+            events.record(event, self._job.event_log_handler)
         else:
             self._later.append(event)
 
@@ -251,7 +250,7 @@ class EventRecorder(Observer):
     ) -> None:
         about: dict[str, object] = {
             "group_world_size": self._plan.ranks[0].group_world_size if self._plan is not None else None,
-            "entry_point": self._settings.entry_point,
+            "entry_point": self._job.entry_point,
             **(inner or {}),
         }
         metadata = self._metadata(state, about, duration_ms=duration_ms, **known)
@@ -288,7 +287,7 @@ class EventRecorder(Observer):
             group_rank=self._plan.ranks[0].group_rank if self._plan is not None else None,
             role=self._job.role,
             total_run_time=int(time.monotonic() - self._began),
-            rdzv_backend=self._settings.rdzv_backend,
+            rdzv_backend=self._job.rdzv_backend,
             agent_restarts=self._restarts,
             **known,
         )

@@ -10,14 +10,13 @@ from elasticrs._engine.job.config import UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from elasticrs._engine.job.config import JobSpec, ObserveSettings
+    from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.supervise.observe.health_check_server import HealthCheckServer
     from elasticrs._engine.supervise.observe.observer import Observer
 
 
 def make_observers(
     job: JobSpec,
-    settings: ObserveSettings,
     say: Callable[[str], None],
     server: HealthCheckServer | None = None,
     *,
@@ -27,24 +26,23 @@ def make_observers(
 
     Args:
         job: configuration of the job.
-        settings: settings for events, metrics and health checks.
         say: prints a line for the user.
-        server: open health check server of the caller. If it is ``None``, a server is created if the settings
-            request one.
+        server: open health check server of the caller. If it is ``None``, a server is created if the job
+            requests one.
         tells_end: true if the observers record the end of the agent; false if the caller records it.
 
     Raises:
         UsageError: the handler for events does not exist or cannot be opened.
     """
     observers: list[Observer] = []
-    if settings.event_log_handler != "null":
-        check_destination(settings.event_log_handler)
+    if job.event_log_handler != "null":
+        check_destination(job.event_log_handler)
         from elasticrs._engine.supervise.observe.job_events import EventRecorder
 
-        observers.append(EventRecorder(job, settings, tells_end=tells_end))
-    if server is None and settings.health_check_port is not None:
-        server = open_server(settings, say)
-    if settings.has_metrics or server is not None:
+        observers.append(EventRecorder(job, tells_end=tells_end))
+    if server is None and job.health_check_port is not None:
+        server = open_server(job, say)
+    if job.has_metrics or server is not None:
         from elasticrs._engine.supervise.observe.job_metrics import MetricRecorder
 
         observers.append(MetricRecorder(job))
@@ -54,7 +52,7 @@ def make_observers(
 
 
 def make_observers_of_hooks(
-    job: JobSpec, settings: ObserveSettings, say: Callable[[str], None], server: HealthCheckServer | None
+    job: JobSpec, say: Callable[[str], None], server: HealthCheckServer | None
 ) -> Sequence[Observer]:
     """Return the observers of an agent that uses torch's hooks. The observers do not record torch's events
     and metrics, because the hooks already do so.
@@ -63,10 +61,10 @@ def make_observers_of_hooks(
     block for a long time.
     """
     observers: list[Observer] = []
-    if settings.event_log_handler != "null":
+    if job.event_log_handler != "null":
         from elasticrs._engine.supervise.observe.job_events import WatchdogRecorder
 
-        observers.append(WatchdogRecorder(job, settings))
+        observers.append(WatchdogRecorder(job))
     return [*observers, *_health(job, server, say, is_asked=False)]
 
 
@@ -80,7 +78,7 @@ def _health(
     return (HealthObserver(job, server, say, is_asked=is_asked),)
 
 
-def open_server(settings: ObserveSettings, say: Callable[[str], None]) -> HealthCheckServer | None:
+def open_server(job: JobSpec, say: Callable[[str], None]) -> HealthCheckServer | None:
     """Create the configured health check server and open its port. If that fails, print why and return
     ``None``.
     """
@@ -88,8 +86,8 @@ def open_server(settings: ObserveSettings, say: Callable[[str], None]) -> Health
 
     from elasticrs._engine.supervise.observe.health_check_server import HealthCheckServer
 
-    port, host = settings.health_check_port or 0, settings.health_check_host
-    server = HealthCheckServer(time.time, port, settings.health_check_timeout, host)
+    port, host = job.health_check_port or 0, job.health_check_host
+    server = HealthCheckServer(time.time, port, job.health_check_timeout, host)
     try:
         server.open()
     except OSError as error:

@@ -70,21 +70,18 @@ class WorkerSetup(Value):
         logs: function that creates the files of an attempt. Its arguments are the name of the attempt, and
             the environment variables of the workers by local rank. It adds the path of the error file to the
             variables.
-        prefix_template: template of the prefix of tee'd lines; the default template if ``None``.
         environ: environment that all workers inherit.
         keep_ignored: signals that stay ignored in the workers.
-        filters: texts to search for in standard output and in standard error. Tee'd lines that contain any of
-            these texts are also copied to a separate file.
         consoles: descriptors (1, 2) on which the core prints the workers' output.
+        remove_logs: removes the temporary log folder after the job if it contains no files.
     """
 
     job: JobSpec
     logs: Callable[[str, dict[int, dict[str, str]]], LogPaths]
-    prefix_template: str | None
     environ: Mapping[str, str]
     keep_ignored: Sequence[int] = ()
-    filters: tuple[Sequence[str], Sequence[str]] = ((), ())
     consoles: Collection[int] = (1, 2)
+    remove_logs: Callable[[], object] = tuple
 
     @property
     def preload(self) -> Preload | None:
@@ -335,12 +332,13 @@ def _member(plan: Plan, local_rank: int) -> dict[str, str]:
 def _streams(setup: WorkerSetup, attempt: Attempt) -> list[_core.LogStream]:
     streams: list[_core.LogStream] = []
     paths = attempt.paths
-    prefixes = line_prefixes(setup.prefix_template, attempt.plan.ranks)
-    for to, tees, copy in (
-        (1, paths.tee_stdouts, paths.filtered_stdout),
-        (2, paths.tee_stderrs, paths.filtered_stderr),
+    logs = setup.job.logs
+    prefixes = line_prefixes(logs.log_line_prefix_template, attempt.plan.ranks)
+    for to, tees, copy, filters in (
+        (1, paths.tee_stdouts, paths.filtered_stdout, logs.duplicate_stdout_filters),
+        (2, paths.tee_stderrs, paths.filtered_stderr, logs.duplicate_stderr_filters),
     ):
-        contains = [os.fsencode(text) for text in setup.filters[to - 1]] if copy else []
+        contains = [os.fsencode(text) for text in filters] if copy else []
         colour = wants_colour(to, setup.environ)
         for local_rank, path in tees.items():
             if path == os.devnull:
