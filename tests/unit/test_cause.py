@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from elasticrs._engine.failures.failure import remote_failure
 from elasticrs._engine.gpus.xids import Xid
 from elasticrs._engine.job.failure_cause import Cause
 from elasticrs._engine.job.ranks import NodeShare, assign
@@ -14,7 +15,6 @@ from elasticrs._engine.nodes.protocol.records import bound_cause, checked_cause
 from elasticrs._engine.nodes.protocol.round_outcome import failure_of
 from elasticrs._engine.process.clock import Clock
 from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult, Overdue
-from elasticrs._engine.supervise.attempts.cause import remote_failure
 from elasticrs._engine.supervise.failures.failed_attempt import (
     MAX_LINE,
     MAX_LINES,

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from typing import Any
 
     from elasticrs._core import WorkerExited
+    from elasticrs._engine.job.failure_cause import Cause
+    from elasticrs._engine.process.clock import Clock
 
 NOT_AVAILABLE = "<N/A>"
 """Placeholder for the path of a missing error file."""
@@ -303,6 +305,34 @@ def failure_of(
         stderr_tail=last_lines(logs["stderr"], _TAIL_LINES) if is_read and "stderr" in logs else (),
         **{"seen_ns": ended.seen_ns, "sent_signal": ended.sent_signal, **known},
     )
+
+
+def remote_failure(cause: Cause, clock: Clock) -> ProcessFailure:
+    """Return the failure of a worker on another node. ``cause.rank`` must be known."""
+    failure = ProcessFailure(
+        -1 if cause.local_rank is None else cause.local_rank,
+        -1 if cause.pid is None else cause.pid,
+        # A known pid without an exit code means that the worker has failed, so use exit code 1. If the pid is
+        # unknown, nothing is known about the worker. Its exit code stays unknown then.
+        1 if cause.exitcode is None and cause.pid is not None else cause.exitcode,
+        "",
+        seen_ns=None if cause.time_ns is None else clock.to_monotonic(cause.time_ns),
+        cause=cause.message or None,
+        how=cause.how,
+        note=f"on node {cause.node}; {_comparable(cause.error_ns, clock.error_ns)}",
+        stderr_tail=[str(line) for line in cause.lines],
+        host=str(cause.host),
+    )
+    failure.more_notes = [str(xid) for xid in cause.xids]
+    return failure
+
+
+def _comparable(theirs: int | None, ours: int | None) -> str:
+    if theirs is None or ours is None:
+        return "times of different nodes may be off: their clocks have not been compared"
+    # Round up, because the value is shown as an upper bound.
+    tenths = max(1, -(-(theirs + ours) // 100_000))
+    return f"times of different nodes are comparable to {tenths / 10:.1f} ms"
 
 
 class EmptyFileError(ValueError):

@@ -19,6 +19,7 @@ from elasticrs._engine.job.restart_policy import FailureHistory, is_suspect
 from elasticrs._engine.nodes.driver import Driver
 from elasticrs._engine.nodes.hosting import SystemResolver, decide_hosting
 from elasticrs._engine.nodes.protocol import messages
+from elasticrs._engine.nodes.protocol.records import silence_of, step_of
 from elasticrs._engine.nodes.rendezvous_store import node_name
 from elasticrs._engine.process.background_call import BackgroundCall
 from elasticrs._engine.supervise.attempts import state_machine as machine
@@ -368,9 +369,7 @@ class SeveralNodes(Decisions):
         self._console.say(f"{action.why}: stopping the workers of round {action.round}")
         hung = None
         if action.hung is not None:
-            from elasticrs._engine.supervise.attempts.cause import hung_elsewhere
-
-            hung = hung_elsewhere(action.hung)
+            hung = _hung_elsewhere(action.hung)
             self._gathers_evidence = True
         return [machine.Stop(signal.SIGTERM, self._job.shutdown_timeout, is_announced=True, hung=hung)]
 
@@ -427,3 +426,12 @@ def verdict_of(outcome: messages.Outcome, *, is_unfit: bool = False) -> Verdict:
     if is_unfit or outcome.kind in ("stuck", "excluded"):
         return Verdict.UNFIT
     return Verdict.PERMANENT if outcome.is_permanent else Verdict.FAILED
+
+
+def _hung_elsewhere(cause: Mapping[str, Any]) -> machine.HungElsewhere:
+    step, frame = step_of(cause), cause.get("frame")
+    return machine.HungElsewhere(
+        silence_of(cause) or 0.0,
+        step if step is not None and step >= 0 else None,
+        frame if isinstance(frame, str) else None,
+    )

@@ -11,7 +11,7 @@ from functools import partial
 
 from elasticrs._engine import public
 from elasticrs._engine.failures.errors import ChildFailedError
-from elasticrs._engine.failures.failure import TORCH_HINT
+from elasticrs._engine.failures.failure import TORCH_HINT, remote_failure
 from elasticrs._engine.failures.report import format_report, how_it_failed
 from elasticrs._engine.failures.root_cause import failed_ns, failed_wall_ns, root_cause, victims
 from elasticrs._engine.job import phrases
@@ -299,8 +299,6 @@ def _last_failures(result: JobResult) -> dict[int, ProcessFailure]:
         other = failed.pop(rank)
         failed[-1 - other.local_rank] = other
     if rank not in failed:
-        from elasticrs._engine.supervise.attempts.cause import remote_failure
-
         remote = remote_failure(cause, result.clock)
         if result.attempts and all(failure.sent_signal is not None for failure in failed.values()):
             beats = last_heartbeats(result.attempts[-1], remote.seen_ns, "here: ")
