@@ -179,7 +179,6 @@ class ProcessFailure:
             self.message = self._made_up_message(trouble)
 
     def _read_facts(self, data: Mapping[str, Any]) -> None:
-        """Read the fields that the restart policy needs from the contents of an error file."""
         match data.get("elasticrs"):
             case {"failure": {"exception": str(exception), **facts}}:
                 place = facts.get("place")
@@ -417,7 +416,6 @@ def _parts(beginning: bytes, end: bytes, written: float, size: int) -> dict[str,
 
 
 def _shorten(data: dict[str, Any]) -> None:
-    """Shorten the messages and the traceback of an error file if they exceed :data:`_TEXT_LIMIT`."""
     message = data.get("message")
     extra = message.get("extraInfo") if isinstance(message, dict) else None
     for each, name in ((data, "message"), (message, "message"), (extra, "py_callstack")):

@@ -131,7 +131,6 @@ def _root_entry(index: int, rank: int, failure: ProcessFailure) -> list[str]:
 
 
 def _bounded(text: str) -> list[str]:
-    """Return the lines of a text. Omit lines from the middle of a long text, and truncate long lines."""
     lines = text.split("\n")
     if len(lines) > _MAX_LINES:
         left_out = len(lines) - _MAX_LINES
@@ -321,7 +320,6 @@ it.
 
 
 def _advice(failure: ProcessFailure) -> Iterable[str]:
-    """Yield advice about a failure if its traceback and exit code do not explain it."""
     if failure.exitcode == -_SIGKILL and failure.sent_signal is None and failure.seen_ns is not None:
         if failure.cause is None and failure.note is None and failure.host is None:
             yield (
@@ -336,7 +334,6 @@ def _advice(failure: ProcessFailure) -> Iterable[str]:
 
 
 def _without(traceback: str, tail: Sequence[str]) -> list[str]:
-    """Return the lines of stderr that are not already part of the traceback."""
     known = {line.strip() for line in traceback.split("\n")}
     if traceback.startswith("Traceback"):
         return [line for line in tail if line.strip() not in known]

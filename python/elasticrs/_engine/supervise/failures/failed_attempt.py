@@ -132,7 +132,6 @@ def _failure(attempt: Attempt, worker: _core.WorkerExited, unread: str = "") -> 
 def _add_hang(
     attempt: Attempt, worker: _core.WorkerExited, failure: ProcessFailure, *, is_read: bool
 ) -> None:
-    """Add the stack of a hung worker and the last heartbeats of all ranks to the worker's failure."""
     rank = worker.local_rank
     if is_read and rank in attempt.expired and (error_file := attempt.paths.error_files.get(rank)):
         from elasticrs._engine.supervise.attempts import hangs
@@ -335,7 +334,6 @@ def _reached(attempt: Attempt) -> dict[str, Any]:
 
 
 def _place(attempt: Attempt, failure: ProcessFailure) -> str | None:
-    """Return the place in the code where the worker raised an exception, or where it hung."""
     frame = _hang(attempt, failure.local_rank).get("frame")
     if frame is None:
         return failure.place
@@ -417,7 +415,6 @@ def _hang(attempt: Attempt, local_rank: int) -> dict[str, Any]:
 
 
 def _message(attempt: Attempt, first: ProcessFailure) -> str:
-    """Return the text of a failure, with the most informative line last."""
     text = traceback_text(first)
     if first.member is not None and not _is_same(text, first.member):
         text = first.member
@@ -429,7 +426,6 @@ def _message(attempt: Attempt, first: ProcessFailure) -> str:
 
 
 def _is_same(text: str, member: str) -> bool:
-    """Return true if the summaries of both texts name the same exception and place."""
     found, told = summarize(text), summarize(member)
     return (found and (found.said, found.place)) == (told and (told.said, told.place))
 

@@ -238,7 +238,6 @@ def _facts_of_failure(attempt: Attempt) -> list[RankFacts]:
 
 
 def _is_of_hook(frame: Frame) -> bool:
-    """Return true if a frame belongs to the hook that handles an uncaught exception."""
     return frame.file.endswith("/inside/hook/sitecustomize.py")
 
 
@@ -281,10 +280,6 @@ def _age(path: str, other: str) -> int | None:
 
 
 class _Written(NamedTuple):
-    """Flight records and stack that a worker has written; see
-    :func:`.flight_document`.
-    """
-
     records: tuple[bytes, ...] | NoRecord
     groups: Mapping[str, list[int]] = {}
     frames: tuple[Frame, ...] = ()

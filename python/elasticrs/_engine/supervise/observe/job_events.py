@@ -53,7 +53,6 @@ class EventRecorder(Observer):
         self._hung: _core.WorkerHung | None = None
 
     def opened(self, supervisor: _core.Supervisor) -> None:  # noqa: ARG002 -- the base class's signature
-        """Record the time at which the first rendezvous starts."""
         self._meeting_since = time.monotonic()
 
     def acting(self, action: Action, plan: Plan | None) -> None:
@@ -72,9 +71,6 @@ class EventRecorder(Observer):
             self._record_watching(True)
 
     def running(self, result: JobResult) -> None:
-        """Record the start of each worker. After a restart, or with ``--warm``, also record how the attempt
-        was started.
-        """
         attempt = result.attempts[-1]
         for ranks in attempt.plan.ranks:
             self._record_worker("START", ranks, attempt.pids[ranks.local_rank])
@@ -91,7 +87,6 @@ class EventRecorder(Observer):
             )
 
     def replaced(self, attempt: Attempt, failed: Attempt) -> None:
-        """Record the end of the failed worker and the start of its replacement."""
         (local_rank,) = failed.exits
         self._restarts = failed.restarts
         at_ns = time.time_ns() - time.monotonic_ns() + failed.failed_ns
@@ -134,12 +129,10 @@ class EventRecorder(Observer):
             self._record_watchdog("kill worker process", {"worker_pid": str(pid), "message": message})
 
     def failed(self, attempt: Attempt) -> None:
-        """Record a watchdog event if the first failure of the attempt is a hung worker."""
         if attempt.first_failure is not None:
             self._record_hung(attempt.first_failure, attempt)
 
     def exited(self, attempt: Attempt, worker: _core.WorkerExited) -> None:
-        """Record a watchdog event if the exited worker had hung."""
         self._record_hung(worker.local_rank, attempt)
 
     def started(self) -> None:
@@ -270,7 +263,6 @@ class EventRecorder(Observer):
         self._record_watchdog("kill worker process", {**claim, "worker_pid": str(event.pid)})
 
     def _record_watching(self, watches: bool) -> None:
-        """Record that the timer watchdog starts or stops, unless it is already in that state."""
         if watches != self._watches and os.environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1":
             self._watches = watches
             self._record_watchdog("watchdog started" if watches else "watchdog stopped", {})

@@ -80,7 +80,6 @@ class HealthObserver(Observer):
         self._publish()
 
     def opened(self, supervisor: _core.Supervisor) -> None:
-        """Start answering health requests in the agent's loop, unless a thread of the server answers them."""
         self._server.supervisor = self._supervisor = supervisor
         self._native.show(supervisor, is_asked=self._is_asked)
         if self._is_asked:
@@ -90,7 +89,6 @@ class HealthObserver(Observer):
             self._native.enter("waiting_for_nodes")
 
     def fd_ready(self, fd: int) -> bool:
-        """Answer a health request. Return false if the descriptor does not belong to the server."""
         if not self._is_asked or fd != self._native.fd:
             return False
         attempt = self._attempt
@@ -166,7 +164,6 @@ class HealthObserver(Observer):
         self._native.watch_files(attempt.paths.only_written(), attempt.paths.are_new)
 
     def not_started(self) -> None:
-        """Set the health status to ``STOPPED``, because the workers could not be started."""
         self._native.files_ended()
         self._enter_state("STOPPED")
 
@@ -178,7 +175,6 @@ class HealthObserver(Observer):
             self._was_hung((time.monotonic_ns() - timer.seen_ns) / 1e9)
 
     def hung(self, event: _core.WorkerHung) -> None:
-        """Record that a worker has hung since its last heartbeat."""
         self._was_hung((time.monotonic_ns() - event.since_ns) / 1e9)
 
     def quiet(self) -> None:
@@ -189,12 +185,10 @@ class HealthObserver(Observer):
             self._publish()
 
     def paused(self, local_rank: int, is_paused: bool) -> None:
-        """Publish whether the worker is paused."""
         (self._paused.add if is_paused else self._paused.discard)(local_rank)
         self._publish()
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:
-        """Publish the final state and close the port."""
         public("metrics.api.remove_sink")(self._native.put)
         has_succeeded = error is None and result.phase is Phase.SUCCEEDED
         self._enter_state("SUCCEEDED" if has_succeeded else "FAILED")
@@ -208,9 +202,6 @@ class HealthObserver(Observer):
             self._native.was_hung(max(0.0, seconds))
 
     def running(self, result: JobResult) -> None:
-        """Publish the pids and ranks of the new workers. After a restart, also publish the reason for the
-        restart and the duration of the restart.
-        """
         for earlier in result.attempts[self._counted : -1]:
             self._native.restarted("port_taken" if self._is_uncharged else _cause(earlier))
         self._counted, self._is_uncharged = len(result.attempts) - 1, False
@@ -232,13 +223,11 @@ class HealthObserver(Observer):
         self._publish(self._workers_now(self._attempt))
 
     def replaced(self, attempt: Attempt, failed: Attempt) -> None:
-        """Publish the reason why a worker was replaced, and the new list of workers."""
         self._native.restarted(_cause(failed))
         self._native.recovered((failed.stamps["started"] - failed.failed_ns) / 1e9)
         self._publish(self._workers_now(attempt))
 
     def failed(self, attempt: Attempt) -> None:
-        """Set the health status to ``UNHEALTHY``, and record the time of the failure."""
         self._failed_ns = attempt.failed_ns
         if self._attempt is not None and not self._attempt.expired:
             self._native.enter("restarting")
@@ -247,7 +236,6 @@ class HealthObserver(Observer):
         self._enter_state("UNHEALTHY")
 
     def exited(self, attempt: Attempt, worker: _core.WorkerExited) -> None:
-        """Mark the published status as outdated, so that it is published again when a client requests it."""
         self._is_stale = True
         if attempt is self._attempt and attempt.first_failure == worker.local_rank:
             self._note_failure(attempt)
@@ -287,7 +275,6 @@ class HealthObserver(Observer):
         }
 
     def training(self, standings: Sequence[Standing]) -> None:
-        """Publish each worker's training rate, and the slowest worker."""
         self._standings = {each.local_rank: each for each in standings}
         for each in standings:
             if each.rate is not None:
@@ -333,7 +320,6 @@ class HealthObserver(Observer):
         }
 
     def _cause(self) -> dict[str, Any] | None:
-        """Return the first failure of the last failed attempt across all nodes."""
         cause = None if self._result is None else self._result.shared_cause()
         if cause is not None:
             from elasticrs._engine.nodes.protocol.round_outcome import failure_of
@@ -347,9 +333,7 @@ class HealthObserver(Observer):
         return {"rank": last["rank"], "node": os.uname().nodename, "round": last["round"], "what": said}
 
     def _budget(self) -> tuple[int, int]:
-        """Return the number of restarts that were counted against the restart budget, and the number of
-        restarts left.
-        """
+        """Return the number of restarts charged, and the number left."""
         policy, result = self._job.restart_settings, self._result
         return (0, policy.max_restarts) if result is None else (result.restarts, result.restarts_left(policy))
 
@@ -436,7 +420,6 @@ def _group(attempt: Attempt) -> dict[str, Any]:
 
 
 def _cause(attempt: Attempt) -> _core.RestartCause:
-    """Return the cause of the restart after this attempt, under the name that the metrics use."""
     if "started" not in attempt.stamps:
         return "start_failed"
     if attempt.expired and attempt.first_failure is not None:

@@ -32,11 +32,9 @@ class MetricRecorder(Observer):
         self._restarts = 0
 
     def opened(self, supervisor: _core.Supervisor) -> None:  # noqa: ARG002 -- the base class's signature
-        """Record the time at which the first rendezvous starts."""
         self._meeting_since = time.monotonic()
 
     def acting(self, action: Action, plan: Plan | None) -> None:  # noqa: ARG002 -- the base class's signature
-        """Publish the duration of the rendezvous before the workers are started."""
         if isinstance(action, Rendezvous):
             self._meeting_since = time.monotonic()
         elif isinstance(action, Start):
@@ -47,7 +45,6 @@ class MetricRecorder(Observer):
             _measured("SimpleElasticAgent._assign_worker_ranks", 0.0)
 
     def running(self, result: JobResult) -> None:  # noqa: ARG002 -- the base class's signature
-        """Publish the duration of the workers' start. After a failure, also publish the restart duration."""
         now = time.monotonic()
         _measured("LocalElasticAgent._start_workers", now - self._starting_since)
         _measured("SimpleElasticAgent._initialize_workers", now - self._meeting_since)
@@ -57,17 +54,14 @@ class MetricRecorder(Observer):
         self._state("healthy")
 
     def replaced(self, attempt: Attempt, failed: Attempt) -> None:  # noqa: ARG002 -- the base class's signature
-        """Publish the number of remaining restarts."""
         self._restarts = attempt.restarts
         self._state("healthy")
 
     def not_started(self) -> None:
-        """Record the duration of a failed start of the workers as a metric."""
         took = time.monotonic() - self._starting_since
         _measured("LocalElasticAgent._start_workers", took, succeeded=False)
 
     def failed(self, attempt: Attempt) -> None:
-        """Publish that the workers have failed."""
         self._failed_at = attempt.failed_ns / 1e9
         self._state("failed")
 

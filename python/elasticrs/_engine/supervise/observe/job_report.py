@@ -155,7 +155,6 @@ def _attempt(attempt: Attempt, cause: str | None) -> dict[str, Any]:
 
 
 def _exits(attempt: Attempt) -> list[dict[str, Any]]:
-    """Return the exits of an attempt's workers, including those that did not fail."""
     ranks = attempt.shown_ranks()
     return [
         {

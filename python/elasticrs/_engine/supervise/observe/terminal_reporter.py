@@ -71,7 +71,6 @@ class TerminalReporter(Observer):
                 self.started()
 
     def prepared(self, attempt: Attempt) -> None:
-        """Print the folder of the logs, before the first attempt."""
         self._is_told = False
         folder = attempt.paths.run_folder
         if attempt is self._result.attempts[0] and self._tells_all and folder and any(_outputs(attempt)):
@@ -108,14 +107,10 @@ class TerminalReporter(Observer):
             self._tell_first(attempt)
 
     def exited(self, attempt: Attempt, worker: _core.WorkerExited) -> None:
-        """Print the first failure, unless that was done earlier. If no ranks to blame have been determined
-        yet, wait until the worker that failed first has exited.
-        """
         if worker.local_rank == attempt.first_failure or attempt.blame is not None:
             self._tell_first(attempt)
 
     def replaced(self, attempt: Attempt, failed: Attempt) -> None:
-        """Print a line about the failed worker and its replacement."""
         (local_rank,) = failed.exits
         policy = self._job.restart_settings
         used = f"restart {phrases.restarts_used(attempt.restarts, policy.max_restarts, policy.window)}"
@@ -131,7 +126,6 @@ class TerminalReporter(Observer):
         )
 
     def running(self, result: JobResult) -> None:
-        """Print that the workers are running again after a restart."""
         attempt = result.attempts[-1]
         # In a job on several nodes, only the node with group rank 0 prints this line.
         is_mine = self._is_restart or (self._job.is_multi_node and attempt.plan.ranks[0].group_rank == 0)
@@ -140,7 +134,6 @@ class TerminalReporter(Observer):
             self._say(f"attempt {attempt.name} is running, {attempt.how_it_began()}")
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:
-        """Print the duration of the job, the number of restarts, and the folder of the logs."""
         self.started()
         if error is None and result.signum is not None and not result.attempts:
             self._say(f"stopped by {phrases.signal_name(result.signum)} before any worker was started")
