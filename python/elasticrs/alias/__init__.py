@@ -182,7 +182,6 @@ class _Loader:
                 __import__(name)
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """Return the code that ``python -m`` runs for a module."""
         from importlib.abc import InspectLoader
         from importlib.util import find_spec
 

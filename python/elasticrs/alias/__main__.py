@@ -109,7 +109,6 @@ def status() -> int:
 
 
 def _works() -> bool:
-    """Start a new interpreter, and return true if it imports elasticrs instead of torch's elastic modules."""
     import subprocess
 
     environ = {**os.environ, "ELASTICRS_ALIAS": "1"}
@@ -118,7 +117,6 @@ def _works() -> bool:
 
 
 def _folders() -> list[str]:
-    """Return the folders in which the interpreter looks for ``.pth`` files."""
     folders = [sysconfig.get_path("purelib")]
     if site.ENABLE_USER_SITE:
         folders.append(site.getusersitepackages())

@@ -27,7 +27,6 @@ class _Serialized:
         return self.serialize()
 
     def serialize(self) -> str:
-        """Return the event as JSON on a single line."""
         return json.dumps(asdict(self))  # type: ignore[call-overload]  # its subclasses are dataclasses
 
 

@@ -111,7 +111,6 @@ class _SupervisedContext(PContext):
         return failure_of(ended, *files, cause=cause)
 
     def _unknown_end(self) -> str:
-        """Return the text to report for a process whose exit status is unknown."""
         return "its exit status is unknown"
 
     def _environment(self, rank: int) -> dict[str, str]:

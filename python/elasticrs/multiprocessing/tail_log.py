@@ -42,7 +42,6 @@ class _File(Record):
     rest: bytes = b""
 
     def advance(self) -> bool:
-        """Copy new lines to the destination. Return true if there was new data."""
         if self.file is None:
             try:
                 self.file = open(self.path, "rb", buffering=0)  # noqa: SIM115 -- closed by `finish`
@@ -60,7 +59,6 @@ class _File(Record):
         return True
 
     def finish(self) -> None:
-        """Copy the remaining data, and close the file."""
         try:
             while self.advance():
                 continue

@@ -79,7 +79,6 @@ def _parse_rendezvous_config(config_str: str) -> dict[str, str]:
 
 
 def _try_parse_port(port_str: str) -> int | None:
-    """Parse text of one to five digits as an integer. Return ``None`` for any other text."""
     return int(port_str) if port_str and re.match(r"^[0-9]{1,5}$", port_str) else None
 
 
@@ -139,7 +138,6 @@ class _PeriodicTimer:
 
     @property
     def name(self) -> str | None:
-        """Name of the thread."""
         return self._name
 
     def set_name(self, name: str) -> None:
@@ -171,7 +169,6 @@ class _PeriodicTimer:
         thread.start()
 
     def cancel(self) -> None:
-        """Stop the thread, and wait for any call in progress."""
         if self._finalizer is not None:
             self._finalizer()
 

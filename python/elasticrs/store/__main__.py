@@ -68,7 +68,6 @@ def _token(parser: argparse.ArgumentParser, path: str | None) -> bytes | None:
 
 
 def _serve(server: Server, stop: socket.socket) -> signal.Signals | None:
-    """Serve until a signal arrives. Return the signal, or ``None`` if an error stopped the store."""
     poll = select.poll()
     poll.register(stop, select.POLLIN)
     poll.register(server.fd, select.POLLIN)

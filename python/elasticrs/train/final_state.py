@@ -248,9 +248,6 @@ def serving_address(near: str, local: str) -> tuple[str, str]:
 
 
 def _address_towards(near: tuple[str, int]) -> tuple[int, str]:
-    """Return the address family and the local address that this machine uses to connect to a host
-    and port.
-    """
     family, *_, address = socket.getaddrinfo(*near, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
@@ -273,10 +270,6 @@ def _fetch(seats: list[dict[str, Any]]) -> tuple[bytes | None, tuple[str, int] |
 
 
 def _living(seats: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return those seats whose HTTP servers accept connections. A seat is the store record of a worker that
-    has a copy of the final state.
-    """
-
     def accepts(seat: dict[str, Any]) -> bool:
         try:
             socket.create_connection(_server_of(seat), CONNECT_TIMEOUT).close()

@@ -203,7 +203,6 @@ class Connections:
 
 
 def _sockets() -> dict[int, int]:
-    """Return this process's socket descriptors, keyed by inode."""
     found: dict[int, int] = {}
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -243,7 +242,6 @@ def _duplicate(fd: int, inode: int) -> Iterator[tuple[socket.socket, int] | None
 
 
 def _peer(fd: int, inode: int) -> str:
-    """Return the address of a socket's peer, formatted for messages."""
     with _duplicate(fd, inode) as found, suppress(OSError):
         if found is not None:
             host, port, *_ = found[0].getpeername()
@@ -268,9 +266,6 @@ def _shut(fd: int, inode: int) -> bool:
 
 
 def _listens_at(fd: int, inode: int) -> tuple[int, Any] | None:
-    """Return the address family and address of a listening socket; ``None`` if the socket is not
-    listening.
-    """
     with _duplicate(fd, inode) as found:
         if found is None or found[1] != _LISTEN:
             return None

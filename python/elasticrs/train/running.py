@@ -174,8 +174,6 @@ def _require_saving(state: State) -> None:
 
 
 class _Run:
-    """Runs one training loop by executing the actions that the state machine returns."""
-
     def __init__(
         self,
         coordinator: Coordinator,

@@ -192,7 +192,6 @@ def failure_facts(error: BaseException) -> "dict[str, object]":
 
 
 def is_rejection(error: SystemExit) -> bool:
-    """Return true if a command-line parser has rejected the program's arguments."""
     entry = error.__traceback__
     while entry is not None and entry.tb_next is not None:
         entry = entry.tb_next
@@ -259,7 +258,6 @@ def _innermost(error: BaseException) -> "list[tuple[BaseException, types.Traceba
 
 
 def _members(error: BaseException) -> "list[BaseException]":
-    """Return the members of an exception group; an empty list for any other exception."""
     members = getattr(error, "exceptions", ())
     return [each for each in members if isinstance(each, BaseException)] if isinstance(members, tuple) else []
 
@@ -404,7 +402,6 @@ def _is_lost_peer(error: BaseException) -> bool:
 
 
 def _may_follow_from_peer(error: BaseException) -> bool:
-    """Return true if the exception is an error of a connection, a child process or a collective."""
     if isinstance(error, (ConnectionError, TimeoutError, EOFError)):
         return True
     if any(base.__module__.startswith("torch.distributed") for base in type(error).__mro__):
@@ -543,7 +540,6 @@ def _stack(error: BaseException, entry: "types.TracebackType | None") -> str:
 
 
 def _said(error: BaseException) -> str:
-    """Return the lines that end a traceback: the type, the text and the notes of an exception."""
     kind = type(error)
     name = kind.__qualname__
     if kind.__module__ not in ("__main__", "builtins"):

@@ -24,7 +24,6 @@ its data in an exit handler of the C library, and :func:`leave` does not run suc
 
 
 def is_enabled() -> bool:
-    """Return true if a failed worker may exit without tearing down its interpreter."""
     is_interactive = sys.flags.inspect or os.environ.get("PYTHONINSPECT")
     is_profiled = any(os.environ.get(name) for name in _INJECTED)
     return os.environ.get(VARIABLE) != "0" and not is_interactive and not is_profiled

@@ -84,7 +84,6 @@ def _start_thread(requests: str, record: str) -> None:
 
 
 def _answer(requests: str, record: str) -> None:
-    """Write the flight record each time the agent opens the FIFO. Return once the FIFO no longer exists."""
     from elasticrs._engine.inside.error_file import write_whole
 
     while _wait_for_request(requests):

@@ -183,7 +183,6 @@ def line_prefixes(template: str | None, ranks: Sequence[WorkerRanks]) -> dict[in
 
 
 def coloured(prefix: str, local_rank: int) -> str:
-    """Return the prefix with terminal escape codes for this rank's colour."""
     return f"\x1b[{_COLOURS[local_rank % len(_COLOURS)]}m{prefix}\x1b[0m"
 
 

@@ -109,7 +109,6 @@ class AgentPage:
 
     @property
     def asked(self) -> int:
-        """Number of checkpoint requests so far."""
         return self._words[_ASKED]
 
     def answer(self) -> tuple[int, Result, int]:
@@ -151,7 +150,6 @@ class AgentPage:
         return tuple(None if met is None else met.round for met in found)
 
     def is_training(self, local_rank: int) -> bool:
-        """Return true if a worker has joined a rendezvous round and has not finished training."""
         at = _FIRST + _SPAN * local_rank
         return bool(self._words[at + _ROUND]) and not self._words[at + _HAS_FINISHED]
 
@@ -180,7 +178,6 @@ class AgentPage:
         return self._was_used or bool(self.standings())
 
     def close(self) -> None:
-        """Close the memory page. Idempotent."""
         if self._fd >= 0:
             for view in (self._words, self._floats, self._bytes):
                 view.release()
@@ -210,7 +207,6 @@ class WorkerPage:
 
     @property
     def is_asked(self) -> bool:
-        """True if the agent is waiting for the workers to save a checkpoint."""
         words = self._all
         return bool(words[_ASKED] > words[_SERVED])
 
@@ -236,7 +232,6 @@ class WorkerPage:
         own[_HAS_FINISHED] = 0
 
     def finish(self) -> None:
-        """Report to the agent that this worker has finished training."""
         self._own[_HAS_FINISHED] = 1
 
     def stepped(self) -> bool:

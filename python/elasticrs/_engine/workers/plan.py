@@ -44,6 +44,5 @@ class Plan(Record):
     page: AgentPage | None = None
 
     def close(self) -> None:
-        """Release the port, and close the store with its connections. Idempotent."""
         if self.port is not None:
             self.port.close()

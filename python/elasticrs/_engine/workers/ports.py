@@ -67,7 +67,6 @@ class StorePort:
             self.store.serve(supervisor)
 
     def close(self) -> None:
-        """Release the port, and close the store with its connections. Idempotent."""
         for held in (self.store, self._socket):
             if held is not None:
                 held.close()

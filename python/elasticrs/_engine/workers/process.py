@@ -107,7 +107,6 @@ def adopt(
 
 
 def end_at_once(supervisor: _core.Supervisor) -> None:
-    """Kill all processes of the supervisor's group immediately."""
     supervisor.stop(_core.StopPolicy(signal.SIGKILL, 0.0))
 
 

@@ -33,7 +33,6 @@ class PythonCommand(Value):
 
     @property
     def unknown(self) -> str | None:
-        """First option that no Python interpreter has; ``None`` if there is none."""
         for option in self.options:
             is_long = option.startswith("--")
             if option != _LONG_WITH_VALUE if is_long else not _LETTERS.issuperset(option[1:]):

@@ -222,7 +222,6 @@ def _watch_exits(ended: "Callable[[Any], None]") -> None:
 
 
 def _exit_status(code: object) -> int:
-    """Return the exit status of a process whose interpreter ends with ``SystemExit(code)``."""
     if code is None:
         return 0
     if not isinstance(code, int):
@@ -282,7 +281,6 @@ class _Failure:
             self._previous(kind, error, traceback)  # type: ignore[arg-type]
 
     def exited(self, code: "Any") -> None:
-        """Record that ``sys.exit`` has ended the program."""
         if os.getpid() == self._pid and self._is_main() and not self._is_over:
             self.status = _exit_status(code)
             at_ns = _now_ns()

@@ -70,7 +70,6 @@ class Variables(dict):  # type: ignore[type-arg]
             os.putenv(name, value)
 
     def assign(self, name: str, value: str) -> None:
-        """Set an environment variable to a value that the user's script assigns between its imports."""
         # Read the old value with `self.get`. A lookup in `os.environ` would call `__missing__`, which may
         # wrongly record that an imported module reads the variable.
         self._before.setdefault(name, self.get(os.fsencode(name)))
@@ -133,7 +132,6 @@ class Captured:
             os.close(memory)
 
     def end(self) -> dict[int, bytes]:
-        """Restore the streams. Return the captured output, keyed by file descriptor."""
         from contextlib import suppress
 
         printed = {}
@@ -160,7 +158,6 @@ def reserve(limit: int) -> list[int]:
 
 
 def child_pids() -> list[int]:
-    """Return the pids of all child processes, including zombies."""
     with open(f"/proc/self/task/{os.getpid()}/children") as file:
         return [int(pid) for pid in file.read().split()]
 
@@ -193,7 +190,6 @@ def end_children() -> None:
 
 
 def _is_resource_tracker(pid: int) -> bool:
-    """Return true if the process is a resource tracker of ``multiprocessing`` or of ``loky``."""
     with open(f"/proc/{pid}/cmdline", "rb") as file:
         return b"resource_tracker" in file.read()
 

@@ -159,7 +159,6 @@ def _name_of_function(finalizer: Any) -> object:
 
 
 def _mapped(name: str) -> set[str]:
-    """Return the paths of this process's memory-mapped files, limited to paths that contain ``name``."""
     with open("/proc/self/maps") as maps:
         return {line.split(maxsplit=5)[-1].rstrip() for line in maps if name in line}
 
@@ -183,7 +182,6 @@ def _standard_streams() -> list[Any]:
 
 
 def _settings(stream: Any) -> dict[str, object] | None:
-    """Return the settings of a standard stream, or ``None`` if the stream is closed or detached."""
     try:
         stream.buffer.fileno()
     except (ValueError, AttributeError):
@@ -425,7 +423,6 @@ def _begin_again(environ: dict[str, str], settings: dict[str, object], imports: 
 
 
 def _left_out_before(environ: dict[str, str]) -> set[str]:
-    """Return the modules that could not be preloaded before, or that ended the preloading process."""
     import json
     from itertools import pairwise
 
@@ -439,7 +436,6 @@ def _left_out_before(environ: dict[str, str]) -> set[str]:
 
 
 def _import_all(environ: dict[str, str]) -> _Done:
-    """Run all preload steps. Return the results that each worker needs after the fork."""
     import json
     import time
 
@@ -571,7 +567,6 @@ def _become_worker(
 
 
 def _start_cold(argv: list[bytes], env: list[bytes], error: BaseException) -> NoReturn:
-    """Execute the command line of this worker, because the preparation of the forked process has failed."""
     why = f"{type(error).__name__}: {error}".encode("utf-8", "backslashreplace")
     os.write(2, b"elasticrs: warm: this worker starts cold, because its fork failed to start: " + why + b"\n")
     _execve(_executable, argv, dict(entry.split(b"=", 1) for entry in env))

@@ -158,9 +158,6 @@ def blas(assigned: dict[str, dict[str, str]]) -> None:
 
 
 def output(printed: dict[int, bytes]) -> None:
-    """Print the output of the imports, as if this process had run them. ``printed`` maps file descriptors to
-    output.
-    """
     for fd, said in printed.items():
         stream = sys.stdout if fd == 1 else sys.stderr
         stream.buffer.write(said)

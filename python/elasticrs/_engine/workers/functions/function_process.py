@@ -63,7 +63,6 @@ class ReturnPipe:
         return None if piece else True
 
     def close(self) -> None:
-        """Close both ends of the pipe. Idempotent."""
         self.close_writer()
         if self.reader != -1:
             os.close(self.reader)
@@ -177,17 +176,14 @@ class PreparedFunction:
         self.fds = sorted({*launch._fds, self.pipe_handle, result})
 
     def close_childs_ends(self) -> None:
-        """Close this process's copies of the child's file descriptors. Idempotent."""
         close_all(self._childs_ends)
 
     def close(self) -> None:
-        """Close all file descriptors. Idempotent."""
         close_all(self._childs_ends)
         close_all(self._our_ends)
 
 
 def close_all(fds: list[int]) -> None:
-    """Close all file descriptors in the list, and empty the list."""
     while fds:
         os.close(fds.pop())
 

@@ -236,7 +236,6 @@ def _end_lingerers(linger: float, control: int, parent_pidfd: int) -> None:
 
 
 def _outlasted(seconds: float, control: int, parent_pidfd: int) -> bool:
-    """Wait until all descendants have exited. Return true if some are still running after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not _reaped_all(0):
         left = deadline - time.monotonic()
@@ -301,7 +300,6 @@ def _end_all() -> None:
 
 
 def _reaped_all(seconds: float) -> bool:
-    """Reap children that have exited, for at most ``seconds``. Return true if there are no more children."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -323,7 +321,6 @@ def _kill(pid: int, signum: signal.Signals) -> None:
 
 
 def _read_all(fd: int, count: int) -> bool:
-    """Read ``count`` bytes, or until the end of the pipe. Return true if all bytes were received."""
     while count > 0:
         piece = os.read(fd, count)
         if not piece:
@@ -357,7 +354,6 @@ class RunPrepared(Value):
     pipe_handle: int
 
     def __call__(self) -> int:
-        """Run the function and return its exit code."""
         os.environ.clear()
         os.environ.update(self.environment)
         tracker: Any = resource_tracker._resource_tracker

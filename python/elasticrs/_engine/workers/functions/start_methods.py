@@ -74,13 +74,10 @@ class Functions(Value):
     warm: bool = False
 
     def cpus_of(self, rank: int) -> Sequence[int] | None:
-        """Return the CPUs that the process with this local rank may use; ``None`` if it may use all."""
         return None if self.cpus is None else self.cpus[rank]
 
 
 class Watcher(Protocol):
-    """Interface of objects that report when a file descriptor becomes readable, such as a supervisor."""
-
     def watch_fd(self, fd: int) -> None: ...
     def unwatch_fd(self, fd: int) -> None: ...
 
@@ -138,7 +135,6 @@ class FunctionStart(ABC):
         """
 
     def _wait_for_pids(self) -> dict[int, int]:
-        """Return the pids of the processes that the core does not start, keyed by local rank."""
         return {}
 
     def watch(self, watcher: Watcher) -> None:
@@ -153,13 +149,11 @@ class FunctionStart(ABC):
             watcher.watch_fd(pipe.reader)
 
     def fd_ready(self, fd: int) -> None:
-        """Read a part of a return value if ``fd`` belongs to one of the pipes."""
         for pipe in self._pipes.values():
             if pipe.reader == fd and pipe.read():
                 self._close(pipe)
 
     def read_out(self) -> None:
-        """Read the remaining return values. Idempotent."""
         for pipe in self._pipes.values():
             if pipe.reader != -1:
                 while pipe.read() is None:
@@ -173,7 +167,6 @@ class FunctionStart(ABC):
         pipe.close()
 
     def close(self) -> None:
-        """Read the remaining return values, and close all file descriptors. Idempotent."""
         self.read_out()
         while self._prepared:
             self._prepared.pop().close()
@@ -303,7 +296,6 @@ class Kept(FunctionStart):
         os.write(self._gate, keeper.GO * len(self._pipes))
 
     def _pipe(self, ends: list[int], *, reads: bool = True) -> tuple[int, int]:
-        """Create a pipe, and append the end for the child process to ``ends``."""
         reader, writer = os.pipe()
         ends.append(reader if reads else writer)
         return reader, writer
@@ -508,7 +500,6 @@ class _RunForked(Value):
     sentinel: int
 
     def __call__(self) -> int:
-        """Run the process's function, and return the exit code."""
         os.environ.pop(TOKEN_VARIABLE, None)
         os.environ.update(self.env)
         heartbeats = sys.modules.get("elasticrs._engine.inside.heartbeats")

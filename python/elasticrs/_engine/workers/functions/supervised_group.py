@@ -36,8 +36,7 @@ _END_SLACK = 45.0
 """Seconds to wait for the group after the grace period. This is longer than the core's own limit of 30 s."""
 
 
-class NotStartedError(JobFailedError, RuntimeError):
-    """Raised if worker processes could not be started."""
+class NotStartedError(JobFailedError, RuntimeError): ...
 
 
 class _NotFoundError(NotStartedError, FileNotFoundError):
@@ -154,18 +153,15 @@ class SupervisedGroup:
         self.pids.update(pids)
 
     def watch_fd(self, fd: int) -> None:
-        """Call :attr:`on_fd` whenever ``fd`` is readable, until :meth:`unwatch_fd` is called."""
         self._running().watch_fd(fd)
 
     def unwatch_fd(self, fd: int) -> None:
-        """Stop watching a descriptor that was passed to :meth:`watch_fd`."""
         if self._supervisor is not None:
             self._supervisor.unwatch_fd(fd)
 
     # --- waiting ---
 
     def poll(self) -> None:
-        """Handle all pending events without blocking."""
         self.wait_until(lambda: self.end is not None, 0.0)
 
     def wait_until(self, is_met: Callable[[], bool], timeout: float | None = None) -> bool:
@@ -311,7 +307,6 @@ class SupervisedProcess:
         return 255 if ended.exitcode is None else ended.exitcode
 
     def poll(self) -> int | None:
-        """Handle pending events, and return :attr:`returncode`."""
         self._group.poll()
         self._let_go()
         return self.returncode
@@ -337,11 +332,9 @@ class SupervisedProcess:
             self._group.signal(int(sig), self._local_rank)
 
     def terminate(self) -> None:
-        """Send SIGTERM to the process or its process group."""
         self.send_signal(15)
 
     def kill(self) -> None:
-        """Send SIGKILL to the process or its process group."""
         self.send_signal(9)
 
     def _let_go(self) -> None:
@@ -365,7 +358,6 @@ def _has_exited(pid: int) -> bool:
 
 
 def has_ended(pidfd: int, patience: float) -> bool:
-    """Return true if the process exits within ``patience`` seconds."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(1000 * patience))

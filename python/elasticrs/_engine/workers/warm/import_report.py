@@ -235,7 +235,6 @@ TOUCHED = -1
 
 
 def stamp(path: str) -> Stamp:
-    """Return a file's current modification time and size; ``None`` if it does not exist."""
     try:
         found = os.stat(path)
     except (OSError, ValueError):

@@ -188,7 +188,6 @@ class _Plan:
 
     @property
     def sources(self) -> list[bytes]:
-        """Contents of all source files that were read."""
         return list(self._sources.values())
 
     def read_entry(self) -> None:
@@ -262,12 +261,10 @@ class _Plan:
 
 
 def _quoted(file: str, step: Variable | Unknown) -> str:
-    """Format a statement for a message to the user, with its file and line number."""
     return f"{file}, line {step.line} ({printable(step.text, _WIDTH)})"
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Format the first few of these names for a message, followed by the number of remaining names."""
     all_names = list(dict.fromkeys(name.replace(":", ".") for name in names))
     shown = ", ".join(all_names[:_SHOWN])
     return shown if len(all_names) <= _SHOWN else f"{shown} and {len(all_names) - _SHOWN} more"
@@ -482,9 +479,6 @@ def own_sources(name: str, folders: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _child(folders: Sequence[str], name: str) -> tuple[str | None, list[str]]:
-    """Return the source file of a module in one of these folders, and the folders that contain its
-    submodules.
-    """
     portions: list[str] = []
     for folder in folders:
         base = os.path.join(folder, name)

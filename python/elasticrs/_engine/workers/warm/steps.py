@@ -191,7 +191,6 @@ class _Reader:
         return [(inner, is_certain) for block in blocks if isinstance(block, list) for inner in block]
 
     def _branch(self, test: ast.expr) -> str | None:
-        """Return the branch of an ``if`` that is taken: ``body`` or ``orelse``; ``None`` if unknown."""
         if isinstance(test, _ast.UnaryOp) and isinstance(test.op, _ast.Not):
             taken = self._branch(test.operand)
             return {"body": "orelse", "orelse": "body", None: None}[taken]
@@ -377,9 +376,6 @@ class _Reader:
         return True
 
     def _path(self, node: ast.expr) -> str | None:
-        """Return the dotted path of the object that an expression refers to. A function call
-        becomes ``()``.
-        """
         match node:
             case _ast.Name(name):
                 return self._names.get(name, name)
@@ -399,7 +395,6 @@ class _Reader:
 
 
 def _absolute(node: ast.ImportFrom, package: str) -> str:
-    """Return the absolute module name of ``from … import …``, or an empty string if it cannot be resolved."""
     parents = package.split(".")
     if node.level == 0 or not package or node.level > len(parents):
         return "" if node.level else node.module or ""
