@@ -17,7 +17,7 @@ from elasticrs._engine.job import phrases
 from elasticrs._engine.job.config import hang_limits
 from elasticrs._engine.job.traceback_summary import headline
 from elasticrs._engine.supervise.attempts.state_machine import AnnounceRestart, Phase, Start, Stop
-from elasticrs._engine.supervise.failures.first_failure import first_seen
+from elasticrs._engine.supervise.failures.first_failure import first_seen, seen_failure
 from elasticrs._engine.supervise.observe.observer import Observer
 from elasticrs._engine.supervise.observe.slow_workers import slowest
 
@@ -254,18 +254,19 @@ class HealthObserver(Observer):
         self._native.enter("restarting" if not self._job.is_multi_node else "waiting_for_nodes")
 
     def _note_failure(self, attempt: Attempt) -> None:
+        from elasticrs._engine.failures.report import how_it_failed
+
         local_rank = first_seen(attempt)
-        worker, raised = attempt.exits.get(local_rank), attempt.raised.get(local_rank)
-        ended = "has raised, and is still exiting" if worker is None else attempt.how_it_ended(worker)
+        failure, raised = seen_failure(attempt, local_rank), attempt.raised.get(local_rank)
         if self._last_failure is not None:
             self._earlier_failures.append(self._last_failure)
         is_decided = attempt.blame is None or attempt.blame.is_decided
         self._last_failure = {
             "rank": attempt.shown_ranks()[local_rank] if is_decided else None,
             "local_rank": local_rank,
-            "pid": attempt.pids[local_rank] if worker is None else worker.pid,
-            "exitcode": None if worker is None else worker.exitcode,
-            "what": attempt.why_expired(local_rank) or ended,
+            "pid": failure.pid,
+            "exitcode": failure.exitcode,
+            "what": how_it_failed(failure).lstrip(": "),
             "exception": headline(raised.text) if raised is not None else None,
             # Do not check whether the file exists, because a slow file system would delay the supervision of
             # the workers. A worker that has reported an exception also writes the file.
@@ -329,8 +330,7 @@ class HealthObserver(Observer):
         last = self._last_failure
         if last is None or self._job.is_multi_node:
             return None
-        said = last["exception"] or last["what"]
-        return {"rank": last["rank"], "node": os.uname().nodename, "round": last["round"], "what": said}
+        return {**{name: last[name] for name in ("rank", "round", "what")}, "node": os.uname().nodename}
 
     def _budget(self) -> tuple[int, int]:
         """Return the number of restarts charged, and the number left."""
