@@ -35,7 +35,7 @@ CRATE_LAYERS = {
 
 
 CORE_DOORS = (
-    *("_engine/nodes/transport/coordination", "_engine/workers/ports", "_engine/workers/process"),
+    *("_engine/nodes/transport/coordination", "_engine/workers/plan", "_engine/workers/process"),
     *("_engine/supervise/observe/health_check_server", "_engine/supervise/run/signals"),
     *("_engine/supervise/run/tracker", "_engine/supervise/run/workers"),
     *("_engine/workers/functions/keeper", "_engine/workers/functions/supervised_group"),

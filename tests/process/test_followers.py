@@ -11,7 +11,7 @@ import pytest
 from helpers import ports, procs
 from helpers.dap import Debugger
 
-from elasticrs._engine.workers.followers import follower_of
+from elasticrs._engine.workers.process import follower_of
 
 pytestmark = pytest.mark.beyond_torchrun
 

@@ -20,7 +20,7 @@ from elasticrs._engine.gpus.devices import (
     cuda_device_count,
     worker_count,
 )
-from elasticrs._engine.workers.ports import StorePort
+from elasticrs._engine.workers.plan import StorePort
 
 __all__ = ["gpus"]
 

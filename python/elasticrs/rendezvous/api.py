@@ -89,7 +89,7 @@ class RendezvousStoreInfo:
 
             store.set(RendezvousStoreInfo.MASTER_ADDR_KEY, (local_addr or socket.getfqdn()).encode())
             if not server_port:
-                from elasticrs._engine.workers.ports import StorePort
+                from elasticrs._engine.workers.plan import StorePort
 
                 held = StorePort(is_served=False)
                 server_port = held.number

@@ -28,7 +28,7 @@ from elasticrs._engine.job.restart_policy import RestartSettings
 from elasticrs._engine.nodes.driver import Driver
 from elasticrs._engine.nodes.protocol import messages
 from elasticrs._engine.nodes.rendezvous_store import KeptState, node_name
-from elasticrs._engine.workers.ports import agent_hosts_store
+from elasticrs._engine.workers.plan import agent_hosts_store
 from elasticrs.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,

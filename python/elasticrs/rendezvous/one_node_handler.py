@@ -7,7 +7,7 @@ import os
 from elasticrs._engine.job.config import DEFAULT_MASTER_PORT
 from elasticrs._engine.nodes.transport.addresses import parse_endpoint
 from elasticrs._engine.nodes.transport.coordination import Client, NativeSession, Server
-from elasticrs._engine.workers.ports import StorePort, agent_hosts_store
+from elasticrs._engine.workers.plan import StorePort, agent_hosts_store
 from elasticrs.rendezvous.api import (
     RendezvousClosedError,
     RendezvousHandler,

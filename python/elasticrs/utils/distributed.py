@@ -8,7 +8,7 @@ import socket
 from contextlib import closing
 from typing import Any
 
-from elasticrs._engine.workers.ports import bind
+from elasticrs._engine.workers.plan import bind
 from elasticrs.utils.logging import get_logger
 from elasticrs.utils.store import barrier
 

@@ -25,7 +25,7 @@ from elasticrs._engine.nodes.transport.coordination import (
     Unwatch,
     Watch,
 )
-from elasticrs._engine.workers.ports import StorePort
+from elasticrs._engine.workers.plan import StorePort
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

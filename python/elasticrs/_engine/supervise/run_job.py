@@ -11,8 +11,7 @@ from elasticrs._engine.supervise.run.loop import Agent
 from elasticrs._engine.supervise.run.signals import ignored_signals
 from elasticrs._engine.supervise.run.workers import CommandWorkers, WorkerSetup
 from elasticrs._engine.workers.environment import hook_environment, inherited_environment
-from elasticrs._engine.workers.plan import Plan
-from elasticrs._engine.workers.ports import StorePort, agent_hosts_store
+from elasticrs._engine.workers.plan import Plan, StorePort, agent_hosts_store
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -171,7 +170,7 @@ def plan_one_node(job: JobSpec, supervisor: _core.Supervisor) -> Plan:
     """Plan the next attempt of a single-node job: the ranks, and the address of the workers' store.
 
     If the job sets ``master_port``, rank 0 hosts the store on that port. Otherwise the port is free, and this
-    process hosts the store if :func:`.ports.agent_hosts_store` is true. ``supervisor`` reports its messages.
+    process hosts the store if :func:`.agent_hosts_store` is true. ``supervisor`` reports its messages.
 
     Raises:
         OSError: no port is free, or file descriptors have run out.

@@ -13,8 +13,7 @@ from elasticrs._engine.job import config as defaults
 from elasticrs._engine.job import options
 from elasticrs._engine.job.config import UnresolvedSettings, WorkerSettings
 from elasticrs._engine.job.ranks import WorkerRanks
-from elasticrs._engine.workers.plan import Plan
-from elasticrs._engine.workers.ports import StorePort
+from elasticrs._engine.workers.plan import Plan, StorePort
 from elasticrs.rendezvous.api import RendezvousError
 
 if TYPE_CHECKING:

@@ -25,8 +25,7 @@ from elasticrs._engine.process.background_call import BackgroundCall
 from elasticrs._engine.supervise.attempts import state_machine as machine
 from elasticrs._engine.supervise.attempts.evidence import read_counters
 from elasticrs._engine.supervise.decide.decisions import Decisions
-from elasticrs._engine.workers.plan import Plan
-from elasticrs._engine.workers.ports import agent_hosts_store
+from elasticrs._engine.workers.plan import Plan, agent_hosts_store
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -16,11 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 from elasticrs._engine.inside.run_path import run_script_path
 from elasticrs._engine.supervise.run.workers import Leftovers, Workers
-from elasticrs._engine.workers.followers import follower_of, is_script_file
 from elasticrs._engine.workers.functions import keeper
 from elasticrs._engine.workers.functions.function_process import command_line
 from elasticrs._engine.workers.functions.start_methods import BY_METHOD, PATIENCE, Functions, Kept
-from elasticrs._engine.workers.process import adopt, end_at_once, heartbeat_page, macros
+from elasticrs._engine.workers.process import (
+    adopt,
+    end_at_once,
+    follower_of,
+    heartbeat_page,
+    is_script_file,
+    macros,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

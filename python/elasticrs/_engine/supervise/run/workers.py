@@ -14,9 +14,8 @@ from elasticrs._engine.failures.files import error_file_of, fault_file, flight_d
 from elasticrs._engine.job.config import UsageError, hang_limits
 from elasticrs._engine.job.value import Value
 from elasticrs._engine.workers.environment import virtual_local_rank, warm_environment, worker_env
-from elasticrs._engine.workers.followers import follower_of
 from elasticrs._engine.workers.logs import LogPaths, coloured, line_prefixes, wants_colour
-from elasticrs._engine.workers.process import console_stream, process_spec
+from elasticrs._engine.workers.process import console_stream, follower_of, process_spec
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
 
     from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.supervise.attempts.attempt import Attempt
-    from elasticrs._engine.workers.followers import Follower
     from elasticrs._engine.workers.plan import Plan
+    from elasticrs._engine.workers.process import Follower
     from elasticrs._engine.workers.warm import Preload
 
 

@@ -18,7 +18,7 @@ from importlib.machinery import PathFinder
 from elasticrs._engine.job.config import Preload, UsageError
 from elasticrs._engine.job.phrases import printable
 from elasticrs._engine.job.value import Value
-from elasticrs._engine.workers.followers import is_script_file
+from elasticrs._engine.workers.process import is_script_file
 from elasticrs._engine.workers.python_options import parse_python
 from elasticrs._engine.workers.warm.steps import Folder, Import, Variable, steps
 
