@@ -1,5 +1,6 @@
 """The failure report. ``tests/golden/failure-report.txt`` contains whole reports."""
 
+import errno
 import json
 import os
 import pickle
@@ -14,6 +15,7 @@ from unittest import mock
 import pytest
 
 from elasticrs._engine.failures.report import painted
+from elasticrs._engine.inside.error_file import error_document
 from elasticrs._engine.job.ranks import NodeShare, assign
 from elasticrs._engine.process.console import Console
 from elasticrs._engine.supervise.attempts.attempt import Attempt
@@ -246,6 +248,17 @@ def test_an_unobserved_exit_is_shown_as_unknown():
     assert "  exitcode  : unknown (pid: 100)" in lines
     (line,) = [line for line in lines if line.startswith("  traceback : ")]
     assert "unknown" in line
+
+
+@pytest.mark.parametrize(("number", "advice"), [(errno.ENOSPC, "file system"), (errno.ENOENT, None)])
+def test_a_recorded_error_number_decides_about_advice_not_the_text(tmp_path, number, advice):
+    """The name of the missing file is the text of another error."""
+    error = OSError(number, "not found", os.strerror(errno.EADDRINUSE))
+    path = tmp_path / "error.json"
+    path.write_text(error_document(error, "hook"))
+    text = str(ChildFailedError("x", {0: ProcessFailure(0, os.getpid(), 1, str(path), seen_ns=NOW)}))
+    notes = re.findall(r"  note      : (.*)", text)
+    assert [advice in note for note in notes] == [True] if advice else notes == []
 
 
 @pytest.mark.parametrize(

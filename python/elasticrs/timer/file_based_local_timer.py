@@ -10,6 +10,7 @@ worker if the release were lost.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # `signal` would import more modules
 import os
 import time
 from _thread import RLock
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 # `__getattr__` imports the server on demand.
 __all__ = ["FileTimerClient", "FileTimerRequest", "FileTimerServer"]  # noqa: F822
 
-_SIGKILL = 9
 _PIPE_BUF = 4096
 _ATTEMPTS, _PAUSE = 10, 0.1
 _FAR = 1e11
@@ -106,7 +106,7 @@ class FileTimerClient(TimerClient):
         dropped: number of requests that were dropped.
     """
 
-    def __init__(self, file_path: str, signal: int = _SIGKILL) -> None:
+    def __init__(self, file_path: str, signal: int = _signal.SIGKILL) -> None:
         super().__init__()
         self._file_path = os.fspath(file_path)
         self.signal = signal

@@ -4,6 +4,7 @@ descendants of the server's process.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # `signal` would import more modules
 import os
 import time
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalTimerClient", "LocalTimerServer", "MultiprocessingRequestQueue"]
 
-_SIGKILL = 9
 _SLICE = 1.0
 
 
@@ -242,7 +242,7 @@ class LocalTimerServer(DescendantTimers, TimerServer):
                 "pid %s is not killed, because it has exited or is no descendant of this process", worker_id
             )
             return True
-        return self._descendants.send(worker_id, _SIGKILL)
+        return self._descendants.send(worker_id, _signal.SIGKILL)
 
     def _join_limit(self) -> float:
         return max(self._max_interval, 2 * _SLICE)

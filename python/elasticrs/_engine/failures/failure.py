@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from elasticrs._engine.failures.files import fault_file, last_bytes, last_lines
+from elasticrs._engine.failures.files import OWN_THREAD, fault_file, last_bytes, last_lines
 from elasticrs._engine.job.phrases import describe_exit, printable
 
 TYPE_CHECKING = False
@@ -26,10 +26,6 @@ TORCH_HINT = "To enable traceback see: https://pytorch.org/docs/stable/elastic/e
 _FAULTS = frozenset({4, 6, 7, 8, 11})
 """Signals for which :mod:`faulthandler` writes the stack: SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV."""
 _STACK_LIMIT = 16384
-_OWN_THREAD = '/elasticrs/_engine/inside/flight.py", line '
-"""Text that identifies the thread in which elasticrs waits for requests. The report omits the stack of this
-thread, because the stack does not help users.
-"""
 _ERROR_FILE_LIMIT = 1 << 20
 """Maximum number of bytes that are read from an error file. The limit keeps restarts fast, because error
 files are read before a restart. From a larger file, only the first line of the message and the data of
@@ -80,6 +76,7 @@ class ProcessFailure:
         exception: qualified name of the type of the recorded exception; ``None`` if unknown.
         place: file name and line where the exception was raised, such as ``train.py:88``; ``None`` if
             unknown.
+        errno: error number of the recorded ``OSError``; ``None`` for other exceptions.
         python: path of the interpreter that recorded the exception; ``None`` if unknown.
         is_start_error: true if the program could not be parsed, or lacks a module that it imports at its
             top level.
@@ -136,6 +133,7 @@ class ProcessFailure:
         self.recorded_pid: int | None = None
         self.exception: str | None = None
         self.place: str | None = None
+        self.errno: int | None = None
         self.python: str | None = None
         self.is_start_error = False
         self.is_transient = False
@@ -183,6 +181,8 @@ class ProcessFailure:
             case {"failure": {"exception": str(exception), **facts}}:
                 place = facts.get("place")
                 self.exception, self.place = exception, place if isinstance(place, str) else None
+                number = facts.get("errno")
+                self.errno = number if isinstance(number, int) else None
                 python = facts.get("python")
                 self.python = python if isinstance(python, str) else None
                 self.is_start_error = facts.get("is_start_error") is True
@@ -437,7 +437,7 @@ def _read_stack(error_file: str) -> str | None:
     text = last_bytes(fault_file(error_file), _STACK_LIMIT).decode("utf-8", "replace")
     # Use the last entry, because forked children may have written earlier entries to the same file.
     last = text[max(0, text.rfind("Fatal Python error")) :]
-    last = "\n\n".join(part for part in last.split("\n\n") if _OWN_THREAD not in part)
+    last = "\n\n".join(part for part in last.split("\n\n") if f'{OWN_THREAD}", line ' not in part)
     # Remove the list of extension modules. It contains hundreds of names and does not help to explain the
     # crash.
     return last.partition("\nExtension modules:")[0].rstrip() or None

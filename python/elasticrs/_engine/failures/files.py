@@ -6,6 +6,11 @@ from __future__ import annotations
 
 import os
 
+OWN_THREAD = "/elasticrs/_engine/inside/flight.py"
+"""End of the path of the code in which elasticrs's own thread in a worker waits. Reports omit the stack of
+this thread, because the stack does not help users.
+"""
+
 
 def hang_file(error_file: str) -> str:
     """Return the path of the file to which the agent writes a hung worker's stacks. Its name includes that of

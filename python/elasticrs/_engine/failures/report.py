@@ -9,7 +9,9 @@ workers that the agent stopped also share a line.
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
 
 from elasticrs._engine import public
 from elasticrs._engine.failures.failure import NOT_AVAILABLE
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
     from elasticrs._engine.failures.failure import ProcessFailure
 
 _WIDTH = 60
-_SIGKILL = 9
 _MAX_LINES, _MAX_FIRST_LINES = 120, 40
 """Maximum number of lines that are shown of a traceback, and maximum number of these lines from its start."""
 _MAX_LINE = 1000
@@ -106,8 +107,8 @@ def painted(report: str) -> str:
 
 
 def _root_entry(index: int, rank: int, failure: ProcessFailure) -> list[str]:
-    signal = failure.signal_name()
-    name = f" ({signal})" if signal != NOT_AVAILABLE else ""
+    killed_by = failure.signal_name()
+    name = f" ({killed_by})" if killed_by != NOT_AVAILABLE else ""
     exitcode = "unknown" if failure.exitcode is None else failure.exitcode
     pid = "unknown" if failure.pid < 0 else failure.pid
     # Indent every line of the traceback except the first.
@@ -308,19 +309,16 @@ def _notes(failure: ProcessFailure) -> Iterable[str]:
         yield f"the traceback was recorded {seconds:.3f} s before {failure.signal_name()} killed the worker"
 
 
-_ADVICE = (
-    ("No space left on device", "a file system is full; `df` shows which one"),
-    ("Disk quota exceeded", "the disk quota of this user is used up"),
-    ("EADDRINUSE", "another process listens on that port; `ss -ltnp` shows which one"),
-    ("Address already in use", "another process listens on that port; `ss -ltnp` shows which one"),
-)
-"""Pairs of an error text from the kernel or torch, and advice: what the error means, and how to investigate
-it.
-"""
+_ADVICE = {
+    errno.ENOSPC: "a file system is full; `df` shows which one",
+    errno.EDQUOT: "the disk quota of this user is used up",
+    errno.EADDRINUSE: "another process listens on that port; `ss -ltnp` shows which one",
+}
+"""For each error number: what the error means, and how to investigate it."""
 
 
 def _advice(failure: ProcessFailure) -> Iterable[str]:
-    if failure.exitcode == -_SIGKILL and failure.sent_signal is None and failure.seen_ns is not None:
+    if failure.exitcode == -signal.SIGKILL and failure.sent_signal is None and failure.seen_ns is not None:
         if failure.cause is None and failure.note is None and failure.host is None:
             yield (
                 "a user, a batch system or a container runtime sent this SIGKILL: elasticrs did not, and the"
@@ -329,8 +327,19 @@ def _advice(failure: ProcessFailure) -> Iterable[str]:
         return
     if failure.exception == "builtins.ModuleNotFoundError" and failure.python is not None:
         yield f"the worker's interpreter is {failure.python}; PYTHON_EXEC names another one"
-    said = how_it_failed(failure)
-    yield from [advice for words, advice in _ADVICE if words.lower() in said.lower()][:1]
+    yield from [advice for number, advice in _ADVICE.items() if _is_about(number, failure)][:1]
+
+
+def _is_about(number: int, failure: ProcessFailure) -> bool:
+    """Return true if an error of the operating system made the worker fail.
+
+    If the error number is not recorded, look for its name or text in the exception's text. That text is the
+    only source for exceptions of torch's store, errors of other processes, and programs that are not Python.
+    """
+    if failure.errno is not None:
+        return failure.errno == number
+    said = how_it_failed(failure).lower()
+    return errno.errorcode[number].lower() in said or os.strerror(number).lower() in said
 
 
 def _without(traceback: str, tail: Sequence[str]) -> list[str]:
@@ -372,4 +381,4 @@ def _stopped_how(failure: ProcessFailure) -> str:
     sent = failure.sent_signal or 0
     if failure.signal_number() != sent:
         return f"{describe_exit(failure.exitcode)} after {signal_name(sent)}"
-    return "SIGKILL at the stop deadline" if sent == _SIGKILL else signal_name(sent)
+    return "SIGKILL at the stop deadline" if sent == signal.SIGKILL else signal_name(sent)

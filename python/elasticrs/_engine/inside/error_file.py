@@ -158,6 +158,7 @@ def failure_facts(error: BaseException) -> "dict[str, object]":
           debugger. The causes of the exception and the members of exception groups are checked as well.
         - ``is_transient``: true if the exception reports a lost connection or a timeout.
         - ``is_lost_peer``: true if :func:`origin` returns ``"peer"``.
+        - ``errno``: error number of an ``OSError``. Missing for other exceptions.
         - ``python``: path of the interpreter.
         - ``member``: text of the exception that represents an exception group; see :func:`representative`.
           Missing for other exceptions.
@@ -177,6 +178,8 @@ def failure_facts(error: BaseException) -> "dict[str, object]":
         for code, _ in frames
     )
     told, _, more = representative(error)
+    number = getattr(told, "errno", None) if isinstance(told, OSError) else None
+    of_system = {"errno": number} if isinstance(number, int) else {}
     of_group = {} if told is error else {"member": _notice_text(error), "more": more}
     return {
         "exception": _qualified(kind),
@@ -187,6 +190,7 @@ def failure_facts(error: BaseException) -> "dict[str, object]":
         "is_transient": _is_transient(error),
         "is_lost_peer": origin(error) == "peer",
         "python": sys.executable,
+        **of_system,
         **of_group,
     }
 

@@ -12,6 +12,7 @@ decides how to react to a failure.
 
 from __future__ import annotations
 
+import signal
 import zlib
 from collections import Counter
 
@@ -37,7 +38,6 @@ MAX_DIAGNOSIS = 1024
 MAX_DIAGNOSED = 1 << 17
 """Maximum number of ranks in a diagnosis. Any further ranks are ignored."""
 
-_SIGABRT = 6
 """Signal that kills a process when NCCL's watchdog aborts it after a failed collective (SIGABRT)."""
 
 MAX_SETUPS = 3
@@ -125,7 +125,7 @@ def diagnosed(
     if cause is None or not view.has_evidence:
         return cause, None
     is_hang = blame_of(cause) is not None
-    if not is_hang and not cause.get("is_consequence") and cause.get("exitcode") != -_SIGABRT:
+    if not is_hang and not cause.get("is_consequence") and cause.get("exitcode") != -signal.SIGABRT:
         return cause, None
     from elasticrs._engine.hangs.culprits import decide, decide_failure
     from elasticrs._engine.hangs.diagnose import diagnose_nodes

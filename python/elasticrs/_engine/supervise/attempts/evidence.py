@@ -12,6 +12,8 @@ depends on the setup of the container.
 
 from __future__ import annotations
 
+import signal
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
 VMSTAT = "/proc/vmstat"
 """File that counts all OOM kills on the machine. It is used only if no memory cgroup can be read."""
 
-_SIGKILL = 9
 
 _ADVICE = (
     "raise the memory limit of its control group, or use smaller batches or fewer data loader workers",
@@ -156,8 +157,8 @@ def probably_oom(
         before: result of :func:`oom_kills` at the start of the attempt.
         after: the same counters after the failure.
     """
-    killed = exitcode in {-_SIGKILL, 128 + _SIGKILL}
-    return killed and sent_signal != _SIGKILL and oom_rise(before, after) is not None
+    killed = exitcode in {-signal.SIGKILL, 128 + signal.SIGKILL}
+    return killed and sent_signal != signal.SIGKILL and oom_rise(before, after) is not None
 
 
 def oom_note(

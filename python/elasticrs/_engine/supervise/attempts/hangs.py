@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from itertools import islice
 
+from elasticrs._engine.failures.files import OWN_THREAD
 from elasticrs._engine.hangs.stacks import MAX_TEXT, frame_of, short, threads
 from elasticrs._engine.job.phrases import how_it_ended, printable, ranks_text
 
@@ -26,7 +27,6 @@ MAX_STACKS = 4
 _EARLIER = 0.01
 """If a worker stopped at least this number of seconds before the others, the report mentions the difference.
 """
-_OWN_THREAD = "/elasticrs/_engine/inside/flight.py"
 _STATES = {"T": "it is stopped by a signal", "t": "a debugger has stopped it", "D": "it waits for a device"}
 
 
@@ -238,7 +238,7 @@ def stacks_of(diagnosis: Diagnosis, ranks: Sequence[int]) -> str | None:
 
 def _is_own(frame: Frame) -> bool:
     """Return true if the frame is from elasticrs's own thread, which waits for flight record requests."""
-    return frame.file.endswith(_OWN_THREAD)
+    return frame.file.endswith(OWN_THREAD)
 
 
 def _first(frames: Sequence[Frame], limit: int) -> list[str]:

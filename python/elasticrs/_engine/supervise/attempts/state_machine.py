@@ -27,6 +27,7 @@ Invariants, each tested by a property test:
 
 from __future__ import annotations
 
+import signal
 from enum import Enum
 
 from elasticrs._engine.job import phrases
@@ -56,8 +57,8 @@ if TYPE_CHECKING:
 
 MAX_PORT_RETRIES = 3
 
-SIGTERM = 15
-SIGKILL = 9
+SIGTERM: int = signal.SIGTERM
+SIGKILL: int = signal.SIGKILL
 
 
 class Phase(Enum):

@@ -8,6 +8,7 @@ also reads the error files.
 from __future__ import annotations
 
 import os
+import signal
 import stat
 
 from elasticrs._engine.failures.files import flight_dumps, flight_record_file, flight_requests_file
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from elasticrs._core import WorkerHung
     from elasticrs._engine.failures.failure import ProcessFailure
     from elasticrs._engine.supervise.attempts.attempt import Attempt
-
-_SIGABRT, _SIGTERM = 6, 15
 
 
 def early_leavers(attempt: Attempt) -> tuple[int, ...]:
@@ -77,7 +76,7 @@ def first_seen(attempt: Attempt) -> int:
         seen[local_rank] = failure = seen_failure(attempt, local_rank)
         failure.seen_ns = end_ns
         # Treat the other workers as signalled, because the agent is already stopping them.
-        failure.sent_signal = None if local_rank == first else _SIGTERM
+        failure.sent_signal = None if local_rank == first else signal.SIGTERM
         if failure.recorded_pid is not None:
             failure.pid = failure.recorded_pid
     return root_cause(seen)
@@ -264,6 +263,6 @@ def aborted(attempt: Attempt) -> int | None:
     before it reports the process's exit.
     """
     for local_rank, exited in attempt.exits.items():
-        if exited.exitcode == -_SIGABRT and exited.sent_signal is None:
+        if exited.exitcode == -signal.SIGABRT and exited.sent_signal is None:
             return local_rank
     return None

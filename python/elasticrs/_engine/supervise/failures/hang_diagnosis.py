@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import stat
 import time
 from typing import NamedTuple
@@ -36,7 +37,6 @@ _MAX_RECORDS = 4
 """Maximum number of records of one worker, one for each recorder of torch."""
 
 _MAX_RANK = 1 << 31
-_SIGABRT = 6
 _MAX_AGE = 600.0
 """Maximum age, in seconds, of the flight record of a failed collective. The limit is generous, because NCCL's
 watchdog writes the record some time before the process exits.
@@ -213,7 +213,7 @@ def _facts_of_failure(attempt: Attempt) -> list[RankFacts]:
         error_file = attempt.paths.error_files.get(local_rank, "")
         if exited is not None and exited.exitcode == 0 and exited.sent_signal is None:
             found = found._replace(records=NoRecord.EXITED)
-        elif exited is not None and exited.exitcode == -_SIGABRT and exited.sent_signal is None:
+        elif exited is not None and exited.exitcode == -signal.SIGABRT and exited.sent_signal is None:
             stacks = _content(fault_file(error_file), MAX_TEXT) if error_file else None
             frames, is_own = abort((stacks or b"").decode("utf-8", "replace"))
             reason = NoRecord.EXITED if is_own else NoRecord.ABORTED
