@@ -13,9 +13,11 @@ from elasticrs._engine.nodes.transport.coordination import (
     Delete,
     DeletePrefix,
     Put,
+    Txn,
 )
 from rendezvous import agents
 from rendezvous.cluster import Cluster, end_all, ends, running
+from rendezvous.rules_off import rule_off
 
 NOT_OURS = "port 29400: another program"
 SIGNAL = "SIGTERM on node a"
@@ -211,7 +213,7 @@ HOSTS = {"why_hosts": "told to host the store", "hosts_store": True}
 def test_a_host_of_the_store_that_waits_alone_names_the_likely_mistake(given, word):
     cluster = Cluster(min_nodes=2, max_nodes=2)
     a = cluster.add("a", **{**HOSTS, **given})
-    a.fire("doubt/0")
+    a.fire("mistake/0")
     says(a.texts[-1], "store", "told to host", word)
 
 
@@ -220,7 +222,7 @@ def test_no_mistake_is_named_if_there_may_be_none(given):
     cluster = Cluster(min_nodes=2, max_nodes=2)
     a = cluster.add("a", **{**HOSTS, **given})
     said = list(a.texts)
-    a.fire("doubt/0")
+    a.fire("mistake/0")
     assert a.texts == said
 
 
@@ -229,7 +231,7 @@ def test_no_mistake_is_named_once_another_machine_has_joined():
     a = cluster.add("a", **HOSTS)
     cluster.add("b")
     said = list(a.texts)
-    a.fire("doubt/0")
+    a.fire("mistake/0")
     assert a.texts == said
 
 
@@ -538,3 +540,57 @@ def test_a_node_that_finds_no_free_port_leaves_the_job():
 def test_an_unknown_event_raises_an_error():
     with pytest.raises(KeyError):
         step(agents.member("01", "a"), "hello")
+
+
+# --- a late registration ---
+
+
+def is_registration(request):
+    return isinstance(request, Txn) and any(isinstance(op, Put) and op.leased for op in request.then)
+
+
+def registers_twice():
+    """Create an agent that gives up a connection on which its second registration is still in transit.
+
+    Returns:
+        The cluster, the agent with its third registration, and the connection that still carries the second.
+    """
+    cluster, (agent,) = running(1)
+    cluster._running = True  # disables `run`, because the test makes each turn itself
+    agent.lose()
+    agent.send(m.GroupEnded())
+    while agent.conn is None or not any(map(is_registration, agent.conn.requests)):
+        if not cluster._turn():
+            agent.fire("reconnect")
+    # The client has dropped the connection. The store has not noticed, so the session is still open.
+    late, agent.conn = agent.conn, None
+    late.open = False
+    agent.send(ConnectionLost("closed", "reset"))
+    agent.fire("reconnect")
+    while cluster._turn():
+        pass
+    return cluster, agent, late
+
+
+def keys_of_the_newest(cluster, agent):
+    newest = agent.member.registration.member
+    assert newest.endswith("/3")
+    return [cluster.store.get(key(newest)) for key in (cluster.keys.node, cluster.keys.slot)]
+
+
+def test_a_late_registration_does_not_delete_a_newer_registration():
+    cluster, agent, late = registers_twice()
+    before = keys_of_the_newest(cluster, agent)
+    assert None not in before
+    while late.requests:
+        cluster.store.serve(late)
+    assert keys_of_the_newest(cluster, agent) == before
+
+
+def test_deleting_by_agent_would_also_delete_a_newer_registration():
+    with rule_off("registration_deletes_by_agent"):
+        cluster, agent, late = registers_twice()
+        assert None not in keys_of_the_newest(cluster, agent)
+        while late.requests:
+            cluster.store.serve(late)
+        assert keys_of_the_newest(cluster, agent) == [None, None]

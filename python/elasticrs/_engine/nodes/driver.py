@@ -30,9 +30,9 @@ from elasticrs._engine.workers.plan import StorePort
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Any
 
     from elasticrs import _core
-    from elasticrs._engine.job.restart_policy import RestartSettings
     from elasticrs._engine.nodes.hosting import Hosting
     from elasticrs._engine.nodes.protocol.messages import Action, Event, LoopAction
     from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
@@ -144,17 +144,12 @@ class Driver:
 
     Args:
         rendezvous: description of the rendezvous.
-        role: role of this node's workers.
-        nproc: number of this node's workers.
-        policy: settings of the restart policy.
-        fatal_exit_codes: exit codes of workers that end the job, as text.
         supervisor: supervisor whose runtime thread serves the stores; a separate thread if ``None``.
         use_agent_store: true if this agent serves the workers' store when its node gets group rank 0.
             Otherwise the agent reserves the port for rank 0, which hosts the store.
         kept: see :class:`.RendezvousStore`.
         found: see :class:`.RendezvousStore`.
-        keeps_workers: true if the workers of this node keep running when a round ends.
-        health_timeout: see :class:`.ThisAgent`.
+        workers: role, nproc, policy and other arguments of :class:`.ThisAgent`.
 
     Raises:
         UsageError: the endpoint cannot be used on this machine.
@@ -164,22 +159,15 @@ class Driver:
         self,
         rendezvous: Rendezvous,
         *,
-        role: str,
-        nproc: int,
-        policy: RestartSettings,
-        fatal_exit_codes: str = "",
         supervisor: _core.Supervisor | None,
         use_agent_store: bool = True,
         kept: KeptState | None = None,
         found: Hosting | None = None,
-        keeps_workers: bool = False,
-        health_timeout: float = 0.0,
+        **workers: Any,
     ) -> None:
         self._rendezvous = rendezvous
         self._supervisor = supervisor
-        self._role, self._nproc = role, nproc
-        self._policy, self._fatal_exit_codes = policy, fatal_exit_codes
-        self._keeps_workers, self._health_timeout = keeps_workers, health_timeout
+        self._workers = workers
         self.store = RendezvousStore(rendezvous, supervisor, kept, found)
         self._member: Member | None = None
         self._timers = Timers()
@@ -229,13 +217,7 @@ class Driver:
             self.store.host_if_possible()
         except CannotHost as error:
             return [messages.Exit(Outcome("refused", str(error)))]
-        agent = self.store.this_agent(role=self._role, nproc=self._nproc, policy=self._policy)
-        agent = agent.replaced(
-            keeps_workers=self._keeps_workers,
-            fatal_exit_codes=self._fatal_exit_codes,
-            health_timeout=self._health_timeout,
-        )
-        self._member = Member(self._rendezvous, agent)
+        self._member = Member(self._rendezvous, self.store.this_agent(**self._workers))
         doubt = self.store.doubt
         return [*([messages.Announce(doubt)] if doubt else []), *self.tell(messages.Begin())]
 

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from elasticrs import _core
-    from elasticrs._engine.job.restart_policy import RestartSettings
     from elasticrs._engine.nodes.protocol.records import Head
     from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
     from elasticrs._engine.nodes.transport.coordination import Request, StoreEvent
@@ -416,21 +415,21 @@ class RendezvousStore:
                 events.append(event)
         return events
 
-    def this_agent(self, *, role: str, nproc: int, policy: RestartSettings) -> ThisAgent:
-        """Return the description of this agent and its workers that the state machine uses."""
+    def this_agent(self, **workers: Any) -> ThisAgent:
+        """Return the description of this agent. ``workers`` are the arguments of :class:`.ThisAgent` that
+        describe its workers: ``role``, ``nproc``, ``policy`` and others.
+        """
         member = self._rendezvous.member
         return ThisAgent(
-            self.job,
-            os.urandom(8).hex() if member is None else f"{member}.{os.urandom(4).hex()}",
-            node_name(),
-            hosting.host_identity(),
-            role,
-            nproc,
-            policy,
-            self.hosts,
-            self.fallback_addr,
+            job=self.job,
+            agent=os.urandom(8).hex() if member is None else f"{member}.{os.urandom(4).hex()}",
+            node=node_name(),
+            host=hosting.host_identity(),
+            hosts_store=self.hosts,
+            fallback_addr=self.fallback_addr,
             why_hosts=self.why_hosts,
             launch=launch_of(os.environ),
+            **workers,
         )
 
     @property

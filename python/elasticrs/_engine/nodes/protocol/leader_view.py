@@ -143,52 +143,46 @@ class View:
     def _take(self, entry: Entry) -> Iterable[str]:
         """Apply the change or deletion of one key. Return the members whose derived state may be affected."""
         kind, _, name = entry.key[len(self._keys.prefix) :].partition("/")
-        if kind == "nodes" and is_member(name):
-            return self._take_node(name, entry)
-        if kind == "slot":
-            self._take_slot(name, entry)
-            return (name,)
-        if kind == "evidence":
-            self._take_evidence(name, entry)
-        elif kind == "head":
-            before = self._excluded_agent
-            self.head = None if entry.value is None else Head.read(entry)
-            self.head_revision = entry.mod_revision
-            if self._excluded_agent != before:
-                agents = (before, self._excluded_agent)
-                return [
-                    f"{agent}/{each}" for agent in agents if agent for each in self._agents.get(agent, ())
-                ]
-        elif kind == "table":
-            self._take_table(name, entry)
-        elif kind == "done":
-            self._take_done(name, entry)
-        elif kind == "refused":
-            self._take_refusal(entry)
-        elif kind == "left":
-            (self.farewells.discard if entry.value is None else self.farewells.add)(name)
-            return (name,)
-        return ()
+        try:
+            if kind == "nodes" and is_member(name):
+                return self._take_node(name, entry)
+            if kind == "slot":
+                self._take_slot(name, entry)
+            elif kind == "evidence" and (key := _round_and_rank(name)) is not None:
+                if entry.value is None:
+                    self._evidences.pop(key, None)
+                else:
+                    self._evidences[key] = entry.value
+            elif kind == "head":
+                return self._take_head(entry)
+            elif kind == "table":
+                self._take_table(name, entry)
+            elif kind == "done" and (key := _round_and_rank(name)) is not None:
+                self._take_done(key, entry)
+            elif kind == "refused":
+                self.refusal = None if entry.value is None else text_of(entry.value)
+            elif kind == "left":
+                (self.farewells.discard if entry.value is None else self.farewells.add)(name)
+        except DamagedError as error:
+            self._note(entry, error)
+        return (name,) if kind in ("slot", "left") else ()
 
     def _note(self, entry: Entry, error: DamagedError) -> None:
         if len(self.damaged) < MAX_DAMAGED:
             self.damaged.setdefault(entry.key, damage(entry.key, error))
 
-    def _take_refusal(self, entry: Entry) -> None:
-        try:
-            self.refusal = None if entry.value is None else text_of(entry.value)
-        except DamagedError as error:
-            self._note(entry, error)
+    def _take_head(self, entry: Entry) -> Iterable[str]:
+        before = self._excluded_agent
+        self.head = None if entry.value is None else Head.read(entry)
+        self.head_revision = entry.mod_revision
+        agents = () if self._excluded_agent == before else (before, self._excluded_agent)
+        return [f"{agent}/{each}" for agent in agents if agent for each in self._agents.get(agent, ())]
 
     def _take_slot(self, member: str, entry: Entry) -> None:
-        if entry.value is None:
-            self.slots.pop(member, None)
-            return
-        try:
+        self.slots.pop(member, None)
+        if entry.value is not None:
+            self.slots[member] = None  # It counts as damaged until it is decoded.
             self.slots[member] = Slot.decode(entry.value).round
-        except DamagedError as error:
-            self._note(entry, error)
-            self.slots[member] = None
 
     def _node(self, member: str, entry: Entry) -> Node:
         try:
@@ -231,41 +225,21 @@ class View:
                 del self._tables[form]
         elif index not in chunks:
             # Read each part of a table only once, because a leader never changes a part after writing it.
-            try:
-                chunks[index] = table_of(entry.value)
-            except DamagedError as error:
-                self._note(entry, error)
+            chunks[index] = table_of(entry.value)
 
-    def _take_done(self, name: str, entry: Entry) -> None:
-        number, _, rank = name.partition("/")
-        key = number_of(number), number_of(rank)
-        if key[0] is None or key[1] is None:
-            return
+    def _take_done(self, key: tuple[int, int], entry: Entry) -> None:
         if entry.value is not None and key not in self._dones:
-            try:
-                check_done(entry.value)
-            except DamagedError as error:
-                self._note(entry, error)
-                return
-        (self._dones.discard if entry.value is None else self._dones.add)((key[0], key[1]))
-        if key[0] != self.round or key[1] >= len(self.seats):
+            check_done(entry.value)
+        (self._dones.discard if entry.value is None else self._dones.add)(key)
+        number, rank = key
+        if number != self.round or rank >= len(self.seats):
             return
         if entry.value is not None:
-            self.done.add(key[1])
-            self.missing.discard(key[1])
+            self.done.add(rank)
+            self.missing.discard(rank)
         else:
-            self.done.discard(key[1])
-            self.missing |= self.absent & {key[1]}
-
-    def _take_evidence(self, name: str, entry: Entry) -> None:
-        number, _, rank = name.partition("/")
-        key = number_of(number), number_of(rank)
-        if key[0] is None or key[1] is None:
-            return
-        if entry.value is None:
-            self._evidences.pop((key[0], key[1]), None)
-        else:
-            self._evidences[key[0], key[1]] = entry.value
+            self.done.discard(rank)
+            self.missing |= self.absent & {rank}
 
     # --- derived sets ---
 
@@ -303,3 +277,9 @@ class View:
         fit = not holds and latest and is_known and stays
         (self.candidates.add if fit else self.candidates.discard)(member)
         (self.waiting.add if fit and rank is None else self.waiting.discard)(member)
+
+
+def _round_and_rank(name: str) -> tuple[int, int] | None:
+    number, _, rank = name.partition("/")
+    key = number_of(number), number_of(rank)
+    return None if key[0] is None or key[1] is None else (key[0], key[1])

@@ -87,35 +87,29 @@ def optional(check: Check) -> Check:
     return lambda value: value is None or check(value)
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_name(value: Any) -> bool:
-    return isinstance(value, str) and len(value) <= MAX_NAME
-
-
-def _is_address(value: Any) -> bool:
-    # Require printable text, because addresses are put into environment variables, which cannot contain NUL
-    # or unpaired surrogates.
-    return _is_name(value) and value.isprintable()
-
-
 WHOLE = _is_whole(-MOST, MOST)
 INT = _is_whole(None, None)
 COUNT = _is_whole(0, MOST)
 POSITIVE = _is_whole(1, MOST)
 PORT = _is_whole(0, 65535)
 TIME = _is_whole(0, LATEST)
-TEXT, NAME, ADDRESS = _is_text, _is_name, _is_address
-FLAG, ANY = (lambda value: isinstance(value, bool)), (lambda _: True)
+FLAG, TEXT = (lambda value: isinstance(value, bool)), (lambda value: isinstance(value, str))
 
 
-def _is_span(value: Any) -> bool:
+def NAME(value: Any) -> bool:  # noqa: N802 -- a check, like those above
+    return isinstance(value, str) and len(value) <= MAX_NAME
+
+
+def ADDRESS(value: Any) -> bool:  # noqa: N802
+    # Require printable text, because addresses are put into environment variables, which cannot contain NUL
+    # or unpaired surrogates.
+    return NAME(value) and value.isprintable()
+
+
+def SPAN(value: Any) -> bool:  # noqa: N802
     return type(value) in (int, float) and math.isfinite(value) and 0 <= value <= MOST
 
 
-SPAN = _is_span
 CAUSE: dict[str, Check] = {
     **dict.fromkeys(("node", "host", "message", "how", "frame", "ground"), TEXT),
     **dict.fromkeys(("exception", "place", "permanence", "permanent_sign", "diagnosis", "blamed"), TEXT),
@@ -124,7 +118,7 @@ CAUSE: dict[str, Check] = {
     **dict.fromkeys(("time_ns", "error_ns"), TIME),
     "exitcode": optional(WHOLE),
     **dict.fromkeys(("is_consequence", "is_transient", "is_global", "was_killed"), FLAG),
-    **dict.fromkeys(("silence", "ran"), _is_span),
+    **dict.fromkeys(("silence", "ran"), SPAN),
     "lines": list_of(TEXT, 1000),
     "xids": list_of(TEXT, 1000),
 }
@@ -568,34 +562,32 @@ def check_done(value: bytes) -> None:
 
 
 _MOST_WORDS = 2000
-_COUNT, _TEXT, _PORT = COUNT, TEXT, PORT
-_NAME, _ADDRESS = NAME, ADDRESS
 _NODE_REQUIRED = ("name", "host", "address", "role", "nproc", "port", "idle")
 _NODE = {
-    **dict.fromkeys(("name", "host"), _NAME),
-    **dict.fromkeys(("address", "local_addr", "fallback_addr"), _ADDRESS),
-    "role": _TEXT,
+    **dict.fromkeys(("name", "host"), NAME),
+    **dict.fromkeys(("address", "local_addr", "fallback_addr"), ADDRESS),
+    "role": TEXT,
     "nproc": POSITIVE,
-    "port": _PORT,
-    "idle": _COUNT,
+    "port": PORT,
+    "idle": COUNT,
     "hint": INT,
-    "cause": ANY,
-    "unfit": _TEXT,
+    "cause": lambda _: True,
+    "unfit": TEXT,
     "serves_only": FLAG,
 }
 _HEAD = {
-    **dict.fromkeys(("round", "used", "size", "world_size", "losses", "short_losses", "setups"), _COUNT),
-    **dict.fromkeys(("end", "cause", "history"), ANY),
+    **dict.fromkeys(("round", "used", "size", "world_size", "losses", "short_losses", "setups"), COUNT),
+    **dict.fromkeys(("end", "cause", "history"), lambda _: True),
     "permanent": FLAG,
     "state": one_of("RUNNING", "ENDED", "CLOSED"),
-    "form": _NAME,
-    "master": row_of(_ADDRESS, _PORT),
+    "form": NAME,
+    "master": row_of(ADDRESS, PORT),
     "outcome": one_of("succeeded", "failed", "timeout", "aborted"),
-    "reason": _TEXT,
+    "reason": TEXT,
     "time_ns": TIME,
 }
 _END = {
-    **dict.fromkeys(("node", "message", "member", "note"), _TEXT),
+    **dict.fromkeys(("node", "message", "member", "note"), TEXT),
     "excluded": is_member,
     **dict.fromkeys(("fatal", "charged"), FLAG),
     "delay": SPAN,
@@ -603,22 +595,21 @@ _END = {
     "group_rank": WHOLE,
 }
 _COMMAND = {
-    "words": lambda value: bool(value) and list_of(_TEXT, _MOST_WORDS)(value),
-    **dict.fromkeys(("place", "node"), _TEXT),
-    "user": _COUNT,
+    "words": lambda value: bool(value) and list_of(TEXT, _MOST_WORDS)(value),
+    **dict.fromkeys(("place", "node"), TEXT),
+    "user": COUNT,
 }
-_OPTIONAL_WHOLE = optional(WHOLE)
 _HISTORY = {
-    **dict.fromkeys(("same", "without_progress", "excluded"), _COUNT),
-    "start_error": row_of(_NAME, _NAME),
-    "implicated": list_of(row_of(_NAME, _COUNT), MAX_SUSPECTS),
+    **dict.fromkeys(("same", "without_progress", "excluded"), COUNT),
+    "start_error": row_of(NAME, NAME),
+    "implicated": list_of(row_of(NAME, COUNT), MAX_SUSPECTS),
     "charged_at": list_of(SPAN, MAX_IN_WINDOW),
-    "last": row_of(_NAME, _NAME, _OPTIONAL_WHOLE, _OPTIONAL_WHOLE),
+    "last": row_of(NAME, NAME, optional(WHOLE), optional(WHOLE)),
     "reached": WHOLE,
     "has_started": FLAG,
 }
-_SLOT = (_COUNT, _NAME, _COUNT, _COUNT, _COUNT, _COUNT)
-_SEAT = (_NAME, _NAME, _ADDRESS)
+_SLOT = (COUNT, NAME, COUNT, COUNT, COUNT, COUNT)
+_SEAT = (NAME, NAME, ADDRESS)
 
 
 def master_addr(nodes: Sequence[Node]) -> str:

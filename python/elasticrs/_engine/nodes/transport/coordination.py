@@ -271,11 +271,11 @@ class NativeSession:
     expires when the session ends. Its ``fd`` is readable while :meth:`take` has events to return.
     """
 
-    __slots__ = ("_client", "fd")
+    __slots__ = ("_client", "clock", "close", "fd", "wait")
 
     def __init__(self, client: Client) -> None:
-        self._client = client
-        self.fd = client.fd
+        self._client, self.fd = client, client.fd
+        self.wait, self.clock, self.close = client.wait, client.clock, client.close
 
     @property
     def met(self) -> tuple[bytes, int] | None:
@@ -287,9 +287,6 @@ class NativeSession:
     def take(self) -> list[StoreEvent]:
         return [_event(event) for event in self._client.take()]
 
-    def wait(self, timeout: float | None) -> bool:
-        return self._client.wait(timeout)
-
     def send(self, request: Request) -> None:
         if isinstance(request, Txn):
             self._client.txn(
@@ -299,15 +296,6 @@ class NativeSession:
             self._client.watch(request.tag, request.prefix, exact=request.exact, snapshot=request.snapshot)
         else:
             self._client.unwatch(request.prefix, exact=request.exact)
-
-    def clock(self) -> tuple[int, int] | None:
-        """Return how far the store's wall clock is ahead of the local wall clock, and the maximum error of
-        this value, both in nanoseconds. ``None`` if this is not known yet.
-        """
-        return self._client.clock()
-
-    def close(self) -> None:
-        self._client.close()
 
 
 _WORDS: dict[type[Compare | Operation], str] = {
