@@ -53,16 +53,22 @@ def descriptors() -> Counter[str]:
     return targets
 
 
-def end_children(before: Snapshot) -> list[str]:
+def end_children(before: Snapshot, timeout: float = procs.HANG) -> list[str]:
     """Kill all children that are not in ``before``, and return their names.
 
-    Killing one may orphan others: again, until none is new.
+    Killing one may orphan others: again, until none is new. A child that does not end within ``timeout``
+    seconds (state D) stays, and the others are killed nevertheless.
     """
     named: list[str] = []
-    while new := [child for child in procs.children() if is_leak(child, before)]:
+    stuck: set[int] = set()
+    while new := [child for child in procs.children() if is_leak(child, before) and child.pid not in stuck]:
         for child in new:
             named.append(f"process {child}")
-            procs.kill_and_reap(child)
+            try:
+                procs.kill_and_reap(child, timeout)
+            except TimeoutError:
+                stuck.add(child.pid)
+                named[-1] += ", which does not end after SIGKILL"
     return named
 
 

@@ -203,7 +203,7 @@ def assert_gone(pids: Iterable[int], timeout: float = HANG) -> None:
     assert not alive, f"still there after {timeout} s: {[str(process(pid)) for pid in alive]}"
 
 
-def kill_and_reap(child: Process) -> None:
+def kill_and_reap(child: Process, timeout: float = HANG) -> None:
     """Kill a child of this process with SIGKILL, and reap it, unless its owner reaps it first.
 
     Raises:
@@ -218,12 +218,17 @@ def kill_and_reap(child: Process) -> None:
         # looks like one.
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        if not wait_readable(pidfd):
+        if not wait_readable(pidfd, timeout):
             raise TimeoutError(f"does not end after SIGKILL: {child}")
-        with contextlib.suppress(ChildProcessError):
-            os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
+        reap(pidfd)
     finally:
         os.close(pidfd)
+
+
+def reap(pidfd: int) -> None:
+    """Reap a child that has exited, unless its owner reaps it first."""
+    with contextlib.suppress(ChildProcessError):
+        os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
 
 
 def adopted(keep: Iterable[int] = ()) -> list[Process]:
@@ -250,10 +255,13 @@ def reap_adopted(keep: Iterable[int] = (), timeout: float = HANG) -> list[Proces
     reaped: list[Process] = []
     while orphans := adopted(kept):
         for orphan in orphans:
-            pidfd = os.pidfd_open(orphan.pid)
+            try:
+                pidfd = os.pidfd_open(orphan.pid)
+            except ProcessLookupError:
+                continue  # Its owner has reaped it.
             try:
                 assert wait_readable(pidfd, deadline - time.monotonic()), f"an orphan lives on: {orphan}"
-                os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
+                reap(pidfd)
             finally:
                 os.close(pidfd)
             reaped.append(orphan)

@@ -2,8 +2,12 @@
 threads.
 """
 
+import os
 import re
 from pathlib import Path
+
+import pytest
+from helpers import leaks, procs
 
 HELPERS = Path(__file__).resolve().parent.parent
 
@@ -65,3 +69,47 @@ def test_each_leak_fails_the_test_that_caused_it_and_is_named(pytester, monkeypa
     found = dict(zip(told[::2], told[1::2], strict=True))
     assert found.keys() == LEAKS.keys()
     assert [name for name, leak in LEAKS.items() if not re.search(leak, found[name])] == []
+
+
+def test_a_child_that_survives_sigkill_does_not_keep_the_others_alive(monkeypatch):
+    before = leaks.snapshot()
+    pids = [os.posix_spawn("/bin/sleep", ["sleep", "1234"], {}) for _ in range(2)]
+    kill_and_reap, stuck = procs.kill_and_reap, procs.children()[0].pid
+
+    def survives(child, *timeout):
+        # Only a real state D keeps a process alive, and no test can bring one about.
+        if child.pid == stuck:
+            raise TimeoutError
+        kill_and_reap(child, *timeout)
+
+    monkeypatch.setattr(procs, "kill_and_reap", survives)
+    told = leaks.end_children(before)
+    assert len(told) == 2
+    assert ["does not end" in line for line in told] == [True, False]
+    assert [child.pid for child in procs.children()] == [stuck]
+    monkeypatch.undo()
+    kill_and_reap(procs.process(stuck))
+    assert set(pids).isdisjoint(child.pid for child in procs.children())
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_orphans_that_their_owner_reaps_first_are_no_error(monkeypatch, is_gone):
+    (pid, parent) = os.posix_spawn("/bin/true", ["true"], {}), os.getpid()
+    child = procs.process(pid)
+    assert child is not None
+    assert child.ppid == parent
+    looks = [[child], []]
+    monkeypatch.setattr(procs, "adopted", lambda _keep: looks.pop(0))
+    wait_readable = procs.wait_readable
+
+    def reaped_meanwhile(pidfd, timeout):
+        found = wait_readable(pidfd, timeout)
+        os.waitpid(pid, 0)
+        return found
+
+    if is_gone:
+        os.waitpid(pid, 0)
+    else:
+        monkeypatch.setattr(procs, "wait_readable", reaped_meanwhile)
+    procs.reap_adopted()
+    assert looks == []
