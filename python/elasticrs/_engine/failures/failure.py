@@ -282,16 +282,7 @@ class ProcessFailure:
 def failure_of(
     ended: WorkerExited, stdout: str | None, stderr: str | None, error_file: str, **known: Any
 ) -> ProcessFailure:
-    """Create a :class:`ProcessFailure` for a failed process.
-
-    Args:
-        ended: exit of the process.
-        stdout: path of the file with its standard output; ``None`` if there is none.
-        stderr: path of the file with its standard error; ``None`` if there is none.
-        error_file: path at which the worker would write its error file.
-        known: further arguments of :class:`ProcessFailure`. They override the arguments that come from
-            ``ended``.
-    """
+    """Read what a failed process has left behind. ``known`` overrides arguments that come from ``ended``."""
     is_read = not known.get("unread")
     both = (("stdout", stdout), ("stderr", stderr))
     logs = {stream: path for stream, path in both if path and path != os.devnull}
@@ -387,12 +378,6 @@ def load_object(path: str) -> dict[str, Any]:
 def _parts(beginning: bytes, end: bytes, written: float, size: int) -> dict[str, Any]:
     """Parse the first and the last bytes of an error file that is too large. Return the first line of its
     message, and the data of elasticrs.
-
-    Args:
-        beginning: first bytes of the file.
-        end: last bytes of the file.
-        written: time of the file's last change, in seconds since 1970.
-        size: size of the file in bytes.
     """
     import json
     import re

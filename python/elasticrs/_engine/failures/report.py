@@ -57,15 +57,7 @@ def format_report(
     section: str,
     conclusion: str | None = None,
 ) -> str:
-    """Return the complete failure report.
-
-    Args:
-        name: name of the script, program or function.
-        failures: failures by global rank, at least one.
-        border: character of the outer separator lines.
-        section: character of the inner separator lines.
-        conclusion: last line of the report, with the verdict and advice for the user; ``None`` to omit it.
-    """
+    """Return the whole report. ``border`` and ``section`` are the characters of its lines."""
     root = root_cause(failures)
     stopped = [rank for rank in victims(failures) if rank != root]
     failed = [rank for rank in in_order(failures) if rank not in stopped]

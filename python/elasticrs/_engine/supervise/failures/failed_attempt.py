@@ -186,24 +186,13 @@ class Place(Value):
     clock: Clock = Clock()
 
     def cause(self, time_ns: int, **known: Any) -> Cause:
-        """Describe a failure on this node.
-
-        Args:
-            time_ns: time of the failure on the store's clock, in nanoseconds.
-            known: further fields of the description.
-        """
+        """Describe a failure on this node."""
         here: dict[str, Any] = {"node": self.node, "host": self.host, "group_rank": self.group_rank}
         return Cause(**here, time_ns=time_ns, error_ns=self.clock.error_ns, **known)
 
 
 def first_word(attempt: Attempt, local_rank: int, place: Place) -> Cause:
-    """Describe the first failure without reading any file, so that it can be reported immediately.
-
-    Args:
-        attempt: attempt that failed.
-        local_rank: local rank of the worker that failed first.
-        place: place of this node.
-    """
+    """Describe the first failure without reading any file, so that it can be reported immediately."""
     seen, why = seen_failure(attempt, local_rank), attempt.why_expired(local_rank)
     raised = attempt.raised.get(local_rank)
     message = why or (raised.text if raised is not None else "")
@@ -289,13 +278,7 @@ def own_cause(
 
 
 def facts(attempt: Attempt, local_rank: int, fatal_exit_codes: Collection[int]) -> dict[str, Any]:
-    """Describe the failure of a worker for the restart policy, as fields of a :class:`Cause`.
-
-    Args:
-        attempt: attempt of the worker.
-        local_rank: local rank of the worker.
-        fatal_exit_codes: see :func:`own_cause`.
-    """
+    """Describe the failure of a worker for the restart policy, as fields of a :class:`Cause`."""
     failed = {rank: each for rank, each in failures(attempt).items() if each.local_rank == local_rank}
     permanent = _permanence(attempt, failed, (), fatal_exit_codes)
     names = ("exception", "place", "is_transient")
@@ -306,10 +289,6 @@ def facts(attempt: Attempt, local_rank: int, fatal_exit_codes: Collection[int]) 
 def evidence(attempt: Attempt, fatal_exit_codes: Collection[int]) -> Evidence:
     """Return the input of the restart policy after an attempt on a single node has failed: the cause of the
     failure and the duration of the attempt.
-
-    Args:
-        attempt: attempt that has failed.
-        fatal_exit_codes: see :func:`own_cause`.
     """
     node = os.uname().nodename
     cause = own_cause(attempt, Place(node, node, 0), fatal_exit_codes=fatal_exit_codes)

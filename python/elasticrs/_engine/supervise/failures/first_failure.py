@@ -59,9 +59,6 @@ def first_seen(attempt: Attempt) -> int:
 
     This is not always the worker that exited first. A worker that has raised an exception closes its
     connections, which may cause its peers to fail and exit before it has exited itself.
-
-    Args:
-        attempt: attempt in which a failure has been seen.
     """
     first = attempt.first_failure
     assert first is not None

@@ -164,12 +164,7 @@ def node_evidence(attempt: Attempt, *, is_hang: bool) -> bytes | None:
 
 
 def limits(nodes: int, world_size: int) -> dict[str, int]:
-    """Return the limits to pass to :func:`.encode`.
-
-    Args:
-        nodes: number of nodes in the job.
-        world_size: number of ranks in the job.
-    """
+    """Return the limits to pass to :func:`.encode`."""
     return {
         "max_bytes": max(_LEAST_BYTES, min(_MOST_BYTES, _ALL_BYTES // nodes)),
         "max_steps": max(1, min(MAX_ENTRIES, _ALL_STEPS // world_size)),

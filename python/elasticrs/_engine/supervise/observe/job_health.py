@@ -123,10 +123,6 @@ class HealthObserver(Observer):
         Request the flight records at most once after each heartbeat, on another thread, because the request
         blocks. Do not request the records shortly before the hang timeout, because the core will soon request
         them itself.
-
-        Args:
-            attempt: running attempt.
-            since_ns: time of the last heartbeat of any worker, in nanoseconds of the monotonic clock.
         """
         if self._asked_ns != since_ns:
             self._asked_ns, self._waits = since_ns, None
@@ -374,12 +370,6 @@ def no_progress(
 ) -> dict[str, Any] | None:
     """Return the number of seconds since a worker of this node last made progress, and the step that each
     rank has reached. Return ``None`` if a worker has made progress recently, or if there are no heartbeats.
-
-    Args:
-        beats: last heartbeat of each worker.
-        ranks: global ranks by local rank.
-        exited: number of workers that have exited.
-        now_ns: current time in nanoseconds of the monotonic clock.
     """
     if not beats:
         return None

@@ -49,13 +49,7 @@ _MAX_TEXT = 16384
 
 
 def exit_code(codes: ExitCodes, result: JobResult, failed: Failures) -> int:
-    """Return the exit code of the launcher.
-
-    Args:
-        codes: exit codes that the user has chosen.
-        result: result of the job.
-        failed: the result of :func:`.all_failures`.
-    """
+    """Return the exit code of the launcher."""
     if result.phase is not Phase.FAILED:
         return result.exit_code
     if codes.kind == "verdict":
@@ -76,15 +70,7 @@ def exit_code(codes: ExitCodes, result: JobResult, failed: Failures) -> int:
 def report(
     job: JobSpec, result: JobResult, failed: Failures, headline: str | None, code: int
 ) -> dict[str, Any]:
-    """Return the JSON report of a finished job.
-
-    Args:
-        job: configuration of the job.
-        result: result of the job.
-        failed: the result of :func:`.all_failures`.
-        headline: the failure in one line; ``None`` if the job did not fail.
-        code: exit code of the launcher.
-    """
+    """Return the JSON report of a finished job."""
     root = root_cause(failed) if failed else None
     stopped = victims(failed)
     blame = result.attempts[-1].blame if result.attempts else None
@@ -219,12 +205,7 @@ def _in_one_line(failure: Mapping[str, Any]) -> str:
 
 
 def headline_of(result: JobResult, failed: Mapping[int, ProcessFailure]) -> str:
-    """Return the root cause of a failed job as one line, such as ``rank 3 of 8: KeyError: 1 (train.py:4)``.
-
-    Args:
-        result: result of the job.
-        failed: the non-empty result of :func:`all_failures`.
-    """
+    """Return the root cause as one line, such as ``rank 3 of 8: KeyError: 1 (train.py:4)``."""
     rank = root_cause(failed)
     failure, cause = failed[rank], result.first_cause
     attempt = result.attempts[-1] if result.attempts else None

@@ -67,13 +67,7 @@ def slowest(standings: Sequence[Standing]) -> tuple[Standing, float] | None:
 def check(
     before: SlowWorkers, standings: Sequence[Standing], now: float
 ) -> tuple[SlowWorkers, list[Standing]]:
-    """Check the workers' training rates. Return the updated state, and the slow workers to report.
-
-    Args:
-        before: state after the previous check.
-        standings: reports of this node's workers.
-        now: current time, in seconds.
-    """
+    """Check the workers' training rates. Return the updated state, and the slow workers to report."""
     found = slowest(standings)
     limit = 0.0 if found is None else THRESHOLD * found[1]
     slow = [each for each in standings if found is not None and each.rate is not None and each.rate < limit]
@@ -84,13 +78,7 @@ def check(
 
 
 class SlowWorkerCheck:
-    """Periodically checks the workers' training rates on this node and reports slow workers.
-
-    Args:
-        page: memory page into which the workers write their rates.
-        say: prints a line for the user.
-        tell: called with the workers' reports at each check.
-    """
+    """Periodically checks the workers' training rates on this node and reports slow workers."""
 
     def __init__(
         self, page: AgentPage, say: Callable[[str], None], tell: Callable[[Sequence[Standing]], object]
