@@ -232,7 +232,6 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _values(args: Any) -> Namespace:
-    """Return the converted values of all options. Options missing in the namespace get their defaults."""
     found: dict[str, object] = {}
     for option in OPTIONS:
         value = getattr(args, option.dest, None)

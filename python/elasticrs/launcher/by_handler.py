@@ -102,8 +102,6 @@ def run_by_handler(
 
 
 class _Lines(logging.Handler):
-    """Logging handler that prints the agent's warnings on the user's console."""
-
     def __init__(self, console: Console) -> None:
         super().__init__(logging.WARNING)
         self._console = console

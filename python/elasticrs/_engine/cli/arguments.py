@@ -68,16 +68,8 @@ _GONE = {
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Namespace:
-    """Parse the command line.
-
-    Args:
-        argv: arguments of the launcher, without its program name.
-        environ: environment with defaults in ``PET_*`` variables. An argument takes precedence over its
-            variable.
-
-    Raises:
-        UsageError: the command line has a mistake. The message is one line for the user.
-        TextRequested: the user has asked for a text instead of a job, such as the help.
+    """Parse the command line. An argument takes precedence over its ``PET_*`` variable. Raises ``UsageError``
+    for a mistake, and ``TextRequested`` if the user asks for a text, such as the help.
     """
     values: dict[str, object] = {}
     script: str | None = None
@@ -101,11 +93,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Namespace:
 
 
 def resolve(args: Namespace, environ: Mapping[str, str]) -> JobSpec:
-    """Convert the options into a job. Check everything that can be checked before a process is started.
-
-    Raises:
-        UsageError: the command line has a mistake. The message is one line for the user.
-    """
+    """Convert the options into a job. Check everything that can be checked before a process is started."""
     for name, instead in _GONE.items():
         if environ.get(name, "") not in ("", "0"):
             raise UsageError(f"{name} is set, but this variable is gone: {instead}")
@@ -205,12 +193,7 @@ def meeting_of(
 
 
 def is_alone(args: Any) -> bool:
-    """Return true if the job runs on a single node without a rendezvous, either because of ``--standalone``
-    or by default.
-
-    Raises:
-        UsageError: ``--standalone`` is combined with several nodes.
-    """
+    """Return true if the job runs on a single node without a rendezvous."""
     low, high = args.nnodes
     if args.standalone and low > 1:
         nodes = str(low) if low == high else f"{low}:{high}"
@@ -322,11 +305,6 @@ def _static_endpoint(args: Namespace) -> str:
 
 
 def check_limits(job: JobSpec) -> None:
-    """Check that the resource limits of this process are high enough for the job's workers.
-
-    Raises:
-        UsageError: a resource limit is too low.
-    """
     from elasticrs._engine.workers import process
     from elasticrs._engine.workers.logs import followed_files
 
@@ -386,14 +364,8 @@ def _read(argument: str, arguments: Iterator[str]) -> dict[str, object]:
 
 
 def _help(word: str, *, is_exact: bool) -> TextRequested:
-    """Create the exception that reports a request for help on a topic.
-
-    Args:
-        word: text after ``--help=``, or the argument after ``--help``, which may be the script instead.
-        is_exact: true if the word was given as ``--help=WORD``. In this case, the word must be a topic.
-
-    Raises:
-        UsageError: the topic does not exist.
+    """Create the exception that reports a request for help. After ``--help=`` (``is_exact``), the word must
+    be a topic; after ``--help``, it may be the script instead.
     """
     from elasticrs._engine.cli.help import TOPICS
 
@@ -458,7 +430,6 @@ def _convert(option: Option, name: str, text: str) -> object:
 
 
 def _defaults(environ: Mapping[str, str], given: Mapping[str, object]) -> dict[str, object]:
-    """Return the default of each option. For options in ``given``, ignore the environment variable."""
     found: dict[str, object] = {}
     for option in OPTIONS:
         found[option.dest] = option.default
@@ -519,11 +490,6 @@ def _cpus(mode: str | None, nproc: int, environ: Mapping[str, str]) -> list[list
 
 
 def _check_replace(args: Namespace, meeting: Mapping[str, Any]) -> None:
-    """Check that the job supports replacing individual workers.
-
-    Raises:
-        UsageError: the job does not support replacement.
-    """
     where, back_end = "--on-failure: got 'replace', but", None
     if args.no_python:
         raise UsageError(f"{where} with --no-python, single workers cannot be replaced")
@@ -605,9 +571,6 @@ def _is_from_stdin(args: Namespace) -> bool:
 def _python_words(args: Namespace, python: str) -> list[str]:
     """Return the words after ``--`` as arguments of the Python interpreter. The first word is an option, as
     in ``-X faulthandler train.py`` or ``-c CODE``.
-
-    Raises:
-        UsageError: the words contain an unknown option, or no program that Python can run.
     """
     words = [args.training_script, *args.training_script_args]
     found = parse_python(words)
@@ -640,11 +603,6 @@ def _compared(args: Namespace, command: list[str]) -> Command:
 
 
 def _check_source(source: HealthSource, environ: Mapping[str, str]) -> None:
-    """Verify that the program for a node check (``--node-check``) is available.
-
-    Raises:
-        UsageError: the program is missing.
-    """
     if source.built_in is None:
         try:
             _check_program(source.words[0], "--node-check: program", environ)
@@ -663,7 +621,7 @@ def _check_script(script: str) -> None:
 
 
 def _check_interpreter(program: str, what: str) -> None:
-    """Raise ``UsageError`` if the first line of a script names an interpreter and ends with CR LF."""
+    """Refuse a script whose first line names an interpreter and ends with CR LF."""
     with open(program, "rb") as file:
         line = file.read(256).partition(b"\n")[0]
     words = line[2:].split()

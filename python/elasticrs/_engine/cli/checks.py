@@ -37,15 +37,6 @@ def settings_without_effect(
     is_polled: bool = False,
     is_alone: bool = False,
 ) -> Iterator[str]:
-    """Yield a warning for each setting that has no effect.
-
-    Args:
-        args: parsed command line.
-        environ: environment of the launcher.
-        nproc: number of workers on this node.
-        is_polled: true if the rendezvous handler must be polled; see :mod:`elasticrs.launcher.by_handler`.
-        is_alone: true if the job has a single node.
-    """
     yield from _options_of_the_script(args.training_script, args.training_script_args)
     yield from _unknown_variables(environ)
     yield from _replaced_by_standalone(args)
@@ -148,7 +139,6 @@ def _unknown_names(template: str) -> Iterator[str]:
 
 
 def hint_for_missing_script(script: str) -> str:
-    """Guess why the script does not exist, and return a hint for the user. The hint may be empty."""
     if script[:1] in {"\u2010", "\u2011", "\u2012", "\u2013", "\u2014", "\u2212"}:
         plain = script.lstrip("\u2010\u2011\u2012\u2013\u2014\u2212-")
         return f"; it starts with a typographic dash instead of '-': type --{plain}"
@@ -194,7 +184,6 @@ def _why_not(name: str) -> str | None:
 
 
 def _changes_its_path(package: ModuleSpec) -> bool:
-    """Return true if a package may change its ``__path__`` when it is imported."""
     if not package.has_location or package.origin is None:
         return False
     with open(package.origin, "rb") as file:

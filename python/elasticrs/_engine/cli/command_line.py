@@ -162,9 +162,7 @@ def _run_agent(
 def _tell_failure(
     job: JobSpec, result: JobResult, console: Console, write: Callable[[str], bool]
 ) -> str | None:
-    """Print the failure report, followed by a summary line with the root cause. Return the root cause as one
-    line; ``None`` if it is unknown.
-    """
+    """Print the failure report and a summary line with the root cause. Return the root cause as one line."""
     headline = None
     is_read = True
 
@@ -201,9 +199,6 @@ def _has_failed(result: JobResult) -> bool:
 
 
 def _print_text(what: str, words: Sequence[str]) -> int:
-    """Write the requested text to standard output; see :class:`.arguments.TextRequested`. Return the exit
-    code.
-    """
     code = 0
     if what == "help":
         from elasticrs._engine.cli.help import help_text
@@ -296,9 +291,6 @@ def _leave_input_to_foreground() -> None:
 
 
 def _terminal_settings() -> list[Any] | None:
-    """Return the settings of the terminal on standard input; ``None`` if standard input is not an open
-    terminal.
-    """
     if not os.isatty(_STDIN):
         return None
     import termios
@@ -343,11 +335,7 @@ empty, no message is written.
 
 
 def _make_report_folder(path: str) -> None:
-    """Create the folder of the JSON report, so that a mistake in the path is noticed before the job runs.
-
-    Raises:
-        UsageError: the folder cannot be created, or the path is itself a folder.
-    """
+    """Create the folder of the JSON report, so that a mistake in the path is noticed before the job runs."""
     from elasticrs._engine.job.config import UsageError
 
     if os.path.isdir(path):
@@ -397,9 +385,7 @@ def conclude_stopped(job: JobSpec, result: JobResult, why: str, say: Callable[[s
 
 
 def _termination_log() -> str | None:
-    """Return the path of the pod's termination log. Return ``None`` if no writable log exists, or if it is
-    also the launcher's error file.
-    """
+    """Return the path of the pod's termination log, unless it is also the launcher's error file."""
     path = os.environ.get(TERMINATION_LOG_VARIABLE, TERMINATION_LOG)
     is_usable = bool(path) and os.path.isfile(path) and os.access(path, os.W_OK)
     return path if is_usable and path != os.environ.get("TORCHELASTIC_ERROR_FILE") else None

@@ -44,12 +44,8 @@ TOPICS = ("all", "rdzv")
 
 
 def help_text(program: str, topic: str = "") -> str:
-    """Return the text that ``--help`` prints, at most :data:`WIDTH` columns wide.
-
-    Args:
-        program: name under which the launcher was called.
-        topic: an empty string for the common options, ``"all"`` for all options, or ``"rdzv"`` for the
-            settings of ``--rdzv-conf``.
+    """Return the text that ``--help`` prints. The topic is empty for the common options, ``all`` for all of
+    them, or ``rdzv`` for the settings of ``--rdzv-conf``.
     """
     lines = _settings() if topic == "rdzv" else _overview(program, shows_all=topic == "all")
     return os.linesep.join(lines) + os.linesep

@@ -52,11 +52,7 @@ def get_args_parser() -> argparse.ArgumentParser:
 
 
 def completion(shell: str) -> str:
-    """Return a shell script that completes the command line in bash, zsh or tcsh.
-
-    Raises:
-        ImportError: the package ``shtab`` is not installed.
-    """
+    """Return a script that completes the command line in bash, zsh or tcsh. Needs the package ``shtab``."""
     import shtab
 
     text: str = shtab.complete(get_args_parser(), shell=shell)
@@ -81,7 +77,7 @@ class _PrintCompletion(argparse.Action):
 
 
 class _Repeat(argparse.Action):
-    """Argparse action for a repeatable option. The values that the user gives replace the default."""
+    """The values that the user gives replace the default of a repeatable option."""
 
     def __call__(
         self,

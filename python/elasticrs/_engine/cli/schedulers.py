@@ -36,7 +36,6 @@ WORKER_VARIABLE = "TORCHELASTIC_RUN_ID"
 
 
 def number_in(text: str) -> int | None:
-    """Parse the value of a variable as a number. Return ``None`` if it is not a number."""
     is_number = text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS
     return int(text) if is_number else None
 
@@ -75,7 +74,6 @@ class Place(Value):
 
 
 def place_of(environ: Mapping[str, str], pid: int) -> Place | None:
-    """Return the position of this process in a scheduler's job; ``None`` if no such job is detected."""
     # Check for Slurm first, because Slurm nodes can themselves run in Kubernetes pods.
     if environ.get("SLURM_JOB_ID"):
         return slurm_place(environ, pid)
@@ -163,9 +161,7 @@ def _in_a_step(job: str, step: int, environ: Mapping[str, str]) -> Place:
 
 
 def _problem_of_tasks(environ: Mapping[str, str]) -> str:
-    """Return an error message if ``srun`` starts several tasks on a node, because each task would run an
-    agent. Otherwise return an empty string.
-    """
+    """Return what is wrong if ``srun`` starts several tasks on a node. Each task would run an agent."""
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
     # The value `8(x2),4` means 8 tasks on each of two nodes and 4 tasks on a third.
     if all(entry.partition("(")[0] == "1" for entry in tasks.split(",")):
@@ -254,7 +250,6 @@ def expand(text: str) -> list[str]:
 
 
 def _entries(text: str) -> Iterator[str]:
-    """Split a host list at commas outside brackets, and yield the parts."""
     depth = start = 0
     for index, character in enumerate(text + ","):
         if character == "[":
@@ -363,7 +358,6 @@ def _in_an_indexed_job(environ: Mapping[str, str]) -> Place | None:
 
 
 def _domain_of(host: str) -> str:
-    """Return the DNS domain of this pod; empty if it has none."""
     try:
         with open(HOSTS, encoding="utf-8", errors="replace") as file:
             names = [name for line in file for name in line.partition("#")[0].split()[1:]]
@@ -374,9 +368,6 @@ def _domain_of(host: str) -> str:
 
 
 def _name_in(text: str, suffix: str) -> str:
-    """Return the text without the suffix. If the text does not end with the suffix, return an empty
-    string.
-    """
     return text[: -len(suffix)] if text.endswith(suffix) else ""
 
 
@@ -401,15 +392,6 @@ _OF_STATIC = frozenset(("node_rank", "master_addr", "master_port"))
 def with_scheduler(args: Namespace, environ: Mapping[str, str], notices: list[str]) -> Namespace:
     """Return the options, completed with values from the scheduler's environment variables. Add a line that
     reports these values to ``notices``.
-
-    Args:
-        args: parsed command line. Its attribute ``given`` contains the names of the options that it sets.
-        environ: environment variables of this process.
-        notices: list to which lines for the user are added.
-
-    Raises:
-        UsageError: the scheduler has started the nodes in a way that prevents a rendezvous. The message is
-            one line for the user.
     """
     place = place_of(environ, os.getpid())
     if place is None:
@@ -433,7 +415,6 @@ def with_scheduler(args: Namespace, environ: Mapping[str, str], notices: list[st
 
 
 def _given(args: Namespace, environ: Mapping[str, str], place: Place) -> frozenset[str]:
-    """Return the names of the options that the user has set on the command line or in ``PET_`` variables."""
     return frozenset((*(set_by_variables(environ) - place.owned), *args.given))
 
 
@@ -447,16 +428,7 @@ def _says_how_to_meet(args: Namespace, given: Collection[str]) -> bool:
 
 
 def found_options(args: Namespace, place: Place, given: Collection[str]) -> dict[str, Any]:
-    """Return the scheduler's values for options that the user has not set, keyed by option name.
-
-    Args:
-        args: parsed command line.
-        place: place of this process in a scheduler's job.
-        given: names of the options that the user has set.
-
-    Raises:
-        UsageError: the scheduler has started the nodes in a way that prevents a rendezvous.
-    """
+    """Return the scheduler's values, by name, for options that the user has not set (``given``)."""
     nodes = args.nnodes[1] if "nnodes" in given else place.nodes
     # If the number of nodes is unknown, the job uses only this node by default and needs no rendezvous.
     if place.problem and nodes is not None:
@@ -508,7 +480,6 @@ def _meeting(args: Namespace, place: Place, given: Collection[str]) -> dict[str,
 
 
 def _line(args: Namespace, place: Place, found: Mapping[str, object]) -> str:
-    """Return a line that reports the values taken from the scheduler's variables; empty if there are none."""
     parts = []
     if "nnodes" in found and place.nodes is not None:
         parts.append("1 node" if place.nodes == 1 else f"{place.nodes} nodes")

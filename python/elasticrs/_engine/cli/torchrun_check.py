@@ -46,30 +46,22 @@ class _Command(Value):
 
     @property
     def backend(self) -> str:
-        """Rendezvous back end: ``c10d``, ``etcd`` or ``static``. Empty if the job has a single node or uses
-        another back end.
-        """
+        """``c10d``, ``etcd`` or ``static``; empty for a single node or another back end."""
         return "" if self.job.rendezvous is None else str(self.job.rendezvous.backend)
 
     @property
     def is_elastic(self) -> bool:
-        """True if the rendezvous is elastic, in which case it assigns the ranks."""
+        """True if the rendezvous assigns the ranks."""
         return self.backend in ("c10d", "etcd")
 
     @property
     def restarts(self) -> bool:
-        """True if the job may restart its workers."""
         return int(self.args.max_restarts) > 0
 
 
 class _Difference(Value):
-    """Description of one difference between torchrun and elasticrun.
-
-    Args:
-        subject: option, variable or feature that differs.
-        text: description of the difference.
-        applies: function that returns true if the difference affects a command line; ``None`` if the
-            difference affects all command lines.
+    """A difference between torchrun and elasticrun in an option, a variable or a feature (``subject``).
+    Without ``applies``, it affects all command lines.
     """
 
     subject: str
@@ -221,11 +213,6 @@ def check(words: Sequence[str], environ: Mapping[str, str]) -> tuple[str, int]:
 
 
 def _program(words: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """Split a command line into the name of torch's launcher and the launcher's arguments.
-
-    Raises:
-        UsageError: the command line does not start with one of torch's launchers.
-    """
     first = os.path.basename(words[0])
     if first == _TORCHRUN:
         return _TORCHRUN, words[1:]

@@ -140,7 +140,6 @@ class UnresolvedSettings:
 
 
 def worker_settings(source: WorkerSettings) -> dict[str, Any]:
-    """Return the values of the fields of :class:`WorkerSettings`."""
     return {name: getattr(source, name) for name in WorkerSettings.__annotations__}
 
 
@@ -163,7 +162,6 @@ class Preload(Value):
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Steps that import a module, in order."""
         return tuple(step for step in self.steps if "=" not in step)
 
 
@@ -301,12 +299,10 @@ class JobSpec(Record, WorkerSettings):
 
     @property
     def is_observed(self) -> bool:
-        """True if events, metrics or health checks are enabled."""
         return self.event_log_handler != "null" or self.has_metrics or self.health_check_port is not None
 
     @property
     def restart_settings(self) -> RestartSettings:
-        """Settings of the restart policy."""
         from elasticrs._engine.job.restart_policy import RestartSettings
 
         window = getattr(self.max_restarts, "window", None)
@@ -318,7 +314,6 @@ class JobSpec(Record, WorkerSettings):
 
     @property
     def fatal_codes(self) -> frozenset[int]:
-        """Worker exit codes that stop the job without a restart."""
         return exit_codes(self.fatal_exit_codes)
 
     @property
@@ -328,7 +323,7 @@ class JobSpec(Record, WorkerSettings):
 
 
 def random_run_id() -> str:
-    """Return a random UUID (version 4). Like torchrun, elasticrs uses it for a job without an id."""
+    """Return a random UUID (version 4), as torchrun does for a job without an id."""
     raw = bytearray(os.urandom(16))
     raw[6] = raw[6] & 0x0F | 0x40
     raw[8] = raw[8] & 0x3F | 0x80
@@ -337,10 +332,8 @@ def random_run_id() -> str:
 
 
 def parse_signals(names: str) -> tuple[int, ...]:
-    """Parse names of signals, separated by commas, such as ``SIGTERM,SIGUSR1``. Return their numbers.
-
-    Raises:
-        ValueError: a name is not a signal, or the signal cannot be caught.
+    """Parse names of signals, such as ``SIGTERM,SIGUSR1``. The message of a ``ValueError`` says what is
+    expected.
     """
     import signal
 
@@ -364,10 +357,7 @@ agent itself, or report an error in the agent itself.
 
 def parse_forwarded(names: str) -> tuple[int, ...]:
     """Parse names of signals to pass on to the workers, with or without ``SIG``, such as ``USR1,USR2``. An
-    empty string means none.
-
-    Raises:
-        ValueError: the value is invalid. The message says what is expected.
+    empty string means none. The message of a ``ValueError`` says what is expected.
     """
     import signal
 
@@ -380,14 +370,8 @@ def parse_forwarded(names: str) -> tuple[int, ...]:
 
 
 def forwarded_signals(given: Sequence[int] | None, handled: Sequence[int]) -> tuple[int, ...]:
-    """Return the signals that the agent passes on to the workers.
-
-    Args:
-        given: requested signals. If ``None``, SIGUSR1 and SIGUSR2 are passed on, except if they stop the job.
-        handled: signals on which the agent stops the job.
-
-    Raises:
-        ValueError: a signal is in both arguments.
+    """Return the signals that the agent passes on to the workers: those of ``given``, or SIGUSR1 and SIGUSR2,
+    except if they stop the job (``handled``). A signal in both arguments is a ``ValueError``.
     """
     import signal
 
@@ -400,12 +384,7 @@ def forwarded_signals(given: Sequence[int] | None, handled: Sequence[int]) -> tu
 
 
 def forwarded_by_name(names: str | None, handled: Sequence[int]) -> tuple[int, ...] | None:
-    """Parse a comma-separated list of signals to pass on to the workers. Return ``None`` if ``names`` is
-    ``None``.
-
-    Raises:
-        ValueError: the value is invalid. The message contains the value and what is expected.
-    """
+    """Like :func:`forwarded_signals`, with names. ``None`` stays ``None``."""
     if names is None:
         return None
     try:
@@ -415,11 +394,6 @@ def forwarded_by_name(names: str | None, handled: Sequence[int]) -> tuple[int, .
 
 
 def health_port(text: str) -> int:
-    """Parse the port of the health check server.
-
-    Raises:
-        ValueError: the value is invalid. The message says what is expected.
-    """
     limit = 65535
     if not (text.isascii() and text.isdecimal()) or int(text) > limit:
         raise ValueError(f"a port from 0 (any that is free) to {limit}")
@@ -427,31 +401,14 @@ def health_port(text: str) -> int:
 
 
 def shutdown_timeout_from(environ: Mapping[str, str]) -> float:
-    """Return the value of ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT`` in seconds, or the default if the variable is
-    unset or empty.
-
-    Raises:
-        UsageError: the variable has an invalid value.
-    """
     return _seconds_from(environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", DEFAULT_SHUTDOWN_TIMEOUT)
 
 
 def exit_barrier_timeout_from(environ: Mapping[str, str]) -> float:
-    """Return the value of ``TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT`` in seconds, or the default if the variable
-    is unset or empty.
-
-    Raises:
-        UsageError: the variable has an invalid value.
-    """
     return _seconds_from(environ, "TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT", DEFAULT_EXIT_BARRIER_TIMEOUT)
 
 
 def log_prefix_from(environ: Mapping[str, str]) -> str:
-    """Return the value of ``PET_LOG_PREFIX``, or the default if the variable is unset or empty.
-
-    Raises:
-        UsageError: the value is invalid.
-    """
     text = environ.get("PET_LOG_PREFIX") or "auto"
     if text not in LOG_PREFIXES:
         raise UsageError(f"PET_LOG_PREFIX: got {text!r}, expected one of {', '.join(LOG_PREFIXES)}")
@@ -459,9 +416,7 @@ def log_prefix_from(environ: Mapping[str, str]) -> str:
 
 
 def uninterruptible_state_timeout_from(environ: Mapping[str, str]) -> float:
-    """Return the value of ``TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT`` in seconds. If the variable is not
-    set or (as in torch) is not a number, return 0, which disables the check.
-    """
+    """Return the seconds. If the variable is unset or (as in torch) no number, 0 disables the check."""
     try:
         return float(environ.get(UNINTERRUPTIBLE_STATE_VARIABLE, "0"))
     except ValueError:
@@ -482,9 +437,6 @@ def parse_streams(text: str) -> int | dict[int, int]:
     """Parse a value of ``--redirects`` or ``--tee``: ``0`` (none), ``1`` (stdout), ``2`` (stderr), ``3``
     (both), or one such number for each local rank, such as ``0:1,12:3``. Unlike torch, accept ranks with
     several digits.
-
-    Raises:
-        ValueError: the value is invalid. The message says what is expected.
     """
     if text in ("0", "1", "2", "3"):
         return int(text)
@@ -498,11 +450,6 @@ def parse_streams(text: str) -> int | dict[int, int]:
 
 
 def check_start_method(name: str) -> None:
-    """Check that a start method with this name exists.
-
-    Raises:
-        ValueError: there is no start method with this name.
-    """
     if name not in START_METHODS:
         raise ValueError(f"start_method: got {name!r}, expected one of {', '.join(START_METHODS)}")
 
@@ -518,9 +465,6 @@ def default_stop_scope(entrypoint: object) -> str:
 
 
 def _is_named_python(program: object) -> bool:
-    """Return true if the program's file name is that of a Python interpreter, such as ``python``, ``python3``
-    or ``python3.13t``.
-    """
     if not isinstance(program, str):
         return False
     name = os.path.basename(program)
@@ -529,11 +473,8 @@ def _is_named_python(program: object) -> bool:
 
 
 def hang_limits(timeout: float | str) -> tuple[float | None, float | None]:
-    """Parse a number of seconds, ``"auto"`` or ``"auto:SECONDS"``. Return the heartbeat timeout and its
-    minimum, in seconds. With ``"auto"``, the timeout is ``None``, because it is derived from the heartbeats.
-
-    Raises:
-        ValueError: the value has another form.
+    """Parse a number of seconds, ``"auto"`` or ``"auto:SECONDS"``. Return the heartbeat timeout (``None`` if
+    it is derived from the heartbeats) and its minimum, in seconds.
     """
     if not isinstance(timeout, str):
         return float(timeout), None
@@ -579,15 +520,10 @@ _NOT_REPLACEABLE = "single workers cannot be replaced"
 
 
 def why_not_replaceable(start_method: str = "spawn", back_end: str | None = None) -> str | None:
-    """Return the reason why individual workers cannot be replaced; ``None`` if they can.
-
-    A program that does not seem to use ``elasticrs.train`` is not rejected, because an installed package may
-    use it. If no worker has used it, the agent prints a message at the end of the job.
-
-    Args:
-        start_method: start method of function workers.
-        back_end: name of the rendezvous back end, if workers themselves cannot be members of its rendezvous;
-            otherwise ``None``.
+    """Return the reason why individual workers cannot be replaced; ``None`` if they can. ``back_end`` is the
+    name of a rendezvous whose members workers cannot be. A program that does not seem to use
+    ``elasticrs.train`` is not rejected, because an installed package may use it. If no worker has used it,
+    the agent prints a message at the end of the job.
     """
     if start_method != "spawn":
         return f"with start method {start_method}, {_NOT_REPLACEABLE}; use spawn"

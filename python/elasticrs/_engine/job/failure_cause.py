@@ -125,7 +125,6 @@ class Cause(Value):
     blamed: str | None = None
 
     def encoded(self) -> dict[str, Any]:
-        """Return a dictionary of all fields that have a value. It can be sent as JSON."""
         return {name: value for name, value in self.fields().items() if value is not None and value != ()}
 
     @staticmethod

@@ -93,7 +93,6 @@ class Option(Value):
 
     @property
     def is_flag(self) -> bool:
-        """True if the option takes no value."""
         return self.kind is None
 
     @property
@@ -104,24 +103,16 @@ class Option(Value):
         return list(self.default) if isinstance(self.default, tuple) else self.default
 
     def converted(self, text: str) -> object:
-        """Convert text to a value of this option.
-
-        Raises:
-            ValueError: the value is invalid. The message says what is expected.
-            TypeError: a flag takes no value.
-        """
         if self.kind is None:
             raise TypeError(f"{self.flag} is a flag")
         return self.kind.convert(text)
 
     @property
     def flag(self) -> str:
-        """Name of the option on the command line, such as ``--tee``."""
         return "--" + self.name
 
     @property
     def variable(self) -> str:
-        """Name of the environment variable that sets the option."""
         return "PET_" + self.dest.upper()
 
 
@@ -209,7 +200,7 @@ def _hang_timeout(text: str) -> float | str:
 
 
 def _text_of(parse: Callable[[str], object]) -> Callable[[str], str]:
-    """Return a converter that validates text with ``parse``, but returns the text unchanged."""
+    """Return a converter that checks the text with ``parse``, but keeps it."""
 
     def convert(text: str) -> str:
         parse(text)
@@ -273,8 +264,8 @@ _DEFAULTS = {
 
 
 def _setting(name: str, text: str, kind: Kind | None = None, **more: Any) -> Option:
-    """Return the command-line option for a setting. The default value of the setting becomes the option's
-    default, and is inserted for ``{default}`` in the help text.
+    """Return the option for a setting. The setting's default is the option's, and replaces ``{default}`` in
+    the help.
     """
     default = _DEFAULTS[name.replace("-", "_")]
     if "{default}" in text:
@@ -427,7 +418,6 @@ _BY_DEST = {option.dest: option for option in OPTIONS}
 
 
 def set_by_variables(environ: Mapping[str, str]) -> set[str]:
-    """Return the attribute names of all options that are set by ``PET_*`` variables."""
     return {option.dest for option in OPTIONS if option.has_variable and option.variable in environ}
 
 

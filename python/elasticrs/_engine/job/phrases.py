@@ -39,7 +39,7 @@ def visible(text: str) -> str:
 
 
 def signal_name(signum: int) -> str:
-    """Return the name of a signal: ``"SIGTERM"`` for 15, ``"SIG40"`` for a signal without a name."""
+    """Return ``"SIGTERM"`` for 15, ``"SIG40"`` for a signal without a name."""
     import signal
 
     try:
@@ -93,14 +93,9 @@ def restarts_used(used: int, most: int, window: float | None) -> str:
 
 
 def restart_line(cause: str, stopped: int, restart: str, when: str, delay: float = 0.0) -> str:
-    """Return the line that announces a restart.
-
-    Args:
-        cause: the failed worker and the reason.
-        stopped: number of other workers that were stopped for the restart.
-        restart: number of the restart and the limit, as returned by :func:`restarts_used`.
-        when: time of the failure.
-        delay: seconds until the restart.
+    """Return the line that announces a restart. ``cause`` names the failed worker and the reason, ``stopped``
+    is the number of other workers that were stopped, ``restart`` comes from :func:`restarts_used`, and
+    ``delay`` is in seconds.
     """
     others = f"; {stopped} other{'s' if stopped != 1 else ''} stopped" if stopped else ""
     soon = f" in {duration(delay)}" if delay else ""
@@ -108,32 +103,22 @@ def restart_line(cause: str, stopped: int, restart: str, when: str, delay: float
 
 
 def replace_line(cause: str, others: int, pid: int, span_ns: int, restart: str, when: str) -> str:
-    """Return the line that reports that a worker was replaced.
-
-    Args:
-        cause: the failed worker and the reason.
-        others: number of other workers, which keep running.
-        pid: pid of the replacement.
-        span_ns: nanoseconds between the failure and the start of the replacement.
-        restart: number of the restart and the limit, such as "restart 1 of 3".
-        when: time of the failure.
+    """Return the line that reports that a worker was replaced. ``others`` is the number of other workers,
+    which keep running, ``pid`` that of the replacement, ``span_ns`` the nanoseconds between the failure and
+    its start.
     """
     left_alone = f"; {others} other{'s continue' if others != 1 else ' continues'}" if others else ""
     return f"{cause}{left_alone}; replaced by pid {pid} after {milliseconds(span_ns)} ({restart}, {when})"
 
 
 def slow_worker(rank: int | None, pid: int, rate: float, median: float, seconds: float) -> str:
-    """Return the line that reports a worker that is slower than the others on its node."""
     who = f"rank {rank} (pid {pid})"
     return f"{who} has been slow for {seconds:g} s: its rate is {rate:.4g}, the median here {median:.4g}"
 
 
 def checkpoint_line(result: str, ns: int) -> str:
-    """Return the line that reports the result of a requested checkpoint.
-
-    Args:
-        result: result of the save, as in :mod:`.node_page`.
-        ns: nanoseconds since the request.
+    """Return the line that reports the result of a requested checkpoint, ``ns`` nanoseconds after the
+    request. :mod:`.node_page` describes the results.
     """
     if result == "saved":
         return f"checkpoint saved {ns / 1e6:.1f} ms after the request"
@@ -143,7 +128,6 @@ def checkpoint_line(result: str, ns: int) -> str:
 
 
 def checkpoint_requested(signum: int) -> str:
-    """Return the line that acknowledges a signal to save a checkpoint."""
     return f"{signal_name(signum)} received: requesting a checkpoint at the end of a step"
 
 
@@ -166,12 +150,8 @@ def checkpoint_is_late(seconds: float, workers: int) -> str:
 
 
 def passed_on(signum: int, held: Sequence[int]) -> str:
-    """Return the line that reports that a signal is being forwarded to the workers.
-
-    Args:
-        signum: number of the signal.
-        held: local ranks of the workers to which the signal is passed on later, because they have no handler
-            for it yet.
+    """Return the line that reports that a signal is being forwarded. ``held`` are the local ranks of the
+    workers that get it later, because they have no handler for it yet.
     """
     line = f"{signal_name(signum)} received: passing it on to the workers"
     if held:
@@ -193,21 +173,14 @@ def signal_not_passed_on(signum: int) -> str:
 
 
 def signal_dropped(signum: int, local_ranks: Sequence[int], when: str) -> str:
-    """Return the line that reports that a pending signal was dropped, because the workers did not install a
-    handler for it.
-    """
     ranks = ", ".join(map(str, local_ranks))
     return f"{signal_name(signum)} was dropped for local rank {ranks}: no handler was installed {when}"
 
 
 def stop_line(asked: int | None, signum: int, grace: float, *, have_exited: bool = False) -> str:
-    """Return the line that reports that the job is being stopped.
-
-    Args:
-        asked: number of the first stop signal that the agent received.
-        signum: number of the signal that is sent to the workers now.
-        grace: seconds until SIGKILL.
-        have_exited: true if no workers are left, for example while a node check runs after a failure.
+    """Return the line that reports that the job is being stopped, after the signal ``asked``, by the signal
+    ``signum``, with ``grace`` seconds until SIGKILL. If ``have_exited``, no workers are left, for example
+    while a node check runs.
     """
     if asked != signum:
         consequence = "no workers are running" if have_exited else f"{signal_name(signum)} to all workers"
@@ -232,28 +205,22 @@ def killed(who: str, event: WorkersKilled) -> str:
 
 
 def stuck(local_ranks: Iterable[int]) -> str:
-    """Return the phrase that names the workers that did not exit after SIGKILL."""
     return f"SIGKILL did not stop local rank(s) {', '.join(map(str, local_ranks))}"
 
 
 def asleep(seconds: Mapping[int, float], limit: float) -> str:
-    """Return the phrase that names the workers that have been in uninterruptible sleep for too long.
-
-    Args:
-        seconds: time in uninterruptible sleep in seconds, by local rank.
-        limit: maximum time in seconds.
+    """Return the phrase that names the workers that were in uninterruptible sleep for longer than ``limit``
+    seconds. ``seconds`` is by local rank.
     """
     who = ", ".join(f"{rank} ({span:.1f} s)" for rank, span in seconds.items())
     return f"local rank(s) {who} in uninterruptible sleep (state D), longer than the {limit:g} s allowed"
 
 
 def not_restarted(why: str) -> str:
-    """Return the line that says why this node will start no more workers."""
     return f"{why}; this node cannot be used for a restart"
 
 
 def milliseconds(span_ns: int) -> str:
-    """Format a duration in nanoseconds as milliseconds, for messages."""
     return f"{span_ns / 1e6:.1f} ms"
 
 
@@ -274,10 +241,8 @@ def duration(seconds: float) -> str:
 
 
 def goodput(productive_ns: int, total_ns: int) -> str:
-    """Return the percentage of productive time, to append to the summary line.
-
-    The text is empty for a job that was shorter than a minute, because such a job spent most of its time on
-    starting.
+    """Return the percentage of productive time, to append to the summary line. It is empty for a job shorter
+    than a minute, which spent most of its time on starting.
     """
     if total_ns < 60_000_000_000:
         return ""
@@ -294,13 +259,8 @@ def timer_expired(timer: TimerExpired) -> str:
 
 
 def local_time(time_ns: int, separator: str = " ", *, has_milliseconds: bool = False) -> str:
-    """Format a time as the local date and time with the offset from UTC, such as
+    """Format a time (nanoseconds since 1970) as the local date and time with the offset from UTC, such as
     ``2026-11-29 01:30:00+01:00``, or ``2026-11-29 00:30:00Z`` if the offset is zero.
-
-    Args:
-        time_ns: wall-clock time in nanoseconds since 1970.
-        separator: text between date and time.
-        has_milliseconds: true to include the milliseconds.
     """
     seconds, rest = divmod(time_ns, 1_000_000_000)
     try:

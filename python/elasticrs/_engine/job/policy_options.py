@@ -27,11 +27,7 @@ class MaxRestarts(int):
 
     @staticmethod
     def parse(text: str) -> MaxRestarts:
-        """Parse ``N`` or ``N/DURATION``, such as ``3/1h``.
-
-        Raises:
-            ValueError: the text has another form, or the number with a window is too large.
-        """
+        """Parse ``N`` or ``N/DURATION``, such as ``3/1h``."""
         number, slash, window = text.partition("/")
         if not (number.isascii() and number.isdecimal()) or (slash and not window):
             raise ValueError("a whole number, 0 or more, or a number per duration such as 3/1h")
@@ -44,22 +40,15 @@ class MaxRestarts(int):
 
 
 def in_seconds(text: str) -> float:
-    """Parse a duration with or without a unit, such as ``90``, ``1.5s``, ``10m``, ``1h`` or ``2d``. Every
-    option that takes a duration uses this function.
-
-    Raises:
-        ValueError: the text has another form.
+    """Parse a duration with or without a unit, such as ``90``, ``1.5s``, ``10m``, ``1h`` or ``2d``, as every
+    option does.
     """
     unit = _UNITS.get(text[-1:])
     return float(text[:-1] if unit else text) * (unit or 1.0)
 
 
 def duration(text: str) -> float:
-    """Parse a duration, and return it in seconds.
-
-    Raises:
-        ValueError: the text has another form, or the duration is 0 or longer than 30 days.
-    """
+    """Parse a duration of at most 30 days, and return it in seconds."""
     expected = "a duration such as 30s, 10m, 1h or 2d, of at most 30 days"
     try:
         value = in_seconds(text)
@@ -71,13 +60,8 @@ def duration(text: str) -> float:
 
 
 def delays(text: str) -> tuple[float, float]:
-    """Parse a restart delay: ``0``, a duration, or ``FIRST..LONGEST``.
-
-    Returns:
-        The first delay and the longest delay, in seconds.
-
-    Raises:
-        ValueError: the text has another form, or the longest delay is shorter than the first one.
+    """Parse a restart delay: ``0``, a duration, or ``FIRST..LONGEST``. Return the first and the longest delay
+    in seconds.
     """
     if text == "0":
         return 0.0, 0.0
@@ -93,11 +77,7 @@ def delays(text: str) -> tuple[float, float]:
 
 
 def exit_codes(text: str) -> frozenset[int]:
-    """Parse exit codes, such as ``3,40-49``.
-
-    Raises:
-        ValueError: the text has another form, a code is not from 1 to 255, or a code is given twice.
-    """
+    """Parse exit codes from 1 to 255, such as ``3,40-49``."""
     found: set[int] = set()
     for part in filter(None, (part.strip() for part in text.split(","))):
         low, dash, high = part.partition("-")
@@ -127,11 +107,7 @@ class ExitCodes(Value):
 
     @staticmethod
     def parse(text: str) -> ExitCodes:
-        """Parse the value of an exit code option, such as ``worker`` or ``verdict:93,193``.
-
-        Raises:
-            ValueError: the text has another form, or the codes are equal or not from 3 to 255.
-        """
+        """Parse the value of an exit code option, such as ``worker`` or ``verdict:93,193``."""
         kind, colon, numbers = text.partition(":")
         expected = "torchrun, worker, verdict or verdict:PERMANENT,UNFIT (two codes from 3 to 255)"
         if kind not in ("torchrun", "worker", "verdict") or (colon and kind != "verdict"):
@@ -167,11 +143,7 @@ class HealthSource(Value):
 
     @staticmethod
     def parse(text: str) -> HealthSource:
-        """Parse the name of a built-in source, or the command line of a program.
-
-        Raises:
-            ValueError: the text is neither the name of a built-in source nor a valid command line.
-        """
+        """Parse the name of a built-in source, or the command line of a program."""
         name, colon, _ = text.strip().partition(":")
         if name in ("gpud", "nvhcd"):
             raise ValueError(
@@ -186,9 +158,7 @@ class HealthSource(Value):
 
 
 def similar_source(word: str) -> str | None:
-    """Return the name of the built-in health source that ``word`` seems to misspell; ``None`` if no name is
-    similar.
-    """
+    """Return the built-in health source that ``word`` seems to misspell."""
     import difflib
 
     near = difflib.get_close_matches(word.partition(":")[0].lower(), BUILT_IN_SOURCES, 1, 0.5)
@@ -196,11 +166,7 @@ def similar_source(word: str) -> str | None:
 
 
 def report_path(text: str) -> str:
-    """Return the path of the JSON report. The text may be a path or ``file:PATH``, as for events.
-
-    Raises:
-        ValueError: the path is empty.
-    """
+    """Return the path of the JSON report. The text may be a path or ``file:PATH``, as for events."""
     path = text.removeprefix("file:")
     if not path:
         raise ValueError("PATH or file:PATH")
@@ -208,11 +174,7 @@ def report_path(text: str) -> str:
 
 
 def command(text: str) -> list[str]:
-    """Split a command line into a program and its arguments, as a shell would.
-
-    Raises:
-        ValueError: the text is empty, or a quote is not closed.
-    """
+    """Split a command line into a program and its arguments, as a shell would."""
     import shlex
 
     try:

@@ -21,8 +21,6 @@ class NodeShare(Value):
 
 
 class WorkerRanks(Value):
-    """Ranks of a worker, and the corresponding world sizes."""
-
     role: str
     local_rank: int
     global_rank: int
@@ -35,12 +33,7 @@ class WorkerRanks(Value):
 
 
 def assign(nodes: Sequence[NodeShare], group_rank: int) -> list[WorkerRanks]:
-    """Return the ranks of one node's workers, indexed by local rank. ``nodes`` lists the nodes of the round
-    in the order of their group ranks.
-
-    Raises:
-        IndexError: no node has this group rank.
-    """
+    """Return the ranks of one node's workers, by local rank. ``nodes`` is in the order of group ranks."""
     if not 0 <= group_rank < len(nodes):
         raise IndexError(f"group rank {group_rank} of {len(nodes)} nodes")
     return node_ranks(nodes)[group_rank].workers(nodes[group_rank])
@@ -66,9 +59,7 @@ class NodeRanks(Value):
     role_world_size: int
 
     def workers(self, me: NodeShare) -> list[WorkerRanks]:
-        """Return the ranks of this node's workers, indexed by local rank. ``me`` contains the role and the
-        number of these workers.
-        """
+        """Return the ranks of this node's workers, by local rank. ``me`` is their role and number."""
         return [
             WorkerRanks(
                 role=me.role,

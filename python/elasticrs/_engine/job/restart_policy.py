@@ -193,13 +193,8 @@ class RestartDecision(Value):
 
 
 def decide(settings: RestartSettings, history: FailureHistory, evidence: Evidence) -> RestartDecision:
-    """Decide whether to restart the workers after a failure. If they are restarted, the failure is charged to
-    the restart budget.
-
-    Args:
-        settings: settings of the policy.
-        history: failures before this one.
-        evidence: evidence about this failure.
+    """Decide whether to restart the workers after a failure, and if so, charge the restart budget.
+    ``history`` holds the failures before this one.
     """
     after = _with_failure(history, evidence)
     reason = why_permanent(evidence, history) or _why_start_error_moved(history, after)
@@ -226,18 +221,8 @@ def decide(settings: RestartSettings, history: FailureHistory, evidence: Evidenc
 
 
 def exclude(settings: RestartSettings, history: FailureHistory, evidence: Evidence) -> RestartDecision:
-    """Decide which node to exclude from the job, if any (POLICY-5).
-
-    :func:`decide` already calls this function. Call it directly only after a round whose end does not count
-    against the restart budget.
-
-    Args:
-        settings: settings of the policy.
-        history: failures so far, including this one.
-        evidence: evidence about the end of the round.
-
-    Returns:
-        A decision that has no delay and charges no restart.
+    """Decide which node to exclude from the job, if any (POLICY-5). :func:`decide` already calls this
+    function. Call it directly only after a round whose end does not count against the restart budget.
     """
     history = history.replaced(has_started=_has_started(history, evidence))
     unfit = dict(sorted(evidence.unfit))
@@ -276,14 +261,8 @@ def _named(nodes: Sequence[str]) -> str:
 
 
 def _why_kept(most: int, excluded: int, suspects: Sequence[str], evidence: Evidence) -> str | None:
-    """Return the reason why none of the suspect nodes can be excluded from the job. Return ``None`` if one of
-    them can be excluded.
-
-    Args:
-        most: maximum number of excluded nodes.
-        excluded: number of nodes that were excluded before.
-        suspects: nodes with enough evidence against them for an exclusion; may be empty.
-        evidence: evidence about the end of the round.
+    """Return why none of the suspect nodes can be excluded; ``None`` if one can. ``most`` is the maximum
+    number of excluded nodes, and ``excluded`` the number before.
     """
     bound = dict(evidence.bound)
     if excluded + max(1, len(suspects)) > most:
@@ -306,12 +285,6 @@ def recent(settings: RestartSettings, history: FailureHistory, now: float) -> tu
 
 
 def is_suspect(history: FailureHistory, node: str) -> bool:
-    """Return true if a node was implicated in enough failures to be excluded from the job.
-
-    Args:
-        history: failures so far.
-        node: name of the node.
-    """
     return dict(history.implicated).get(node, 0) >= IMPLICATED_TWICE
 
 
@@ -336,8 +309,8 @@ def _with_failure(history: FailureHistory, evidence: Evidence) -> FailureHistory
 
 
 def _identity(evidence: Evidence, history: FailureHistory) -> tuple[str, str, int | None, int | None] | None:
-    """Return the kind, place, rank and step of the root cause, for the comparison with other failures. Return
-    ``None`` if the cause cannot be compared, because it is unknown, transient, or lacks a place.
+    """Return the kind, place, rank and step of the root cause, to compare it with other failures; ``None`` if
+    it is unknown, transient, or lacks a place.
     """
     first, step = evidence.causes[0] if evidence.causes else NO_CAUSE, _reached(evidence)
     # A start error is transient if an earlier attempt got past the start, for example because a file system
@@ -365,9 +338,7 @@ def _are_steps_global(evidence: Evidence) -> bool:
 
 
 def _ran(evidence: Evidence) -> float | None:
-    """Return how long the workers ran before the first failure or the start of the hang, in seconds. Return
-    ``None`` if that is unknown.
-    """
+    """Return for how many seconds the workers ran before the first failure or the start of the hang."""
     exact = (evidence.causes[0] if evidence.causes else NO_CAUSE).ran
     return evidence.ran if exact is None else exact
 
@@ -388,11 +359,9 @@ def _start_error_of_one_node(evidence: Evidence) -> tuple[str, str] | None:
 
 
 def _why_start_error_moved(before: FailureHistory, now: FailureHistory) -> str | None:
-    """Return the reason to stop if two nodes reported the same start error in consecutive rounds; otherwise
-    ``None``.
-
-    Such an error probably affects every node. Only one node per round reports it, because the first failure
-    stops the workers of all nodes.
+    """Return the reason to stop if two nodes reported the same start error in consecutive rounds. Such an
+    error probably affects every node. Only one node per round reports it, because the first failure stops the
+    workers of all nodes.
     """
     if before.start_error is None or now.start_error is None or before.has_started:
         return None
@@ -418,12 +387,8 @@ def _are_same(
 
 
 def why_permanent(evidence: Evidence, history: FailureHistory) -> str | None:
-    """Return the reason why another attempt would fail in the same way (POLICY-1). Return ``None`` if the
-    evidence shows no such reason.
-
-    Args:
-        evidence: evidence about the failure.
-        history: failures before this one.
+    """Return why another attempt would fail in the same way (POLICY-1). ``history`` holds the failures before
+    this one.
     """
     starts = _start_errors(evidence)
     is_everywhere = len({cause.node for cause in starts}) >= min(2, evidence.nodes)
@@ -450,9 +415,7 @@ def _start_errors(evidence: Evidence) -> list[Cause]:
 def _why_useless(
     settings: RestartSettings, history: FailureHistory, evidence: Evidence
 ) -> tuple[StopKind, str | None]:
-    """Return the kind of stop and the reason, if another attempt on the same nodes would be useless.
-    Otherwise, the reason is ``None``.
-    """
+    """Return the kind of stop and the reason, if another attempt on the same nodes would be useless."""
     unfit = dict(evidence.unfit)
     if settings.max_excluded_nodes is not None and unfit and evidence.nodes == 1:
         node, why = min(unfit.items())

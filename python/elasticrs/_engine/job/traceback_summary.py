@@ -134,8 +134,8 @@ def _summarize(text: str, depth: int, *, is_exception: bool = False) -> Summary 
 
 
 def _remote(text: str) -> str:
-    """Return the traceback of another process if its exception directly caused the last exception in the
-    text. Otherwise, return an empty string.
+    """Return the traceback of another process, if its exception directly caused the last exception in the
+    text.
     """
     before, found, own = text.rpartition(f'\n"""\n\n{_CAUSED}\n')
     if not found or any(line in _CHAINED for line in own.splitlines()):
@@ -144,7 +144,6 @@ def _remote(text: str) -> str:
 
 
 def _of_traceback(lines: Sequence[str], is_exception: bool) -> Summary:
-    """Summarize the non-empty lines of a text that contains no exception group."""
     begins = [number for number, line in enumerate(lines) if line.startswith(_BEGINS)]
     block = lines[begins[-1] + 1 if begins else 0 :]
     frames = _frames(block)
@@ -169,12 +168,9 @@ def _of_traceback(lines: Sequence[str], is_exception: bool) -> Summary:
 
 
 def _of_group(members: Sequence[Summary], place: str | None, more: int) -> Summary:
-    """Summarize an exception group by one of its members. The choice does not depend on their order.
-
-    Args:
-        members: summaries of the members.
-        place: place where the group was raised. It is used if the chosen member was never raised itself.
-        more: number of members that are not in ``members``.
+    """Summarize an exception group by one of its members (``more`` others are not in ``members``),
+    independently of their order. If the chosen member was never raised itself, ``place`` is where the group
+    was raised.
     """
     told = min(members, key=lambda each: (each.exception or "", each.place or ""))
     kinds = sorted({each.exception or "" for each in members} - {""})
@@ -211,9 +207,7 @@ def _members(lines: Sequence[str]) -> tuple[list[str], list[list[str]], int]:
 
 
 def _left_out(section: Sequence[str]) -> int:
-    """Return the number of omitted members if the section is a line such as ``and 3 more exceptions``. Return
-    0 otherwise.
-    """
+    """Return the number of omitted members if the section is a line such as ``and 3 more exceptions``."""
     words = section[0].split() if len(section) == 1 else []
     is_number = len(words) == 4 and words[0] == "and" and words[2] == "more" and words[1].isdecimal()
     return int(words[1]) if is_number else 0
@@ -237,9 +231,7 @@ def _frame(line: str) -> tuple[str, str] | None:
 
 
 def _own_place(frames: Sequence[tuple[str, str]]) -> str | None:
-    """Return the innermost place in the user's code. Return ``None`` if all frames are in libraries or in
-    this package.
-    """
+    """Return the innermost place in the user's code, outside of libraries and of this package."""
     for frame in reversed(frames):
         path = frame[0]
         if not path.startswith(_OWN_PACKAGE) and not any(part in path for part in LIBRARIES):
@@ -252,9 +244,7 @@ def _place(frame: tuple[str, str]) -> str:
 
 
 def _type(line: str) -> str | None:
-    """Return the name of the type at the start of an exception's text. Return ``None`` if the text does not
-    start with a name.
-    """
+    """Return the name of the type at the start of an exception's text."""
     name = line.partition(":")[0].strip()
     parts = name.split(".")
     return name if all(part.isidentifier() or part == "<locals>" for part in parts) else None

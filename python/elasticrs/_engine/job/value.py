@@ -48,7 +48,6 @@ def shared_fields(made: type[T]) -> type[T]:
 
 
 def defaults_of(declaration: type) -> dict[str, Any]:
-    """Return the fields that a :func:`shared_fields` class declares, with their defaults."""
     return {name: getattr(declaration, name) for name in declaration.__annotations__}
 
 
@@ -100,11 +99,6 @@ class _Made(metaclass=_Fields):
             setattr(self, name, value)
 
     def _complete(self, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, ...]:
-        """Return the values of all fields, in order.
-
-        Raises:
-            TypeError: the arguments do not match the fields.
-        """
         kind, names, positional = type(self).__name__, self._names, self._positional
         if len(args) > len(positional):
             raise TypeError(f"{kind}: got {len(args)} values for {len(positional)} fields")
@@ -123,31 +117,23 @@ class _Made(metaclass=_Fields):
 
     @classmethod
     def taken_from(cls, source: object, **others: Any) -> Self:
-        """Create an object of this class from another object. Copy each attribute that has the name of a
-        field of this class.
-
-        Args:
-            source: object to copy from. A field without such an attribute gets its default.
-            others: values of the fields that are not copied.
+        """Create an object from the attributes of ``source`` that have the name of a field. ``others`` are
+        not copied. A field without such an attribute gets its default.
         """
         names = [name for name in cls._names if name not in others and hasattr(source, name)]
         return cls(**{name: getattr(source, name) for name in names}, **others)
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
-        """Return the defaults of all fields that have one, keyed by field name."""
         return {name: cls._default(name) for name in cls._defaults}
 
     def fields(self) -> dict[str, Any]:
-        """Return all values in field order, keyed by field name."""
         return dict(zip(self._names, self.values(), strict=True))
 
     def values(self) -> tuple[Any, ...]:
-        """Return the values of all fields, in field order."""
         return tuple(getattr(self, name) for name in self._names)
 
     def replaced(self, **changes: Any) -> Self:
-        """Return a copy with some field values changed."""
         return type(self)(**{**self.fields(), **changes})
 
     def __repr__(self) -> str:

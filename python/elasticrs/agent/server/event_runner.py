@@ -127,8 +127,8 @@ class EventRunner(Record):
 
 
 def _plan(group: WorkerGroup, handler: OneNodeRendezvous, supervisor: _core.Supervisor) -> Plan:
-    """Create the plan (ranks and addresses) of an attempt of a single-node job. Get the addresses from the
-    rendezvous handler. The handler stays open, because the agent may run again.
+    """Plan an attempt of a single-node job. The handler, which gives the addresses, stays open, because the
+    agent may run again.
     """
     bootstrap = handler.next_served_by(supervisor)
     plan = Plan(

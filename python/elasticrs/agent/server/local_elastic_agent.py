@@ -202,7 +202,6 @@ class LocalElasticAgent(SimpleElasticAgent):
             self._pcontext.pass_on(signum)
 
     def _suspend(self, signals: SignalPipe) -> None:
-        """Pause the workers and this process until this process receives SIGCONT."""
         if isinstance(self._pcontext, PolledWorkers):
             self._pcontext.suspend(signals)
         else:

@@ -205,7 +205,7 @@ class PolledWorkers:
         self._has_started, self._ended, self._found = False, None, None
 
     def _pump(self, seconds: float | None) -> bool:
-        """Wait for one event and handle it. Return true if an event was handled."""
+        """Wait for one event and handle it. Return whether there was one."""
         with waiting(lambda: os.eventfd_write(self._bell, 1)):
             was_something = self._tracker.wait(seconds)
             self._note_events()

@@ -308,7 +308,6 @@ class SimpleElasticAgent(ElasticAgent):
                 raise RuntimeError(f"worker group of role {role} is in state {result.state.name}")
 
     def _tell_restart(self, state: WorkerState) -> None:
-        """Log that all workers are being restarted, with their state and the number of remaining restarts."""
         left, most = self._remaining_restarts, self._worker_group.spec.max_restarts
         _log.warning("the workers are %s; restarting, %d of %d left", state.name, left, most)
 

@@ -266,19 +266,16 @@ class _RoleInstanceInfo:
     local_world_size: int
 
     def serialize(self) -> bytes:
-        """Encode the data for the store."""
         told = {"role": self.role, "rank": self.rank, "local_world_size": self.local_world_size}
         return json.dumps(told).encode()
 
     @staticmethod
     def deserialize(data: bytes) -> _RoleInstanceInfo:
-        """Decode the JSON that :meth:`serialize` returned."""
         told = json.loads(data)
         return _RoleInstanceInfo(told["role"], told["rank"], told["local_world_size"])
 
     @staticmethod
     def compare(obj1: _RoleInstanceInfo, obj2: _RoleInstanceInfo) -> int:
-        """Compare by role and then by rank. Return a negative number, 0, or a positive number."""
         if obj1.role == obj2.role:
             return obj1.rank - obj2.rank
         return 1 if obj1.role > obj2.role else -1

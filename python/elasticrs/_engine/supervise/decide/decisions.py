@@ -59,8 +59,7 @@ class Decisions(ABC):
     failed_elsewhere = False
 
     @abstractmethod
-    def step(self, event: machine.Event) -> list[machine.Action]:
-        """Return the actions that the agent must take in response to an event on this node."""
+    def step(self, event: machine.Event) -> list[machine.Action]: ...
 
     def open(self, supervisor: _core.Supervisor) -> None:  # noqa: B027 -- nothing to do for one node
         """Set the process supervisor. Called once, before any event except a signal."""
@@ -83,11 +82,10 @@ class Decisions(ABC):
         return FailureHistory()
 
     def seconds_left(self) -> float:
-        """Return the maximum number of seconds that the loop may wait for events."""
         return SAFETY_TICK
 
     def look_around(self) -> list[machine.Action]:
-        """Return the actions that are due because time has passed since the last call."""
+        """Return the actions that are due because time has passed."""
         return []
 
     def fd_ready(self, fd: int) -> list[machine.Action] | None:  # noqa: ARG002 -- subclasses use it
@@ -116,7 +114,6 @@ class Decisions(ABC):
         raise RuntimeError("plans come with the rounds")
 
     def release_plan(self) -> None:
-        """Release the port reserved for the finished attempt. Idempotent."""
         plan, self.plan = self.plan, None
         if plan is not None:
             plan.close()
@@ -126,10 +123,6 @@ class Decisions(ABC):
 
 
 class OneNode(Decisions):
-    """Decisions for a job on a single node, based on the state machine
-    :func:`.step`.
-    """
-
     def __init__(self, job: JobSpec, planner: Planner) -> None:
         self._job = job
         self._state = machine.AgentState(
@@ -150,9 +143,7 @@ class OneNode(Decisions):
         return actions
 
     def _with_evidence(self, event: machine.Event) -> machine.Event:
-        """Return a copy of the event that includes the cause of the failure. Return the event unchanged if
-        the restart policy does not need the cause.
-        """
+        """Add the cause of the failure to the event, if the restart policy needs it."""
         if self._attempt is None:
             return event
         match event:

@@ -162,9 +162,6 @@ class MemberNodes(SeveralNodes):
     # --- decisions ---
 
     def _carry(self, *events: machine.Event) -> list[machine.Action]:
-        """Process events, including the events that the rendezvous returns in response. Return the actions
-        for the loop.
-        """
         pending, found = deque(events), list[machine.Action]()
         while pending:
             self._node, effects = shared.step(self._node, pending.popleft())

@@ -53,12 +53,7 @@ to the rendezvous of the nodes.
 
 
 class MemberWorkers(OneNode):
-    """Decides how the agent of a single-node job reacts to events if the workers form a rendezvous.
-
-    Args:
-        job: configuration of the job.
-        planner: assigns the ranks of this node.
-    """
+    """Decides for an agent of a single node whose workers form a rendezvous."""
 
     def __init__(self, job: JobSpec, planner: Planner) -> None:
         super().__init__(job, planner)
@@ -72,7 +67,7 @@ class MemberWorkers(OneNode):
         self._trouble: str | None = None
 
     def open(self, supervisor: _core.Supervisor) -> None:
-        """Resolve the host names on another thread, because name servers may be slow. See the base class."""
+        """Resolve the host names on another thread, because name servers may be slow."""
         self._supervisor = supervisor
         self._names = BackgroundCall(partial(decide_hosting, self._rendezvous, SystemResolver()))
         supervisor.watch_fd(self._names.fd)
@@ -116,7 +111,6 @@ class MemberWorkers(OneNode):
 
 
 def _alone(job: JobSpec) -> Rendezvous:
-    """Return a rendezvous for the workers of a single node, with a free port and a random token."""
     two, _ = describe("c10d", f"{LOOPBACK}:0", job.run_id, (2, 2), {"token": os.urandom(16).hex()}, {})
     if two is None:
         raise RuntimeError("two nodes have a rendezvous")

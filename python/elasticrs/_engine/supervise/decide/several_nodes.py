@@ -84,7 +84,7 @@ class SeveralNodes(Decisions):
     # --- called by the loop ---
 
     def open(self, supervisor: _core.Supervisor) -> None:
-        """Look up the host names on another thread, because name servers may be slow. See the base class."""
+        """Look up the host names on another thread, because name servers may be slow."""
         self._supervisor = supervisor
         self._names = BackgroundCall(partial(decide_hosting, self._rendezvous, SystemResolver()))
         supervisor.watch_fd(self._names.fd)
@@ -403,25 +403,12 @@ class SeveralNodes(Decisions):
 
 
 def has_failed_alone(cause: Cause | None, history: FailureHistory, node: str) -> bool:
-    """Return true if this node was repeatedly the only node that could not start the program.
-
-    Args:
-        cause: cause of this node's last failure; ``None`` if its workers did not fail by themselves.
-        history: failures of the job.
-        node: name of this node.
-    """
+    """Return true if this node was repeatedly the only node that could not start the program."""
     is_start_error = cause is not None and cause.permanence == Permanence.START_ERROR
     return is_start_error and is_suspect(history, node)
 
 
 def verdict_of(outcome: messages.Outcome, *, is_unfit: bool = False) -> Verdict:
-    """Return the verdict on a failed job for the scheduler. The verdict says whether another attempt may
-    succeed, and whether this node is unfit.
-
-    Args:
-        outcome: outcome of the job for this node.
-        is_unfit: true if a check found this node unfit, or if only this node could not start the program.
-    """
     if is_unfit or outcome.kind in ("stuck", "excluded"):
         return Verdict.UNFIT
     return Verdict.PERMANENT if outcome.is_permanent else Verdict.FAILED

@@ -95,8 +95,6 @@ class WorkerFailed(Event):
 
 
 class RoundBegan(Event):
-    """The leader has started a round in which this node takes part."""
-
     round: int
     restarts: int
 
@@ -128,8 +126,6 @@ class JobEnded(Event):
 
 
 class Report(Value):
-    """Report to the agents' rendezvous that this worker has failed."""
-
     local_rank: int
 
 
@@ -145,8 +141,7 @@ class SayEnded(Value):
     unfit: str | None = None
 
 
-class Finish(Value):
-    """Finish the agent."""
+class Finish(Value): ...
 
 
 def step(state: NodeState, event: Event) -> tuple[NodeState, list[Effect]]:
