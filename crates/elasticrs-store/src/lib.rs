@@ -2,8 +2,8 @@
 //!
 //! The agents use the store [`coordination`], and torch's workers use the store [`worker`]. These two stores share only
 //! the code in [`elasticrs_runtime`]. [`etcd`] is a client that uses an existing etcd cluster instead of
-//! [`coordination`]. The clients in [`coordination`] and [`etcd`] share the code in [`session`] and the [`types`] of
-//! requests and answers.
+//! [`coordination`]. These three module trees do not know each other. The clients in [`coordination`] and [`etcd`] share
+//! what is below both: [`session`], the [`types`] of requests and answers, and `secrets`.
 //!
 //! Decisions are pure functions, separate from I/O: `coordination::state`, `coordination::leases`, [`worker::map`] and
 //! `etcd::mapping` are the modules to read first. The page of each module lists its files and states its invariants.
@@ -20,6 +20,7 @@
 
 pub mod coordination;
 pub mod etcd;
+mod secrets;
 pub mod session;
 pub mod types;
 pub mod worker;

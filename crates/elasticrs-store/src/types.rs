@@ -9,6 +9,12 @@ pub const MAX_KEY: usize = 1024;
 /// Maximum length of a run ID, in bytes of UTF-8.
 pub const MAX_RUN_ID: usize = 512;
 
+/// Maximum length of a request, in bytes.
+pub const MAX_REQUEST: usize = 1 << 20;
+/// Maximum length of an answer, in bytes. It is large because an answer can contain a snapshot of all keys with a
+/// prefix.
+pub const MAX_ANSWER: usize = 64 << 20;
+
 /// Maximum number of conditions in a transaction, and of ops in each of its two branches.
 pub const MAX_STEPS: usize = 4096;
 

@@ -1,12 +1,10 @@
 //! Authentication with an optional token. Each side proves that it knows the token, without sending it.
 
-use std::fmt::Write;
-
-use hmac::{Hmac, KeyInit, Mac};
+use hmac::{Hmac, Mac};
 use sha2::Sha256;
-use subtle::ConstantTimeEq as _;
 
 use super::protocol::Digest;
+use crate::secrets::keyed;
 
 /// Side of the connection that proves its knowledge of the token. The proof includes the side, because a peer could
 /// otherwise send a proof back to the side that computed it.
@@ -16,11 +14,6 @@ pub(super) enum Direction {
     Client,
     /// The store answers the client's challenge.
     Store,
-}
-
-/// Starts the computation of an HMAC-SHA256 with this token as the key.
-pub(crate) fn keyed(token: &[u8]) -> Hmac<Sha256> {
-    Hmac::new_from_slice(token).expect("HMAC takes a key of any length")
 }
 
 fn mac(token: &[u8], challenge: &Digest, run_id: &str, direction: Direction) -> Hmac<Sha256> {
@@ -47,30 +40,10 @@ pub(super) fn is_proof(answer: &Digest, token: &[u8], challenge: &Digest, run_id
     mac(token, challenge, run_id, direction).verify_slice(answer).is_ok()
 }
 
-/// Returns unpredictable bytes, for use as a challenge, as a secret, or as the ID of a store.
-pub(crate) fn random<const N: usize>() -> std::io::Result<[u8; N]> {
-    let mut bytes = [0; N];
-    getrandom::fill(&mut bytes)?;
-    Ok(bytes)
-}
-
-/// Returns the bytes as hexadecimal text.
-pub(crate) fn hex(bytes: &[u8]) -> String {
-    bytes.iter().fold(String::new(), |mut text, byte| {
-        // Writing to a string cannot fail.
-        let _ = write!(text, "{byte:02x}");
-        text
-    })
-}
-
-/// Returns true if two secrets are equal. Compares in constant time.
-pub(crate) fn is_same(one: &[u8], other: &[u8]) -> bool {
-    one.ct_eq(other).into()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::secrets::random;
 
     #[test]
     fn a_proof_is_bound_to_token_challenge_run_and_direction() {

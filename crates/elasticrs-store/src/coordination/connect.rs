@@ -14,6 +14,7 @@ use tokio::time::{Instant, timeout, timeout_at};
 use super::auth::{self, Direction};
 use super::protocol::{Answer, Digest, Hello, Pace, Request, Secret, VERSION};
 use super::wire::{Broken, Frames, MAGIC, MAX_ANSWER, Malformed};
+use crate::secrets;
 use crate::session::client::Guard;
 use crate::session::error::StoreError;
 use crate::session::events::MetStore;
@@ -194,7 +195,7 @@ struct Greeter<'a> {
 
 impl Greeter<'_> {
     async fn meet(&mut self) -> Result<Met, StoreError> {
-        let nonce = auth::random()
+        let nonce = secrets::random()
             .map_err(|error| StoreError::new(LostKind::Protocol, format!("no random bytes: {}", plain(&error))))?;
         let milliseconds = |duration: Duration| u32::try_from(duration.as_millis()).unwrap_or(u32::MAX);
         let hello = Hello {

@@ -21,6 +21,7 @@ use super::scope::{allows, scoped_token};
 use super::state::SessionId;
 use super::turns::{Turn, Turns};
 use super::wire::{Broken, Frames, MAGIC, MAX_REQUEST, MAX_UNPROVEN, Malformed};
+use crate::secrets;
 use crate::session::network::QUESTION;
 use crate::types::{LostKind, Scope};
 
@@ -146,7 +147,7 @@ impl Connection {
             self.welcome(run_id, None);
             return self.ready(&hello, None);
         };
-        let challenge = auth::random()?;
+        let challenge = secrets::random()?;
         self.welcome(run_id.clone(), Some(challenge));
         let (answer, scope) = loop {
             if let Some(frame) = self.frames.cut()? {

@@ -28,7 +28,6 @@ use tokio::sync::Notify;
 use tokio::task::{AbortHandle, JoinSet, yield_now};
 use tokio::time::timeout;
 
-use super::auth;
 use super::durable::{Granted, Image, StateError, StateFile};
 use super::journal::Journal;
 use super::leases::Leases;
@@ -40,6 +39,7 @@ use super::state::{Revision, SessionId, State};
 use super::turns::{REQUEST, Turns};
 use super::unproven::{Room, Unproven, limit};
 use super::watches::Watches;
+use crate::secrets;
 use crate::types::{LostKind, OpResult, StoreId, Txn, Watch};
 
 /// Maximum number of watches of a client.
@@ -248,7 +248,7 @@ impl Hub {
         let Hello { interval_ms, attempts, ref run_id, .. } = *hello;
         let least = self.config.state.as_ref().map_or(0, |state| state.attempts_at(interval_ms));
         let attempts = attempts.max(least);
-        let secret = auth::random()
+        let secret = secrets::random()
             .map_err(|error| (LostKind::Limit, format!("the store has no secret for a session: {error}")))?;
         let mut shared = self.shared.borrow_mut();
         let session = shared.next_session;
@@ -276,7 +276,7 @@ impl Hub {
     ) -> Result<Entered, Refusal> {
         let mut shared = self.shared.borrow_mut();
         let shared = &mut *shared;
-        let known = shared.sessions.get_mut(&session).filter(|known| auth::is_same(&known.secret, secret));
+        let known = shared.sessions.get_mut(&session).filter(|known| secrets::is_same(&known.secret, secret));
         let pace = known.as_ref().and_then(|_| self.renew(&mut shared.leases, session));
         let (Some(known), Some(pace)) = (known, pace) else {
             return Err((LostKind::Gone, "the session of this node has ended here".into()));

@@ -9,8 +9,8 @@
 
 use hmac::Mac;
 
-use super::auth::{hex, keyed};
 use super::protocol::Request;
+use crate::secrets::{hex, keyed};
 use crate::types::{Compare, Op, Txn};
 
 /// Derives the token for a scope (a key prefix) from the store's token. Returns it as hexadecimal text.

@@ -20,13 +20,14 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::watch;
 use tokio::task::{JoinSet, yield_now};
 
+use super::connection;
 use super::durable::{StateError, StateFile};
 pub use super::hub::{Config, Durable, MAX_BYTES, MAX_CONNECTIONS, REQUEST_TIMEOUT};
 use super::hub::{Hub, Slot};
 use super::outbox::Outbox;
 use super::relay::{OnWorkersThread, Relay, Target};
 use super::state::entry_limit;
-use super::{auth, connection};
+use crate::secrets;
 use crate::types::LostKind;
 
 pub(super) enum Command {
@@ -80,7 +81,7 @@ impl Server {
         let sessions = Arc::new(AtomicUsize::new(0));
         let (commands, inbox) = unbounded_channel();
         let counted = Arc::clone(&sessions);
-        let id = auth::random()?;
+        let id = secrets::random()?;
         let open =
             |state: &Durable| StateFile::open(&state.file, config.run_id.as_deref(), id, entry_limit(config.max_bytes));
         let kept = config.state.as_ref().map(open).transpose()?;

@@ -8,16 +8,11 @@
 
 use std::sync::Arc;
 
-/// Magic bytes that each side sends first. They start with a non-ASCII byte to rule out text protocols.
-pub const MAGIC: [u8; 8] = *b"\x93ERS\r\n\x1a\n";
+pub use crate::session::network::MAGIC;
+pub use crate::types::{MAX_ANSWER, MAX_REQUEST};
 
 /// Maximum frame length before the peer is authenticated, in bytes.
 pub(crate) const MAX_UNPROVEN: usize = 1024;
-/// Maximum length of a request, in bytes.
-pub const MAX_REQUEST: usize = 1 << 20;
-/// Maximum length of an answer, in bytes. It is large because an answer can contain a snapshot of all keys with a
-/// prefix.
-pub const MAX_ANSWER: usize = 64 << 20;
 /// Maximum number of store IDs in a list: a store's own ID and those of the stores whose state it restored.
 pub(crate) const MAX_IDS: usize = 64;
 

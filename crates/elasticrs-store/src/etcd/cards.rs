@@ -6,7 +6,7 @@ use sha2::{Digest, Sha256};
 
 use super::mapping::{Keys, Region, signed};
 use super::messages as pb;
-use crate::coordination::auth::{hex, keyed};
+use crate::secrets::{hex, keyed};
 
 /// Prefix of the keys under which sessions publish their contact entries ([`Card`]). It is relative to the store's
 /// prefix, and sorts after all keys of users.

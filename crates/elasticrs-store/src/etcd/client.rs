@@ -17,10 +17,9 @@ use super::mapping::unsigned;
 use super::open::{Granted, Opened, open, revoke};
 use super::session::session;
 use super::tls;
-use crate::coordination::wire::MAX_REQUEST;
 use crate::session::client::{Client, Guard, Inbox, Request, Unsendable, finish, until_close};
 use crate::session::events::{Event, Events};
-use crate::types::{Compare, Op, Txn};
+use crate::types::{Compare, MAX_REQUEST, Op, Txn};
 
 /// Starts connecting in the background. [`Event::Connected`] or [`Event::ConnectionLost`] follows.
 pub fn connect(runtime: &dyn Spawn, options: Options, guard: Box<dyn Guard>) -> std::io::Result<Client> {

@@ -24,10 +24,9 @@ use super::errors::{EtcdError, Status, code};
 use super::grpc::{CallError, Channel};
 use super::messages::{AuthenticateRequest, AuthenticateResponse};
 use super::tls::{self, Files, Identity, explain};
-use crate::coordination::wire::{MAGIC, MAX_ANSWER};
 use crate::session::error::{Failure, StoreError};
-use crate::session::network::{answer, connect, endpoint, is_tcp_store, plain, resolve};
-use crate::types::LostKind;
+use crate::session::network::{MAGIC, answer, connect, endpoint, is_tcp_store, plain, resolve};
+use crate::types::{LostKind, MAX_ANSWER};
 
 /// Number of bytes to read before the answer is examined. A TLS alert has seven bytes, and the server closes the
 /// connection after the alert.

@@ -10,7 +10,7 @@ use http::{Request, Response, StatusCode, Uri};
 use prost::Message;
 
 use super::errors::{EtcdError, Status, code};
-use crate::coordination::wire::MAX_ANSWER;
+use crate::types::MAX_ANSWER;
 
 /// Reason why a call failed.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -42,7 +42,7 @@ use super::grpc::Channel;
 use super::mapping::{Keys, unsigned};
 use super::messages as pb;
 use super::open::RANGE;
-use crate::coordination::auth::{is_same, random};
+use crate::secrets::{is_same, random};
 use crate::session::client::Guard;
 use crate::session::error::Failure;
 use crate::session::network::resolve;

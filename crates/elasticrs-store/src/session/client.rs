@@ -13,8 +13,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use super::error::{SessionEnd, StoreError};
 use super::events::{Event, Events};
-use crate::coordination::wire::MAX_REQUEST;
-use crate::types::{LostKind, Txn, Watch};
+use crate::types::{LostKind, MAX_REQUEST, Txn, Watch};
 
 /// Time limit for [`Client::close`]. Closing a session takes at most 2 s. The rest is a margin in case the
 /// runtime thread is delayed.

@@ -93,6 +93,8 @@ pub(crate) fn plain(error: &io::Error) -> String {
     }
 }
 
+/// Magic bytes that each side of a connection to a coordination store sends first. They start with a non-ASCII byte to rule out text protocols.
+pub const MAGIC: [u8; 8] = *b"\x93ERS\r\n\x1a\n";
 /// Handshake of a `TCPStore` client, followed by a request for the number of keys. All releases of torch understand
 /// both. They are sent in one write, because some releases close the connection if the handshake arrives in pieces.
 pub(crate) const QUESTION: [u8; 6] = [0, 0xce, 0xf7, 0x85, 0x3c, 7];
