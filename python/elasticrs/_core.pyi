@@ -1247,6 +1247,57 @@ class CoordinationServer:
         """Close the listening sockets and all connections. Idempotent."""
 
 @final
+class Compare:
+    """A condition of a transaction.
+
+    Raises:
+        ValueError: the key has more than 1 KiB.
+    """
+
+    @staticmethod
+    def exists(name: str) -> Compare:
+        """The key exists."""
+    @staticmethod
+    def missing(name: str) -> Compare:
+        """The key does not exist."""
+    @staticmethod
+    def created_at(name: str, revision: int) -> Compare:
+        """Revision that created the key. 0: the key is missing."""
+    @staticmethod
+    def modified_at(name: str, revision: int) -> Compare:
+        """Revision that last changed the key. 0: the key is missing."""
+    @staticmethod
+    def has_value(name: str, value: bytes) -> Compare:
+        """The key exists and has this value."""
+
+@final
+class Op:
+    """An operation of a transaction.
+
+    Raises:
+        ValueError: a key has more than 1 KiB.
+    """
+
+    @staticmethod
+    def put(name: str, value: bytes, leased: bool) -> Op:
+        """Set a key. A leased key is deleted when the session that last leased it ends."""
+    @staticmethod
+    def delete(name: str) -> Op:
+        """Delete a key."""
+    @staticmethod
+    def delete_prefix(prefix: str) -> Op:
+        """Delete all keys with this prefix."""
+    @staticmethod
+    def get(name: str) -> Op:
+        """Read a key."""
+    @staticmethod
+    def range(prefix: str, limit: int) -> Op:
+        """Read the keys with this prefix. Limit 0: all keys."""
+    @staticmethod
+    def predecessor(prefix: str, name: str) -> Op:
+        """Read the newest key under ``prefix`` that was created before the key ``name``."""
+
+@final
 class CoordinationClient:
     """Client for one session with its lease. Create a new client after the session has ended.
 
@@ -1365,26 +1416,20 @@ class CoordinationClient:
     def txn(
         self,
         tag: int,
-        compares: Sequence[tuple[str | bytes | int, ...]],
-        then: Sequence[tuple[str | bytes | int, ...]],
-        otherwise: Sequence[tuple[str | bytes | int, ...]] = ...,
+        compares: Sequence[Compare],
+        then: Sequence[Op],
+        otherwise: Sequence[Op] = ...,
     ) -> None:
         """Send a transaction. A :class:`Reply` with this tag follows. Requests are carried out in order.
 
         Args:
             tag: any number from 0 to 2^64 - 1.
-            compares: conditions: ``("exists", key)``, ``("missing", key)``, ``("create", key, revision)``,
-                ``("mod", key, revision)`` (revision 0: the key is missing), ``("value", key, value)``.
-            then: operations if all conditions hold: ``("put", key, value, leased)``, ``("delete", key)``,
-                ``("delete_prefix", prefix)``, ``("get", key)``, ``("range", prefix, limit)`` (limit 0: all
-                keys), ``("predecessor", prefix, key)``. ``"predecessor"`` returns the newest key under
-                ``prefix`` that was created before ``key``. A leased key is deleted when the session that
-                last leased it ends.
+            compares: the conditions.
+            then: operations if all conditions hold.
             otherwise: operations if a condition does not hold. Default: none.
 
         Raises:
-            ValueError: the kind of a condition or operation is unknown, a key has more than 1 KiB, or the
-                transaction has more than 1 MiB or 4096 operations.
+            ValueError: the transaction has more than 1 MiB or 4096 operations.
         """
     def watch(
         self,

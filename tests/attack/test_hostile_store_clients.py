@@ -16,6 +16,7 @@ from helpers.coordination import MAGIC, Client
 from helpers.torch_clients import GREETING
 
 from elasticrs import _core
+from elasticrs._core import Op
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -56,7 +57,7 @@ def agent(stores: tuple[int, int]) -> Iterator[Client]:
 def assert_is_served(agent: Client, during: threading.Thread) -> None:
     """Assert that the store answers an agent while a thread runs, and that the agent keeps its session."""
     while during.is_alive():
-        agent.txn(then=[("get", "k")])
+        agent.txn(then=[Op.get("k")])
     agent.put("k", b"v")
 
 
@@ -75,7 +76,7 @@ def test_a_scoped_client_with_long_searches(stores, agent):
     for part in ("b", "k", "a"):
         names = ["/own/k"] if part == "k" else [f"/own/{part}/{number}" for number in range(count)]
         for first in range(0, len(names), 4000):
-            filling.txn(then=[("put", name, b"", False) for name in names[first : first + 4000]])
+            filling.txn(then=[Op.put(name, b"", False) for name in names[first : first + 4000]])
     filling.close()
     # Each search of these scoped clients visits 50,000 keys.
     crowd = [Client(port, **scoped).connected() for _ in range(20)]
@@ -83,7 +84,7 @@ def test_a_scoped_client_with_long_searches(stores, agent):
     def attack() -> None:
         for each in crowd:
             for tag in range(60):
-                each.inner.txn(tag, [], [("predecessor", "/own/a/", "/own/k")] * 5)
+                each.inner.txn(tag, [], [Op.predecessor("/own/a/", "/own/k")] * 5)
         for each in crowd:
             answered = 0
             while answered < 60:

@@ -11,6 +11,8 @@ from helpers import ports
 from helpers.coordination import Client
 from helpers.nodes import RANKS, Worker, meeting
 
+from elasticrs._core import Op
+
 pytestmark = [pytest.mark.beyond_torchrun, pytest.mark.timeout(150)]
 
 PREFIX = "/elasticrs/job/"
@@ -42,7 +44,7 @@ class Nodes:
         """Overwrite all existing keys of a kind, and return their names."""
         if self.stranger is None:
             self.stranger = Client(self.port, run_id="job", stall_timeout=None).connected()
-        reply = self.stranger.txn(then=[("range", PREFIX, 0)])
+        reply = self.stranger.txn(then=[Op.range(PREFIX, 0)])
         keys = [entry.key for entry in reply.results[0] if entry.key[len(PREFIX) :].split("/")[0] == kind]
         assert keys, [entry.key for entry in reply.results[0]]
         for key in keys:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from elasticrs import _core
+from elasticrs._core import Op
 from helpers.procs import HANG
 
 RUN = "a-run"
@@ -58,7 +59,7 @@ class Client:
 
     def put(self, key: str, value: bytes = b"", *, leased: bool = False) -> int:
         """Write a value and return the revision."""
-        return self.txn(then=[("put", key, value, leased)]).revision
+        return self.txn(then=[Op.put(key, value, leased)]).revision
 
     def watch(self, prefix: str, **how: Any) -> _core.Reply:
         self.tag += 1

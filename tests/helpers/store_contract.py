@@ -3,6 +3,7 @@
 from typing import Any
 
 from elasticrs import _core
+from elasticrs._core import Compare, Op
 
 
 def pair(found: _core.Entry | None) -> tuple[str, bytes] | None:
@@ -15,8 +16,13 @@ class StoreContract:
     """
 
     def test_reads_of_a_transaction_see_its_writes(self, client: Any) -> None:
-        operations = [("put", "k", b"1", False), ("get", "k"), ("range", "", 0), ("delete", "none")]
-        reply = client.txn([("missing", "k")], operations)
+        operations = [
+            Op.put("k", b"1", False),
+            Op.get("k"),
+            Op.range("", 0),
+            Op.delete("none"),
+        ]
+        reply = client.txn([Compare.missing("k")], operations)
         assert reply.ok
         one, got, (found,), none = reply.results
         assert (one, none, pair(got), pair(found)) == (1, 0, ("k", b"1"), ("k", b"1"))
@@ -24,46 +30,64 @@ class StoreContract:
 
     def test_a_transaction_whose_compares_fail_runs_the_else_operations(self, client: Any) -> None:
         made = client.put("k", b"v")
-        compares = [("exists", "k"), ("value", "k", b"w")]
-        reply = client.txn(compares, [("delete", "k")], [("get", "k"), ("get", "none")])
+        compares = [Compare.exists("k"), Compare.has_value("k", b"w")]
+        reply = client.txn(compares, [Op.delete("k")], [Op.get("k"), Op.get("none")])
         found, none = reply.results
         assert (reply.ok, pair(found), found.create_revision, none) == (False, ("k", b"v"), made, None)
 
     def test_each_compare_holds_or_fails_as_expected(self, client: Any) -> None:
         made, changed = client.put("k", b"1"), client.put("k", b"2")
-        holds: list[Any] = [("create", "k", made), ("create", "none", 0), ("mod", "k", changed)]
-        holds += [("mod", "none", 0), ("exists", "k"), ("missing", "none"), ("value", "k", b"2")]
-        fails: list[Any] = [("create", "k", changed), ("create", "k", 0), ("mod", "k", made)]
-        fails += [("exists", "none"), ("missing", "k"), ("value", "none", b""), ("value", "k", b"1")]
+        holds: list[Any] = [
+            Compare.created_at("k", made),
+            Compare.created_at("none", 0),
+            Compare.modified_at("k", changed),
+        ]
+        holds += [
+            Compare.modified_at("none", 0),
+            Compare.exists("k"),
+            Compare.missing("none"),
+            Compare.has_value("k", b"2"),
+        ]
+        fails: list[Any] = [
+            Compare.created_at("k", changed),
+            Compare.created_at("k", 0),
+            Compare.modified_at("k", made),
+        ]
+        fails += [
+            Compare.exists("none"),
+            Compare.missing("k"),
+            Compare.has_value("none", b""),
+            Compare.has_value("k", b"1"),
+        ]
         assert [client.txn([compare]).ok for compare in holds] == [True] * len(holds)
         assert [client.txn([compare]).ok for compare in fails] == [False] * len(fails)
 
     def test_deletions_return_the_number_of_deleted_keys(self, client: Any) -> None:
         for key in ("a/1", "a/2", "b"):
             client.put(key)
-        deletions = [("delete_prefix", "a/"), ("delete", "b"), ("delete", "c")]
+        deletions = [Op.delete_prefix("a/"), Op.delete("b"), Op.delete("c")]
         assert client.txn(then=deletions).results == [2, 1, 0]
 
     def test_a_range_may_have_a_limit(self, client: Any) -> None:
         for key in ("a/2", "a/1", "b"):
             client.put(key)
-        (found,) = client.txn(then=[("range", "a/", 1)]).results
+        (found,) = client.txn(then=[Op.range("a/", 1)]).results
         assert [each.key for each in found] == ["a/1"]
 
     def test_the_predecessor_is_the_key_that_was_created_just_before(self, client: Any) -> None:
         for key in ("n/b", "n/a", "other", "n/c"):
             client.put(key)
         client.put("n/b", b"overwritten")
-        found = client.txn(then=[("predecessor", "n/", key) for key in ("n/b", "n/a", "n/c", "none")])
+        found = client.txn(then=[Op.predecessor("n/", key) for key in ("n/b", "n/a", "n/c", "none")])
         assert [each and each.key for each in found.results] == [None, "n/b", "n/a", None]
 
     def test_the_last_name_among_keys_created_together_is_the_predecessor(self, client: Any) -> None:
-        client.txn(then=[("put", key, b"", False) for key in ("n/2", "n/3", "n/1")])
-        found = client.txn(then=[("put", "n/0", b"", False), ("predecessor", "n/", "n/0")])
+        client.txn(then=[Op.put(key, b"", False) for key in ("n/2", "n/3", "n/1")])
+        found = client.txn(then=[Op.put("n/0", b"", False), Op.predecessor("n/", "n/0")])
         assert found.results[1].key == "n/3"
 
     def test_leased_keys_are_removed_when_the_session_closes(self, client: Any, other: Any) -> None:
-        client.txn(then=[("put", f"mine/{n}", b"", n < 3) for n in (1, 2, 3)])
+        client.txn(then=[Op.put(f"mine/{n}", b"", n < 3) for n in (1, 2, 3)])
         found = other.watch("mine/", snapshot=True).results
         assert [each.key for each in found] == ["mine/1", "mine/2", "mine/3"]
         client.close()
@@ -73,11 +97,11 @@ class StoreContract:
         client.put("k", leased=True)
         other.put("k", leased=True)
         client.close()
-        assert other.txn([("exists", "k")]).ok
+        assert other.txn([Compare.exists("k")]).ok
 
     def test_each_revision_is_reported_completely_once_and_in_order(self, client: Any, other: Any) -> None:
         other.watch("a/")
-        client.txn(then=[("put", key, key.encode(), False) for key in ("a/1", "x", "a/2")])
+        client.txn(then=[Op.put(key, key.encode(), False) for key in ("a/1", "x", "a/2")])
         client.put("a/1", b"3")
         assert sorted(other.changes()) == [("a/1", b"a/1"), ("a/2", b"a/2")]
         assert other.changes() == [("a/1", b"3")]
@@ -90,7 +114,7 @@ class StoreContract:
 
     def test_a_watch_continues_right_after_its_snapshot(self, client: Any, other: Any) -> None:
         for index in range(20):
-            client.inner.txn(index, [], [("put", f"w/{index:02}", b"", False)])
+            client.inner.txn(index, [], [Op.put(f"w/{index:02}", b"", False)])
         found = [each.key for each in other.watch("w/", snapshot=True).results]
         while len(found) < 20:
             found += [key for key, _ in other.changes()]

@@ -7,6 +7,7 @@ from helpers.procs import wait_until
 from helpers.store_contract import StoreContract
 
 from elasticrs import _core
+from elasticrs._core import Compare, Op
 from elasticrs._engine.nodes.transport.coordination import MAX_OPERATIONS
 
 
@@ -37,7 +38,7 @@ def test_a_new_session_reports_its_lease_and_local_address(etcd, connect):
 
 
 def test_a_key_overwritten_by_another_session_keeps_its_lease(etcd, client, other):
-    client.txn(then=[("put", f"mine/{n}", b"", n < 3) for n in (1, 2, 3)])
+    client.txn(then=[Op.put(f"mine/{n}", b"", n < 3) for n in (1, 2, 3)])
     # A key that another session overwrites keeps the lease of its owner.
     other.put("mine/1", b"new")
     found = other.watch("mine/", snapshot=True).results
@@ -80,7 +81,7 @@ def test_a_missing_job_lease_is_recreated(etcd, connect):
 
 def test_requests_sent_before_close_are_executed(etcd, client):
     for index in range(20):
-        client.inner.txn(index, [], [("put", f"k{index}", b"", False)])
+        client.inner.txn(index, [], [Op.put(f"k{index}", b"", False)])
     client.close()
     assert len(etcd.keys()) == 20
 
@@ -90,12 +91,12 @@ def test_session_markers_are_hidden_from_watches_and_ranges(client, other):
     client.put("k", leased=True)
     client.close()
     assert [other.changes(), other.changes()] == [[("k", b"")], [("k", None)]]
-    assert other.txn(then=[("range", "", 0)]).results == [[]]
+    assert other.txn(then=[Op.range("", 0)]).results == [[]]
 
 
 def test_a_request_that_is_too_large_is_not_sent(client):
     with pytest.raises(ValueError, match=f"{1 << 20}"):
-        client.inner.txn(1, [], [("put", "k", bytes(2 << 20), True)])
+        client.inner.txn(1, [], [Op.put("k", bytes(2 << 20), True)])
     client.put("k", bytes(500_000))
 
 
@@ -103,17 +104,17 @@ def test_the_largest_transaction_of_the_rendezvous_is_accepted(client):
     keys = [f"k{index}" for index in range(MAX_OPERATIONS)]
     for _ in range(2):
         reply = client.txn(
-            [("value", "k", b"")] + [("missing", "none")] * (MAX_OPERATIONS - 1),
-            [("get", "k")],
-            [("put", key, b"v", False) for key in keys],
+            [Compare.has_value("k", b"")] + [Compare.missing("none")] * (MAX_OPERATIONS - 1),
+            [Op.get("k")],
+            [Op.put(key, b"v", False) for key in keys],
         )
         assert (reply.ok, reply.results) == (False, [1] * MAX_OPERATIONS)
-    assert client.txn(then=[("delete_prefix", "k")]).results == [MAX_OPERATIONS]
+    assert client.txn(then=[Op.delete_prefix("k")]).results == [MAX_OPERATIONS]
 
 
 def test_a_transaction_beyond_the_limits_of_etcd_ends_the_session(client):
     for index in range(200):
-        client.inner.txn(index, [], [("get", "k")] * 200)
+        client.inner.txn(index, [], [Op.get("k")] * 200)
     lost = client.lost()
     assert (lost.kind, "too many operations" in lost.message) == ("limit", True)
 

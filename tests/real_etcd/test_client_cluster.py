@@ -6,6 +6,7 @@ from helpers.etcd_fixtures import serving, site
 from helpers.procs import wait_until
 
 from elasticrs import _core
+from elasticrs._core import Compare, Op
 
 ROUNDS = 30
 
@@ -48,7 +49,7 @@ def test_transactions_are_applied_and_reported_once_while_members_fail(
         for index, client in enumerate(clients):
             key = f"n/{index}/{number}"
             client.tag += 1
-            client.inner.txn(client.tag, [("missing", key)], [("put", key, b"", False)], [("get", key)])
+            client.inner.txn(client.tag, [Compare.missing(key)], [Op.put(key, b"", False)], [Op.get(key)])
         if number == ROUNDS // 3:
             getattr(server, harm)(victim)
         # If a transaction were applied twice, the second attempt would find its key and fail.
@@ -59,7 +60,7 @@ def test_transactions_are_applied_and_reported_once_while_members_fail(
     told = [read(watcher) for _ in range(count)]
     assert len({key for _, keys in told for key in keys}) == count
     # Each key was written once, so its revision is the one that the watcher must have been told of.
-    entries = clients[0].txn(then=[("range", "n/", 0)]).results[0]
+    entries = clients[0].txn(then=[Op.range("n/", 0)]).results[0]
     assert told == sorted((entry.mod_revision, [entry.key]) for entry in entries)
     server.mend()
     # Poll, because a member that was paused may return old data (etcd issue 20418).

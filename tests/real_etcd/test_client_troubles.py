@@ -19,6 +19,7 @@ from helpers.peers import answering, peer
 from helpers.procs import HANG, wait_until
 
 from elasticrs import _core
+from elasticrs._core import Compare, Op
 
 # --- sessions that cannot be opened ---
 
@@ -263,7 +264,7 @@ def small(tmp_path_factory):
 
 def test_a_request_larger_than_the_server_limit_ends_the_session(small, connect_etcd):
     client = connect_etcd(small.endpoints, "large/").connected()
-    send(client, ("put", "k", bytes(450_000), True))
+    send(client, Op.put("k", bytes(450_000), True))
     lost = client.lost()
     assert (lost.kind, "too large" in lost.message) == ("limit", True)
 
@@ -302,9 +303,15 @@ def test_a_write_whose_response_is_lost_is_applied_once(etcd, relay, client):
     client.put("gone/1")
     relay.set(is_stalled_down=True)
     send(
-        *(client, ("put", "k", b"v", True), ("get", "k"), ("delete_prefix", "gone/"), ("delete", "none")),
-        *(("get", "seen"), ("range", "", 1), ("predecessor", "", "seen")),
-        compares=[("missing", "k")],
+        *(
+            client,
+            Op.put("k", b"v", True),
+            Op.get("k"),
+            Op.delete_prefix("gone/"),
+            Op.delete("none"),
+        ),
+        *(Op.get("seen"), Op.range("", 1), Op.predecessor("", "seen")),
+        compares=[Compare.missing("k")],
     )
     wait_until(lambda: etcd.keys().get("/k"))
     etcd.server.ask("kv/put", key=f"{etcd.prefix}/seen", value="new")
@@ -314,12 +321,12 @@ def test_a_write_whose_response_is_lost_is_applied_once(etcd, relay, client):
     one, got, gone, none, seen, (first,), predecessor = reply.results
     assert (reply.ok, one, got.value, gone, none, predecessor) == (True, 1, b"v", 1, 0, None)
     assert (got.mod_revision, seen.value, first.key) == (reply.revision, b"old", "k")
-    assert client.txn([("missing", "k")]).ok is False
+    assert client.txn([Compare.missing("k")]).ok is False
 
 
 def test_a_write_that_never_arrived_is_applied_once(etcd, relay, client):
     relay.set(is_stalled_up=True)
-    send(client, ("put", "k", b"v", True), compares=[("missing", "k")])
+    send(client, Op.put("k", b"v", True), compares=[Compare.missing("k")])
     relay.reset()
     relay.set(is_stalled_up=False)
     assert client.reply().ok
@@ -347,7 +354,7 @@ def test_a_watch_reports_the_differences_after_a_compaction(etcd, relay, client,
     relay.set(new="refuse")
     relay.reset()
     other.put("w/changes", b"1")
-    other.txn(then=[("delete", "w/goes"), ("delete", "w/comes again")])
+    other.txn(then=[Op.delete("w/goes"), Op.delete("w/comes again")])
     again = other.put("w/comes again", b"2")
     other.put("w/new", b"3")
     etcd.server.compact()
@@ -383,7 +390,7 @@ def test_close_returns_soon_without_a_response(etcd, relay, client):
 def test_a_request_without_a_response_in_time_ends_the_session(etcd, relay, connect_etcd):
     client = connect_etcd([relay.endpoint], f"{etcd.prefix}/", ttl=60.0, read_timeout=0.5).connected()
     relay.set(is_stalled_up=True)
-    send(client, ("get", "k"))
+    send(client, Op.get("k"))
     lost = client.lost()
     assert (lost.kind, "within 0.5 s" in lost.message) == ("timeout", True)
 
@@ -393,7 +400,7 @@ def test_a_request_waits_for_an_unreachable_etcd_while_the_lease_is_valid(etcd, 
     relay.set(is_stalled_up=True)
     relay.reset()
     Client.next(client, _core.StoreNotice)
-    send(client, ("get", "k"))
+    send(client, Op.get("k"))
     relay.set(is_stalled_up=False)
     assert "again" in Client.next(client, _core.StoreNotice).message
     assert client.reply().ok

@@ -46,7 +46,7 @@ def take(kind):
                 return event
 
 take(_core.Connected)
-client.txn(1, [], [("put", "/here/" + name, b"", True)])
+client.txn(1, [], [_core.Op.put("/here/" + name, b"", True)])
 take(_core.Reply)
 print("here", flush=True)
 if "close" in sys.argv:

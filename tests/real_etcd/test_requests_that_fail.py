@@ -12,6 +12,7 @@ from helpers.etcd_client import EtcdClient
 from helpers.procs import HANG
 
 from elasticrs import _core
+from elasticrs._core import Op
 
 POISON = b"poison"
 """Requests that contain this text fail."""
@@ -161,7 +162,7 @@ def notice_and_end(client: EtcdClient, text: str) -> tuple[_core.StoreNotice, _c
 def test_a_request_that_always_fails_ends_the_session_after_the_timeout(client, proxy):
     client.put("k")
     proxy.is_failing = True
-    client.inner.txn(client.tag + 1, [], [("put", POISON.decode(), b"", False)])
+    client.inner.txn(client.tag + 1, [], [Op.put(POISON.decode(), b"", False)])
     notice, lost = notice_and_end(client, "failing")
     assert (lost.kind, "3 s" in lost.message) == ("timeout", True), lost
     assert "failing" in notice.message
@@ -188,7 +189,7 @@ def test_a_watch_that_always_fails_ends_the_session_after_the_timeout(client, pr
 def test_a_request_that_fails_temporarily_is_applied_once(connect, proxy, etcd):
     client = connect(HANG)
     proxy.is_failing = True
-    client.inner.txn(1000, [], [("put", POISON.decode(), b"v", False)])
+    client.inner.txn(1000, [], [Op.put(POISON.decode(), b"v", False)])
     next_notice(client)
     proxy.is_failing = False
     reply = client.next(_core.Reply)
@@ -201,6 +202,6 @@ def test_a_response_that_is_too_large_ends_the_session_at_once(etcd, connect_etc
     for number in range(70):
         writer.put(f"large/{number}", bytes(1_000_000), leased=True)
     reader = connect_etcd(etcd.server.endpoints, f"{etcd.prefix}/").connected()
-    reader.inner.txn(1, [], [("range", "large/", 0)])
+    reader.inner.txn(1, [], [Op.range("large/", 0)])
     lost = reader.lost()
     assert (lost.kind, "limit" in lost.message) == ("limit", True), lost

@@ -12,6 +12,7 @@ from helpers.coordination import RUN, Client, Server, serving
 from helpers.store_contract import StoreContract
 
 from elasticrs import _core
+from elasticrs._core import Compare, Op
 
 
 @pytest.fixture
@@ -40,8 +41,13 @@ def entry(found: _core.Entry) -> tuple[str, bytes, int, int]:
 
 def test_a_transaction_may_write_a_key_twice(client):
     reply = client.txn(
-        [("missing", "k")],
-        [("put", "k", b"1", False), ("get", "k"), ("put", "k", b"2", False), ("range", "", 0)],
+        [Compare.missing("k")],
+        [
+            Op.put("k", b"1", False),
+            Op.get("k"),
+            Op.put("k", b"2", False),
+            Op.range("", 0),
+        ],
     )
     assert (reply.ok, reply.revision) == (True, 1)
     one, first, also_one, (last,) = reply.results
@@ -54,12 +60,12 @@ def test_changes_of_a_revision_arrive_in_order_and_before_its_reply(client, othe
     other.watch("a/")
     other.watch("a/b/")
     other.watch("a/b/c", exact=True)
-    client.txn(then=[("put", "a/b/c", b"1", False), ("put", "x", b"", False), ("delete", "a/b/c")])
+    client.txn(then=[Op.put("a/b/c", b"1", False), Op.put("x", b"", False), Op.delete("a/b/c")])
     client.put("a/b/cd", b"2")
     assert other.changes() == [("a/b/c", b"1"), ("a/b/c", None)]
     assert other.changes() == [("a/b/cd", b"2")]
     other.tag += 1
-    other.inner.txn(other.tag, [], [("put", "a/x", b"3", False)])
+    other.inner.txn(other.tag, [], [Op.put("a/x", b"3", False)])
     assert other.next(_core.Changes).revision == 3
     assert other.next(_core.Reply).revision == 3
 

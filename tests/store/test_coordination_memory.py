@@ -16,6 +16,8 @@ import pytest
 from helpers.coordination import RUN, Client, RawClient, get, put, serving, store_command, transaction
 from helpers.procs import wait_until
 
+from elasticrs._core import Op
+
 LIMIT_MIB = 16
 # Code, stacks, memory that the allocator keeps, and the request that is being handled.
 SLACK_MIB = 24
@@ -142,7 +144,7 @@ def test_stored_values_leave_memory_for_requests_in_transit():
     with serving(max_bytes=1_000_000) as store:
         client = store.client()
         client.put("a", bytes(590_000))
-        client.inner.txn(2, [], [("put", "b", bytes(20_000), False)])
+        client.inner.txn(2, [], [Op.put("b", bytes(20_000), False)])
         lost = client.lost()
         assert (lost.kind, "full" in lost.message) == ("limit", True), lost
 

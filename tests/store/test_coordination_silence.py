@@ -29,13 +29,14 @@ from helpers.coordination import (
 )
 
 from elasticrs import _core
+from elasticrs._core import Op
 
 MEMBER = """
 import sys
 from elasticrs import _core
 port, run_id = int(sys.argv[1]), sys.argv[2]
 client = _core.CoordinationClient("127.0.0.1", port, run_id=run_id, interval=0.1, attempts=15)
-client.txn(1, [], [("put", "member", b"", True)])
+client.txn(1, [], [_core.Op.put("member", b"", True)])
 client.watch(2, "news")
 seen = 0
 while seen < 3:
@@ -115,7 +116,7 @@ def test_a_store_that_was_paused_does_not_end_leases_too_early(server_process):
         # This client sends nothing except the keep-alive below, and does not close its session itself.
         silent = opened(RawClient(port)).connected(interval_ms=400, attempts=5)
         fenced = opened(Client(port, interval=0.1, attempts=10)).connected()
-        fenced.txn(then=[("put", "fenced", b"", True)])
+        fenced.txn(then=[Op.put("fenced", b"", True)])
         assert patient.changes() == [("fenced", b"")]
         clock = opened(Client(port, interval=0.25, attempts=12)).connected()
         heard = time.monotonic()
@@ -274,7 +275,7 @@ def test_a_watcher_sees_each_of_1000_clients_join_and_leave_once():
             leader.watch("nodes/")
             members = [Client(store.port) for _ in range(1000)]
             for number, client in enumerate(members):
-                client.inner.txn(1, [], [("put", f"nodes/{number}", b"", True)])
+                client.inner.txn(1, [], [Op.put(f"nodes/{number}", b"", True)])
             joined = [key for _ in members for key, _ in leader.changes()]
             assert sorted(joined) == sorted(f"nodes/{number}" for number in range(1000))
             for client in members:

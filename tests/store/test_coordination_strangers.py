@@ -15,6 +15,7 @@ from helpers.peers import peer
 from helpers.said import says
 
 from elasticrs import _core
+from elasticrs._core import Compare, Op
 
 
 @contextlib.contextmanager
@@ -71,7 +72,7 @@ def test_a_scoped_token_gives_access_to_the_keys_of_its_scope():
         agent, worker = store.client(token=TOKEN), store.client(**SCOPED)
         agent.put("/own/a", b"1")
         assert worker.watch(SCOPE, snapshot=True).ok
-        assert worker.txn(then=[("get", "/own/a")]).results[0].value == b"1"
+        assert worker.txn(then=[Op.get("/own/a")]).results[0].value == b"1"
         worker.put("/own/b", b"2")
         assert worker.changes() == [("/own/b", b"2")]
 
@@ -79,10 +80,10 @@ def test_a_scoped_token_gives_access_to_the_keys_of_its_scope():
 @pytest.mark.parametrize(
     "reach",
     [
-        lambda client: client.txn(then=[("get", "/other/a")]),
-        lambda client: client.txn(then=[("put", "/other/a", b"", False)]),
-        lambda client: client.txn(compares=[("exists", "/other/a")]),
-        lambda client: client.txn(otherwise=[("delete_prefix", "/")]),
+        lambda client: client.txn(then=[Op.get("/other/a")]),
+        lambda client: client.txn(then=[Op.put("/other/a", b"", False)]),
+        lambda client: client.txn(compares=[Compare.exists("/other/a")]),
+        lambda client: client.txn(otherwise=[Op.delete_prefix("/")]),
         lambda client: client.watch("/"),
     ],
 )
@@ -92,7 +93,7 @@ def test_a_scoped_session_ends_on_access_outside_its_scope(reach):
         agent.put("/other/a", b"1")
         with pytest.raises(AssertionError, match=r"ConnectionLost: .*allow"):
             reach(worker)
-        assert agent.txn(then=[("get", "/other/a")]).results[0].value == b"1"
+        assert agent.txn(then=[Op.get("/other/a")]).results[0].value == b"1"
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ def test_a_store_without_a_run_id_serves_any_run():
     with serving(run_id=None) as store:
         clients = [store.client(run_id=run) for run in ("A", "B")]
         clients[0].put("k", b"v")
-        assert clients[1].txn(then=[("get", "k")]).results[0].value == b"v"
+        assert clients[1].txn(then=[Op.get("k")]).results[0].value == b"v"
 
 
 def test_a_version_mismatch_error_names_both_versions():
@@ -266,15 +267,13 @@ def test_a_request_that_is_too_large_or_malformed_is_not_sent():
     with serving() as store:
         client = store.client()
         with pytest.raises(ValueError, match="1048576"):
-            client.inner.txn(1, [], [("put", "k", bytes(1 << 20), False)])
+            client.inner.txn(1, [], [Op.put("k", bytes(1 << 20), False)])
         with pytest.raises(ValueError, match="at most 1024 bytes"):
-            client.inner.txn(1, [], [("put", "k" * 1025, b"", False)])
-        with pytest.raises(ValueError, match="'putt'"):
-            client.inner.txn(1, [], [("putt", "k", b"", False)])
-        with pytest.raises(ValueError, match="4 fields"):
-            client.inner.txn(1, [], [("get", "k", b"", False)])
-        with pytest.raises(ValueError, match="3 fields"):
-            client.inner.txn(1, [], [("put", "k", b"")])
+            client.inner.txn(1, [], [Op.put("k" * 1025, b"", False)])
+        with pytest.raises(TypeError):
+            client.inner.txn(1, [], [("put", "k", b"", False)])
+        with pytest.raises(TypeError):
+            client.inner.txn(1, [], [Compare.exists("k")])
         assert client.put("k", bytes((1 << 20) - 100)) == 1
 
 

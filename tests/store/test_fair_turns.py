@@ -17,6 +17,8 @@ from helpers.coordination import MAGIC, REPLY, Client, RawClient, get, serving, 
 from helpers.held import held, thread_of
 from helpers.torch_clients import GREETING
 
+from elasticrs._core import Op
+
 KEYS = 2000
 SEARCHES = 25
 """Number of searches in a transaction. Each search visits :data:`KEYS` keys."""
@@ -67,7 +69,7 @@ def fill(client: Client) -> None:
         ["k"],
         [f"a/{number}" for number in range(KEYS)],
     ):
-        client.txn(then=[("put", name, b"", False) for name in names])
+        client.txn(then=[Op.put(name, b"", False) for name in names])
 
 
 def test_a_client_with_long_searches_delays_no_other_client(stores):
@@ -78,7 +80,7 @@ def test_a_client_with_long_searches_delays_no_other_client(stores):
     answer = 5 + len(greedy.until(REPLY))
     with held(thread_of(pid, "elasticrs-store")):
         greedy.socket.sendall(FLOOD * LONG_SEARCHES)
-        client.inner.txn(99, [], [("get", "k")])
+        client.inner.txn(99, [], [Op.get("k")])
     client.tag = 99
     client.reply()
     # When the other client has its answer, the greedy client has received less than half of its answers.
@@ -98,7 +100,7 @@ def test_many_clients_with_long_searches_share_one_turn(stores):
     with held(thread_of(pid, "elasticrs-store")):
         for each in crowd:
             each.socket.sendall(LONG_SEARCHES)
-        client.inner.txn(99, [], [("get", "k")])
+        client.inner.txn(99, [], [Op.get("k")])
     client.tag = 99
     client.reply()
     assert sum(map(unread, crowd)) < FLOOD * answer / 2
@@ -142,7 +144,7 @@ def test_strangers_that_only_connect_keep_no_client_out(host):
         late = [store.client(**token) for _ in range(8)]
         present.put("k", b"v")
         for client in late:
-            assert client.txn(then=[("get", "k")]).results[0].value == b"v"
+            assert client.txn(then=[Op.get("k")]).results[0].value == b"v"
 
 
 def test_a_full_store_refuses_only_further_clients():

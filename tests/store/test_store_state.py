@@ -33,6 +33,7 @@ from helpers.coordination import (
 from helpers.said import says
 
 from elasticrs import _core
+from elasticrs._core import Compare, Op
 from elasticrs._engine.nodes.transport.coordination import NativeSession, Notice, Put
 from elasticrs._engine.nodes.transport.store import Requests
 
@@ -124,7 +125,7 @@ def entered(client: RawClient) -> Ready:
 
 
 def everything(client: Client) -> list[tuple[str, bytes, int, int]]:
-    (entries,) = client.txn(then=[("range", "", 0)]).results
+    (entries,) = client.txn(then=[Op.range("", 0)]).results
     return [(each.key, each.value, each.create_revision, each.mod_revision) for each in entries]
 
 
@@ -136,7 +137,7 @@ def test_keys_and_revisions_survive_a_store_restart(keep, signum):
         client.put("b", b"x" * 100_000)
         client.put("leased", b"", leased=True)
         client.put("a", b"2")
-        client.txn(then=[("delete", "b")])
+        client.txn(then=[Op.delete("b")])
         before = everything(client)
         assert before == [("a", b"2", 1, 4), ("leased", b"", 3, 3)]
         assert store.end(signum)[0] == (0 if signum == signal.SIGTERM else -signum)
@@ -196,7 +197,7 @@ def test_a_resumed_client_loses_no_request_watch_or_lease(keep, signum):
         store.end(signum)
         # Send a request while there is no store.
         client.tag += 1
-        client.inner.txn(client.tag, [("exists", "mine")], [("put", "mine", b"2", True)], [])
+        client.inner.txn(client.tag, [Compare.exists("mine")], [Op.put("mine", b"2", True)], [])
         again = keep("--host", host, "--port", str(store.port))
         reply = client.reply()
         assert (reply.ok, reply.revision) == (True, 2)
@@ -254,7 +255,7 @@ def test_confirmed_writes_survive_a_killed_store(keep):
             assert dict(each[:2] for each in everything(client)).items() >= values.items()
             for tag in range(1, 201):
                 for each, name in ((client, "a"), (other, "b")):
-                    put = ("put", f"{name}/{round_}/{tag}", bytes([tag]) * (tag % 5 * 2000), False)
+                    put = Op.put(f"{name}/{round_}/{tag}", bytes([tag]) * (tag % 5 * 2000), False)
                     each.inner.txn(tag + 1000, [], [put], [])
             for tag in range(1, 10 * round_ + 2):
                 reply = client.next(_core.Reply)
@@ -308,7 +309,7 @@ def test_a_full_disk_stops_the_store_without_damaging_its_state(keep, state):
         client.put("a", b"1")
         size = state.stat().st_size
         resource.prlimit(store.process.pid, resource.RLIMIT_FSIZE, (size, size))
-        client.inner.txn(9, [], [("put", "b", b"2", False)], [])
+        client.inner.txn(9, [], [Op.put("b", b"2", False)], [])
         # The store exits without a reply.
         assert isinstance(client.next(), _core.ConnectionLost)
     code, said = store.ended()

@@ -17,10 +17,10 @@ use elasticrs_store::etcd::{client as etcd, tls};
 use elasticrs_store::session::client::Client;
 use elasticrs_store::session::events::Event;
 use elasticrs_store::types::StoreId;
-use elasticrs_store::types::{self, Compare, MAX_KEY, MAX_RUN_ID, MAX_STEPS, Op, OpResult, Txn, Watch};
+use elasticrs_store::types::{self, MAX_KEY, MAX_RUN_ID, MAX_STEPS, OpResult, Txn, Watch};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyTuple};
+use pyo3::types::PyBytes;
 
 use crate::error::{SupervisorError, listen_error, os_error};
 use crate::event::{object, records};
@@ -277,22 +277,14 @@ impl CoordinationClient {
 
     #[expect(clippy::needless_pass_by_value, reason = "PyO3 hands out owned values")]
     #[pyo3(signature = (tag, compares, then, otherwise=Vec::new()))]
-    fn txn(
-        &self,
-        tag: u64,
-        compares: Vec<Bound<'_, PyTuple>>,
-        then: Vec<Bound<'_, PyTuple>>,
-        otherwise: Vec<Bound<'_, PyTuple>>,
-    ) -> PyResult<()> {
+    fn txn(&self, tag: u64, compares: Vec<Py<Compare>>, then: Vec<Py<Op>>, otherwise: Vec<Py<Op>>) -> PyResult<()> {
         self.home.check_owner()?;
         if compares.len().max(then.len()).max(otherwise.len()) > MAX_STEPS {
             return Err(PyValueError::new_err(format!("a transaction has at most {MAX_STEPS} compares, and ops")));
         }
-        let txn = Txn {
-            compares: compares.iter().map(compare).collect::<PyResult<_>>()?,
-            then: then.iter().map(op).collect::<PyResult<_>>()?,
-            otherwise: otherwise.iter().map(op).collect::<PyResult<_>>()?,
-        };
+        let ops = |ops: Vec<Py<Op>>| ops.iter().map(|op| op.get().0.clone()).collect();
+        let compares = compares.iter().map(|compare| compare.get().0.clone()).collect();
+        let txn = Txn { compares, then: ops(then), otherwise: ops(otherwise) };
         self.inner.txn(tag, txn).map_err(|error| PyValueError::new_err(error.to_string()))
     }
 
@@ -365,72 +357,70 @@ fn key(text: &str) -> PyResult<Arc<str>> {
     Ok(text.into())
 }
 
-fn compare(tuple: &Bound<'_, PyTuple>) -> PyResult<Compare> {
-    let fields = Fields { tuple };
-    let kind = fields.text(0)?;
-    let name = fields.key(1)?;
-    let (length, compare) = match kind.as_str() {
-        "exists" => (2, Compare::Exists(name)),
-        "missing" => (2, Compare::Missing(name)),
-        "create" => (3, Compare::Create(name, fields.get(2)?)),
-        "mod" => (3, Compare::Mod(name, fields.get(2)?)),
-        "value" => (3, Compare::Value(name, fields.bytes(2)?)),
-        other => return Err(PyValueError::new_err(format!("no such compare: '{other}'"))),
-    };
-    fields.done(length, compare)
+#[pyclass(frozen, module = "elasticrs._core")]
+pub(crate) struct Compare(types::Compare);
+
+#[pymethods]
+impl Compare {
+    #[staticmethod]
+    fn exists(name: &str) -> PyResult<Self> {
+        Ok(Self(types::Compare::Exists(key(name)?)))
+    }
+
+    #[staticmethod]
+    fn missing(name: &str) -> PyResult<Self> {
+        Ok(Self(types::Compare::Missing(key(name)?)))
+    }
+
+    #[staticmethod]
+    fn created_at(name: &str, revision: u64) -> PyResult<Self> {
+        Ok(Self(types::Compare::Create(key(name)?, revision)))
+    }
+
+    #[staticmethod]
+    fn modified_at(name: &str, revision: u64) -> PyResult<Self> {
+        Ok(Self(types::Compare::Mod(key(name)?, revision)))
+    }
+
+    #[staticmethod]
+    fn has_value(name: &str, value: &[u8]) -> PyResult<Self> {
+        Ok(Self(types::Compare::Value(key(name)?, value.to_vec())))
+    }
 }
 
-fn op(tuple: &Bound<'_, PyTuple>) -> PyResult<Op> {
-    let fields = Fields { tuple };
-    let kind = fields.text(0)?;
-    let name = fields.key(1)?;
-    let (length, op) = match kind.as_str() {
-        "put" => (4, Op::Put { key: name, value: fields.bytes(2)?.into(), leased: fields.get(3)? }),
-        "delete" => (2, Op::Delete(name)),
-        "delete_prefix" => (2, Op::DeletePrefix(name)),
-        "get" => (2, Op::Get(name)),
-        "range" => (3, Op::Range { prefix: name, limit: fields.get(2)? }),
-        "predecessor" => (3, Op::Predecessor { prefix: name, key: fields.key(2)? }),
-        other => return Err(PyValueError::new_err(format!("no such op: '{other}'"))),
-    };
-    fields.done(length, op)
-}
+#[pyclass(frozen, module = "elasticrs._core")]
+pub(crate) struct Op(types::Op);
 
-/// A Python tuple that describes one comparison or one operation of a transaction.
-struct Fields<'a, 'py> {
-    tuple: &'a Bound<'py, PyTuple>,
-}
-
-impl Fields<'_, '_> {
-    fn item(&self, at: usize) -> PyResult<Bound<'_, PyAny>> {
-        self.tuple.get_item(at).map_err(|_| self.wrong())
+#[pymethods]
+impl Op {
+    #[staticmethod]
+    fn put(name: &str, value: &[u8], leased: bool) -> PyResult<Self> {
+        Ok(Self(types::Op::Put { key: key(name)?, value: value.into(), leased }))
     }
 
-    fn get<T>(&self, at: usize) -> PyResult<T>
-    where
-        T: for<'a> FromPyObject<'a, 'a, Error: Into<PyErr>>,
-    {
-        self.item(at)?.extract::<T>().map_err(Into::into)
+    #[staticmethod]
+    fn delete(name: &str) -> PyResult<Self> {
+        Ok(Self(types::Op::Delete(key(name)?)))
     }
 
-    fn text(&self, at: usize) -> PyResult<String> {
-        self.get(at)
+    #[staticmethod]
+    fn delete_prefix(prefix: &str) -> PyResult<Self> {
+        Ok(Self(types::Op::DeletePrefix(key(prefix)?)))
     }
 
-    fn key(&self, at: usize) -> PyResult<Arc<str>> {
-        key(&self.text(at)?)
+    #[staticmethod]
+    fn get(name: &str) -> PyResult<Self> {
+        Ok(Self(types::Op::Get(key(name)?)))
     }
 
-    fn bytes(&self, at: usize) -> PyResult<Vec<u8>> {
-        Ok(self.item(at)?.cast::<PyBytes>()?.as_bytes().to_vec())
+    #[staticmethod]
+    fn range(prefix: &str, limit: u32) -> PyResult<Self> {
+        Ok(Self(types::Op::Range { prefix: key(prefix)?, limit }))
     }
 
-    fn done<T>(&self, length: usize, value: T) -> PyResult<T> {
-        if self.tuple.len() == length { Ok(value) } else { Err(self.wrong()) }
-    }
-
-    fn wrong(&self) -> PyErr {
-        PyValueError::new_err(format!("a compare or op with {} fields: {:?}", self.tuple.len(), self.tuple))
+    #[staticmethod]
+    fn predecessor(prefix: &str, name: &str) -> PyResult<Self> {
+        Ok(Self(types::Op::Predecessor { prefix: key(prefix)?, key: key(name)? }))
     }
 }
 

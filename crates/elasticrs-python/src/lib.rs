@@ -40,7 +40,8 @@ mod _core {
 
     #[pymodule_export]
     use crate::coordination::{
-        Change, Changes, Connected, ConnectionLost, CoordinationClient, CoordinationServer, Entry, Reply, StoreNotice,
+        Change, Changes, Compare, Connected, ConnectionLost, CoordinationClient, CoordinationServer, Entry, Op, Reply,
+        StoreNotice,
     };
     #[pymodule_export]
     use crate::error::SupervisorError;

@@ -30,6 +30,7 @@ from elasticrs._engine.job.value import Value
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Protocol, TypeAlias
 
     class Entry(Protocol):
@@ -290,7 +291,7 @@ class NativeSession:
     def send(self, request: Request) -> None:
         if isinstance(request, Txn):
             self._client.txn(
-                request.tag, _steps(request.compares), _steps(request.then), _steps(request.otherwise)
+                request.tag, _compares(request.compares), _ops(request.then), _ops(request.otherwise)
             )
         elif isinstance(request, Watch):
             self._client.watch(request.tag, request.prefix, exact=request.exact, snapshot=request.snapshot)
@@ -298,23 +299,29 @@ class NativeSession:
             self._client.unwatch(request.prefix, exact=request.exact)
 
 
-_WORDS: dict[type[Compare | Operation], str] = {
-    Exists: "exists",
-    Missing: "missing",
-    CreatedAt: "create",
-    ModifiedAt: "mod",
-    HasValue: "value",
-    Put: "put",
-    Delete: "delete",
-    DeletePrefix: "delete_prefix",
-    Get: "get",
-    Range: "range",
-    Predecessor: "predecessor",
+_COMPARES: dict[type[Compare], Callable[..., _core.Compare]] = {
+    Exists: _core.Compare.exists,
+    Missing: _core.Compare.missing,
+    CreatedAt: _core.Compare.created_at,
+    ModifiedAt: _core.Compare.modified_at,
+    HasValue: _core.Compare.has_value,
+}
+_OPS: dict[type[Operation], Callable[..., _core.Op]] = {
+    Put: _core.Op.put,
+    Delete: _core.Op.delete,
+    DeletePrefix: _core.Op.delete_prefix,
+    Get: _core.Op.get,
+    Range: _core.Op.range,
+    Predecessor: _core.Op.predecessor,
 }
 
 
-def _steps(steps: Sequence[Compare] | Sequence[Operation]) -> list[tuple[str | bytes | int, ...]]:
-    return [(_WORDS[type(step)], *step.values()) for step in steps]
+def _compares(compares: Sequence[Compare]) -> list[_core.Compare]:
+    return [_COMPARES[type(each)](*each.values()) for each in compares]
+
+
+def _ops(operations: Sequence[Operation]) -> list[_core.Op]:
+    return [_OPS[type(each)](*each.values()) for each in operations]
 
 
 def _event(event: _core.StoreEvent) -> StoreEvent:
