@@ -22,15 +22,19 @@ HOOK = str(Path(hook_environment({})["PYTHONPATH"]))
 NAMES = ["python3.8", "python3.9", "python3.10", "python3.11", "python3.12", "python3.13", "python3.14"]
 
 
-def is_usable(python: str) -> bool:
-    return subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode == 0
-
-
 @cache
 def interpreters() -> list[str]:
-    found = [path for name in NAMES if (path := shutil.which(name)) and is_usable(path)]
-    system = "/usr/bin/python3"
-    return [sys.executable, *found, *([system] if os.path.exists(system) else [])]
+    """Return the interpreters on this machine, one of each release. A program on PATH may be a slow script
+    that runs the interpreter.
+    """
+    found = {sys.version: sys.executable}
+    shows = "import json, sys; print(json.dumps([sys.version, sys.executable]))"
+    for path in (*filter(None, map(shutil.which, NAMES)), "/usr/bin/python3"):
+        if os.path.exists(path):
+            done = subprocess.run([path, "-c", shows], capture_output=True, check=False)
+            if done.returncode == 0:
+                found.setdefault(*json.loads(done.stdout))
+    return list(found.values())
 
 
 def reap_orphans(group: int) -> None:
