@@ -1,6 +1,7 @@
 """Function workers of an agent, with every start method."""
 
 import errno
+import json
 import os
 import re
 import signal
@@ -88,24 +89,41 @@ def host(request, host_program, tmp_path):
     )
 
 
-def test_functions_are_restarted_and_return_values(host):
+def test_functions_return_values_or_their_first_failure_and_leak_nothing(host):
     launched = host(
-        "tell(**{str(rank): len(value) for rank, value in launch(work, 300_000, restarts=1).items()})"
-    )
-    assert told(launched) == {"0": 300_000, "1": 300_000}
-    assert "[trainer1]:here 1" in launched.stdout
-
-
-def test_an_exception_is_reported_as_the_first_failure(host):
-    launched = host("""
+        """
+# multiprocessing's resource tracker comes with the first one, and stays.
+tell(values={rank: len(value) for rank, value in launch(work, 300_000, restarts=1).items()})
+before = possessions()
+launch(work, 1, restarts=1)
+tell(before=before, after=possessions())
 try:
     launch(work, 1)
 except ChildFailedError as error:
     rank, failure = error.get_first_failure()
     tell(name=error.name, rank=rank, code=failure.exitcode, text=failure.message["message"])
-""")
-    text = "ValueError: the first one"
-    assert told(launched) == {"name": "work", "rank": 1, "code": 1, "text": text}
+try:
+    launch(work, 1, specs=Broken)
+except RuntimeError as error:
+    text = str(error)
+tell(text=text, after=possessions())
+""",
+        """
+class Broken(DefaultLogsSpecs):
+    def reify(self, envs):
+        found = super().reify(envs)
+        found.stdouts = dict.fromkeys(envs, os.path.join(LOGS, "no", "such", "directory"))
+        return found
+""",
+    )
+    cannot_start = told(launched)
+    returned, restarted, failed, _ = map(json.loads, re.findall("^TOLD (.*)$", launched.stdout, re.MULTILINE))
+    assert returned == {"values": {"0": 300_000, "1": 300_000}}
+    assert "[trainer1]:here 1" in launched.stdout
+    assert restarted["after"] == restarted["before"] == cannot_start["after"]
+    assert failed == {"name": "work", "rank": 1, "code": 1, "text": "ValueError: the first one"}
+    assert re.search("not be started.*before.*stderr|could not open the log file", cannot_start["text"])
+    assert os.strerror(errno.ENOENT) in cannot_start["text"] + launched.stderr
 
 
 def test_a_signal_ends_functions_and_their_child_processes(host):
@@ -135,42 +153,6 @@ except ChildFailedError as error:
     assert 'TOLD {"values": [1, 1]}' in launched.stdout
     assert found == {"codes": [0, 0], "text": SILENT}
     assert re.search(SILENT + r"; restarting\D* 1 of 1\b", launched.stderr)
-
-
-def test_an_attempt_leaks_no_descriptors_or_processes(host):
-    launched = host("""
-launch(work, 1, restarts=1)  # multiprocessing's resource tracker comes with the first one, and stays
-before = possessions()
-launch(work, 1, restarts=1)
-tell(before=before, after=possessions())
-""")
-    found = told(launched)
-    assert found["after"] == found["before"]
-
-
-def test_workers_that_cannot_start_fail_the_launch_without_leaks(host):
-    launched = host(
-        """
-launch(work, 1, restarts=1)
-before = possessions()
-try:
-    launch(work, 1, specs=Broken)
-except RuntimeError as error:
-    text = str(error)
-tell(text=text, before=before, after=possessions())
-""",
-        """
-class Broken(DefaultLogsSpecs):
-    def reify(self, envs):
-        found = super().reify(envs)
-        found.stdouts = dict.fromkeys(envs, os.path.join(LOGS, "no", "such", "directory"))
-        return found
-""",
-    )
-    found = told(launched)
-    assert re.search("not be started.*before.*stderr|could not open the log file", found["text"])
-    assert os.strerror(errno.ENOENT) in found["text"] + launched.stderr
-    assert found["after"] == found["before"]
 
 
 @FORKSERVER
