@@ -95,8 +95,8 @@ def test_a_rank_that_is_not_watched_is_reported_once(job, why):
     assert "hung" not in launched.stderr
 
 
-def test_no_optimizer_hook_or_import_finder_is_installed_without_hang_timeout(job):
-    launched = job(SHOW_HOOKS).exits(0, timeout=120)
+def test_no_optimizer_hook_or_import_finder_is_installed_without_hang_timeout(launch, worker_script):
+    launched = launch(worker_script("\n".join(SHOW_HOOKS))).exits(0, timeout=120)
     assert launched.stdout == "HOOKS 0 False False\n"
 
 
