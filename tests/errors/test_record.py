@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from helpers import procs
+from helpers.launcher import clean_environment
 from helpers.procs import run_program
 
 from elasticrs._engine import inside
@@ -254,3 +257,34 @@ def test_importing_the_errors_package_loads_no_heavy_modules():
     env = {"PYTHONPATH": os.pathsep.join(sys.path), "TORCHELASTIC_ERROR_FILE": "/nonexistent"}
     done = run_program([sys.executable, "-S", "-c", program], check=True, env=env)
     assert done.stdout == "[]\n"
+
+
+CRASH = """
+import os, signal, sys
+from elasticrs.launcher import LaunchConfig, elastic_launch
+from elasticrs.multiprocessing.errors import record
+
+def crash():
+    os.kill(os.getpid(), signal.SIGABRT)
+
+if __name__ == "__main__" and len(sys.argv) == 1:
+    record(crash)()
+elif __name__ == "__main__":
+    how = {"rdzv_backend": "c10d", "start_method": sys.argv[1], "max_restarts": 0}
+    elastic_launch(LaunchConfig(1, 1, 1, run_id="job", **how), crash)()
+"""
+
+
+@pytest.mark.beyond_torchrun
+@pytest.mark.parametrize("how", ["record", "fork", "spawn"])
+def test_the_report_shows_where_a_recorded_function_crashed(tmp_path, how):
+    script = tmp_path / "script.py"
+    script.write_text(CRASH)
+    command = [sys.executable, script, how]
+    if how == "record":
+        command = [sys.executable, "-m", "elasticrs", "--nproc-per-node=1", script]
+    done = run_program(command, env=clean_environment(), cwd=tmp_path)
+    procs.reap_adopted()
+    assert done.returncode == 1
+    report = done.stderr.partition("Root Cause")[2]
+    assert re.search(r"Fatal Python error: Aborted.*in crash\n", report, re.S), done.stderr

@@ -186,9 +186,11 @@ def _groups() -> dict[str, list[int]]:
     return {name: sorted(world.pg_group_ranks[group]) for group, name in list(world.pg_names.items())}
 
 
-def answer_with_stacks() -> None:
+def answer_with_stacks() -> int | None:
     """Register the signal handler if this process runs under an elasticrs agent and the signal has no handler
     yet. Used in workers that do not load ``hook/sitecustomize.py``, which does the same.
+
+    Return the descriptor of the file for the stacks; ``None`` if no handler was registered.
 
     The agent sends a real-time signal before it kills a hung worker. ``faulthandler`` then writes the stacks
     of all threads to a file beside the error file. ``ELASTICRS_TRACEBACKS=0`` disables the handler.
@@ -196,22 +198,23 @@ def answer_with_stacks() -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     is_off = os.environ.get("ELASTICRS_TRACEBACKS") == "0"
     if not path or is_off or "ELASTICRS_ROUND" not in os.environ:
-        return
+        return None
     import faulthandler
     from _signal import SIGRTMIN
 
     signum = SIGRTMIN + 12
     if _is_caught(signum):
-        return
+        return None
     from elasticrs._engine.inside.error_file import may_be_replaced
 
     if not may_be_replaced(path):
-        return  # The error file is a device such as /dev/null, so create no file next to it.
+        return None  # The error file is a device such as /dev/null, so create no file next to it.
     try:
         descriptor = os.open(path + ".fault", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     except OSError:
-        return  # Ignore the error, because only the stacks will be missing from the report.
+        return None  # Ignore the error, because only the stacks will be missing from the report.
     faulthandler.register(signum, descriptor, all_threads=True)
+    return descriptor
 
 
 def _is_caught(signum: int) -> bool:

@@ -61,18 +61,25 @@ class ErrorHandler:
         self._fn_name = fn_name
 
     def initialize(self) -> None:
-        """Enable :mod:`faulthandler` for all threads. ``@record`` calls this before the function runs."""
+        """Enable :mod:`faulthandler` for all threads. ``@record`` calls this before the function runs.
+
+        Under an elasticrs agent, the stacks of a crash are written to a file, and the failure report shows
+        them. Otherwise, they are written to stderr, as in torch.
+        """
         import faulthandler
 
-        try:
-            faulthandler.enable(all_threads=True)
-        except Exception as error:  # For example, stderr has no file descriptor.
-            _warn(f"Unable to enable fault handler. {type(error).__name__}: {error}")
         # Import the hook now, because `record_exception` needs it and a later import could be interrupted.
         from elasticrs._engine.inside.flight import answer_with_stacks
         from elasticrs._engine.inside.hook import sitecustomize  # noqa: F401
 
-        answer_with_stacks()
+        descriptor = answer_with_stacks()
+        try:
+            if descriptor is not None:
+                faulthandler.enable(descriptor, all_threads=True)
+            elif "ELASTICRS_ROUND" not in os.environ or not faulthandler.is_enabled():
+                faulthandler.enable(all_threads=True)
+        except Exception as error:  # For example, stderr has no file descriptor.
+            _warn(f"Unable to enable fault handler. {type(error).__name__}: {error}")
 
     def record_exception(self, e: BaseException) -> None:
         """Write the exception to the error file, if a path is configured.
