@@ -56,23 +56,25 @@ _OURS = {
     _ELASTIC: "elasticrs",
     **{name: "elasticrs" + name[len(_TORCH) :] for name in _COMMANDS},
 }
-_KEPT = frozenset(
-    f"{_ELASTIC}.rendezvous.{name}"
-    for name in (
-        *("dynamic_rendezvous", "c10d_rendezvous_backend"),
-        *("etcd_rendezvous_backend", "etcd_store", "etcd_server", "_etcd_stub"),
-    )
-)
-"""Modules of torch that are not redirected to elasticrs, because the elasticrs modules with these names are
-aliases of torch's modules.
-"""
+_RENDEZVOUS = f"{_ELASTIC}.rendezvous."
+
+
+def _is_kept(name: str) -> bool:
+    """Return true for modules of torch that are not redirected, because the modules of elasticrs with these
+    names are torch's own.
+    """
+    if not name.startswith(_RENDEZVOUS):
+        return False
+    from elasticrs.rendezvous import TORCHS
+
+    return name[len(_RENDEZVOUS) :] in TORCHS
 
 
 def our_name(name: str) -> str | None:
     """Return the full name of the elasticrs module that replaces a torch or torchelastic module; ``None`` if
     elasticrs does not replace it.
     """
-    if name in _KEPT:
+    if _is_kept(name):
         return None
     for theirs, ours in _OURS.items():
         if name == theirs or name.startswith(theirs + "."):
@@ -109,7 +111,7 @@ class _Finder:
     ) -> ModuleSpec | None:
         name = our_name(fullname)
         if name is None:
-            return _torchs_own(fullname) if fullname in _KEPT else None
+            return _torchs_own(fullname) if _is_kept(fullname) else None
         parent = name.rpartition(".")[0]
         if parent and parent not in sys.modules:
             # Elasticrs has not replaced the parent package, so let Python find the module in torch's own

@@ -49,22 +49,22 @@ _HOMES = {
     "elasticrs.rendezvous.registry": ("rendezvous_handler_registry", "_register_out_of_tree_handlers"),
     "elasticrs.rendezvous.api": tuple(__all__),
 }
-_TORCHS = (
+TORCHS = (
     *("_etcd_stub", "c10d_rendezvous_backend", "dynamic_rendezvous", "etcd_rendezvous_backend"),
-    *("etcd_server", "etcd_store"),
+    *("etcd_server", "etcd_store", "utils"),
 )
 """Modules in whose place torch's own modules are imported. elasticrs itself does not use them."""
 
-_SUBMODULES = ("api", "etcd_rendezvous", "registry", "static_tcp_rendezvous", "utils", *_TORCHS)
+_SUBMODULES = ("api", "etcd_rendezvous", "registry", "static_tcp_rendezvous", *TORCHS)
 
 
 class _TorchsModules:
-    """Finder and loader of the modules in :data:`_TORCHS`."""
+    """Finder and loader of the modules in :data:`TORCHS`."""
 
     @classmethod
     def find_spec(cls, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:  # noqa: ARG003 -- the import system passes all
         package, _, name = fullname.rpartition(".")
-        if package != __name__ or name not in _TORCHS:
+        if package != __name__ or name not in TORCHS:
             return None
         from importlib.machinery import ModuleSpec
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 import datetime
 from typing import Any
 
-from elasticrs._engine.nodes.transport.addresses import shown_endpoint
+from elasticrs._engine.nodes.transport.addresses import parse_endpoint, shown_endpoint
 from elasticrs.rendezvous.api import RendezvousHandler, RendezvousParameters
 from elasticrs.rendezvous.registry import get_rendezvous_handler
-from elasticrs.rendezvous.utils import parse_rendezvous_endpoint
 
 __all__ = ["StaticTCPRendezvous", "create_rdzv_handler"]
 
@@ -96,8 +95,8 @@ def create_rdzv_handler(params: RendezvousParameters) -> RendezvousHandler:
             "endpoint is absent in RendezvousParameters. Try add --master-port and --master-addr to the cmd "
             "request"
         )
-    host, port = parse_rendezvous_endpoint(endpoint, -1)
-    if port == -1:
+    host, port = parse_endpoint("endpoint", endpoint)
+    if port is None:
         raise ValueError(f"Port is absent in endpoint: {endpoint}. Try launching with --master-port")
     rank, timeout = params.get_as_int("rank", 0), params.get_as_int("timeout", _DEFAULT_TIMEOUT)
     return StaticTCPRendezvous(
