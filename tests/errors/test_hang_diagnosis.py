@@ -10,10 +10,12 @@ from types import SimpleNamespace
 import pytest
 from diagnosis.model import dump
 from diagnosis.test_culprits import calls
+from helpers.attempts import exited, failed, raised
 from helpers.procs import HANG
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elasticrs import _core
 from elasticrs._engine.failures.files import (
     fault_file,
     flight_dumps,
@@ -175,13 +177,12 @@ def aborted(tmp_path):
         path = Path(f"{flight_dumps(evidence.files[rank['rank']])}{rank['rank']}")
         path.write_bytes(nccl_dump(rank["record"]))
         code = -6 if rank["rank"] == 3 else -15
-        evidence.attempt.exits[rank["rank"]] = SimpleNamespace(exitcode=code, sent_signal=None, seen_ns=9)
-    evidence.attempt.first_failure = 3
+        exited(evidence.attempt, rank["rank"], code)
+    failed(evidence.attempt, 3)
     return evidence
 
 
 def after_failure(attempt):
-    attempt.stamps["failure_seen"] = 1
     attempt.diagnosis, blame = examine_failure(attempt)
     if blame is not None:
         attempt.accuse(blame, 1)
@@ -210,18 +211,28 @@ def test_an_outdated_nccl_dump_is_not_used(aborted):
 
 def test_only_failures_of_collectives_are_diagnosed(aborted):
     attempt = aborted.attempt
-    attempt.raised[3] = SimpleNamespace(text="ValueError: no", seen_ns=1, pid=1, origin="own")
-    assert not is_collective_failure(attempt)
-    attempt.raised[3] = SimpleNamespace(text="RuntimeError: x", seen_ns=1, pid=1, origin="peer")
-    assert is_collective_failure(attempt)
-    del attempt.raised[3]
     # The agent may notice the exit of a peer before the exit of the aborted rank.
-    attempt.first_failure = 4
+    assert is_collective_failure(with_first_failure(attempt, 4))
     assert is_collective_failure(attempt)
-    attempt.first_failure, attempt.exits[3].exitcode = 3, -11
+    attempt.exits[3].exitcode = -11
     assert not is_collective_failure(attempt)
-    attempt.first_failure = None
+    attempt.exits[3].exitcode = -6
+    raised(attempt, 3, text="ValueError: no", origin="own")
     assert not is_collective_failure(attempt)
+    raised(attempt, 3, text="RuntimeError: x", origin="peer")
+    assert is_collective_failure(attempt)
+    assert not is_collective_failure(with_first_failure(attempt, None))
+
+
+def with_first_failure(attempt, local_rank):
+    """Return a copy in which another worker, or none, failed first."""
+    copy = Attempt(0, 0, attempt.plan, paths=attempt.paths)
+    for kind, event in attempt.events:
+        if kind is not _core.FailureSeen:
+            copy.append(event, kind)
+    if local_rank is not None:
+        failed(copy, local_rank)
+    return copy
 
 
 INSIDE = [["torch/distributed/distributed_c10d.py", 4181, "all_reduce"], ["train.py", 9, "<module>"]]
@@ -241,8 +252,8 @@ def mismatched(tmp_path):
         record = dump(calls("all_reduce", sizes=[[4096 if rank == 2 else 4]]))
         evidence.write(rank, json.dumps({"groups": {"0": [0, 1, 2, 3]}, "stack": INSIDE}).encode(), record)
     Path(fault_file(evidence.files[0])).write_text(ABORT.format(header="Thread"))
-    evidence.attempt.exits[0] = SimpleNamespace(exitcode=-6, sent_signal=None, seen_ns=9)
-    evidence.attempt.first_failure = 0
+    exited(evidence.attempt, 0, -6)
+    failed(evidence.attempt, 0)
     return evidence
 
 
@@ -256,15 +267,14 @@ def test_the_records_of_the_survivors_clear_the_rank_that_gloo_has_aborted(misma
 
 def test_the_rank_is_found_when_the_exit_of_the_aborted_rank_is_noticed_later(mismatched):
     """The agent notices the exit of a peer first. At this time, gloo's abort of rank 0 is not known yet."""
-    attempt = mismatched.attempt
-    aborted = attempt.exits.pop(0)
-    attempt.first_failure, attempt.stamps["failure_seen"] = 3, 1
-    attempt.raised[3] = SimpleNamespace(text="RuntimeError: reset", origin="peer", seen_ns=1, pid=1)
+    attempt = Attempt(0, 0, mismatched.attempt.plan, paths=mismatched.attempt.paths)
+    failed(attempt, 3)
+    raised(attempt, 3, text="RuntimeError: reset", origin="peer")
     mismatched.record(3).unlink()
     tracker = SimpleNamespace(_replaces=False)
     AttemptTracker._explain(tracker, attempt)
     assert attempt.blame is None
-    attempt.exits[0] = aborted
+    exited(attempt, 0, -6)
     AttemptTracker._explain(tracker, attempt)
     assert attempt.blame == Blame((2,), True, Basis.RECORDS)
 
@@ -318,11 +328,11 @@ def test_after_a_failed_collective_the_diagnosis_says_where_the_absent_rank_is(m
         stack = [["train.py", 7, "load"]] if rank == 1 else INSIDE
         header = json.dumps({"groups": {"0": [0, 1, 2, 3]}, "stack": stack}).encode()
         mismatched.write(rank, header, dump(calls(*names, waits=rank != 1)))
-    mismatched.attempt.exits.clear()
-    lost = SimpleNamespace(text="RuntimeError: Timed out", origin="peer", seen_ns=1, pid=1)
-    mismatched.attempt.raised[0] = lost
-    assert is_collective_failure(mismatched.attempt)
-    assert after_failure(mismatched.attempt).summary.endswith(
+    attempt = Attempt(0, 0, mismatched.attempt.plan, paths=mismatched.attempt.paths)
+    failed(attempt, 0)
+    raised(attempt, 0, text="RuntimeError: Timed out", origin="peer")
+    assert is_collective_failure(attempt)
+    assert after_failure(attempt).summary.endswith(
         "rank 1 did not enter it, and the others probably wait for it: it is in load (train.py:7)"
     )
 
@@ -393,7 +403,7 @@ def test_diagnosis_of_an_unresponsive_worker_stops_at_the_time_limit(stuck):
 
 
 def test_flight_records_of_an_exited_rank_are_not_used(stuck):
-    stuck.attempt.exits[5] = SimpleNamespace(local_rank=5)
+    exited(stuck.attempt, 5, 0)
     assert stuck.diagnosis.no_record == {NoRecord.EXITED: (5,)}
 
 

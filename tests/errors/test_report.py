@@ -8,11 +8,10 @@ import re
 import subprocess
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 from unittest import mock
 
 import pytest
+from helpers.attempts import exited
 
 from elasticrs._engine.failures.report import painted
 from elasticrs._engine.inside.error_file import error_document
@@ -240,8 +239,7 @@ def test_child_failed_error_survives_pickling():
 
 def test_an_unobserved_exit_is_shown_as_unknown():
     attempt = Attempt(0, 0, Plan(assign([NodeShare("default", 1)], 0), "localhost", 1))
-    gone = SimpleNamespace(local_rank=0, pid=100, exitcode=None, sent_signal=None, seen_ns=NOW)
-    attempt.exits[0] = cast("Any", gone)
+    exited(attempt, 0, None)
     found = failures(attempt)
     assert found[0].exitcode is None
     lines = str(ChildFailedError("train.py", found)).split("\n")

@@ -1,9 +1,9 @@
 """The phases of a restart, and the number of restarts that are left."""
 
 import time
-from types import SimpleNamespace
 
 import pytest
+from helpers.attempts import adopted, failed, raised, stamped
 
 from elasticrs._engine.job.restart_policy import FailureHistory, RestartSettings
 from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult, phases
@@ -12,15 +12,16 @@ from elasticrs._engine.workers.plan import Plan
 
 def test_restart_phases_cover_the_whole_restart():
     first, second = (Attempt(number, number, Plan([], "localhost", 1)) for number in (0, 1))
-    first.stamps = {"ended": 40, "started": 10, "failure_seen": 20, "siblings_signalled": 30}
-    second.stamps = {"planned": 42, "started": 50}
+    stamped(first, ended=40, started=10)
+    failed(first, 0, 20, 30)
+    stamped(second, planned=42, started=50)
     assert phases(first, second) == {
         "signalling": 1e-5,
         "stopping": 1e-5,
         "rendezvous": 2e-6,
         "starting": 8e-6,
     }
-    second.stamps |= {"planned": 1_000_040, "imported": 7_000_040, "started": 9_000_020}
+    stamped(second, planned=1_000_040, imported=7_000_040, started=9_000_020)
     assert phases(first, second) == {
         "signalling": 1e-5,
         "stopping": 1e-5,
@@ -29,33 +30,30 @@ def test_restart_phases_cover_the_whole_restart():
         "starting": 1.99998,
     }
     # The failure was on another node, and the start of the workers was not recorded.
-    first.stamps, second.stamps = {"ended": 40}, {"planned": 1_000_040}
+    first, second = stamped(Attempt(0, 0, None), ended=40), stamped(Attempt(1, 1, None), planned=1_000_040)
     assert phases(first, second) == {"rendezvous": 1.0}
-    first.stamps |= {"stopped": 30}
-    assert phases(first, second) == {"stopping": 1e-5, "rendezvous": 1.0}
-    first.stamps = {}
-    assert phases(first, second) == {}
+    assert phases(stamped(first, stopped=30), second) == {"stopping": 1e-5, "rendezvous": 1.0}
+    assert phases(Attempt(0, 0, None), second) == {}
 
 
 def test_a_restart_begins_with_the_exception_for_whose_exit_the_agent_waited():
     first, second = Attempt(0, 0, None), Attempt(1, 1, None)
-    first.pids, first.stamps = [7, 8], {"started": 1_000_000}
-    first.raised[1] = SimpleNamespace(pid=8, seen_ns=2_000_000)
-    first.see_failure(1, 5_000_000)
-    first.stamps |= {"siblings_signalled": 6_000_000, "ended": 8_000_000}
-    second.stamps = {"started": 9_000_000}
+    stamped(adopted(first, 7, 8), started=1_000_000, ended=8_000_000)
+    raised(first, 1, pid=8, seen_ns=2_000_000)
+    failed(first, 1, 5_000_000, 6_000_000)
+    stamped(second, started=9_000_000)
     found = {"exiting": 3.0, "signalling": 1.0, "stopping": 2.0, "starting": 1.0}
     assert (phases(first, second), first.failed_ns) == (found, 2_000_000)
 
 
 @pytest.mark.parametrize(
-    ("raised", "seen_ns"), [({}, 5), ({0: (7, 5)}, 5), ({0: (9, 3)}, 5), ({1: (8, 3)}, 5)]
+    ("exceptions", "seen_ns"), [({}, 5), ({0: (7, 5)}, 5), ({0: (9, 3)}, 5), ({1: (8, 3)}, 5)]
 )
-def test_a_restart_begins_with_the_failure_if_the_agent_waited_for_no_exit(raised, seen_ns):
-    attempt = Attempt(0, 0, None)
-    attempt.pids = [7, 8]
-    attempt.raised = {rank: SimpleNamespace(pid=pid, seen_ns=at) for rank, (pid, at) in raised.items()}
-    attempt.see_failure(0, seen_ns)
+def test_a_restart_begins_with_the_failure_if_the_agent_waited_for_no_exit(exceptions, seen_ns):
+    attempt = adopted(Attempt(0, 0, None), 7, 8)
+    for rank, (pid, at_ns) in exceptions.items():
+        raised(attempt, rank, pid=pid, seen_ns=at_ns)
+    failed(attempt, 0, seen_ns)
     assert attempt.failed_ns == seen_ns
 
 
@@ -63,9 +61,8 @@ def test_a_restart_begins_with_the_failure_if_the_agent_waited_for_no_exit(raise
     ("delay", "found"), [(0.25, {"delay": 250.0, "rendezvous": 750.0}), (9.0, {"delay": 1000.0})]
 )
 def test_a_restart_delay_is_a_separate_phase(delay, found):
-    first, second = Attempt(1, 0, None), Attempt(2, 1, None)
-    first.delay, first.stamps = delay, {"ended": 0}
-    second.stamps = {"planned": 1_000_000_000}
+    first, second = stamped(Attempt(1, 0, None), ended=0), stamped(Attempt(2, 1, None), planned=1_000_000_000)
+    first.delay = delay
     assert phases(first, second) == found
 
 

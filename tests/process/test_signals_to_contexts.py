@@ -174,7 +174,7 @@ def test_a_second_signal_raises_nothing_during_the_cleanup_of_the_first(monkeypa
     with pytest.raises(SignalException) as raised:
         stop_and_close(context)
     assert raised.value.__context__ is None
-    assert context._group.exits[0].exitcode == exitcode
+    assert context._group.log.exits[0].exitcode == exitcode
     # The next stop request raises an exception again.
     with pytest.raises(SignalException):
         multiprocessing.api._terminate_process_handler(signal.SIGTERM, None)

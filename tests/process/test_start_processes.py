@@ -110,7 +110,9 @@ def test_a_subprocess_handler_does_not_wait_for_leftover_processes(tmp_path, mon
         assert procs.process(pid) is not None
         os.kill(pid, signal.SIGKILL)
     for handler in handlers:
-        assert handler._group.wait_until(lambda handler=handler: handler._group.end is not None, procs.HANG)
+        assert handler._group.wait_until(
+            lambda handler=handler: handler._group.log.end is not None, procs.HANG
+        )
         assert handler.proc.poll() == 0
     assert os.listdir("/proc/self/fd") == before
 
@@ -125,7 +127,7 @@ def test_a_handler_sends_no_signal_between_the_exit_and_its_event(monkeypatch):
         handler.close()
     assert signals == []
     assert handler.proc.wait(procs.HANG) == 0
-    assert group.wait_until(lambda: group.end is not None, procs.HANG)
+    assert group.wait_until(lambda: group.log.end is not None, procs.HANG)
     assert handler.proc.poll() == 0
 
 
@@ -192,7 +194,7 @@ def test_close_has_one_deadline_for_all_workers(tmp_path, method):
         assert context.wait(timeout=0.01) is None
     context.close(timeout=0.2)
     procs.assert_gone(context.pids().values())
-    assert {ended.exitcode for ended in context._group.exits.values()} == {-signal.SIGKILL}
+    assert {ended.exitcode for ended in context._group.log.exits.values()} == {-signal.SIGKILL}
     context.close()
 
 
@@ -264,11 +266,11 @@ def test_a_traced_function_does_not_block_other_functions(tmp_path, method):
         # The group also sends this worker SIGTERM, and may be faster.
         with contextlib.suppress(ProcessLookupError):
             os.kill(other, signal.SIGTERM)
-        assert group.wait_until(lambda: 1 in group.exits, procs.HANG)
+        assert group.wait_until(lambda: 1 in group.log.exits, procs.HANG)
     finally:
         os.waitpid(traced, 0)
         result = context.wait()
-    assert group.exits[1].exitcode == -signal.SIGTERM, "its keeper has told"
+    assert group.log.exits[1].exitcode == -signal.SIGTERM, "its keeper has told"
     assert result.failures[0].exitcode == -signal.SIGKILL
 
 

@@ -6,7 +6,9 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from helpers.attempts import adopted, ended, exited, failed, raised
 
+from elasticrs import _core
 from elasticrs._engine.failures.failure import remote_failure
 from elasticrs._engine.gpus.xids import Xid
 from elasticrs._engine.job.failure_cause import Cause
@@ -14,7 +16,7 @@ from elasticrs._engine.job.ranks import NodeShare, assign
 from elasticrs._engine.nodes.protocol.records import bound_cause, checked_cause
 from elasticrs._engine.nodes.protocol.round_outcome import failure_of
 from elasticrs._engine.process.clock import Clock
-from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult, Overdue
+from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
 from elasticrs._engine.supervise.failures.failed_attempt import (
     MAX_LINE,
     MAX_LINES,
@@ -27,6 +29,7 @@ from elasticrs._engine.supervise.failures.failed_attempt import (
     told_here,
 )
 from elasticrs._engine.supervise.observe.job_report import all_failures
+from elasticrs._engine.workers.event_log import Silent
 from elasticrs._engine.workers.logs import LogPaths
 from elasticrs._engine.workers.plan import Plan
 from elasticrs.multiprocessing.errors import ChildFailedError
@@ -38,20 +41,15 @@ def report(result):
     return ChildFailedError("train.py", all_failures(result)).format_msg()
 
 
-def attempt_of(exits, group_rank=1, paths=None):
+def attempt_of(exits, group_rank=1, paths=None, first=None):
     nodes = [NodeShare("default", 2), NodeShare("default", 2)]
     attempt = Attempt(3, 1, Plan(assign(nodes, group_rank), "a", 1))
     attempt.paths = paths or LogPaths()
     now = time.monotonic_ns()
     for local_rank, exitcode, sent in exits:
-        attempt.exits[local_rank] = SimpleNamespace(
-            local_rank=local_rank,
-            pid=100 + local_rank,
-            exitcode=exitcode,
-            sent_signal=sent,
-            seen_ns=now + local_rank,
-        )
-    attempt.first_failure = exits[0][0] if exits else None
+        exited(attempt, local_rank, exitcode, sent, seen_ns=now + local_rank)
+    if exits and first != -1:
+        failed(attempt, exits[0][0] if first is None else first, now)
     return attempt
 
 
@@ -62,7 +60,7 @@ def test_a_node_whose_workers_were_only_stopped_has_no_failure_cause():
 
 def test_the_xids_of_a_node_are_in_the_reports_of_all_nodes():
     attempt = attempt_of([(0, 1, None), (1, 1, None)])
-    attempt.pids = [100, 101]
+    adopted(attempt, 100, 101)
     attempt.xids = {(0, 31): Xid(31, 0, 1, (101,), (101,)), (2, 79): Xid(79, 2, 1)}
     assert [note.split()[1] for note in all_failures(JobResult(attempts=[attempt]))[3].more_notes] == ["31"]
     cause = own_cause(attempt, PLACE)
@@ -73,15 +71,15 @@ def test_the_xids_of_a_node_are_in_the_reports_of_all_nodes():
 
 
 def test_the_failure_cause_names_a_crashed_or_hung_nursery_process():
-    killed = attempt_of([(0, -9, 9), (1, -9, 9)])
-    killed.first_failure, killed.nursery_exitcode = None, -9
+    killed = attempt_of([(0, -9, 9), (1, -9, 9)], first=-1)
+    ended(killed, nursery_exitcode=-9)
     cause = own_cause(killed, PLACE)
     assert cause is not None
     assert (cause.rank, cause.pid, cause.exitcode) == (2, 100, -9)
     assert "nursery" in cause.message
     assert "SIGKILL" in cause.message
     none_told = attempt_of([])
-    none_told.nursery_hung = True
+    ended(none_told, nursery_hung=True)
     cause = own_cause(none_told, PLACE)
     assert cause is not None
     assert cause.rank is None
@@ -130,7 +128,8 @@ def test_a_report_shows_the_first_failure_of_another_node_not_local_victims(gold
     hung = hung_attempt(0, 0, 8)
     result.attempts, result.first_cause = [hung], own_cause(hung_attempt(1, 1, 7), PLACE)
     texts["a rank of another node hung, and one here waited for it"] = report(result)
-    hung.expired, hung.first_failure = {}, None
+    result.attempts = [attempt_of([(0, -15, 15), (1, -15, 15)], group_rank=0, first=-1)]
+    result.attempts[0].heartbeats = hung.heartbeats
     texts["a rank of another node hung, and none here"] = report(result)
     result.attempts = [hung_attempt(0, 0, 8)]
     kept = {
@@ -150,8 +149,8 @@ def hung_attempt(local_rank, group_rank, step, *, was_found_here=True):
     """Return an attempt in which ``local_rank`` is one step behind the other rank and was silent for a
     minute.
     """
-    attempt = attempt_of([(0, -15, 15), (1, -15, 15)], group_rank=group_rank)
-    attempt.first_failure = local_rank if was_found_here else None
+    first = local_rank if was_found_here else -1
+    attempt = attempt_of([(0, -15, 15), (1, -15, 15)], group_rank=group_rank, first=first)
     now = attempt.exits[local_rank].seen_ns
     beats = [
         SimpleNamespace(
@@ -169,7 +168,7 @@ def hung_attempt(local_rank, group_rank, step, *, was_found_here=True):
         SimpleNamespace(local_rank=beat.local_rank, heartbeat=beat, frame=None, state="S", wait_channel="")
         for beat in beats
     ]
-    told = SimpleNamespace(
+    hung = SimpleNamespace(
         local_rank=local_rank,
         missed="step",
         limit=60.0,
@@ -178,7 +177,7 @@ def hung_attempt(local_rank, group_rank, step, *, was_found_here=True):
         ground="behind",
         ranks=ranks,
     )
-    attempt.expired[local_rank] = Overdue(now, hung=told)
+    attempt.append(hung, _core.WorkerHung)
     attempt.heartbeats = beats
     return attempt
 
@@ -195,7 +194,9 @@ def test_a_hung_rank_is_reported_with_its_evidence():
 
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "/a/train.py", line 4, in <module>\nKeyError: 1\n'
-TIMER = SimpleNamespace(scope_id="s", scope="s", at=None, deadline=1.0, others=0)
+TIMER = SimpleNamespace(
+    local_rank=1, seen_ns=1, signal=15, scope_id="s", scope="s", at=None, deadline=1.0, others=0
+)
 
 
 @pytest.mark.parametrize("has_ended_itself", [True, False])
@@ -210,11 +211,11 @@ def test_all_nodes_describe_a_failure_as_its_own_node_does(tmp_path, text, exitc
     sent = None if has_ended_itself or exitcode >= 0 else -exitcode
     attempt = attempt_of([(1, exitcode, sent)], paths=paths)
     if kind == "timer":
-        attempt.expired[1] = Overdue(time.monotonic_ns(), timer=TIMER)
+        attempt.append(TIMER, _core.TimerExpired)
     elif kind == "nursery":
-        attempt.nursery_exitcode = -9
+        ended(attempt, nursery_exitcode=-9)
     elif kind == "silent" and exitcode == 0:
-        attempt.silent = frozenset({1})
+        attempt.append(Silent({1}))
     cause = own_cause(attempt, PLACE)
     if cause is None or cause.rank is None:  # No worker has failed by itself.
         return
@@ -225,8 +226,8 @@ def test_all_nodes_describe_a_failure_as_its_own_node_does(tmp_path, text, exitc
 
 def stuck_exit():
     attempt = attempt_of([(1, -9, 9), (0, -15, 15)])
-    raised = SimpleNamespace(exit="stuck", limit=5.0, pid=101, origin="own", text="KeyError: 1", seen_ns=1)
-    attempt.raised[1], attempt.expired[1] = raised, Overdue(attempt.exits[1].seen_ns, raised=raised)
+    known = {"exit": "stuck", "limit": 5.0, "origin": "own", "text": "KeyError: 1"}
+    raised(attempt, 1, seen_ns=attempt.exits[1].seen_ns, **known)
     return attempt
 
 
@@ -247,7 +248,7 @@ def killed_for_memory():
 )
 def test_a_failure_has_the_same_words_on_its_node_and_on_the_others(failed):
     attempt = failed()
-    attempt.pids = [100, 101]
+    adopted(attempt, 100, 101)
     local_rank, told = first_of(attempt)
     cause = own_cause(attempt, PLACE)
     assert local_rank == cause.local_rank == 1

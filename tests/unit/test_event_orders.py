@@ -14,7 +14,7 @@ from elasticrs._engine.job.config import JobSpec
 from elasticrs._engine.job.ranks import NodeShare, assign
 from elasticrs._engine.process.clock import Clock
 from elasticrs._engine.supervise.attempts import state_machine as machine
-from elasticrs._engine.supervise.attempts.attempt import phases
+from elasticrs._engine.supervise.attempts.attempt import Attempt, phases
 from elasticrs._engine.supervise.failures.failed_attempt import Place, evidence, facts, first_word, own_cause
 from elasticrs._engine.supervise.observe import job_report
 from elasticrs._engine.supervise.observe.job_events import EventRecorder
@@ -180,6 +180,38 @@ def test_no_order_of_events_leads_to_an_error(replaces, events, stuck):
             played.play(*event)
     played.end(stuck)
     ask(played)
+
+
+def answers(attempt):
+    failed, first = attempt.failed_exits(), attempt.first_failure
+    about = [(attempt.is_told_at_once(rank), attempt.is_slow_to_exit(rank)) for rank in range(N)]
+    times = [attempt.ended_ns(worker) for worker in failed]
+    return first, attempt.blame, dict(attempt.expired), dict(attempt.stamps), failed, times, about
+
+
+@pytest.mark.parametrize("replaces", [True, False])
+@given(events=st.lists(EVENTS, max_size=12), data=st.data())
+@example(events=[("raised", 0, "slow", "own"), ("exit", 0, 1, None), ("exit", 1, -9, None)], data=None)
+def test_the_order_in_which_events_are_reported_changes_no_answer(replaces, events, data):
+    played = Played(replaces=replaces)
+    for event in events:
+        if event[0] not in {"swept", "replaced"}:
+            played.play(*event)
+    played.end()
+    known = played.attempt.events
+    other = Attempt(1, 0, played.attempt.plan, replaces=replaces)
+    for kind, event in reversed(known) if data is None else data.draw(st.permutations(known)):
+        other.append(event, kind)
+    assert answers(other) == answers(played.attempt)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_the_worker_that_failed_earlier_is_the_first_failure_in_any_order_of_reports(order):
+    played, now = Played(replaces=True), time.monotonic_ns()
+    for rank in order:
+        known = {"pid": 11 + rank, "exitcode": 1, "sent_signal": None, "seen_ns": now + rank}
+        played._tell(_core.WorkerExited, local_rank=rank, **known)
+    assert (played.attempt.first_failure, played.attempt.failed_ns) == (0, now)
 
 
 def test_a_worker_that_its_timer_ended_has_failed_although_it_exits_with_0():

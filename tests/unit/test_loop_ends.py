@@ -5,6 +5,7 @@ event.
 import os
 
 import pytest
+from helpers.attempts import adopted, exited
 
 from elasticrs import _core
 from elasticrs._engine.job.config import JobSpec
@@ -104,6 +105,6 @@ def test_final_events_are_reported_despite_an_unread_descriptor(monkeypatch, cap
 
 def test_an_exited_worker_is_not_listed_as_running():
     attempt = Attempt(1, 0, Plan([], "a", 1))
-    attempt.pids = [11, 12, 13]
-    attempt.exits[1] = None
+    adopted(attempt, 11, 12, 13)
+    exited(attempt, 1, 0)
     assert attempt.running() == {0: 11, 2: 13}

@@ -3,6 +3,7 @@
 import time
 
 import pytest
+from helpers.attempts import stamped
 
 from elasticrs._engine.job.config import JobSpec
 from elasticrs._engine.job.phrases import goodput
@@ -16,9 +17,8 @@ S = 1_000_000_000
 
 
 def attempt_of(round_, restarts, **stamps):
-    attempt = Attempt(round_, restarts, Plan(assign([NodeShare("default", 1)], 0), "a", 1))
-    attempt.stamps.update(stamps)
-    return attempt
+    plan = Plan(assign([NodeShare("default", 1)], 0), "a", 1)
+    return stamped(Attempt(round_, restarts, plan), **stamps)
 
 
 def last_line(phase, attempts, *, is_multi_node=True, began_s_ago=1):

@@ -13,8 +13,10 @@ import time
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from helpers import attempts as told
 from rendezvous.cluster import Cluster
 
+from elasticrs import _core
 from elasticrs._engine.cli.arguments import parse, resolve
 from elasticrs._engine.failures.root_cause import root_cause
 from elasticrs._engine.job.failure_cause import Cause
@@ -24,7 +26,7 @@ from elasticrs._engine.nodes.protocol import messages
 from elasticrs._engine.process import clock
 from elasticrs._engine.process.clock import Clock
 from elasticrs._engine.supervise.attempts import state_machine as machine
-from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult, Overdue
+from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
 from elasticrs._engine.supervise.decide.decisions import OneNode
 from elasticrs._engine.supervise.decide.several_nodes import has_failed_alone, verdict_of
 from elasticrs._engine.supervise.failures import failed_attempt
@@ -80,10 +82,10 @@ class Node:
         names = {rank: str(folder / f"{rank}.json") for rank in range(len(ends))}
         printed = {rank: str(folder / f"{rank}.out") for rank, end in enumerate(ends) if "stdout" in end}
         attempt = Attempt(number, restarts, plan, str(number), LogPaths(printed, {}, {}, {}, names))
-        attempt.pids = [100 * self.place + rank + 100 for rank in range(len(ends))]
+        told.adopted(attempt, *(100 * self.place + rank + 100 for rank in range(len(ends))))
         began_ns += self._monotonic_ns
         failed_ns = began_ns + int(ran * 1e9)
-        attempt.stamps = {"planned": began_ns, "started": began_ns, "ended": failed_ns + 50 * MS}
+        told.stamped(attempt, planned=began_ns, started=began_ns, ended=failed_ns + 50 * MS)
         if step is not None:
             attempt.heartbeats = [beat_of(rank, began_ns, *step) for rank in range(len(ends))]
         for rank, end in enumerate(ends):
@@ -93,43 +95,36 @@ class Node:
             attempt.oom_kills_after = {"/cg/memory.events": counters[1]}
         own = [each for each in attempt.exits.values() if each.exitcode != 0 and each.sent_signal is None]
         if own:
-            attempt.first_failure = min(own, key=lambda each: each.seen_ns).local_rank
-            attempt.stamps["failure_seen"] = attempt.exits[attempt.first_failure].seen_ns
+            first = min(own, key=lambda each: each.seen_ns)
+            told.failed(attempt, first.local_rank, first.seen_ns)
         elif attempt.expired:
-            attempt.first_failure = next(iter(attempt.expired))
-            attempt.stamps["failure_seen"] = attempt.expired[attempt.first_failure].seen_ns
+            local_rank, why = next(iter(attempt.expired.items()))
+            told.failed(attempt, local_rank, why.seen_ns)
         return attempt
 
     def _end(self, attempt, rank, end, failed_ns):
         seen_ns = failed_ns + int(end["at"] * MS)
-        attempt.exits[rank] = SimpleNamespace(
-            local_rank=rank,
-            pid=attempt.pids[rank],
-            exitcode=end["exit"],
-            sent_signal=end.get("signalled"),
-            seen_ns=seen_ns,
-        )
+        pid = attempt.pids[rank]
+        told.exited(attempt, rank, end["exit"], end.get("signalled"), pid=pid, seen_ns=seen_ns)
         if "stdout" in end:
             with open(attempt.paths.stdouts[rank], "w", encoding="utf-8") as file:
                 file.write(end["stdout"])
         if "error" in end:
             recorded_ns = seen_ns - int(end["error"].get("before", 1.0) * MS)
             with open(attempt.paths.error_files[rank], "w", encoding="utf-8") as file:
-                file.write(error_file(end["error"], attempt.pids[rank], recorded_ns))
+                file.write(error_file(end["error"], pid, recorded_ns))
             # elasticrs's hook in the worker notifies the agent when it records an exception.
             if "own" not in end["error"] and end["error"].get("notice", True):
                 text = str(end["error"].get("message", "x"))
                 origin = "peer" if end["error"].get("is_lost_peer") else "unknown"
-                attempt.raised[rank] = SimpleNamespace(
-                    pid=attempt.pids[rank], seen_ns=recorded_ns, text=text, origin=origin
-                )
+                told.raised(attempt, rank, pid=pid, seen_ns=recorded_ns, text=text, origin=origin)
         if "hung" in end:
-            attempt.expired[rank] = Overdue(seen_ns, hung=hang_of(attempt, rank, seen_ns, end["hung"]))
+            attempt.append(hang_of(attempt, rank, seen_ns, end["hung"]), _core.WorkerHung)
 
     def caused(self, attempt, job):
         """Return this node's failure as reported after its workers have exited."""
-        told = self.first_word(attempt) if attempt.first_failure is not None else None
-        return own_cause(attempt, self._name, told, fatal_exit_codes=job.fatal_codes)
+        word = self.first_word(attempt) if attempt.first_failure is not None else None
+        return own_cause(attempt, self._name, word, fatal_exit_codes=job.fatal_codes)
 
     def first_word(self, attempt):
         """Return this node's failure as reported immediately, before its workers have exited."""
@@ -215,7 +210,7 @@ class Played:
         script = folder / "train.py"
         script.write_text("")
         options = shlex.split(f"{OPTIONS} {case.get('options', '')}")
-        self.job = resolve(parse([*options, str(script)], {}), {}).job
+        self.job = resolve(parse([*options, str(script)], {}), {})
         self._attempts = [
             {"nodes": each} if isinstance(each, str) else each
             for each in case["attempts"]

@@ -78,7 +78,7 @@ class _SupervisedContext(PContext):
         processes.poll()
         for line in processes.take_trouble():
             logger.warning("%s", line)
-        if self._result is None and processes.end is not None:
+        if self._result is None and processes.log.end is not None:
             # Close everything before unpickling the return values, because unpickling runs user code, which
             # may raise an exception.
             self.close()
@@ -87,12 +87,12 @@ class _SupervisedContext(PContext):
 
     def _pause(self, seconds: float) -> None:
         processes = self._processes()
-        processes.wait_until(lambda: processes.end is not None, seconds)
+        processes.wait_until(lambda: processes.log.end is not None, seconds)
 
     def _make_result(self, processes: SupervisedGroup) -> RunProcsResult:
         result = RunProcsResult(stdouts=self.stdouts, stderrs=self.stderrs)
-        failed = [ended for ended in processes.exits.values() if ended.exitcode != 0]
-        failed.sort(key=lambda ended: (ended.local_rank != processes.first_failure, ended.seen_ns))
+        failed = [ended for ended in processes.log.exits.values() if ended.exitcode != 0]
+        failed.sort(key=lambda ended: (ended.local_rank != processes.log.first_failure, ended.seen_ns))
         for ended in failed:
             result.failures[ended.local_rank] = self._failure(ended, processes)
         if not failed:
@@ -104,7 +104,7 @@ class _SupervisedContext(PContext):
     ) -> ProcessFailure:
         rank = ended.local_rank
         if ended.exitcode is None:
-            end = processes.end
+            end = processes.log.end
             lost = end is not None and end.nursery_exitcode is not None
             cause = "the nursery was lost, which killed the process" if lost else self._unknown_end()
         files = (self.stdouts[rank], self.stderrs[rank], self.error_files.get(rank, ""))
@@ -120,7 +120,7 @@ class _SupervisedContext(PContext):
         return cpus_of_options(self._numa_options, self.nprocs)
 
     def pids(self) -> dict[int, int]:
-        return dict(self._processes().pids)
+        return dict(enumerate(self._processes().log.pids))
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
         """Stop all processes; see the base class. If a :class:`SignalException` is being handled, a further
@@ -304,7 +304,7 @@ class MultiprocessContext(_SupervisedContext):
         own = {rank: failure for rank, failure in result.failures.items() if failure.sent_signal is None}
         result.failures = own or {
             rank: self._failure(ended, processes, SILENT)
-            for rank, ended in processes.exits.items()
+            for rank, ended in processes.log.exits.items()
             if not values.get(rank)
         }
         if result.is_failed():

@@ -67,7 +67,7 @@ def first_seen(attempt: Attempt) -> int:
     from elasticrs._engine.failures.root_cause import root_cause
 
     exited = attempt.exits.get(first)
-    end_ns = exited.seen_ns if exited is not None else attempt.raised[first].seen_ns
+    end_ns = exited.seen_ns if exited is not None else attempt.stamps["failure_seen"]
     seen = {}
     for local_rank in sorted({first, *attempt.raised}):
         seen[local_rank] = failure = seen_failure(attempt, local_rank)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticrs._engine.inside.run_path import run_script_path
 from elasticrs._engine.supervise.run.workers import Leftovers, Workers
+from elasticrs._engine.workers.event_log import Adopted
 from elasticrs._engine.workers.functions import keeper
 from elasticrs._engine.workers.functions.function_process import command_line
 from elasticrs._engine.workers.functions.start_methods import BY_METHOD, PATIENCE, Functions, Kept
@@ -54,8 +55,7 @@ def function_workers(
     Args:
         setup: data that all kinds of workers need.
         function: function to call. It must be importable by name, except with ``fork``.
-        arguments: arguments of the function. All workers get the same arguments, except that
-            ``${local_rank}`` is replaced in strings, as in torch.
+        arguments: arguments of the function. ``${local_rank}`` is replaced in strings, as in torch.
         start_method: ``spawn``, ``fork`` or ``forkserver``.
         is_script: see :func:`script_workers`.
     """
@@ -286,7 +286,7 @@ class KeptWorkers(FunctionWorkers):
             self._why_not_started = f"the workers could not be started: {error}"
             end_at_once(supervisor)
             return
-        attempt.pids = list(pids.values())
+        attempt.append(Adopted(list(pids.values())))
         kept.watch(supervisor)
         self._phase, self.are_started = _Phase.RUNNING, True
 

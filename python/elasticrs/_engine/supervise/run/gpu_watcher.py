@@ -18,6 +18,7 @@ from elasticrs._engine.gpus.xids import Xid
 from elasticrs._engine.process.child_program import command
 from elasticrs._engine.supervise.attempts.state_machine import Stop
 from elasticrs._engine.supervise.observe.observer import Observer
+from elasticrs._engine.workers.event_log import Stamp
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -50,13 +51,7 @@ _MAX_LINES = 4
 
 
 class GpuWatcher(Observer):
-    """Observer that controls the child process that watches the GPUs, and handles its messages.
-
-    Args:
-        job: configuration of the job.
-        result: result of the job. The watcher adds Xids to its attempts.
-        say: prints a line for the user.
-    """
+    """Controls the child process that watches the GPUs, and records the Xids that it reports."""
 
     def __init__(self, job: JobSpec, result: JobResult, say: Callable[[str], None]) -> None:
         self._job = job
@@ -156,9 +151,7 @@ class GpuWatcher(Observer):
         return None if self._until is None else max(0.0, self._until - time.monotonic())
 
     def is_held(self, attempt: Attempt) -> bool:
-        """Return true if the end of the attempt is still delayed; see :meth:`hold`. When the delay is over,
-        report how long the attempt waited for free device memory.
-        """
+        """Return true if the end of the attempt is still delayed; see :meth:`hold`."""
         if self._until is None:
             return False
         waits_for_memory = bool(self._held) and self._may_restart(attempt)
@@ -171,7 +164,7 @@ class GpuWatcher(Observer):
         return False
 
     def _report_memory(self, attempt: Attempt, waited: float) -> None:
-        attempt.stamps["memory_free"] = time.monotonic_ns()
+        attempt.append(Stamp("memory_free", time.monotonic_ns()))
         if self._held:
             shown = ", ".join(f"{size / (1 << 30):.1f} GiB of GPU {gpu}" for gpu, size in self._held.items())
             self._say(f"dead workers still hold {shown} after {waited:.0f} s; starting workers nevertheless")
@@ -239,9 +232,7 @@ class GpuWatcher(Observer):
             self._was_in_use = self._was_in_use or (bool(self._held) and self._until is not None)
 
     def close(self) -> None:
-        """Kill the child process. Idempotent. Call this only after the supervisor has stopped watching the
-        child's output.
-        """
+        """Kill the child process. Idempotent. The supervisor must have stopped watching its output."""
         child, self._child = self._child, None
         if child is None:
             return

@@ -48,21 +48,11 @@ def _import_for_cause() -> None:
 
 
 class Agent:
-    """Runs a job on this node.
-
-    Args:
-        job: configuration of the job.
-        workers: starts the processes.
-        decisions: object that decides what the agent does.
-        signals: the caught signals; ``None`` outside of the main thread.
-        owns_process: true if the process belongs to the launcher alone (the command line).
-        console: prints lines for the user.
-        observers: observers that are notified of each event.
+    """Runs a job on this node, as ``decisions`` decides.
 
     Attributes:
         result: result of the job so far.
-        checkpoints: checkpoint requests to the workers; ``None`` unless failed workers are replaced
-            individually.
+        checkpoints: checkpoint requests to the workers; ``None`` unless failed workers are replaced.
     """
 
     def __init__(
@@ -104,17 +94,12 @@ class Agent:
             self._duties.append(partial(self._look_for_sleepers, sleepers))
 
     def run(self) -> JobResult:
-        """Run the job to its end.
-
-        Returns:
-            The result of the job. Failures of workers are part of the result and raise no exceptions.
+        """Run the job to its end and return its result. Failures of workers are part of the result.
 
         Raises:
             _core.SupervisorError: the supervisor itself failed. All workers have been stopped.
-            OSError: the supervisor failed because the process has run out of file descriptors or the kernel
-                is too old.
-            Exception: raised by the user's code, for example a function or value that cannot be pickled, or a
-                rendezvous handler.
+            OSError: the process has run out of file descriptors, or the kernel is too old.
+            Exception: raised by the user's code, such as a rendezvous handler.
         """
         try:
             result = self._run()

@@ -19,7 +19,7 @@ from elasticrs._engine.gpus import are_gpus_visible
 from elasticrs._engine.job import phrases
 from elasticrs._engine.process.background_call import FILE_LIMIT, FileAccess
 from elasticrs._engine.supervise.attempts import state_machine as machine
-from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult, Overdue, phases
+from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
 from elasticrs._engine.supervise.attempts.evidence import oom_kills, read_counters
 from elasticrs._engine.supervise.failures.first_failure import early_leavers
 from elasticrs._engine.supervise.observe.observer import Observers
@@ -32,6 +32,7 @@ from elasticrs._engine.supervise.run.workers import (
     watch_hangs,
     watch_timers,
 )
+from elasticrs._engine.workers.event_log import Silent, Stamp
 from elasticrs._engine.workers.logs import attempt_name
 
 TYPE_CHECKING = False
@@ -51,17 +52,12 @@ if TYPE_CHECKING:
     from elasticrs._engine.workers.plan import Plan
 
     class Owner(Protocol):
-        """Interface of the object that handles events outside of an attempt, such as the expiry of the node's
-        lease.
-        """
+        """Handles events outside of an attempt, such as the expiry of the node's lease."""
 
         def on_fd(self, fd: int, *, is_over: bool) -> bool:
-            """Handle a readable file descriptor. Return false if the descriptor does not belong to this
-            object.
-            """
+            """Return false if the descriptor does not belong to this object."""
 
-        def on_fence(self) -> None:
-            """Handle the expiry of this node's lease."""
+        def on_fence(self) -> None: ...
 
 
 _TRANSIENT = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ETIMEDOUT))
@@ -86,20 +82,10 @@ console is not.
 class AttemptTracker:
     """Starts the attempts of a job and records their events.
 
-    Args:
-        owner: object that makes the decisions.
-        job: configuration of the job.
-        workers: starts the processes.
-        console: prints lines for the user.
-        observers: observers that are notified of each event.
-        owns_process: true if the process belongs to the launcher alone (the command line).
-
     Attributes:
         result: result of the job so far.
         events: pending events, oldest first. The owner removes them.
-        observers: all observers of the job.
-        why_unfit: reason why this node cannot run another attempt; ``None`` if it can. It is reported when
-            the workers of the attempt have ended.
+        why_unfit: reason why this node cannot run another attempt; ``None`` if it can.
     """
 
     def __init__(
@@ -167,13 +153,7 @@ class AttemptTracker:
         return self._supervisor
 
     def open(self, fd: int | None) -> None:
-        """Create the supervisor, which also watches the file descriptor ``fd``.
-
-        Raises:
-            _core.SupervisorError: no supervisor can be created.
-            OSError: the process has run out of file descriptors.
-            UsageError: see :func:`.watch_timers`.
-        """
+        """Create the supervisor, which also watches the file descriptor ``fd``."""
         warm = None
         if self._workers.warm_command is not None:
             from elasticrs._engine.supervise.run.warming import Warming
@@ -209,8 +189,9 @@ class AttemptTracker:
         name = f"{action.restarts}_r{action.round}" if is_again else str(action.restarts)
         if self._job.is_multi_node:
             name = attempt_name(action.restarts, action.round)
-        attempt = Attempt(action.round, action.restarts, plan, name, files=FileAccess(self._tell_slow_files))
-        attempt.stamps["planned"] = time.monotonic_ns()
+        files = FileAccess(self._tell_slow_files)
+        attempt = Attempt(action.round, action.restarts, plan, name, replaces=self._replaces, files=files)
+        attempt.append(Stamp("planned", time.monotonic_ns()))
         self.result.attempts.append(attempt)
         self.result.start_errno = None
         self._begun = self._over = None
@@ -223,10 +204,8 @@ class AttemptTracker:
         )
 
     def start(self, attempt: Attempt) -> None:
-        """Start all workers of an attempt, or none of them. A later event reports the result.
-
-        Raises:
-            Exception: a function of the user cannot be pickled. In this case, no event follows.
+        """Start all workers of an attempt, or none of them. A later event reports the result, unless this
+        method raises an exception because a function of the user cannot be pickled.
         """
         if self._warming is not None:
             self._workers.may_fork = self._warming.may_fork(self.supervisor)
@@ -248,9 +227,7 @@ class AttemptTracker:
             self.observers.started()
 
     def not_started(self, why: str, is_transient: bool = False) -> None:
-        """Record the reason why the workers could not be started. ``is_transient`` is true if another attempt
-        may succeed soon.
-        """
+        """Record why the workers did not start. ``is_transient``: another attempt may succeed soon."""
         self.result.message = f"{phrases.NOT_STARTED}: {why}"
         self.events.append(machine.StartFailed(self.result.message, is_transient))
 
@@ -269,8 +246,8 @@ class AttemptTracker:
 
     def stop(self, action: machine.Stop) -> None:
         """Send the stop signal to the workers of the running attempt."""
-        if self.attempt is not None:
-            self.attempt.stamps.setdefault("stopped", time.monotonic_ns())
+        if self.attempt is not None and "stopped" not in self.attempt.stamps:
+            self.attempt.append(Stamp("stopped", time.monotonic_ns()))
         policy, hung = _core.StopPolicy(action.signum, action.grace), action.hung
         if hung is None:
             self.supervisor.stop(policy)
@@ -286,9 +263,7 @@ class AttemptTracker:
             self._follow_workers()
 
     def forward(self, signum: int, *, are_running: bool) -> None:
-        """Pass a signal on to the running workers. Drop the signal if no workers are running, because there
-        is nothing to save yet.
-        """
+        """Pass a signal on to the running workers. Without workers, there is nothing to save yet."""
         if not are_running or self.attempt is None:
             name = phrases.signal_name(signum)
             self._console.say(f"{name} received and ignored: no workers are running")
@@ -304,9 +279,7 @@ class AttemptTracker:
         attempt.oom_kills_after = read_counters(attempt.oom_kills)
 
     def drain(self) -> None:
-        """Wait until the console has accepted all output, for at most :data:`DRAIN_TIMEOUT` seconds. Then
-        handle the supervisor's last events.
-        """
+        """Wait for the console, at most :data:`DRAIN_TIMEOUT`, and handle the supervisor's last events."""
         left = self.supervisor.drain(DRAIN_TIMEOUT)
         if left:
             files = ", ".join(stream.path for stream in left)
@@ -356,7 +329,7 @@ class AttemptTracker:
 
     def _on_started(self, event: _core.GroupStarted) -> None:
         attempt = self.result.attempts[-1]
-        attempt.pids = event.pids
+        attempt.append(event, _core.GroupStarted)
         self._begun = event
         self._workers.started(self.supervisor, attempt)
         self._follow_workers()
@@ -377,25 +350,23 @@ class AttemptTracker:
     def _run_begins(self, event: _core.GroupStarted) -> None:
         attempt = self.result.attempts[-1]
         # If the group was started without workers, use the current time, because they were added only now.
-        attempt.stamps["started"] = event.started_ns if event.pids else time.monotonic_ns()
-        if "imported" in attempt.stamps:
-            # Limit the end time of the imports to the start time of the workers, because the report about the
-            # imports may arrive after the workers' start.
-            attempt.stamps["imported"] = min(attempt.stamps["imported"], attempt.stamps["started"])
+        started_ns = event.started_ns if event.pids else time.monotonic_ns()
+        attempt.append(Stamp("started", started_ns))
+        # The report about the imports may arrive after the workers' start.
+        if attempt.stamps.get("imported", started_ns) > started_ns:
+            attempt.append(Stamp("imported", started_ns))
         attempt.oom_kills = oom_kills(attempt.pids)
         attempt.warm, attempt.why_cold = self._warmth()
         earlier = [each for each in self.result.attempts[:-1] if each.has_ended]
         if earlier:
             # Measure the restart from the last attempt whose workers ran, so that failed starts are included.
-            failed = next((each for each in reversed(earlier) if "started" in each.stamps), earlier[0])
-            attempt.phases = phases(failed, attempt)
+            ran = (each for each in reversed(earlier) if "started" in each.stamps)
+            attempt.after = next(ran, earlier[0])
         self.events.append(machine.Started())
         self.observers.running(self.result)
 
     def _warmth(self) -> tuple[bool | None, str | None]:
-        """Return true if new workers are warm (forked from a process with preloaded modules), and the reason
-        if they are not. Without ``--warm``, return ``(None, None)``.
-        """
+        """Return true if new workers are forked from a preloaded process, and else why not."""
         if self._warming is not None:
             return self._warming.is_warm, self._warming.why_cold
         preload, follower = self._job.preload, self._workers.follower
@@ -435,10 +406,7 @@ class AttemptTracker:
 
     def _on_failure(self, event: _core.FailureSeen) -> None:
         attempt = self.result.attempts[-1]
-        attempt.first_failure = attempt.accused(event.local_rank)
-        attempt.signalled = event.siblings
-        attempt.see_failure(event.local_rank, event.seen_ns)
-        attempt.stamps["siblings_signalled"] = event.signalled_ns
+        attempt.append(event, _core.FailureSeen)
         self._accuse_leavers(attempt)
         self.events.append(machine.FailureSeen(event.local_rank))
         self.observers.failed(attempt)
@@ -451,15 +419,14 @@ class AttemptTracker:
 
     def _on_timer(self, event: _core.TimerExpired) -> None:
         _log_expired(self._job.run_id, event)
-        if event.signal is not None:
-            self._is_overdue(event.local_rank, Overdue(event.seen_ns, timer=event))
-        else:
+        self.result.attempts[-1].append(event, _core.TimerExpired)
+        if event.signal is None:
             self._console.say(f"{self._who(event.local_rank, event.pid)}: {phrases.timer_expired(event)}")
         self.observers.timer_expired(event)
 
     def _on_hung(self, event: _core.WorkerHung) -> None:
-        self._is_overdue(event.local_rank, Overdue(event.seen_ns, hung=event))
         attempt = self.result.attempts[-1]
+        attempt.append(event, _core.WorkerHung)
         if attempt.diagnosis is None:
             self._diagnose(attempt, partial(self._explain_hang, attempt, event))
         if self._job.is_multi_node and not self._replaces:
@@ -504,14 +471,8 @@ class AttemptTracker:
             f" steps may take {GENEROUS / 60:g} minutes, because a long evaluation looks the same"
         )
 
-    def _is_overdue(self, local_rank: int, why: Overdue) -> None:
-        self.result.attempts[-1].expired.setdefault(local_rank, why)
-
     def _on_raised(self, event: _core.WorkerRaised) -> None:
-        attempt = self.result.attempts[-1]
-        attempt.raised[event.local_rank] = event
-        if event.exit != "begun":
-            self._is_overdue(event.local_rank, Overdue(event.seen_ns, raised=event))
+        self.result.attempts[-1].append(event, _core.WorkerRaised)
 
     def _on_killed(self, event: _core.WorkersKilled) -> None:
         attempt = self.result.attempts[-1]
@@ -522,24 +483,19 @@ class AttemptTracker:
         attempt = self.result.attempts[-1]
         if (met := attempt.last_met(event.local_rank)) is not None:
             attempt.met[event.local_rank] = met
-        attempt.exits[event.local_rank] = event
-        page, is_stopped = attempt.plan.page, "stopped" in attempt.stamps
+        attempt.append(event, _core.WorkerExited)
+        page = attempt.plan.page
         is_early = event.exitcode == 0 and page is not None and page.is_training(event.local_rank)
-        # A worker that exceeded a time limit has failed, even if it handles the signal and exits with code 0.
-        has_failed = event.exitcode != 0 or is_early or event.local_rank in attempt.expired
-        if self._replaces and has_failed and not is_stopped and attempt.first_failure is None:
-            # Record the first failure here. If the other workers keep running, no other event reports it.
-            attempt.first_failure = event.local_rank
-            attempt.see_failure(event.local_rank, event.seen_ns)
+        if is_early := is_early and "stopped" not in attempt.stamps:
+            attempt.append(Silent((event.local_rank,)))
         meetings = page.meetings() if page is not None and event.exitcode != 0 else ()
         if event.local_rank == attempt.first_failure and self._job.hang_timeout is not None:
             self._diagnose(attempt, partial(self._explain, attempt))
         self.events.append(machine.WorkerExited(event.local_rank, event.exitcode, meetings))
         self.observers.exited(attempt, event)
-        if is_early and not is_stopped:
+        if is_early:
             # Stop all workers, because they would wait forever for this worker. Do not replace this worker,
             # because the Rust core considers it to have succeeded.
-            attempt.silent |= {event.local_rank}
             who = self._who(event.local_rank, event.pid)
             self._console.say(f"{who} exited with code 0 in the middle of the training; stopping all workers")
             self.events.append(machine.ReplaceFailed(event.local_rank))
@@ -570,8 +526,8 @@ class AttemptTracker:
 
     def _on_replaced(self, event: _core.WorkerReplaced) -> None:
         attempt = self.result.attempts[-1]
-        failed = attempt.replace(event.local_rank, event.pid, self._restarts)
-        failed.stamps["started"] = event.started_ns
+        failed = attempt.replace(event, self._restarts)
+        attempt.append(event, _core.WorkerReplaced)
         self._workers.replaced(self.supervisor, event.local_rank)
         self.events.append(machine.WorkerReplaced(event.local_rank))
         self.observers.replaced(attempt, failed)
@@ -588,9 +544,7 @@ class AttemptTracker:
             how = phrases.how_the_nursery_ended(event.nursery_exitcode, event.nursery_hung)
             if self._start_cold(f"the nursery {how}"):
                 return
-        attempt.stamps["ended"] = event.ended_ns
-        attempt.nursery_exitcode = event.nursery_exitcode
-        attempt.nursery_hung = event.nursery_hung
+        attempt.append(event, _core.GroupEnded)
         if self._job.hang_timeout is not None:
             attempt.heartbeats = self.supervisor.heartbeats()
         self._begun, self._over = None, event
@@ -620,7 +574,7 @@ class AttemptTracker:
             ended = [*_named(event.ended), *leftovers.ended]
             self._name_descendants("killed", ended, event.more_ended + leftovers.more_ended)
             if leftovers.silent:
-                attempt.fail_silently(leftovers.silent, event.ended_ns)
+                attempt.append(Silent(leftovers.silent, event.ended_ns))
                 outcome = "failed"
         conflict = outcome == "failed" and attempt.files.run(partial(_is_port_conflict, attempt), False)
         if outcome == "failed":
@@ -651,7 +605,7 @@ class AttemptTracker:
         if self._warming is not None:
             attempt = self.attempt
             if attempt is not None and not {"started", "ended"} & attempt.stamps.keys():
-                attempt.stamps["imported"] = time.monotonic_ns()
+                attempt.append(Stamp("imported", time.monotonic_ns()))
             self._warming.ended(event)
 
     def _on_degraded(self, event: _core.Degraded) -> None:
@@ -681,10 +635,8 @@ _CONFLICT_BYTES = 65536
 
 def _is_port_conflict(attempt: Attempt) -> bool:
     """Return true if the attempt failed because the workers' store could not bind the port that was reserved
-    for it.
-
-    Search the error files and stderr logs of the failed workers for the port number and the kernel's message
-    about a port in use. Ignore ports that the user has chosen.
+    for it: the error files or stderr logs contain the number and the kernel's message. Ports that the user
+    has chosen do not count.
     """
     held = attempt.plan.port
     if held is None or held.store is not None:
@@ -702,13 +654,7 @@ def _is_port_conflict(attempt: Attempt) -> bool:
 
 
 def _log_expired(run_id: str, event: _core.TimerExpired) -> None:
-    """Call the hook ``log_debug_info_for_expired_timers`` for a timer, as torch's timer server does. The
-    program may have replaced the hook.
-
-    Args:
-        run_id: identifier of the job.
-        event: the expired timer.
-    """
+    """Call ``log_debug_info_for_expired_timers``, which the program may have replaced."""
     request = public("timer.file_based_local_timer.FileTimerRequest")(
         event.pid, event.scope, event.deadline, event.signal or 0
     )

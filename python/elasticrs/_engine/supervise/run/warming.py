@@ -38,16 +38,12 @@ _MOST_TOUCHED = 3
 
 class Warming:
     """Reads the nurseries' reports, prints messages for the user, and decides whether workers may be forked.
-
-    Args:
-        say: prints a line for the user.
-        limit: time limit for the imports of a nursery, in seconds.
+    ``limit`` is the time limit for the imports of a nursery, in seconds.
 
     Attributes:
         report: descriptor of the file into which all nurseries write their reports, in order.
         is_warm: true if workers that start now are forked from a nursery.
-        why_cold: reason why workers start cold; ``None`` if they start warm.
-        found: latest report of a nursery.
+        why_cold: reason why workers start cold.
     """
 
     def __init__(self, say: Callable[[str], None], limit: float) -> None:
@@ -65,11 +61,7 @@ class Warming:
         self._looking: BackgroundCall | None = None
 
     def ended(self, event: Warmed) -> None:
-        """Handle the event that reports the end of a nursery's imports or the exit of a nursery.
-
-        Args:
-            event: result of the imports.
-        """
+        """Handle the end of a nursery's imports, or its exit."""
         told = os.pread(self.report, os.fstat(self.report).st_size - self._read, self._read)
         self._read += len(told)
         self.found = found = import_report.read(told)
@@ -100,9 +92,6 @@ class Warming:
     def may_fork(self, supervisor: Supervisor) -> bool:
         """Return true if the workers of a new attempt may be forked from a process with preloaded modules. If
         the modules' files have changed, stop that process. The attempt then waits for a new process.
-
-        Args:
-            supervisor: supervisor of the nursery. It may not have a group of workers.
         """
         if self._never_again is not None:
             self.is_warm, self.why_cold = False, self._never_again

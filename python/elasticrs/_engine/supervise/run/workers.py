@@ -65,11 +65,8 @@ class WorkerSetup(Value):
     """Data that all kinds of workers need to start.
 
     Args:
-        job: configuration of the job.
         logs: function that creates the files of an attempt. Its arguments are the name of the attempt, and
-            the environment variables of the workers by local rank. It adds the path of the error file to the
-            variables.
-        environ: environment that all workers inherit.
+            the workers' variables by local rank, to which it adds the path of the error file.
         keep_ignored: signals that stay ignored in the workers.
         consoles: descriptors (1, 2) on which the core prints the workers' output.
         remove_logs: removes the temporary log folder after the job if it contains no files.
@@ -90,17 +87,14 @@ class WorkerSetup(Value):
 
 
 class Leftovers(Value):
-    """Leftover processes, missing return values and start errors of the workers, which the Rust core does not
-    report.
+    """What the Rust core does not report about the end of an attempt.
 
     Args:
-        ended: pid and name of the first few leftover processes that had to be killed and that the core had
-            not started.
+        ended: pid and name of the first few killed processes that the core had not started.
         more_ended: number of further such processes.
-        was_stopped: true if a stop was requested while leftover processes were still allowed to continue.
+        was_stopped: true if a stop was requested while leftover processes were allowed to continue.
         silent: local ranks of workers that should have returned a value but did not.
-        why_not_started: reason why the workers could not be started, if a keeper starts them; ``None`` if
-            they were started.
+        why_not_started: reason why a keeper could not start the workers.
     """
 
     ended: Sequence[tuple[int, str]] = ()
@@ -114,20 +108,13 @@ class Leftovers(Value):
 class Workers(ABC):
     """Base class of the workers of a job. One object is used for all attempts.
 
-    Args:
-        setup: data that all kinds of workers need.
-
     Attributes:
-        are_started: true if all workers of the attempt are running, including those that the core does not
-            start.
-        leftovers: further facts about the end of an attempt; ``None`` until all processes of the attempt have
-            exited.
+        are_started: true if all workers run, including those that the core does not start.
+        leftovers: further facts about the end of an attempt; ``None`` until all its processes have exited.
         warm_command: part of the command line that all workers have in common; ``None`` if no worker is
             forked from a warm nursery.
-        follower: debugger or tracer that follows the workers, so that they start cold; ``None`` if no such
-            tool is active in this process.
-        unfollowed: script that a profiler has set as ``sys.executable`` in this process. The profiler does
-            not follow the workers. ``None`` if there is no such script.
+        follower: debugger or tracer that follows the workers, so that they start cold.
+        unfollowed: script that a profiler has set as ``sys.executable``. It does not follow the workers.
         may_fork: false if the workers of the next attempt have to start cold.
     """
 
@@ -148,14 +135,10 @@ class Workers(ABC):
 
     @abstractmethod
     def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[_core.ProcessSpec]:
-        """Return the processes to start for an attempt, in the order of local ranks. ``environments``
-        contains the complete environment of each process.
-        """
+        """Return the processes of an attempt by local rank. ``environments`` are complete."""
 
     def replacement(self, paths: LogPaths, local_rank: int, environ: dict[str, str]) -> _core.ProcessSpec:
-        """Return the process to start as the replacement for a worker. ``environ`` is its complete
-        environment.
-        """
+        """Return the process that replaces a worker. ``environ`` is its complete environment."""
         (process,) = self.specs(paths, {local_rank: environ})
         return process
 
@@ -179,24 +162,19 @@ class Workers(ABC):
         """Handle a request to stop the workers. The Rust core has already received the request."""
 
     def ended(self, supervisor: _core.Supervisor, *, has_succeeded: bool = False) -> None:  # noqa: B027 -- optional to override
-        """Handle the end of the attempt. Called after all processes that the Rust core started have exited,
-        or after their start has failed.
-        """
+        """Handle the end of the processes that the core started, or the failure of their start."""
 
     def close(self) -> None:  # noqa: B027 -- optional to override
-        """Kill the remaining processes and release all resources, because no further attempt follows.
-        Idempotent.
-        """
+        """Kill the remaining processes and release all resources. Idempotent."""
 
 
 def watch_timers(setup: WorkerSetup, supervisor: _core.Supervisor) -> dict[str, str]:
-    """Monitor the workers' expiration timers if ``TORCHELASTIC_ENABLE_FILE_TIMER=1`` is set, and their
-    heartbeats if ``--hang-timeout`` is given. The settings apply to all attempts. Return the variables that
-    tell the workers the path of the timers' FIFO.
+    """Watch the workers' timers if ``TORCHELASTIC_ENABLE_FILE_TIMER=1`` is set, and their heartbeats if
+    ``--hang-timeout`` is given, in all attempts. Return the variables that tell the workers the path of the
+    timers' FIFO.
 
     Raises:
-        UsageError: a file already exists at ``TORCHELASTIC_TIMER_FILE``, or no FIFO can be created there.
-        OSError: no FIFO can be created anywhere.
+        UsageError: no FIFO can be created at ``TORCHELASTIC_TIMER_FILE``.
     """
     variables: dict[str, str] = {}
     environ = setup.environ
@@ -214,14 +192,8 @@ def watch_timers(setup: WorkerSetup, supervisor: _core.Supervisor) -> dict[str, 
 
 
 def watch_hangs(setup: WorkerSetup, supervisor: _core.Supervisor, least: float = 0.0) -> None:
-    """Monitor the heartbeats of the workers if ``--hang-timeout`` is given. The next attempt is the first one
-    that is monitored with these limits.
-
-    Args:
-        setup: settings of the workers.
-        supervisor: supervisor of the workers.
-        least: minimum in seconds of a limit that is learned from the heartbeats. A larger minimum in the
-            settings takes precedence.
+    """Watch the heartbeats of the workers from the next attempt on if ``--hang-timeout`` is given. Limits
+    that are learned are at least ``least`` seconds, unless the settings have a larger minimum.
     """
     job = setup.job
     if job.hang_timeout is None:
@@ -242,11 +214,9 @@ def prepare_group(
     workers: Workers, supervisor: _core.Supervisor, attempt: Attempt, extra: Mapping[str, str]
 ) -> _core.GroupSpec:
     """Create the log files of an attempt, store their paths in ``attempt``, and return the group of processes
-    to start. The core starts either all of these processes or none. ``extra`` contains additional environment
-    variables for all workers.
+    to start. ``extra`` contains additional environment variables for all workers.
 
     Raises:
-        _core.SupervisorError: the supervisor has failed.
         OSError: a log directory could not be created, or the process has run out of file descriptors.
     """
     setup = workers.setup
@@ -288,12 +258,8 @@ def prepare_group(
 def prepare_replacement(
     workers: Workers, supervisor: _core.Supervisor, attempt: Attempt, local_rank: int, restarts: int
 ) -> _core.ProcessSpec:
-    """Return the replacement for a worker whose processes have all exited. The replacement appends to the old
-    worker's log files. The old error file is renamed.
-
-    Raises:
-        _core.SupervisorError: the supervisor has failed.
-        OSError: the error file cannot be renamed, or the process has run out of file descriptors.
+    """Return the replacement for a worker whose processes have all exited. It appends to the worker's log
+    files. The old error file is renamed.
     """
     setup, paths = workers.setup, attempt.paths
     own = attempt.variables[local_rank]
@@ -359,15 +325,7 @@ def variables_of(
     restarts: int,
     inherited: Mapping[str, str],
 ) -> dict[int, dict[str, str]]:
-    """Return the variables that are added to the environment of each worker, by local rank.
-
-    Args:
-        job: configuration of the job.
-        plan: ranks and addresses of the workers.
-        round: number of the attempt.
-        restarts: number of charged restarts.
-        inherited: environment that all workers share.
-    """
+    """Return the variables that are added to the environment of each worker, by local rank."""
     variables = {
         ranks.local_rank: worker_env(ranks, job, plan, round=round, restarts=restarts, inherited=inherited)
         for ranks in plan.ranks
@@ -381,12 +339,8 @@ def variables_of(
 
 
 def warm_nursery(workers: Workers, report: int) -> _core.WarmNursery | None:
-    """Return the specification of the nursery, a process that imports modules and then forks the workers.
-    Return ``None`` if the workers are started without preloaded modules.
-
-    Args:
-        workers: workers of the job.
-        report: descriptor of the memory file for the nursery's report.
+    """Return the specification of the nursery, which imports modules and then forks the workers; ``None`` if
+    nothing is preloaded. ``report`` is the descriptor of the memory file for its report.
     """
     setup, command = workers.setup, workers.warm_command
     if setup.preload is None or command is None:
@@ -405,11 +359,7 @@ def _py_spy(environ: Mapping[str, str]) -> str | None:
 
 
 class CommandWorkers(Workers):
-    """Workers that run a program.
-
-    As in torch, ``${local_rank}`` in an argument is replaced with the worker's local rank, and ``$$`` with a
-    dollar sign.
-    """
+    """Workers that run a program. ``${local_rank}`` in its arguments is replaced, as in torch."""
 
     def __init__(self, setup: WorkerSetup, command: Sequence[str]) -> None:
         super().__init__(setup)

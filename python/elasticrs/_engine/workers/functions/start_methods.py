@@ -319,7 +319,7 @@ class Kept(FunctionStart):
 
     def close(self) -> None:
         """Kill all processes through their parent process, and release all resources; see the base class."""
-        ended = None if self._group is None else self._group.end
+        ended = None if self._group is None else self._group.log.end
         has_succeeded = ended is not None and ended.outcome == "succeeded"
         self.begin_end(keeper.LINGER if has_succeeded else keeper.AT_ONCE)
         self.finish()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from elasticrs import _core
 from elasticrs._engine.failures.errors import JobFailedError
+from elasticrs._engine.workers.event_log import Adopted, EventLog
 from elasticrs._engine.workers.functions.interrupts import waiting
 from elasticrs._engine.workers.process import adopt, end_at_once
 
@@ -65,7 +66,7 @@ def not_started(text: str, number: int | None) -> NotStartedError:
 
 
 class SupervisedGroup:
-    """Group of processes that this class starts, and whose exits it records.
+    """Group of processes that this class starts, and whose events it records.
 
     Args:
         grace: seconds between SIGTERM and SIGKILL for the other processes after a failure.
@@ -74,16 +75,8 @@ class SupervisedGroup:
             group.
 
     Attributes:
-        pids: pids by local rank.
-        exits: exits by local rank, in the order in which they were seen.
-        first_failure: local rank that failed first; ``None`` if none has failed.
-        end: event that reported the end of the group; ``None`` until then.
-        on_fd: called with each readable file descriptor that :meth:`watch_fd` watches, in the thread that
-            waits for events.
-
-    Raises:
-        _core.SupervisorError: no supervisor can be created.
-        OSError: the process has run out of file descriptors.
+        log: what happened to the group.
+        on_fd: called with each readable descriptor of :meth:`watch_fd`, in the thread that waits for events.
     """
 
     def __init__(self, grace: float = 30.0, *, stop_scope: str = "group") -> None:
@@ -92,10 +85,7 @@ class SupervisedGroup:
         self._turn = threading.Condition()
         self._waiter: int | None = None
         self.on_fd: Callable[[int], None] = lambda _fd: None
-        self.pids: dict[int, int] = {}
-        self.exits: dict[int, _core.WorkerExited] = {}
-        self.first_failure: int | None = None
-        self.end: _core.GroupEnded | None = None
+        self.log = EventLog()
         self._is_started = False
         self._trouble: list[str] = []
         self._failure: _core.StartFailed | None = None
@@ -118,28 +108,20 @@ class SupervisedGroup:
     def start(self, specs: Sequence[_core.ProcessSpec], streams: Sequence[_core.LogStream] = ()) -> None:
         """Start all processes, and return once all are running. If one cannot be started, none is left
         running. The core copies ``streams`` to the console.
-
-        Raises:
-            OSError: a program or a file cannot be accessed.
-            _core.SupervisorError: see the class.
         """
         supervisor = self._running()
         if streams:
             supervisor.follow(streams)
         policy = _core.StopPolicy(15, self._grace)
         supervisor.start(_core.GroupSpec(specs, on_failure=policy, stop_scope=self._stop_scope))
-        self.wait_until(lambda: self._is_started or self._failure is not None or self.end is not None)
+        self.wait_until(lambda: self._is_started or self._failure is not None or self.log.end is not None)
         if self._failure is not None:
             text = f"the processes could not be started: {self._failure.message}"
             raise not_started(text, self._failure.errno)
 
     def adopt(self, pids: Mapping[int, int], statuses: Sequence[int]) -> None:
-        """Adopt processes that another process has started. Call this after :meth:`start`, and before the
-        processes are allowed to run their functions.
-
-        Args:
-            pids: pids by local rank.
-            statuses: pipes, by local rank, into which the parent writes the exit statuses.
+        """Adopt processes that another process has started, after :meth:`start` and before they may run their
+        functions. ``statuses`` are pipes, by local rank, into which the parent writes the exit statuses.
 
         Raises:
             RuntimeError: a process has already exited.
@@ -150,7 +132,7 @@ class SupervisedGroup:
             are_ours = False
         if not are_ours:
             raise RuntimeError("a process exited before it could run its function")
-        self.pids.update(pids)
+        self.log.append(Adopted([pid for _, pid in sorted(pids.items())]))
 
     def watch_fd(self, fd: int) -> None:
         self._running().watch_fd(fd)
@@ -162,7 +144,7 @@ class SupervisedGroup:
     # --- waiting ---
 
     def poll(self) -> None:
-        self.wait_until(lambda: self.end is not None, 0.0)
+        self.wait_until(lambda: self.log.end is not None, 0.0)
 
     def wait_until(self, is_met: Callable[[], bool], timeout: float | None = None) -> bool:
         """Wait until a condition on the recorded state is met. ``timeout`` is in seconds; ``None`` means no
@@ -210,20 +192,16 @@ class SupervisedGroup:
             else:
                 self.on_fd(event.fd)
         elif isinstance(event, _core.GroupStarted):
-            self.pids.update(enumerate(event.pids))
+            self.log.append(event)
             self._is_started = True
         elif isinstance(event, _core.StartFailed):
             self._failure = event
-        elif isinstance(event, _core.FailureSeen):
-            self.first_failure = event.local_rank
-        elif isinstance(event, _core.WorkerExited):
-            self.exits[event.local_rank] = event
-        elif isinstance(event, _core.GroupEnded):
-            self.end = event
         elif isinstance(event, _core.LogTrouble):
             self._trouble.append(f"log file {event.path}: {os.strerror(event.errno)}")
         elif isinstance(event, _core.Degraded):
             self._trouble.append(event.message)
+        elif isinstance(event, (_core.FailureSeen, _core.WorkerExited, _core.GroupEnded)):
+            self.log.append(event)
 
     def take_trouble(self) -> list[str]:
         """Return the messages for the user that were added since the last call."""
@@ -233,21 +211,19 @@ class SupervisedGroup:
     # --- stopping ---
 
     def signal(self, signum: int, local_rank: int) -> None:
-        """Send a signal to a process or its process group. Do nothing if all processes of the group have
-        exited.
-        """
-        if self._supervisor is not None and self.end is None:
+        """Send a signal to a process or its process group, unless the group has ended."""
+        if self._supervisor is not None and self.log.end is None:
             self._supervisor.signal(signum, [local_rank])
 
     def stop(self, death_sig: int, timeout: float) -> None:
         """Send a signal to all processes, and SIGKILL to those that are still running after ``timeout``
         seconds. Return when all processes have exited.
         """
-        if self._supervisor is None or self.end is not None or self._failure is not None:
+        if self._supervisor is None or self.log.end is not None or self._failure is not None:
             return
         self._supervisor.stop(_core.StopPolicy(death_sig, max(0.0, timeout)))
         if self._is_started:
-            self.wait_until(lambda: self.end is not None, max(0.0, timeout) + _END_SLACK)
+            self.wait_until(lambda: self.log.end is not None, max(0.0, timeout) + _END_SLACK)
 
     def hurry(self) -> None:
         """Kill all remaining processes immediately, so that :meth:`stop` can return."""
@@ -260,7 +236,7 @@ class SupervisedGroup:
         if supervisor is None:
             return
         try:
-            if self.end is not None:
+            if self.log.end is not None:
                 supervisor.drain(DRAIN_TIMEOUT)
         finally:
             supervisor.close()
@@ -278,9 +254,6 @@ class SupervisedProcess:
     """A process of a group. It has the same interface as :class:`subprocess.Popen`.
 
     Args:
-        group: group of the process.
-        local_rank: index of the process in the group.
-        args: command line of the process.
         is_alone: true if the group contains only this process. This object then closes the group when the
             process and its leftover processes have exited.
     """
@@ -292,14 +265,14 @@ class SupervisedProcess:
         self._local_rank = local_rank
         self._is_alone = is_alone
         self.args = list(args)
-        self.pid = group.pids[local_rank]
+        self.pid = group.log.pids[local_rank]
 
     @property
     def returncode(self) -> int | None:
         """Exit code, or the negative number of the signal that killed the process; ``None`` until its exit is
         noticed.
         """
-        ended = self._group.exits.get(self._local_rank)
+        ended = self._group.log.exits.get(self._local_rank)
         if ended is None:
             return None
         # If the exit status is unknown, return a failure code, because `Popen` cannot represent an unknown
@@ -340,7 +313,7 @@ class SupervisedProcess:
     def _let_go(self) -> None:
         # Close the group only if its leftover processes have already exited, because this method must not
         # wait for them.
-        if self._is_alone and self._group.end is not None:
+        if self._is_alone and self._group.log.end is not None:
             self._group.close()
 
 

@@ -1,0 +1,322 @@
+"""Log of what happened to a group of workers. The facts about a failure are functions of this log.
+
+Independent events may be reported in any order, so their times decide, not their places in the log.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from elasticrs import _core
+from elasticrs._engine.job.value import Value
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+    from typing import Any
+
+    from elasticrs._core import FailureSeen, GroupEnded, TimerExpired, WorkerExited, WorkerHung, WorkerRaised
+    from elasticrs._engine.hangs.culprits import Blame
+
+
+class Overdue(Value):
+    """Reason why a worker counts as failed, whatever its exit code: it exceeded a time limit (of a timer, of
+    heartbeats, or of its exit after an exception), or :attr:`EventLog.blame` names it. ``seen_ns`` is the
+    time when the agent noticed that. At most one of ``timer``, ``hung`` and ``raised`` is set.
+    """
+
+    seen_ns: int
+    timer: TimerExpired | None = None
+    hung: WorkerHung | None = None
+    raised: WorkerRaised | None = None
+    is_blamed: bool = False
+
+
+# The agent's own events. All times are in nanoseconds of the monotonic clock.
+
+
+class Stamp(Value):
+    """Time of a step of the agent; see :attr:`EventLog.stamps`."""
+
+    name: str
+    at_ns: int
+
+
+class Adopted(Value):
+    """Another process has started the workers. ``pids`` is in the order of the local ranks."""
+
+    pids: Sequence[int]
+
+
+class Blamed(Value):
+    """The agent has decided which workers of this node are to blame for a hang (``hung``) or for a failed
+    collective at ``at_ns``. They replace the worker that the core killed, or whose failure the core saw
+    first. ``local_ranks`` has at least one element.
+    """
+
+    blame: Blame
+    local_ranks: Sequence[int]
+    at_ns: int
+    hung: WorkerHung | None = None
+
+
+class Silent(Value):
+    """Workers exited with 0 before their work was done. ``ended_ns`` is the end of the group if no other
+    worker has failed; ``None`` while other workers run.
+    """
+
+    local_ranks: Collection[int]
+    ended_ns: int | None = None
+
+
+_LIMITS = {_core.TimerExpired: "timer", _core.WorkerHung: "hung", _core.WorkerRaised: "raised"}
+_OF_A_WORKER = {*_LIMITS, _core.FailureSeen, _core.WorkerExited}
+_DERIVED = ("first_failure", "expired", "stamps")
+"""Answers that are kept until an event may change them."""
+
+
+class EventLog:
+    """Events of a group of workers, in the order in which they became known. Only :meth:`append` changes it.
+
+    Args:
+        replaces: true if a failed worker is replaced while the others run. The core then reports no first
+            failure.
+
+    Attributes:
+        events: each event with its type.
+        pids: pids of the workers, by local rank. For a replaced worker, the pid of the latest replacement.
+        exits: exits of the workers, by local rank, in the order in which the agent saw them.
+        raised: last uncaught exception that each worker reported, by local rank.
+        end: event that reported the end of the group; ``None`` until then.
+    """
+
+    def __init__(self, *, replaces: bool = False) -> None:
+        self._replaces = replaces
+        self._forget()
+
+    def _forget(self) -> None:
+        self.events: list[tuple[type, Any]] = []
+        self.pids: Sequence[int] = ()
+        self.exits: dict[int, WorkerExited] = {}
+        self.raised: dict[int, WorkerRaised] = {}
+        self.end: GroupEnded | None = None
+        self._times: dict[str, int] = {}
+        self._overdue: list[tuple[int, Overdue]] = []
+        self._failures: list[FailureSeen] = []
+        self._blames: list[Blamed] = []
+        self._silent: list[Silent] = []
+
+    def append(self, event: Any, kind: type | None = None) -> None:
+        """Add an event. ``kind`` is its type if it only has the fields of that type."""
+        kind = kind or type(event)
+        self.events.append((kind, event))
+        if kind is _core.WorkerExited:
+            self.exits.setdefault(event.local_rank, event)
+            if not (self._replaces or self._blames or self._silent):
+                return
+        elif kind is Stamp:
+            self._times[event.name] = event.at_ns
+        elif kind is _core.GroupStarted or kind is Adopted:
+            self.pids = event.pids
+        elif kind is _core.WorkerReplaced:
+            self.pids = [*self.pids[: event.local_rank], event.pid, *self.pids[event.local_rank + 1 :]]
+        elif kind is _core.GroupEnded:
+            self.end, self._times["ended"] = event, event.ended_ns
+        elif kind in _LIMITS:
+            if kind is _core.WorkerRaised:
+                known = self.raised.get(event.local_rank, event)
+                self.raised[event.local_rank] = max(event, known, key=lambda each: each.seen_ns)
+            is_notice = (kind is _core.TimerExpired and event.signal is None) or (
+                kind is _core.WorkerRaised and event.exit == "begun"
+            )
+            if not is_notice:
+                why = {_LIMITS[kind]: event}
+                self._overdue.append((event.local_rank, Overdue(event.seen_ns, **why)))
+        else:
+            more: dict[type, list[Any]] = {
+                _core.FailureSeen: self._failures,
+                Silent: self._silent,
+                Blamed: self._blames,
+            }
+            more[kind].append(event)
+            self._blames.sort(key=lambda each: each.at_ns)
+        for name in _DERIVED:
+            self.__dict__.pop(name, None)
+
+    def _take(self, local_rank: int) -> list[tuple[type, Any]]:
+        """Remove the events about a worker that has been replaced, and return them."""
+        own: list[tuple[type, Any]] = []
+        rest: list[tuple[type, Any]] = []
+        for kind, event in self.events:
+            if kind is Blamed and local_rank in event.local_ranks:
+                own.append((kind, event.replaced(local_ranks=[local_rank])))
+            elif kind is not Blamed:
+                is_own = kind in _OF_A_WORKER and event.local_rank == local_rank
+                (own if is_own else rest).append((kind, event))
+        self._forget()
+        for kind, event in rest:
+            self.append(event, kind)
+        return own
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the workers have exited and their leftover processes are cleaned up."""
+        return self.end is not None
+
+    def running(self) -> dict[int, int]:
+        """Pids of the workers that are still running, by local rank. The pid of an exited worker is left out,
+        because the kernel may have reused it.
+        """
+        return {rank: pid for rank, pid in enumerate(self.pids) if rank not in self.exits}
+
+    # --- the first failure ---
+
+    @property
+    def signalled(self) -> int:
+        """Number of other workers that were signalled because of the first failure."""
+        return self._failures[0].siblings if self._failures else 0
+
+    @property
+    def silent(self) -> Collection[int]:
+        """Workers that exited with 0 before their work was done."""
+        return {rank for each in self._silent for rank in each.local_ranks}
+
+    def _seen_first(self) -> tuple[int, int] | None:
+        """Return the time of the first failure that was seen, and the local rank of the worker."""
+        found = [(each.seen_ns, each.local_rank) for each in self._failures]
+        if not found and self._replaces:
+            stopped_ns = self._times.get("stopped")
+            failed = {*self.silent, *(rank for rank, _ in self._overdue)}
+            failed.update(rank for rank, each in self.exits.items() if each.exitcode != 0)
+            found = [(each.seen_ns, rank) for rank, each in self.exits.items() if rank in failed]
+            found = [each for each in found if stopped_ns is None or each[0] < stopped_ns]
+        return min(found, default=None)
+
+    def _silent_end(self) -> tuple[int, int] | None:
+        """Return the first worker of those that failed silently, and the time when it became known."""
+        for each in self._silent:
+            ranks = [rank for rank in each.local_ranks if rank in self.exits]
+            if each.ended_ns is not None and ranks:
+                return min(ranks, key=lambda rank: self.exits[rank].seen_ns), each.ended_ns
+        return None
+
+    @cached_property
+    def first_failure(self) -> int | None:
+        """Local rank of the worker that failed first. ``None`` if none has failed."""
+        if (silent := self._silent_end()) is not None:
+            return silent[0]
+        if self._blames and self._blames[-1].hung is None:
+            return self._named(self._blames[-1])[0]
+        first = self._seen_first()
+        return None if first is None else self.accused(first[1])
+
+    def _named(self, blamed: Blamed) -> Sequence[int]:
+        """Return the workers that count as failed because of a decision. If it is undecided, only one of the
+        candidates counts, preferably the one that the core has named.
+        """
+        if blamed.blame.is_decided:
+            return blamed.local_ranks
+        first = self._seen_first()
+        seen = blamed.hung.local_rank if blamed.hung is not None else -1 if first is None else first[1]
+        return [seen] if seen in blamed.local_ranks else blamed.local_ranks[:1]
+
+    @property
+    def blame(self) -> Blame | None:
+        """Ranks of this node that are to blame for a hang or a failed collective; ``None`` if unknown."""
+        return self._blames[-1].blame if self._blames else None
+
+    @cached_property
+    def expired(self) -> Mapping[int, Overdue]:
+        """Reasons why workers count as failed regardless of their exit code, by local rank. The first limit
+        that a worker exceeded counts.
+        """
+        found: dict[int, Overdue] = {}
+        for local_rank, why in sorted(self._overdue, key=lambda each: each[1].seen_ns):
+            # The workers to blame for a hang replace the worker that the core has named.
+            if why.hung is None or all(each.hung is not why.hung for each in self._blames):
+                found.setdefault(local_rank, why)
+        for blamed in self._blames:
+            for local_rank in self._named(blamed):
+                exited, at_ns = self.exits.get(local_rank), blamed.at_ns
+                seen_ns = at_ns if exited is None else min(at_ns, exited.seen_ns)
+                found.setdefault(local_rank, Overdue(seen_ns, hung=blamed.hung, is_blamed=True))
+        return found
+
+    def accused(self, local_rank: int) -> int:
+        """Return the local rank of the worker that is to blame for the failure of a given worker. The result
+        is another worker if a hang is blamed on that worker. Otherwise, the result is the given worker.
+        """
+        if self.blame is None or local_rank in self.expired:
+            return local_rank
+        return next((each for each, why in self.expired.items() if why.is_blamed), local_rank)
+
+    def was_stopped_by_exception(self) -> bool:
+        """Return true if the agent stopped the other workers because of the exception of the worker that
+        failed first, before that worker exited.
+        """
+        raised = None if self.first_failure is None else self.raised.get(self.first_failure)
+        return raised is not None and self.stamps.get("failure_seen") == raised.seen_ns
+
+    def is_slow_to_exit(self, local_rank: int) -> bool:
+        """Return true if a worker exceeded ``--exit-timeout`` although its exit was making progress."""
+        event = self.expired.get(local_rank)
+        return event is not None and event.raised is not None and event.raised.exit == "slow"
+
+    def is_told_at_once(self, local_rank: int) -> bool:
+        """Return true if the failure of a worker is reported before the worker exits. This is the case if the
+        worker has hung, if its exception has stopped the others, or if it is slow to exit.
+        """
+        if local_rank == self.first_failure and self.was_stopped_by_exception():
+            return True
+        event = self.expired.get(local_rank)
+        return event is not None and (event.is_blamed or self.is_slow_to_exit(local_rank))
+
+    def ended_ns(self, worker: WorkerExited) -> int:
+        """Return the time when a worker failed. It may have exited later."""
+        event = self.expired.get(worker.local_rank)
+        return worker.seen_ns if event is None else event.seen_ns
+
+    def failed_exits(self) -> list[WorkerExited]:
+        """Return the failed workers, starting with the first failure. The others follow in the order in which
+        the agent saw their exits.
+
+        A worker has failed if its exit code is not 0, if it exceeded a time limit, if it exited before its
+        work was done, or if the others were stopped because of its exception.
+        """
+        first, ended = self.first_failure, {*self.expired, *self.silent}
+        if first is not None and self.was_stopped_by_exception():
+            ended.add(first)
+        failed = [each for rank, each in self.exits.items() if each.exitcode != 0 or rank in ended]
+        return sorted(failed, key=lambda worker: (worker.local_rank != first, worker.seen_ns))
+
+    # --- times ---
+
+    @cached_property
+    def stamps(self) -> Mapping[str, int]:
+        """Times of events: ``planned``, ``imported`` (if the start had to wait for it), ``started``,
+        ``raised`` (if the agent waited for the exit of a worker that had raised an exception),
+        ``failure_seen``, ``siblings_signalled``, ``stopped`` (if this agent was asked to stop the workers),
+        ``ended``, and ``memory_free`` (if the agent waited for the device memory of dead workers).
+        """
+        found = dict(self._times)
+        if self._failures:
+            found["siblings_signalled"] = self._failures[0].signalled_ns
+        if (first := self._seen_first()) is not None:
+            found["failure_seen"], rank = first
+            for kind, event in self.events if rank in self.raised else ():
+                is_own = kind is _core.WorkerRaised and event.local_rank == rank
+                if is_own and [event.pid] == [*self.pids[rank : rank + 1]] and event.seen_ns < first[0]:
+                    found["raised"] = max(event.seen_ns, found.get("raised", 0))
+        if (silent := self._silent_end()) is not None:
+            found["failure_seen"] = silent[1]
+        return found
+
+    @property
+    def failed_ns(self) -> int:
+        """Time of the first failure: of the exception, if the agent waited for the exit after it.
+
+        Raises:
+            KeyError: no worker has failed.
+        """
+        raised_ns = self.stamps.get("raised")
+        return self.stamps["failure_seen"] if raised_ns is None else raised_ns

@@ -1,0 +1,52 @@
+"""Attempts for tests. What happened to them is written to their logs, as the agent does it."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from elasticrs import _core
+from elasticrs._engine.supervise.attempts.attempt import Attempt
+from elasticrs._engine.workers.event_log import Adopted, Stamp
+
+
+def ended(attempt: Attempt, at_ns: int = 0, **known: Any) -> None:
+    """Record the end of all processes."""
+    about = {"ended_ns": at_ns, "nursery_exitcode": None, "nursery_hung": False, **known}
+    attempt.append(SimpleNamespace(**about), _core.GroupEnded)
+
+
+def exited(
+    attempt: Attempt, local_rank: int, exitcode: int | None, sent: int | None = None, **known: Any
+) -> Any:
+    """Record the exit of a worker, and return its event. ``known`` has further attributes of the event."""
+    about = {"local_rank": local_rank, "pid": 100 + local_rank, "exitcode": exitcode, "sent_signal": sent}
+    event = SimpleNamespace(**{**about, "seen_ns": 9, **known})
+    attempt.append(event, _core.WorkerExited)
+
+
+def raised(attempt: Attempt, local_rank: int, **known: Any) -> None:
+    """Record an uncaught exception of a worker."""
+    about = {"pid": 100 + local_rank, "seen_ns": 1, "text": "", "origin": "unknown", "exit": "begun"}
+    event = SimpleNamespace(**{**about, "limit": None, **known, "local_rank": local_rank})
+    attempt.append(event, _core.WorkerRaised)
+
+
+def failed(attempt: Attempt, local_rank: int, seen_ns: int = 1, signalled_ns: int = 1) -> None:
+    """Record the first failure."""
+    about = {"local_rank": local_rank, "seen_ns": seen_ns, "signalled_ns": signalled_ns, "siblings": 1}
+    attempt.append(SimpleNamespace(**about), _core.FailureSeen)
+
+
+def stamped(attempt: Attempt, **stamps: int) -> Attempt:
+    """Record times of the agent and the end of the processes; see ``EventLog.stamps``."""
+    for name, at_ns in stamps.items():
+        if name == "ended":
+            ended(attempt, at_ns)
+        else:
+            attempt.append(Stamp(name, at_ns))
+    return attempt
+
+
+def adopted(attempt: Attempt, *pids: int) -> Attempt:
+    """Record the pids of the workers."""
+    attempt.append(Adopted(pids))
+    return attempt
