@@ -72,11 +72,8 @@ def is_in_file(config: Mapping[str, object]) -> bool:
 
 
 def check_backend(backend: str, words: Words = COMMAND_LINE, others: Iterable[str] = ()) -> str:
-    """Return the kind of the back end with this name. ``others`` are the names of external back ends, for the
-    error message.
-
-    Raises:
-        UsageError: elasticrs has no back end of this name.
+    """Return the kind of the back end with this name, or raise :class:`.UsageError`. ``others`` are the names
+    of external back ends, for the error message.
     """
     found = BACKENDS.get(backend)
     if found is not None:
@@ -100,19 +97,9 @@ def describe(
 ) -> tuple[Rendezvous | None, list[str]]:
     """Create a ``Rendezvous`` from the user's settings. Check everything that can be checked offline.
 
-    Args:
-        backend: name of the back end.
-        endpoint: ``HOST[:PORT]``, or empty. For etcd, several endpoints separated by commas.
-        run_id: name of the job.
-        nodes: minimum and maximum number of nodes. The caller has already checked that the minimum does not
-            exceed the maximum.
-        config: settings by key.
-        environ: environment variables, which may contain the token and the exit barrier's timeout.
-        node_rank: rank of this node; ``None`` if the user has not set it.
-        local_addr: address of this node; ``None`` if the user has not set it.
-        grace: seconds that workers may take to stop.
-        exit_barrier_timeout: value of the command-line option, which overrides all other sources.
-        words: names of the settings for error messages.
+    The caller has already checked the order of ``nodes``, the minimum and the maximum. ``grace`` is the
+    number of seconds that workers may take to stop, ``exit_barrier_timeout`` the value of the command-line
+    option.
 
     Returns:
         The rendezvous, and messages to the user. The rendezvous is ``None`` if the job has a single node and

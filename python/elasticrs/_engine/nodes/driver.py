@@ -195,18 +195,15 @@ class Driver:
         return None if self._member is None else self._member.last_head
 
     def node_names(self) -> list[str] | None:
-        """Return the names of the nodes in the current round, by group rank. Return ``None`` if this agent is
-        not the leader, because only the leader reads the names from the store.
-        """
+        """Return the names of the round's nodes, by group rank. Only the leader reads them from the store."""
         leader = None if self._member is None else self._member.leader
         view = None if leader is None else leader.view
         return None if view is None else [seat.name for seat in view.seats]
 
     @property
     def job_number(self) -> int:
-        """Store revision at which the job's record was created; 0 while the revision is unknown.
-
-        The number distinguishes this job from an earlier job with the same name.
+        """Store revision at which the job's record was created, which distinguishes this job from an earlier
+        one of the same name; 0 while it is unknown.
         """
         return 0 if self._member is None else self._member.joining.job_revision
 
@@ -255,13 +252,8 @@ class Driver:
         return left
 
     def worker_gone(self, name: str) -> None:
-        """Delete the registration of this agent's dead worker, so that the other workers notice its death
-        immediately.
-
-        Call this only when all processes of the worker have exited.
-
-        Args:
-            name: name that this agent gave the worker.
+        """Delete the registration of this agent's dead worker, so that the other workers notice its death at
+        once. Call this only when all processes of the worker have exited.
         """
         keys = workers_keys(self._rendezvous, self.store.job, self.job_number)
         # Use tag 0, because the state machine never uses it and therefore ignores the reply.
@@ -274,9 +266,7 @@ class Driver:
         return self._member.agent.agent
 
     def seconds_left(self, limit: float) -> float:
-        """Return the number of seconds until the next timer expires, but at most ``limit``. Call :meth:`poll`
-        at that time.
-        """
+        """Return the seconds until the next timer expires, at most ``limit``. Call :meth:`poll` then."""
         return self._timers.seconds_left(limit)
 
     @property
@@ -315,14 +305,9 @@ class Driver:
         return f"{where} is taken by another program: {self._port.trouble}"
 
     def group_over(self, event: Event) -> list[LoopAction]:
-        """Report to the state machine that all worker processes have exited. If the workers have used the
-        port of the rendezvous, first make the port available to the rendezvous again.
-
-        If a socket of the workers still occupies the port, hold back events that lead to the next round for a
-        while. Returns the actions that the caller has to execute.
-
-        Args:
-            event: ``WorkersDone``, ``GroupEnded`` or ``StartFailed``.
+        """Report with ``event`` that all worker processes have exited. With ``static``, first take the port
+        back: if a socket of the workers still occupies it, hold back events that lead to the next round for a
+        while.
         """
         if self._port.take_back():
             return self.tell(event)
@@ -393,9 +378,7 @@ class Driver:
     # --- executing actions ---
 
     def _do(self, action: Action) -> Sequence[Event]:
-        """Execute an action that the driver handles itself. Return the events that the action causes
-        immediately.
-        """
+        """Execute an action of the driver. Return the events that it causes immediately."""
         match action:
             case Txn() | Watch() | Unwatch():
                 self.store.send(action)

@@ -264,9 +264,8 @@ def _why(error: OSError) -> str:
 
 
 def _doubt(rendezvous: Rendezvous, resolver: SystemResolver) -> str | None:
-    """Return a warning if the other nodes do not seem to connect to this machine; otherwise ``None``.
-
-    This is not an error, because the address may belong to a service that forwards to this machine.
+    """Return a warning if the other nodes do not seem to connect to this machine. This is not an error,
+    because the address may belong to a service that forwards to this machine.
     """
     host, here = rendezvous.host, "node rank 0 is here, but"
     if is_loopback_name(host) or is_unspecified(host):
@@ -315,10 +314,8 @@ class SystemResolver:
         return list(dict.fromkeys((name, *full)))
 
     def resolve(self, name: str) -> list[str]:
-        """Return the numeric addresses of a host name or address, in the order in which clients try them.
-
-        Raises:
-            OSError: the name cannot be resolved.
+        """Return the numeric addresses of a host, in the order in which clients try them, or raise
+        :class:`OSError`.
         """
         try:
             found = _socket.getaddrinfo(_plain_text(name), None, 0, _socket.SOCK_STREAM)

@@ -284,15 +284,11 @@ class RendezvousStore:
             self._server.lead_workers(address, agent)
 
     def announce_workers_store(self, agent: str, head: Head | None) -> None:
-        """Tell the rendezvous store the address of the current round's workers' store. The rendezvous store
-        forwards the connections of workers to this address; see :meth:`follow`.
+        """Tell the rendezvous store the address of the round's workers' store, to which it forwards the
+        connections of workers; see :meth:`follow`.
 
         Do nothing with etcd or the back end ``static``, or if this agent hosts the rendezvous store. Also do
         nothing if this process is a worker, because its token gives no access to such keys.
-
-        Args:
-            agent: name of this agent. It has group rank 0 in the round.
-            head: state of the job.
         """
         address = workers_store(head)
         rendezvous = self._rendezvous
@@ -305,15 +301,11 @@ class RendezvousStore:
         self.send(Txn(0, [], [put]))
 
     def connect(self, *, same: bool = False) -> ConnectionLost | None:
-        """Start to connect. :meth:`take` returns the result later, as a :class:`Connected` or
-        :class:`ConnectionLost` event.
+        """Start to connect. :meth:`take` returns the result later; a failure at once is returned here.
 
         Until the first successful connection, every attempt except the first one checks again whether this
-        agent hosts the store. Returns a :class:`ConnectionLost` if the attempt fails immediately.
-
-        Args:
-            same: true if the store must be the one that this agent used before, or must continue with the
-                state of that store.
+        agent hosts the store. With ``same``, the store must be the one that this agent used before, or must
+        continue with the state of that store.
         """
         self.disconnect()
         if self._supervisor is not None:

@@ -28,27 +28,18 @@ def workers_scope(run_id: str) -> str:
 
 
 def workers_job(run_id: str, job: str, number: int) -> str:
-    """Return the job name under which the store keeps the workers' own rendezvous.
-
-    Args:
-        run_id: run id of the agents' job.
-        job: name of the agents' job in the store, which starts with the run id.
-        number: number that distinguishes consecutive jobs of the same name.
+    """Return the job name under which the store keeps the workers' own rendezvous. ``job`` is the name of the
+    agents' job, which starts with the run id. ``number`` distinguishes consecutive jobs of the same name.
     """
     return f"{run_id}{_WORKERS}{job.removeprefix(run_id)}.{number}"
 
 
 def workers_keys(rendezvous: Rendezvous, job: str, number: int) -> Keys:
-    """Return the keys of the workers' own rendezvous, for use by an agent.
+    """Return the keys of the workers' own rendezvous, for use by an agent; see :func:`workers_job`.
 
     An agent deletes the registrations of dead workers, so that the other workers do not have to wait until a
     lease expires. A worker cannot reliably detect the death of another worker, because a broken or refused
     connection does not prove it.
-
-    Args:
-        rendezvous: rendezvous of the agents.
-        job: name of the agents' job in the store.
-        number: store revision at which the record of the agents' job was created.
     """
     return Keys(workers_job(rendezvous.run_id, job, number))
 

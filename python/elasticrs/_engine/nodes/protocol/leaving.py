@@ -129,8 +129,8 @@ def _abort_from(member: Member, head: Head | None, revision: int) -> None:
 
 
 def aborted(member: Member, reply: Reply) -> Entry | None:
-    """Handle the reply to the request to close the job (transaction T10), and retry if the job's state has
-    changed in the meantime. Return the entry with the job's state if the job is closed; otherwise ``None``.
+    """Handle the reply to T10. Retry if the job's state has changed in the meantime. Return the entry with
+    the job's state once the job is closed.
     """
     entry = reply.entry(-1)
     head = None if entry is None else Head.read(entry)

@@ -112,10 +112,8 @@ class Rendezvous(Value):
     @property
     def given_addr(self) -> str | None:
         """Name or address that the user gave for this node, without brackets. With ``static``, it is the
-        endpoint's host if this node has rank 0.
-
-        ``None`` if the user gave none. Other nodes then use the local address of this node's connection to
-        the store.
+        endpoint's host if this node has rank 0. Without it, other nodes use the local address of this node's
+        connection.
         """
         if self.is_static and self.node_rank == 0 and not is_unspecified(self.host):
             return self.host
@@ -204,12 +202,7 @@ class Command(Value):
 
 
 def command_of(words: Sequence[str], place: str) -> Command:
-    """Return the command that consists of these words, for this node and the user of this process.
-
-    Args:
-        words: program and arguments as the user has written them.
-        place: see :class:`Command`.
-    """
+    """Return the command of these words, as the user has written them, for this node and user."""
     return Command(tuple(_bounded(list(_hidden(words)))), _cut(place), os.uname().nodename, os.geteuid())
 
 
@@ -218,11 +211,7 @@ def command_of_file(path: str, arguments: Sequence[str]) -> Command:
 
 
 def command_of_python(words: Sequence[str]) -> Command:
-    """Return the command that a Python interpreter runs, without the options of the interpreter.
-
-    Args:
-        words: arguments of the interpreter.
-    """
+    """Return the command that a Python interpreter with these arguments runs, without its own options."""
     found = parse_python(words)
     program = found.program or ""
     if found.kind == "script":
@@ -239,9 +228,7 @@ def _command_of_name(name: str, arguments: Sequence[str]) -> Command:
 
 
 def command_of_program(program: str, arguments: Sequence[str]) -> Command:
-    """Return the command that runs a program. If the name of the program has no folder, PATH is searched for
-    it.
-    """
+    """Return the command that runs a program. A name without a folder is looked up in PATH."""
     if os.sep in program:
         return command_of_file(program, arguments)
     return _command_of_name(program, arguments)

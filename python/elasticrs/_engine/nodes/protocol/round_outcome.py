@@ -226,16 +226,8 @@ def judge(
     min_nodes: int = 1,
 ) -> RoundVerdict:
     """Decide whether the job continues after a round. Call this once every member has stopped or is lost, or
-    once ``settle`` seconds have passed.
-
-    Args:
-        view: the leader's view of the store.
-        head: head of the ended round.
-        settings: settings of the rendezvous.
-        policy: settings of the restart policy.
-        was_short: true if the round ended soon after its start; ``None`` if this agent did not see its start.
-        now_ns: current time on the store's wall clock, in nanoseconds.
-        min_nodes: minimum number of nodes in a round.
+    once ``settle`` seconds have passed. ``was_short`` is true if the round ended soon after its start, and
+    ``None`` if this agent did not see its start.
     """
     kind, charged = kind_of(head), is_charged(view, head)
     first, diagnosis = diagnosed(view, head, first_cause(view, head))
@@ -343,9 +335,8 @@ def end_of(head: Head, *, names_pid: bool = True) -> str:
 
 
 def failure_of(cause: Mapping[str, Any] | None, node: object = None, *, names_pid: bool = True) -> str:
-    """Describe a failure: which worker failed, on which node, and how.
-
-    If the cause does not name the node, use ``node``.
+    """Describe a failure: which worker failed, on which node, and how. ``node`` is used if the cause names
+    none.
     """
     told = cause or {}
     where = f"on node {told.get('node') or node or '?'}"

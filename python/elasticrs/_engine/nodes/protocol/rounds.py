@@ -81,9 +81,7 @@ def take_slot(member: Member, registration: Registration, entry: Entry) -> None:
 
 def _slot_damaged(member: Member, registration: Registration, error: DamagedError) -> None:
     """Handle an unreadable rank assignment. Register again if this agent has no workers, because it needs
-    ranks for the next round.
-
-    Otherwise, only report the damage, because the running workers already have their ranks.
+    ranks for the next round. Running workers already have their ranks.
     """
     text = damage(member.keys.slot(registration.member), error)
     if member.phase in (Phase.IDLE, Phase.CONNECTING):
@@ -197,8 +195,8 @@ def _running(member: Member, link: Link, head: Head, is_news: bool) -> None:
 
 
 def stop_earlier(member: Member, head: Head) -> None:
-    """Stop workers that are left over from an earlier round. After a long disconnection, this agent may have
-    missed the end of that round, because the store may report only each key's latest value.
+    """Stop workers of an earlier round, whose end this agent may have missed: after a long disconnection, the
+    store may report only each key's latest value.
     """
     if member.workers is not None and member.workers.round < head.round:
         member.stop(end_of(head))
@@ -211,8 +209,8 @@ def _is_spare(member: Member, head: Head) -> bool:
 
 
 def _find_slot(member: Member, link: Link) -> None:
-    """Read this member's rank assignment from the store, because the watch may deliver it late. Read the
-    assignment only once after each change of the job's state, because the assignment is final by then.
+    """Read this member's rank assignment, because the watch may deliver it late. Once after each change of
+    the head is enough, because the assignment is final by then.
     """
     registration = link.registration
     assert registration is not None
@@ -222,8 +220,8 @@ def _find_slot(member: Member, link: Link) -> None:
 
 
 def slot_found(member: Member, link: Link, registration: Registration, reply: Reply) -> None:
-    """Process the rank assignment that was read from the store. If this member has no rank in the running
-    round, tell the user that this node is waiting.
+    """Handle the rank assignment that was read. If this member has no rank in the running round, tell the
+    user that this node is waiting.
     """
     registration.slot_known = reply.revision
     entry, head = reply.entry(0), link.head
@@ -260,11 +258,9 @@ def is_mine(registration: Registration | None, head: Head) -> bool:
 
 
 def look(member: Member) -> None:
-    """React to a new state of the job or a new rank assignment. Start the workers if the running round
-    includes this member.
-
-    Report the member as idle if the assignment is for a round that has ended or was formed without the
-    member.
+    """React to a new state of the job or a new rank assignment: start the workers if the running round
+    includes this member. Report it as idle if the assignment is for a round that ended or was formed without
+    it.
     """
     link, registration, phase = member.link, member.registered, member.phase
     if link is None or registration is None or registration.slot is None or member.leaving is not None:
@@ -463,11 +459,8 @@ def say_idle(member: Member, registration: Registration, number: int) -> None:
 
 
 def _evidence(member: Member, number: int) -> list[Put]:
-    """Return the write operation that publishes this node's diagnostic data (evidence) for a round, as a
-    list. The list is empty if there are no data.
-
-    The evidence is written in the same transaction as the report that this node is idle, because the leader
-    waits for that report anyway.
+    """Return the write of this node's diagnostic data for a round, if there are any. It is part of the report
+    that this node is idle, for which the leader waits anyway.
     """
     evidence, member.findings.evidence = member.findings.evidence, None
     slot = None if member.registration is None else member.registration.slot
@@ -477,10 +470,8 @@ def _evidence(member: Member, number: int) -> list[Put]:
 
 
 def _earlier_cause(member: Member, number: int) -> Cause | None:
-    """Return the cause of this node's failure in a round if the leader needs the cause; otherwise ``None``.
-
-    The leader needs a cause that may precede the recorded failure, or that shows that another attempt would
-    fail too.
+    """Return the cause of this node's failure if the leader needs it: it may precede the recorded failure, or
+    show that another attempt would fail too.
     """
     own, head = member.findings, member.head
     if own.round != number or own.cause is None or head is None:
@@ -521,8 +512,8 @@ def follow(member: Member, registration: Registration, predecessor: Entry | None
 
 
 def end_own_watches(member: Member, registration: Registration) -> None:
-    """Stop watching single keys, because the leader watches all keys of the job. With several watches, the
-    changes of one transaction could arrive at different times.
+    """Stop watching single keys: with several watches, the changes of one transaction could arrive at
+    different times, and the leader watches all keys.
     """
     keys = member.keys
     for key in (keys.slot(registration.member), keys.head, keys.job):
@@ -547,16 +538,10 @@ def _ask(member: Member, registration: Registration, purpose: Purpose, key: str,
 
 
 def predecessor_found(member: Member, registration: Registration, reply: Reply, is_before: bool) -> None:
-    """Handle the result of the predecessor lookup, and watch the predecessor. If this agent's own
-    registration no longer exists, fence this agent (stop its workers).
+    """Handle the result of the predecessor lookup, and watch the predecessor.
 
-    Args:
-        member: state of this agent.
-        registration: registration of this agent.
-        reply: reply of the store.
-        is_before: true if the predecessor of this agent's registration is a key that another program has
-            written, so that the request was for the registration before that key. If the key was deleted in
-            the meantime, request the predecessor of this agent's registration again.
+    ``is_before`` is true if that predecessor is a key of another program, so that the request was for the
+    registration before it. If the key was deleted in the meantime, look up the predecessor again.
     """
     if reply.ok:
         follow(member, registration, reply.entry(0))

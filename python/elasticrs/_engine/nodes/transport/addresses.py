@@ -57,11 +57,11 @@ EXPECTED = "HOST[:PORT]"
 
 
 def parse_endpoint(name: str, endpoint: str) -> tuple[str, int | None]:
-    """Parse ``HOST[:PORT]``, where an IPv6 address must be in brackets. Return the host without brackets, and
-    the port or ``None``.
+    """Parse ``HOST[:PORT]``, with an IPv6 address in brackets. Return the host without brackets, and the
+    port.
 
     Raises:
-        UsageError: the endpoint has another format. The message contains ``name``, the name of the option.
+        UsageError: another format. The message contains ``name``, the name of the option.
     """
     expected = EXPECTED
     if endpoint.startswith("["):

@@ -122,9 +122,7 @@ class EtcdSite(Value):
 
     @property
     def keep_alive(self) -> dict[str, object]:
-        """Keep-alive settings for a lease of ``ttl`` seconds, which is divided into five keep-alive
-        intervals.
-        """
+        """Keep-alive settings for a lease of ``ttl`` seconds: five keep-alive intervals."""
         return {"keep_alive_interval": self.ttl / 5, "keep_alive_max_attempt": 5}
 
     @property
@@ -142,17 +140,9 @@ class EtcdSite(Value):
         supervisor: _core.Supervisor | None = None,
         links: tuple[str, str | None] | None = None,
     ) -> Client:
-        """Open a session with etcd.
-
-        Args:
-            job: name of the job. All sessions of a job share a lease, which holds keys that have to outlive a
-                session.
-            job_ttl: seconds for which etcd keeps the keys on that lease after the job's last session has
-                ended.
-            connect_timeout: time limit in seconds for connecting, for all endpoints together.
-            stall_timeout: see :class:`elasticrs._core.CoordinationClient`.
-            supervisor: see :class:`elasticrs._core.CoordinationClient`.
-            links: see :class:`elasticrs._core.CoordinationClient`.
+        """Open a session with etcd. All sessions of a job share a lease, which holds keys that have to
+        outlive a session, for ``job_ttl`` seconds after the last session. ``connect_timeout`` is for all
+        endpoints together. The other arguments are those of :class:`elasticrs._core.CoordinationClient`.
 
         Raises:
             OSError: file descriptors have run out.
@@ -198,13 +188,8 @@ def lease_of(name: str) -> int:
 def read_site(
     endpoint: str, config: Mapping[str, object], source: str, option: str
 ) -> tuple[EtcdSite, dict[str, object], list[str]]:
-    """Parse the endpoints and the settings that only etcd has.
-
-    Args:
-        endpoint: ``[SCHEME://]HOST[:PORT],…``
-        config: settings by key.
-        source: name of the settings as the user knows it, for error messages.
-        option: name of the endpoint option, for error messages.
+    """Parse the endpoints (``[SCHEME://]HOST[:PORT],…``) and the settings that only etcd has. ``source`` and
+    ``option`` name the settings and the endpoint in error messages.
 
     Returns:
         The addresses and settings of etcd; the other settings, including those that follow from etcd's
@@ -240,7 +225,7 @@ def read_site(
 
 
 def _sorted(config: Mapping[str, object], source: str) -> tuple[dict[str, object], dict[str, object]]:
-    """Separate etcd's settings from all others. Aliases of etcd's settings are resolved."""
+    """Separate etcd's settings, with aliases resolved, from all others."""
     given: dict[str, object] = {}
     rest: dict[str, object] = {}
     for name, value in config.items():
@@ -254,7 +239,7 @@ def _sorted(config: Mapping[str, object], source: str) -> tuple[dict[str, object
 
 
 def _endpoints(option: str, text: str) -> tuple[str | None, tuple[tuple[str, int], ...]]:
-    """Return the scheme of the endpoints (``None`` if they have none), followed by their hosts and ports."""
+    """Return the scheme of the endpoints, and their hosts and ports."""
     schemes: set[str | None] = set()
     found: list[tuple[str, int]] = []
     for each in text.split(","):

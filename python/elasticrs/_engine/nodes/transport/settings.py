@@ -267,11 +267,8 @@ class Settings(Value):
             object.__setattr__(self, "settle", grace + 2 * self.ttl + _SETTLE_MARGIN)
 
     def adapted(self, *, grace: float, exit_barrier_timeout: float | None = None) -> Settings:
-        """Return a copy with values that were still unknown when the settings were read.
-
-        Args:
-            grace: seconds that workers may take to stop on this node.
-            exit_barrier_timeout: new value of that setting; unchanged if ``None``.
+        """Return a copy with values that were still unknown when the settings were read. ``grace`` is in
+        seconds. An ``exit_barrier_timeout`` of ``None`` changes nothing.
         """
         values = self.fields()
         if not self.is_settle_given:
@@ -318,10 +315,11 @@ def read_settings(
     exit_barrier_timeout: float | None = None,
     others: tuple[str, ...] = (),
 ) -> tuple[Settings, list[str]]:
-    """Check and convert the given settings. Return them together with messages to the user.
+    """Check and convert the given settings, text or values of a Python program. Return them together with
+    messages to the user.
 
     Args:
-        given: settings by key, as text or as values from a Python program.
+        given: settings by key.
         environ: environment variables, which may contain the token and the exit barrier's timeout.
         source: name of the settings as the user knows it, for error messages.
         grace: seconds that workers may take to stop on this node.
@@ -329,8 +327,8 @@ def read_settings(
         others: further valid keys that other modules read, for error messages.
 
     Raises:
-        UsageError: a key is unknown, a value is invalid, or settings contradict each other. The message is a
-            single line.
+        UsageError: a setting is unknown or invalid, or settings contradict each other. The message is one
+            line.
     """
     for name in given:
         if name not in BY_NAME:
@@ -363,11 +361,8 @@ def read_settings(
 
 
 def exit_barrier_timeout_of(given: Mapping[str, object], environ: Mapping[str, str], source: str) -> float:
-    """Return how many seconds a finished node waits for the other nodes, from the settings or the
-    environment. Call this only if the command-line option, which takes precedence, was not given.
-
-    Raises:
-        UsageError: the value is invalid. The message is a single line.
+    """Return how many seconds a finished node waits for the other nodes, if the command-line option, which
+    takes precedence, was not given. Raise :class:`.UsageError` for an invalid value.
     """
     name = "exit_barrier_timeout"
     if given.get(name) is None:
@@ -376,11 +371,7 @@ def exit_barrier_timeout_of(given: Mapping[str, object], environ: Mapping[str, s
 
 
 def read_value(key: Key, value: object, source: str) -> Any:
-    """Convert the value of one setting.
-
-    Raises:
-        UsageError: the value is invalid. The message is a single line.
-    """
+    """Convert the value of one setting, or raise :class:`.UsageError` with a message of one line."""
     try:
         return key.read(value)
     except ValueError as error:
@@ -417,12 +408,8 @@ def _find_token(
 def read_secret(what: str, path: str, source: str, notices: list[str]) -> bytes:
     """Read a secret from a file. Trailing newlines are removed.
 
-    Args:
-        what: kind of secret, such as ``token``. The key of the setting is this name with the suffix
-            ``_file``.
-        path: path of the file.
-        source: name of the settings as the user knows it, for error messages.
-        notices: list to which a warning is added if other users can read the file.
+    ``what`` is the kind of secret, such as ``token``. The key of the setting is this name with the suffix
+    ``_file``. A warning is added to ``notices`` if other users can read the file.
 
     Raises:
         UsageError: the file cannot be read, is empty, or is too long. The message is a single line.
