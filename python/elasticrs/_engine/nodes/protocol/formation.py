@@ -109,8 +109,7 @@ def between_rounds(member: Member, leader: Leader, view: View) -> None:
         close(member, leader, view, last.replaced(outcome="timeout", reason=_too_few(member, view)))
     elif is_short:
         _tell_what_is_missing(member, leader, view)
-    elif leader.told_more != view.round:
-        leader.told_more = view.round
+    elif leader.is_news("more", view.round):
         _tell_of_more(member, view)
 
 
@@ -126,8 +125,7 @@ def _enough(view: View, excluded: str, count: int) -> list[str]:
 def _tell_what_is_missing(member: Member, leader: Leader, view: View) -> None:
     if has_passed(member, leader, "waiting", FIRST_NEWS):
         _tell_of_waiting(member, leader, view)
-    if has_passed(member, leader, "mistake", MISTAKE_DELAY) and not leader.told_mistake:
-        leader.told_mistake = True
+    if has_passed(member, leader, "mistake", MISTAKE_DELAY) and leader.is_news("mistake"):
         joined = [view.nodes[each] for each in view.candidates]
         text = likely_mistake(member.rendezvous, member.agent, joined)
         if text is not None:
@@ -138,8 +136,7 @@ def _tell_of_waiting(member: Member, leader: Leader, view: View) -> None:
     count = len(view.candidates)
     forget(member, leader, "waiting")
     has_passed(member, leader, "waiting", LATER_NEWS)
-    if leader.told != count:
-        leader.told = count
+    if leader.is_news("waiting", count):
         who = f": {named(_shown(view, member.rendezvous))}" if count else ""
         least, limit = member.rendezvous.min_nodes, member.settings.join_timeout
         text = f"waiting for nodes: {count} of at least {least} have joined{who}"
@@ -147,8 +144,7 @@ def _tell_of_waiting(member: Member, leader: Leader, view: View) -> None:
 
 
 def _tell_of_refusal(member: Member, leader: Leader, view: View) -> None:
-    if view.refusal is not None and leader.told_refusal != view.round:
-        leader.told_refusal = view.round
+    if view.refusal is not None and leader.is_news("refusal", view.round):
         member.do(Announce(f"a node that would have joined was refused: {view.refusal}"))
 
 
@@ -188,13 +184,12 @@ def crowd(view: View) -> tuple[str, str] | None:
 
 
 def tell_of_crowd(member: Member, leader: Leader, view: View) -> None:
-    if leader.told_crowd or len(view.waiting) == leader.seen_waiting:
+    # Look again only if the number of waiting nodes has changed, because looking takes time.
+    if "crowd" in leader.told or not leader.is_news("spares", len(view.waiting)):
         return
-    leader.seen_waiting = len(view.waiting)
     found = crowd(view)
-    if found is None:
+    if found is None or not leader.is_news("crowd"):
         return
-    leader.told_crowd = True
     text = f"several agents of node {found[0]} take part, while node {found[1]} waits as a spare"
     member.do(Announce(f"{text}: start one launcher for each node (srun --ntasks-per-node=1)"))
 
@@ -357,9 +352,9 @@ def _seen(member: Member, leader: Leader, view: View) -> None:
     if registration is None or registration.member not in view.nodes:
         fence(member, GONE)
         return
-    for text in list(view.damaged.values())[leader.told_damaged :]:
+    for text in list(view.damaged.values())[leader.told.get("damaged", 0) :]:
         member.do(Announce(f"{text}; it is ignored"))
-    leader.told_damaged = len(view.damaged)
+    leader.told["damaged"] = len(view.damaged)
     lead(member, leader)
 
 

@@ -134,14 +134,7 @@ class Leader(Record):
         of_head: revision of the state of the job to which the timers belong.
         count: number of rounds that this leader has proposed.
         judged: inputs of the last verdict on an ended round, and that verdict.
-        told: number of waiting nodes that was last reported to the user.
-        told_more: number of the latest round when the user was told that the leader waits for more nodes.
-        told_damaged: number of damaged records that were reported to the user.
-        told_mistake: true if the user was told why other nodes are probably missing.
-        told_crowd: true if the user was told that a node waits because another node has several agents in the
-            round.
-        seen_waiting: number of waiting nodes at the last check for ``told_crowd``.
-        told_refusal: number of the latest round when the user was told that another node was refused.
+        told: latest value of each kind of news that the user was told; see :meth:`is_news`.
     """
 
     view: View | None = None
@@ -154,13 +147,13 @@ class Leader(Record):
     of_head: int = -1
     count: int = 0
     judged: tuple[RestsOn, RoundVerdict] | None = None
-    told: int = -1
-    told_more: int = -1
-    told_damaged: int = 0
-    told_mistake: bool = False
-    told_crowd: bool = False
-    seen_waiting: int = 0
-    told_refusal: int = -1
+    told: dict[str, int] = fresh(factory=dict)
+
+    def is_news(self, what: str, value: int = 1) -> bool:
+        """Return true unless this value was the latest of its kind. The caller then tells the user."""
+        is_known = self.told.get(what) == value
+        self.told[what] = value
+        return not is_known
 
     def is_free(self) -> bool:
         """Return true if all writes were answered and are reflected in the view."""
