@@ -2,7 +2,7 @@
 arguments and hooks.
 
 If the user has not replaced any hook or the rendezvous handler, the agent waits for events, as the command
-line does (:class:`~elasticrs.agent.server.event_runner.EventRunner`). Otherwise, the agent calls torch's
+line does (:class:`~elasticrs.agent.server.local_job.EventRunner`). Otherwise, the agent calls torch's
 hooks, which poll the workers. The workers are started in the same way in both cases.
 """
 
@@ -29,8 +29,7 @@ from elasticrs._engine.supervise.observe.observer_factory import make_observers_
 from elasticrs._engine.supervise.run.signals import suspend
 from elasticrs._engine.supervise.run.sleepers import Sleepers
 from elasticrs._engine.workers.process import check_limits
-from elasticrs.agent.server.event_runner import EventRunner
-from elasticrs.agent.server.local_job import LocalJob
+from elasticrs.agent.server.local_job import EventRunner, LocalJob
 from elasticrs.agent.server.polled_workers import GivenContext, PolledWorkers, start_by
 from elasticrs.agent.server.raised_signals import raised_signals
 from elasticrs.agent.server.simple_elastic_agent import (
