@@ -1,13 +1,18 @@
 """Workers that import torch, under torchrun, elasticrs (cold) and elasticrs ``--warm``: ``python -m
 benchmarks.warm``.
 
-``launch``: launcher started → torch has computed in all ranks. ``restart``: SIGKILL of one rank → the same in
-all of the next attempt. ``raise``: an exception or ``sys.exit(3)`` in one rank → all siblings signalled, all
-workers gone, torch has computed in all of the next attempt. ``step``: SIGKILL of one rank → first step of DDP
-over gloo done in all. ``plain``: SIGKILL of a worker that imports little → first lines of the next. ``idle``:
-what the nursery does while all wait. ``memory``: per worker and of the nursery, after a step. ``opens``:
-calls that open a file, of the whole launch, counted by strace.
-``slow-opens``: launch with each of them delayed by a millisecond, as on a network file system.
+The option ``--only`` selects a benchmark:
+
+- ``launch``: time from the start of the launcher until every rank has used torch.
+- ``restart``: time from the SIGKILL of a rank until every rank of the next attempt has used torch.
+- ``raise``: time from an exception or ``sys.exit(3)`` in a rank until the other ranks have been signalled,
+  until all workers have exited, and until every rank of the next attempt has used torch.
+- ``step``: time from the SIGKILL of a rank until every rank has finished its first step of DDP with gloo.
+- ``plain``: time from the SIGKILL of a worker that imports little until its replacement prints a line.
+- ``idle``: processor time and wake-ups of the nursery while all workers wait.
+- ``memory``: memory of each worker and of the nursery after a step.
+- ``opens``: number of calls that open a file during a launch, counted by strace.
+- ``slow-opens``: ``launch`` with each of these calls delayed by a millisecond, as on a network file system.
 """
 
 import argparse

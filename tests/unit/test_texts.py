@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticrs._engine.job.phrases import (
+    attempt_text,
     duration,
     how_it_ended,
     how_the_nursery_ended,
@@ -73,6 +74,13 @@ def test_short_phases_of_a_restart_are_left_out():
 )
 def test_durations_are_formatted_in_readable_units(seconds, text):
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("folder", "text"), [("2", "2"), ("0_r2", "0 of round 2"), ("1_r3_cold", "1 of round 3 (cold)")]
+)
+def test_an_attempt_is_not_named_by_its_folder(folder, text):
+    assert attempt_text(folder) == text
 
 
 def test_signal_names_and_milliseconds_are_formatted():

@@ -92,6 +92,13 @@ def restarts_used(used: int, most: int, window: float | None) -> str:
     return f"{used} of {most}" if window is None else f"{used}, at most {most} in {duration(window)}"
 
 
+def attempt_text(name: str) -> str:
+    """Return the number of an attempt for the user, from the name of its log folder: ``0 of round 2`` for
+    ``0_r2``, ``1 (cold)`` for ``1_cold``.
+    """
+    return name.replace("_r", " of round ").replace("_cold", " (cold)")
+
+
 def restart_line(cause: str, stopped: int, restart: str, when: str, delay: float = 0.0) -> str:
     """Return the line that announces a restart. ``cause`` names the failed worker and the reason, ``stopped``
     is the number of other workers that were stopped, ``restart`` comes from :func:`restarts_used`, and

@@ -233,7 +233,7 @@ def earlier_causes(attempts: Sequence[Attempt]) -> list[str]:
         for cause in filter(None, [*replaced, *own]):
             if not found or found[-1][0] != cause:
                 found.append((cause, []))
-            found[-1][1].append(attempt.name)
+            found[-1][1].append(phrases.attempt_text(attempt.name))
     shown = [f"{_named(names)}: {cause}" for cause, names in found[-_MAX_EARLIER:]]
     left_out = len(found) - len(shown)
     return [*([f"{left_out} earlier causes are not shown"] if left_out else []), *shown]
@@ -303,7 +303,9 @@ def _last_failures(result: JobResult) -> dict[int, ProcessFailure]:
 def _add_history(result: JobResult, failed: dict[int, ProcessFailure]) -> None:
     """Add notes to the root cause: why earlier attempts ended, and how long the restarts took."""
     restarts = [each for each in result.attempts if each.phases][-_MAX_RESTARTS:]
-    began = (f"attempt {each.name} was running {each.how_it_began()}" for each in restarts)
+    began = (
+        f"attempt {phrases.attempt_text(each.name)} was running {each.how_it_began()}" for each in restarts
+    )
     root = failed[root_cause(failed)]
     root.more_notes = [*root.more_notes, *earlier_causes(result.attempts), *began]
 

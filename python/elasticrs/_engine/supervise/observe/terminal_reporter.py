@@ -131,7 +131,7 @@ class TerminalReporter(Observer):
         is_mine = self._is_restart or (self._job.is_multi_node and attempt.plan.ranks[0].group_rank == 0)
         if is_mine and attempt.phases:
             self._is_restart = False
-            self._say(f"attempt {attempt.name} is running, {attempt.how_it_began()}")
+            self._say(f"attempt {phrases.attempt_text(attempt.name)} is running, {attempt.how_it_began()}")
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:
         self.started()

@@ -538,8 +538,8 @@ class AttemptTracker:
     def _on_ended(self, event: _core.GroupEnded) -> None:
         attempt = self.result.attempts[-1]
         if event.outcome == "lost" and "started" not in attempt.stamps and not event.stuck_ranks:
-            # Start the workers without the nursery, because a fork handler of an imported library may have
-            # killed it.
+            # The nursery died while it forked the workers. A fork handler of a library that it has imported
+            # may have ended it, so start the workers without a nursery.
             self._workers.ended(self.supervisor)
             how = phrases.how_the_nursery_ended(event.nursery_exitcode, event.nursery_hung)
             if self._start_cold(f"the nursery {how}"):
