@@ -146,13 +146,7 @@ def _torchs_own(fullname: str) -> ModuleSpec | None:
 
 
 class _Loader:
-    """Import loader that makes an existing module available under a second name, without changing the module.
-
-    Args:
-        name: the full name of the elasticrs module.
-        spec: the module's own spec, used if the module has none.
-        submodules: full names to import together with the module.
-    """
+    """Import loader that makes an existing module available under a second name, and does not change it."""
 
     def __init__(self, name: str, spec: ModuleSpec, submodules: Sequence[str]) -> None:
         self._name = name

@@ -32,9 +32,6 @@ def is_enabled() -> bool:
 def leave(status: int) -> None:
     """Write all buffered data and exit immediately. If the data cannot be written, return, so that the
     interpreter reports the error during its normal exit.
-
-    Args:
-        status: exit code with which the interpreter would exit.
     """
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not getattr(stream, "closed", False):

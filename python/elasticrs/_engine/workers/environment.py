@@ -36,14 +36,6 @@ def worker_env(
 ) -> dict[str, str]:
     """Return the variables that the agent adds to one worker's environment. ``TORCHELASTIC_ERROR_FILE`` is
     missing, because the log layout adds it.
-
-    Args:
-        ranks: ranks of the worker.
-        job: configuration of the job.
-        plan: plan of the attempt.
-        round: number of the attempt, from 1. Attempts that were not charged as restarts count as well.
-        restarts: number of restarts charged so far.
-        inherited: environment of the agent.
     """
     return {
         "RANK": str(ranks.global_rank),
@@ -124,11 +116,6 @@ def hook_environment(env: dict[str, str]) -> dict[str, str]:
 def warm_environment(env: dict[str, str], preload: Preload, core: str) -> dict[str, str]:
     """Return the environment of a nursery, the process that imports modules and then forks the workers. See
     ``_engine/inside/nursery/nursery.py``.
-
-    Args:
-        env: variables that all workers have in common, from :func:`hook_environment`.
-        preload: modules to import.
-        core: path of the extension module ``elasticrs._core``.
     """
     import json
 

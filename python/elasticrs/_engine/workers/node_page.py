@@ -62,12 +62,7 @@ class Standing(Value):
 
 
 class Met(Value):
-    """Last rendezvous round that a worker took part in.
-
-    Args:
-        round: number of the round, from 1.
-        rank: rank of the worker in that round.
-    """
+    """Last rendezvous round that a worker took part in."""
 
     round: int
     rank: int
@@ -189,10 +184,6 @@ class AgentPage:
 class WorkerPage:
     """A worker's access to the memory page that it shares with its agent. Only the process that created this
     object may use it.
-
-    Args:
-        words: contents of the whole page.
-        local_rank: local rank of this worker.
     """
 
     def __init__(self, words: memoryview, local_rank: int) -> None:

@@ -91,12 +91,6 @@ def adopt(
 ) -> bool:
     """Make the supervisor monitor existing processes. Return false if the supervisor's group has ended.
 
-    Args:
-        supervisor: supervisor of a group that has been started.
-        pids: pids by local rank, starting with 0.
-        statuses: pipes, by local rank, into which the parent writes the exit statuses.
-        pages: file descriptors of heartbeat pages, by local rank.
-
     Raises:
         ProcessLookupError: a process has already exited.
     """
@@ -128,10 +122,6 @@ class macros:  # noqa: N801 -- torch's name
     def substitute(args: list[Any], local_rank: str) -> list[Any]:
         """Return the arguments with ``${local_rank}`` replaced. Leave other macros, and arguments that are
         not strings, unchanged.
-
-        Args:
-            args: arguments of a worker.
-            local_rank: local rank of that worker.
         """
         from string import Template  # loads re, which other launches need not
 

@@ -221,12 +221,7 @@ def _os_error(error: BaseException | None) -> OSError | None:
 
 
 class _Watched:
-    """Stream wrapper that records write errors, because ``torch.save`` replaces them with a RuntimeError.
-
-    Args:
-        stream: Stream to write to.
-        failed: List to which the errors are appended.
-    """
+    """Stream wrapper that records write errors, because ``torch.save`` replaces them with a RuntimeError."""
 
     def __init__(self, stream: IO[bytes], failed: list[OSError]) -> None:
         self._stream = stream

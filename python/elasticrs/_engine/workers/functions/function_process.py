@@ -122,10 +122,6 @@ _BEGIN = (
 def command_line(tracker_fd: int, pipe_handle: int) -> list[str]:
     """Return the command line of an interpreter that runs a function. Unlike multiprocessing's command line,
     it puts the arguments that differ between workers last.
-
-    Args:
-        tracker_fd: see :class:`PreparedFunction`.
-        pipe_handle: see :class:`PreparedFunction`.
     """
     _, *options = spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=pipe_handle)
     if "-c" in options:  # A frozen program has no `-c` option, and its arguments need no change.
@@ -136,12 +132,6 @@ def command_line(tracker_fd: int, pipe_handle: int) -> list[str]:
 
 class PreparedFunction:
     """Everything that a child process needs to run a function.
-
-    Args:
-        function: function that the child calls.
-        arguments: arguments of the function.
-        result: file descriptor to which the child writes the return value.
-        name: name of the process.
 
     Attributes:
         argv: command line of an interpreter that runs the function.

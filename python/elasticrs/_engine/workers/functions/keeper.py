@@ -342,11 +342,6 @@ def _prctl(option: int, value: int) -> None:
 class RunPrepared(Value):
     """Callable that loads and runs a function. The function was prepared in the same way as for
     multiprocessing's ``spawn``.
-
-    Args:
-        environment: complete environment of the worker.
-        tracker_fd: file descriptor of multiprocessing's resource tracker.
-        pipe_handle: file descriptor of the pipe with multiprocessing's preparation data.
     """
 
     environment: dict[str, str]

@@ -92,11 +92,7 @@ class Report(Value):
 
 
 def read(data: bytes) -> Report:
-    """Read the lines of the report.
-
-    Args:
-        data: contents of the report file, or the part that one process has written.
-    """
+    """Read the lines of the report."""
     imported: dict[str, float] = {}
     left_out: list[LeftOut] = []
     importing = ready = failed = None
@@ -199,13 +195,7 @@ class Sources:
 
 
 def remember(stamps: Mapping[str, Stamp], prefixes: Iterable[str], names: Iterable[str]) -> Sources:
-    """Record the stamps (times and sizes) of these files, so that later changes can be detected.
-
-    Args:
-        stamps: known stamps of the files of preloaded modules and of ``prefixes``, by path.
-        prefixes: folders of the interpreter's library and of installed packages.
-        names: names of the preloaded modules.
-    """
+    """Record the stamps (times and sizes) of these files, so that later changes can be detected."""
     folders = [prefix.rstrip(os.sep) for prefix in dict.fromkeys(prefixes)]
     inside = tuple(folder + os.sep for folder in folders)
     files = {path: found for path, found in stamps.items() if path.rstrip(os.sep) not in folders}

@@ -298,11 +298,7 @@ def _has(source: bytes, words: Sequence[bytes]) -> bool:
 
 
 def lazily_imported(source: bytes) -> list[str]:
-    """Return the modules that torch will import later, when the script first needs them. See :data:`LAZY`.
-
-    Args:
-        source: source file to search for the words in :data:`LAZY`.
-    """
+    """Return the modules that torch will import later, when the script first needs them. See :data:`LAZY`."""
     return [name for words, name in LAZY if _has(source, words)]
 
 
@@ -408,13 +404,7 @@ def entry_of_function(function: Callable[..., Any], arguments: Sequence[Any], st
 
 
 def entry_of_script(path: str, interpreter: str | None = None, *, start_method: str = "spawn") -> Entry:
-    """Find the source file that workers load first in order to run a script.
-
-    Args:
-        path: path of the script, or of a folder or zip archive with a ``__main__.py``.
-        interpreter: see :class:`Entry`.
-        start_method: start method of the function that runs the script; ``spawn`` if no function does.
-    """
+    """Find the source file that workers load first in order to run a script."""
     if start_method != "spawn":
         return Entry(path, why_cold=_KEPT)
     if os.path.isdir(path):
@@ -464,10 +454,6 @@ def _entry_of_module(name: str, interpreter: str | None) -> Entry:
 def own_sources(name: str, folders: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield the source files that run when one of the user's own modules is imported, together with each
     file's package.
-
-    Args:
-        name: name of the module, in one of the forms that :mod:`.warm` describes.
-        folders: see :class:`Entry`.
     """
     package, place = "", folders
     for part in name.replace(":", ".").split("."):
@@ -505,11 +491,7 @@ def _own(folders: Iterator[str] | Sequence[str]) -> tuple[str, ...]:
 
 
 def found_spec(top: str) -> ModuleSpec | None:
-    """Return the import spec of a top-level module without importing the module.
-
-    Args:
-        top: name of the module.
-    """
+    """Return the import spec of a top-level module without importing the module."""
     for finder in sys.meta_path:
         spec = finder.find_spec(top, None) if hasattr(finder, "find_spec") else None
         if spec is not None:
@@ -523,10 +505,6 @@ def is_beside(top: str, folders: Sequence[str]) -> bool:
     A folder without ``__init__.py`` counts only if no other module has this name. Python prefers a regular
     module anywhere on its path, and folders such as ``datasets`` or ``wandb`` beside a script often contain
     no code.
-
-    Args:
-        top: name of the module.
-        folders: see :class:`Entry`.
     """
     spec = PathFinder.find_spec(top, list(folders))
     if spec is None or spec.has_location:

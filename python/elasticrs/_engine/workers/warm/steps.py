@@ -80,14 +80,7 @@ class Import(Value):
 
 
 class Variable(Value):
-    """Statement that sets an environment variable to a constant.
-
-    Args:
-        name: name of the variable.
-        value: value of the variable.
-        line: line number of the statement.
-        text: source line of the statement.
-    """
+    """Statement that sets an environment variable to a constant."""
 
     name: str
     value: str
@@ -96,22 +89,13 @@ class Variable(Value):
 
 
 class Folder(Value):
-    """A folder that is added to ``sys.path``.
-
-    Args:
-        path: absolute path of the folder.
-    """
+    """A folder that is added to ``sys.path``."""
 
     path: str
 
 
 class Unknown(Value):
-    """Statement that may affect later imports in an unknown way.
-
-    Args:
-        line: line number of the statement.
-        text: source line of the statement.
-    """
+    """Statement that may affect later imports in an unknown way."""
 
     line: int
     text: str
