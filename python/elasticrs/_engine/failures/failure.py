@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # `signal` would import more modules
 import os
 import time
 
@@ -23,8 +24,8 @@ NOT_AVAILABLE = "<N/A>"
 _NO_MESSAGE = "<NONE>"
 TORCH_HINT = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
 """Message of a worker that recorded no exception, as in torch."""
-_FAULTS = frozenset({4, 6, 7, 8, 11})
-"""Signals for which :mod:`faulthandler` writes the stack: SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV."""
+_FAULTS = {_signal.SIGILL, _signal.SIGABRT, _signal.SIGBUS, _signal.SIGFPE, _signal.SIGSEGV}
+"""Signals for which :mod:`faulthandler` writes the stack."""
 _STACK_LIMIT = 16384
 _ERROR_FILE_LIMIT = 1 << 20
 """Maximum number of bytes that are read from an error file. The limit keeps restarts fast, because error

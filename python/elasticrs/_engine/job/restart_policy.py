@@ -31,6 +31,7 @@ judged by one set of rules:
 from __future__ import annotations
 
 from enum import Enum
+from signal import SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGSEGV, SIGSYS, SIGTRAP
 
 from elasticrs._engine.job.failure_cause import NO_CAUSE, Permanence
 from elasticrs._engine.job.value import Value
@@ -56,7 +57,9 @@ UNPROVEN = 3
 restarts. Allow more failures then, because the attempts may have made progress: if each epoch counts its
 steps from 0, equal steps may belong to different epochs.
 """
-CRASHES = {4: "SIGILL", 5: "SIGTRAP", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 11: "SIGSEGV", 31: "SIGSYS"}
+CRASHES: dict[int, str] = {
+    each: each.name for each in (SIGILL, SIGTRAP, SIGABRT, SIGBUS, SIGFPE, SIGSEGV, SIGSYS)
+}
 """Names of the signals that errors of a program cause, by number. Other processes usually send the other
 signals.
 """
