@@ -179,10 +179,6 @@ class Driver:
         self._is_told = False
 
     @property
-    def hosts(self) -> bool:
-        return self.store.hosts
-
-    @property
     def is_leaving(self) -> bool:
         """True if this agent is leaving the job, because it was asked to leave or because the job has
         finished.

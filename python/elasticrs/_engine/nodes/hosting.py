@@ -119,7 +119,11 @@ def _decide(rendezvous: Rendezvous, resolver: SystemResolver) -> Hosting:
             "the same on all nodes"
         )
     if wanted is False:
-        trouble = _trouble(rendezvous.host, resolver)
+        trouble = None
+        try:
+            resolver.resolve(rendezvous.host)
+        except OSError as error:
+            trouble = _why(error)
         return _client(rendezvous, "another agent hosts the store", trouble, is_explicit=True)
     if wanted:
         doubt = _doubt(rendezvous, resolver) if rendezvous.backend == "static" else None
@@ -249,14 +253,6 @@ def _client(
             "and its free port cannot be known here"
         )
     return Hosting((), reason, is_explicit=is_explicit, trouble=trouble)
-
-
-def _trouble(name: str, resolver: SystemResolver) -> str | None:
-    try:
-        resolver.resolve(name)
-    except OSError as error:
-        return _why(error)
-    return None
 
 
 def _why(error: OSError) -> str:

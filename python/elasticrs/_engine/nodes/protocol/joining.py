@@ -105,14 +105,10 @@ def check_job(member: Member) -> None:
         known = [Get(keys.job), Get(keys.head)]
         member.txn(Purpose.FIND_JOB_AGAIN, [HasValue(keys.job, member.joining.job)], known)
         return
-    put = _put_job(member)
+    member.joining.job = encode(job_record(member))
+    put = Put(keys.job, member.joining.job, False)
     gets = [Get(keys.job), Get(keys.head), Range(keys.nodes, 1)]
     member.txn(Purpose.FIND_JOB, [Missing(keys.job)], [put], gets)
-
-
-def _put_job(member: Member) -> Put:
-    member.joining.job = encode(job_record(member))
-    return Put(member.keys.job, member.joining.job, False)
 
 
 def job_record(member: Member) -> dict[str, Any]:
@@ -544,7 +540,7 @@ def _give_up(member: Member, outcome: Outcome) -> None:
     if member.workers is None:
         member.exit(outcome)
     else:
-        member.leave_with(outcome)
+        member.set_outcome(outcome)
 
 
 def connect_news(member: Member) -> None:

@@ -33,7 +33,7 @@ def leave(member: Member, event: Leave) -> None:
 
 
 def leave_with(member: Member, outcome: Outcome) -> None:
-    member.leave_with(outcome)
+    member.set_outcome(outcome)
     registration = member.registered
     if registration is None:
         if member.workers is None:

@@ -525,7 +525,7 @@ class Member:
                 self.disarm(name)
         self.link = self.done = None
 
-    def leave_with(self, outcome: Outcome) -> None:
+    def set_outcome(self, outcome: Outcome) -> None:
         self.leaving = self.leaving or Leaving()
         self.leaving.outcome = outcome
 

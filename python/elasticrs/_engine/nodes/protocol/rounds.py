@@ -120,7 +120,7 @@ def _closed(member: Member, head: Head) -> None:
     if member.leaving is None or member.leaving.outcome is None:
         # Set the outcome now, because the connection to the store may be lost before the workers have
         # stopped.
-        member.leave_with(leaving.outcome_of(member, head))
+        member.set_outcome(leaving.outcome_of(member, head))
     member.stop("the job ends")
 
 

@@ -224,7 +224,7 @@ class SeveralNodes(Decisions):
         reason, ends_the_job = name, True
         if self._rendezvous.settings.drain == "job":
             what, reason = "the job ends (drain=job)", f"{name} to node {node_name()} (drain=job)"
-        elif self._driver.hosts:
+        elif self._driver.store.hosts:
             what = "this node hosts the rendezvous store, so the job ends"
             reason = f"{name} to node {node_name()}, which hosts the rendezvous store"
         else:
