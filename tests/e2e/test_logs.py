@@ -4,7 +4,6 @@ import json
 import os
 import random
 import sys
-from pathlib import Path
 
 import pytest
 from helpers import procs
@@ -135,16 +134,6 @@ def test_a_blocked_console_blocks_neither_workers_nor_a_restart(launch, worker_s
     os.close(os.open(tmp_path / "second-is-done", os.O_RDONLY))
     launched.exits(0)
     assert launched.stdout.count("x") == 2 * 300 * 9_999
-
-
-@pytest.mark.beyond_torchrun
-def test_log_and_script_paths_may_contain_any_bytes(launch, worker_script, tmp_path):
-    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/l\xffgs of\nmine"))
-    script = worker_script("print('said')", name=os.fsdecode(b"w\xfe rk.py"))
-    launched = launch("--standalone", "--log-dir", folder, "--tee", "1", script).exits(0)
-    assert launched.stdout == "[default0]:said\n"
-    (log,) = folder.glob("*/attempt_0/0/stdout.log")
-    assert log.read_text() == "said\n"
 
 
 @pytest.mark.beyond_torchrun

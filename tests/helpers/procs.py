@@ -6,12 +6,16 @@ Waiting is for an event (a pidfd that becomes readable), or for a fact that noth
 
 import contextlib
 import ctypes
+import json
 import os
 import select
+import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -276,3 +280,19 @@ def kill_adopted(keep: Iterable[int] = ()) -> None:
     while orphans := adopted(kept):
         for orphan in orphans:
             kill_and_reap(orphan)
+
+
+@cache
+def interpreters() -> list[str]:
+    """Return the interpreters on this machine, one of each release. A program on PATH may be a slow script
+    that runs the interpreter.
+    """
+    found = {sys.version: sys.executable}
+    shows = "import json, sys; print(json.dumps([sys.version, sys.executable]))"
+    names = [*(f"python3.{minor}" for minor in range(8, 15)), "/usr/bin/python3"]
+    for path in map(shutil.which, names):
+        if path is not None:
+            done = subprocess.run([path, "-c", shows], capture_output=True, check=False)
+            if done.returncode == 0:
+                found.setdefault(*json.loads(done.stdout))
+    return list(found.values())

@@ -6,7 +6,8 @@ import sys
 import traceback
 
 import pytest
-from worker_hook.test_hook import interpreters, worker
+from helpers.procs import interpreters
+from worker_hook.test_hook import worker
 
 from elasticrs._engine.inside.error_file import give_notice
 from elasticrs._engine.job.traceback_summary import headline

@@ -5,7 +5,8 @@ import multiprocessing
 import sys
 
 import pytest
-from worker_hook.test_hook import interpreters, worker
+from helpers.procs import interpreters
+from worker_hook.test_hook import worker
 
 __all__ = ["worker"]
 

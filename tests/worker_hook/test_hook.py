@@ -10,31 +10,14 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
-from helpers.procs import HANG, run_program
+from helpers.procs import HANG, interpreters, run_program
 
 from elasticrs._engine.workers.environment import hook_environment
 
 HOOK = str(Path(hook_environment({})["PYTHONPATH"]))
-NAMES = ["python3.8", "python3.9", "python3.10", "python3.11", "python3.12", "python3.13", "python3.14"]
-
-
-@cache
-def interpreters() -> list[str]:
-    """Return the interpreters on this machine, one of each release. A program on PATH may be a slow script
-    that runs the interpreter.
-    """
-    found = {sys.version: sys.executable}
-    shows = "import json, sys; print(json.dumps([sys.version, sys.executable]))"
-    for path in (*filter(None, map(shutil.which, NAMES)), "/usr/bin/python3"):
-        if os.path.exists(path):
-            done = subprocess.run([path, "-c", shows], capture_output=True, check=False)
-            if done.returncode == 0:
-                found.setdefault(*json.loads(done.stdout))
-    return list(found.values())
 
 
 def reap_orphans(group: int) -> None:

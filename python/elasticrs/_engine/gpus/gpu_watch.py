@@ -274,7 +274,7 @@ class Xids:
         self._changed.clear()
 
 
-class Watch:
+class GpuWatch:
     """Event loop of the program's main thread.
 
     Args:
@@ -397,7 +397,7 @@ def _open_log(path: str) -> int | None:
 
 
 def main(kernel_log: str, kernel_pid_namespace: str) -> int:
-    """Watch the GPUs until standard input is closed. Return the exit code.
+    """GpuWatch the GPUs until standard input is closed. Return the exit code.
 
     Args:
         kernel_log: path of the kernel log.
@@ -405,7 +405,7 @@ def main(kernel_log: str, kernel_pid_namespace: str) -> int:
     """
     own = os.readlink("/proc/self/ns/pid")
     try:
-        Watch(kernel_log, has_kernel_pids=own == kernel_pid_namespace).run()
+        GpuWatch(kernel_log, has_kernel_pids=own == kernel_pid_namespace).run()
     except BrokenPipeError:
         # The agent has died.
         os._exit(1)
