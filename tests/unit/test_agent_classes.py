@@ -22,7 +22,7 @@ from elasticrs.agent.server import (
 from elasticrs.agent.server.api import _RoleInstanceInfo
 from elasticrs.agent.server.health_check_server import HealthCheckServer
 from elasticrs.agent.server.local_elastic_agent import _AliveCallbackProxy, why_hooks_decide
-from elasticrs.agent.server.progress import Progress
+from elasticrs.agent.server.simple_elastic_agent import Progress
 from elasticrs.launcher import LaunchConfig, elastic_launch
 from elasticrs.launcher.api import _get_entrypoint_name
 from elasticrs.multiprocessing import DefaultLogsSpecs, SignalException

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs.agent.server.progress import Progress
+from elasticrs.agent.server.simple_elastic_agent import Progress
 
 
 class Clock:

@@ -291,7 +291,7 @@ def send():
     os.kill(os.getpid(), signal.SIGTERM)
 # Of these hooks the last that was registered is called first: this one is called when signals are blocked.
 os.register_at_fork(before=send)
-from elasticrs.agent.server.raised_signals import raised_signals
+from elasticrs.agent.server.polled_workers import raised_signals
 from elasticrs.multiprocessing import SignalException
 def fork():
     if os.fork() == 0:
@@ -320,7 +320,7 @@ def test_a_signal_during_a_fork_is_raised_only_in_the_parent(fork):
 
 TWO_AT_ONCE = """
 import signal
-from elasticrs.agent.server.raised_signals import raised_signals
+from elasticrs.agent.server.polled_workers import raised_signals
 from elasticrs.multiprocessing import SignalException
 with raised_signals([signal.SIGTERM, signal.SIGHUP]):
     try:

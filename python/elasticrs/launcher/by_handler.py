@@ -20,7 +20,7 @@ from elasticrs._engine.supervise.run.signals import suspend
 from elasticrs._engine.supervise.run_job import make_workers, remove_logs
 from elasticrs._engine.workers.process import SupervisorError
 from elasticrs.agent.server.local_elastic_agent import LocalElasticAgent
-from elasticrs.agent.server.raised_signals import raised_signals
+from elasticrs.agent.server.polled_workers import raised_signals
 from elasticrs.agent.server.worker_group import WorkerSpec
 from elasticrs.launcher.api import run_agent, shut_down_after
 from elasticrs.multiprocessing.api import DefaultLogsSpecs, SignalException

@@ -30,8 +30,7 @@ from elasticrs._engine.supervise.run.signals import suspend
 from elasticrs._engine.supervise.run.sleepers import Sleepers
 from elasticrs._engine.workers.process import check_limits
 from elasticrs.agent.server.local_job import EventRunner, LocalJob
-from elasticrs.agent.server.polled_workers import GivenContext, PolledWorkers, start_by
-from elasticrs.agent.server.raised_signals import raised_signals
+from elasticrs.agent.server.polled_workers import GivenContext, PolledWorkers, raised_signals, start_by
 from elasticrs.agent.server.simple_elastic_agent import (
     DEFAULT_ROLE,
     RunResult,

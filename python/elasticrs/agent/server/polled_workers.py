@@ -1,4 +1,4 @@
-"""Workers of an agent whose hooks decide when the workers are started and stopped.
+"""Workers and signals of an agent whose hooks decide when the workers are started and stopped.
 
 A hook starts the workers, polls them, waits for events, or stops them. The tracker records and reports
 everything else, as in :mod:`.loop`. Frameworks that access the internals of an agent know this
@@ -7,25 +7,37 @@ object as ``_pcontext``.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import threading
 import time
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from elasticrs._engine.job import phrases
 from elasticrs._engine.process.console import END_PATIENCE
+from elasticrs._engine.process.signals import StopRequests
 from elasticrs._engine.supervise.attempts import state_machine as machine
 from elasticrs._engine.supervise.run.signals import suspend
 from elasticrs._engine.supervise.run.tracker import AttemptTracker
 from elasticrs._engine.supervise.run.workers import variables_of
-from elasticrs._engine.workers.functions.interrupts import held, waiting, when_safe
+from elasticrs._engine.workers.functions.interrupts import (
+    CaughtSignals,
+    held,
+    raise_when_safe,
+    waiting,
+    when_safe,
+)
 from elasticrs._engine.workers.functions.supervised_group import LATE, not_started
 from elasticrs._engine.workers.logs import line_prefixes
 from elasticrs._engine.workers.process import macros
-from elasticrs.multiprocessing.api import RunProcsResult
+from elasticrs.multiprocessing.api import RunProcsResult, SignalException
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from types import FrameType
 
     from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.process.console import Console
@@ -310,3 +322,51 @@ class GivenContext:
     def release(self) -> None:
         """Stop the remaining workers."""
         self.close()
+
+
+_log = logging.getLogger("elasticrs.agent")
+
+
+@contextmanager
+def raised_signals(
+    signums: Collection[int],
+    forwarded: Iterable[int] = (),
+    pass_on: Callable[[int], object] = lambda _: None,
+) -> Iterator[None]:
+    """Raise :class:`SignalException` in the main thread when a signal requests a stop while the block runs,
+    as torch's agent does, because an exception interrupts even a blocking hook. Restore the previous signal
+    handlers afterwards. A repeated signal that is not a new request (see :class:`.StopRequests`) raises
+    nothing.
+
+    Outside of the main thread, log a warning and install no handler. Forked children get the previous
+    handlers.
+
+    Args:
+        signums: signals to catch. Ignored signals stay ignored.
+        forwarded: further signals. They raise nothing; ``pass_on`` is called with the signal number.
+        pass_on: function for the signals in ``forwarded``.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        _log.warning("signals are not handled, because the job does not run in the main thread")
+        yield
+        return
+
+    requests = StopRequests()
+
+    def raise_error(signum: int, _frame: FrameType | None) -> None:
+        if requests.is_new(signum, time.monotonic()):
+            sigval = signal.Signals(signum)
+            raise_when_safe(SignalException(f"stopped by {sigval.name}", sigval))
+
+    def forward(signum: int, _frame: FrameType | None) -> None:
+        when_safe(partial(pass_on, signum))
+
+    caught, signals = CaughtSignals(), []
+    try:
+        for signum in {*signums, *forwarded}:
+            if signal.getsignal(signum) != signal.SIG_IGN:
+                caught.catch(signum, raise_error if signum in signums else forward)
+                signals.append(signum)
+        yield
+    finally:
+        caught.release(signals)
