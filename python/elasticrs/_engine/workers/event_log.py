@@ -88,6 +88,9 @@ class EventLog:
         exits: exits of the workers, by local rank, in the order in which the agent saw them.
         raised: last uncaught exception that each worker reported, by local rank.
         end: event that reported the end of the group; ``None`` until then.
+        blame: ranks of this node that are to blame for a hang or a failed collective; ``None`` if unknown.
+        silent: workers that exited with 0 before their work was done.
+        signalled: number of other workers that were signalled because of the first failure.
     """
 
     def __init__(self, *, replaces: bool = False) -> None:
@@ -100,6 +103,9 @@ class EventLog:
         self.exits: dict[int, WorkerExited] = {}
         self.raised: dict[int, WorkerRaised] = {}
         self.end: GroupEnded | None = None
+        self.blame: Blame | None = None
+        self.silent: Collection[int] = ()
+        self.signalled = 0
         self._times: dict[str, int] = {}
         self._overdue: list[tuple[int, Overdue]] = []
         self._failures: list[FailureSeen] = []
@@ -140,6 +146,9 @@ class EventLog:
             }
             more[kind].append(event)
             self._blames.sort(key=lambda each: each.at_ns)
+            self.blame = self._blames[-1].blame if self._blames else None
+            self.silent = {rank for each in self._silent for rank in each.local_ranks}
+            self.signalled = self._failures[0].siblings if self._failures else 0
         for name in _DERIVED:
             self.__dict__.pop(name, None)
 
@@ -170,16 +179,6 @@ class EventLog:
         return {rank: pid for rank, pid in enumerate(self.pids) if rank not in self.exits}
 
     # --- the first failure ---
-
-    @property
-    def signalled(self) -> int:
-        """Number of other workers that were signalled because of the first failure."""
-        return self._failures[0].siblings if self._failures else 0
-
-    @property
-    def silent(self) -> Collection[int]:
-        """Workers that exited with 0 before their work was done."""
-        return {rank for each in self._silent for rank in each.local_ranks}
 
     def _seen_first(self) -> tuple[int, int] | None:
         """Return the time of the first failure that was seen, and the local rank of the worker."""
@@ -219,11 +218,6 @@ class EventLog:
         first = self._seen_first()
         seen = blamed.hung.local_rank if blamed.hung is not None else -1 if first is None else first[1]
         return [seen] if seen in blamed.local_ranks else blamed.local_ranks[:1]
-
-    @property
-    def blame(self) -> Blame | None:
-        """Ranks of this node that are to blame for a hang or a failed collective; ``None`` if unknown."""
-        return self._blames[-1].blame if self._blames else None
 
     @cached_property
     def expired(self) -> Mapping[int, Overdue]:
