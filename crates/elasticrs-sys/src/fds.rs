@@ -17,30 +17,48 @@ use nix::sys::stat::fstat;
 /// `vm.memfd_noexec` can make the file non-executable.
 const MFD_EXEC: libc::c_uint = 0x10;
 
-/// Takes ownership of the inherited file descriptors with these numbers, and makes them close-on-exec.
-///
-/// Call this only once in a process, before any other code opens descriptors. Fails with `EBADF` if a descriptor
-/// is not open, and with `EALREADY` on a second call.
-pub fn take_inherited<const N: usize>(numbers: [RawFd; N]) -> nix::Result<[OwnedFd; N]> {
-    static TAKEN: AtomicBool = AtomicBool::new(false);
-    if TAKEN.swap(true, Ordering::Relaxed) {
-        return Err(Errno::EALREADY);
+/// The file descriptors with which this process was started. A process has at most one such value, so each descriptor is
+/// taken or closed once.
+#[derive(Debug)]
+pub struct Inherited(());
+
+impl Inherited {
+    /// Returns the value of this process. Fails with `EALREADY` on a second call.
+    ///
+    /// A program claims its inherited descriptors before it opens others, because their numbers do not show which of them
+    /// are inherited.
+    pub fn claim() -> nix::Result<Self> {
+        static CLAIMED: AtomicBool = AtomicBool::new(false);
+        if CLAIMED.swap(true, Ordering::Relaxed) { Err(Errno::EALREADY) } else { Ok(Self(())) }
     }
-    for number in numbers {
-        // SAFETY: `F_SETFD` does not close the descriptor. If the number is not open, the call fails with EBADF.
-        Errno::result(unsafe { libc::fcntl(number, libc::F_SETFD, libc::FD_CLOEXEC) })?;
+
+    /// Takes ownership of the descriptors with these numbers, and makes them close-on-exec. With `closes_others`, closes
+    /// all descriptors with higher numbers: uses `close_range` (Linux 5.9) or, if that fails, closes the descriptors
+    /// listed in `/proc/self/fd` one at a time.
+    ///
+    /// # Errors
+    /// `EBADF` if a descriptor is not open. `EINVAL` if a number is given twice.
+    pub fn take<const N: usize>(self, numbers: [RawFd; N], closes_others: bool) -> io::Result<[OwnedFd; N]> {
+        if (1..N).any(|at| numbers[..at].contains(&numbers[at])) {
+            return Err(Errno::EINVAL.into());
+        }
+        for number in numbers {
+            // SAFETY: `F_SETFD` does not close the descriptor. If the number is not open, the call fails with EBADF.
+            Errno::result(unsafe { libc::fcntl(number, libc::F_SETFD, libc::FD_CLOEXEC) })?;
+        }
+        // SAFETY: all descriptors are open, the numbers differ, and this value, which is the only one, gives up its
+        // ownership of the inherited descriptors.
+        let taken = numbers.map(|number| unsafe { OwnedFd::from_raw_fd(number) });
+        if closes_others {
+            close_from(numbers.into_iter().fold(2, RawFd::max) + 1)?;
+        }
+        Ok(taken)
     }
-    // SAFETY: all descriptors are open. No other code owns them yet, because the flag `TAKEN` prevents a second call
-    // and the caller fulfills the contract above.
-    Ok(numbers.map(|number| unsafe { OwnedFd::from_raw_fd(number) }))
 }
 
-/// Closes all file descriptors from `first` upwards. Uses `close_range` (Linux 5.9). If that fails, closes the
-/// descriptors listed in `/proc/self/fd` one at a time.
-///
-/// Call this only in a process that has just started and owns none of these descriptors.
-pub fn close_from(first: RawFd) -> io::Result<()> {
-    // SAFETY: the call takes only integers. By the contract above, no code owns the descriptors that it closes.
+/// Closes the descriptors from `first` upwards. Only the owner of the inherited descriptors calls this function.
+fn close_from(first: RawFd) -> io::Result<()> {
+    // SAFETY: the call takes only integers, and the caller owns the descriptors that it closes.
     if unsafe { libc::syscall(libc::SYS_close_range, first.cast_unsigned(), u32::MAX, 0) } == 0 {
         return Ok(());
     }
@@ -49,8 +67,8 @@ pub fn close_from(first: RawFd) -> io::Result<()> {
         .filter(|&fd| fd >= first)
         .collect();
     for fd in open {
-        // SAFETY: by the contract above, no code owns the descriptor. The listed descriptor of the directory itself is
-        // already closed, so closing it again only fails with EBADF.
+        // SAFETY: the caller owns the descriptor. The listed descriptor of the directory itself is already closed, so
+        // closing it again only fails with EBADF.
         unsafe { libc::close(fd) };
     }
     Ok(())

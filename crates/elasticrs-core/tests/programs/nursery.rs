@@ -10,7 +10,7 @@ use std::{env, fs};
 
 use elasticrs_nursery::protocol::{FIXED_FDS, NurseryLink, PROTOCOL, Reply};
 use elasticrs_nursery::server::{run, run_warm};
-use elasticrs_sys::fds::take_inherited;
+use elasticrs_sys::fds::Inherited;
 use elasticrs_sys::fork::plain;
 use nix::unistd::pause;
 
@@ -30,7 +30,8 @@ fn main() -> ExitCode {
         },
         "dies" => return ExitCode::from(3),
         "is of another build" => {
-            let [socket, ..] = take_inherited(FIXED_FDS).expect("the agent passes them");
+            let inherited = Inherited::claim().expect("nothing else takes them");
+            let [socket, ..] = inherited.take(FIXED_FDS, false).expect("the agent passes them");
             let mut link = NurseryLink::new(socket).expect("it is a socket");
             let ready = Reply::Ready { protocol: PROTOCOL + 1, pid: 0 };
             link.send(&ready, Vec::new()).expect("there is room");

@@ -15,10 +15,11 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use elasticrs_sys::clock::Stamp;
+use elasticrs_sys::fds::Inherited;
 use elasticrs_sys::fork::Forker;
 use elasticrs_sys::process::{self, Waited, WorkerExit};
 use elasticrs_sys::spawn::Stack;
-use elasticrs_sys::{fds, resources, signal};
+use elasticrs_sys::{resources, signal};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, ppoll};
 use nix::sys::prctl;
@@ -143,10 +144,7 @@ struct NurseryServer {
 
 impl NurseryServer {
     fn new(start: Option<Start>, forker: Option<Forker>) -> io::Result<Self> {
-        let [socket, agent, stages] = fds::take_inherited(FIXED_FDS)?;
-        if forker.is_none() {
-            fds::close_from(FIXED_FDS.into_iter().fold(2, i32::max) + 1)?;
-        }
+        let [socket, agent, stages] = Inherited::claim()?.take(FIXED_FDS, forker.is_none())?;
         if getsid(None)? != getpid() {
             setsid()?;
         }
