@@ -9,7 +9,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use common::groups::{HANG, TERM, close, event, run, warm_image};
 use common::image;
 use elasticrs_core::supervisor::{Config, Event, Supervisor};
-use elasticrs_nursery::activity::{Activity, Doing};
+use elasticrs_nursery::activity::{ActivityPage, Doing};
 use elasticrs_nursery::fence::Fence;
 use elasticrs_nursery::launch::{Interrupt, Launched, launch};
 use elasticrs_nursery::protocol::Request;
@@ -27,7 +27,7 @@ use nix::unistd::Pid;
 struct Both {
     nursery: Launched,
     sentinel: Launched,
-    activity: Activity,
+    activity: ActivityPage,
     fence: Fence,
 }
 
@@ -37,7 +37,7 @@ impl Both {
         prctl::set_child_subreaper(true).unwrap();
         let mut nursery = launch(&[warm_image(what, HANG), image()], None, &Interrupt::default()).unwrap();
         let mut sentinel = *nursery.sentinel.take().unwrap();
-        let (activity, fence) = (Activity::new().unwrap(), Fence::new().unwrap());
+        let (activity, fence) = (ActivityPage::new().unwrap(), Fence::new().unwrap());
         let mut guarded = vec![nursery.pidfd.try_clone().unwrap()];
         guarded.extend(activity.descriptors().unwrap());
         sentinel.link.send(&Request::Guard, guarded).unwrap();

@@ -38,7 +38,7 @@ pub(crate) enum NextStep {
 
 /// Answer to a liveness request.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Verdict {
+pub struct LivenessReport {
     pub alive: bool,
     /// Time since the agent's last progress, since its loop became stuck, or since an unanswered liveness request.
     /// `reason` tells which of the three times is meant.
@@ -87,28 +87,28 @@ impl Liveness {
     ///
     /// `at_work` is the time for which the agent's loop has been handling its current event. `None` if the loop is idle
     /// or is not monitored.
-    pub(crate) fn verdict(&self, now: Instant, at_work: Option<Duration>) -> Verdict {
+    pub(crate) fn verdict(&self, now: Instant, at_work: Option<Duration>) -> LivenessReport {
         let since = |at: Instant| now.saturating_duration_since(at);
         let stale = self.answered.as_ref().filter(|answer| answer.age > self.limit);
         if let Some(answer) = stale {
             let age = answer.age.saturating_add(since(answer.at));
             let place = answer.doing.as_ref().map_or_else(String::new, |doing| format!(", in {doing}"));
             let reason = format!("the last progress was {:.1} s ago{place}", age.as_secs_f64());
-            return Verdict { alive: false, age, reason: Some(reason) };
+            return LivenessReport { alive: false, age, reason: Some(reason) };
         }
         if let Some(age) = self.stuck(now, at_work) {
             let reason = format!("the agent's loop has taken no step for {:.1} s", age.as_secs_f64());
-            return Verdict { alive: false, age, reason: Some(reason) };
+            return LivenessReport { alive: false, age, reason: Some(reason) };
         }
         let Some(asked) = self.asked else {
             let age =
                 self.answered.as_ref().map_or(Duration::ZERO, |answer| answer.age.saturating_add(since(answer.at)));
-            return Verdict { alive: true, age, reason: None };
+            return LivenessReport { alive: true, age, reason: None };
         };
         let age = since(asked);
         let who = if self.is_passed_on { "the runtime that supervises the workers" } else { "the agent's loop" };
         let reason = format!("{who} has not answered for {:.1} s", age.as_secs_f64());
-        Verdict { alive: age <= self.limit, age, reason: Some(reason) }
+        LivenessReport { alive: age <= self.limit, age, reason: Some(reason) }
     }
 
     /// Returns how long the loop has been stuck: the time since its current event began or since its last liveness

@@ -11,7 +11,7 @@ use elasticrs_runtime::listen::{ListenError, Port, listen};
 use elasticrs_runtime::notices::{Notices, Tell};
 use elasticrs_runtime::readings::{Heartbeat, Readings, Source};
 use elasticrs_runtime::runtime::{Runtime, Spawn, Task};
-use elasticrs_runtime::threads::Wake;
+use elasticrs_runtime::threads::WakeFd;
 use elasticrs_runtime::{lock, stream};
 use elasticrs_sys::clock::Stamp;
 use serde_json::{Value, json};
@@ -21,7 +21,7 @@ use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{timeout, timeout_at};
 
 use crate::http::{self, JSON, MAX_HEAD, METRICS, Request, Response};
-use crate::liveness::{Liveness, NextStep, Verdict};
+use crate::liveness::{Liveness, LivenessReport, NextStep};
 use crate::log_sizes::{LogFile, LogSizes};
 use crate::metrics::{Moment, Registry, State, usages};
 use crate::names;
@@ -61,7 +61,7 @@ struct Published {
 struct Shared {
     began: Instant,
     host: String,
-    wake: Wake,
+    wake: WakeFd,
     liveness: Mutex<Liveness>,
     answered: watch::Sender<()>,
     published: Mutex<Published>,
@@ -110,7 +110,7 @@ impl Handle {
         let shared = Arc::new(Shared {
             began: now,
             host: settings.host.clone(),
-            wake: Wake::new().map_err(failed)?,
+            wake: WakeFd::new().map_err(failed)?,
             liveness: Mutex::new(Liveness::new(settings.limit)),
             answered: watch::Sender::default(),
             published: Mutex::new(Published { state: State::Init, status: json!({}), workers: Vec::new() }),
@@ -327,7 +327,7 @@ impl Shared {
     /// share one reply (HEALTH-3).
     ///
     /// Returns whether the agent is considered alive.
-    async fn ask(&self) -> Verdict {
+    async fn ask(&self) -> LivenessReport {
         let limit = ANSWER_LIMIT.min(lock(&self.liveness).limit());
         let deadline = Instant::now() + limit;
         // Subscribe before asking, so that no answer is missed.
@@ -343,7 +343,7 @@ impl Shared {
         self.verdict()
     }
 
-    fn verdict(&self) -> Verdict {
+    fn verdict(&self) -> LivenessReport {
         let at_work = lock(&self.watched_loop).as_ref().and_then(|source| source.at_work());
         lock(&self.liveness).verdict(Instant::now(), at_work)
     }
@@ -353,9 +353,9 @@ impl Shared {
         source.map(|source| source.read()).unwrap_or_default()
     }
 
-    fn health(&self, verdict: Verdict) -> Response {
+    fn health(&self, verdict: LivenessReport) -> Response {
         let limit = lock(&self.liveness).limit().as_secs_f64();
-        let Verdict { alive, age, reason } = verdict;
+        let LivenessReport { alive, age, reason } = verdict;
         let body = json!({"alive": alive, "age_seconds": age.as_secs_f64(), "limit_seconds": limit, "reason": reason});
         of_json(if alive { 200 } else { 503 }, &body)
     }
@@ -368,7 +368,7 @@ impl Shared {
 
     fn status(&self) -> Response {
         let mut status = lock(&self.published).status.clone();
-        let Verdict { alive, age, reason } = self.verdict();
+        let LivenessReport { alive, age, reason } = self.verdict();
         let Readings { timers, heartbeats, .. } = self.read();
         if let Some(workers) = status.get_mut("workers").and_then(Value::as_array_mut) {
             add_heartbeats(workers, &heartbeats);

@@ -31,7 +31,7 @@ const DONE: u64 = 2;
 /// Shared page and timer through which a nursery reports its activity to its sentinel (the process that guards
 /// it).
 #[derive(Debug)]
-pub struct Activity {
+pub struct ActivityPage {
     page: Page,
     timer: TimerFd,
     /// Number of the most recent step in starting a worker, such as `fork`. Used only by the nursery process.
@@ -55,7 +55,7 @@ pub enum Doing {
     Done,
 }
 
-impl Activity {
+impl ActivityPage {
     /// Creates the shared memory page and the timer for a nursery process that is importing modules.
     ///
     /// # Errors
@@ -163,17 +163,17 @@ mod tests {
 
     use super::*;
 
-    fn both() -> (Activity, Activity) {
-        let nursery = Activity::new().unwrap();
+    fn both() -> (ActivityPage, ActivityPage) {
+        let nursery = ActivityPage::new().unwrap();
         let fds = nursery.descriptors().unwrap();
-        (nursery, Activity::from_descriptors(fds).unwrap())
+        (nursery, ActivityPage::from_descriptors(fds).unwrap())
     }
 
-    fn expires(activity: &Activity) -> bool {
+    fn expires(activity: &ActivityPage) -> bool {
         poll(&mut [PollFd::new(activity.timer(), PollFlags::POLLIN)], PollTimeout::from(10_000_u16)) == Ok(1)
     }
 
-    fn runs(activity: &Activity) -> bool {
+    fn runs(activity: &ActivityPage) -> bool {
         activity.timer.get().unwrap().is_some()
     }
 

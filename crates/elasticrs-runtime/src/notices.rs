@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use std::{fmt, io};
 
 use crate::lock;
-use crate::threads::Wake;
+use crate::threads::WakeFd;
 
 /// Maximum number of lines in each [`WINDOW`]. Further lines are only counted.
 pub const LINES: u32 = 10;
@@ -101,7 +101,7 @@ impl Rate {
 #[derive(Debug, Default)]
 pub struct List {
     inner: Mutex<Inner>,
-    wake: OnceLock<Wake>,
+    wake: OnceLock<WakeFd>,
 }
 
 #[derive(Debug, Default)]
@@ -144,7 +144,7 @@ impl List {
         if let Some(wake) = self.wake.get() {
             return Ok(wake.as_fd());
         }
-        let wake = Wake::new()?;
+        let wake = WakeFd::new()?;
         if !inner.lines.is_empty() {
             wake.set();
         }

@@ -97,9 +97,9 @@ pub fn ask_within<Q, A>(
 
 /// A file descriptor that [`Self::set`] makes readable. It stays readable until [`Self::clear`] is called.
 #[derive(Debug)]
-pub struct Wake(EventFd);
+pub struct WakeFd(EventFd);
 
-impl Wake {
+impl WakeFd {
     /// Creates a descriptor that is not readable yet.
     pub fn new() -> io::Result<Self> {
         Ok(Self(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?))
@@ -118,13 +118,13 @@ impl Wake {
     }
 }
 
-impl AsFd for Wake {
+impl AsFd for WakeFd {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
 }
 
-impl AsRawFd for Wake {
+impl AsRawFd for WakeFd {
     fn as_raw_fd(&self) -> RawFd {
         self.0.as_raw_fd()
     }

@@ -41,7 +41,7 @@ pub use console::Console;
 use console::{Output, errno_of};
 use elasticrs_runtime::lock;
 use elasticrs_runtime::readings::{Dest, Stream};
-use elasticrs_runtime::threads::{Leavable, Wake, panic_message};
+use elasticrs_runtime::threads::{Leavable, WakeFd, panic_message};
 use elasticrs_sys::clock::Stamp;
 use follow::Opened;
 use lines::is_blank;
@@ -122,7 +122,7 @@ enum Thread {
 #[derive(Debug)]
 struct Shared {
     next_id: AtomicU64,
-    wake: Wake,
+    wake: WakeFd,
     commands: Mutex<Vec<Command>>,
     /// Followed streams. A finished stream is removed once all of it has been written.
     streams: Mutex<Streams>,
@@ -152,7 +152,7 @@ impl Logs {
     pub fn new(console: Console, notify: impl Fn(Notice) + Send + Sync + 'static) -> io::Result<Self> {
         let shared = Shared {
             next_id: AtomicU64::new(0),
-            wake: Wake::new()?,
+            wake: WakeFd::new()?,
             commands: Mutex::default(),
             streams: Mutex::default(),
             closed: Condvar::new(),

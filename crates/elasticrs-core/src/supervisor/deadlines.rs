@@ -4,9 +4,9 @@ use std::time::{Duration, Instant};
 
 use elasticrs_nursery::protocol::SweepLimits;
 
-/// Purpose of a deadline.
+/// A kind of deadline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Timer {
+pub enum Deadline {
     /// Deadline by which all workers must be running.
     Start,
     /// Time at which the supervisor checks the deadline for killing all workers. The supervisor checks it only while a
@@ -43,29 +43,29 @@ pub(crate) const GIVE_UP_AFTER: Duration = Duration::from_secs(30);
 /// Time limits of a clean-up that sends SIGKILL at once.
 pub(crate) const AT_ONCE: SweepLimits = SweepLimits::at_once(GIVE_UP_AFTER);
 
-/// The deadlines that are set, at most one for each [`Timer`].
+/// The deadlines that are set, at most one for each [`Deadline`].
 #[derive(Debug, Default)]
 pub(super) struct Deadlines {
-    armed: Vec<(Timer, Instant)>,
+    armed: Vec<(Deadline, Instant)>,
     frozen_at: Option<Instant>,
 }
 
 impl Deadlines {
     /// Sets the deadline of `timer` to `delay` after `now`. Replaces the previous deadline of this timer.
-    pub(super) fn arm(&mut self, timer: Timer, delay: Duration, now: Instant) {
+    pub(super) fn arm(&mut self, timer: Deadline, delay: Duration, now: Instant) {
         self.disarm(timer);
         self.armed.push((timer, after(now, delay)));
     }
 
     /// Like [`Self::arm`], but keeps the current deadline of the timer if that is earlier.
-    pub(super) fn hasten(&mut self, timer: Timer, delay: Duration, now: Instant) {
+    pub(super) fn hasten(&mut self, timer: Deadline, delay: Duration, now: Instant) {
         let sooner = self.armed.iter().all(|(t, at)| *t != timer || after(now, delay) < *at);
         if sooner {
             self.arm(timer, delay, now);
         }
     }
 
-    pub(super) fn disarm(&mut self, timer: Timer) {
+    pub(super) fn disarm(&mut self, timer: Deadline) {
         self.armed.retain(|(t, _)| *t != timer);
     }
 
@@ -82,7 +82,7 @@ impl Deadlines {
     }
 
     /// Removes the earliest deadline that has passed and returns its timer. `None` if no deadline has passed.
-    pub(super) fn expired(&mut self, now: Instant) -> Option<Timer> {
+    pub(super) fn expired(&mut self, now: Instant) -> Option<Deadline> {
         if self.frozen_at.is_some() {
             return None;
         }
@@ -127,12 +127,12 @@ mod tests {
     fn passed_deadlines_are_returned_earliest_first() {
         let t0 = Instant::now();
         let mut deadlines = Deadlines::default();
-        deadlines.arm(Timer::GiveUp, ms(20), t0);
-        deadlines.arm(Timer::Kill, ms(10), t0);
+        deadlines.arm(Deadline::GiveUp, ms(20), t0);
+        deadlines.arm(Deadline::Kill, ms(10), t0);
         assert_eq!(deadlines.next(), Some(t0 + ms(10)));
         assert_eq!(deadlines.expired(t0 + ms(9)), None);
-        assert_eq!(deadlines.expired(t0 + ms(30)), Some(Timer::Kill));
-        assert_eq!(deadlines.expired(t0 + ms(30)), Some(Timer::GiveUp));
+        assert_eq!(deadlines.expired(t0 + ms(30)), Some(Deadline::Kill));
+        assert_eq!(deadlines.expired(t0 + ms(30)), Some(Deadline::GiveUp));
         assert_eq!(deadlines.expired(t0 + ms(30)), None);
     }
 
@@ -140,7 +140,7 @@ mod tests {
     fn a_frozen_deadline_is_extended_by_the_pause() {
         let t0 = Instant::now();
         let mut deadlines = Deadlines::default();
-        deadlines.arm(Timer::Kill, ms(10), t0);
+        deadlines.arm(Deadline::Kill, ms(10), t0);
         deadlines.freeze(t0 + ms(4));
         assert_eq!(deadlines.next(), None);
         assert_eq!(deadlines.expired(t0 + ms(100)), None);
@@ -152,10 +152,10 @@ mod tests {
     fn hastening_a_deadline_never_delays_it() {
         let t0 = Instant::now();
         let mut deadlines = Deadlines::default();
-        deadlines.hasten(Timer::Kill, ms(30), t0);
-        deadlines.hasten(Timer::Kill, ms(30), t0 + ms(10));
+        deadlines.hasten(Deadline::Kill, ms(30), t0);
+        deadlines.hasten(Deadline::Kill, ms(30), t0 + ms(10));
         assert_eq!(deadlines.next(), Some(t0 + ms(30)));
-        deadlines.hasten(Timer::Kill, ms(5), t0 + ms(10));
+        deadlines.hasten(Deadline::Kill, ms(5), t0 + ms(10));
         assert_eq!(deadlines.next(), Some(t0 + ms(15)));
     }
 
@@ -163,8 +163,8 @@ mod tests {
     fn a_delay_beyond_the_range_of_the_clock_is_accepted() {
         let t0 = Instant::now();
         let mut deadlines = Deadlines::default();
-        deadlines.arm(Timer::Kill, Duration::MAX, t0);
-        deadlines.hasten(Timer::Kill, Duration::MAX, t0 + ms(10));
+        deadlines.arm(Deadline::Kill, Duration::MAX, t0);
+        deadlines.hasten(Deadline::Kill, Duration::MAX, t0 + ms(10));
         assert_eq!(deadlines.next(), Some(after(t0, Duration::MAX)));
     }
 
@@ -174,10 +174,10 @@ mod tests {
             let t0 = Instant::now();
             let mut deadlines = Deadlines::default();
             for (rank, delay) in (0_u32..).zip(&delays) {
-                deadlines.arm(Timer::Paused(rank), ms(*delay), t0);
+                deadlines.arm(Deadline::Paused(rank), ms(*delay), t0);
             }
             let mut seen = Vec::new();
-            while let Some(Timer::Paused(rank)) = deadlines.expired(t0 + ms(1000)) {
+            while let Some(Deadline::Paused(rank)) = deadlines.expired(t0 + ms(1000)) {
                 seen.push(delays[rank as usize]);
             }
             let mut sorted = delays.clone();

@@ -8,7 +8,7 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use elasticrs_runtime::lock;
-use elasticrs_runtime::threads::Wake;
+use elasticrs_runtime::threads::WakeFd;
 use elasticrs_sys::fds::{Polled, poll_readable};
 
 use super::event::Event;
@@ -25,7 +25,7 @@ const MAX_NOTICES: usize = 1024;
 pub struct Queue {
     events: Mutex<Events>,
     watched: Mutex<Vec<RawFd>>,
-    wake: Wake,
+    wake: WakeFd,
 }
 
 #[derive(Debug, Default)]
@@ -77,7 +77,7 @@ pub enum Next {
 impl Queue {
     /// Creates an empty queue.
     pub fn new() -> io::Result<Self> {
-        Ok(Self { events: Mutex::default(), watched: Mutex::default(), wake: Wake::new()? })
+        Ok(Self { events: Mutex::default(), watched: Mutex::default(), wake: WakeFd::new()? })
     }
 
     /// Adds an event and wakes the waiter. Called by the runtime thread. Drops the event if it is a notice and the

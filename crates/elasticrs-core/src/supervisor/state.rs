@@ -10,7 +10,7 @@ use elasticrs_sys::signal::Signal;
 
 pub use self::hangs::Snapshot;
 use self::hangs::{HeldExit, PendingAction, Records};
-pub use super::deadlines::Timer;
+pub use super::deadlines::Deadline;
 use super::deadlines::{AT_ONCE, GIVE_UP_AFTER};
 use super::event::{
     Event, ExitStage, KillReason, NurseryExit, Origin, Outcome, StartFailure, SweepOutcome, TimerExpired, WorkerRaised,
@@ -50,7 +50,7 @@ pub(crate) enum Input {
     /// Resume a suspended group.
     Resume,
     /// A deadline has passed.
-    Expired(Timer),
+    Expired(Deadline),
     /// Result of [`Effect::Sweep`].
     Swept(SweepOutcome),
     /// The nursery has died. Its workers die, too, because the kernel sends them their parent-death signal.
@@ -106,11 +106,11 @@ pub enum Effect {
     /// Send the signal of an expired timer to the process that owns the timer: a worker or its descendant.
     SignalProcess { pid: i32, signal: Signal },
     /// Set a deadline.
-    Arm(Timer, Duration),
+    Arm(Deadline, Duration),
     /// Set a deadline, unless it is already set to an earlier time.
-    Hasten(Timer, Duration),
+    Hasten(Deadline, Duration),
     /// Cancel a deadline.
-    Disarm(Timer),
+    Disarm(Deadline),
     /// Pause all deadlines.
     Freeze,
     /// Resume all deadlines.
@@ -160,15 +160,15 @@ pub struct GroupOutcome {
 enum Phase {
     /// The group is not being stopped, and workers may be running.
     Running,
-    /// The stop signal was sent. SIGKILL follows at [`Timer::Kill`].
+    /// The stop signal was sent. SIGKILL follows at [`Deadline::Kill`].
     Stopping,
-    /// SIGKILL was sent. The supervisor stops waiting for the workers at [`Timer::GiveUp`].
+    /// SIGKILL was sent. The supervisor stops waiting for the workers at [`Deadline::GiveUp`].
     Killing,
     /// All workers have exited, or did not exit after SIGKILL. Their descendants are being cleaned up. `lingering` is
     /// true while the descendants are still allowed to run.
     Sweeping { lingering: bool },
     /// All workers have exited after a stop signal, but processes that they left behind may still be saving. These
-    /// processes may run until the end of the grace period ([`Timer::Kill`]).
+    /// processes may run until the end of the grace period ([`Deadline::Kill`]).
     Saving,
     /// The end of the group was reported.
     Finished,
@@ -202,7 +202,7 @@ pub struct Group {
     records: Records,
     /// Exits that are not handled until the members have written their flight records, oldest first. See [`hangs`].
     held: Vec<HeldExit>,
-    /// True if [`Timer::Kill`] has expired while an excused member was still exiting. See [`Member::is_excused`].
+    /// True if [`Deadline::Kill`] has expired while an excused member was still exiting. See [`Member::is_excused`].
     is_overdue: bool,
 }
 
@@ -277,7 +277,7 @@ impl Group {
             | Input::StopForHang(..)
             | Input::Signal(..)
             | Input::Forward(..)
-            | Input::Expired(Timer::Kill | Timer::Check | Timer::Hang | Timer::Condemned(_))
+            | Input::Expired(Deadline::Kill | Deadline::Check | Deadline::Hang | Deadline::Condemned(_))
             | Input::ExitSampled { .. }
             | Input::Evidence(_) => true,
             _ => false,
@@ -358,14 +358,14 @@ impl Group {
         }
         let (local_rank, sent) = (member.local_rank, member.sent);
         if !matches!(member.pause, Pause::Running) {
-            self.effects.push(Effect::Disarm(Timer::Paused(local_rank)));
+            self.effects.push(Effect::Disarm(Deadline::Paused(local_rank)));
         }
         if member.raised.is_some() {
-            self.effects.push(Effect::Disarm(Timer::Exit(local_rank)));
+            self.effects.push(Effect::Disarm(Deadline::Exit(local_rank)));
         }
         let condemned = member.condemned.is_some();
         if condemned || member.is_slow() {
-            self.effects.push(Effect::Disarm(Timer::Condemned(local_rank)));
+            self.effects.push(Effect::Disarm(Deadline::Condemned(local_rank)));
         }
         let has_failed = self.phase == Phase::Running && (!exit.is_success() || condemned);
         let is_replaced = has_failed && self.survives(index);
@@ -426,7 +426,7 @@ impl Group {
             Phase::Saving if policy.is_hard() => self.end_saves(),
             Phase::Saving => {
                 self.grace = self.grace.min(policy.grace);
-                self.effects.push(Effect::Hasten(Timer::Kill, policy.grace));
+                self.effects.push(Effect::Hasten(Deadline::Kill, policy.grace));
             }
             Phase::Killing | Phase::Sweeping { lingering: false } | Phase::Finished => {}
         }
@@ -441,12 +441,12 @@ impl Group {
         }
     }
 
-    fn on_expired(&mut self, timer: Timer) {
+    fn on_expired(&mut self, timer: Deadline) {
         match timer {
-            Timer::Kill if self.phase == Phase::Stopping => self.kill_overdue(),
-            Timer::Kill if self.phase == Phase::Saving => self.on_overdue_saves(),
-            Timer::GiveUp if self.phase == Phase::Killing => self.sweep_on_end(),
-            Timer::Paused(local_rank) => {
+            Deadline::Kill if self.phase == Phase::Stopping => self.kill_overdue(),
+            Deadline::Kill if self.phase == Phase::Saving => self.on_overdue_saves(),
+            Deadline::GiveUp if self.phase == Phase::Killing => self.sweep_on_end(),
+            Deadline::Paused(local_rank) => {
                 let paused = self.members.iter_mut().find(|m| m.local_rank == local_rank && !m.ended);
                 if let Some(member) = paused
                     && let Pause::Noticed(signal) = member.pause
@@ -456,18 +456,18 @@ impl Group {
                     self.report(Event::WorkerPaused { local_rank, pid, signal });
                 }
             }
-            Timer::Condemned(local_rank) => self.on_condemned(local_rank),
-            Timer::Check | Timer::Hang => self.on_check(),
+            Deadline::Condemned(local_rank) => self.on_condemned(local_rank),
+            Deadline::Check | Deadline::Hang => self.on_check(),
             // Ignore these timers, because they do not apply in the current phase or are handled by the executor.
-            Timer::Kill
-            | Timer::GiveUp
-            | Timer::Start
-            | Timer::Fence
-            | Timer::Warm
-            | Timer::SlowImport
-            | Timer::Exit(_)
-            | Timer::Sweep
-            | Timer::Replace(_) => {}
+            Deadline::Kill
+            | Deadline::GiveUp
+            | Deadline::Start
+            | Deadline::Fence
+            | Deadline::Warm
+            | Deadline::SlowImport
+            | Deadline::Exit(_)
+            | Deadline::Sweep
+            | Deadline::Replace(_) => {}
         }
     }
 
@@ -532,7 +532,7 @@ impl Group {
             self.effects.push(to_group(member.pid, Signal::CONT));
         }
         // Use `Hasten`, so that a later stop request cannot postpone the deadline.
-        self.effects.push(Effect::Hasten(Timer::Kill, policy.grace));
+        self.effects.push(Effect::Hasten(Deadline::Kill, policy.grace));
         self.grace = if self.phase == Phase::Stopping { self.grace.min(policy.grace) } else { policy.grace };
         (self.phase, self.stop_signal) = (Phase::Stopping, Some(policy.signal));
     }
@@ -555,7 +555,7 @@ impl Group {
             self.effects.push(member.send(Signal::KILL, StopScope::Group));
         }
         (self.phase, self.stop_signal, self.is_overdue) = (Phase::Stopping, Some(Signal::KILL), true);
-        self.effects.push(Effect::Disarm(Timer::Kill));
+        self.effects.push(Effect::Disarm(Deadline::Kill));
     }
 
     /// Kills the remaining processes if no excused member is running and the other members have already been killed.
@@ -575,8 +575,8 @@ impl Group {
         }
         self.hasten_starts();
         self.phase = Phase::Killing;
-        self.effects.push(Effect::Disarm(Timer::Kill));
-        self.effects.push(Effect::Arm(Timer::GiveUp, GIVE_UP_AFTER));
+        self.effects.push(Effect::Disarm(Deadline::Kill));
+        self.effects.push(Effect::Arm(Deadline::GiveUp, GIVE_UP_AFTER));
     }
 
     fn sweep_when_all_have_ended(&mut self) {
@@ -600,8 +600,8 @@ impl Group {
         if self.phase == Phase::Stopping && !self.is_overdue && self.sweep_others() {
             return;
         }
-        self.effects.push(Effect::Disarm(Timer::Kill));
-        self.effects.push(Effect::Disarm(Timer::GiveUp));
+        self.effects.push(Effect::Disarm(Deadline::Kill));
+        self.effects.push(Effect::Disarm(Deadline::GiveUp));
         match (self.outcome, self.policy.on_success) {
             (Outcome::Succeeded, Descendants::Keep) => self.report_end(SweepOutcome::default()),
             (Outcome::Succeeded, Descendants::Linger(linger)) => {

@@ -17,7 +17,7 @@ use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::task::{JoinError, JoinSet};
 
 use super::command::{Command, Config, Reply, Shared, SupervisorError};
-use super::deadlines::{Deadlines, GIVE_UP_AFTER, Timer};
+use super::deadlines::{Deadline, Deadlines, GIVE_UP_AFTER};
 use super::event::{Event, StartFailure, SweepOutcome};
 use super::state::{Effect, GroupOutcome, Input};
 use crate::spec::StopPolicy;
@@ -307,19 +307,21 @@ impl Task {
     fn on_deadline(&mut self) {
         while let Some(timer) = self.deadlines.expired(Instant::now()) {
             match timer {
-                Timer::Start => self.on_hung_start(),
-                Timer::Fence => self.fence_start(),
-                Timer::Warm => self.on_overdue_import(),
-                Timer::SlowImport => self.nursery.slow_import().into_iter().for_each(|m| self.shared.queue.degraded(m)),
-                Timer::Kill if self.current.is_starting() => self.kill_start(),
-                Timer::Sweep => self.on_overdue_sweep(),
-                Timer::Replace(local_rank) => self.on_hung_replace(local_rank),
-                Timer::Exit(local_rank) => self.sample_exit(local_rank),
-                Timer::Check => {
+                Deadline::Start => self.on_hung_start(),
+                Deadline::Fence => self.fence_start(),
+                Deadline::Warm => self.on_overdue_import(),
+                Deadline::SlowImport => {
+                    self.nursery.slow_import().into_iter().for_each(|m| self.shared.queue.degraded(m));
+                }
+                Deadline::Kill if self.current.is_starting() => self.kill_start(),
+                Deadline::Sweep => self.on_overdue_sweep(),
+                Deadline::Replace(local_rank) => self.on_hung_replace(local_rank),
+                Deadline::Exit(local_rank) => self.sample_exit(local_rank),
+                Deadline::Check => {
                     self.check();
                     self.input(Input::Expired(timer));
                 }
-                Timer::Hang | Timer::Kill | Timer::GiveUp | Timer::Paused(_) | Timer::Condemned(_) => {
+                Deadline::Hang | Deadline::Kill | Deadline::GiveUp | Deadline::Paused(_) | Deadline::Condemned(_) => {
                     self.input(Input::Expired(timer));
                 }
             }
@@ -389,7 +391,7 @@ impl Task {
                 starting.stop(policy);
                 if !self.end_waiting() {
                     let grace = if policy.signal == Signal::KILL { Duration::ZERO } else { policy.grace };
-                    self.deadlines.hasten(Timer::Kill, grace, Instant::now());
+                    self.deadlines.hasten(Deadline::Kill, grace, Instant::now());
                 }
             }
             Current::Running(_) => self.input(match remote {
@@ -510,13 +512,13 @@ impl Task {
         }
         let SweepLimits { linger, grace, give_up } = limits;
         let limit = linger.saturating_add(grace).saturating_add(give_up).saturating_add(SWEEP_SLACK);
-        self.deadlines.arm(Timer::Sweep, limit, Instant::now());
+        self.deadlines.arm(Deadline::Sweep, limit, Instant::now());
     }
 
     fn sweep_worker(&mut self, local_rank: u32, worker: i32) {
         let Some(nursery) = self.nursery.get() else { return };
         self.sweeps.request_for_worker(nursery, local_rank, worker);
-        self.deadlines.arm(Timer::Sweep, GIVE_UP_AFTER + SWEEP_SLACK, Instant::now());
+        self.deadlines.arm(Deadline::Sweep, GIVE_UP_AFTER + SWEEP_SLACK, Instant::now());
     }
 
     /// Handles a clean-up of leftover processes that has exceeded its deadline. If the nursery performs the clean-up,
@@ -533,7 +535,7 @@ impl Task {
 
     fn on_swept(&mut self, swept: SweepOutcome) {
         self.held.report_all(&swept);
-        self.deadlines.disarm(Timer::Sweep);
+        self.deadlines.disarm(Deadline::Sweep);
         match &mut self.current {
             Current::Idle => {}
             Current::Starting(starting) => match starting.take_outcome() {
@@ -547,7 +549,7 @@ impl Task {
     }
 
     fn on_worker_swept(&mut self, local_rank: u32, swept: SweepOutcome) {
-        self.deadlines.disarm(Timer::Sweep);
+        self.deadlines.disarm(Deadline::Sweep);
         self.held.report_all(&swept);
         // Finish the log files of this rank, because all processes that could write to them are gone.
         self.shared.logs.finish_rank(local_rank);

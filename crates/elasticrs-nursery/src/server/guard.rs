@@ -4,7 +4,7 @@
 use std::os::fd::OwnedFd;
 
 use super::{LAST_SWEEP, NurseryServer};
-use crate::activity::Activity;
+use crate::activity::ActivityPage;
 use crate::connections::{HeldSocket, LastWord, Release};
 use crate::fence::{Fence, FenceState, Holder};
 use crate::protocol::{Reply, Request, SweepLimits};
@@ -39,7 +39,7 @@ impl NurseryServer {
     pub(super) fn set_activity(&mut self, fds: Vec<OwnedFd>) {
         // Ignore an error, because it only means that the process that guards the nursery has to kill all processes
         // when the agent dies.
-        self.activity = Activity::from_descriptors(fds).ok();
+        self.activity = ActivityPage::from_descriptors(fds).ok();
         if let Some(activity) = &mut self.activity {
             activity.wait();
         }

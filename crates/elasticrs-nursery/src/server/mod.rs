@@ -32,8 +32,8 @@ use self::sentinel::Sentinel;
 pub use self::spawn::Worker;
 pub(crate) use self::spawn::command;
 use self::spawn::{Begun, Compaction, Unsettled};
-use self::sweep::{Sweep, Verdict};
-use super::activity::Activity;
+use self::sweep::{Sweep, SweepStep};
+use super::activity::ActivityPage;
 use super::connections::Connections;
 use super::fence::Fence;
 use super::protocol::{FIXED_FDS, NurseryLink, PROTOCOL, Reply, Request, SweepLimits, SweepOutcome};
@@ -130,7 +130,7 @@ struct NurseryServer {
     held: Connections,
     fence: Option<Fence>,
     /// Shared memory page in which the nursery process reports what it is doing. `None` if no other process reads it.
-    activity: Option<Activity>,
+    activity: Option<ActivityPage>,
     /// Nice value before the nursery process raised its priority to kill processes. It is restored afterwards. `None`
     /// if the priority is not raised.
     nice: Option<i32>,
@@ -380,7 +380,7 @@ impl NurseryServer {
         let Some(mut sweep) = self.sweep.take() else { return Served::GoOn };
         let has_children = self.reap();
         match sweep.step(self, has_children) {
-            Verdict::GoOn => {
+            SweepStep::GoOn => {
                 if self.orphaned && sweep.is_quiet() {
                     // End the agent's session before the processes that unlink shared memory exit, because the other
                     // nodes wait only for the exit of the workers.
@@ -388,7 +388,7 @@ impl NurseryServer {
                 }
                 self.sweep = Some(sweep);
             }
-            Verdict::Over { stuck, spared, held } => {
+            SweepStep::Over { stuck, spared, held } => {
                 if self.orphaned {
                     if let Some(activity) = &self.activity {
                         activity.end();

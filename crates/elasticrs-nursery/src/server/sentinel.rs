@@ -13,7 +13,7 @@ use elasticrs_sys::process;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::{LAST_SWEEP, NurseryServer};
-use crate::activity::{Activity, Doing, PATIENCE_MS};
+use crate::activity::{ActivityPage, Doing, PATIENCE_MS};
 use crate::connections::{Connections, HeldSocket, Release};
 use crate::fence::Fence;
 use crate::protocol::{NurseryLink, Request};
@@ -37,7 +37,7 @@ pub(super) struct Sentinel {
 
 struct Guarded {
     pidfd: OwnedFd,
-    activity: Activity,
+    activity: ActivityPage,
     /// Activity of the nursery at the last check, if it was still starting a worker after the deadline for killing all
     /// workers. Otherwise `None`.
     ///
@@ -125,7 +125,7 @@ impl Sentinel {
 impl Guarded {
     fn new(fds: Vec<OwnedFd>) -> Option<Self> {
         let [pidfd, page, timer] = <[OwnedFd; 3]>::try_from(fds).ok()?;
-        Some(Self { pidfd, activity: Activity::from_descriptors(vec![page, timer]).ok()?, overdue: None })
+        Some(Self { pidfd, activity: ActivityPage::from_descriptors(vec![page, timer]).ok()?, overdue: None })
     }
 
     /// Waits until the nursery has killed all of its descendants and exited. Returns false if the nursery dies before

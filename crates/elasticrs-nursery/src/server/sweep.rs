@@ -46,7 +46,7 @@ impl Deadlines {
 }
 
 #[derive(Debug)]
-pub(super) enum Verdict {
+pub(super) enum SweepStep {
     GoOn,
     Over { stuck: Vec<Descendant>, spared: Vec<Descendant>, held: Vec<i32> },
 }
@@ -169,9 +169,9 @@ impl Sweep {
         self.quiet_looks >= 2
     }
 
-    pub(super) fn step(&mut self, nursery: &NurseryServer, has_children: bool) -> Verdict {
+    pub(super) fn step(&mut self, nursery: &NurseryServer, has_children: bool) -> SweepStep {
         if !has_children {
-            return Verdict::Over { stuck: Vec::new(), spared: Vec::new(), held: Vec::new() };
+            return SweepStep::Over { stuck: Vec::new(), spared: Vec::new(), held: Vec::new() };
         }
         let now = Instant::now();
         let signal = match now {
@@ -190,7 +190,7 @@ impl Sweep {
             // them to exit.
             self.deadlines.give_up = now + LAST_MOMENT;
             self.pause = Duration::ZERO;
-            return Verdict::GoOn;
+            return SweepStep::GoOn;
         }
         // Do not wait for `ECHILD` if some children may remain. They can be running workers, processes that are meant
         // to outlive the job, or zombies that a tracer has not released.
@@ -202,7 +202,7 @@ impl Sweep {
         if self.is_quiet() && only_harmless && !waits_for_tracer || now >= self.deadlines.give_up {
             let describe = |pids: Vec<i32>| pids.into_iter().map(tree::describe).collect();
             let stuck = look.others.iter().map(|listed| listed.pid).collect();
-            return Verdict::Over { stuck: describe(stuck), spared: describe(look.exempt), held: look.held };
+            return SweepStep::Over { stuck: describe(stuck), spared: describe(look.exempt), held: look.held };
         }
         // Check again immediately while new processes appear, because they may fork faster than this process checks.
         // Otherwise, pause. The exit of a child ends the pause.
@@ -211,7 +211,7 @@ impl Sweep {
             (false, pause) if pause.is_zero() => FIRST_LOOK,
             (false, pause) => (2 * pause).min(LOOK_AGAIN),
         };
-        Verdict::GoOn
+        SweepStep::GoOn
     }
 
     /// Checks all descendants once, and sends `signal` to those that must exit.

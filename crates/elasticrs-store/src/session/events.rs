@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use elasticrs_runtime::lock;
-use elasticrs_runtime::threads::Wake;
+use elasticrs_runtime::threads::WakeFd;
 use elasticrs_sys::clock::{boot_now, wall_now};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use tokio::sync::Notify;
@@ -63,7 +63,7 @@ pub(crate) type MetStore = (StoreId, u64);
 #[derive(Debug)]
 pub struct Events {
     state: Mutex<State>,
-    wake: Wake,
+    wake: WakeFd,
     /// Time of the user's last call of [`Self::take`] or [`Self::wait`], in nanoseconds of the boot clock.
     asked: AtomicU64,
     /// Number of threads that are currently in [`Self::wait`].
@@ -83,7 +83,7 @@ impl Events {
     pub fn new() -> io::Result<Self> {
         Ok(Self {
             state: Mutex::default(),
-            wake: Wake::new()?,
+            wake: WakeFd::new()?,
             asked: AtomicU64::new(boot_now()),
             waiting: AtomicUsize::new(0),
             wake_task: Notify::new(),

@@ -13,7 +13,7 @@ use elasticrs_sys::signal::Signal;
 
 use super::hangs::PendingAction;
 use super::{
-    Effect, Event, GIVE_UP_AFTER, Group, Member, Outcome, Pause, Phase, Place, StopRole, SweepOutcome, Timer,
+    Deadline, Effect, Event, GIVE_UP_AFTER, Group, Member, Outcome, Pause, Phase, Place, StopRole, SweepOutcome,
     TimerExpired, WorkerRaised, to_group,
 };
 use crate::spec::StopScope;
@@ -101,7 +101,7 @@ impl Group {
     fn condemn(&mut self, index: usize, limit: Duration, seen: Stamp) {
         let member = &mut self.members[index];
         member.condemned = Some(seen);
-        self.effects.push(Effect::Arm(Timer::Condemned(member.local_rank), limit));
+        self.effects.push(Effect::Arm(Deadline::Condemned(member.local_rank), limit));
     }
 
     /// Kills a failed member that has not exited in time. If it does not exit after SIGKILL either, stops the whole
@@ -118,7 +118,7 @@ impl Group {
             self.effects.push(member.send(Signal::KILL, StopScope::Group));
             let limit = self.policy.on_failure.grace;
             self.report(Event::WorkersKilled(WorkersKilled { workers, reason, limit }));
-            return self.effects.push(Effect::Arm(Timer::Condemned(local_rank), GIVE_UP_AFTER));
+            return self.effects.push(Effect::Arm(Deadline::Condemned(local_rank), GIVE_UP_AFTER));
         }
         let pid = member.pid;
         self.fail(local_rank, pid, Some(pid), seen, None);
@@ -150,7 +150,7 @@ impl Group {
             if is_working {
                 self.report(Event::WorkerRaised(raised));
             }
-            self.effects.extend(limit.map(|limit| Effect::Arm(Timer::Exit(local_rank), between_samples(limit))));
+            self.effects.extend(limit.map(|limit| Effect::Arm(Deadline::Exit(local_rank), between_samples(limit))));
         }
         self.take_records_after_raise();
         self.stop_after_raise(dying);
@@ -210,7 +210,7 @@ impl Group {
             Some(true) if is_excused && raised.exit == ExitStage::Begun => self.on_excused_slow(local_rank),
             Some(true) | None => {}
         }
-        self.effects.push(Effect::Arm(Timer::Exit(local_rank), between_samples(limit)));
+        self.effects.push(Effect::Arm(Deadline::Exit(local_rank), between_samples(limit)));
     }
 
     /// Reports an excused worker that has exceeded the time limit for its exit but makes progress. Gives the worker
@@ -221,7 +221,7 @@ impl Group {
         raised.exit = ExitStage::Slow;
         let slow = Event::WorkerRaised(raised.clone());
         self.report(slow);
-        self.effects.push(Effect::Arm(Timer::Condemned(local_rank), grace));
+        self.effects.push(Effect::Arm(Deadline::Condemned(local_rank), grace));
     }
 
     /// Kills an excused worker that is still exiting at the end of its grace period.
@@ -330,7 +330,7 @@ impl Group {
             watch.lose(index);
             // Check the heartbeats of the other members now, because these checks were paused while the failed member
             // was about to exit.
-            self.effects.push(Effect::Arm(Timer::Hang, Duration::ZERO));
+            self.effects.push(Effect::Arm(Deadline::Hang, Duration::ZERO));
         }
         self.left.push_back(index);
         if self.left.len() == 1 {
@@ -411,7 +411,7 @@ impl Group {
     /// Shortens the deadlines of replacements that are being started, so that they do not delay the end of the group.
     pub(super) fn hasten_starts(&mut self) {
         let starting: Vec<u32> = self.starting().collect();
-        let hasten = |local_rank| Effect::Hasten(Timer::Replace(local_rank), LAST_CHANCE);
+        let hasten = |local_rank| Effect::Hasten(Deadline::Replace(local_rank), LAST_CHANCE);
         self.effects.extend(starting.into_iter().map(hasten));
     }
 }

@@ -11,7 +11,7 @@ use std::time::Duration;
 use elasticrs_sys::clock::{Stamp, nanoseconds};
 use elasticrs_sys::process::WorkerExit;
 
-use super::{Effect, Event, Group, Input, Member, Phase, Timer};
+use super::{Deadline, Effect, Event, Group, Input, Member, Phase};
 use crate::spec::StopPolicy;
 use crate::supervisor::event::{Origin, RankSeen, TimerExpired, WorkerHung};
 use crate::supervisor::evidence::WorkerEvidence;
@@ -127,7 +127,7 @@ impl Group {
     /// first.
     pub(crate) fn needs_snapshot(&self, input: &Input) -> bool {
         let looks = |input: &Input| {
-            matches!(input, Input::StopForHang(..) | Input::Suspend | Input::Expired(Timer::Check | Timer::Hang))
+            matches!(input, Input::StopForHang(..) | Input::Suspend | Input::Expired(Deadline::Check | Deadline::Hang))
         };
         matches!(input, Input::Watch(_))
             || self.watch.is_some() && (self.suspended || self.waiting.is_some() || looks(input))
@@ -169,7 +169,7 @@ impl Group {
                     let message = still_exiting(&ranks, limit, watch.exit_limit());
                     self.effects.extend((!ranks.is_empty()).then_some(Effect::Report(Event::Degraded { message })));
                 }
-                self.effects.push(Effect::Arm(Timer::Hang, Duration::from_nanos(next.saturating_sub(at.0))));
+                self.effects.push(Effect::Arm(Deadline::Hang, Duration::from_nanos(next.saturating_sub(at.0))));
             }
             Verdict::Hung(late) => {
                 self.take_evidence(PendingAction::Hung(HangCheck { late, seen: seen.clone(), at: *at }));
@@ -264,7 +264,7 @@ impl Group {
             self.report(Event::WorkerHung(hung.into()));
         }
         if !delayed.is_empty() {
-            self.effects.push(Effect::Arm(Timer::Hang, delay));
+            self.effects.push(Effect::Arm(Deadline::Hang, delay));
             self.waiting = Some(delayed);
         }
         if self.phase != Phase::Running {
@@ -700,7 +700,7 @@ impl Group {
             | Input::Snapshot(_)
             | Input::Paused { .. }
             | Input::Continued { .. }
-            | Input::Expired(Timer::Hang | Timer::Check) => true,
+            | Input::Expired(Deadline::Hang | Deadline::Check) => true,
             Input::Raised { workers, .. } => workers.iter().all(|raised| raised.origin != Origin::Own),
             _ => false,
         };

@@ -2,7 +2,7 @@
 
 use elasticrs_sys::signal::Signal;
 
-use super::{Effect, Event, Group, PAUSE_REPORT_DELAY, Pause, Phase, Timer, to_group};
+use super::{Deadline, Effect, Event, Group, PAUSE_REPORT_DELAY, Pause, Phase, to_group};
 
 impl Group {
     pub(super) fn on_paused(&mut self, pid: i32, signal: i32) {
@@ -17,7 +17,7 @@ impl Group {
             self.effects.push(to_group(pid, Signal::CONT));
         } else if member.pause == Pause::Running {
             member.pause = Pause::Noticed(signal);
-            self.effects.push(Effect::Arm(Timer::Paused(member.local_rank), PAUSE_REPORT_DELAY));
+            self.effects.push(Effect::Arm(Deadline::Paused(member.local_rank), PAUSE_REPORT_DELAY));
         }
     }
 
@@ -28,7 +28,7 @@ impl Group {
         let local_rank = member.local_rank;
         match std::mem::replace(&mut member.pause, Pause::Running) {
             Pause::Running => {}
-            Pause::Noticed(_) => self.effects.push(Effect::Disarm(Timer::Paused(local_rank))),
+            Pause::Noticed(_) => self.effects.push(Effect::Disarm(Deadline::Paused(local_rank))),
             Pause::Reported => self.report(Event::WorkerResumed { local_rank, pid }),
         }
     }

@@ -6,7 +6,7 @@
 use elasticrs_nursery::protocol::{Savers, SweepLimits};
 use elasticrs_sys::signal::Signal;
 
-use super::{AT_ONCE, Effect, Event, GIVE_UP_AFTER, Group, Member, Phase, StopRole, StopScope, Timer};
+use super::{AT_ONCE, Deadline, Effect, Event, GIVE_UP_AFTER, Group, Member, Phase, StopRole, StopScope};
 use crate::supervisor::event::{KillReason, WorkersKilled};
 
 impl Group {
@@ -45,7 +45,7 @@ impl Group {
     /// Kills the processes that are still saving.
     pub(super) fn end_saves(&mut self) {
         self.sweep(AT_ONCE);
-        self.effects.push(Effect::Disarm(Timer::Kill));
+        self.effects.push(Effect::Disarm(Deadline::Kill));
     }
 }
 

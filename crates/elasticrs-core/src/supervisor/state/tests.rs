@@ -81,7 +81,7 @@ fn sibling_workers_are_signalled_before_the_first_failure_is_reported() {
     let report = effects.iter().position(|e| matches!(e, Effect::ReportFailure { siblings: 3, local_rank: 1, .. }));
     let last_signal = effects.iter().rposition(|e| matches!(e, Effect::Signal { .. }));
     assert!(report > last_signal, "{effects:?}");
-    assert!(effects.contains(&Effect::Hasten(Timer::Kill, TERM_30.grace)));
+    assert!(effects.contains(&Effect::Hasten(Deadline::Kill, TERM_30.grace)));
 }
 
 #[test]
@@ -105,9 +105,9 @@ fn sigkill_after_the_grace_period_reaches_process_groups_without_a_leader() {
     let mut group = lingering();
     let _ = group.on_input(exited(101, FAILED));
     let _ = group.on_input(exited(100, FAILED));
-    let effects = group.on_input(Input::Expired(Timer::Kill));
+    let effects = group.on_input(Input::Expired(Deadline::Kill));
     assert_eq!(signals(&effects), PIDS.map(|pid| (pid, Signal::KILL)));
-    assert!(effects.contains(&Effect::Arm(Timer::GiveUp, GIVE_UP_AFTER)));
+    assert!(effects.contains(&Effect::Arm(Deadline::GiveUp, GIVE_UP_AFTER)));
 }
 
 #[test]
@@ -115,7 +115,7 @@ fn workers_that_survive_sigkill_are_given_up_and_reported() {
     let mut group = lingering();
     let _ = group.on_input(Input::Stop(KILL));
     let _ = all_exit(&mut group, &[100, 101, 103], KILLED);
-    let effects = group.on_input(Input::Expired(Timer::GiveUp));
+    let effects = group.on_input(Input::Expired(Deadline::GiveUp));
     assert!(effects.contains(&Effect::Sweep(SweepLimits::at_once(HOPELESS_SWEEP))));
     let effects = group.on_input(swept());
     assert_eq!(end(&effects).map(|e| e.stuck_workers.clone()), Some(vec![(2, 102)]));
@@ -155,7 +155,7 @@ fn a_later_stop_can_only_shorten_the_grace_period() {
     let mut group = lingering();
     let _ = group.on_input(Input::Stop(TERM_30));
     let effects = group.on_input(Input::Stop(TERM_30));
-    assert!(effects.contains(&Effect::Hasten(Timer::Kill, TERM_30.grace)), "{effects:?}");
+    assert!(effects.contains(&Effect::Hasten(Deadline::Kill, TERM_30.grace)), "{effects:?}");
     let effects = group.on_input(Input::Stop(KILL));
     assert_eq!(signals(&effects), PIDS.map(|pid| (pid, Signal::KILL)));
     assert_eq!(group.on_input(Input::Stop(TERM_30)), [], "nothing is softer than SIGKILL already sent");
@@ -165,8 +165,8 @@ fn a_later_stop_can_only_shorten_the_grace_period() {
 fn a_paused_worker_is_reported_after_a_delay_and_continued_by_a_stop() {
     let mut group = lingering();
     let effects = group.on_input(Input::Paused { pid: 102, signal: 19 });
-    assert_eq!(effects, [Effect::Arm(Timer::Paused(2), PAUSE_REPORT_DELAY)]);
-    let effects = group.on_input(Input::Expired(Timer::Paused(2)));
+    assert_eq!(effects, [Effect::Arm(Deadline::Paused(2), PAUSE_REPORT_DELAY)]);
+    let effects = group.on_input(Input::Expired(Deadline::Paused(2)));
     assert_eq!(effects, [Effect::Report(Event::WorkerPaused { local_rank: 2, pid: 102, signal: 19 })]);
     let effects = group.on_input(Input::Stop(TERM_30));
     assert_eq!(signals(&effects).last(), Some(&(102, Signal::CONT)), "after the signal, or it could be missed");
@@ -176,8 +176,8 @@ fn a_paused_worker_is_reported_after_a_delay_and_continued_by_a_stop() {
 fn a_short_pause_is_not_reported() {
     let mut group = lingering();
     let _ = group.on_input(Input::Paused { pid: 102, signal: 19 });
-    assert_eq!(group.on_input(Input::Continued { pid: 102 }), [Effect::Disarm(Timer::Paused(2))]);
-    assert_eq!(group.on_input(Input::Expired(Timer::Paused(2))), []);
+    assert_eq!(group.on_input(Input::Continued { pid: 102 }), [Effect::Disarm(Deadline::Paused(2))]);
+    assert_eq!(group.on_input(Input::Expired(Deadline::Paused(2))), []);
 }
 
 #[test]
@@ -267,7 +267,7 @@ fn an_exit_before_a_signal_is_not_attributed_to_that_signal() {
     };
     // Rank 3 is reported with SIGTERM, because it died after SIGTERM and before SIGKILL was sent.
     let _ = group.on_input(Input::Dead(vec![103]));
-    let _ = group.on_input(Input::Expired(Timer::Kill));
+    let _ = group.on_input(Input::Expired(Deadline::Kill));
     assert_eq!(sent(&group.on_input(exited(102, FAILED))), None);
     assert_eq!(sent(&group.on_input(exited(103, FAILED))), Some(Signal::TERM));
     assert_eq!(sent(&group.on_input(exited(100, FAILED))), Some(Signal::KILL));
@@ -302,7 +302,7 @@ fn the_process_group_of_a_worker_is_stopped_after_the_worker_exits() {
     let living = [100, 101, 102].map(|pid| to_worker(pid, Signal::TERM));
     assert_eq!(effects, [&living[..], &[to_group(103, Signal::TERM)]].concat(), "nobody needs what 103 has left");
     assert_eq!(only_signals(group.on_input(exited(101, DONE))), [to_group(101, Signal::TERM)]);
-    let effects = group.on_input(Input::Expired(Timer::Kill));
+    let effects = group.on_input(Input::Expired(Deadline::Kill));
     assert_eq!(only_signals(effects), PIDS.map(|pid| to_group(pid, Signal::KILL)), "SUP-4");
     assert_eq!(only_signals(group.on_input(exited(100, FAILED))), [], "SIGKILL was for all");
 }
@@ -372,7 +372,7 @@ fn an_expired_timer_signals_its_worker_and_fails_the_group() {
     let effects = after_evidence(&mut group, expired(1, 101, Some(usr1)));
     assert_eq!(effects[0], Effect::SignalProcess { pid: 101, signal: usr1 });
     assert_eq!(signals(&effects), [100, 102, 103].map(|pid| (pid, Signal::TERM)));
-    assert!(effects.contains(&Effect::Hasten(Timer::Kill, TERM_30.grace)));
+    assert!(effects.contains(&Effect::Hasten(Deadline::Kill, TERM_30.grace)));
     let reports: Vec<_> = effects.iter().skip_while(|e| !matches!(e, Effect::Report(_))).collect();
     let [Effect::Report(Event::TimerExpired(_)), Effect::ReportFailure { local_rank: 1, siblings: 3, .. }] =
         reports[..]
@@ -380,7 +380,7 @@ fn an_expired_timer_signals_its_worker_and_fails_the_group() {
         panic!("SUP-3: {effects:?}");
     };
     assert_eq!(group.on_input(expired(2, 102, Some(usr1))), [], "the stop has its own deadline");
-    let killed = signals(&group.on_input(Input::Expired(Timer::Kill)));
+    let killed = signals(&group.on_input(Input::Expired(Deadline::Kill)));
     assert!(killed.contains(&(101, Signal::KILL)), "SUP-4");
     let _ = all_exit(&mut group, &PIDS, DONE);
     assert_eq!(end(&group.on_input(swept())).map(|end| end.outcome), Some(Outcome::Failed), "whatever it exits with");
@@ -417,11 +417,11 @@ fn any_exit() -> impl Strategy<Value = WorkerExit> {
 fn any_input() -> impl Strategy<Value = Input> {
     let pid = || prop::sample::select(vec![100, 101, 102, 103, 999]);
     let timer = prop_oneof![
-        Just(Timer::Kill),
-        Just(Timer::GiveUp),
-        Just(Timer::Hang),
-        (0..4_u32).prop_map(Timer::Paused),
-        (0..4_u32).prop_map(Timer::Condemned)
+        Just(Deadline::Kill),
+        Just(Deadline::GiveUp),
+        Just(Deadline::Hang),
+        (0..4_u32).prop_map(Deadline::Paused),
+        (0..4_u32).prop_map(Deadline::Condemned)
     ];
     prop_oneof![
         6 => (pid(), any_exit()).prop_map(|(pid, exit)| exited(pid, exit)),
@@ -457,7 +457,7 @@ struct Seen {
     ends: Vec<Outcome>,
     failures: u32,
     any_failed_exit: bool,
-    armed: BTreeSet<Timer>,
+    armed: BTreeSet<Deadline>,
     owed_sweeps: u32,
     is_frozen: bool,
     takes_evidence: bool,
@@ -518,7 +518,7 @@ impl Seen {
                 Effect::Signal { .. } | Effect::SignalProcess { .. } | Effect::Report(_) => {}
             }
         }
-        if self.armed.contains(&Timer::Kill) {
+        if self.armed.contains(&Deadline::Kill) {
             let ended = self.exits.iter().map(|rank| PIDS[*rank as usize]);
             let left: Vec<_> = ended.filter(|pid| !self.stopped_groups.contains(pid)).collect();
             prop_assert_eq!(left, Vec::<i32>::new(), "SUP-8: nobody ends what they have left");
@@ -601,9 +601,9 @@ proptest! {
             seen.take(&group.on_input(Input::Recorded))?;
         }
         prop_assert!(!group.is_holding(), "an exit is never handled");
-        let stopping = seen.armed.contains(&Timer::Kill) && group.phase != Phase::Saving;
+        let stopping = seen.armed.contains(&Deadline::Kill) && group.phase != Phase::Saving;
         if stopping && seen.ends.is_empty() {
-            let effects = group.on_input(Input::Expired(Timer::Kill));
+            let effects = group.on_input(Input::Expired(Deadline::Kill));
             let killed: BTreeSet<_> =
                 signals(&effects).into_iter().filter(|(_, s)| *s == Signal::KILL).map(|(pid, _)| pid).collect();
             let spared = group.members.iter().filter(|m| m.is_excused()).map(|m| m.pid).collect();
@@ -624,7 +624,7 @@ proptest! {
         prop_assert_eq!(seen.ends.len(), 1);
         prop_assert!(group.has_ended());
         prop_assert!(seen.failures <= 1);
-        let exits = (0..4).map(Timer::Exit).filter(|timer| seen.armed.contains(timer));
+        let exits = (0..4).map(Deadline::Exit).filter(|timer| seen.armed.contains(timer));
         prop_assert!(exits.count() == 0 || seen.exits.len() < PIDS.len(), "a deadline of a worker that has exited");
         if seen.ends[0] == Outcome::Succeeded {
             prop_assert!(!seen.any_failed_exit && seen.exits.len() == PIDS.len());

@@ -12,7 +12,7 @@ use std::sync::mpsc::sync_channel;
 use std::thread::Builder;
 use std::time::Duration;
 
-use elasticrs_nursery::activity::Activity;
+use elasticrs_nursery::activity::ActivityPage;
 use elasticrs_nursery::launch::{self, Interrupt, LaunchError, Launched, NurseryImage};
 use elasticrs_nursery::token::Token;
 use elasticrs_runtime::threads;
@@ -42,8 +42,8 @@ const STACK: usize = 256 * 1024;
 pub(super) enum Purpose {
     /// The nursery that starts the workers.
     Current(Reason),
-    /// A new sentinel for the nursery with this token. The nursery and the sentinel share the [`Activity`] page.
-    Sentinel(Token, Activity),
+    /// A new sentinel for the nursery with this token. The nursery and the sentinel share the page.
+    Sentinel(Token, ActivityPage),
 }
 
 /// Reason for launching the nursery that starts the workers.
@@ -78,7 +78,7 @@ pub(super) struct Finished {
 /// All running launches.
 #[derive(Debug)]
 pub(super) struct Launches {
-    running: Vec<Running>,
+    running: Vec<PendingLaunch>,
     tasks: JoinSet<(u64, Result<Nursery, LaunchError>)>,
     newest: u64,
     /// Shared with each launch thread, so that the reference count shows how many threads are still launching.
@@ -87,7 +87,7 @@ pub(super) struct Launches {
 }
 
 #[derive(Debug)]
-struct Running {
+struct PendingLaunch {
     number: u64,
     purpose: Purpose,
     _cancel: Cancel,
@@ -117,7 +117,7 @@ impl Launches {
     }
 
     /// Starts the launch of a sentinel for the nursery with this token.
-    pub(super) fn sentinel(&mut self, images: Vec<NurseryImage>, token: Token, activity: Activity) {
+    pub(super) fn sentinel(&mut self, images: Vec<NurseryImage>, token: Token, activity: ActivityPage) {
         let launch = Launch { program: program(&images), limit: LAUNCH_LIMIT };
         let purpose = Purpose::Sentinel(token, activity);
         self.start(purpose, launch, move |interrupt| launch::launch_sentinel(&images, token, interrupt));
@@ -131,7 +131,7 @@ impl Launches {
     ) {
         self.newest += 1;
         let (number, interrupt) = (self.newest, Arc::new(Interrupt::default()));
-        self.running.push(Running { number, purpose, _cancel: Cancel(Arc::clone(&interrupt)) });
+        self.running.push(PendingLaunch { number, purpose, _cancel: Cancel(Arc::clone(&interrupt)) });
         let is_full = Arc::strong_count(&self.threads) > MAX_THREADS;
         let (threads, queue) = (Arc::clone(&self.threads), Arc::clone(&self.queue));
         self.tasks.spawn_local(async move {

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::{Duration, Instant};
 
-use elasticrs_nursery::activity::Activity;
+use elasticrs_nursery::activity::ActivityPage;
 use elasticrs_nursery::connections::Release;
 use elasticrs_nursery::launch::{LaunchError, Launched, REPORT_FD, Warm, Warming, stage_reached};
 use elasticrs_nursery::protocol::{AgentLink, FIXED_FDS, Reply, Request};
@@ -29,7 +29,7 @@ use tokio::sync::oneshot;
 use tokio::task::JoinSet;
 
 use super::CLOSE_LIMIT;
-use crate::supervisor::deadlines::{Deadlines, Timer};
+use crate::supervisor::deadlines::{Deadline, Deadlines};
 
 /// Event returned by [`Nursery::next`].
 #[derive(Debug)]
@@ -53,7 +53,7 @@ pub(super) struct Nursery {
     pub(super) token: Token,
     /// State of the module imports. `None` if the nursery is not importing modules.
     pub(super) import: Option<Import>,
-    pub(super) sentinel: Option<Guard>,
+    pub(super) sentinel: Option<SentinelLink>,
     link: Registered<AgentLink>,
     pidfd: AsyncFd<OwnedFd>,
     stages: OwnedFd,
@@ -88,12 +88,12 @@ pub(super) type Parent = std::sync::mpsc::SyncSender<std::convert::Infallible>;
 /// The sentinel (a process that cleans up if the nursery cannot), and the memory page that it shares with the
 /// nursery.
 #[derive(Debug)]
-pub(super) struct Guard {
+pub(super) struct SentinelLink {
     pub(super) sentinel: Box<Nursery>,
-    activity: Activity,
+    activity: ActivityPage,
 }
 
-impl Guard {
+impl SentinelLink {
     /// Passes the nursery's pidfd to the sentinel, a process that cleans up if the nursery cannot.
     fn introduce(&mut self, nursery: &AsyncFd<OwnedFd>) -> io::Result<()> {
         let mut fds = vec![nursery.get_ref().try_clone()?];
@@ -143,8 +143,10 @@ impl Nursery {
             hung: false,
         };
         if let Some(sentinel) = sentinel {
-            let mut guard =
-                Guard { sentinel: Box::new(Self::assembled(*sentinel, parent)?), activity: Activity::new()? };
+            let mut guard = SentinelLink {
+                sentinel: Box::new(Self::assembled(*sentinel, parent)?),
+                activity: ActivityPage::new()?,
+            };
             guard.introduce(&nursery.pidfd)?;
             nursery.send(&Request::Activity, guard.activity.descriptors()?);
             nursery.sentinel = Some(guard);
@@ -154,23 +156,24 @@ impl Nursery {
 
     /// Reaps the sentinel if it has exited, and returns the memory page that it shared with the nursery. Returns `None`
     /// if the sentinel is running, or if the nursery is importing modules.
-    pub(super) fn take_lost_sentinel(&mut self) -> Option<Activity> {
-        let ended = |guard: &mut Guard| process::have_ended(&[guard.sentinel.pidfd.get_ref().as_fd()]) == [true];
-        let Guard { sentinel, activity } = self.sentinel.take_if(|guard| self.import.is_none() && ended(guard))?;
+    pub(super) fn take_lost_sentinel(&mut self) -> Option<ActivityPage> {
+        let ended = |guard: &mut SentinelLink| process::have_ended(&[guard.sentinel.pidfd.get_ref().as_fd()]) == [true];
+        let SentinelLink { sentinel, activity } =
+            self.sentinel.take_if(|guard| self.import.is_none() && ended(guard))?;
         exit_of(sentinel.pidfd.get_ref());
         Some(activity)
     }
 
     /// Assigns a new sentinel to the nursery. Returns a reference to the sentinel.
-    pub(super) fn guard_by(&mut self, sentinel: Self, activity: Activity) -> io::Result<&mut Self> {
-        let guard = self.sentinel.insert(Guard { sentinel: Box::new(sentinel), activity });
+    pub(super) fn guard_by(&mut self, sentinel: Self, activity: ActivityPage) -> io::Result<&mut Self> {
+        let guard = self.sentinel.insert(SentinelLink { sentinel: Box::new(sentinel), activity });
         guard.introduce(&self.pidfd)?;
         Ok(&mut guard.sentinel)
     }
 
     /// Sends a request to the nursery and to its sentinel. See [`Self::send`].
     pub(super) fn send_to_both(&mut self, request: &Request, fds: Vec<OwnedFd>) -> io::Result<()> {
-        if let Some(Guard { sentinel, .. }) = &mut self.sentinel {
+        if let Some(SentinelLink { sentinel, .. }) = &mut self.sentinel {
             sentinel.send(request, fds.iter().map(OwnedFd::try_clone).collect::<io::Result<_>>()?);
         }
         self.send(request, fds);
@@ -323,7 +326,7 @@ impl Nursery {
         // Make the nursery close its connections without ending the agent's session, because the agent is still alive.
         self.send(&Request::Release(Release::Quietly), Vec::new());
         if leave {
-            if let Some(Guard { sentinel, .. }) = &mut self.sentinel {
+            if let Some(SentinelLink { sentinel, .. }) = &mut self.sentinel {
                 sentinel.kill();
             }
             self.send(&Request::Leave, Vec::new());
@@ -346,7 +349,7 @@ impl Nursery {
             }
         }
         let exit = exit_of(pidfd.get_ref());
-        if let Some(Guard { sentinel, .. }) = sentinel {
+        if let Some(SentinelLink { sentinel, .. }) = sentinel {
             if leave {
                 Box::pin(sentinel.end(true, limit)).await;
             } else {
@@ -380,10 +383,10 @@ impl Nursery {
     }
 }
 
-async fn lost(sentinel: Option<&Guard>) {
+async fn lost(sentinel: Option<&SentinelLink>) {
     match sentinel {
         // Ignore an error, because it only means that the runtime is shutting down.
-        Some(Guard { sentinel, .. }) => drop(sentinel.pidfd.readable().await),
+        Some(SentinelLink { sentinel, .. }) => drop(sentinel.pidfd.readable().await),
         None => std::future::pending().await,
     }
 }
@@ -485,8 +488,8 @@ impl CurrentNursery {
         if let Some(import) = self.import() {
             // Do not postpone a deadline that is already set, because all imports share one time limit. If an import
             // kills the nursery, its replacement imports the remaining modules within the same limit.
-            deadlines.hasten(Timer::Warm, import.warm.limit, Instant::now());
-            deadlines.hasten(Timer::SlowImport, SLOW_IMPORT, Instant::now());
+            deadlines.hasten(Deadline::Warm, import.warm.limit, Instant::now());
+            deadlines.hasten(Deadline::SlowImport, SLOW_IMPORT, Instant::now());
         }
     }
 
@@ -512,8 +515,8 @@ impl CurrentNursery {
 
 /// Cancels the deadlines for the nursery's module imports.
 pub(super) fn disarm_import(deadlines: &mut Deadlines) {
-    deadlines.disarm(Timer::Warm);
-    deadlines.disarm(Timer::SlowImport);
+    deadlines.disarm(Deadline::Warm);
+    deadlines.disarm(Deadline::SlowImport);
 }
 
 /// Background tasks that must finish before the supervisor is closed, such as the shutdown of a nursery.

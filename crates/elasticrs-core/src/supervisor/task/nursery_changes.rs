@@ -3,7 +3,7 @@
 
 use std::time::Instant;
 
-use elasticrs_nursery::activity::Activity;
+use elasticrs_nursery::activity::ActivityPage;
 use elasticrs_nursery::fence::FenceState;
 use elasticrs_nursery::held;
 use elasticrs_nursery::launch::LaunchError;
@@ -15,9 +15,9 @@ use elasticrs_sys::process::WorkerExit;
 use super::Task;
 use super::check::NurseryAction;
 use super::launches::{Finished, LAUNCH_LIMIT, Purpose, Reason, SLOW_LAUNCH};
-use super::nursery::{self, Guard, Import, Nursery, Retired};
+use super::nursery::{self, Import, Nursery, Retired, SentinelLink};
 use super::running::Current;
-use crate::supervisor::deadlines::{AT_ONCE, Timer};
+use crate::supervisor::deadlines::{AT_ONCE, Deadline};
 use crate::supervisor::event::{Event, NurseryExit, StartFailure};
 use crate::supervisor::start::Starting;
 use crate::supervisor::state::Input;
@@ -100,7 +100,7 @@ impl Task {
         }
     }
 
-    fn on_sentinel_launched(&mut self, token: Token, activity: Activity, result: Result<Nursery, LaunchError>) {
+    fn on_sentinel_launched(&mut self, token: Token, activity: ActivityPage, result: Result<Nursery, LaunchError>) {
         let nursery = self.nursery.get().filter(|nursery| nursery.token == token);
         let guarded = match (nursery, result) {
             (Some(nursery), Ok(sentinel)) => {
@@ -177,7 +177,7 @@ impl Task {
             (Some(NurseryAction::Kill), Some(nursery)) => nursery.kill_hung(),
             _ => {}
         }
-        self.deadlines.arm(Timer::Check, outcome.pause, Instant::now());
+        self.deadlines.arm(Deadline::Check, outcome.pause, Instant::now());
         for (pid, held) in outcome.held {
             self.held.report(pid, held.told);
             self.input(Input::Exited { pid, exit: held.exit, seen: Stamp::now() });
@@ -205,7 +205,7 @@ impl Task {
         if let Some(import) = import {
             return self.on_lost_import(import, sentinel, exit);
         }
-        if let Some(Guard { mut sentinel, .. }) = sentinel {
+        if let Some(SentinelLink { mut sentinel, .. }) = sentinel {
             // Kill the sentinel, because this process cleans up instead.
             sentinel.kill();
             self.retired.add_nursery(*sentinel);
@@ -224,8 +224,8 @@ impl Task {
                     // nursery hung and was killed.
                     self.on_fenced_start();
                 }
-                self.deadlines.disarm(Timer::Start);
-                self.deadlines.disarm(Timer::Fence);
+                self.deadlines.disarm(Deadline::Start);
+                self.deadlines.disarm(Deadline::Fence);
                 self.sweep(AT_ONCE);
             }
             Current::Running(running) => {
@@ -247,7 +247,7 @@ impl Task {
     }
 
     /// Handles the death of a nursery during its imports.
-    fn on_lost_import(&mut self, import: Import, sentinel: Option<Guard>, exit: NurseryExit) {
+    fn on_lost_import(&mut self, import: Import, sentinel: Option<SentinelLink>, exit: NurseryExit) {
         match rest(import, sentinel, exit, &mut self.retired) {
             Some(since) => self.launch(Reason::ImportRest(exit), Some(since)),
             None => self.go_on_cold(exit),
@@ -266,9 +266,9 @@ impl Task {
 /// Cleans up after a nursery that died during its imports. If a module killed the nursery, another nursery can import
 /// the remaining modules. In that case, returns the offset in the report file at which the records of these imports
 /// start. Otherwise, returns `None`.
-fn rest(import: Import, sentinel: Option<Guard>, exit: NurseryExit, retired: &mut Retired) -> Option<u64> {
+fn rest(import: Import, sentinel: Option<SentinelLink>, exit: NurseryExit, retired: &mut Retired) -> Option<u64> {
     let Import { warm, since, failure, is_unguarded, .. } = import;
-    if let Some(Guard { sentinel, .. }) = sentinel {
+    if let Some(SentinelLink { sentinel, .. }) = sentinel {
         retired.add_sentinel(*sentinel);
     }
     if is_unguarded {

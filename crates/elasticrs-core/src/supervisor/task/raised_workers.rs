@@ -147,8 +147,8 @@ impl RaisedWorkers {
 
     /// Receives up to [`SLICE`] notices. Skips senders that cannot be workers, and keeps only the first notice from
     /// each sender.
-    pub(super) fn take(&self) -> Vec<Notice> {
-        let mut found: Vec<Notice> = Vec::new();
+    pub(super) fn take(&self) -> Vec<ExceptionNotice> {
+        let mut found: Vec<ExceptionNotice> = Vec::new();
         let Some(notices) = &self.notices else { return found };
         let own = getuid();
         for _ in 0..SLICE {
@@ -173,8 +173,8 @@ impl RaisedWorkers {
     ///
     /// Returns `None` if the sender does not belong to a worker, or if another process of the same worker is already
     /// being watched.
-    pub(super) fn add(&mut self, notice: Notice, running: &Running) -> Option<WorkerRaised> {
-        let Notice { pid, recorded, origin, text, .. } = notice;
+    pub(super) fn add(&mut self, notice: ExceptionNotice, running: &Running) -> Option<WorkerRaised> {
+        let ExceptionNotice { pid, recorded, origin, text, .. } = notice;
         let local_rank = self.strangers.worker_of(pid, Instant::now(), |pid| running.worker_of(pid))?;
         let process = process::open_pidfd(pid).ok().filter(|process| process::have_ended(&[process.as_fd()]) != [true]);
         // Watch the sender's exit, unless the sender has already exited. Ignore the notice if another process of the
@@ -240,7 +240,7 @@ impl RaisedWorkers {
 /// A datagram from the socket for notices. Only `pid` and `uid` are reliable, because they come from the kernel. The
 /// sender controls the rest.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Notice {
+pub(super) struct ExceptionNotice {
     pid: i32,
     /// Real user ID of the sender, as reported by the kernel.
     uid: u32,
@@ -251,7 +251,7 @@ pub(super) struct Notice {
     text: String,
 }
 
-impl Notice {
+impl ExceptionNotice {
     /// Parses a datagram of the form `NANOSECONDS ORIGIN\nTEXT`. The origin may be missing. If the datagram does not
     /// start with a number, the whole datagram is the text.
     fn new(pid: i32, uid: u32, said: &[u8]) -> Self {
@@ -277,7 +277,7 @@ impl Notice {
 }
 
 /// Receives the next notice. Returns `None` if the kernel did not add credentials.
-fn receive(notices: &OwnedFd) -> nix::Result<Option<Notice>> {
+fn receive(notices: &OwnedFd) -> nix::Result<Option<ExceptionNotice>> {
     let mut control = nix::cmsg_space!(UnixCredentials);
     let mut buffer = [0; MAX_TEXT];
     let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_CMSG_CLOEXEC;
@@ -288,7 +288,7 @@ fn receive(notices: &OwnedFd) -> nix::Result<Option<Notice>> {
         _ => None,
     });
     let size = message.bytes;
-    Ok(sender.map(|sender| Notice::new(sender.pid(), sender.uid(), &buffer[..size])))
+    Ok(sender.map(|sender| ExceptionNotice::new(sender.pid(), sender.uid(), &buffer[..size])))
 }
 
 #[cfg(test)]
@@ -318,7 +318,7 @@ mod tests {
         for (said, recorded, origin, text) in cases {
             UnixDatagram::unbound().expect("a socket").send_to_addr(said.as_bytes(), &address).expect("sent");
             let (pid, uid) = (std::process::id().cast_signed(), getuid().as_raw());
-            let expected = Notice { pid, uid, recorded, origin, text: text.to_owned() };
+            let expected = ExceptionNotice { pid, uid, recorded, origin, text: text.to_owned() };
             assert_eq!(receive(&notices), Ok(Some(expected)));
         }
     }
@@ -326,7 +326,7 @@ mod tests {
     #[test]
     fn a_notice_from_another_user_is_refused_unless_one_of_them_is_root() {
         let (root, own, other) = (0, 1000, 1001);
-        let is_accepted = |agent, sender| Notice::new(7, sender, b"").may_be_a_worker(Uid::from_raw(agent));
+        let is_accepted = |agent, sender| ExceptionNotice::new(7, sender, b"").may_be_a_worker(Uid::from_raw(agent));
         assert!(!is_accepted(own, other));
         assert!(is_accepted(own, own) && is_accepted(own, root));
         assert!(is_accepted(root, root) && is_accepted(root, other));

@@ -19,7 +19,7 @@ use super::running::{Current, Running};
 use super::{FENCE_SLACK, Task};
 use crate::spec::{GroupSpec, StopPolicy};
 use crate::supervisor::command::{Adopted, SupervisorError};
-use crate::supervisor::deadlines::{AT_ONCE, Timer};
+use crate::supervisor::deadlines::{AT_ONCE, Deadline};
 use crate::supervisor::event::{Event, StartFailure, SweepOutcome};
 use crate::supervisor::start::Starting;
 use crate::supervisor::state::Input;
@@ -47,9 +47,9 @@ impl Task {
         } else {
             starting.wait_for_nursery(spec);
             self.current = Current::Starting(starting);
-            self.deadlines.disarm(Timer::Warm);
+            self.deadlines.disarm(Deadline::Warm);
             self.nursery.arm_import(&mut self.deadlines);
-            self.deadlines.arm(Timer::Fence, FENCE_SLACK, Instant::now());
+            self.deadlines.arm(Deadline::Fence, FENCE_SLACK, Instant::now());
         }
         Ok(())
     }
@@ -63,8 +63,8 @@ impl Task {
         for (request, fds) in requests {
             nursery.send(&request, fds);
         }
-        self.deadlines.arm(Timer::Start, spec.policy.start_deadline, Instant::now());
-        self.deadlines.arm(Timer::Fence, FENCE_SLACK, Instant::now());
+        self.deadlines.arm(Deadline::Start, spec.policy.start_deadline, Instant::now());
+        self.deadlines.arm(Deadline::Fence, FENCE_SLACK, Instant::now());
         self.start_when_answered();
         Ok(())
     }
@@ -120,8 +120,8 @@ impl Task {
         if !starting.all_answered() {
             return;
         }
-        self.deadlines.disarm(Timer::Start);
-        self.deadlines.disarm(Timer::Fence);
+        self.deadlines.disarm(Deadline::Start);
+        self.deadlines.disarm(Deadline::Fence);
         if starting.has_failed() {
             // Kill the workers that were started, because either all workers of a group start, or none (**SUP-1**).
             return self.sweep(AT_ONCE);
@@ -131,7 +131,7 @@ impl Task {
         let pids = workers.iter().map(|(pid, _)| *pid).collect();
         self.shared.queue.push(Event::GroupStarted { pids, started: Stamp::now() });
         self.current = Current::Running(Running::new(group, workers));
-        self.deadlines.arm(Timer::Check, CHECK_INTERVAL, Instant::now());
+        self.deadlines.arm(Deadline::Check, CHECK_INTERVAL, Instant::now());
         self.watch_for_hangs();
         for input in early {
             self.input(input);
@@ -195,7 +195,7 @@ impl Task {
         match self.shared.fence.look() {
             Ok(FenceState::At(deadline)) => {
                 let left = Duration::from_nanos(deadline.saturating_sub(boot_now()));
-                self.deadlines.arm(Timer::Fence, left + FENCE_SLACK, Instant::now());
+                self.deadlines.arm(Deadline::Fence, left + FENCE_SLACK, Instant::now());
             }
             // Do nothing, because no deadline is set, or because the nursery or its sentinel has already noticed that
             // the deadline has passed.
@@ -259,8 +259,8 @@ impl Task {
         let (request, fds) = running.group.policy.spawn_request(&process, &descriptors)?;
         let Some(nursery) = self.nursery.get() else { return Err(SupervisorError::Idle) };
         let now = Instant::now();
-        self.deadlines.arm(Timer::Replace(local_rank), running.group.policy.start_deadline, now);
-        self.deadlines.arm(Timer::Fence, FENCE_SLACK, now);
+        self.deadlines.arm(Deadline::Replace(local_rank), running.group.policy.start_deadline, now);
+        self.deadlines.arm(Deadline::Fence, FENCE_SLACK, now);
         nursery.send(&request, fds);
         self.input(Input::Replace { local_rank });
         Ok(())
@@ -272,14 +272,14 @@ impl Task {
             self.nursery.send(&Request::SignalGroup { pid, signal: libc::SIGKILL }, Vec::new());
             return self.replace_has_failed(StartFailure::no_descriptor(local_rank, pid));
         };
-        self.deadlines.disarm(Timer::Replace(local_rank));
+        self.deadlines.disarm(Deadline::Replace(local_rank));
         running.replace(local_rank, pid, pidfd);
         self.raised.forget_strangers();
         self.input(Input::Replaced { local_rank, pid, started: Stamp::now() });
     }
 
     fn replace_has_failed(&mut self, failure: StartFailure) {
-        self.deadlines.disarm(Timer::Replace(failure.local_rank()));
+        self.deadlines.disarm(Deadline::Replace(failure.local_rank()));
         if let Some(running) = self.current.running_mut() {
             running.hung = None;
         }
@@ -312,10 +312,10 @@ impl Task {
         running.hung = Some(failure);
         let now = Instant::now();
         for later in running.group.starting() {
-            self.deadlines.arm(Timer::Replace(later), deadline.saturating_add(KILL_LIMIT), now);
+            self.deadlines.arm(Deadline::Replace(later), deadline.saturating_add(KILL_LIMIT), now);
         }
         let limit = if child.is_some_and(|child| kill_child(nursery.pid, child)) { KILL_LIMIT } else { Duration::ZERO };
-        self.deadlines.arm(Timer::Replace(local_rank), limit, now);
+        self.deadlines.arm(Deadline::Replace(local_rank), limit, now);
     }
 }
 

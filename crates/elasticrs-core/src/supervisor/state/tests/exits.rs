@@ -47,7 +47,7 @@ fn an_exception_of_its_own_stops_the_siblings_at_once_but_not_the_worker() {
     let effects = group.on_input(failed_by_itself(2));
     assert_eq!(signals(&effects), [100, 101, 103].map(|pid| (pid, Signal::TERM)));
     assert_eq!(failures(&effects), [(2, Stamp(5), 3)], "at the time of the exception");
-    assert!(effects.contains(&Effect::Hasten(Timer::Kill, TERM_30.grace)));
+    assert!(effects.contains(&Effect::Hasten(Deadline::Kill, TERM_30.grace)));
     let effects = group.on_input(exited(102, DONE));
     let is_own = |e: &Effect| matches!(e, Effect::Report(Event::WorkerExited { sent: None, .. }));
     assert!(effects.iter().any(is_own), "{effects:?}");
@@ -99,20 +99,21 @@ fn an_exception_beside_a_dying_worker_waits_for_that_exit() {
 fn a_worker_whose_exception_stopped_the_group_keeps_the_limit_of_its_exit() {
     let mut group = lingering();
     let _ = group.on_input(failed_by_itself(2));
-    let effects = group.on_input(Input::Expired(Timer::Kill));
+    let effects = group.on_input(Input::Expired(Deadline::Kill));
     assert_eq!(signals(&effects), [100, 101, 103].map(|pid| (pid, Signal::KILL)));
     assert_eq!(killed(&effects), [(vec![0, 1, 3], AFTER_TERM, 30)]);
     let _ = group.on_input(sampled(2, None));
     let effects = group.on_input(sampled(2, Some(true)));
-    let [Effect::Report(Event::WorkerRaised(report)), Effect::Arm(Timer::Condemned(2), grace), _] = &effects[..] else {
+    let [Effect::Report(Event::WorkerRaised(report)), Effect::Arm(Deadline::Condemned(2), grace), _] = &effects[..]
+    else {
         panic!("{effects:?}");
     };
     assert_eq!((report.exit, *grace), (ExitStage::Slow, TERM_30.grace));
-    assert!(matches!(group.on_input(sampled(2, Some(true)))[..], [Effect::Arm(Timer::Exit(2), _)]), "told once");
-    let effects = group.on_input(Input::Expired(Timer::Condemned(2)));
+    assert!(matches!(group.on_input(sampled(2, Some(true)))[..], [Effect::Arm(Deadline::Exit(2), _)]), "told once");
+    let effects = group.on_input(Input::Expired(Deadline::Condemned(2)));
     assert_eq!(killed(&effects), [(vec![2], KillReason::SlowExit, 30)]);
     assert_eq!(signals(&effects)[0], (102, Signal::KILL));
-    assert!(effects.contains(&Effect::Arm(Timer::GiveUp, GIVE_UP_AFTER)), "nobody is left with time");
+    assert!(effects.contains(&Effect::Arm(Deadline::GiveUp, GIVE_UP_AFTER)), "nobody is left with time");
 }
 
 #[test]
@@ -128,7 +129,7 @@ fn a_stalled_exit_after_the_stop_is_examined_and_killed() {
     else {
         panic!("{effects:?}");
     };
-    assert_eq!(killed(&group.on_input(Input::Expired(Timer::Kill))), [(vec![0, 1, 3], AFTER_TERM, 30)]);
+    assert_eq!(killed(&group.on_input(Input::Expired(Deadline::Kill))), [(vec![0, 1, 3], AFTER_TERM, 30)]);
 }
 
 #[test]
@@ -137,7 +138,7 @@ fn a_stop_with_sigkill_spares_only_the_worker_that_raised() {
     let mut group = Group::new(&PIDS, policy);
     assert_eq!(signals(&group.on_input(failed_by_itself(2))), [100, 101, 103].map(|pid| (pid, Signal::KILL)));
     let effects = group.on_input(exited(102, FAILED));
-    assert!(effects.contains(&Effect::Arm(Timer::GiveUp, GIVE_UP_AFTER)), "{effects:?}");
+    assert!(effects.contains(&Effect::Arm(Deadline::GiveUp, GIVE_UP_AFTER)), "{effects:?}");
 }
 
 #[test]
@@ -145,7 +146,7 @@ fn a_requested_stop_is_also_for_a_worker_that_is_exiting_after_an_exception() {
     let mut group = lingering();
     let _ = group.on_input(failed_by_itself(2));
     assert_eq!(signals(&group.on_input(Input::Stop(TERM_30))), PIDS.map(|pid| (pid, Signal::TERM)));
-    let effects = group.on_input(Input::Expired(Timer::Kill));
+    let effects = group.on_input(Input::Expired(Deadline::Kill));
     assert_eq!(signals(&effects), PIDS.map(|pid| (pid, Signal::KILL)));
 }
 
@@ -169,11 +170,11 @@ pub(super) fn killed(effects: &[Effect]) -> Vec<(Vec<u32>, KillReason, u64)> {
 fn a_worker_that_stalls_after_an_exception_is_killed_and_reported_as_failed() {
     let mut group = lingering();
     let effects = group.on_input(raised(2));
-    let [Effect::Report(Event::WorkerRaised(report)), Effect::Arm(Timer::Exit(2), limit)] = &effects[..] else {
+    let [Effect::Report(Event::WorkerRaised(report)), Effect::Arm(Deadline::Exit(2), limit)] = &effects[..] else {
         panic!("{effects:?}");
     };
     assert_eq!((report.exit, *limit), (ExitStage::Begun, Duration::from_secs(5)), "half of its time, for two samples");
-    assert_eq!(group.on_input(sampled(2, None)), [Effect::Arm(Timer::Exit(2), *limit)]);
+    assert_eq!(group.on_input(sampled(2, None)), [Effect::Arm(Deadline::Exit(2), *limit)]);
     let effects = after_evidence(&mut group, sampled(2, Some(false)));
     assert_eq!(
         signals(&effects),
@@ -195,7 +196,7 @@ fn a_worker_that_exits_in_time_or_has_no_exit_limit_is_not_killed() {
     let mut group = lingering();
     let _ = group.on_input(raised(2));
     let effects = group.on_input(exited(102, FAILED));
-    assert!(effects.contains(&Effect::Disarm(Timer::Exit(2))));
+    assert!(effects.contains(&Effect::Disarm(Deadline::Exit(2))));
     assert_eq!(group.on_input(sampled(2, Some(false))), []);
     let mut group = lingering();
     let effects = group.on_input(all_raised(vec![WorkerRaised { limit: None, ..exception(2, false) }]));
@@ -215,12 +216,12 @@ fn a_slow_exit_with_progress_fails_the_group_but_is_not_signalled() {
     let [
         Effect::Report(Event::WorkerRaised(WorkerRaised { exit: ExitStage::Slow, .. })),
         Effect::ReportFailure { local_rank: 2, seen: Stamp(5), siblings: 3 },
-        Effect::Arm(Timer::Exit(2), _),
+        Effect::Arm(Deadline::Exit(2), _),
     ] = reports[..]
     else {
         panic!("SUP-3: {effects:?}");
     };
-    assert!(matches!(group.on_input(sampled(2, Some(true)))[..], [Effect::Arm(Timer::Exit(2), _)]));
+    assert!(matches!(group.on_input(sampled(2, Some(true)))[..], [Effect::Arm(Deadline::Exit(2), _)]));
     let effects = group.on_input(exited(102, FAILED));
     let is_reported =
         effects.iter().any(|e| matches!(e, Effect::Report(Event::WorkerExited { sent: None, exit: FAILED, .. })));
@@ -232,7 +233,7 @@ fn a_worker_that_exits_too_slowly_is_killed_with_the_reason_slow_exit() {
     let mut group = lingering();
     let _ = group.on_input(raised(2));
     let _ = group.on_input(sampled(2, Some(true)));
-    let effects = group.on_input(Input::Expired(Timer::Kill));
+    let effects = group.on_input(Input::Expired(Deadline::Kill));
     assert_eq!(killed(&effects), [(vec![0, 1, 3], AFTER_TERM, 30), (vec![2], KillReason::SlowExit, 30)]);
 }
 
@@ -242,7 +243,7 @@ fn the_kill_reason_of_a_slow_exit_is_the_signal_of_a_second_stop() {
     let _ = group.on_input(raised(2));
     let _ = group.on_input(sampled(2, Some(true)));
     let _ = group.on_input(Input::Stop(StopPolicy { grace: Duration::from_secs(3), ..TERM_30 }));
-    let effects = group.on_input(Input::Expired(Timer::Kill));
+    let effects = group.on_input(Input::Expired(Deadline::Kill));
     assert_eq!(killed(&effects), [(vec![0, 1, 2, 3], AFTER_TERM, 3)]);
 }
 
@@ -251,7 +252,7 @@ fn the_kill_reason_after_an_expired_timer_is_the_signal_of_the_timer() {
     let usr1 = Signal::new(10).expect("it exists");
     let mut group = lingering();
     let _ = after_evidence(&mut group, expired(1, 101, Some(usr1)));
-    let effects = group.on_input(Input::Expired(Timer::Kill));
+    let effects = group.on_input(Input::Expired(Deadline::Kill));
     assert_eq!(killed(&effects), [(vec![0, 2, 3], AFTER_TERM, 30), (vec![1], KillReason::AfterSignal(usr1), 30)]);
 }
 
@@ -260,7 +261,7 @@ fn a_stopped_worker_that_raised_and_stalls_is_killed_before_the_grace_is_over() 
     let mut group = lingering();
     let _ = group.on_input(exited(101, FAILED));
     let effects = group.on_input(raised(0));
-    assert!(matches!(effects[..], [Effect::Arm(Timer::Exit(0), _)]), "a consequence is not told: {effects:?}");
+    assert!(matches!(effects[..], [Effect::Arm(Deadline::Exit(0), _)]), "a consequence is not told: {effects:?}");
     let _ = group.on_input(sampled(0, None));
     assert_eq!(signals(&group.on_input(sampled(0, Some(true)))), [], "it may be saving");
     let effects = group.on_input(sampled(0, Some(false)));
@@ -276,7 +277,7 @@ fn killed_workers_are_reported_once_with_the_stop_signal_and_grace_period() {
     let _ = group.on_input(Input::Stop(StopPolicy { grace: Duration::from_secs(4), ..TERM_30 }));
     let _ = group.on_input(exited(101, DONE));
     let _ = group.on_input(Input::Dead(vec![103]));
-    let effects = group.on_input(Input::Expired(Timer::Kill));
+    let effects = group.on_input(Input::Expired(Deadline::Kill));
     assert_eq!(killed(&effects), [(vec![0, 2], AFTER_TERM, 4)]);
     let last_signal = effects.iter().rposition(|effect| matches!(effect, Effect::Signal { .. }));
     let report = effects.iter().position(|effect| matches!(effect, Effect::Report(_)));

@@ -49,7 +49,7 @@ fn reports(effects: &[Effect]) -> Vec<&Effect> {
     effects.iter().skip_while(|effect| !matches!(effect, Effect::Report(_))).collect()
 }
 
-const LOOK: Input = Input::Expired(Timer::Hang);
+const LOOK: Input = Input::Expired(Deadline::Hang);
 
 #[test]
 fn a_hung_worker_is_killed_at_once_and_its_siblings_are_stopped() {
@@ -72,7 +72,7 @@ fn a_worker_that_continues_while_evidence_is_gathered_has_not_hung() {
     let _ = group.on_input(LOOK);
     let _ = group.on_input(snapshot(5, [Some(3), Some(3), Some(5), Some(3)]));
     let effects = group.on_input(Input::Evidence(Vec::new()));
-    assert_eq!(effects, [Effect::Arm(Timer::Hang, Duration::from_secs(2))], "HANG-6");
+    assert_eq!(effects, [Effect::Arm(Deadline::Hang, Duration::from_secs(2))], "HANG-6");
 }
 
 #[test]
@@ -81,7 +81,7 @@ fn no_worker_is_reported_as_hung_while_the_group_is_suspended() {
     let _ = group.on_input(LOOK);
     let _ = group.on_input(Input::Suspend);
     let effects = group.on_input(Input::Evidence(Vec::new()));
-    assert!(matches!(effects[..], [Effect::Arm(Timer::Hang, _)]), "HANG-5: {effects:?}");
+    assert!(matches!(effects[..], [Effect::Arm(Deadline::Hang, _)]), "HANG-5: {effects:?}");
 }
 
 #[test]
@@ -165,7 +165,7 @@ fn a_dead_worker_is_judged_only_when_its_exit_code_is_known() {
         let effects = group.on_input(exited(102, exit));
         assert_eq!(hung(&effects), if is_hung { vec![2] } else { vec![] }, "{effects:?}");
         assert_eq!(fails(&effects), is_hung);
-        assert_eq!(effects.iter().any(|effect| matches!(effect, Effect::Arm(Timer::Hang, _))), !is_hung);
+        assert_eq!(effects.iter().any(|effect| matches!(effect, Effect::Arm(Deadline::Hang, _))), !is_hung);
     }
 }
 
@@ -178,7 +178,7 @@ fn the_time_limits_of_waiting_workers_restart_when_the_hung_worker_succeeds() {
     let _ = group.on_input(LOOK);
     let _ = group.on_input(exited(102, DONE));
     let effects = group.on_input(Input::Evidence(Vec::new()));
-    assert_eq!(effects, [Effect::Arm(Timer::Hang, Duration::from_secs(4))], "HANG-11");
+    assert_eq!(effects, [Effect::Arm(Deadline::Hang, Duration::from_secs(4))], "HANG-11");
     let _ = group.on_input(snapshot(8, [Some(0); 4]));
     assert!(matches!(group.on_input(LOOK)[..], [Effect::TakeEvidence { .. }]), "they have hung after all");
 }
@@ -279,7 +279,7 @@ fn a_stop_during_evidence_gathering_still_reports_the_hung_worker() {
     let effects = group.on_input(Input::Stop(TERM_30));
     assert_eq!(effects[0], to_group(102, Signal::KILL));
     assert!(matches!(reports(&effects)[..2], [Effect::Report(Event::WorkerHung(_)), Effect::ReportFailure { .. }]));
-    assert!(effects.contains(&Effect::Hasten(Timer::Kill, TERM_30.grace)));
+    assert!(effects.contains(&Effect::Hasten(Deadline::Kill, TERM_30.grace)));
 }
 
 #[test]
@@ -313,7 +313,7 @@ fn silent_beside_others() -> Group {
 fn a_hung_worker_is_reported_at_once_but_killed_after_the_stop_delay() {
     let mut group = silent_beside_others();
     let effects = group.on_input(Input::Evidence(Vec::new()));
-    let [Effect::Report(Event::WorkerHung(hung)), Effect::Arm(Timer::Hang, delay)] = &effects[..] else {
+    let [Effect::Report(Event::WorkerHung(hung)), Effect::Arm(Deadline::Hang, delay)] = &effects[..] else {
         panic!("{effects:?}");
     };
     assert_eq!((hung.local_rank, *delay), (2, DELAYED.stop_delay));
@@ -347,7 +347,7 @@ fn a_group_is_stopped_after_the_stop_delay_if_another_node_hangs() {
     let _ = group.on_input(Input::Watch(DELAYED));
     let _ = group.on_input(snapshot(1, [Some(1); 4]));
     let effects = after_evidence(&mut group, Input::StopForHang(TERM_30, remote_hang()));
-    assert_eq!(effects, [Effect::Arm(Timer::Hang, DELAYED.stop_delay)]);
+    assert_eq!(effects, [Effect::Arm(Deadline::Hang, DELAYED.stop_delay)]);
     let _ = group.on_input(snapshot(2, [Some(1); 4]));
     assert_eq!(signals(&group.on_input(LOOK)), PIDS.map(|pid| (pid, Signal::TERM)));
 }
@@ -386,10 +386,10 @@ fn a_worker_that_waited_for_a_replaced_worker_has_not_hung() {
     assert!(!effects.iter().any(|effect| matches!(effect, Effect::TakeEvidence { .. })), "{effects:?}");
     assert_eq!(group.on_input(LOOK), [], "it has to end first");
     let effects = group.on_input(exited(102, WorkerExit::Signaled { signal: 9 }));
-    assert!(effects.contains(&Effect::Arm(Timer::Hang, Duration::ZERO)), "{effects:?}");
+    assert!(effects.contains(&Effect::Arm(Deadline::Hang, Duration::ZERO)), "{effects:?}");
     let _ = group.on_input(without_rank_2());
     let effects = group.on_input(LOOK);
-    assert!(matches!(effects[..], [Effect::Arm(Timer::Hang, _)]), "{effects:?}");
+    assert!(matches!(effects[..], [Effect::Arm(Deadline::Hang, _)]), "{effects:?}");
 }
 
 #[test]
@@ -400,7 +400,7 @@ fn a_failure_during_evidence_gathering_blames_no_waiting_worker() {
     assert_eq!(hung(&effects), [] as [u32; 0], "rank 1, whose sign of activity is older, waited for it");
     let _ = group.on_input(without_rank_2());
     let effects = group.on_input(Input::Evidence(Vec::new()));
-    assert!(matches!(effects[..], [Effect::Arm(Timer::Hang, _)]), "{effects:?}");
+    assert!(matches!(effects[..], [Effect::Arm(Deadline::Hang, _)]), "{effects:?}");
 }
 
 #[test]
@@ -440,12 +440,12 @@ fn a_rank_that_works_outside_of_collectives_is_slow_and_not_hung() {
     assert!(matches!(effects[..], [Effect::TakeEvidence { measures_work: true, .. }]), "{effects:?}");
     let effects = group.on_input(Input::Evidence(found()));
     assert!(
-        matches!(effects[..], [Effect::Report(Event::Degraded { .. }), Effect::Arm(Timer::Hang, _)]),
+        matches!(effects[..], [Effect::Report(Event::Degraded { .. }), Effect::Arm(Deadline::Hang, _)]),
         "HANG-12: {effects:?}"
     );
     let _ = group.on_input(snapshot(8, [Some(0); 4]));
     let effects = after(&mut group, LOOK, found());
-    assert!(matches!(effects[..], [Effect::Arm(Timer::Hang, _)]), "the user knows already: {effects:?}");
+    assert!(matches!(effects[..], [Effect::Arm(Deadline::Hang, _)]), "the user knows already: {effects:?}");
     let _ = group.on_input(snapshot(12, [Some(0); 4]));
     let effects = after(&mut group, LOOK, vec![waiting(0), waiting(1), waiting(2), waiting(3)]);
     assert_eq!(hung(&effects).len(), 1, "now all wait: {effects:?}");

@@ -89,5 +89,5 @@ fn the_others_do_not_hang_while_their_records_are_written() {
     let mut group = recording();
     let _ = group.on_input(exited(101, ABORTED));
     let _ = group.on_input(snapshot(60, [Some(0); 4]));
-    assert_eq!(group.on_input(Input::Expired(Timer::Hang)), []);
+    assert_eq!(group.on_input(Input::Expired(Deadline::Hang)), []);
 }

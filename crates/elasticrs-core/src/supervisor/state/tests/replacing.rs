@@ -97,7 +97,7 @@ fn a_replacement_that_starts_during_a_stop_is_stopped_as_well() {
         let _ = group.on_input(left_swept());
         let _ = group.on_input(Input::Replace { local_rank: 1 });
         let effects = group.on_input(Input::Stop(stop));
-        let hastens = effects.iter().any(|e| matches!(e, Effect::Hasten(Timer::Replace(1), _)));
+        let hastens = effects.iter().any(|e| matches!(e, Effect::Hasten(Deadline::Replace(1), _)));
         assert_eq!(hastens, stop == KILL, "what hangs then does not delay the end");
         let effects = all_exit(&mut group, &[100, 102, 103], KILLED);
         assert!(!effects.iter().any(|e| matches!(e, Effect::Sweep(_))), "one is still to come: {effects:?}");
@@ -149,7 +149,7 @@ fn an_expired_timer_stops_only_its_own_worker() {
     let mut group = replacing();
     let effects = after_evidence(&mut group, expired(1, 101, Some(usr1)));
     assert_eq!(effects[0], Effect::SignalProcess { pid: 101, signal: usr1 });
-    assert!(effects.contains(&Effect::Arm(Timer::Condemned(1), TERM_30.grace)), "{effects:?}");
+    assert!(effects.contains(&Effect::Arm(Deadline::Condemned(1), TERM_30.grace)), "{effects:?}");
     assert_eq!(signals(&effects), []);
     assert_eq!(
         group.on_input(expired(1, 101, Some(usr1))).len(),
@@ -157,18 +157,18 @@ fn an_expired_timer_stops_only_its_own_worker() {
         "it has failed already, which evidence may not tell"
     );
     let _ = group.on_input(Input::Evidence(Vec::new()));
-    assert_eq!(signals(&group.on_input(Input::Expired(Timer::Condemned(1)))), [(101, Signal::KILL)]);
+    assert_eq!(signals(&group.on_input(Input::Expired(Deadline::Condemned(1)))), [(101, Signal::KILL)]);
     let effects = group.on_input(exited(101, DONE));
     assert_eq!(sweeps_left(&effects), [1], "whatever it exits with");
-    assert!(effects.contains(&Effect::Disarm(Timer::Condemned(1))));
+    assert!(effects.contains(&Effect::Disarm(Deadline::Condemned(1))));
 }
 
 #[test]
 fn a_worker_that_survives_sigkill_fails_the_group() {
     let mut group = replacing();
     let _ = after_evidence(&mut group, expired(1, 101, Some(Signal::KILL)));
-    let _ = group.on_input(Input::Expired(Timer::Condemned(1)));
-    let effects = group.on_input(Input::Expired(Timer::Condemned(1)));
+    let _ = group.on_input(Input::Expired(Deadline::Condemned(1)));
+    let effects = group.on_input(Input::Expired(Deadline::Condemned(1)));
     assert_eq!(signals(&effects), [100, 102, 103].map(|pid| (pid, Signal::TERM)));
     assert!(effects.iter().any(|e| matches!(e, Effect::ReportFailure { local_rank: 1, siblings: 3, .. })));
 }
@@ -182,7 +182,7 @@ fn the_kill_reason_distinguishes_slow_and_stalled_exits() {
     // Signal 10 was sent by the user and is not a request to exit, so it must not be reported as the reason for the
     // kill.
     let _ = group.on_input(Input::Signal(Signal::new(10).expect("it exists"), Some(vec![2])));
-    let effects = group.on_input(Input::Expired(Timer::Condemned(2)));
+    let effects = group.on_input(Input::Expired(Deadline::Condemned(2)));
     assert_eq!(killed(&effects), [(vec![2], KillReason::SlowExit, 30)]);
     let _ = group.on_input(raised(3));
     let _ = group.on_input(sampled(3, Some(true)));
@@ -194,7 +194,7 @@ fn the_kill_reason_distinguishes_slow_and_stalled_exits() {
 fn the_kill_reason_after_an_expired_timer_is_the_signal_of_the_timer() {
     let mut group = replacing();
     let _ = after_evidence(&mut group, expired(1, 101, Some(Signal::TERM)));
-    let effects = group.on_input(Input::Expired(Timer::Condemned(1)));
+    let effects = group.on_input(Input::Expired(Deadline::Condemned(1)));
     assert_eq!(killed(&effects), [(vec![1], KillReason::AfterSignal(Signal::TERM), 30)]);
 }
 
@@ -231,7 +231,7 @@ fn any_step() -> impl Strategy<Value = Step> {
         4 => rank().prop_map(|rank| expired(rank, 100, Some(Signal::KILL))),
         4 => Just(Input::Evidence(Vec::new())),
         2 => rank().prop_map(raised),
-        2 => Just(Input::Expired(Timer::Kill)),
+        2 => Just(Input::Expired(Deadline::Kill)),
     ];
     prop_oneof![
         8 => (rank(), any_exit()).prop_map(|(rank, exit)| Step::Exit(rank, exit)),
@@ -254,7 +254,7 @@ struct World {
     free: BTreeSet<u32>,
     promised: BTreeSet<u32>,
     condemned: BTreeSet<u32>,
-    armed: BTreeSet<Timer>,
+    armed: BTreeSet<Deadline>,
     owes_sweep: bool,
     takes_evidence: bool,
     /// True if the group has failed, was stopped, or has lost its nursery.
@@ -364,8 +364,8 @@ impl World {
                 Ok(())
             }
             Step::AnswerStart(local_rank, pid) => self.answer_start(local_rank, pid),
-            Step::Time(local_rank) if self.armed.remove(&Timer::Condemned(local_rank)) => {
-                self.input(Input::Expired(Timer::Condemned(local_rank)))
+            Step::Time(local_rank) if self.armed.remove(&Deadline::Condemned(local_rank)) => {
+                self.input(Input::Expired(Deadline::Condemned(local_rank)))
             }
             Step::AnswerSweep | Step::Time(_) => Ok(()),
             Step::Other(Input::Expired(timer)) if !self.armed.remove(&timer) => Ok(()),

@@ -22,14 +22,14 @@ fn processes_of_a_worker_that_the_stop_signal_ended_keep_the_grace_period() {
     for mut group in [lingering(), saving()] {
         let effects = stopped_with(&mut group, [DONE, ENDED, FAILED, ENDED]);
         assert_eq!(spared(&effects), [(TERM_30.grace + GIVE_UP_AFTER, vec![101, 103], 15)]);
-        assert!(!effects.contains(&Effect::Disarm(Timer::Kill)), "the grace period goes on");
+        assert!(!effects.contains(&Effect::Disarm(Deadline::Kill)), "the grace period goes on");
         let last = to_group(103, Signal::TERM);
         assert_eq!(
             effects.contains(&last),
             group.policy.stop_scope == StopScope::Worker,
             "all have got the signal once"
         );
-        let effects = group.on_input(Input::Expired(Timer::Kill));
+        let effects = group.on_input(Input::Expired(Deadline::Kill));
         assert_eq!(effects[0], Effect::Sweep(AT_ONCE));
         assert_eq!(killed(&effects), [(vec![1, 3], KillReason::AfterSignal(Signal::TERM), 30)]);
         assert_eq!(end(&group.on_input(swept())).map(|end| end.outcome), Some(Outcome::Stopped));
@@ -64,8 +64,8 @@ fn a_second_stop_the_fence_or_the_loss_of_the_nursery_end_the_saves() {
         let mut group = lingering();
         let _ = stopped_with(&mut group, [ENDED; 4]);
         let soon = StopPolicy { grace: Duration::from_secs(3), ..TERM_30 };
-        assert_eq!(group.on_input(Input::Stop(soon)), [Effect::Hasten(Timer::Kill, soon.grace)]);
-        assert_eq!(group.on_input(input), [Effect::Sweep(AT_ONCE), Effect::Disarm(Timer::Kill)]);
-        assert_eq!(group.on_input(Input::Expired(Timer::Kill)), [], "they are killed already");
+        assert_eq!(group.on_input(Input::Stop(soon)), [Effect::Hasten(Deadline::Kill, soon.grace)]);
+        assert_eq!(group.on_input(input), [Effect::Sweep(AT_ONCE), Effect::Disarm(Deadline::Kill)]);
+        assert_eq!(group.on_input(Input::Expired(Deadline::Kill)), [], "they are killed already");
     }
 }
