@@ -179,6 +179,7 @@ lint-python:
 	@$(PY) -m mypy python tools docs tests/helpers tests/conftest.py benchmarks $(GPU_KIT_SOURCES)
 	@$(PY) -m mypy.stubtest --concise --allowlist tools/stubtest-allowlist.txt elasticrs._core
 	@$(VENV)/bin/lint-imports --no-logo --no-cache >$(VENV)/imports.log || { cat $(VENV)/imports.log; exit 1; }
+	@$(PY) tools/picture.py --check
 	@$(PY) tools/circles.py
 	@$(PY) tools/check_tree.py
 

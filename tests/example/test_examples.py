@@ -61,7 +61,6 @@ def train(launch, tmp_path):
     return train
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_fsdp2_resumes_with_another_number_of_ranks(train):
     options = ("--standalone", "--warm", "auto", "--nproc-per-node")
