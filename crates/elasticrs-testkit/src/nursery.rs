@@ -328,7 +328,7 @@ pub fn pipe() -> (OwnedFd, OwnedFd) {
     nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC).unwrap()
 }
 
-/// Describes a testkit worker with these arguments. See [`process`].
+/// Describes a testkit worker with these arguments. See [`process()`].
 pub fn worker(arguments: &[&str]) -> ProcessSpec {
     let mut argv = vec![worker_program().into_os_string()];
     argv.extend(arguments.iter().map(OsString::from));

@@ -37,7 +37,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 const MOST_GENERATIONS: usize = 64;
 /// Number of the field that contains the parent's pid in `/proc/PID/stat`, see proc(5).
 const PARENT: usize = 4;
-/// Opcode of the first request that [`super::probe`] sends after the greeting.
+/// Opcode of the first request that [`crate::session::network::is_tcp_store`] sends after the greeting.
 const NUM_KEYS: u8 = 7;
 /// Opcode of the first request that torch 2.5 and later versions send after the greeting.
 const PING: u8 = 13;
@@ -141,8 +141,8 @@ pub(super) enum Caller {
     Stranger,
 }
 
-/// Determines the kind of a peer from its first bytes. A connection of [`super::probe`] counts as a stranger, although
-/// it starts with torch's greeting.
+/// Determines the kind of a peer from its first bytes. A connection of [`crate::session::network::is_tcp_store`] counts
+/// as a stranger, although it starts with torch's greeting.
 pub(super) fn recognise(bytes: &[u8]) -> Caller {
     let known = bytes.len().min(GREETING.len());
     match bytes[known..] {

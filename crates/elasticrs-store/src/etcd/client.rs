@@ -10,13 +10,13 @@ use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio::time::timeout;
 
+pub use super::dial::{Options, Site};
 use super::grpc::Channel;
 use super::lease::interval;
 use super::links::Links;
 use super::mapping::unsigned;
 use super::open::{Granted, Opened, open, revoke};
 use super::session::session;
-use super::tls;
 use crate::session::client::{Client, Guard, Inbox, Request, Unsendable, finish, until_close};
 use crate::session::events::{Event, Events};
 use crate::types::{Compare, MAX_REQUEST, Op, Txn};
@@ -126,43 +126,4 @@ fn report_connected(events: &Events, opened: &Opened) {
         local_address: opened.link.local.ip().to_string(),
     };
     events.push(connected, 0);
-}
-
-/// Endpoints, credentials and time limits of a client.
-#[derive(Debug, Clone)]
-pub struct Options {
-    /// Hosts and ports of the etcd members.
-    pub endpoints: Vec<(String, u16)>,
-    /// Prefix that is added to each key.
-    pub prefix: String,
-    /// Certificate files for TLS. `None` to connect without TLS. The files are read again for each connection, because
-    /// certificates are renewed in place.
-    pub tls: Option<tls::Files>,
-    /// Name and password of the etcd user. `None` to connect without authentication.
-    pub user: Option<(String, String)>,
-    /// Time to live to request for the lease. etcd may grant a longer one.
-    pub ttl: Duration,
-    /// ID and time to live of the lease for keys that outlive the session. `None` to put these keys without a lease.
-    pub job_lease: Option<(i64, Duration)>,
-    /// Time limit for opening the session. It includes name lookups, and covers all endpoints together.
-    pub connect_timeout: Duration,
-    /// Time limit for a request, including all its retries.
-    pub read_timeout: Duration,
-    /// Time after which keep-alives stop if the user does not fetch events. `None` if they never stop.
-    pub stall_timeout: Option<Duration>,
-    /// Settings for links: connections through which sessions notice each other's end before a lease expires. `None` to
-    /// disable links.
-    ///
-    /// Ignored if no other process can announce the end of this session after this process has died.
-    pub links: Option<Site>,
-}
-
-/// Settings for the links of a session.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Site {
-    /// Name of a group of sessions. Only sessions of the same group connect to each other.
-    pub scope: String,
-    /// Host name or address at which other sessions can reach this machine, or `None`. It is published in addition to
-    /// the local address of the connection to etcd.
-    pub host: Option<String>,
 }

@@ -36,8 +36,7 @@ use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
 use super::cards::{Card, HELLO, Hello, LastWord, Nonce, seal_of};
-use super::client::Site;
-use super::dial::Link;
+use super::dial::{Link, Site};
 use super::grpc::Channel;
 use super::mapping::{Keys, unsigned};
 use super::messages as pb;

@@ -2,8 +2,8 @@
 //! accept the same requests and report the same events.
 //!
 //! `mapping` translates requests and answers, and `watching` tracks which events a watch has received; both consist of
-//! pure functions. `grpc` makes calls to one member, and `errors` identifies the errors that etcd sends. `dial` and
-//! [`tls`] connect to a member, and `open` opens a session. `tasks` is the queue of requests, and `session` and `jobs`
+//! pure functions. `grpc` makes calls to one member, and `errors` identifies the errors that etcd sends. `dial` (which
+//! also has the client's options) and [`tls`] connect to a member, and `open` opens a session. `tasks` is the queue of requests, and `session` and `jobs`
 //! execute them. `messages` defines the messages of etcd's API that are used. `retries` limits how long a failing
 //! request is retried. With `links`, sessions detect each other's end, and `cards` defines the data that they publish
 //! for that.

@@ -7,8 +7,7 @@ use std::time::Duration;
 use elasticrs_sys::clock::boot_now;
 use tokio::time::timeout;
 
-use super::client::Options;
-use super::dial::{Link, Stage, dial, too_late, unread};
+use super::dial::{Link, Options, Stage, dial, too_late, unread};
 use super::errors::EtcdError;
 use super::grpc::{CallError, Channel};
 use super::mapping::{Keys, unsigned};

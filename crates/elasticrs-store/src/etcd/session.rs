@@ -8,8 +8,7 @@ use elasticrs_sys::clock::boot_now;
 use tokio::sync::watch;
 use tokio::time::timeout;
 
-use super::client::Options;
-use super::dial::Link;
+use super::dial::{Link, Options};
 use super::errors::{EtcdError, cancel_error};
 use super::grpc::{CallError, Channel, Duplex};
 use super::jobs::{Desk, Done, Job, not_behind};
