@@ -1,8 +1,7 @@
 """Parse the command line and the ``PET_*`` environment variables into a :class:`.JobSpec`.
 
-The grammar is the same as argparse's, as far as users of torchrun can notice: ``--name value``,
-``--name=value``, ``-r3``, ``-r 3``, unambiguous abbreviations, and ``--`` before the script. Everything after
-the script's name belongs to the script.
+The grammar is argparse's, as far as torchrun's users can notice: ``--name value``, ``--name=value``, ``-r3``,
+``-r 3``, unambiguous abbreviations, and ``--`` before the script. The words after the script belong to it.
 """
 
 from __future__ import annotations
@@ -32,25 +31,15 @@ _ALL = "; --help all lists the options"
 _ALIKE = 4
 """Minimum length of the prefix that an unknown option and the suggested option share."""
 _MANY = 32
-"""Number of workers per CPU above which the launcher prints a warning, because so many workers are most
-likely a mistake.
-"""
+"""Number of workers per CPU above which the launcher warns of a likely mistake."""
 _SCHEDULERS = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST")
-"""Environment variables that show that a scheduler has started this process. They are defined here and not
-in :mod:`.schedulers`, so that a launch without a scheduler does not import that package.
-"""
+"""Defined here, so that a launch without a scheduler does not import :mod:`.schedulers`."""
 _REPEATED = frozenset(option.dest for option in OPTIONS if option.repeats)
 _BY_LETTER = {option.short: option for option in OPTIONS if option.short}
 
 
 class TextRequested(Exception):  # noqa: N818 -- not an error
-    """Raised for options such as ``--help``, for which the launcher prints text instead of starting a job.
-
-    Args:
-        what: name of the option: ``help``, ``version``, ``print-completion`` or ``check``.
-        words: values of the option. ``help`` has one if the user has named a topic, and ``print-completion``
-            has the name of a shell. Those of ``check`` are the command line to check, including the program.
-    """
+    """Raised for options such as ``--help`` that print text; ``words`` are the option's values."""
 
     def __init__(self, what: str, *words: str) -> None:
         super().__init__(what)
@@ -64,13 +53,11 @@ _GONE = {
     "ELASTICRS_TIMELINE": "the event 'attempt running' has the times of a restart"
     " (--event-log-handler file:PATH)",
 }
-"""Environment variables that only earlier versions read, each with advice on the replacement."""
+"""Variables that only earlier versions read, each with advice on the replacement."""
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Namespace:
-    """Parse the command line. An argument takes precedence over its ``PET_*`` variable. Raises ``UsageError``
-    for a mistake, and ``TextRequested`` if the user asks for a text, such as the help.
-    """
+    """Parse the command line, which overrides ``PET_*``. Raises ``UsageError`` and ``TextRequested``."""
     values: dict[str, object] = {}
     script: str | None = None
     rest: list[str] = []
@@ -93,7 +80,6 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Namespace:
 
 
 def resolve(args: Namespace, environ: Mapping[str, str]) -> JobSpec:
-    """Convert the options into a job. Check everything that can be checked before a process is started."""
     for name, instead in _GONE.items():
         if environ.get(name, "") not in ("", "0"):
             raise UsageError(f"{name} is set, but this variable is gone: {instead}")
@@ -167,18 +153,13 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> JobSpec:
 def meeting_of(
     args: Namespace, environ: Mapping[str, str], grace: float, notices: list[str]
 ) -> dict[str, Any]:
-    """Choose the rendezvous back end by the same rules as torch, and check its settings. Return the fields of
-    :class:`.JobSpec` that it determines: the nodes, and the address of the workers' store.
-
-    ::
+    """Choose the rendezvous back end as torch does. Return the fields of :class:`.JobSpec` that it
+    determines::
 
         --standalone, or one node without an endpoint and a port    no rendezvous
         static                                                      the user assigns the ranks of the nodes
         c10d, elasticrs, etcd                                       the rendezvous assigns the ranks
         anything else, or c10d in a file                            a rendezvous handler that is polled
-
-    Raises:
-        UsageError: the command line has a mistake. The message is one line for the user.
     """
     if is_alone(args):
         return _alone(args, environ, grace, notices)
@@ -193,7 +174,6 @@ def meeting_of(
 
 
 def is_alone(args: Any) -> bool:
-    """Return true if the job runs on a single node without a rendezvous."""
     low, high = args.nnodes
     if args.standalone and low > 1:
         nodes = str(low) if low == high else f"{low}:{high}"
@@ -204,8 +184,7 @@ def is_alone(args: Any) -> bool:
 
 def _alone(args: Namespace, environ: Mapping[str, str], grace: float, notices: list[str]) -> dict[str, Any]:
     if args.rdzv_conf or args.node_rank != 0:
-        # Check the settings even though there is no rendezvous. As in torch, the given back end and endpoint
-        # are ignored.
+        # Check the settings even without a rendezvous. As in torch, the back end and endpoint are ignored.
         _describe("static", args, environ, grace, notices)
     return {
         "run_id": config.random_run_id(),
@@ -237,8 +216,7 @@ def _elastic(args: Namespace, environ: Mapping[str, str], grace: float, notices:
     rendezvous = _describe(args.rdzv_backend, args, environ, grace, notices)
     if args.master_port is not None:
         notices.append("--master-port has no effect: only the static rendezvous uses it")
-    # The endpoint's port is taken by the nodes' rendezvous, so the workers' store gets a new port for every
-    # attempt.
+    # The nodes' rendezvous takes the endpoint's port, so the workers' store gets new ports.
     return {
         "run_id": args.rdzv_id,
         "master_addr": args.local_addr or "localhost",
@@ -353,8 +331,8 @@ def _read(argument: str, arguments: Iterator[str]) -> dict[str, object]:
     found = _BY_LETTER.get(letter)
     if found is None:
         near = _suggestion(argument[1:])
-        # Report only the first letter, because the word may combine several short options. Report the whole
-        # word if it resembles a long option.
+        # Report only the first letter, because the word may combine several short options, unless the word
+        # resembles a long option.
         raise UsageError(f"unknown option {argument if near != _ALL else '-' + letter}{near}")
     if found.is_flag:
         more = _read("-" + tail, arguments) if tail else {}
@@ -364,9 +342,7 @@ def _read(argument: str, arguments: Iterator[str]) -> dict[str, object]:
 
 
 def _help(word: str, *, is_exact: bool) -> TextRequested:
-    """Create the exception that reports a request for help. After ``--help=`` (``is_exact``), the word must
-    be a topic; after ``--help``, it may be the script instead.
-    """
+    """Request the help. ``--help=WORD`` needs a topic; a word after ``--help`` may be the script."""
     from elasticrs._engine.cli.help import TOPICS
 
     if is_exact and word not in TOPICS:
@@ -381,8 +357,7 @@ def _find(typed: str) -> Option:
     if name in ("help", "version"):
         raise TextRequested(name)
     candidates = [option for option in OPTIONS if name and option.name.startswith(name)]
-    # If an abbreviation matches several options, prefer torchrun's options, because every abbreviation that
-    # torchrun accepts must also work here.
+    # Prefer torchrun's options, because every abbreviation that torchrun accepts must also work here.
     torchs = [option for option in candidates if option.group != OURS]
     if not torchs and name and "help".startswith(name):
         raise TextRequested("help")
@@ -555,7 +530,7 @@ def _command(args: Namespace, environ: Mapping[str, str]) -> list[str]:
     if script.startswith("-") and not os.path.exists(script):
         return [python, "-u", *_python_words(args, python)]
     _check_script(script)
-    # Prepend `./` to the name, because Python would treat a name that starts with `-` as an option.
+    # Prepend `./`, because Python would treat a name that starts with `-` as an option.
     path = os.path.join(os.curdir, script) if script.startswith("-") else script
     return [python, "-u", path, *args.training_script_args]
 
@@ -569,9 +544,7 @@ def _is_from_stdin(args: Namespace) -> bool:
 
 
 def _python_words(args: Namespace, python: str) -> list[str]:
-    """Return the words after ``--`` as arguments of the Python interpreter. The first word is an option, as
-    in ``-X faulthandler train.py`` or ``-c CODE``.
-    """
+    """Return the words after ``--`` as Python's arguments, such as ``-X faulthandler train.py``."""
     words = [args.training_script, *args.training_script_args]
     found = parse_python(words)
     if found.unknown is not None:
@@ -591,7 +564,6 @@ def _python_words(args: Namespace, python: str) -> list[str]:
 
 
 def _compared(args: Namespace, command: list[str]) -> Command:
-    """Return the workers' command in the form that is compared with the commands of other nodes."""
     from elasticrs._engine.nodes.protocol import rendezvous
 
     program, *arguments = command
@@ -621,7 +593,6 @@ def _check_script(script: str) -> None:
 
 
 def _check_interpreter(program: str, what: str) -> None:
-    """Refuse a script whose first line names an interpreter and ends with CR LF."""
     with open(program, "rb") as file:
         line = file.read(256).partition(b"\n")[0]
     words = line[2:].split()

@@ -1,7 +1,6 @@
-"""Look for mistakes that the grammar cannot find: settings that have no effect or an unexpected effect, and a
-module of ``-m`` that does not exist.
+"""Look for settings without effect, and for a missing module of ``-m``.
 
-A job with such settings is started anyway, because only the user knows whether they are a mistake.
+Most findings only cause warnings, because only the user knows whether they are mistakes.
 """
 
 from __future__ import annotations
@@ -23,10 +22,7 @@ _HARDLY_OF_A_SCRIPT = frozenset((
     *("nproc-per-node", "nnodes", "standalone", "max-restarts", "on-failure", "hang-timeout", "no-python"),
     *("rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "local-ranks-filter", "shutdown-timeout"),
 ))  # fmt: skip
-"""Launcher options that a script is unlikely to define itself.
-
-Options such as ``--log-dir`` are not included, because a script may define them as well.
-"""
+"""Launcher options that a script is unlikely to define itself, unlike options such as ``--log-dir``."""
 
 
 def settings_without_effect(
@@ -92,9 +88,7 @@ def _replaced_by_standalone(args: Namespace) -> Iterator[str]:
 
 
 def _without_policy(args: Namespace) -> Iterator[str]:
-    """Yield a warning for each failure-handling option that torch's polling loop ignores. The loop restarts
-    the workers after every failure until no restarts are left.
-    """
+    """Yield a warning for each failure-handling option that torch's polling loop ignores."""
     unset = JobSpec.defaults()
     for flag in (
         *("--restart-delay", "--max-same-failures", "--fatal-exit-codes", "--exit-codes", "--report"),
@@ -149,14 +143,11 @@ def hint_for_missing_script(script: str) -> str:
 
 
 def why_no_module(name: str) -> str | None:
-    """Return the reason why ``python -m NAME`` cannot run; ``None`` if it can run, or if that is unknown. The
-    module is not imported.
-    """
+    """Return why ``python -m NAME`` cannot run; ``None`` if it can or if that is unknown."""
     try:
         return _why_not(name)
     except Exception:
-        # The check itself failed, for example because an import hook raised an exception. The module may
-        # still be importable. If not, Python reports the error in the worker.
+        # The check itself failed, for example in an import hook. Python reports a real problem in the worker.
         return None
 
 
@@ -173,8 +164,7 @@ def _why_not(name: str) -> str | None:
         if depth == len(parts):
             break
         if places is None:
-            # Do not reject names such as `os.path`, because a module that is not a package may register
-            # submodules when it is imported.
+            # Accept names such as `os.path`, because a plain module may register submodules on import.
             return f"{part!r} is a file, not a package{_hint(name)}" if name.endswith(".py") else None
         if _changes_its_path(found):
             return None
@@ -192,8 +182,7 @@ def _changes_its_path(package: ModuleSpec) -> bool:
 
 def _find(name: str, places: Sequence[str] | None) -> ModuleSpec | None:
     for finder in sys.meta_path:
-        # For a top-level module, pass `path` only to `PathFinder`, because the other finders expect `None`
-        # instead.
+        # Pass a top-level module's path only to `PathFinder`; other finders expect `None`.
         is_of_files = getattr(finder, "__name__", "") == "PathFinder"
         path = places if is_of_files or "." in name else None
         spec = finder.find_spec(name, path)

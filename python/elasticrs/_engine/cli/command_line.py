@@ -1,9 +1,7 @@
-"""Implementation of the command line: parse the options, run the job, and return an exit code. See
-:mod:`elasticrs.launch`.
+"""Parse the options, run the job, and return an exit code; see :mod:`elasticrs.launch`.
 
-The exit code is 0 if every worker exited with 0, and 1 if the job failed or a signal stopped it. The exit
-code is 2 if the command line or its environment contains a mistake. In this case nothing was started, and a
-line on stderr describes the mistake.
+Exit codes: 0 if every worker exited with 0, 1 if the job failed or a signal stopped it, 2 if the command line
+or its environment contains a mistake. In the last case, nothing was started.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.supervise.run.signals import SignalPipe
 
 PATIENCE = 10.0
-"""Maximum number of seconds that the launcher waits for a reader of its stderr."""
+"""Seconds to wait for a reader of stderr."""
 
 _FIRST_SIGNALS = (
     *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
@@ -41,17 +39,13 @@ def main(
     ends_by_sigint: bool = False,
     signal_mask: Iterable[int] | None = None,
 ) -> int:
-    """Launch a job, wait until it has finished, and return the exit code.
+    """Launch a job, and return the exit code. ``args`` defaults to ``sys.argv[1:]``.
 
-    Args:
-        args: command line without the program name; ``sys.argv[1:]`` if ``None``.
-        ends_by_sigint: true if SIGINT has its default action until signal handlers are installed; see
-            :mod:`elasticrs.launch`.
-        signal_mask: signals that are blocked from now on; ``None`` to keep the current signal mask.
+    ``ends_by_sigint``: SIGINT has its default action so far; see :mod:`elasticrs.launch`. ``signal_mask``
+    replaces the current mask, unless ``None``.
     """
     _open_standard_descriptors()
-    # Install the signal handlers before the slow imports, because a signal during the imports would otherwise
-    # kill the process without cleanup.
+    # Install the handlers before the slow imports, because a signal would kill the process without cleanup.
     signals = _catch_first_signals(ends_by_sigint)
     if signal_mask is not None:
         signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
@@ -64,8 +58,7 @@ def main(
     finally:
         _restore_terminal(before)
         if signals is not None:
-            # Ignore signals from now on, because a signal during the interpreter's shutdown would change the
-            # exit code.
+            # Ignore signals, because a signal during the interpreter's shutdown would change the exit code.
             signals.close(ignore=args is None)
 
 
@@ -73,9 +66,8 @@ def _catch_first_signals(ends_by_sigint: bool) -> SignalPipe | None:
     if not ends_by_sigint:
         return catch_signals(_FIRST_SIGNALS)
     # Install Python's default SIGINT handler first, because `catch_signals` saves the current handler, and
-    # forked workers restore the saved handler.
-    #
-    # Block SIGINT until both handlers are installed. Otherwise, Ctrl-C could raise `KeyboardInterrupt`.
+    # forked workers restore it. Block SIGINT until both are installed, so that Ctrl-C raises no
+    # `KeyboardInterrupt`.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -109,8 +101,8 @@ def _main(argv: Sequence[str], signals: SignalPipe | None, *, owns_process: bool
 
 
 def _look_here_last() -> None:
-    """Move the working directory to the end of ``sys.path``. ``python -m`` puts it first, so a ``json.py``
-    beside the user's script would hide the standard module.
+    """Move the working directory to the end of ``sys.path``, because ``python -m`` puts it first, and a
+    ``json.py`` beside the user's script would hide the standard module.
     """
     try:
         here = os.getcwd()
@@ -162,7 +154,7 @@ def _run_agent(
 def _tell_failure(
     job: JobSpec, result: JobResult, console: Console, write: Callable[[str], bool]
 ) -> str | None:
-    """Print the failure report and a summary line with the root cause. Return the root cause as one line."""
+    """Print the failure report and a summary line. Return the root cause as one line."""
     headline = None
     is_read = True
 
@@ -178,16 +170,13 @@ def _tell_failure(
         how, more = result.ending
         console.say(how + (f": {headline}" if headline else "") + more)
         if is_read:
-            # Wait until the summary line has been written, because `say` only queues it. Do not wait if the
-            # failure report could not be written, because the output then has no reader.
+            # Wait, because `say` only queues the line. Do not wait if the report had no reader.
             write("")
     return headline
 
 
 def _has_failed(result: JobResult) -> bool:
-    """Return true if a rank had already failed when the job was stopped. In that case, either the next
-    attempt was being delayed, or a rank that had raised an exception was still exiting.
-    """
+    """Return true if a rank failed before the stop, perhaps by an exception, while it was exiting."""
     if not result.attempts:
         return False
     attempt = result.attempts[-1]
@@ -241,11 +230,8 @@ def _fail(message: str, code: int, log_prefix: str | None = None) -> int:
 
 
 def _write_and_wait(console: Console, signals: SignalPipe | None, others: Sequence[int], text: str) -> bool:
-    """Write text, and wait until it has been written. Return false if the reader takes too long or a signal
-    arrives.
-
-    Any signal except SIGTSTP and the signals in ``others`` interrupts the wait, so that the user can stop a
-    launcher whose reader has stopped reading.
+    """Write text, and wait for it. A signal except SIGTSTP and ``others`` interrupts the wait (false), so
+    that the user can stop a launcher whose reader does not read.
     """
     from elasticrs._engine.failures.report import painted
 
@@ -263,9 +249,7 @@ def _write_and_wait(console: Console, signals: SignalPipe | None, others: Sequen
 
 
 def _open_standard_descriptors() -> None:
-    """Open those standard file descriptors (0 to 2) that are closed. Otherwise, the next file to be opened
-    would get one of these numbers, and the workers would inherit it.
-    """
+    """Open closed standard descriptors (0 to 2). Otherwise, workers would inherit other files as such."""
     # The kernel assigns the lowest free number, so this loop ends once descriptors 0 to 2 are all open.
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
@@ -278,10 +262,8 @@ _LOCAL_FLAGS = 3
 
 
 def _leave_input_to_foreground() -> None:
-    """Replace standard input by ``/dev/null`` if it is a terminal and this process runs in the background.
-
-    The kernel stops a background process that reads from the terminal, so a worker that reads its standard
-    input would stop the job.
+    """Replace a terminal as standard input by ``/dev/null`` if this process runs in the background, because
+    the kernel stops a background process that reads from the terminal.
     """
     if not os.isatty(_STDIN) or _is_in_foreground():
         return
@@ -302,9 +284,8 @@ def _terminal_settings() -> list[Any] | None:
 
 
 def _restore_terminal(before: list[Any] | None) -> None:
-    """Restore the settings of the terminal if a worker has changed them. For example, a worker that is killed
-    while it reads a password leaves the echo off. Do nothing if this process runs in the background, because
-    another process then uses the terminal.
+    """Restore terminal settings that a worker has changed, such as the echo if it was killed at a password
+    prompt. In the background, another process uses the terminal.
     """
     if before is None or not os.isatty(_STDIN) or not _is_in_foreground():
         return
@@ -326,16 +307,13 @@ def _is_in_foreground() -> bool:
 
 
 TERMINATION_LOG = "/dev/termination-log"
-"""File from which Kubernetes reads the termination message of a container."""
 
 TERMINATION_LOG_VARIABLE = "ELASTICRS_TERMINATION_LOG"
-"""Environment variable with a different path, for containers that set ``terminationMessagePath``. If it is
-empty, no message is written.
-"""
+"""Variable with another path, for pods with a ``terminationMessagePath``. If empty, no message is written."""
 
 
 def _make_report_folder(path: str) -> None:
-    """Create the folder of the JSON report, so that a mistake in the path is noticed before the job runs."""
+    """Create the report's folder, so that a mistake in the path is noticed before the job runs."""
     from elasticrs._engine.job.config import UsageError
 
     if os.path.isdir(path):
@@ -349,9 +327,7 @@ def _make_report_folder(path: str) -> None:
 
 
 def _conclude(job: JobSpec, result: JobResult, headline: str | None, say: Callable[[str], None]) -> int:
-    """Write the JSON report and the termination message of a finished job, and return the launcher's exit
-    code. Print a line for each file that cannot be written. ``headline`` is the failure in one line.
-    """
+    """Write the JSON report and the termination message. Return the launcher's exit code."""
     from elasticrs._engine.supervise.attempts.state_machine import Phase
 
     path = _termination_log() if result.phase is Phase.FAILED else None
@@ -372,14 +348,13 @@ def _conclude(job: JobSpec, result: JobResult, headline: str | None, say: Callab
 
 
 def conclude_stopped(job: JobSpec, result: JobResult, why: str, say: Callable[[str], None]) -> int:
-    """Conclude a job whose supervisor has failed. ``result`` is the result so far, and ``why`` the error."""
     from elasticrs._engine.supervise.attempts.state_machine import Phase
 
     result.phase, result.message = Phase.FAILED, why
     try:
         return _conclude(job, result, why, say)
     except (OSError, ImportError) as error:
-        # Catch `ImportError`, because the imports in `_conclude` fail if no file descriptors are left.
+        # The imports in `_conclude` fail if no file descriptors are left.
         say(f"the outcome of the job could not be written: {error}")
         return 1
 

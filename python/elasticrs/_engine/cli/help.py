@@ -37,16 +37,13 @@ COMMON = frozenset(
         *("shutdown-timeout", "hang-timeout"),
     )
 )
-"""Options that plain ``--help`` explains. The help only lists the names of the other options."""
+"""Options that plain ``--help`` explains. It only lists the names of the others."""
 
 TOPICS = ("all", "rdzv")
-"""Topics that the user may give after ``--help``."""
 
 
 def help_text(program: str, topic: str = "") -> str:
-    """Return the text that ``--help`` prints. The topic is empty for the common options, ``all`` for all of
-    them, or ``rdzv`` for the settings of ``--rdzv-conf``.
-    """
+    """``topic``: empty for the common options, ``all``, or ``rdzv`` for the settings of ``--rdzv-conf``."""
     lines = _settings() if topic == "rdzv" else _overview(program, shows_all=topic == "all")
     return os.linesep.join(lines) + os.linesep
 
@@ -127,9 +124,7 @@ def _row(head: str, text: str) -> Iterator[str]:
 
 
 def wrapped(text: str, indent: str) -> Iterator[str]:
-    """Wrap the text at word boundaries, and yield the lines. ``textwrap`` is not used, because it imports
-    ``re``, which takes milliseconds.
-    """
+    """Wrap the text at word boundaries. ``textwrap`` would import ``re``, which takes milliseconds."""
     line = indent
     for word in text.split():
         if len(line) + 1 + len(word) > WIDTH and line != indent:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 OLD_LAUNCHERS = "use_env"
-"""Option of torch's older launcher (``torch.distributed.launch``), which torchrun does not have."""
+"""Option that only torch's older launcher (``torch.distributed.launch``) has."""
 
 
 def get_args_parser() -> argparse.ArgumentParser:
@@ -77,7 +77,7 @@ class _PrintCompletion(argparse.Action):
 
 
 class _Repeat(argparse.Action):
-    """The values that the user gives replace the default of a repeatable option."""
+    """Replace the default of a repeatable option by the user's values."""
 
     def __call__(
         self,

@@ -1,7 +1,4 @@
-"""Detect a job of Slurm or Kubernetes from environment variables, and fill in options that the user has not
-set: the nodes, the position of this node among them, and the address at which they meet.
-
-The options that are filled in depend on the rendezvous back end::
+"""Detect a job of Slurm or Kubernetes from environment variables, and fill in options that are not set::
 
     --standalone, or at most one node     only the number of workers
     c10d, elasticrs                       number of nodes, endpoint, run id, node order, host of the store
@@ -9,8 +6,7 @@ The options that are filled in depend on the rendezvous back end::
     static                                number of nodes, this node's rank, address and port of rank 0
     another back end                      number of nodes, run id
 
-The default back end is c10d. If the user has set an option that torchrun uses only with its static
-rendezvous, the default is ``static``, so that the command line means the same as in torchrun.
+The default back end is c10d, or ``static`` if the user has set an option of torchrun's static rendezvous.
 """
 
 from __future__ import annotations
@@ -28,11 +24,11 @@ if TYPE_CHECKING:
     from typing import Any
 
 MAX_DIGITS = 18
-"""Maximum number of digits of a number in a variable. Longer ones cannot be numbers of a scheduler."""
+"""Longer numbers cannot be a scheduler's."""
 
 
 WORKER_VARIABLE = "TORCHELASTIC_RUN_ID"
-"""Environment variable that elasticrun and torchrun set for each worker, and that no scheduler sets."""
+"""Variable that elasticrun and torchrun set for each worker, and that no scheduler sets."""
 
 
 def number_in(text: str) -> int | None:
@@ -41,23 +37,16 @@ def number_in(text: str) -> int | None:
 
 
 class Place(Value):
-    """Job of a scheduler such as Slurm, and the rank of this node in the job.
+    """Place of this node in a job of a scheduler.
 
     Args:
-        job: name of the job for messages, such as ``Slurm job 4711``.
+        job: name for messages, such as ``Slurm job 4711``.
         nodes: number of nodes; ``None`` if unknown.
-        node_rank: rank of this node, starting from 0.
         host: name of the node with rank 0; empty if this node is the only one, or if the name is unknown.
-        port: port on ``host`` at which the nodes meet.
-        run_id: run id for the rendezvous.
-        workers: number of workers on this node, or a word that ``--nproc-per-node`` accepts; ``None`` if
-            unknown.
-        problem: reason why the nodes cannot meet, with a remedy; empty if they can. The problem is ignored if
-            the user has set the number of nodes and the meeting point.
-        notices: further lines for the user.
+        workers: number of workers on this node, or a word that ``--nproc-per-node`` accepts.
+        problem: why the nodes cannot meet, with a remedy. Ignored if the user has set how they meet.
         elastic_notices: lines that are shown only if the job can continue without a lost node.
-        owned: names of the options whose ``PET_`` variables were set by the scheduler, not by the user; see
-            :attr:`.Option.dest`.
+        owned: options (:attr:`.Option.dest`) whose ``PET_`` variables the scheduler has set, not the user.
     """
 
     job: str
@@ -82,11 +71,9 @@ def place_of(environ: Mapping[str, str], pid: int) -> Place | None:
 
 
 FIRST_PORT, PORTS = 29600, 3000
-"""First port and number of ports in the range from which a step's port is chosen. The range lies above the
-usual torchrun ports (29400, 29500), and below Linux's ephemeral ports (from 32768).
-"""
+"""Ports for a step, above torchrun's (29400, 29500) and below Linux's ephemeral ports (from 32768)."""
 STEP_STRIDE = 97
-"""Port distance between consecutive steps. It keeps a job's steps off the ports of jobs with the next ids."""
+"""Port distance between consecutive steps, so that the next jobs use other ports."""
 LARGEST_STEP = 0xFFFFFFF0
 """Largest id of a step started by ``srun``. Batch scripts and interactive shells have larger step ids."""
 
@@ -95,15 +82,13 @@ _DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def slurm_place(environ: Mapping[str, str], pid: int) -> Place:
-    """Describe this process's Slurm job and the rank of this node in the job.
+    """Describe this process's Slurm job. The nodes are those of the step (``srun``), which may use fewer
+    nodes.
 
-    The nodes are those of the step (``srun``), because it may use fewer nodes than the job. A process outside
-    a step, such as a batch script or an ``salloc`` shell, uses only this node. A launcher in a shell of
-    ``srun --pty`` also does, because Slurm starts a shell on each node of the step, but the user can type in
-    only one.
-
-    ``SLURM_LAUNCH_NODE_IPADDR`` is not used. It is the address of ``srun``, which may run on a login node.
-    Host lists are expanded here, because ``scontrol``, Slurm's tool for it, is often missing in containers.
+    Outside a step (batch script, ``salloc`` shell), and in a shell of ``srun --pty``, the job uses only this
+    node: Slurm starts such a shell on each node, but the user can type in only one.
+    ``SLURM_LAUNCH_NODE_IPADDR`` is not used, because it may be a login node. ``scontrol`` is not used,
+    because it is often missing in containers.
     """
     job = environ["SLURM_JOB_ID"]
     if "SLURM_ARRAY_JOB_ID" in environ and "SLURM_ARRAY_TASK_ID" in environ:
@@ -115,9 +100,7 @@ def slurm_place(environ: Mapping[str, str], pid: int) -> Place:
 
 
 def _is_in_a_shell(environ: Mapping[str, str], pid: int) -> bool:
-    """Return true if a user has started this process in a shell of ``srun --pty``. Return false for ``srun
-    --pty elasticrun``, because there Slurm has started this process as the task itself.
-    """
+    """Return true in a shell of ``srun --pty``, but false if Slurm has started this process itself."""
     return "SLURM_PTY_PORT" in environ and _number(environ, "SLURM_TASK_PID") != pid
 
 
@@ -155,13 +138,12 @@ def _in_a_step(job: str, step: int, environ: Mapping[str, str]) -> Place:
         run_id=f"{job}.{step}" + (f"-restart{restarts}" if restarts else ""),
         workers=_task_workers(environ),
         problem=problem,
-        # Report these lines on one node only, so that they do not appear once per node.
         elastic_notices=_losses(environ) if rank == 0 else (),
     )
 
 
 def _problem_of_tasks(environ: Mapping[str, str]) -> str:
-    """Return what is wrong if ``srun`` starts several tasks on a node. Each task would run an agent."""
+    """Return the problem if ``srun`` starts several tasks on a node, each of which would run an agent."""
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
     # The value `8(x2),4` means 8 tasks on each of two nodes and 4 tasks on a third.
     if all(entry.partition("(")[0] == "1" for entry in tasks.split(",")):
@@ -173,8 +155,8 @@ def _problem_of_tasks(environ: Mapping[str, str]) -> str:
 
 
 def _losses(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a warning line for each setting that makes Slurm end the job when a node is lost. Check only
-    environment variables, because the job cannot see the options given to ``sbatch`` and ``srun``.
+    """Warn of variables that make Slurm end the job when a node is lost. The options of ``sbatch`` and
+    ``srun`` are not visible to the job.
     """
     lines = []
     if environ.get("SLURM_KILL_BAD_EXIT", "0") not in ("", "0"):
@@ -188,11 +170,7 @@ def _losses(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _task_workers(environ: Mapping[str, str]) -> int | str | None:
-    """Return the number of workers, which is the number of GPUs that this task may use.
-
-    Return ``gpu`` for MIG slices, which lets the launcher count them later. Return ``None`` if Slurm has
-    assigned no GPUs.
-    """
+    """Return the number of this task's GPUs; ``gpu`` for MIG slices, which the launcher counts later."""
     gpus = _number(environ, "SLURM_GPUS_ON_NODE")
     if not gpus:
         return None
@@ -201,7 +179,6 @@ def _task_workers(environ: Mapping[str, str]) -> int | str | None:
     if seen is None:
         return gpus
     if seen.startswith("MIG-"):
-        # Do not count MIG slices as devices; see `elasticrs._engine.gpus.devices`.
         return "gpu"
     return min(gpus, len(list(filter(None, seen.split(","))))) or None
 
@@ -216,24 +193,14 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 
 _ALLOWED = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.-_[],")
 MAX_HOSTS = 1 << 20
-"""Maximum number of hosts in a list. Without this limit, a damaged list such as ``n[1-99999999999]`` would
-exhaust memory.
-"""
+"""Limits the memory for a damaged list such as ``n[1-99999999999]``."""
 
 
 def expand(text: str) -> list[str]:
-    """Expand a host list into host names, in the order of the list.
+    """Expand a host list, such as ``n[08-11],login``. Raise ``ValueError`` with what is expected.
 
-    If a name has several bracketed parts, the result contains all combinations, and the last part varies
-    fastest. Numbers are padded with zeros to the width of the first number in their range, so ``n[08-11]``
-    starts with ``n08``.
-
-    Args:
-        text: comma-separated names. A name may have brackets with comma-separated numbers and ranges.
-
-    Raises:
-        ValueError: the text is not a valid host list, or it has more than :data:`MAX_HOSTS` hosts. The
-            message says what was expected.
+    If a name has several bracketed parts, the last part varies fastest. Numbers are padded to the width of
+    the first number in their range.
     """
     found: list[str] = []
     for entry in _entries(text):
@@ -268,7 +235,7 @@ def _entries(text: str) -> Iterator[str]:
 
 
 def _parts(entry: str) -> list[str]:
-    """Split a name at its brackets. The parts with odd indexes are the contents of the brackets."""
+    """Split a name at its brackets. The parts with odd indexes were in brackets."""
     return entry.replace("]", "[").split("[")
 
 
@@ -287,7 +254,7 @@ def _numbers(text: str) -> Iterator[str]:
 
 
 HOSTS = "/etc/hosts"
-"""File to which Kubernetes writes the full name of a pod."""
+"""Kubernetes writes the full name of a pod here."""
 
 _OF_KUBEFLOW = ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")
 _OWNED = frozenset(name[4:].lower() for name in (*_OF_KUBEFLOW, "PET_NPROC_PER_NODE"))
@@ -295,7 +262,7 @@ _OWNED = frozenset(name[4:].lower() for name in (*_OF_KUBEFLOW, "PET_NPROC_PER_N
 
 def kubernetes_place(environ: Mapping[str, str]) -> Place | None:
     """Return the position of this process in its Kubernetes job; ``None`` if no supported kind of job is
-    detected. Each kind is recognised by variables and names in the pod:
+    found.
 
     =====================  ===============================================================================
     Kubeflow Trainer (v2)  ``PET_NNODES``, ``PET_NODE_RANK``, ``PET_MASTER_ADDR``, ``PET_MASTER_PORT``, and
@@ -305,8 +272,8 @@ def kubernetes_place(environ: Mapping[str, str]) -> Place | None:
                            variable contains the number of pods
     =====================  ===============================================================================
 
-    Kubeflow's variables make torchrun use its static rendezvous. A user who wants that rendezvous may set the
-    same variables. The form of the address shows whether Kubeflow or the user has set them.
+    A user who wants the static rendezvous may set Kubeflow's variables, too. The form of the address shows
+    who has set them.
     """
     if not all(map(environ.get, _OF_KUBEFLOW)):
         return _in_an_indexed_job(environ)
@@ -315,8 +282,7 @@ def kubernetes_place(environ: Mapping[str, str]) -> Place | None:
     if name and address.endswith(f".{name}"):
         return _in_kubeflow(f"TrainJob {name}", name, environ)
     name = _name_in(address, "-master-0")
-    # To recognize a PyTorchJob, also check `RANK` and `MASTER_ADDR`, which its operator sets in each pod. In
-    # a worker, both variables have other values, so check only that this process is a worker.
+    # A PyTorchJob's operator also sets `RANK` and `MASTER_ADDR`. In a worker, both have other values.
     is_set = environ.get("MASTER_ADDR") == address and environ.get("RANK") == environ["PET_NODE_RANK"]
     if name and (is_set or WORKER_VARIABLE in environ):
         return _in_kubeflow(f"PyTorchJob {name}", name, environ)
@@ -362,7 +328,6 @@ def _domain_of(host: str) -> str:
         with open(HOSTS, encoding="utf-8", errors="replace") as file:
             names = [name for line in file for name in line.partition("#")[0].split()[1:]]
     except OSError:
-        # The pod's domain is unknown if the hosts file cannot be read.
         return ""
     return next((name[len(host) + 1 :] for name in names if name.startswith(f"{host}.")), "")
 
@@ -372,15 +337,11 @@ def _name_in(text: str, suffix: str) -> str:
 
 
 def _pod_workers(environ: Mapping[str, str]) -> int | str | None:
-    """Return the number of workers, which is the number of GPUs that the device plugin assigned to the
-    container.
-
-    Return ``gpu`` for MIG slices, which lets the launcher count them later. Return ``None`` if
-    ``NVIDIA_VISIBLE_DEVICES`` does not list the GPUs, for example because an image set it to ``all``.
+    """Return the number of GPUs from the device plugin; ``gpu`` for MIG slices, which the launcher counts
+    later; ``None`` if ``NVIDIA_VISIBLE_DEVICES`` lists no GPUs (an image may set it to ``all``).
     """
     devices = environ.get("NVIDIA_VISIBLE_DEVICES", "").split(",")
     if devices[0].startswith("MIG-"):
-        # Do not count MIG slices as devices; see `elasticrs._engine.gpus.devices`.
         return "gpu"
     return len(devices) if all(device.startswith("GPU-") for device in devices) else None
 
@@ -390,16 +351,13 @@ _OF_STATIC = frozenset(("node_rank", "master_addr", "master_port"))
 
 
 def with_scheduler(args: Namespace, environ: Mapping[str, str], notices: list[str]) -> Namespace:
-    """Return the options, completed with values from the scheduler's environment variables. Add a line that
-    reports these values to ``notices``.
-    """
+    """Complete the options with the scheduler's values. Report these values in ``notices``."""
     place = place_of(environ, os.getpid())
     if place is None:
         return args
     if WORKER_VARIABLE in environ:
-        # Ignore the scheduler's variables, because they describe the nodes of the outer launcher, which has
-        # started this process as a worker. Otherwise, this launcher would join the outer job and wait for the
-        # end of that job.
+        # The variables describe the nodes of the outer launcher, which has started this process as a worker.
+        # This launcher would join the outer job and wait for its end.
         notices.append(f"{place.job} is not used: this launcher runs in a worker of another launcher")
         return Namespace(**{**vars(args), **{name: _DEFAULTS[name] for name in place.owned - {*args.given}}})
     given = _given(args, environ, place)
@@ -419,9 +377,7 @@ def _given(args: Namespace, environ: Mapping[str, str], place: Place) -> frozens
 
 
 def _says_how_to_meet(args: Namespace, given: Collection[str]) -> bool:
-    """Return true if the user has specified how the nodes meet: ``--standalone``, or the number of nodes and,
-    for several nodes, an address.
-    """
+    """Return true if the user has set how the nodes meet."""
     is_alone = args.nnodes[1] == 1
     has_address = not {"rdzv_endpoint", "master_addr"}.isdisjoint(given)
     return args.standalone or ("nnodes" in given and (is_alone or has_address))
@@ -430,7 +386,7 @@ def _says_how_to_meet(args: Namespace, given: Collection[str]) -> bool:
 def found_options(args: Namespace, place: Place, given: Collection[str]) -> dict[str, Any]:
     """Return the scheduler's values, by name, for options that the user has not set (``given``)."""
     nodes = args.nnodes[1] if "nnodes" in given else place.nodes
-    # If the number of nodes is unknown, the job uses only this node by default and needs no rendezvous.
+    # If the number of nodes is unknown, the job uses only this node and needs no rendezvous.
     if place.problem and nodes is not None:
         if _says_how_to_meet(args, given):
             return {}
@@ -443,8 +399,7 @@ def found_options(args: Namespace, place: Place, given: Collection[str]) -> dict
             found |= _meeting(args, place, given)
         if place.nodes is not None:
             found["nnodes"] = (place.nodes, place.nodes)
-    # Return the scheduler's `rdzv_conf` even if the user has set this option, because the returned value
-    # already includes the user's settings.
+    # Keep `rdzv_conf` even if the user has set it, because it already includes the user's settings.
     return {name: value for name, value in found.items() if name not in given or name == "rdzv_conf"}
 
 
@@ -452,8 +407,8 @@ def _meeting(args: Namespace, place: Place, given: Collection[str]) -> dict[str,
     from elasticrs._engine.nodes.describe import BACKENDS, C10D, ETCD, STATIC, is_in_file
 
     if _says_how_to_meet(args, given) and args.nnodes[1] > (place.nodes or args.nnodes[1]):
-        # Use none of the scheduler's rendezvous settings if the user wants more nodes than the scheduler
-        # reports. The nodes may then belong to several job steps, each with a different run id.
+        # If the user wants more nodes than the scheduler reports, they may belong to several job steps, each
+        # with a different run id.
         return {}
     chosen = STATIC if _OF_STATIC.intersection(given) else C10D
     backend = args.rdzv_backend if "rdzv_backend" in given else chosen
@@ -463,8 +418,7 @@ def _meeting(args: Namespace, place: Place, given: Collection[str]) -> dict[str,
         found["node_rank"] = place.node_rank
     if kind != STATIC:
         found["rdzv_id"] = place.run_id
-        # Only the static rendezvous uses the master address and port. With any other rendezvous, reset these
-        # options if the scheduler has set them.
+        # Only the static rendezvous uses the master address and port, so drop the scheduler's values.
         found |= {name: _DEFAULTS[name] for name in ("master_addr", "master_port") if name in place.owned}
     if "rdzv_endpoint" in given:
         return found
@@ -472,8 +426,8 @@ def _meeting(args: Namespace, place: Place, given: Collection[str]) -> dict[str,
         found |= {"master_addr": place.host, "master_port": place.port}
     elif kind == C10D and not is_in_file(args.rdzv_conf):
         found["rdzv_endpoint"] = f"{place.host}:{place.port}"
-        # Set `is_host`, because the host cannot recognize its own address reliably: its name may resolve to
-        # several addresses, or to an address that none of its interfaces has.
+        # A host cannot recognize its own address reliably: its name may resolve to several addresses, or to
+        # one that none of its interfaces has.
         host = {"is_host": "1" if place.node_rank == 0 else "0"}
         found["rdzv_conf"] = {**host, **args.rdzv_conf}
     return found
@@ -489,7 +443,7 @@ def _line(args: Namespace, place: Place, found: Mapping[str, object]) -> str:
         parts.append(f"meeting at {found['rdzv_endpoint']}")
     elif found.get("master_addr") == place.host:
         parts.append(f"meeting at {place.host}:{found.get('master_port', args.master_port)}")
-    # Omit a value such as `gpu`, because the resulting number of workers is reported on a separate line.
+    # The number for a value such as `gpu` is reported on a separate line.
     if isinstance(workers := found.get("nproc_per_node"), int):
         parts.append("1 worker on this node" if workers == 1 else f"{workers} workers on this node")
     return f"{place.job}: {', '.join(parts)}" if parts else ""

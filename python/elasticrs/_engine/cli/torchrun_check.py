@@ -1,7 +1,6 @@
 """``elasticrun --check torchrun ARGS…``: describe how elasticrun would run a torchrun command line.
 
-The command line is parsed and checked as for a launch, but no process is started, and torch is not needed.
-The description lists those differences from ``docs/compatibility.md`` that affect this command line.
+No process is started, and torch is not needed. The differences are those of ``docs/compatibility.md``.
 """
 
 from __future__ import annotations
@@ -28,15 +27,7 @@ _MODULES = (["torch.distributed.run"], [_OLD_LAUNCHER])
 
 
 class _Command(Value):
-    """A torchrun command line, and the job that elasticrun would run for it.
-
-    Args:
-        program: ``torchrun`` or ``torch.distributed.launch``.
-        args: values of all options.
-        given: names of the options that the command line or the environment sets.
-        job: job that elasticrun would run.
-        environ: environment variables of the launcher.
-    """
+    """A torchrun command line and its job. ``given`` are the options that it or the environment sets."""
 
     program: str
     args: Namespace
@@ -51,7 +42,6 @@ class _Command(Value):
 
     @property
     def is_elastic(self) -> bool:
-        """True if the rendezvous assigns the ranks."""
         return self.backend in ("c10d", "etcd")
 
     @property
@@ -60,9 +50,7 @@ class _Command(Value):
 
 
 class _Difference(Value):
-    """A difference between torchrun and elasticrun in an option, a variable or a feature (``subject``).
-    Without ``applies``, it affects all command lines.
-    """
+    """A difference from torchrun. Without ``applies``, it affects all command lines."""
 
     subject: str
     text: str
@@ -184,19 +172,8 @@ _DIFFERENCES = (
 
 
 def check(words: Sequence[str], environ: Mapping[str, str]) -> tuple[str, int]:
-    """Compare how torchrun and elasticrun run a command line.
-
-    Args:
-        words: the command line, including the program, such as ``torchrun`` or ``python -m
-            torch.distributed.run``.
-        environ: environment variables of the launcher. ``PET_*`` variables set option defaults.
-
-    Returns:
-        The text for the user, and the exit code: 0 if elasticrun would run the job on this machine, otherwise
-        2.
-
-    Raises:
-        UsageError: the words are not a torchrun command line, or the command line runs no job.
+    """Return the text for the user, and the exit code: 2 if elasticrun would not run the job here. Raise
+    ``UsageError`` if the command line is not torchrun's or runs no job.
     """
     program, argv = _program(words)
     try:

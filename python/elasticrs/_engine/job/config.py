@@ -1,9 +1,7 @@
-"""Settings of a job, with every default in one place.
+"""Settings of a job. Each setting is declared once, with its default, as a field.
 
-A setting is declared once, as a field. :class:`WorkerSettings` and :class:`UnresolvedSettings` declare the
-settings that programs can pass as well: the public dataclasses in :mod:`elasticrs.launcher.api` and
-:mod:`elasticrs.agent.server` inherit them. The other classes declare settings that only the command line has.
-An option gets its default from the field with the same name; see :mod:`.options`.
+Programs can also pass those of :class:`WorkerSettings` and :class:`UnresolvedSettings`, which the public
+dataclasses inherit. An option gets its default from the field with its name; see :mod:`.options`.
 """
 
 from __future__ import annotations
@@ -23,9 +21,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.job.restart_policy import RestartSettings
 
     OnFailure: TypeAlias = Literal["restart", "replace"]
-    """Reaction to a failed worker. The type is not an enumeration, because importing :mod:`enum` takes 3 ms.
-    Type checkers find misspelt values anyway.
-    """
+    """Not an enumeration, because importing :mod:`enum` takes 3 ms."""
 
 DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 DEFAULT_SHUTDOWN_TIMEOUT = 30.0
@@ -35,7 +31,7 @@ DEFAULT_MONITOR_INTERVAL = 0.1
 LOG_PREFIXES = ("auto", "time", "none")
 DEFAULT_MASTER_PORT = 29500
 DEFAULT_PORT = 29400
-"""Default port of the rendezvous store, and of torch's rendezvous."""
+"""Port of the rendezvous store, as in torch."""
 DEFAULT_HEALTH_TIMEOUT = 60.0
 LOOPBACK = "127.0.0.1"
 UNINTERRUPTIBLE_STATE_VARIABLE = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
@@ -43,19 +39,14 @@ START_METHODS = ("spawn", "fork", "forkserver")
 AFFINITY_MODES = ("node", "socket", "exclusive", "core-complex")
 DEFAULT_PREFIX_TEMPLATE = "[${role_name}${local_rank}]:"
 PREFIX_NAMES = ("role_name", "local_rank", "rank", "hostname")
-"""Names of the placeholders in a prefix template."""
 LONGEST = 1e9
-"""Maximum number of seconds for a time limit. It prevents overflows, because the core counts nanoseconds. No
-useful time limit is this long.
-"""
+"""Maximum number of seconds for a time limit. It prevents overflows, because the core counts nanoseconds."""
 SAFETY_TICK = 5.0
 """Seconds after which the agent checks its state even if no event has arrived."""
 
 
 class UsageError(ValueError):
-    """Raised if the user has made a mistake. The message is one line that names the option, the given
-    value, and the accepted values.
-    """
+    """A mistake of the user. The message is one line: the option, the given value and what is accepted."""
 
 
 @shared_fields
@@ -144,15 +135,13 @@ def worker_settings(source: WorkerSettings) -> dict[str, Any]:
 
 
 class Preload(Value):
-    """Steps to perform before the workers are forked, such as imports. :mod:`.warm`
-    describes the format of the steps.
+    """Steps before the workers are forked, such as imports; see :mod:`.warm` for their format.
 
     Args:
-        steps: preload steps in order. If they contain no modules, workers start cold.
+        steps: steps in order. If they contain no modules, workers start cold.
         is_explicit: true if the user has named the modules.
         remarks: messages to the user, one line each.
-        folders: folders of the user's own modules, which are not preloaded; see
-            :mod:`.warm`.
+        folders: folders of the user's own modules, which are not preloaded.
     """
 
     steps: tuple[str, ...] = ()
@@ -166,22 +155,14 @@ class Preload(Value):
 
 
 class LogSettings(Value):
-    """Settings for the destinations of the workers' output.
+    """Destinations of the workers' output; see also the options' help in :mod:`.options`.
 
     Args:
-        log_dir: base directory of log files; ``None`` for a temporary directory. If it is the null device, no
-            files are written.
-        redirects: streams that are written to files, as bits by local rank (1 for stdout, 2 for stderr). A
-            plain number applies to all ranks.
-        tee: the same, for streams that are written to a file and to the console.
-        local_ranks_filter: local ranks whose output is printed on the console; ``None`` for all.
-        log_line_prefix_template: template of the prefix of tee'd lines; the default template if ``None``.
-        capture_stderr: true to write stderr of all ranks to a file and to the console.
-        duplicate_stdout_filters: texts to search for. Tee'd lines of standard output that contain any of them
-            are also copied to another file.
-        duplicate_stderr_filters: the same for standard error.
-        logs_specs: name of a user's class that chooses all destinations instead, or an object of such a
-            class; ``None`` if there is no such class.
+        log_dir: base directory of log files; ``None`` for a temporary directory. The null device: no files.
+        redirects: streams for files only, as bits (1: stdout, 2: stderr), for all ranks or by local rank.
+        tee: the same, for streams that go to a file and to the console.
+        local_ranks_filter: local ranks that are shown on the console; ``None`` for all.
+        logs_specs: name or object of a user's class that chooses all destinations instead.
     """
 
     log_dir: str | None = None
@@ -196,57 +177,29 @@ class LogSettings(Value):
 
 
 class JobSpec(Record, WorkerSettings):
-    """A job, as seen by the agent of one node: everything that :func:`.run_job` needs to know about it. See
-    :class:`WorkerSettings` for the inherited fields.
+    """A job, as one node's agent sees it. See also the options' help in :mod:`.options`.
 
     Args:
-        nproc: number of workers on this node.
-        run_id: name of the job.
-        command: program or function that each worker runs, followed by its arguments. With ``run_path``, a
-            script, followed by its arguments.
-        run_path: true if the workers are functions that run a script.
-        start_method: start method of functions: ``spawn``, ``fork`` or ``forkserver``.
-        variables: variables that are added to the environment of each worker.
-        logs: destinations of the workers' output.
-        notices: lines for the user about the settings, which are printed before the job starts.
-        role: role of the workers.
-        name: name of the job in the report: the script, the program or the function.
-        max_restarts: maximum number of charged restarts.
-        node_check: health checks of this node, which run before the node joins the job and after each
-            failure. Each item has a form that :meth:`.policy_options.HealthSource.parse` accepts. ``None``
-            for no check.
-        node_check_timeout: seconds after which a check is killed.
-        report: file for the JSON report of the job; ``None`` for no report.
+        command: program, function, or (``run_path``) script of the workers, followed by its arguments.
+        variables: added to the environment of each worker.
+        notices: lines about the settings, printed before the job starts.
+        name: script, program or function, for the report.
+        max_restarts: number of charged restarts; may have a window, see :class:`.MaxRestarts`.
         shutdown_timeout: seconds between the first signal and SIGKILL.
         signals: signals on which the agent stops the job.
-        forwarded: signals that the agent passes on to the workers, without any other effect.
-        stop_scope: processes that receive the first signal of a stop. ``"worker"``: the worker, and the rest
-            of its process group once the worker has exited. ``"group"``: the worker's whole process group.
+        forwarded: signals that the agent only passes on to the workers.
         linger: seconds for which descendants of successful workers may continue; ``None`` never stops them.
         master_addr: address at which rank 0 hosts the workers' store.
         master_port: port of that store; a new port for every attempt if ``None``.
-        is_multi_node: true if the job runs on several nodes, whose agents meet in a rendezvous.
         cpus: CPUs that each worker may use, by local rank; ``None`` for the CPUs of the agent.
-        virtual_local_rank: true if each worker sees only its own GPU, and has local rank 0.
-        uninterruptible_state_timeout: seconds that a worker may spend in uninterruptible sleep; not checked
-            if 0 or negative.
-        preload: modules to import before the workers are forked. Workers start cold if it is ``None`` or
-            contains no modules.
-        rendezvous: rendezvous in which the agent meets the agents of other nodes; ``None`` if there are none.
-        is_polled: true if a rendezvous handler of a program's own, with the name ``rdzv_backend``, assigns
-            the ranks. The next six fields are for this handler, and for the agent that polls it.
-        rdzv_endpoint: endpoint as the user typed it. The handler interprets it.
-        rdzv_conf: settings of the handler.
-        nnodes: minimum and maximum number of nodes.
-        local_addr: address of this node; ``None`` if the user has not set one.
+        uninterruptible_state_timeout: limit in seconds for a worker's uninterruptible sleep, if positive.
+        rendezvous: where agents of several nodes meet; ``None`` for one node.
+        is_polled: true if a program's own rendezvous handler, named ``rdzv_backend``, assigns the ranks. The
+            next six fields are for it and the agent that polls it.
+        rdzv_endpoint: endpoint as typed. The handler interprets it.
         exit_barrier_timeout: seconds to wait for other nodes at the end; ``None`` for the default.
-        monitor_interval: seconds between two polls.
-        rdzv_backend: name of the rendezvous back end, also in events.
-        event_log_handler: name of the handler for events; see ``docs/events.md``.
         has_metrics: true if there is a receiver for metrics.
-        health_check_port: port of the health check server; ``None`` for no server, 0 for any free port.
-        health_check_host: address on which the health check server listens.
-        health_check_timeout: seconds without progress after which the agent counts as dead.
+        health_check_port: ``None`` for no server, 0 for any free port.
     """
 
     nproc: int
@@ -307,8 +260,7 @@ class JobSpec(Record, WorkerSettings):
 
         window = getattr(self.max_restarts, "window", None)
         first, longest = delays(self.restart_delay)
-        # With `--on-failure replace`, never exclude a node, because an excluded node would have to stop its
-        # healthy workers.
+        # An excluded node would have to stop its healthy workers.
         most = None if self.replaces_workers else self.max_excluded_nodes
         return RestartSettings(int(self.max_restarts), window, first, longest, self.max_same_failures, most)
 
@@ -318,7 +270,6 @@ class JobSpec(Record, WorkerSettings):
 
     @property
     def replaces_workers(self) -> bool:
-        """True if a failed worker is replaced while the others keep running."""
         return self.on_failure == "replace"
 
 
@@ -332,9 +283,7 @@ def random_run_id() -> str:
 
 
 def parse_signals(names: str) -> tuple[int, ...]:
-    """Parse names of signals, such as ``SIGTERM,SIGUSR1``. The message of a ``ValueError`` says what is
-    expected.
-    """
+    """Parse signal names such as ``SIGTERM,SIGUSR1``. A ``ValueError`` says what is expected."""
     import signal
 
     known = signal.Signals.__members__
@@ -350,15 +299,11 @@ def parse_signals(names: str) -> tuple[int, ...]:
 _NOT_FORWARDED = frozenset(
     ("SIGKILL", "SIGSTOP", "SIGCHLD", "SIGTSTP", "SIGCONT", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")
 )
-"""Signals that cannot be passed on to the workers, because they cannot be caught, have a meaning for the
-agent itself, or report an error in the agent itself.
-"""
+"""They cannot be caught, have a meaning for the agent, or report an error in the agent itself."""
 
 
 def parse_forwarded(names: str) -> tuple[int, ...]:
-    """Parse names of signals to pass on to the workers, with or without ``SIG``, such as ``USR1,USR2``. An
-    empty string means none. The message of a ``ValueError`` says what is expected.
-    """
+    """Parse signal names such as ``SIGUSR1,USR2``. A ``ValueError`` says what is expected."""
     import signal
 
     known = signal.Signals.__members__
@@ -370,8 +315,8 @@ def parse_forwarded(names: str) -> tuple[int, ...]:
 
 
 def forwarded_signals(given: Sequence[int] | None, handled: Sequence[int]) -> tuple[int, ...]:
-    """Return the signals that the agent passes on to the workers: those of ``given``, or SIGUSR1 and SIGUSR2,
-    except if they stop the job (``handled``). A signal in both arguments is a ``ValueError``.
+    """Return the signals to pass on: those of ``given``, or by default SIGUSR1 and SIGUSR2, unless they stop
+    the job (``handled``). A signal in both arguments is a ``ValueError``.
     """
     import signal
 
@@ -384,7 +329,6 @@ def forwarded_signals(given: Sequence[int] | None, handled: Sequence[int]) -> tu
 
 
 def forwarded_by_name(names: str | None, handled: Sequence[int]) -> tuple[int, ...] | None:
-    """Like :func:`forwarded_signals`, with names. ``None`` stays ``None``."""
     if names is None:
         return None
     try:
@@ -416,7 +360,7 @@ def log_prefix_from(environ: Mapping[str, str]) -> str:
 
 
 def uninterruptible_state_timeout_from(environ: Mapping[str, str]) -> float:
-    """Return the seconds. If the variable is unset or (as in torch) no number, 0 disables the check."""
+    """Return the seconds. As in torch, a value that is no number disables the check (0)."""
     try:
         return float(environ.get(UNINTERRUPTIBLE_STATE_VARIABLE, "0"))
     except ValueError:
@@ -434,9 +378,8 @@ def _seconds_from(environ: Mapping[str, str], name: str, default: float) -> floa
 
 
 def parse_streams(text: str) -> int | dict[int, int]:
-    """Parse a value of ``--redirects`` or ``--tee``: ``0`` (none), ``1`` (stdout), ``2`` (stderr), ``3``
-    (both), or one such number for each local rank, such as ``0:1,12:3``. Unlike torch, accept ranks with
-    several digits.
+    """Parse ``--redirects`` or ``--tee``: bits (1: stdout, 2: stderr), or bits by local rank, such as
+    ``0:1,12:3``.
     """
     if text in ("0", "1", "2", "3"):
         return int(text)
@@ -455,10 +398,9 @@ def check_start_method(name: str) -> None:
 
 
 def default_stop_scope(entrypoint: object) -> str:
-    """Return the default for ``stop_scope``, which selects the processes that receive the first stop signal.
-
-    ``"worker"`` for functions and Python programs, because a worker may need its helper processes while it
-    saves. ``"group"`` for other programs, such as shells, because they do not pass signals on.
+    """Return the default of ``stop_scope``: ``"worker"`` for functions and Python programs, because a worker
+    may need its helper processes while it saves; ``"group"`` for other programs, because shells do not pass
+    signals on.
     """
     is_python = callable(entrypoint) or entrypoint in (sys.executable, os.environ.get("PYTHON_EXEC"))
     return "worker" if is_python or _is_named_python(entrypoint) else "group"
@@ -473,8 +415,8 @@ def _is_named_python(program: object) -> bool:
 
 
 def hang_limits(timeout: float | str) -> tuple[float | None, float | None]:
-    """Parse a number of seconds, ``"auto"`` or ``"auto:SECONDS"``. Return the heartbeat timeout (``None`` if
-    it is derived from the heartbeats) and its minimum, in seconds.
+    """Parse seconds, ``"auto"`` or ``"auto:SECONDS"``. Return the heartbeat timeout (``None`` if it is
+    learned) and its minimum, in seconds.
     """
     if not isinstance(timeout, str):
         return float(timeout), None
@@ -485,9 +427,8 @@ def hang_limits(timeout: float | str) -> tuple[float | None, float | None]:
 
 
 def seconds_within(low: float, high: float = LONGEST, *, above: bool = False) -> Callable[[object], float]:
-    """Return a function that parses a setting as a duration between ``low`` and ``high`` seconds. With
-    ``above``, the duration must exceed ``low``. The function raises ``ValueError`` with a message
-    that says what is expected.
+    """Return a parser of durations from ``low`` (or, with ``above``, more) to ``high`` seconds. Its
+    ``ValueError`` says what is expected.
     """
     if high < LONGEST:
         expected = f"seconds, {low:g} to {high:g}"
@@ -504,7 +445,7 @@ def seconds_within(low: float, high: float = LONGEST, *, above: bool = False) ->
             raise ValueError(expected) from None
         if number > LONGEST:
             raise ValueError(f"seconds, {LONGEST:.0f} at most")
-        # Negate the range test so that NaN is rejected, because every comparison with NaN is false.
+        # Negate the test to reject NaN, because every comparison with NaN is false.
         if not low <= number <= high or (above and number == low):
             raise ValueError(expected)
         return number
@@ -513,17 +454,15 @@ def seconds_within(low: float, high: float = LONGEST, *, above: bool = False) ->
 
 
 seconds = seconds_within(0)
-"""Parses a number of seconds."""
 
 
 _NOT_REPLACEABLE = "single workers cannot be replaced"
 
 
 def why_not_replaceable(start_method: str = "spawn", back_end: str | None = None) -> str | None:
-    """Return the reason why individual workers cannot be replaced; ``None`` if they can. ``back_end`` is the
-    name of a rendezvous whose members workers cannot be. A program that does not seem to use
-    ``elasticrs.train`` is not rejected, because an installed package may use it. If no worker has used it,
-    the agent prints a message at the end of the job.
+    """Return why individual workers cannot be replaced; ``None`` if they can. ``back_end`` is a rendezvous
+    that workers cannot join. A program without ``elasticrs.train`` is not rejected, because an installed
+    package may use it; the agent prints a message at the end of the job.
     """
     if start_method != "spawn":
         return f"with start method {start_method}, {_NOT_REPLACEABLE}; use spawn"

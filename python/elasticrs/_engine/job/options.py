@@ -1,11 +1,8 @@
-"""Table of the command-line options: names, conversions and help. This module does not parse the command
-line.
+"""Table of the command-line options: names, conversions and help, each declared once.
 
-Each option is declared once, with its flag and environment variable, its kind of value, its help, and the
-values that a program may pass instead (:func:`check`). The default comes from the field with its name in
-:mod:`.config`, if there is one. The table is used by the parser, by ``--help``, by the argparse
-parser for programs, and by :class:`~elasticrs.launcher.LaunchConfig`. It replaces :mod:`argparse` when a job
-is launched, because argparse takes 13 ms with this many options.
+The default comes from the field with the option's name in :mod:`.config`, if there is one. The parser,
+``--help``, the argparse parser for programs and :class:`~elasticrs.launcher.LaunchConfig` use the table. A
+launch does not use :mod:`argparse`, which takes 13 ms with this many options.
 """
 
 from __future__ import annotations
@@ -28,17 +25,15 @@ if TYPE_CHECKING:
     from typing import Any
 
 OURS = "elasticrs"
-"""Name of the group of options that torchrun does not have."""
+"""Group of the options that torchrun does not have."""
 NEWER = frozenset(("exit-barrier-timeout",))
-"""Options that exist in torch's source code but not in a release yet."""
+"""Options in torch's source code that no release has yet."""
 
 SHELLS = ("bash", "zsh", "tcsh")
 
 
 class Namespace(SimpleNamespace):
-    """Values of all options, similar to ``argparse.Namespace``. Each attribute is named after its option,
-    with underscores. After parsing, ``given`` contains the names of the options set on the command line.
-    """
+    """Values of all options, by name with underscores. ``given`` names those on the command line."""
 
     if TYPE_CHECKING:
 
@@ -46,12 +41,8 @@ class Namespace(SimpleNamespace):
 
 
 class Kind(Value):
-    """Kind of value that an option takes.
-
-    Args:
-        convert: converts text to a value. It raises ``ValueError`` with a message that says what is expected.
-        metavar: placeholder for the value in ``--help``.
-        needs: description of valid values, for programs; see :func:`check`.
+    """Kind of value that an option takes. ``convert`` raises ``ValueError`` with what is expected; ``needs``
+    describes valid values for programs, see :func:`check`.
     """
 
     convert: Callable[[str], object]
@@ -64,15 +55,11 @@ class Option(Value):
 
     Args:
         name: long name with dashes. Underscores are accepted as well.
-        help: text for ``--help``.
-        default: value if neither the option nor its environment variable is set.
-        kind: kind of value that the option takes; ``None`` for a flag.
-        short: letter of the short form; ``None`` if there is none.
-        group: :data:`OURS` for an option that torchrun does not have.
-        has_variable: true if the environment variable ``PET_<NAME>`` also sets the option.
-        typed: default as text, if torchrun stores the value of this option as text; otherwise ``None``.
-        repeats: true if the option may be given several times. The value of such an option is a tuple with
-            one item per occurrence.
+        kind: kind of value; ``None`` for a flag.
+        short: letter of the short form.
+        has_variable: true if ``PET_<NAME>`` also sets the option.
+        typed: default as text, if torchrun stores the value of this option as text.
+        repeats: true if the option may be repeated. Its value is a tuple.
     """
 
     name: str
@@ -88,7 +75,7 @@ class Option(Value):
 
     @property
     def dest(self) -> str:
-        """Name of the option's attribute in an argparse namespace."""
+        """Attribute of an argparse namespace."""
         return self.name.replace("-", "_")
 
     @property
@@ -162,7 +149,7 @@ def _pairs(text: str) -> dict[str, str]:
     found: dict[str, str] = {}
     text = text.strip()
     if len(text) > 1 and text[0] in "'\"" and text[0] == text[-1] and text[0] not in text[1:-1]:
-        # Remove quotes that no shell has removed, for example if the arguments come from a YAML list.
+        # Remove quotes that no shell has removed, for example from a YAML list.
         text = text[1:-1]
     for entry in filter(None, text.split(",")):
         key, _, value = entry.partition("=")
@@ -264,9 +251,7 @@ _DEFAULTS = {
 
 
 def _setting(name: str, text: str, kind: Kind | None = None, **more: Any) -> Option:
-    """Return the option for a setting. The setting's default is the option's, and replaces ``{default}`` in
-    the help.
-    """
+    """Return the option of a setting, whose default replaces ``{default}`` in the help."""
     default = _DEFAULTS[name.replace("-", "_")]
     if "{default}" in text:
         text = text.replace("{default}", f"{default:g}")
@@ -410,7 +395,7 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
     ),
 }
 # fmt: on
-"""All options, in the sections and the order in which ``--help`` shows them."""
+"""All options, in the sections and the order of ``--help``."""
 
 OPTIONS = tuple(option for options in SECTIONS.values() for option in options)
 
@@ -422,11 +407,8 @@ def set_by_variables(environ: Mapping[str, str]) -> set[str]:
 
 
 def check(settings: WorkerSettings) -> None:
-    """Validate the fields of ``WorkerSettings`` and ``UnresolvedSettings`` by the rules of the command line.
-    ``None`` is always valid. A ``max_restarts`` string such as ``"3/1h"`` is converted.
-
-    Raises:
-        ValueError: a value is invalid. The message contains the value and what is expected.
+    """Validate ``WorkerSettings`` and ``UnresolvedSettings`` by the rules of the command line. ``None`` is
+    valid. A ``max_restarts`` string such as ``"3/1h"`` is converted. A ``ValueError`` says what is expected.
     """
     for name in (*WorkerSettings.__annotations__, *UnresolvedSettings.__annotations__):
         kind, value = _BY_DEST[name].kind, getattr(settings, name)
@@ -434,7 +416,7 @@ def check(settings: WorkerSettings) -> None:
             continue
         expected = kind.needs
         try:
-            # Reject numbers passed as strings. They are valid only on the command line.
+            # Numbers as strings are valid only on the command line.
             is_right = isinstance(kind.convert(str(value)), int | float) != isinstance(value, str)
         except ValueError as error:
             expected, is_right = expected or str(error), False

@@ -12,34 +12,28 @@ if TYPE_CHECKING:
     from elasticrs._core import TimerExpired, WorkersKilled
 
 NAME = "elasticrs"
-"""First word of the lines that the launcher prints."""
 
 AGAIN = " (send it again to kill them at once)"
-"""Hint that a second stop signal kills the workers at once."""
 
 NOT_STARTED = "the workers could not be started"
-"""Text before the reason why the workers could not be started."""
 
 
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 _CONTROLS |= {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
-# Escape bytes that are not valid UTF-8, for example in a Latin-1 file name. Python decodes such bytes to lone
-# surrogates.
+# Python decodes bytes that are not valid UTF-8, such as a Latin-1 file name, to lone surrogates.
 _CONTROLS |= {0xDC00 + byte: f"\\x{byte:02x}" for byte in range(128, 256)}
 
 
 def visible(text: str) -> str:
-    """Return the text with control characters escaped, except newlines and tabs. Bytes that are not valid
-    UTF-8 are escaped, too.
+    """Escape control characters, except newlines and tabs, and bytes that are not valid UTF-8.
 
-    Names of nodes and roles, and the output of workers, may contain sequences that clear the screen, set the
-    terminal's title, or change the direction of text.
+    Names and the output of workers may clear the screen, set the terminal's title, or change the direction of
+    text.
     """
     return text.translate(_CONTROLS)
 
 
 def signal_name(signum: int) -> str:
-    """Return ``"SIGTERM"`` for 15, ``"SIG40"`` for a signal without a name."""
     import signal
 
     try:
@@ -49,7 +43,7 @@ def signal_name(signum: int) -> str:
 
 
 SILENT = "exited with code 0 before the function returned"
-"""Text about a process that exited with 0 before its function returned."""
+"""For a process that exited with 0 before its function returned."""
 
 
 MAX_HOW = 600
@@ -57,9 +51,7 @@ MAX_HOW = 600
 
 
 def how_it_ended(exitcode: int | None) -> str:
-    """Describe how a process ended, as a phrase to put after the process's name. A negative exit code is a
-    signal number.
-    """
+    """Return a phrase to put after a process's name. A negative exit code is a signal number."""
     if exitcode is None:
         return "was lost"
     if exitcode < 0:
@@ -68,7 +60,7 @@ def how_it_ended(exitcode: int | None) -> str:
 
 
 def describe_exit(exitcode: int | None) -> str:
-    """Describe an exit code. A negative code is a signal number, and ``None`` is an unknown exit status."""
+    """Describe an exit code. A negative code is a signal number, and ``None`` is unknown."""
     if exitcode is None:
         return "unknown exit status"
     if exitcode < 0:
@@ -79,40 +71,30 @@ def describe_exit(exitcode: int | None) -> str:
 
 
 def how_the_nursery_ended(exitcode: int | None, hung: bool) -> str:
-    """Describe how the nursery (the parent process of the workers) ended, as a phrase to put after its name.
-    ``hung`` means that the agent killed the nursery because it did not respond.
-    """
+    """Continue the nursery's name. ``hung``: the agent killed it because it did not respond."""
     return "hung and was killed by the agent" if hung else how_it_ended(exitcode)
 
 
 def restarts_used(used: int, most: int, window: float | None) -> str:
-    """Return the number of restarts used and the limit, such as ``1 of 3``. With a time window in seconds,
-    the text is like ``7, at most 3 in 1 h``.
-    """
+    """Return text such as ``1 of 3``, or, with a window in seconds, ``7, at most 3 in 1 h``."""
     return f"{used} of {most}" if window is None else f"{used}, at most {most} in {duration(window)}"
 
 
 def attempt_text(name: str) -> str:
-    """Return the number of an attempt for the user, from the name of its log folder: ``0 of round 2`` for
-    ``0_r2``, ``1 (cold)`` for ``1_cold``.
-    """
+    """Format the name of an attempt's log folder: ``0_r2`` as ``0 of round 2``, ``1_cold`` as ``1 (cold)``."""
     return name.replace("_r", " of round ").replace("_cold", " (cold)")
 
 
 def restart_line(cause: str, stopped: int, restart: str, when: str, delay: float = 0.0) -> str:
-    """Return the line that announces a restart. ``cause`` names the failed worker and the reason, ``stopped``
-    is the number of other workers that were stopped, ``restart`` comes from :func:`restarts_used`, and
-    ``delay`` is in seconds.
-    """
+    """Announce a restart in ``delay`` seconds. ``stopped`` is the number of other stopped workers."""
     others = f"; {stopped} other{'s' if stopped != 1 else ''} stopped" if stopped else ""
     soon = f" in {duration(delay)}" if delay else ""
     return f"{cause}{others}; restarting{soon} (restart {restart}, {when})"
 
 
 def replace_line(cause: str, others: int, pid: int, span_ns: int, restart: str, when: str) -> str:
-    """Return the line that reports that a worker was replaced. ``others`` is the number of other workers,
-    which keep running, ``pid`` that of the replacement, ``span_ns`` the nanoseconds between the failure and
-    its start.
+    """Report a replaced worker. ``others`` is the number of other workers, ``span_ns`` the time between the
+    failure and the replacement's start.
     """
     left_alone = f"; {others} other{'s continue' if others != 1 else ' continues'}" if others else ""
     return f"{cause}{left_alone}; replaced by pid {pid} after {milliseconds(span_ns)} ({restart}, {when})"
@@ -124,9 +106,7 @@ def slow_worker(rank: int | None, pid: int, rate: float, median: float, seconds:
 
 
 def checkpoint_line(result: str, ns: int) -> str:
-    """Return the line that reports the result of a requested checkpoint, ``ns`` nanoseconds after the
-    request. :mod:`.node_page` describes the results.
-    """
+    """Report the result (see :mod:`.node_page`) of a checkpoint requested ``ns`` nanoseconds before."""
     if result == "saved":
         return f"checkpoint saved {ns / 1e6:.1f} ms after the request"
     if result == "failed":
@@ -139,7 +119,6 @@ def checkpoint_requested(signum: int) -> str:
 
 
 CHECKPOINT_NOT_MADE = "no checkpoint was saved after the last request, because the workers exited first"
-"""Message at the end of the job if no checkpoint was saved after the last request."""
 
 
 NOBODY_TRAINED = (
@@ -149,17 +128,15 @@ NOBODY_TRAINED = (
 
 
 def checkpoint_is_late(seconds: float, workers: int) -> str:
-    """Return the line that reports that a requested checkpoint has not been saved yet. ``workers`` is the
-    number of workers on this node that use ``elasticrs.train``.
+    """Report that a checkpoint is late. ``workers`` is the number of workers here that use
+    ``elasticrs.train``.
     """
     who = f"{workers} of its workers take part" if workers else "none of its workers takes part"
     return f"the checkpoint requested {seconds:g} s ago is not saved yet ({who} in elasticrs.train)"
 
 
 def passed_on(signum: int, held: Sequence[int]) -> str:
-    """Return the line that reports that a signal is being forwarded. ``held`` are the local ranks of the
-    workers that get it later, because they have no handler for it yet.
-    """
+    """Report that a signal is forwarded. ``held`` are the local ranks that have no handler for it yet."""
     line = f"{signal_name(signum)} received: passing it on to the workers"
     if held:
         ranks = ", ".join(map(str, sorted(held)))
@@ -170,8 +147,8 @@ def passed_on(signum: int, held: Sequence[int]) -> str:
 
 
 def signal_not_passed_on(signum: int) -> str:
-    """Return the line for a signal that the agent does not forward to the workers. The signal would kill
-    workers without a handler, and the agent cannot determine which workers have one.
+    """Report a signal that is not forwarded, because it would kill workers without a handler, and the agent
+    cannot see which workers have one.
     """
     return (
         f"{signal_name(signum)} received, but not passed on: /proc does not show this pid namespace, so it "
@@ -185,9 +162,8 @@ def signal_dropped(signum: int, local_ranks: Sequence[int], when: str) -> str:
 
 
 def stop_line(asked: int | None, signum: int, grace: float, *, have_exited: bool = False) -> str:
-    """Return the line that reports that the job is being stopped, after the signal ``asked``, by the signal
-    ``signum``, with ``grace`` seconds until SIGKILL. If ``have_exited``, no workers are left, for example
-    while a node check runs.
+    """Report that signal ``asked`` stops the job: workers get ``signum``, and SIGKILL after ``grace``
+    seconds. ``have_exited``: no workers are left, for example during a node check.
     """
     if asked != signum:
         consequence = "no workers are running" if have_exited else f"{signal_name(signum)} to all workers"
@@ -198,9 +174,7 @@ def stop_line(asked: int | None, signum: int, grace: float, *, have_exited: bool
 
 
 def killed(who: str, event: WorkersKilled) -> str:
-    """Return the line about workers that were killed because they did not exit in time. ``who`` names the
-    workers. The line also warns if data that the workers were saving may be incomplete.
-    """
+    """Report workers that were killed because they did not exit in time. Their data may be incomplete."""
     was, it = ("was", "it") if len(event.local_ranks) == 1 else ("were", "they")
     if event.reason == "stalled exit":
         return f"{who} had raised, made no progress exiting for {event.limit:g} s, and {was} killed"
@@ -216,9 +190,7 @@ def stuck(local_ranks: Iterable[int]) -> str:
 
 
 def asleep(seconds: Mapping[int, float], limit: float) -> str:
-    """Return the phrase that names the workers that were in uninterruptible sleep for longer than ``limit``
-    seconds. ``seconds`` is by local rank.
-    """
+    """Name the workers (seconds by local rank) in uninterruptible sleep for longer than ``limit`` seconds."""
     who = ", ".join(f"{rank} ({span:.1f} s)" for rank, span in seconds.items())
     return f"local rank(s) {who} in uninterruptible sleep (state D), longer than the {limit:g} s allowed"
 
@@ -232,15 +204,13 @@ def milliseconds(span_ns: int) -> str:
 
 
 def phases(phases_ms: Mapping[str, float]) -> str:
-    """Return the durations of a restart's phases in parentheses, to append to the total duration. Phases
-    shorter than 0.05 ms are omitted.
-    """
+    """Return the durations of a restart's phases in parentheses, except those below 0.05 ms."""
     shown = [f"{name} {span:.1f}" for name, span in phases_ms.items() if span >= 0.05]
     return f" ({', '.join(shown)})" if shown else ""
 
 
 def duration(seconds: float) -> str:
-    """Format a long duration for messages, such as ``12.3 s``, ``5 min 20 s`` or ``27 h 12 min``."""
+    """Format seconds, such as ``12.3 s``, ``5 min 20 s`` or ``27 h 12 min``."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(int(seconds), 60)
@@ -248,26 +218,22 @@ def duration(seconds: float) -> str:
 
 
 def goodput(productive_ns: int, total_ns: int) -> str:
-    """Return the percentage of productive time, to append to the summary line. It is empty for a job shorter
-    than a minute, which spent most of its time on starting.
-    """
+    """Return the share of productive time, except for jobs below a minute, which mostly start."""
     if total_ns < 60_000_000_000:
         return ""
     return f", goodput {productive_ns / total_ns * 100:.1f} %"
 
 
 def timer_expired(timer: TimerExpired) -> str:
-    """Return the line that reports an expired timer. Text from the worker is escaped, because it can contain
-    arbitrary characters.
-    """
+    """Report an expired timer, and escape the worker's text."""
     at = f" at {printable(timer.at)}" if timer.at else ""
     others = f", {timer.others} other timer{'s' if timer.others != 1 else ''} live" if timer.others else ""
     return f"timer expired: scope '{printable(timer.scope)}'{at}, deadline {_clock(timer.deadline)}{others}"
 
 
 def local_time(time_ns: int, separator: str = " ", *, has_milliseconds: bool = False) -> str:
-    """Format a time (nanoseconds since 1970) as the local date and time with the offset from UTC, such as
-    ``2026-11-29 01:30:00+01:00``, or ``2026-11-29 00:30:00Z`` if the offset is zero.
+    """Format nanoseconds since 1970 as local time, such as ``2026-11-29 01:30:00+01:00`` or, without offset,
+    ``2026-11-29 00:30:00Z``.
     """
     seconds, rest = divmod(time_ns, 1_000_000_000)
     try:
@@ -290,20 +256,18 @@ def _clock(seconds: float) -> str:
 
 
 def printable(text: str, limit: int = 200) -> str:
-    """Truncate text from a worker to ``limit`` characters, and replace unprintable characters with ``?``."""
+    """Truncate a worker's text, and replace unprintable characters with ``?``."""
     shown = "".join(character if character.isprintable() else "?" for character in text[:limit])
     return f"{shown}…" if len(text) > limit else shown
 
 
 def ranks_text(ranks: Sequence[int], most: int = sys.maxsize) -> str:
-    """Format ascending ranks as ``rank 3``, ``ranks 0, 1``, or ``ranks 0-6, 8``. See :func:`ranges_text`."""
+    """Format ascending ranks as ``rank 3``, ``ranks 0, 1``, or ``ranks 0-6, 8``."""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {ranges_text(ranks, most)}"
 
 
 def ranges_text(numbers: Sequence[int], most: int = sys.maxsize) -> str:
-    """Format ascending numbers, with three or more consecutive numbers as a range: ``0-6, 8``. Show at most
-    this many ranges, and count the other numbers: ``0-6, 8 and 12 more``.
-    """
+    """Format ascending numbers as at most ``most`` ranges, and count the rest: ``0-6, 8 and 12 more``."""
     texts: list[str] = []
     found = spans(numbers)
     for first, last in found[:most]:

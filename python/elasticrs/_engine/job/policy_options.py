@@ -5,9 +5,7 @@ from __future__ import annotations
 from elasticrs._engine.job.value import Value
 
 MAX_IN_WINDOW = 100
-"""Maximum number of restarts in a window. It is limited because the time of each restart is kept in a record
-of limited size.
-"""
+"""A record of limited size keeps the time of each restart."""
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _LONGEST = 30 * 86400.0
@@ -15,19 +13,16 @@ _LONGEST = 30 * 86400.0
 
 
 class MaxRestarts(int):
-    """Maximum number of restarts, in total or within a time window.
+    """Maximum number of restarts. ``window`` is the seconds within which it applies; ``None`` for the whole
+    job.
 
-    It is a subclass of ``int``, because programs expect an ``int`` as in torchrun.
-
-    Attributes:
-        window: seconds within which the number applies; ``None`` for the whole job.
+    A subclass of ``int``, because programs expect an ``int`` as in torchrun.
     """
 
     window: float | None = None
 
     @staticmethod
     def parse(text: str) -> MaxRestarts:
-        """Parse ``N`` or ``N/DURATION``, such as ``3/1h``."""
         number, slash, window = text.partition("/")
         if not (number.isascii() and number.isdecimal()) or (slash and not window):
             raise ValueError("a whole number, 0 or more, or a number per duration such as 3/1h")
@@ -40,9 +35,7 @@ class MaxRestarts(int):
 
 
 def in_seconds(text: str) -> float:
-    """Parse a duration with or without a unit, such as ``90``, ``1.5s``, ``10m``, ``1h`` or ``2d``, as every
-    option does.
-    """
+    """Parse a duration with or without a unit, such as ``90``, ``1.5s``, ``10m``, ``1h`` or ``2d``."""
     unit = _UNITS.get(text[-1:])
     return float(text[:-1] if unit else text) * (unit or 1.0)
 
@@ -60,9 +53,7 @@ def duration(text: str) -> float:
 
 
 def delays(text: str) -> tuple[float, float]:
-    """Parse a restart delay: ``0``, a duration, or ``FIRST..LONGEST``. Return the first and the longest delay
-    in seconds.
-    """
+    """Parse ``0``, a duration, or ``FIRST..LONGEST``. Return the first and the longest delay in seconds."""
     if text == "0":
         return 0.0, 0.0
     first, dots, longest = text.partition("..")
@@ -77,7 +68,6 @@ def delays(text: str) -> tuple[float, float]:
 
 
 def exit_codes(text: str) -> frozenset[int]:
-    """Parse exit codes from 1 to 255, such as ``3,40-49``."""
     found: set[int] = set()
     for part in filter(None, (part.strip() for part in text.split(","))):
         low, dash, high = part.partition("-")
@@ -92,14 +82,7 @@ def exit_codes(text: str) -> frozenset[int]:
 
 
 class ExitCodes(Value):
-    """Exit codes of the launcher for a failed job.
-
-    Args:
-        kind: ``"torchrun"``: 1 for every failure. ``"verdict"``: the code tells the scheduler how to react to
-            the failure. ``"worker"``: the exit code of the worker that failed first.
-        permanent: with ``"verdict"``, code of a failure that another attempt would repeat.
-        unfit: with ``"verdict"``, code of a failure for which the job should move to another node.
-    """
+    """Exit codes of the launcher for a failed job; see ``exit_codes`` in :class:`.WorkerSettings`."""
 
     kind: str = "torchrun"
     permanent: int = 93
@@ -107,7 +90,6 @@ class ExitCodes(Value):
 
     @staticmethod
     def parse(text: str) -> ExitCodes:
-        """Parse the value of an exit code option, such as ``worker`` or ``verdict:93,193``."""
         kind, colon, numbers = text.partition(":")
         expected = "torchrun, worker, verdict or verdict:PERMANENT,UNFIT (two codes from 3 to 255)"
         if kind not in ("torchrun", "worker", "verdict") or (colon and kind != "verdict"):
@@ -118,24 +100,17 @@ class ExitCodes(Value):
         if len(codes) != 2 or not all(code.isascii() and code.isdecimal() for code in codes):
             raise ValueError(expected)
         permanent, unfit = map(int, codes)
-        # Require codes from 3, because 0, 1 and 2 already mean success, failure and a usage error.
+        # 0, 1 and 2 already mean success, failure and a usage error.
         if permanent == unfit or not all(3 <= code <= 255 for code in (permanent, unfit)):
             raise ValueError(expected)
         return ExitCodes(kind, permanent, unfit)
 
 
 BUILT_IN_SOURCES = ("nvml",)
-"""Names of the built-in health sources."""
 
 
 class HealthSource(Value):
-    """A node health check: a built-in health source, or a command supplied by the user.
-
-    Args:
-        title: name of the health source in messages.
-        words: the user's program and its arguments. Empty for a built-in source.
-        built_in: name of the built-in source; ``None`` for a command of the user.
-    """
+    """A node health check: a built-in source, or a user's program and its arguments (``words``)."""
 
     title: str
     words: tuple[str, ...]
@@ -143,7 +118,6 @@ class HealthSource(Value):
 
     @staticmethod
     def parse(text: str) -> HealthSource:
-        """Parse the name of a built-in source, or the command line of a program."""
         name, colon, _ = text.strip().partition(":")
         if name in ("gpud", "nvhcd"):
             raise ValueError(
@@ -158,7 +132,6 @@ class HealthSource(Value):
 
 
 def similar_source(word: str) -> str | None:
-    """Return the built-in health source that ``word`` seems to misspell."""
     import difflib
 
     near = difflib.get_close_matches(word.partition(":")[0].lower(), BUILT_IN_SOURCES, 1, 0.5)
@@ -166,7 +139,7 @@ def similar_source(word: str) -> str | None:
 
 
 def report_path(text: str) -> str:
-    """Return the path of the JSON report. The text may be a path or ``file:PATH``, as for events."""
+    """Return the path. The text may be a path or ``file:PATH``, as for events."""
     path = text.removeprefix("file:")
     if not path:
         raise ValueError("PATH or file:PATH")
@@ -174,7 +147,6 @@ def report_path(text: str) -> str:
 
 
 def command(text: str) -> list[str]:
-    """Split a command line into a program and its arguments, as a shell would."""
     import shlex
 
     try:

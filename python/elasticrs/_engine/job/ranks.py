@@ -1,7 +1,6 @@
 """Assign ranks to workers. As in torch, every node computes the same assignment. All functions are pure.
 
-Global ranks are assigned in the order of group ranks. Role ranks are assigned in the same order, but only
-count workers with the same role.
+Global ranks follow the order of group ranks. Role ranks only count workers with the same role.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ if TYPE_CHECKING:
 
 
 class NodeShare(Value):
-    """Role and number of the workers that one node contributes to a round."""
-
     role: str
     local_world_size: int
 
@@ -40,16 +37,7 @@ def assign(nodes: Sequence[NodeShare], group_rank: int) -> list[WorkerRanks]:
 
 
 class NodeRanks(Value):
-    """Ranks and world sizes of a node, from which the ranks of the node's workers are computed.
-
-    Args:
-        group_rank: group rank of the node.
-        group_world_size: number of nodes in the round.
-        first_rank: global rank of the node's first worker.
-        world_size: number of workers in the round.
-        first_role_rank: role rank of the node's first worker.
-        role_world_size: number of workers in the round that have the same role.
-    """
+    """Ranks and world sizes of a node. ``group_world_size`` counts nodes, the others count workers."""
 
     group_rank: int
     group_world_size: int
@@ -59,7 +47,6 @@ class NodeRanks(Value):
     role_world_size: int
 
     def workers(self, me: NodeShare) -> list[WorkerRanks]:
-        """Return the ranks of this node's workers, by local rank. ``me`` is their role and number."""
         return [
             WorkerRanks(
                 role=me.role,
@@ -77,7 +64,7 @@ class NodeRanks(Value):
 
 
 def node_ranks(nodes: Sequence[NodeShare]) -> list[NodeRanks]:
-    """Return the ranks of each node's first worker, in the order of group ranks. This takes linear time."""
+    """Return the ranks of each node's first worker, in the order of group ranks, in linear time."""
     sizes: dict[str, int] = {}
     for node in nodes:
         sizes[node.role] = sizes.get(node.role, 0) + node.local_world_size

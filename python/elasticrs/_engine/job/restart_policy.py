@@ -1,31 +1,24 @@
-"""The restart policy: a pure function of the settings, the earlier failures, and the latest failure reports
-of all nodes.
+"""The restart policy: a pure function of the settings, the earlier failures and the reports of all nodes.
 
-The agent of one node and the leader of a job on several nodes both call :func:`decide`, so that a failure is
-judged by one set of rules:
+The agent of one node and the leader of several nodes both call :func:`decide`:
 
 - **POLICY-1** A failure that another attempt would repeat stops the job immediately; see :class:`Permanence`.
-  A start error stops the job only if no earlier attempt has got past the start of the program and one of
-  these conditions holds: the round has a single node, at least two nodes report a start error in the same
-  round, or two nodes report the same start error in consecutive rounds. If only one of several nodes reports
-  a start error, that node may be broken, so the workers are restarted.
-- **POLICY-2** The job stops after ``max_same_failures`` equal failures in a row without progress. Two
-  failures are equal if they have the same kind and place, and occurred on the same rank or in the same
-  training step (or before the first step). The kind is an exception type, a hang, or the signal of a crash.
-  Connection errors do not count, because they are often transient. If steps are counted across restarts, a
-  higher step is progress. Otherwise, an attempt has made progress if it ran for :data:`STEADY` seconds before
-  it failed or hung. A shorter attempt whose workers completed steps or hung may also have made progress. The
-  job then stops only after :data:`UNPROVEN` times as many equal failures, each after the same number of
-  steps.
+  A start error does so only if no earlier attempt got past the start of the program, and if the round has a
+  single node, two nodes report a start error in the same round, or two nodes report the same one in
+  consecutive rounds. Otherwise, the only node that reports it may be broken, so the workers are restarted.
+- **POLICY-2** The job stops after ``max_same_failures`` equal failures in a row without progress. Equal
+  failures have the same kind (exception type, hang, or signal of a crash) and place, on the same rank or in
+  the same training step. Connection errors do not count, because they are often transient. A higher step is
+  progress, if steps are counted across restarts. Otherwise, an attempt that ran for :data:`STEADY` seconds
+  has made progress. A shorter one may have, if its workers completed steps or hung: the job then stops only
+  after :data:`UNPROVEN` times as many equal failures after the same number of steps.
 - **POLICY-3** At most ``max_restarts`` restarts are charged, in total or within ``window`` seconds.
 - **POLICY-4** The decision does not depend on the order in which the nodes report.
 - **POLICY-5** The job stops if its only node was found unfit and cannot be excluded. Otherwise, at most one
-  node per failure is excluded from the job, and the workers are restarted on the remaining nodes. A node is
-  excluded immediately if its own check has found it unfit. If a node is the only one to report a start error,
-  it is excluded when it is implicated for the second time. No node is excluded if the evidence is
-  insufficient, if more than ``max_excluded_nodes`` nodes in total or more than half of the round's nodes
-  would have to be excluded, if fewer than the minimum number of nodes would remain, or if all suspect nodes
-  are in ``Evidence.bound``.
+  node per failure is excluded: one whose own check found it unfit, or one that was twice implicated as the
+  only node with a start error. No node is excluded if more than ``max_excluded_nodes`` nodes in total or more
+  than half of the round's nodes would have to be, if fewer than the minimum number of nodes would remain, or
+  if all suspect nodes are in ``Evidence.bound``.
 """
 
 from __future__ import annotations
@@ -44,51 +37,37 @@ if TYPE_CHECKING:
     from elasticrs._engine.job.failure_cause import Cause
 
     Meetings: TypeAlias = tuple[int | None, ...]
-    """Round number of each worker's last rendezvous, by local rank; ``None`` if the worker did not record
-    one.
-    """
+    """Number of each worker's last rendezvous round, by local rank; ``None`` if it recorded none."""
 
 STEADY = 60.0
-"""Minimum duration, in seconds, of an attempt that has made progress, unless steps are counted across
-restarts.
-"""
+"""Seconds after which an attempt has made progress, unless steps are counted across restarts."""
 UNPROVEN = 3
-"""Factor for ``max_same_failures`` if workers hung or completed steps, and steps are not counted across
-restarts. Allow more failures then, because the attempts may have made progress: if each epoch counts its
-steps from 0, equal steps may belong to different epochs.
+"""Factor for ``max_same_failures`` if the attempts may have made progress: if each epoch counts its steps
+from 0, equal steps may belong to different epochs.
 """
 CRASHES: dict[int, str] = {
     each: each.name for each in (SIGILL, SIGTRAP, SIGABRT, SIGBUS, SIGFPE, SIGSEGV, SIGSYS)
 }
-"""Names of the signals that errors of a program cause, by number. Other processes usually send the other
-signals.
-"""
+"""Signals that errors of a program cause. Other signals usually come from other processes."""
 HANG = "hang"
-"""Kind of a failure if the workers hung. For other failures, the kind is an exception type or a signal name.
-"""
+"""Kind of a failure, instead of an exception type or a signal name."""
 MAX_DOUBLINGS = 30
-"""Maximum number of times that a delay is doubled. Prevents an overflow after many failures."""
+"""Prevents an overflow of the delay after many failures."""
 MAX_SUSPECTS = 8
-"""Maximum number of suspect nodes in the history. Also the maximum number of nodes that a message names."""
+"""Maximum number of suspect nodes in the history and in a message."""
 IMPLICATED_TWICE = 2
-"""Number of failures in which a node must be implicated before it is excluded. A node that its own check
-found unfit is excluded earlier.
-"""
+"""Failures in which a node must be implicated, unless its own check found it unfit."""
 
 
 class RestartSettings(Value):
     """Settings of the restart policy.
 
     Args:
-        max_restarts: maximum number of charged restarts.
-        window: number of seconds within which ``max_restarts`` applies; ``None`` for the whole job.
-        first_delay: seconds to wait before the first restart. The delay doubles with every further failure
-            without progress.
+        window: seconds within which ``max_restarts`` applies; ``None`` for the whole job.
+        first_delay: seconds before the first restart. Doubles with every further failure without progress.
         longest_delay: maximum delay in seconds.
-        max_same_failures: number of equal failures without progress after which the job stops; 0 for no
-            limit.
-        max_excluded_nodes: maximum number of nodes to exclude from the job; ``None`` if this job never
-            excludes nodes.
+        max_same_failures: 0 for no limit.
+        max_excluded_nodes: ``None`` if this job never excludes nodes.
     """
 
     max_restarts: int
@@ -103,15 +82,14 @@ class Evidence(Value):
     """Evidence about why an attempt ended.
 
     Args:
-        causes: failures that the nodes have reported, with the root cause first. Empty if none is known.
+        causes: failures that the nodes have reported, with the root cause first.
         nodes: number of nodes that took part in the attempt.
-        now: current time in seconds, on a clock that all calls share.
+        now: time in seconds, on a clock that all calls share.
         ran: seconds for which the workers ran; ``None`` if unknown. :attr:`.Cause.ran` is more exact.
         jitter: random number from 0 to 1, which shortens a delay by up to a half.
-        unfit: names of the nodes whose own check found them unfit after this failure, each with the reason.
-        bound: names of the nodes that cannot be excluded, each with the reason.
+        unfit: nodes whose own check found them unfit after this failure, each with the reason.
+        bound: nodes that cannot be excluded, each with the reason.
         available: number of nodes that are ready for the next round.
-        min_nodes: minimum number of nodes in a round.
     """
 
     causes: tuple[Cause, ...] = ()
@@ -126,27 +104,22 @@ class Evidence(Value):
 
 
 NO_EVIDENCE = Evidence()
-"""Placeholder for an attempt about which nothing is known."""
 
 
 class FailureHistory(Value):
-    """Summary of a job's failures so far, used to decide on further restarts and node exclusions.
+    """Summary of a job's failures so far.
 
     Args:
         charged: number of charged restarts.
-        charged_at: times of the charges that are still within the window, in seconds, oldest first. Empty if
-            there is no window.
-        last: kind (exception type, :data:`HANG` or signal name), place, global rank and training step of the
-            last failure; ``None`` if the last failure cannot be compared with others.
+        charged_at: times of the charges within the window, in seconds, oldest first. Empty without a window.
+        last: kind, place, global rank and training step of the last failure; ``None`` if it cannot be
+            compared.
         same: number of consecutive failures that equal ``last``.
-        reached: highest training step that the job has completed; ``None`` if steps are not counted across
-            restarts.
+        reached: highest completed training step; ``None`` if steps are not counted across restarts.
         has_started: true if an attempt has got past the start of the program.
         without_progress: number of consecutive failures without progress between them.
-        start_error: name of the node and description of the error, if the last failure was a start error that
-            only this node reported; otherwise ``None``.
-        implicated: names of suspect nodes, each with the number of failures in which the node was implicated.
-            The most recently implicated node is last.
+        start_error: node and description, if the last failure was a start error that only this node reported.
+        implicated: suspect nodes, each with its number of failures. The latest is last.
         excluded: number of nodes excluded so far.
     """
 
@@ -163,14 +136,11 @@ class FailureHistory(Value):
 
 
 class StopKind(str, Enum):
-    """Reason for stopping the job instead of restarting its workers."""
-
     PERMANENT = "permanent"
-    """Another attempt would fail in the same way."""
     EXHAUSTED = "exhausted"
     """The restart budget is used up."""
     UNFIT = "unfit"
-    """The failures occur on nodes that are unfit but cannot be excluded. Other nodes may succeed."""
+    """The failures occur on unfit nodes that cannot be excluded. Other nodes may succeed."""
 
     __str__ = str.__str__
 
@@ -180,11 +150,11 @@ class RestartDecision(Value):
 
     Args:
         history: the history, including this failure.
-        stop: kind of reason to stop the job; ``None`` if the workers are restarted.
-        reason: the reason to stop, for the user; empty if the workers are restarted.
+        stop: why the job stops; ``None`` for a restart.
+        reason: the same for the user.
         delay: seconds to wait before the restart.
-        exclude: name of the node to exclude from the job; ``None`` to exclude no node.
-        note: message to the user about suspect nodes; empty if there is nothing to say about them.
+        exclude: node to exclude from the job.
+        note: message to the user about suspect nodes.
     """
 
     history: FailureHistory
@@ -196,9 +166,7 @@ class RestartDecision(Value):
 
 
 def decide(settings: RestartSettings, history: FailureHistory, evidence: Evidence) -> RestartDecision:
-    """Decide whether to restart the workers after a failure, and if so, charge the restart budget.
-    ``history`` holds the failures before this one.
-    """
+    """Decide whether to restart the workers after a failure (not yet in ``history``). Charge the budget."""
     after = _with_failure(history, evidence)
     reason = why_permanent(evidence, history) or _why_start_error_moved(history, after)
     if reason is not None:
@@ -224,8 +192,8 @@ def decide(settings: RestartSettings, history: FailureHistory, evidence: Evidenc
 
 
 def exclude(settings: RestartSettings, history: FailureHistory, evidence: Evidence) -> RestartDecision:
-    """Decide which node to exclude from the job, if any (POLICY-5). :func:`decide` already calls this
-    function. Call it directly only after a round whose end does not count against the restart budget.
+    """Decide which node to exclude, if any (POLICY-5). :func:`decide` calls this function. Call it directly
+    only after a round whose end does not count against the restart budget.
     """
     history = history.replaced(has_started=_has_started(history, evidence))
     unfit = dict(sorted(evidence.unfit))
@@ -238,13 +206,11 @@ def exclude(settings: RestartSettings, history: FailureHistory, evidence: Eviden
         return RestartDecision(history)
     times = dict(history.implicated)
     for node in reasons:
-        # Remove and reinsert the node to move it to the end, because only the last ``MAX_SUSPECTS`` entries
-        # are kept.
+        # Move the node to the end, because only the last ``MAX_SUSPECTS`` entries are kept.
         times[node] = times.pop(node, 0) + 1
     after = history.replaced(implicated=tuple(times.items())[-MAX_SUSPECTS:])
     suspects = [node for node in reasons if node in unfit or times[node] >= IMPLICATED_TWICE]
-    # Sort by how often each node was implicated, in descending order. On a tie, a node that failed its own
-    # check comes first.
+    # Sort the most implicated node first. On a tie, a node that failed its own check comes first.
     suspects.sort(key=lambda node: (-times[node], node not in unfit, node))
     why_kept = _why_kept(settings.max_excluded_nodes, history.excluded, suspects, evidence)
     if why_kept is not None:
@@ -264,9 +230,7 @@ def _named(nodes: Sequence[str]) -> str:
 
 
 def _why_kept(most: int, excluded: int, suspects: Sequence[str], evidence: Evidence) -> str | None:
-    """Return why none of the suspect nodes can be excluded; ``None`` if one can. ``most`` is the maximum
-    number of excluded nodes, and ``excluded`` the number before.
-    """
+    """Return why no suspect can be excluded; ``None`` if one can."""
     bound = dict(evidence.bound)
     if excluded + max(1, len(suspects)) > most:
         return f"max_excluded_nodes={most}, {excluded} excluded so far"
@@ -280,9 +244,7 @@ def _why_kept(most: int, excluded: int, suspects: Sequence[str], evidence: Evide
 
 
 def recent(settings: RestartSettings, history: FailureHistory, now: float) -> tuple[float, ...]:
-    """Return the times, in seconds, of the restarts that count against the restart budget in the current time
-    window.
-    """
+    """Return the times, in seconds, of the restarts that count against the budget in the current window."""
     since = now - settings.window if settings.window is not None else now
     return tuple(time for time in history.charged_at if time > since)
 
@@ -312,12 +274,9 @@ def _with_failure(history: FailureHistory, evidence: Evidence) -> FailureHistory
 
 
 def _identity(evidence: Evidence, history: FailureHistory) -> tuple[str, str, int | None, int | None] | None:
-    """Return the kind, place, rank and step of the root cause, to compare it with other failures; ``None`` if
-    it is unknown, transient, or lacks a place.
-    """
+    """Return kind, place, rank and step of the root cause; ``None`` if it cannot be compared with others."""
     first, step = evidence.causes[0] if evidence.causes else NO_CAUSE, _reached(evidence)
-    # A start error is transient if an earlier attempt got past the start, for example because a file system
-    # failed for a moment.
+    # A later start error is transient, for example because a file system failed for a moment.
     is_late_start = first.permanence == Permanence.START_ERROR and history.has_started
     if first.is_transient or is_late_start:
         return None
@@ -325,7 +284,7 @@ def _identity(evidence: Evidence, history: FailureHistory) -> tuple[str, str, in
         return HANG, first.place or "", first.rank, step
     if first.exception is not None:
         return None if first.place is None else (first.exception, first.place, first.rank, step)
-    # Two crashes are equal if they happened in the same training step. The line of the program is unknown.
+    # Compare crashes by step, because the line of the program is unknown.
     crash = None if step is None or first.is_consequence else CRASHES.get(-(first.exitcode or 0))
     return None if crash is None else (crash, "", first.rank, step)
 
@@ -335,13 +294,12 @@ def _reached(evidence: Evidence) -> int | None:
 
 
 def _are_steps_global(evidence: Evidence) -> bool:
-    """Return true if all nodes that reported a step count their steps across restarts."""
     counted = [cause.is_global for cause in evidence.causes if cause.reached is not None]
     return bool(counted) and all(counted)
 
 
 def _ran(evidence: Evidence) -> float | None:
-    """Return for how many seconds the workers ran before the first failure or the start of the hang."""
+    """Return the seconds from the workers' start to the first failure or the start of the hang."""
     exact = (evidence.causes[0] if evidence.causes else NO_CAUSE).ran
     return evidence.ran if exact is None else exact
 
@@ -362,9 +320,8 @@ def _start_error_of_one_node(evidence: Evidence) -> tuple[str, str] | None:
 
 
 def _why_start_error_moved(before: FailureHistory, now: FailureHistory) -> str | None:
-    """Return the reason to stop if two nodes reported the same start error in consecutive rounds. Such an
-    error probably affects every node. Only one node per round reports it, because the first failure stops the
-    workers of all nodes.
+    """Return why to stop if two nodes reported the same start error in consecutive rounds, which probably
+    affects every node. Only one node per round reports it, because the first failure stops all workers.
     """
     if before.start_error is None or now.start_error is None or before.has_started:
         return None
@@ -384,15 +341,12 @@ def _are_same(
     # The place of a hang is unknown if the worker did not send its stack in time.
     if one[1] != other[1] and not (other[0] == HANG and "" in (one[1], other[1])):
         return False
-    # Without heartbeats, the step is unknown (``None``) in every failure. Two unknown steps are considered
-    # equal.
+    # Without heartbeats, the step is unknown (``None``) in every failure.
     return one[3] == other[3] or (_are_steps_global(evidence) and one[2] == other[2])
 
 
 def why_permanent(evidence: Evidence, history: FailureHistory) -> str | None:
-    """Return why another attempt would fail in the same way (POLICY-1). ``history`` holds the failures before
-    this one.
-    """
+    """Return why another attempt would fail alike (POLICY-1). ``history`` is without this failure."""
     starts = _start_errors(evidence)
     is_everywhere = len({cause.node for cause in starts}) >= min(2, evidence.nodes)
     if starts and is_everywhere and not history.has_started:
@@ -407,7 +361,7 @@ def why_permanent(evidence: Evidence, history: FailureHistory) -> str | None:
 
 
 def _permanent(evidence: Evidence) -> list[Cause]:
-    # Sort by rank, because the decision must not depend on the order in which reports arrive.
+    # Sort by rank, because the decision must not depend on the order of the reports.
     return sorted((cause for cause in evidence.causes if cause.permanence in _KINDS), key=_order)
 
 
@@ -418,7 +372,6 @@ def _start_errors(evidence: Evidence) -> list[Cause]:
 def _why_useless(
     settings: RestartSettings, history: FailureHistory, evidence: Evidence
 ) -> tuple[StopKind, str | None]:
-    """Return the kind of stop and the reason, if another attempt on the same nodes would be useless."""
     unfit = dict(evidence.unfit)
     if settings.max_excluded_nodes is not None and unfit and evidence.nodes == 1:
         node, why = min(unfit.items())
@@ -461,16 +414,13 @@ def _who(cause: Cause) -> str:
 
 
 def has_not_met_since(then: Meetings, now: Meetings, place: int) -> bool:
-    """Return true if the worker with local rank ``place`` has not joined a rendezvous since a failure was
-    last charged to the restart budget. A failure of such a worker is not charged, because the charged failure
-    caused it.
+    """Return true if worker ``place`` has not joined a rendezvous since the last charged failure. Its failure
+    is not charged, because the charged failure caused it.
     """
     at = then[place] if place < len(then) else None
     return at is not None and now[place : place + 1] == (at,)
 
 
 def without(then: Meetings, place: int) -> Meetings:
-    """Return a copy of ``then`` in which the entry of one worker is ``None``, because the worker was
-    replaced.
-    """
+    """Return ``then`` without the entry of a worker that was replaced."""
     return tuple(None if each == place else at for each, at in enumerate(then))

@@ -1,16 +1,9 @@
-"""Summarize a traceback in one line for error messages. The summary contains the type of the exception and
-the place where it was raised.
+"""Summarize a traceback in one line: the type of the exception and where it was raised.
 
-The exception that a worker raises may only report another exception. In these cases, the summary describes
-the other exception:
-
-- For an exception group, the summary describes a member of the group.
-- For an error of a data loader worker or a spawned process, the summary describes the exception of that
-  process. The error's text contains the traceback of the process.
-- For an error of a process pool, the place is taken from the ``RemoteTraceback`` that caused the error.
-
-This module does not import :mod:`re` or :mod:`typing`, because their imports take milliseconds and would
-delay the restart after a failure.
+If the exception only reports another one, the summary describes that one: a member of an exception group, or
+the exception of a data loader worker or spawned process, whose traceback is in the text. For a process pool,
+the place comes from the ``RemoteTraceback``. Imports no :mod:`re` or :mod:`typing`, which take milliseconds
+that would delay the restart after a failure.
 """
 
 from __future__ import annotations
@@ -34,7 +27,6 @@ _LIMIT = 300
 _HEAD, _TAIL = 1 << 14, 1 << 16
 """Number of characters that are used from the start and from the end of a long text."""
 _MAX_KINDS = 4
-"""Maximum number of exception types in the summary of an exception group."""
 _MAX_DEPTH = 10
 """Maximum nesting depth of tracebacks inside the texts of other tracebacks."""
 
@@ -48,11 +40,9 @@ _REMOTE = 'RemoteTraceback: \n"""'
 class Summary:
     """Summary of an exception.
 
-    Args:
-        said: type and first line of the exception's text.
-        place: file name and line in the user's code, such as ``train.py:41``; ``None`` if it is unknown.
-        exception: qualified name of the exception's type; ``None`` if the text is not a traceback.
-        more: number of further members if the exception is a member of an exception group; 0 otherwise.
+    ``said`` is the type and the text's first line, ``place`` is in the user's code, such as ``train.py:41``,
+    and ``exception`` is the qualified type; ``None`` if unknown. ``more`` counts other members of an
+    exception group.
     """
 
     __slots__ = ("exception", "more", "place", "said")
@@ -65,16 +55,11 @@ class Summary:
 
 
 def headline(text: str, more: int = 0) -> str | None:
-    """Return the exception and its location in the user's code, such as ``FileNotFoundError: data.bin
-    (train.py:41)``.
+    """Return the exception and its place, such as ``FileNotFoundError: data.bin (train.py:41)``; ``None`` for
+    an empty text.
 
-    The location is the innermost frame outside of installed packages and the standard library, or the
-    innermost frame if there is no such frame. The text may be a traceback as Python prints it, the end of a
-    traceback, or any other message. Return ``None`` if the text is empty.
-
-    Args:
-        text: the text.
-        more: number of the exception group's other members, if the text describes only one member.
+    The text may be (the end of) a traceback or any other message. The place is the innermost frame outside of
+    libraries, or else the innermost. ``more`` is the number of other members, if the text is one of a group.
     """
     found = summarize(text)
     if found is None:
@@ -85,8 +70,8 @@ def headline(text: str, more: int = 0) -> str | None:
 
 
 def shortened(text: str, limit: int) -> str:
-    """Return the end of a text, with at most ``limit`` characters. If the end of a traceback does not contain
-    the exception and its place, return only the exception and its place.
+    """Return the end of a text, with at most ``limit`` characters, or only the exception and its place if the
+    end of the traceback lacks them.
     """
     if len(text) <= limit:
         return text
@@ -101,11 +86,10 @@ def shortened(text: str, limit: int) -> str:
 
 
 def summarize(text: str) -> Summary | None:
-    """Summarize a traceback, the end of a traceback, or any other message. Return ``None`` if the text is
-    empty.
+    """Summarize (the end of) a traceback, or any other message; ``None`` for an empty text.
 
-    The summary of an exception group does not depend on the order of its members, because this order may
-    differ from one attempt to the next. Its field ``exception`` names the types of the members.
+    The summary of an exception group does not depend on the order of its members, which may differ between
+    attempts. Its ``exception`` names the types of the members.
     """
     if len(text) > _HEAD + _TAIL:
         text = f"{text[:_HEAD]}\n{text[-_TAIL:]}"
@@ -113,9 +97,7 @@ def summarize(text: str) -> Summary | None:
 
 
 def _summarize(text: str, depth: int, *, is_exception: bool = False) -> Summary | None:
-    """Summarize a text. ``depth`` is the maximum nesting depth of tracebacks. ``is_exception`` is true if the
-    text is known to describe an exception, even if it contains no traceback.
-    """
+    """``is_exception``: the text describes an exception, even if it contains no traceback."""
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     if not lines:
         return None
@@ -134,9 +116,7 @@ def _summarize(text: str, depth: int, *, is_exception: bool = False) -> Summary 
 
 
 def _remote(text: str) -> str:
-    """Return the traceback of another process, if its exception directly caused the last exception in the
-    text.
-    """
+    """Return the traceback of another process whose exception directly caused the text's last exception."""
     before, found, own = text.rpartition(f'\n"""\n\n{_CAUSED}\n')
     if not found or any(line in _CHAINED for line in own.splitlines()):
         return ""
@@ -148,29 +128,26 @@ def _of_traceback(lines: Sequence[str], is_exception: bool) -> Summary:
     block = lines[begins[-1] + 1 if begins else 0 :]
     frames = _frames(block)
     is_traceback = bool(is_exception or begins or frames)
-    # The most informative line is the first one of an exception's text, and the last one of any other
-    # message.
+    # Use the first line of an exception's text, and the last line of any other message.
     at = next((n for n, line in enumerate(block) if not line.startswith((" ", "…"))), None)
     if not is_traceback or at is None:
         said, name = lines[-1].strip(), None
     else:
         said, name = block[at].strip(), _type(block[at])
         if name is not None and said == f"{name}:" and at + 1 < len(block):
-            # Add the next line, because the exception's text begins with a newline.
+            # The exception's text begins with a newline.
             said = f"{said} {block[at + 1].strip()}"
     place = _own_place(frames)
     if place is None and frames:
-        # The last traceback contains only library code. It may be part of the exception's text and come from
-        # another process, so search the traceback of the exception itself, too.
+        # This traceback has only library code, perhaps of another process. Search the exception's own, too.
         since = max((n for n, line in enumerate(lines) if line in _CHAINED), default=-1) + 1
         place = _own_place(_frames(lines[since:])) or _place(frames[-1])
     return Summary(printable(said, _LIMIT), place, None if name is None else _qualified(name))
 
 
 def _of_group(members: Sequence[Summary], place: str | None, more: int) -> Summary:
-    """Summarize an exception group by one of its members (``more`` others are not in ``members``),
-    independently of their order. If the chosen member was never raised itself, ``place`` is where the group
-    was raised.
+    """Describe a group by one member, independently of their order. ``more`` members are missing. ``place``
+    is where the group was raised, for a member that was never raised itself.
     """
     told = min(members, key=lambda each: (each.exception or "", each.place or ""))
     kinds = sorted({each.exception or "" for each in members} - {""})
@@ -182,9 +159,8 @@ def _of_group(members: Sequence[Summary], place: str | None, more: int) -> Summa
 
 
 def _members(lines: Sequence[str]) -> tuple[list[str], list[list[str]], int]:
-    """Split the traceback of an exception group. Return the lines above its members, the lines of each member
-    that is not itself a group, and the number of members that Python has omitted. Remove the border that
-    Python draws beside the members.
+    """Split the traceback of an exception group, without Python's border: the lines above its members, the
+    lines of each member that is not itself a group, and the number of members that Python has omitted.
     """
     sections: list[list[str]] = [[]]
     more = 0
@@ -193,7 +169,7 @@ def _members(lines: Sequence[str]) -> tuple[list[str], list[list[str]], int]:
         if bare.startswith("|"):
             sections[-1].append(bare[2:])
         elif bare.startswith("+-+--") and len(sections) > 1:
-            # Discard the previous section, because it is the header of an inner group and not a member.
+            # Discard the header of an inner group.
             sections[-1] = []
         elif bare.startswith("+-") and not _is_end_of_group(line):
             sections.append([])
@@ -207,14 +183,14 @@ def _members(lines: Sequence[str]) -> tuple[list[str], list[list[str]], int]:
 
 
 def _left_out(section: Sequence[str]) -> int:
-    """Return the number of omitted members if the section is a line such as ``and 3 more exceptions``."""
+    """Parse a line such as ``and 3 more exceptions``."""
     words = section[0].split() if len(section) == 1 else []
     is_number = len(words) == 4 and words[0] == "and" and words[2] == "more" and words[1].isdecimal()
     return int(words[1]) if is_number else 0
 
 
 def _is_end_of_group(line: str) -> bool:
-    """Return true if the line ends an exception group. Python writes a plus sign and a row of minus signs."""
+    """Python ends an exception group with a plus sign and a row of minus signs."""
     bare = line.lstrip(" ")
     return len(bare) > 8 and bare.rstrip("-") == "+"
 
@@ -231,7 +207,6 @@ def _frame(line: str) -> tuple[str, str] | None:
 
 
 def _own_place(frames: Sequence[tuple[str, str]]) -> str | None:
-    """Return the innermost place in the user's code, outside of libraries and of this package."""
     for frame in reversed(frames):
         path = frame[0]
         if not path.startswith(_OWN_PACKAGE) and not any(part in path for part in LIBRARIES):
@@ -244,16 +219,13 @@ def _place(frame: tuple[str, str]) -> str:
 
 
 def _type(line: str) -> str | None:
-    """Return the name of the type at the start of an exception's text."""
     name = line.partition(":")[0].strip()
     parts = name.split(".")
     return name if all(part.isidentifier() or part == "<locals>" for part in parts) else None
 
 
 def _qualified(name: str) -> str:
-    """Return the qualified name of a type that a traceback names. Tracebacks omit the module of built-in
-    types and of types that the script itself defines.
-    """
+    """Add the module, which tracebacks omit for built-in types and types of the script itself."""
     if "." in name:
         return name
     return f"builtins.{name}" if isinstance(getattr(builtins, name, None), type) else f"__main__.{name}"

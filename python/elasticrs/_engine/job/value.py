@@ -1,9 +1,7 @@
-"""Base classes for records, whose fields are given by class annotations. They replace dataclasses, because
-importing ``dataclasses`` takes 15 ms.
+"""Base classes for records. They replace dataclasses, because importing ``dataclasses`` takes 15 ms.
 
-A module that uses these classes needs ``from __future__ import annotations``. A field may have a default;
-use :func:`fresh` for a mutable one. Fields after ``_: KW_ONLY`` (which is imported from :mod:`dataclasses`
-for type checkers only) are keyword-only. A class may define its own ``__init__``.
+Annotations declare the fields; the module needs ``from __future__ import annotations``. Use :func:`fresh` for
+a mutable default. Fields after ``_: KW_ONLY`` (imported for type checkers only) are keyword-only.
 """
 
 from __future__ import annotations
@@ -19,9 +17,7 @@ if TYPE_CHECKING:
 else:
 
     def dataclass_transform(**_: object) -> Callable[[type], type]:
-        """Return a decorator that does nothing at run time, because only type checkers use it. The standard
-        library's version requires Python 3.11 and a slow import.
-        """
+        """Do nothing at run time. The standard library's version needs Python 3.11 and a slow import."""
         return lambda made: made
 
 
@@ -33,14 +29,14 @@ class _Fresh:
 
 
 def fresh(*, factory: Callable[[], Any]) -> Any:
-    """Return a field default that is created anew for each object, such as an empty list."""
+    """Return a default that is created anew for each object, such as an empty list."""
     return _Fresh(factory)
 
 
 @dataclass_transform(kw_only_default=True)
 def shared_fields(made: type[T]) -> type[T]:
-    """Mark a class as a mix-in that declares fields with defaults. Records and dataclasses inherit the
-    fields. The class must have empty ``__slots__``.
+    """Mark a mix-in that declares fields with defaults, for records and dataclasses. It needs empty
+    ``__slots__``.
 
     In a record, the fields are keyword-only if the mix-in is not the first base class.
     """
@@ -52,12 +48,8 @@ def defaults_of(declaration: type) -> dict[str, Any]:
 
 
 class _Fields(type):
-    """Metaclass that turns a class's annotations into slots."""
-
     def __new__(cls, name: str, bases: tuple[Any, ...], namespace: dict[str, Any]) -> _Fields:
-        """Create a class. Its fields are those of the first base class, followed by its own annotations. The
-        keyword-only fields of the other base classes (see :func:`shared_fields`) come last.
-        """
+        """Order the fields: the first base class's, the class's own, keyword-only ones of other bases."""
         above, inherited, by_name = (
             (bases[0]._names, bases[0]._defaults, bases[0]._by_name) if bases else ((), {}, ())
         )
@@ -117,9 +109,7 @@ class _Made(metaclass=_Fields):
 
     @classmethod
     def taken_from(cls, source: object, **others: Any) -> Self:
-        """Create an object from the attributes of ``source`` that have the name of a field. ``others`` are
-        not copied. A field without such an attribute gets its default.
-        """
+        """Create an object from the attributes of ``source`` named like fields, and from ``others``."""
         names = [name for name in cls._names if name not in others and hasattr(source, name)]
         return cls(**{name: getattr(source, name) for name in names}, **others)
 
@@ -143,9 +133,7 @@ class _Made(metaclass=_Fields):
 
 @dataclass_transform(frozen_default=True, field_specifiers=(fresh,))
 class Value(_Made):
-    """Base class of immutable records, which are compared and hashed by value. Only type checkers enforce
-    immutability.
-    """
+    """Immutable record, compared and hashed by value. Only type checkers enforce immutability."""
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
@@ -158,4 +146,4 @@ class Value(_Made):
 
 @dataclass_transform(eq_default=False, field_specifiers=(fresh,))
 class Record(_Made):
-    """Base class of mutable records, which are compared by identity."""
+    """Mutable record, compared by identity."""
