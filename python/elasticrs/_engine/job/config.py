@@ -378,9 +378,7 @@ def _seconds_from(environ: Mapping[str, str], name: str, default: float) -> floa
 
 
 def parse_streams(text: str) -> int | dict[int, int]:
-    """Parse ``--redirects`` or ``--tee``: bits (1: stdout, 2: stderr), or bits by local rank, such as
-    ``0:1,12:3``.
-    """
+    """Parse ``--redirects`` or ``--tee``: bits (1: stdout, 2: stderr), also by rank: ``0:1,12:3``."""
     if text in ("0", "1", "2", "3"):
         return int(text)
     chosen: dict[int, int] = {}

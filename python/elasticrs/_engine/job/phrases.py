@@ -81,7 +81,7 @@ def restarts_used(used: int, most: int, window: float | None) -> str:
 
 
 def attempt_text(name: str) -> str:
-    """Format the name of an attempt's log folder: ``0_r2`` as ``0 of round 2``, ``1_cold`` as ``1 (cold)``."""
+    """Format the name of an attempt: ``0_r2`` as ``0 of round 2``, ``1_cold`` as ``1 (cold)``."""
     return name.replace("_r", " of round ").replace("_cold", " (cold)")
 
 
@@ -128,9 +128,7 @@ NOBODY_TRAINED = (
 
 
 def checkpoint_is_late(seconds: float, workers: int) -> str:
-    """Report that a checkpoint is late. ``workers`` is the number of workers here that use
-    ``elasticrs.train``.
-    """
+    """Report that a checkpoint is late. ``workers`` is the number of workers here in ``elasticrs.train``."""
     who = f"{workers} of its workers take part" if workers else "none of its workers takes part"
     return f"the checkpoint requested {seconds:g} s ago is not saved yet ({who} in elasticrs.train)"
 
@@ -218,7 +216,7 @@ def duration(seconds: float) -> str:
 
 
 def goodput(productive_ns: int, total_ns: int) -> str:
-    """Return the share of productive time, except for jobs below a minute, which mostly start."""
+    """Return the share of productive time; empty below a minute, which is mostly spent on starting."""
     if total_ns < 60_000_000_000:
         return ""
     return f", goodput {productive_ns / total_ns * 100:.1f} %"

@@ -13,8 +13,7 @@ _LONGEST = 30 * 86400.0
 
 
 class MaxRestarts(int):
-    """Maximum number of restarts. ``window`` is the seconds within which it applies; ``None`` for the whole
-    job.
+    """Maximum number of restarts, within ``window`` seconds or (``None``) in the whole job.
 
     A subclass of ``int``, because programs expect an ``int`` as in torchrun.
     """

@@ -15,10 +15,10 @@ The agent of one node and the leader of several nodes both call :func:`decide`:
 - **POLICY-3** At most ``max_restarts`` restarts are charged, in total or within ``window`` seconds.
 - **POLICY-4** The decision does not depend on the order in which the nodes report.
 - **POLICY-5** The job stops if its only node was found unfit and cannot be excluded. Otherwise, at most one
-  node per failure is excluded: one whose own check found it unfit, or one that was twice implicated as the
-  only node with a start error. No node is excluded if more than ``max_excluded_nodes`` nodes in total or more
-  than half of the round's nodes would have to be, if fewer than the minimum number of nodes would remain, or
-  if all suspect nodes are in ``Evidence.bound``.
+  node per failure is excluded: one whose own check found it unfit, or, when it is implicated for the second
+  time, the only node that reports a start error. No node is excluded if more than ``max_excluded_nodes``
+  nodes in total or more than half of the round's nodes would have to be, if fewer than the minimum number of
+  nodes would remain, or if all suspect nodes are in ``Evidence.bound``.
 """
 
 from __future__ import annotations

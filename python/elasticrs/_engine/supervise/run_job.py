@@ -46,21 +46,10 @@ def run_job(
 ) -> JobResult:
     """Run a job to its end on this node.
 
-    Args:
-        job: job to run.
-        console: prints lines for the user.
-        signals: caught signals; ``None`` if this process handles none.
-        owns_process: true if this process runs nothing but the launcher. It then also records the end of the
-            agent in the events.
-        created: called with the agent before it runs.
-        decisions: makes the decisions; chosen from the job if ``None``.
-        server: open health check server of the caller; ``None`` to open the one that the job requests.
-        observers: further observers of the job.
-        consoles: descriptors (1, 2) on which the core prints the workers' output.
-
-    Raises:
-        UsageError: the log folder cannot be created, or the destination of events does not exist.
-        Exception: see :meth:`.Agent.run`.
+    ``signals`` is ``None`` if this process handles none. ``owns_process``: the process runs nothing else, so
+    its end is the agent's, in the events. ``created`` gets the agent before it runs. ``server`` is open.
+    ``consoles`` are descriptors (1, 2) for the workers' output. Raises ``UsageError``, and as
+    :meth:`.Agent.run`.
     """
     workers = make_workers(job, consoles)
     for notice in job.notices:
@@ -84,11 +73,7 @@ def run_job(
 
 
 def make_workers(job: JobSpec, consoles: Collection[int] = (1, 2)) -> Workers:
-    """Return the object that starts the workers of a job, and create the folder of their log files.
-
-    Raises:
-        UsageError: the log folder cannot be created, or the chosen class of log destinations fails.
-    """
+    """Create a job's workers and their log folder. Raises ``UsageError`` if that fails."""
     logs, remove = _logs(job)
     environ = hook_environment({**inherited_environment(), **job.variables})
     setup = WorkerSetup(job, logs, environ, ignored_signals(), consoles, remove)
@@ -104,7 +89,6 @@ def make_workers(job: JobSpec, consoles: Collection[int] = (1, 2)) -> Workers:
 
 
 def remove_logs(workers: Workers, console: Console) -> None:
-    """Remove the temporary log folder of a finished job if it contains no files."""
     try:
         workers.setup.remove_logs()
     except OSError as error:
@@ -112,9 +96,7 @@ def remove_logs(workers: Workers, console: Console) -> None:
 
 
 def _logs(job: JobSpec) -> tuple[AttemptLogs, Callable[[], object]]:
-    """Return two functions: one creates the log files of an attempt, the other removes the temporary log
-    folder after the job if it contains no files.
-    """
+    """Return two functions: one creates the log files of an attempt, the other removes an empty log folder."""
     if job.logs.logs_specs is None:
         from elasticrs._engine.process.background_call import FileAccess
         from elasticrs._engine.workers.logs import RunLogs
@@ -136,17 +118,13 @@ def _logs(job: JobSpec) -> tuple[AttemptLogs, Callable[[], object]]:
     if not isinstance(specs, str):
         return attempt_logs(specs), tuple  # The object belongs to the caller, who removes the folder.
     specs = public("multiprocessing.logs_specs.make_logs_specs")(job.logs, job.nproc)
-    # A user-defined log class may lack `_remove_if_empty`. In that case, an empty log folder is not removed.
+    # A user-defined log class may lack `_remove_if_empty`. Its empty log folder is not removed.
     return attempt_logs(specs), getattr(specs, "_remove_if_empty", tuple)
 
 
 def make_decisions(job: JobSpec, console: Console, planner: Planner | None = None) -> Decisions:
-    """Create the object that decides how an agent reacts to events. Only the chosen class is imported.
-
-    Args:
-        job: job to decide about.
-        console: prints lines for the user.
-        planner: assigns the ranks of a job on one node; a default planner if ``None``.
+    """Create the object that decides for an agent; import only its class. ``planner`` assigns ranks on one
+    node.
     """
     if job.rendezvous is None:
         planner = planner or partial(plan_one_node, job)
@@ -167,13 +145,11 @@ def make_decisions(job: JobSpec, console: Console, planner: Planner | None = Non
 
 
 def plan_one_node(job: JobSpec, supervisor: _core.Supervisor) -> Plan:
-    """Plan the next attempt of a single-node job: the ranks, and the address of the workers' store.
+    """Plan the next attempt on a single node: the ranks, and the address of the workers' store.
 
-    If the job sets ``master_port``, rank 0 hosts the store on that port. Otherwise the port is free, and this
-    process hosts the store if :func:`.agent_hosts_store` is true. ``supervisor`` reports its messages.
-
-    Raises:
-        OSError: no port is free, or file descriptors have run out.
+    With ``master_port``, rank 0 hosts the store there. Otherwise, the port is free, and this process hosts
+    the store if :func:`.agent_hosts_store` is true; ``supervisor`` reports its messages. Raises ``OSError``
+    without a free port.
     """
     ranks = assign([NodeShare(job.role, job.nproc)], 0)
     if job.master_port is not None:

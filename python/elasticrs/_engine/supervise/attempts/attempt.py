@@ -33,27 +33,24 @@ if TYPE_CHECKING:
 
 
 class Attempt(EventLog):
-    """One attempt to run the workers of this node: its plan, and the log of what happened.
+    """One attempt to run this node's workers: its plan, and the log of what happened.
 
     Attributes:
         restarts: number of charged restarts.
         name: name of the log directory.
-        paths: files of the attempt; no files until its workers are about to be started.
+        paths: files of the attempt; none until its workers are about to be started.
         variables: variables added to each worker's environment, by local rank.
         met: last rendezvous of each worker that has exited, by local rank, if it recorded any.
-        replaced_workers: one attempt for each worker that was replaced. It has only this worker, whose events
-            are no longer in this log.
-        diagnosis: diagnosis that names the ranks that keep the others waiting, if there is enough evidence.
+        replaced_workers: an attempt for each replaced worker, whose events are no longer in this log.
         heartbeats: last heartbeat of each worker that sent any. Set when the attempt has ended.
         xids: Xid errors of NVIDIA's driver since the start of the attempt, by GPU and code.
-        oom_kills: counters of the kernel's OOM killer at the start of the attempt.
-        oom_kills_after: the same counters after the attempt failed.
+        oom_kills: counters of the kernel's OOM killer at the start.
+        oom_kills_after: the same counters after the failure.
         cause: reason for the end of the attempt, as one line; ``None`` for the job's last attempt.
         warm: true if the workers were forked from a preloaded process; ``None`` without ``--warm``.
-        why_cold: reason why the workers were started cold despite ``--warm``.
         after: attempt whose end led to this one; ``None`` for the first start of the workers.
         delay: seconds by which the restart policy delayed the next attempt.
-        files: object that accesses the workers' files with a time limit.
+        files: accesses the workers' files with a time limit.
     """
 
     def __init__(
@@ -101,13 +98,10 @@ class Attempt(EventLog):
 
     @property
     def nursery_hung(self) -> bool:
-        """True if the nursery was killed because it did not respond."""
         return self.end is not None and self.end.nursery_hung
 
     def replace(self, event: WorkerReplaced, restarts: int) -> Attempt:
-        """Move a worker that is replaced to an attempt of its own, and return that attempt. ``restarts`` is
-        the number of restarts charged so far.
-        """
+        """Move a worker that is replaced to an attempt of its own, and return that attempt."""
         local_rank, paths, pids = event.local_rank, self.paths, self.pids
         if error_file := paths.error_files.get(local_rank):
             path = error_file_of(error_file, pids[local_rank])
@@ -131,8 +125,8 @@ class Attempt(EventLog):
         return failed
 
     def how_it_began(self) -> str:
-        """Describe the restart that led to this attempt: its total duration, the duration of each phase, and
-        whether the workers were forked from a process with preloaded modules.
+        """Describe the restart that led to this attempt: duration, phases, and whether modules were
+        preloaded.
         """
         span = phrases.milliseconds(round(1e6 * sum(self.phases.values())))
         how = {None: "", True: ", warm", False: f", cold: {self.why_cold}"}[self.warm]
@@ -141,9 +135,7 @@ class Attempt(EventLog):
         return f"{span} after {since}{phrases.phases(self.phases)}{how}"
 
     def why_expired(self, local_rank: int) -> str | None:
-        """Describe the time limit that made the agent kill this worker. Return ``None`` if the agent did not
-        kill the worker.
-        """
+        """Describe the time limit for which the agent killed this worker; ``None`` if the agent did not."""
         event = self.expired.get(local_rank)
         if event is None:
             return None
@@ -156,8 +148,7 @@ class Attempt(EventLog):
             return None
         try:
             return self._why_blamed(event, local_rank)
-        # Catch every exception, because an error in the code that writes this text must not end the job
-        # without a report.
+        # An error in the code that writes this text must not end the job without a report.
         except Exception as error:
             from elasticrs._engine.hangs.values import failed
 
@@ -179,13 +170,12 @@ class Attempt(EventLog):
         )
 
     def accuse(self, blame: Blame, at_ns: int, event: WorkerHung | None = None) -> None:
-        """Record which workers are to blame; see :class:`.Blamed`."""
         places = {rank: local_rank for local_rank, rank in self.global_ranks().items()}
         self.append(Blamed(blame, [places[rank] for rank in blame.ranks], at_ns, event))
 
     def who_failed(self, local_rank: int, pid: int | None = None, *, of: str = "") -> str:
-        """Return text that identifies the worker that failed first. After a hang, the text identifies all
-        workers that are to blame, or all candidates. ``of`` is text that follows the ranks.
+        """Identify the worker that failed first, or all workers to blame for a hang. ``of`` follows the
+        ranks.
         """
         event = self.expired.get(local_rank)
         if self.blame is None or event is None or not event.is_blamed:
@@ -195,29 +185,28 @@ class Attempt(EventLog):
         return self.blame.text + of
 
     def how_it_ended(self, worker: WorkerExited) -> str:
-        """Return a phrase that describes how a worker exited, to append to the worker's name."""
         return phrases.SILENT if worker.local_rank in self.silent else phrases.how_it_ended(worker.exitcode)
 
     def last_met(self, local_rank: int) -> Met | None:
-        """Return the last rendezvous of a worker; ``None`` if the worker has not recorded a rendezvous."""
+        """Return a worker's last rendezvous; ``None`` if it has recorded none."""
         page = self.plan.page
         if local_rank in self.met or local_rank in self.exits or page is None:
             return self.met.get(local_rank)
         return page.last_met(local_rank)
 
     def global_ranks(self) -> dict[int, int]:
-        """Return a unique global rank for each worker, by local rank.
+        """Return a unique global rank for each worker, by local rank: that of its last round, or else of the
+        plan.
 
-        A worker that takes part in a rendezvous keeps the rank of its last round. Before its first round, a
-        worker has the rank from the plan. A worker whose rank was taken over by another worker gets a
-        negative placeholder; see :meth:`shown_ranks`.
+        A worker whose rank another worker has taken over gets a negative placeholder; see
+        :meth:`shown_ranks`.
         """
         began = {ranks.local_rank: ranks.global_rank for ranks in self.plan.ranks}
         if self.plan.members is None:
             return began
         met = {local_rank: self.last_met(local_rank) for local_rank in began}
         taken: dict[int, int] = {}
-        # If two workers have held the same rank, give the rank to the worker that held it in the later round.
+        # The worker that held the rank in the later round keeps it.
         for local_rank, last in sorted(met.items(), key=lambda each: -each[1].round if each[1] else 0):
             rank = last.rank if last else began[local_rank]
             taken[-1 - local_rank if rank in taken else rank] = local_rank
@@ -225,15 +214,11 @@ class Attempt(EventLog):
         return dict(sorted(found.items()))
 
     def shown_ranks(self) -> dict[int, int | None]:
-        """Return global ranks by local rank; ``None`` for a worker whose rank another worker has taken
-        over.
-        """
+        """Return global ranks by local rank; ``None`` if another worker has taken over the rank."""
         return {place: rank if rank >= 0 else None for place, rank in self.global_ranks().items()}
 
     def who(self, local_rank: int, pid: int | None = None) -> str:
-        """Return text that identifies a worker to the user: its global rank if it is known, its local rank
-        otherwise.
-        """
+        """Identify a worker to the user: by global rank if it is known, by local rank otherwise."""
         pids = "" if pid is None else f"pid {pid}"
         if self.plan.members is None:
             rank = f"rank {self.plan.ranks[local_rank].global_rank}"
@@ -244,7 +229,6 @@ class Attempt(EventLog):
         return f"{rank} ({pids})" if pids else rank
 
     def who_are(self, local_ranks: Sequence[int]) -> str:
-        """Return text that identifies several workers to the user."""
         if self.plan.members is not None:
             return ", ".join(self.who(local_rank) for local_rank in local_ranks)
         return phrases.ranks_text(
@@ -253,28 +237,22 @@ class Attempt(EventLog):
 
 
 def phases(failed: Attempt, running: Attempt) -> dict[str, float]:
-    """Return the duration of each phase of a restart in milliseconds, in order. The durations add up to the
-    duration of the whole restart.
+    """Return the duration of each phase of a restart in milliseconds, in order. They add up to the whole
+    restart.
 
-    The first phase starts at the exception if the agent waited for the exit of a worker that had raised one.
-    Otherwise, it starts when the failure was seen, or, after a failure on another node, when the workers were
-    stopped. The phases are:
+    The restart starts at the exception for which the agent waited (``exiting``), or else when the failure was
+    seen, or, after a failure on another node, when the workers were stopped. The phases are:
 
-    - ``exiting``: until the failure was seen. Present only if the phase starts at the exception.
+    - ``exiting``: until the failure was seen.
     - ``signalling``: until the other workers have been signalled.
     - ``stopping``: until all processes have exited.
-    - ``freeing``: until their device memory is free. Omitted if it was free immediately.
+    - ``freeing``: until their device memory is free, if it was not free immediately.
     - ``delay``: until the restart policy's delay is over.
     - ``rendezvous``: until ranks and addresses are known.
-    - ``importing``: until the warm nursery is ready. Omitted if the start did not have to wait for the
-      nursery.
+    - ``importing``: until the warm nursery is ready, if the start had to wait for it.
     - ``starting``: until all workers run.
 
     If the end of a phase is unknown, its time counts as part of the next phase.
-
-    Args:
-        failed: the attempt that has ended.
-        running: the attempt that replaces it.
     """
     ends = {
         "exiting": failed.stamps.get("failure_seen"),
@@ -290,8 +268,8 @@ def phases(failed: Attempt, running: Attempt) -> dict[str, float]:
     last = next((begin for begin in begins if begin is not None), None)
     for name, end in ends.items():
         if name == "rendezvous" and failed.delay > 0 and last is not None and end is not None:
-            # The leader measures the restart delay. Count at most the time for which this node waited,
-            # because a late node waits for less than the full delay.
+            # The leader measures the delay. Count at most the time for which this node waited, because a late
+            # node waits for less than the full delay.
             delay_ns = max(0, min(int(failed.delay * 1e9), end - last))
             found["delay"], last = delay_ns / 1e6, last + delay_ns
         if last is not None and end is not None and end > last:
@@ -304,23 +282,16 @@ class JobResult(Record):
     """Result of a job on this node.
 
     Attributes:
-        phase: terminal phase of the job.
-        exit_code: exit code of the launcher.
-        signum: signal that stopped the job, if any.
+        signum: signal that stopped the job.
         message: reason for a failure that was not caused by a worker.
-        verdict: advice to the scheduler if the job has failed: whether another attempt may succeed, and on
-            which nodes.
-        ending: summary line of a failed job, in two parts, between which the launcher inserts the root cause.
-            The launcher prints the line below the report.
+        verdict: advice to the scheduler if the job has failed.
+        ending: summary line of a failed job, in two parts around the root cause, which the launcher inserts.
         start_errno: ``errno`` of the error that prevented the start of the last attempt.
-        first_cause: first failure of a job on several nodes; see :mod:`.failure_cause`.
+        first_cause: first failure of a job on several nodes.
         clock: wall clock of the nodes' store, as estimated on this node.
-        attempts: all attempts, in order.
-        read_history: function that returns the history of the job's failures on all nodes. The times in the
-            history are seconds of this node's monotonic clock.
-        shared_cause: function that returns the first failure across all nodes; see
-            :meth:`.Decisions.shared_cause`.
-        node_names: function that returns the names of the nodes; see :meth:`.Decisions.node_names`.
+        read_history: returns the failures on all nodes. Times are seconds of this node's monotonic clock.
+        shared_cause: see :meth:`.Decisions.shared_cause`.
+        node_names: see :meth:`.Decisions.node_names`.
         return_values: return values of the workers, by global rank.
     """
 
@@ -341,16 +312,12 @@ class JobResult(Record):
 
     @property
     def restarts(self) -> int:
-        """Number of restarts counted against the restart budget. Includes a restart that was decided but has
-        not started its workers yet.
-        """
+        """Number of charged restarts, including one whose workers have not been started yet."""
         return max(self.read_history().charged, self.attempts[-1].restarts if self.attempts else 0)
 
     def restarts_left(self, policy: RestartSettings) -> int:
-        """Return the number of restarts left in the restart budget."""
         history = self.read_history()
         if policy.window is None or not history.charged:
-            # Count every restart if there is no restart window. Also count every restart if the rendezvous
-            # handler keeps no failure history, because the restart times are then unknown.
+            # Count all restarts without a window, or if their times are unknown (a handler without history).
             return policy.max_restarts - self.restarts
         return max(0, policy.max_restarts - len(recent(policy, history, time.monotonic_ns() / 1e9)))

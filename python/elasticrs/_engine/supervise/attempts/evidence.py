@@ -1,13 +1,9 @@
 """Evidence that the kernel's OOM killer killed a worker.
 
-In the wait status, a kill by the OOM killer looks like any other SIGKILL. But the kernel counts OOM kills,
-for each memory cgroup (v2: ``memory.events``, v1: ``memory.oom_control``) and for the machine
-(``/proc/vmstat``). The agent reads these counters with :func:`oom_kills` when an attempt starts and again
-after a failure. If a counter has risen and the agent did not send the SIGKILL, the OOM killer almost
-certainly did.
-
-All functions are pure, except that they read files. A counter that cannot be read is ignored, because access
-depends on the setup of the container.
+Such a kill looks like any other SIGKILL, but the kernel counts OOM kills for each memory cgroup (v2:
+``memory.events``, v1: ``memory.oom_control``) and for the machine (``/proc/vmstat``). If a counter has risen
+since the start of the attempt and the agent did not send the SIGKILL, the OOM killer almost certainly did.
+Counters that a container cannot read are ignored.
 """
 
 from __future__ import annotations
@@ -19,27 +15,22 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 VMSTAT = "/proc/vmstat"
-"""File that counts all OOM kills on the machine. It is used only if no memory cgroup can be read."""
+"""Counts the machine's OOM kills. Used only if no memory cgroup can be read."""
 
 
 _ADVICE = (
     "raise the memory limit of its control group, or use smaller batches or fewer data loader workers",
     "the machine was out of memory: use smaller batches or fewer data loader workers",
 )
-"""Advice for the user. The first text is for an exceeded cgroup limit, the second for a machine that has run
-out of memory.
-"""
+"""The first text is for an exceeded cgroup limit, the second for a machine that has run out of memory."""
 
 
 # --- memory cgroups ---
 
 
 def memory_counters(cgroups: str, mountinfo: str) -> list[str]:
-    """Return the paths of the files that count OOM kills in a process's memory cgroups. Some of the files may
-    not exist.
-
-    cgroups: contents of the process's ``/proc/PID/cgroup``.
-    mountinfo: contents of ``/proc/self/mountinfo`` of the process that will read the files.
+    """Return the paths, perhaps missing, of the OOM counters of a process's memory cgroups. ``cgroups`` is
+    the text of its ``/proc/PID/cgroup``, and ``mountinfo`` that of the reader's ``/proc/self/mountinfo``.
     """
     counters = []
     for line in cgroups.splitlines():
@@ -60,9 +51,7 @@ def memory_counters(cgroups: str, mountinfo: str) -> list[str]:
 
 
 def _mounted_at(path: str, mountinfo: str, kind: str, option: str) -> str | None:
-    """Return the path under which the cgroup directory ``path`` is mounted. If several mounts contain it, use
-    the innermost mount. Return ``None`` if no mount contains it.
-    """
+    """Return the path under which the innermost mount shows the cgroup directory ``path``, if any does."""
     best = None
     best_root = ""
     for line in mountinfo.splitlines():
@@ -80,16 +69,13 @@ def _mounted_at(path: str, mountinfo: str, kind: str, option: str) -> str | None
 
 
 def _unescape(field: str) -> str:
-    # In mountinfo, the kernel escapes each space, tab, newline and backslash of a path as a backslash and
-    # three octal digits.
+    # In mountinfo, a space, tab, newline or backslash is a backslash and three octal digits.
     head, *rest = field.split("\\")
     return head + "".join(chr(int(part[:3], 8)) + part[3:] for part in rest)
 
 
 def parse_oom_kill(text: str) -> int | None:
-    """Return the value of ``oom_kill`` in ``memory.events``, ``memory.oom_control`` or ``/proc/vmstat``.
-    Return ``None`` if the text does not contain the counter.
-    """
+    """Return the counter in ``memory.events``, ``memory.oom_control`` or ``/proc/vmstat``, if it is there."""
     for line in text.splitlines():
         key, _, value = line.partition(" ")
         if key == "oom_kill" and value.isdecimal():
@@ -101,9 +87,7 @@ def parse_oom_kill(text: str) -> int | None:
 
 
 def oom_kills(pids: Iterable[int] = ()) -> dict[str, int]:
-    """Read the OOM kill counters of this process's and the workers' cgroups, keyed by file path. Files that
-    cannot be read are left out.
-    """
+    """Read the OOM kill counters of this process's and the workers' cgroups, by file path."""
     mountinfo = _read("/proc/self/mountinfo")
     paths = {VMSTAT: None}
     known = set()
@@ -116,9 +100,7 @@ def oom_kills(pids: Iterable[int] = ()) -> dict[str, int]:
 
 
 def read_counters(paths: Iterable[str]) -> dict[str, int]:
-    """Read the OOM kill counters from these files, leaving out files without a counter. To read the same
-    counters again, pass an earlier result as ``paths``.
-    """
+    """Read the counters of these files again. Files without a counter are left out."""
     counts = {}
     for path in paths:
         count = parse_oom_kill(_read(path))
@@ -136,9 +118,7 @@ def _read(path: str) -> str:
 
 
 def oom_rise(before: Mapping[str, int], after: Mapping[str, int]) -> tuple[str, int] | None:
-    """Return the path of the OOM kill counter with the largest increase, and the increase. Return ``None`` if
-    no counter has increased.
-    """
+    """Return the path of the counter with the largest increase, and the increase; ``None`` without one."""
     rises = {path: after[path] - count for path, count in before.items() if after.get(path, 0) > count}
     if any(path != VMSTAT for path in before):
         rises.pop(VMSTAT, None)
@@ -148,14 +128,9 @@ def oom_rise(before: Mapping[str, int], after: Mapping[str, int]) -> tuple[str, 
 def probably_oom(
     exitcode: int | None, sent_signal: int | None, before: Mapping[str, int], after: Mapping[str, int]
 ) -> bool:
-    """Return true if the kernel's OOM killer has probably killed a worker.
-
-    Args:
-        exitcode: exit code of the worker. 137 counts as well, because a shell exits with 137 if its command
-            was killed.
-        sent_signal: last signal that the agent sent to the worker.
-        before: result of :func:`oom_kills` at the start of the attempt.
-        after: the same counters after the failure.
+    """Return true if the kernel's OOM killer has probably killed a worker. An exit code of 137 counts as
+    well, because a shell exits with it if its command was killed. ``sent_signal`` is the agent's last signal
+    to the worker.
     """
     killed = exitcode in {-signal.SIGKILL, 128 + signal.SIGKILL}
     return killed and sent_signal != signal.SIGKILL and oom_rise(before, after) is not None
@@ -164,9 +139,7 @@ def probably_oom(
 def oom_note(
     exitcode: int | None, sent_signal: int | None, before: Mapping[str, int], after: Mapping[str, int]
 ) -> str | None:
-    """Return a line about the OOM killer for the failure report. Return ``None`` if the kernel's ``oom_kill``
-    counters did not rise during the attempt.
-    """
+    """Return a line about the OOM killer for the failure report; ``None`` if the counters did not rise."""
     rise = oom_rise(before, after)
     if rise is None:
         return None

@@ -1,5 +1,4 @@
-"""Describes workers that missed their heartbeat deadline, in messages to the user. The functions have no side
-effects, but some read files that contain the workers' stacks.
+"""Describes workers that missed their heartbeat deadline, in messages to the user.
 
 Imported only after a worker hung, or at the end of a job whose workers sent heartbeats.
 """
@@ -25,8 +24,7 @@ MAX_FRAMES_OF_OTHERS = 4
 MAX_STACKS = 4
 """Maximum number of distinct stacks of candidates in a report."""
 _EARLIER = 0.01
-"""If a worker stopped at least this number of seconds before the others, the report mentions the difference.
-"""
+"""Seconds between the stop of a worker and of the others that the report mentions."""
 _STATES = {"T": "it is stopped by a signal", "t": "a debugger has stopped it", "D": "it waits for a device"}
 
 
@@ -41,15 +39,9 @@ def hung(
 ) -> str:
     """Describe which worker hung, since when, and what the other workers did meanwhile.
 
-    Args:
-        event: event that reports the hang.
-        ranks: global rank by local rank.
-        diagnosis: result of comparing the flight records and stacks of all ranks. If it names culprits, its
-            summary replaces the innermost frames of the ranks.
-        was_found_here: true if a worker on this node exceeded a time limit; false if only a worker on another
-            node exceeded a limit.
-        local_rank: local rank of the worker to describe; ``None`` for the worker that the event names.
-        exited: exit of the described worker; ``None`` if the worker has not exited.
+    ``local_rank`` defaults to the event's. ``ranks`` are global ranks by local rank. ``diagnosis`` replaces
+    the innermost frames if it names culprits. ``was_found_here`` is false if only another node's worker
+    exceeded a limit.
     """
     if local_rank is None:
         local_rank = event.local_rank
@@ -67,13 +59,7 @@ def hung(
 
 
 def kept_waiting(exited: WorkerExited | None, at_ns: int, diagnosis: Diagnosis | None) -> str:
-    """Describe a worker that made a collective of other workers fail.
-
-    Args:
-        exited: exit of the worker; ``None`` if it has not exited yet.
-        at_ns: time when the worker counts as failed, in nanoseconds of the monotonic clock.
-        diagnosis: diagnosis of the failed collective; ``None`` if there is none.
-    """
+    """Describe a worker that made a collective of other workers fail, at ``at_ns`` of the monotonic clock."""
     summary = "" if diagnosis is None else diagnosis.summary
     how = "made a collective of the others fail"
     if exited is not None and exited.seen_ns <= at_ns:
@@ -103,7 +89,7 @@ def _missed(event: WorkerHung, own: RankSeen | None, was_found_here: bool) -> st
             f"hung: its program returned {seconds((event.seen_ns - beat.at_ns) / 1e9)} before the others hung"
         )
     if own is not None and own.local_rank != event.local_rank:
-        # Use this worker's own last heartbeat, because the event describes the heartbeats of another worker.
+        # Use this worker's own last heartbeat, because the event describes another worker's.
         what = f"in its section '{section}', no heartbeat" if section else "no heartbeat"
         since_ns = since_ns if beat is None else beat.at_ns
     silent = (event.seen_ns - since_ns) / 1e9
@@ -111,8 +97,7 @@ def _missed(event: WorkerHung, own: RankSeen | None, was_found_here: bool) -> st
     if not was_found_here:
         others = ", but a rank on another node is waiting"
     elif silent < event.limit:
-        # This worker has not exceeded its own time limit, but is reported as hung, because other ranks are
-        # waiting for it.
+        # This worker counts as hung although its limit has not passed, because other ranks wait for it.
         others = ", but the limit of another rank has passed"
     return f"hung: {what} for {seconds(silent)} (limit {event.limit:g} s{others})"
 
@@ -134,9 +119,7 @@ def _stopped_at(own: RankSeen | None, others: Sequence[RankSeen]) -> str:
 
 
 def step_text(step: int, *, is_automatic: bool) -> str:
-    """Format the number of a training step for the user. If this library counts the optimizer steps, the text
-    says so, because the count restarts at 0 in each attempt.
-    """
+    """Name the step. A count of optimizer steps by this library restarts at 0 in each attempt."""
     return f"optimizer step {step:,} of this attempt" if is_automatic else f"step {step:,}"
 
 
@@ -160,21 +143,14 @@ def _where(own: RankSeen | None, others: Sequence[RankSeen], ranks: Mapping[int,
 
 
 def place(frame: str) -> str:
-    """Convert a stack frame of ``faulthandler`` to a short form, such as ``all_reduce
-    (distributed_c10d.py:2501)``.
-    """
+    """Shorten a frame of ``faulthandler``, such as ``all_reduce (distributed_c10d.py:2501)``."""
     parsed = frame_of(frame)
     return printable(frame) if parsed is None else short(parsed)
 
 
 def heartbeat_notes(beats: Iterable[Heartbeat], end_ns: int, ranks: Mapping[int, int]) -> list[str]:
-    """Describe the last heartbeat of each rank. Ranks at the same step share a line, and the slowest ranks
-    come first.
-
-    Args:
-        beats: last heartbeats of the attempt.
-        end_ns: time of the failure, in monotonic nanoseconds.
-        ranks: global rank by local rank.
+    """Describe the last heartbeat of each rank (``end_ns``: monotonic time of the failure). Ranks at the same
+    step share a line, and the slowest ranks come first.
     """
     groups: dict[tuple[int | None, str | None, bool], list[Heartbeat]] = {}
     for beat in beats:
@@ -196,12 +172,10 @@ def heartbeat_notes(beats: Iterable[Heartbeat], end_ns: int, ranks: Mapping[int,
 
 
 def stack(path: str, *, others: int = 0) -> str | None:
-    """Return the innermost frames of the first thread in a stack dump of a hung worker. In a ``faulthandler``
-    dump, the first thread is the thread that handled the dump signal. In a ``py-spy`` dump, the first thread
-    is the main thread.
+    """Return the innermost frames of the first thread in a worker's stack dump; ``None`` if there are none.
+    It is the thread that handled the dump signal (``faulthandler``), or the main thread (``py-spy``).
 
-    Return ``None`` if the file ``path`` contains no frames. Also include the innermost frames of up to
-    ``others`` further threads, because one of these threads may be delaying the worker's exit.
+    Also include up to ``others`` further threads, because one of them may delay the worker's exit.
     """
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
@@ -219,9 +193,7 @@ def stack(path: str, *, others: int = 0) -> str | None:
 
 
 def stacks_of(diagnosis: Diagnosis, ranks: Sequence[int]) -> str | None:
-    """Return text with the innermost frames of these ranks. Ranks with the same stack are listed together.
-    Return ``None`` if the stack of none of these ranks is known.
-    """
+    """Return the innermost frames of these ranks, grouped by stack; ``None`` if no stack is known."""
     shown: list[str] = []
     groups = [(sorted(set(ranks).intersection(stack.ranks)), stack.frames) for stack in diagnosis.stacks]
     groups = [(those, frames) for those, frames in groups if those]
@@ -237,7 +209,7 @@ def stacks_of(diagnosis: Diagnosis, ranks: Sequence[int]) -> str | None:
 
 
 def _is_own(frame: Frame) -> bool:
-    """Return true if the frame is from elasticrs's own thread, which waits for flight record requests."""
+    """Return true for elasticrs's own thread, which waits for flight record requests."""
     return frame.file.endswith(OWN_THREAD)
 
 
@@ -248,5 +220,5 @@ def _first(frames: Sequence[Frame], limit: int) -> list[str]:
 
 
 def seconds(span: float) -> str:
-    """Format a duration in seconds with three digits or more: ``9.99 s``, ``99.9 s``, ``999 s``."""
+    """Format seconds with three digits or more: ``9.99 s``, ``99.9 s``, ``999 s``."""
     return f"{span:.2f} s" if span < 9.995 else f"{span:.1f} s" if span < 99.95 else f"{span:,.0f} s"

@@ -1,7 +1,6 @@
 """Pure function that decides how one node's agent reacts to events, without I/O, clocks or randomness.
 
-:func:`step` takes a state and an event. It returns the next state, and the actions that the loop must
-execute, in order. The order of phases::
+:func:`step` returns the next state, and the actions that the loop must execute, in order. The phases::
 
     INIT → RENDEZVOUS → STARTING → RUNNING → STOPPING → RENDEZVOUS …  (a restart)
                                                       → SUCCEEDED | FAILED | STOPPED
@@ -9,15 +8,11 @@ execute, in order. The order of phases::
 Invariants, each tested by a property test:
 
 - **AGENT-1** :class:`Start` is requested only after all processes of an earlier group have exited.
-- **AGENT-2** A failure is followed by a restart only if the restart policy allows it, so the charged restarts
-  stay within the budget. Only a port conflict is retried without a charge, at most :data:`MAX_PORT_RETRIES`
-  times.
-- **AGENT-3** The terminal phases are final. Each is entered with exactly one :class:`Exit`, which is the last
-  action.
-- **AGENT-4** The exit code is 0 only if every worker of the last group exited with 0 and no stop was
-  requested.
-- **AGENT-5** After the first stop signal, no process is started, and the agent exits when the group has
-  ended.
+- **AGENT-2** A failure is followed by a restart only if the restart policy allows it, within the budget. Only
+  a port conflict is retried without a charge, at most :data:`MAX_PORT_RETRIES` times.
+- **AGENT-3** Terminal phases are final. Each is entered with exactly one :class:`Exit`, the last action.
+- **AGENT-4** The exit code is 0 only if all workers of the last group exited with 0 and no stop was requested.
+- **AGENT-5** After the first stop signal, no process is started, and the agent exits after its group.
 - **AGENT-6** A node is not used again if a worker survived SIGKILL or hung in the kernel.
 - **AGENT-7** With ``replaces``, a failed worker is replaced after all its processes have exited, and the
   other workers keep running, as long as the restart budget lasts. A single restart is charged for all workers
@@ -62,8 +57,6 @@ SIGKILL: int = signal.SIGKILL
 
 
 class Phase(Enum):
-    """Phase of the agent of one node."""
-
     INIT = "init"
     RENDEZVOUS = "rendezvous"
     STARTING = "starting"
@@ -75,7 +68,6 @@ class Phase(Enum):
 
     @property
     def is_terminal(self) -> bool:
-        """True if no other phase can follow this one."""
         return self in (Phase.SUCCEEDED, Phase.FAILED, Phase.STOPPED)
 
 
@@ -83,24 +75,17 @@ class AgentState(Value):
     """State of the agent, on which all its decisions depend.
 
     Args:
-        policy: settings of the restart policy.
         shutdown_timeout: seconds between the first signal and SIGKILL.
-        phase: phase of the agent.
         round: number of the attempt, from 1. Every attempt counts.
-        history: failures so far.
-        stopped_by: decision of the restart policy to stop the job while workers are still running; ``None``
-            if there is none.
+        stopped_by: the restart policy's decision to stop the job, while workers are still running.
         is_delayed: true while the next attempt waits for the delay of the restart policy.
-        port_retries: number of attempts that were repeated because another process took the port of the
-            workers' store.
-        signum: the first signal that asked the agent to stop; ``None`` if there was none.
+        port_retries: attempts repeated because another process took the port of the workers' store.
+        signum: first signal that asked the agent to stop.
         worker_failed: true if a worker of the current group has failed.
-        group_exists: true if processes of a group may exist: after :class:`Start`, until the start fails or
-            :class:`GroupEnded`.
+        group_exists: true if a group may have processes: from :class:`Start` to its failure or end.
         replaces: true if a failed worker is replaced while the others continue.
         replacing: local ranks of failed workers that have no running replacement yet.
-        met: last rendezvous of each worker at the time when a failure was charged, except for workers that
-            have been replaced since then.
+        met: last rendezvous of each worker when a failure was charged, unless it was replaced since then.
     """
 
     policy: RestartSettings
@@ -120,13 +105,11 @@ class AgentState(Value):
 
     @property
     def restarts(self) -> int:
-        """Number of restarts that were counted against the restart budget. Workers see this number as
-        ``TORCHELASTIC_RESTART_COUNT``.
-        """
+        """Number of charged restarts, which workers see as ``TORCHELASTIC_RESTART_COUNT``."""
         return self.history.charged
 
     def restarts_left(self, now: float) -> int:
-        """Return the number of restarts that the budget still allows. ``now`` is the time in seconds."""
+        """Return the restarts that the budget still allows at ``now`` (seconds)."""
         used = self.restarts
         if self.policy.window is not None:
             used = len(recent(self.policy, self.history, now))
@@ -136,8 +119,7 @@ class AgentState(Value):
 # --- events ---
 
 
-class Event(Value):
-    """Base class of the events that the agent reacts to."""
+class Event(Value): ...
 
 
 class Begin(Event):
@@ -149,20 +131,18 @@ class RendezvousCompleted(Event):
 
 
 class RendezvousFailed(Event):
-    """The rendezvous failed, so no further attempt is possible. ``message`` tells the user the reason."""
+    """No further attempt is possible. ``message`` tells the user the reason."""
 
     message: str
 
 
-class Started(Event):
-    """All workers of the attempt are running."""
+class Started(Event): ...
 
 
 class StartFailed(Event):
-    """The workers could not be started, for the reason ``message``, and all their processes have exited.
-    ``transient`` is true if another try may succeed soon (no memory, no process slots, a killed nursery).
-    ``has_no_program`` is true if the program cannot be executed on this node, although other nodes may be
-    able to execute it.
+    """The workers could not be started, and all their processes have exited. ``transient``: another try may
+    succeed soon (no memory, no process slots, a killed nursery). ``has_no_program``: this node cannot execute
+    the program, but others may.
     """
 
     message: str
@@ -171,8 +151,7 @@ class StartFailed(Event):
     has_no_program: bool = False
 
 
-class DelayOver(Event):
-    """The delay before the next attempt is over."""
+class DelayOver(Event): ...
 
 
 class HangSeen(Event):
@@ -182,16 +161,14 @@ class HangSeen(Event):
 
 
 class FailureSeen(Event):
-    """The first failure of a worker in this attempt. The other workers have already been signalled."""
+    """First failure of a worker in this attempt. The others have already been signalled."""
 
     local_rank: int
 
 
 class WorkerExited(Event):
-    """A worker has exited. The exit code is negative if a signal killed the worker, and ``None`` if it is
-    unknown.
-
-    ``met`` lists the number of each worker's last rendezvous round, by local rank.
+    """A worker has exited. A negative exit code is a signal, and ``None`` is unknown. ``met`` has the number
+    of each worker's last rendezvous round, by local rank.
     """
 
     local_rank: int
@@ -201,8 +178,8 @@ class WorkerExited(Event):
 
 
 class WorkerSwept(Event):
-    """All processes of a failed worker have exited, so the worker can be replaced. If ``is_stuck`` is true,
-    some processes survived SIGKILL instead, and the worker cannot be replaced.
+    """All processes of a failed worker have exited. If some survived SIGKILL (``is_stuck``), do not replace
+    it.
     """
 
     local_rank: int
@@ -216,8 +193,6 @@ class WorkerReplaced(Event):
 
 
 class ReplaceFailed(Event):
-    """The replacement for a failed worker could not be started."""
-
     local_rank: int
 
 
@@ -225,13 +200,11 @@ class GroupEnded(Event):
     """All processes of the group have exited, except processes that cannot be killed.
 
     Args:
-        outcome: outcome of the group.
         stuck_ranks: local ranks of the workers that survived SIGKILL.
         port_conflict: true if the workers' store could not bind the port that the agent had chosen.
-        unfit: reason other than ``stuck_ranks`` why this node cannot be used again; ``None`` if there is
-            none.
+        unfit: other reason why this node cannot be used again.
         evidence: evidence about the failure; empty if the group succeeded.
-        found_unfit: reason why a check found this node unfit; ``None`` if no check did.
+        found_unfit: reason why a check found this node unfit.
     """
 
     outcome: Outcome
@@ -243,21 +216,17 @@ class GroupEnded(Event):
 
     @property
     def why_stuck(self) -> str | None:
-        """Reason why this node cannot run another attempt even if its checks pass. ``None`` if there is no
-        such reason.
-        """
+        """Reason why this node cannot run another attempt even if its checks pass."""
         return phrases.stuck(self.stuck_ranks) if self.stuck_ranks else self.unfit
 
     @property
     def why_unfit(self) -> str | None:
-        """Reason why this node should not run another attempt, such as a failed node check. ``None`` if there
-        is no such reason.
-        """
+        """Reason why this node should not run another attempt."""
         return self.why_stuck or self.found_unfit
 
 
 class SignalReceived(Event):
-    """The agent received the signal ``signum`` as a request to stop."""
+    """The agent received a request to stop."""
 
     signum: int
 
@@ -270,35 +239,27 @@ class Action(Value):
 
 
 class Rendezvous(Action):
-    """Agree on ranks and addresses for an attempt. The loop responds with :class:`RendezvousCompleted` or
-    :class:`RendezvousFailed`.
-    """
+    """Agree on ranks and addresses. Answered by :class:`RendezvousCompleted` or :class:`RendezvousFailed`."""
 
     round: int
 
 
 class Delay(Action):
-    """Wait for a number of seconds before the next attempt. The loop responds with :class:`DelayOver`."""
+    """Wait before the next attempt. Answered by :class:`DelayOver`."""
 
     seconds: float
 
 
 class Start(Action):
-    """Start the workers. The loop responds with :class:`Started`, :class:`StartFailed` or
-    :class:`GroupEnded`.
-    """
+    """Start the workers. Answered by :class:`Started`, :class:`StartFailed` or :class:`GroupEnded`."""
 
     round: int
     restarts: int
 
 
 class HungElsewhere(Value):
-    """A worker that hangs on another node, as reported by that node.
-
-    Args:
-        silence: seconds since the worker's last heartbeat.
-        step: training step of the worker; ``None`` if its heartbeats had no steps.
-        frame: stack frame of the worker's main thread, as in ``RankSeen``; ``None`` if unknown.
+    """A hung worker on another node: seconds since its last heartbeat, training step, and stack frame of its
+    main thread, as in ``RankSeen``.
     """
 
     silence: float
@@ -307,14 +268,13 @@ class HungElsewhere(Value):
 
 
 class Stop(Action):
-    """Stop the workers. The loop responds with :class:`GroupEnded`.
+    """Stop the workers. Answered by :class:`GroupEnded`.
 
     Args:
-        signum: signal to send first.
         grace: seconds from the first signal until SIGKILL.
         is_announced: true if the user has already been told the reason.
-        hung: hung worker on another node that is the reason for the stop; ``None`` otherwise. Before the
-            stop, this node collects evidence about the ranks for which the hung worker may be waiting.
+        hung: hung worker on another node. Before the stop, this node collects evidence about the ranks for
+            which it may be waiting.
     """
 
     signum: int
@@ -328,9 +288,7 @@ class CollectEvidence(Action):
 
 
 class AnnounceRestart(Action):
-    """Print a line that says what failed and that the workers are restarted after ``delay`` seconds.
-    ``charged`` is true if the restart was charged to the budget.
-    """
+    """Tell the user what failed and that the workers are restarted after ``delay`` seconds."""
 
     restarts_left: int
     charged: bool = True
@@ -338,26 +296,20 @@ class AnnounceRestart(Action):
 
 
 class Replace(Action):
-    """Start a replacement for a failed worker. The loop responds with :class:`WorkerReplaced` or
-    :class:`ReplaceFailed`.
-    """
+    """Replace a failed worker. Answered by :class:`WorkerReplaced` or :class:`ReplaceFailed`."""
 
     local_rank: int
     restarts: int
 
 
 class ReportFailure(Action):
-    """Report why the job failed. ``message`` is the reason, or ``None`` if a worker's failure is
-    the reason.
-    """
+    """Report why the job failed. ``message`` is ``None`` if a worker's failure is the reason."""
 
     message: str | None = None
     verdict: Verdict = Verdict.FAILED
 
 
 class Exit(Action):
-    """Exit the launcher with the exit code ``code``."""
-
     code: int
 
 
@@ -365,7 +317,7 @@ class Exit(Action):
 
 
 def step(state: AgentState, event: Event) -> tuple[AgentState, list[Action]]:
-    """Return the new state of the agent after an event, and the actions to execute, in order.
+    """Return the new state after an event, and the actions to execute, in order.
 
     An event that has no meaning in the current phase, such as a late response, changes nothing.
     """
@@ -483,9 +435,7 @@ def _on_replacement(
 
 
 def _stop_all(state: AgentState) -> tuple[AgentState, list[Action]]:
-    """Stop all workers, because a failed worker cannot be replaced. After that, either all workers are
-    restarted or the job fails.
-    """
+    """Stop all workers, because one cannot be replaced. They are then restarted, or the job fails."""
     stop = Stop(SIGTERM, state.shutdown_timeout, is_announced=True)
     return state.replaced(phase=Phase.STOPPING, worker_failed=True), [stop]
 
@@ -493,10 +443,8 @@ def _stop_all(state: AgentState) -> tuple[AgentState, list[Action]]:
 def _restart(
     state: AgentState, evidence: Evidence, message: str | None = None
 ) -> tuple[AgentState, list[Action]]:
-    """Restart all workers if the restart policy allows it. Otherwise, fail the job.
-
-    ``message`` is reported as the reason for the failure, unless the policy has found that another attempt
-    would fail in the same way.
+    """Restart all workers if the policy allows it, or else fail the job. ``message`` is the reason to report,
+    unless another attempt would fail in the same way.
     """
     decision = state.stopped_by or decide(state.policy, state.history, evidence)
     if decision.stop is not None:

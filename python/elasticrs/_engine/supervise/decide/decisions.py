@@ -1,6 +1,4 @@
-"""Interface between the agent's loop and the code that decides how the agent reacts to events. This module
-also contains the implementation for jobs on a single node.
-"""
+"""Interface between the agent's loop and the code that decides, and its implementation for a single node."""
 
 from __future__ import annotations
 
@@ -26,23 +24,22 @@ if TYPE_CHECKING:
     from elasticrs._engine.workers.plan import Plan
 
     Planner: TypeAlias = Callable[[_core.Supervisor], Plan]
-    """Function that creates the plan for each start of the workers, with their ranks and addresses."""
+    """Creates the plan for each start of the workers, with their ranks and addresses."""
 
 
 class Decisions(ABC):
-    """Base class of the objects that decide how an agent reacts to events. The agent's loop passes each event
-    to the object and executes the returned actions in order.
+    """Decides how an agent reacts to events. The loop passes each event, and executes the returned actions in
+    order.
 
     Attributes:
-        phase: current phase of the agent. The reaction to an event depends on the phase.
-        signum: first signal that asked the agent to stop; ``None`` if there was none.
+        signum: first signal that asked the agent to stop.
         plan: plan of the attempt that :class:`.Start` requests.
-        first_cause: first failure of a job on several nodes; see :mod:`.failure_cause`.
+        first_cause: first failure of a job on several nodes.
         clock: wall clock of the nodes' store, as estimated on this node.
         has_taken_part: true if workers of this node ran in the last round.
         has_peers: true if other nodes depend on the outcome of this node.
-        planned: function that may change the plan of each round of several nodes before the workers start.
-            Its arguments are the plan, and a function that opens the store that the nodes of the round share.
+        planned: may change a round's plan before the workers start. Its second argument opens the store that
+            the nodes of the round share.
         kept: state of an agent of several nodes that survives from one run of the agent to the next.
         failed_elsewhere: true if this node's workers were stopped because workers on another node failed.
     """
@@ -65,20 +62,15 @@ class Decisions(ABC):
         """Set the process supervisor. Called once, before any event except a signal."""
 
     def shared_cause(self) -> Mapping[str, Any] | None:
-        """Return the first failure of the last failed round across all nodes, as the fields of a
-        :class:`.Cause`. Return ``None`` if no round has failed, or if the job
-        runs on one node.
-        """
+        """Return the fields of the :class:`.Cause` of the last failed round across all nodes, if any."""
         return None
 
     def node_names(self) -> Sequence[str] | None:
-        """Return the names of the nodes in the current round, by group rank; ``None`` if this agent does not
-        know them.
-        """
+        """Return the names of the round's nodes, by group rank; ``None`` if this agent does not know them."""
         return (os.uname().nodename,)
 
     def read_history(self) -> FailureHistory:
-        """Return the history of the job's failures. Times are in seconds on this node's monotonic clock."""
+        """Return the job's failures. Times are in seconds on this node's monotonic clock."""
         return FailureHistory()
 
     def seconds_left(self) -> float:
@@ -89,27 +81,19 @@ class Decisions(ABC):
         return []
 
     def fd_ready(self, fd: int) -> list[machine.Action] | None:  # noqa: ARG002 -- subclasses use it
-        """Handle a readable file descriptor and return the actions to take. Return ``None`` if the descriptor
-        does not belong to this object.
-        """
+        """Handle a readable file descriptor and return actions; ``None`` if it belongs to another object."""
         return None
 
     def fenced(self) -> list[machine.Action]:
-        """Return the actions to take after this node's lease has expired. The nursery (the process that forks
-        workers) is already killing the workers at that time.
-        """
+        """Return the actions after this node's lease has expired. The nursery already kills the workers."""
         return []
 
     def observe(self, attempt: Attempt) -> None:  # noqa: B027 -- nothing to do for one node
         """Set the attempt to which all later events belong."""
 
     def next_plan(self, supervisor: _core.Supervisor) -> machine.Event:  # noqa: ARG002 -- subclasses use it
-        """Execute the action :class:`.Rendezvous`: agree on ranks and
-        addresses. Return the event that reports the result. If this agent hosts the workers' store, the store
-        runs in the supervisor.
-
-        Raises:
-            Exception: raised by a user's rendezvous handler.
+        """Execute the action :class:`.Rendezvous`, and return the event that reports the result. The agent's
+        store for the workers runs in the supervisor. A user's rendezvous handler may raise any exception.
         """
         raise RuntimeError("plans come with the rounds")
 
@@ -155,8 +139,7 @@ class OneNode(Decisions):
                 try:
                     from elasticrs._engine.supervise.failures.failed_attempt import evidence
                 except OSError:
-                    # Continue without the cause of the failure if no file descriptor is free for the import.
-                    # The restart budget still limits the number of restarts.
+                    # No file descriptor is free for the import. The restart budget still limits the restarts.
                     return event
                 return event.replaced(evidence=evidence(self._attempt, self._job.fatal_codes))
         return event

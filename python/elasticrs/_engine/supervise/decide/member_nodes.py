@@ -1,10 +1,8 @@
-"""Decisions of one node's agent in a multi-node job with ``--on-failure replace``, in which workers keep
-running when others fail.
+"""Decisions of one node's agent in a multi-node job with ``--on-failure replace``.
 
-There are two separate rendezvous in the same store, one for the workers and one for the agents. The agents'
-rendezvous counts restarts on all nodes and determines how the job ends. :mod:`.shared_budget`
-decides how the rounds of the agents' rendezvous affect the workers of this node.
-:mod:`.several_nodes` contains the rest.
+The workers and the agents have separate rendezvous in the same store. The agents' counts restarts on all
+nodes and determines how the job ends; :mod:`.shared_budget` decides how its rounds affect the workers of this
+node.
 """
 
 from __future__ import annotations
@@ -38,14 +36,13 @@ _PHASES = {"running": machine.Phase.RUNNING, "stopping": machine.Phase.STOPPING}
 
 
 class MemberNodes(SeveralNodes):
-    """Makes the decisions of one node's agent in a multi-node job with ``--on-failure replace``."""
+    """Makes these decisions; see :class:`.SeveralNodes` for the rest."""
 
     _keeps_workers = True
 
     def __init__(self, job: JobSpec, rendezvous: Rendezvous, console: Console) -> None:
         super().__init__(job, rendezvous, console)
-        # Start the agents' rounds without waiting for late nodes, because a node can join later without
-        # affecting running workers.
+        # Do not wait for late nodes, because a node can join later without affecting running workers.
         waits = {"last_call_timeout": 0.0, "restart_call_timeout": 0.0}
         settings = Settings({**self._rendezvous.settings.fields(), **waits})
         # Allow two store clients per worker: one for its session and one for its round.
@@ -79,8 +76,7 @@ class MemberNodes(SeveralNodes):
 
     def fenced(self) -> list[machine.Action]:
         found = super().fenced()
-        # Kill the workers even if the rendezvous has not requested it. Between two rendezvous rounds, the
-        # rendezvous may not know that workers are running.
+        # Kill the workers even if the rendezvous, between two rounds, does not know that they are running.
         return found + self._carry(shared.MustStop(machine.SIGKILL, is_fence=True))
 
     # --- actions from the rendezvous ---
@@ -123,11 +119,9 @@ class MemberNodes(SeveralNodes):
         return self._final_world_size if page is None else page.final_world_size()
 
     def _look_for_unfinished_ranks(self, begun: messages.Start) -> None:
-        """If a node was lost after the training, record that the job's results may be incomplete. Ignore the
-        node if its workers were not in the training's last rendezvous.
-
-        After the training, no other workers take over the ranks of the lost workers. Their remaining work,
-        such as saving, is therefore not repeated.
+        """If a node with workers in the training's last rendezvous was lost afterwards, record that results
+        may be incomplete: no other workers take over its ranks, so their remaining work, such as saving, is
+        not repeated.
         """
         before, world_size = self._begun, self._known_final_world_size()
         if not begun.after_loss or before is None or world_size is None:
@@ -139,8 +133,8 @@ class MemberNodes(SeveralNodes):
             )
 
     def _tell_round(self, begun: messages.Start) -> None:
-        """Print why a new round has started. Print nothing if a worker on this node has failed, because the
-        line about its replacement contains the reason.
+        """Print why a new round has started. The line about a worker's replacement here already has the
+        reason.
         """
         why, self._why, self._first_word = self._why, "", None
         is_own, self._is_own = self._is_own, False

@@ -1,8 +1,6 @@
-"""Agent logic for a single-node job whose workers form a rendezvous among themselves.
+"""Agent logic for a single-node job with ``--on-failure replace``; see :mod:`elasticrs.train`.
 
-Used only with ``--on-failure replace``; see :mod:`elasticrs.train`. The agent replaces failed workers
-individually, and hosts the store in which its workers meet. The agent of a job on several nodes is in
-:mod:`.member_nodes`.
+The agent hosts the store in which its workers form a rendezvous. :mod:`.member_nodes` is for several nodes.
 """
 
 from __future__ import annotations
@@ -34,22 +32,17 @@ if TYPE_CHECKING:
 
 _FOR_WORKERS = frozenset(
     {
-        # Settings of the connection to the store: timeouts, and the time for which the store may be
-        # unavailable.
+        # Connection to the store.
         *("connect_timeout", "store_lost_timeout", "store_grace"),
         *("keep_alive_interval", "keep_alive_max_attempt"),
-        # Settings of a worker's connection to etcd. Workers get the path of the password file, never the
-        # password.
+        # Connection to etcd. Workers get the path of the password file, never the password.
         *("protocol", "ca_cert", "cacert", "ssl_cert", "cert", "ssl_cert_key", "key"),
         *("user", "password_file", "etcd_prefix", "lease_ttl", "read_timeout"),
-        # Settings of the workers' rendezvous: its time limits, the ports of its store, and the order of
-        # ranks.
+        # Rendezvous: its time limits, the ports of its store, and the order of ranks.
         *("join_timeout", "last_call_timeout", "restart_call_timeout", "worker_port_range", "order_hint"),
     }
 )
-"""Settings in ``--rdzv-conf`` that also apply to the rendezvous of the workers. All other settings apply only
-to the rendezvous of the nodes.
-"""
+"""Settings in ``--rdzv-conf`` that also apply to the rendezvous of the workers."""
 
 
 class MemberWorkers(OneNode):
@@ -118,27 +111,19 @@ def _alone(job: JobSpec) -> Rendezvous:
 
 
 def among_workers(nodes: Rendezvous, job: JobSpec) -> Rendezvous:
-    """Return the workers' rendezvous: a copy of the nodes' rendezvous whose members are workers instead of
-    nodes.
-    """
+    """Return a copy of the nodes' rendezvous whose members are workers."""
     return nodes.replaced(min_nodes=nodes.min_nodes * job.nproc, max_nodes=nodes.max_nodes * job.nproc)
 
 
 def variables_of_members(rendezvous: Rendezvous, store: RendezvousStore, number: int) -> dict[str, str]:
-    """Return the environment variables that the workers need to find each other.
-
-    Args:
-        rendezvous: rendezvous of the workers.
-        store: rendezvous store of their agent.
-        number: job number; see :func:`.keys.workers_job`.
-    """
+    """Return the variables with which the workers find each other; see :func:`.keys.workers_job`."""
     etcd = rendezvous.etcd
     settings = for_workers(rendezvous.config)
     if etcd is None:
         scheme, endpoint = "elasticrs", shown_endpoint(*store.address)
     else:
         scheme, endpoint = "etcd", rendezvous.endpoint
-        # Set the protocol explicitly, because the user may have specified it only in the endpoint.
+        # The user may have specified the protocol only in the endpoint.
         settings["protocol"] = "https" if etcd.is_tls else "http"
         if "timeout" in rendezvous.config:
             settings.setdefault("join_timeout", str(rendezvous.config["timeout"]))
@@ -147,8 +132,7 @@ def variables_of_members(rendezvous: Rendezvous, store: RendezvousStore, number:
     variables = {
         "ELASTICRS_TRAIN": f"{scheme}://{endpoint}/{job}?{urlencode({**settings, **limits})}",
         "ELASTICRS_TRAIN_JOB": workers_job(rendezvous.run_id, store.job, number),
-        # Disable NCCL's watchdog by default, because it would kill a worker whose collective was aborted,
-        # although the worker can continue.
+        # NCCL's watchdog would kill a worker whose collective was aborted, although the worker can continue.
         NCCL_ENDS_PROCESSES: os.environ.get(NCCL_ENDS_PROCESSES, "0"),
     }
     if (token := _workers_token(rendezvous)) is not None:
@@ -157,19 +141,13 @@ def variables_of_members(rendezvous: Rendezvous, store: RendezvousStore, number:
 
 
 def for_workers(config: Mapping[str, object]) -> dict[str, str]:
-    """Return the settings in ``--rdzv-conf`` that also apply to the rendezvous of the workers, as strings.
-
-    They include the user name and the path of the password file for an etcd cluster that the site operates.
-    """
+    """Return the settings of ``--rdzv-conf`` for the workers, including how to log in to a site's etcd."""
     return {key: str(value) for key, value in config.items() if key in _FOR_WORKERS and value is not None}
 
 
 def _workers_token(rendezvous: Rendezvous) -> str | None:
-    """Return a credential that gives access only to the workers' keys, because workers never get the job's
-    own token.
-
-    Return ``None`` if the job has no token, or if it uses etcd. In etcd, workers log in with the agents'
-    ``user`` and ``password_file``, which :func:`for_workers` passes on.
+    """Return a credential for the workers' keys only, because workers never get the job's own token. ``None``
+    without a token, or with etcd, where :func:`for_workers` passes on ``user`` and ``password_file``.
     """
     token = rendezvous.settings.token
     if token is None or rendezvous.etcd is not None:

@@ -1,7 +1,7 @@
-"""Decisions of one node's agent in a multi-node job.
+"""Decisions of one node's agent in a multi-node job: reactions to signals, description of failures, exit
+code.
 
-The state machine in :mod:`.machine` decides when workers start and stop. This
-module decides the rest: how to react to signals, how to describe a failure, and which exit code to use.
+The state machine in :mod:`.machine` decides when workers start and stop.
 """
 
 from __future__ import annotations
@@ -49,16 +49,7 @@ _PHASES = {
 
 
 class SeveralNodes(Decisions):
-    """Makes the decisions of one node's agent in a multi-node job.
-
-    Args:
-        job: configuration of the job.
-        rendezvous: rendezvous of the nodes.
-        console: prints lines for the user.
-
-    Attributes:
-        outcome: how the job ended for this node; ``None`` while the job runs.
-    """
+    """Makes the decisions of one node's agent. ``outcome`` is ``None`` while the job runs."""
 
     has_peers = True
     _keeps_workers = False
@@ -152,18 +143,15 @@ class SeveralNodes(Decisions):
     def fenced(self) -> list[machine.Action]:
         if self._driver is None:
             return []
-        # Poll the store client first, because it may know why the connection was lost.
+        # The store client may know why the connection was lost.
         found = self._translate(self._driver.poll())
         if not self._group_exists:
-            # Keep the current connection to the store, because the expired lease belonged to an earlier
-            # connection.
+            # Keep the connection to the store, because the expired lease belonged to an earlier one.
             return found
         return found + self._translate(self._driver.lose("no keep-alive reached the store in time"))
 
     def release_plan(self) -> None:
-        """Drop the plan, which contains the ranks and addresses of a round. Do not close its port, because
-        the rendezvous closes the listening socket at the end of the round.
-        """
+        """Drop the plan, but do not close its port: the rendezvous does so at the end of the round."""
         self.plan = None
 
     def close(self) -> None:
@@ -193,13 +181,13 @@ class SeveralNodes(Decisions):
             if event.has_no_program:
                 from elasticrs._engine.supervise.failures.failed_attempt import no_program
 
-                # If the program cannot be executed, report a worker failure. The restart policy can then
-                # exclude this node, provided that the program starts on all other nodes.
+                # Report a worker failure. The restart policy can then exclude this node, provided that the
+                # program starts on all other nodes.
                 self._last_cause = cause = no_program(why, self._place())
                 return self._over(messages.GroupEnded(cause.encoded()))
             return self._over(messages.StartFailed(why, event.transient))
         if isinstance(event, machine.FailureSeen):
-            # Report nothing yet, because a later event reports how the worker exited.
+            # A later event reports how the worker exited.
             self._first_failure = event.local_rank
             return []
         if isinstance(event, machine.HangSeen):
@@ -212,7 +200,6 @@ class SeveralNodes(Decisions):
 
     def _on_signal(self, signum: int) -> list[machine.Action]:
         if self._driver is None:
-            # No workers have been started yet, so exit immediately.
             self.phase, self.signum = machine.Phase.STOPPED, signum
             return [machine.Exit(1)]
         if self.signum is not None:
@@ -235,8 +222,8 @@ class SeveralNodes(Decisions):
         return self._tell(messages.Leave(reason, close=ends_the_job))
 
     def _on_hang(self, event: machine.HangSeen) -> list[machine.Action]:
-        """Report the hang to the other nodes before the hung worker is killed, because the kill makes the
-        waiting workers fail. Failed workers cannot write stacks or flight records.
+        """Report the hang before the hung worker is killed, because the kill makes the waiting workers fail.
+        Failed workers cannot write stacks or flight records.
         """
         self._gathers_evidence = True
         attempt = self._attempt
@@ -268,7 +255,7 @@ class SeveralNodes(Decisions):
         from elasticrs._engine.supervise.failures.failed_attempt import own_cause
 
         attempt.oom_kills_after = read_counters(attempt.oom_kills)
-        # Report no failure if a worker hung in the kernel, because `why_stuck` already reports the hang.
+        # If a worker hung in the kernel, `why_stuck` already reports it.
         is_failure = self.phase is not machine.Phase.STOPPING and event.unfit is None
         self._found_unfit = event.found_unfit
         if is_failure or self._first_failure is not None or attempt.expired:
@@ -290,7 +277,7 @@ class SeveralNodes(Decisions):
             from elasticrs._engine.supervise.failures.hang_diagnosis import node_evidence
 
             return attempt.files.run(partial(node_evidence, attempt, is_hang=self._gathers_evidence), None)
-        # Catch every exception, because an error in the diagnosis code must not end the job without a report.
+        # An error in the diagnosis code must not end the job without a report.
         except Exception as error:
             from elasticrs._engine.hangs.values import failed
 
@@ -298,9 +285,7 @@ class SeveralNodes(Decisions):
             return None
 
     def _health_timeout(self) -> float:
-        """Return the maximum total duration, in seconds, of the node check and the wait for free device
-        memory. Both follow the exit of this node's workers.
-        """
+        """Return the maximum seconds for the node check and the wait for free device memory."""
         check = self._job.node_check_timeout if self._job.node_check else 0.0
         return check + (MEMORY_LIMIT if are_gpus_visible(os.environ) else 0.0)
 
@@ -382,8 +367,8 @@ class SeveralNodes(Decisions):
             self.first_cause = Cause.decoded(outcome.cause)
         self.phase = _PHASES.get(outcome.kind, machine.Phase.FAILED)
         if outcome.kind == "spare" and (outcome.has_failed or self._rendezvous.max_nodes == 1):
-            # Report a failure. This job may have joined the rendezvous of another job with the same command
-            # line. The caller would otherwise assume that this job's own workers have succeeded.
+            # This job may have joined the rendezvous of another job with the same command line. The caller
+            # would otherwise assume that this job's own workers have succeeded.
             self.phase = machine.Phase.FAILED
         code = 0 if self.phase is machine.Phase.SUCCEEDED else 1
         if code == 0 and self.signum is None:

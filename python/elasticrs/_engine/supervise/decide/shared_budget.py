@@ -1,13 +1,11 @@
 """State machine (a pure function) of an agent whose workers keep running when workers on other nodes fail.
 
-The agents are members of their own rendezvous (:mod:`.machine`), which is
-separate from the workers' rendezvous. The agents charge restarts through the rounds of their rendezvous: a
-failure ends a round, and the leader then charges the restart budget and starts the next round. No worker is
+The agents have their own rendezvous (:mod:`.machine`), separate from the workers', to charge restarts: a
+failure ends a round, and the leader charges the restart budget and starts the next round. No worker is
 stopped for a new round. Invariants, each tested by a property test:
 
 - **SHARE-1** A replacement is started only after all processes of the failed worker have exited and the
-  restart has been charged. Either a round that started after the failure charges this restart, or the charge
-  for an earlier failure also covers it.
+  restart has been charged, by a round that started after the failure or for an earlier failure.
 - **SHARE-2** A failure ends the round in which it is seen. A single restart is charged for all failures
   before the start of the next round. It also covers later failures of workers that have not taken part in a
   new rendezvous since then. A local rank that has already failed does not count again until its worker is
@@ -54,18 +52,17 @@ class NodeState(Value):
 
     Args:
         grace: seconds between the first signal and SIGKILL.
-        group: state of this node's workers: none, running (or being started), or being stopped.
+        group: state of this node's workers. ``running`` includes workers that are being started.
         has_succeeded: true if all workers have exited with 0.
         in_round: true if the node takes part in a round of the agents' rendezvous.
         restarts: number of restarts charged so far on all nodes.
         failed: local ranks of failed workers that have no running replacement yet.
-        swept: local ranks in ``failed`` for which all processes of the worker have exited.
-        paid: local ranks in ``failed`` whose restart was charged. Their workers may be replaced.
-        met: last rendezvous of each worker at the time when a failure ended the last round, except for
-            workers that have been replaced since then.
-        unfit: reason why this node cannot take part in another round; ``None`` if it can.
+        swept: those of ``failed`` for which all processes of the worker have exited.
+        paid: those of ``failed`` whose restart was charged. Their workers may be replaced.
+        met: last rendezvous of each worker when a failure ended the last round, unless it was replaced since
+            then.
+        unfit: reason why this node cannot take part in another round.
         has_ended: true if the job has ended for this node.
-        has_finished: true if the agent has finished.
     """
 
     grace: float
@@ -86,9 +83,7 @@ class NodeState(Value):
 
 
 class WorkerFailed(Event):
-    """A worker exited with a code other than 0. For each local rank, ``met`` contains the number of the
-    worker's last rendezvous round.
-    """
+    """A worker failed. ``met`` has the number of each worker's last rendezvous round, by local rank."""
 
     local_rank: int
     met: Meetings = ()
@@ -100,17 +95,13 @@ class RoundBegan(Event):
 
 
 class RoundEnded(Event):
-    """The round has ended. For each local rank, ``met`` contains the number of the worker's last rendezvous
-    round. If the round ended without a failure, ``met`` is empty.
-    """
+    """The round has ended. ``met`` as in :class:`WorkerFailed`, but empty if it ended without a failure."""
 
     met: Meetings = ()
 
 
 class MustStop(Event):
-    """The workers must be stopped with the signal ``signum``. If ``is_fence`` is true, this node's lease has
-    expired, and the workers must be killed at once.
-    """
+    """The workers must be stopped, or (``is_fence``: this node's lease has expired) killed at once."""
 
     signum: int
     is_fence: bool = False
@@ -130,13 +121,11 @@ class Report(Value):
 
 
 class SayIdle(Value):
-    """Report to the agents' rendezvous that this node is ready for the next round."""
+    """Report that this node is ready for the next round."""
 
 
 class SayEnded(Value):
-    """Report to the agents' rendezvous that all processes of the workers have exited. ``unfit`` is the reason
-    why this node cannot take part in another round; ``None`` if it can.
-    """
+    """Report that the workers' processes have exited. ``unfit``: why no other round is possible here."""
 
     unfit: str | None = None
 
@@ -187,8 +176,8 @@ def _begin(state: NodeState, event: RoundBegan) -> tuple[NodeState, list[Effect]
         return state, []
     if state.met:
         return _pay(state, state.failed)
-    # Report a failed worker, because no restart has been charged for the failures yet. One report is enough,
-    # because a single restart is charged for all failed workers.
+    # No restart has been charged for the failures yet. One report is enough, because a single restart is
+    # charged for all failed workers.
     return state, [Report(min(state.failed))]
 
 
@@ -203,7 +192,7 @@ def _fail(state: NodeState, event: WorkerFailed) -> tuple[NodeState, list[Effect
         return state, []
     state = state.replaced(failed=state.failed | {place})
     if not state.in_round:
-        # Do nothing yet. The next round counts this failure against the restart budget.
+        # The next round counts this failure against the restart budget.
         return state, []
     if has_not_met_since(state.met, event.met, place):
         return _pay(state, frozenset({place}))

@@ -1,7 +1,7 @@
 """Passes checkpoint requests to the agent's workers and reports the results to the user.
 
-At the end of each training step, a worker checks for requests in the memory page that it shares with the
-agent (:mod:`.node_page`). As soon as one worker sees a request, all workers of the job save.
+Workers check the memory page that they share with the agent (:mod:`.node_page`) after each training step. As
+soon as one worker sees a request, all workers of the job save.
 """
 
 from __future__ import annotations
@@ -22,25 +22,11 @@ TICK = 0.02
 """Seconds between two checks for the result of a request."""
 
 PATIENCE = 60.0
-"""Seconds without a result after which the agent warns the user that a checkpoint request is still
-pending.
-"""
+"""Seconds without a result after which the agent warns the user."""
 
 
 class CheckpointRequests:
-    """Checkpoint requests from the user to the workers of one agent.
-
-    Args:
-        workers: number of workers.
-        say: prints a line for the user.
-
-    Attributes:
-        fd: file descriptor that becomes readable when a checkpoint is requested.
-        page: memory page that is shared with the workers.
-
-    Raises:
-        OSError: the process has run out of memory or file descriptors.
-    """
+    """Checkpoint requests to the workers of one agent. ``fd`` is readable after a request."""
 
     def __init__(self, workers: int, say: Callable[[str], None]) -> None:
         self.page = AgentPage(workers)
@@ -53,15 +39,10 @@ class CheckpointRequests:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variable (name and value) through which workers find the shared memory page."""
         return {VARIABLE: self.page.variable}
 
     def ask(self) -> None:
-        """Request a checkpoint. Can be called from any thread.
-
-        Raises:
-            RuntimeError: the agent has stopped.
-        """
+        """Request a checkpoint, from any thread. Raises ``RuntimeError`` if the agent has stopped."""
         with self._lock:
             if self.fd < 0:
                 raise RuntimeError("the agent has ended")
@@ -70,21 +51,17 @@ class CheckpointRequests:
             os.eventfd_write(self.fd, 1)
 
     def take(self) -> None:
-        """Clear ``fd``, so that it is no longer readable. Clearing loses no request, because the memory page
-        shared with the workers counts the requests.
-        """
+        """Clear ``fd``. No request is lost, because the shared memory page counts them."""
         with suppress(BlockingIOError):
             os.eventfd_read(self.fd)
 
     @property
     def are_open(self) -> bool:
-        """True if the result of at least one checkpoint request has not been reported yet."""
         return self.page.asked > self._told
 
     def look(self) -> float:
-        """Report results of checkpoint requests to the user, with one line for all requests that the same
-        save fulfilled. Return the number of seconds until the next call is due; infinity if no request is
-        pending.
+        """Report results to the user, with one line for all requests that the same save fulfilled. Return the
+        seconds until the next call is due; infinity without pending requests.
         """
         served, result, served_ns = self.page.answer()
         first = self._asked_ns.get(self._told + 1)
@@ -99,7 +76,6 @@ class CheckpointRequests:
         return TICK if self.are_open else float("inf")
 
     def close(self) -> None:
-        """Close the shared page and the file descriptor. Idempotent."""
         with self._lock:
             self.page.close()
             if self.fd >= 0:

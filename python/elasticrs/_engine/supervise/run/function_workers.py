@@ -1,7 +1,6 @@
 """Workers that run a Python function or a Python script, with any start method of multiprocessing.
 
-The agent's loop never blocks to wait for a :mod:`keeper <.keeper>`. Events report
-that the keeper has started the workers or has exited.
+The agent's loop never blocks to wait for a :mod:`keeper <.keeper>`; events report its progress and exit.
 """
 
 from __future__ import annotations
@@ -50,29 +49,21 @@ def function_workers(
     *,
     is_script: bool = False,
 ) -> FunctionWorkers:
-    """Create workers that call a function.
-
-    Args:
-        setup: data that all kinds of workers need.
-        function: function to call. It must be importable by name, except with ``fork``.
-        arguments: arguments of the function. ``${local_rank}`` is replaced in strings, as in torch.
-        start_method: ``spawn``, ``fork`` or ``forkserver``.
-        is_script: see :func:`script_workers`.
+    """Create workers that call a function, which must be importable by name, except with ``fork``.
+    ``${local_rank}`` is replaced in string arguments, as in torch.
     """
     kind = KeptWorkers if BY_METHOD[start_method].has_keeper else FunctionWorkers
     return kind(setup, function, arguments, start_method, is_script=is_script)
 
 
 def script_workers(setup: WorkerSetup, script: Sequence[str], start_method: str) -> FunctionWorkers:
-    """Create workers that run a script with :func:`run_script_path`. ``script`` contains its path and
-    arguments. Call this only in a process that runs nothing but the launcher.
+    """Create workers that run a script (path and arguments) with :func:`run_script_path`. Call this only in a
+    process that runs nothing but the launcher.
     """
     return function_workers(setup, run_script_path, script, start_method, is_script=True)
 
 
 class FunctionWorkers(Workers):
-    """Workers that run a Python function; see :func:`function_workers`."""
-
     def __init__(
         self,
         setup: WorkerSetup,
@@ -97,16 +88,16 @@ class FunctionWorkers(Workers):
             if setup.preload is not None and self.follower is None:
                 self.warm_command = command
         self._start: FunctionStart | None = None
-        # Objects that start the replacement workers, by local rank.
+        # What starts the replacement workers, by local rank.
         self._late: dict[int, FunctionStart] = {}
         # Pickled return values, by local rank.
         self._values: dict[int, bytes] = {}
-        # File descriptors of the workers' shared memory pages for heartbeats, by local rank. Empty if the
-        # Rust core starts the workers, because the core then creates the pages itself.
+        # Descriptors of the shared memory pages for heartbeats, by local rank. Empty if the Rust core starts
+        # the workers, because it then creates the pages itself.
         self._pages: dict[int, int] = {}
 
     def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[ProcessSpec]:
-        # Clear the return values of the previous attempt, because ranks may have changed.
+        # Ranks may have changed since the previous attempt.
         self._values = {}
         self._start = self._start_of(paths, environments)
         return self._start.prepare()
@@ -133,19 +124,16 @@ class FunctionWorkers(Workers):
         return process
 
     def replaced(self, supervisor: Supervisor, local_rank: int) -> None:
-        """Start reading the return value of the replacement worker with this local rank."""
         self._late[local_rank].watch(supervisor)
 
     def _starts(self) -> list[FunctionStart]:
         return [each for each in (self._start, *self._late.values()) if each is not None]
 
     def started(self, supervisor: Supervisor, attempt: Attempt) -> None:  # noqa: ARG002
-        """Start reading the workers' return values."""
         if self._start is not None:
             self._start.watch(supervisor)
 
     def fd_ready(self, supervisor: Supervisor, fd: int) -> None:  # noqa: ARG002
-        """Read available bytes of a worker's return value from a file descriptor."""
         for start in self._starts():
             start.fd_ready(fd)
 
@@ -164,18 +152,15 @@ class FunctionWorkers(Workers):
                 self._values.update((rank, bytes(data)) for rank, data in start.values.items())
 
     def _silent(self) -> list[int]:
-        """Return the local ranks of workers that exited with 0 before their function returned a value, for
-        example through ``os._exit``. The list is empty for scripts, because a script never returns a value.
+        """Return the local ranks of workers that exited with 0 before their function returned, for example
+        through ``os._exit``. Scripts never return a value.
         """
         return [] if self._is_script else [rank for rank, data in self._values.items() if not data]
 
     def close(self) -> None:
-        """Release all resources; see the base class. If the workers ran a script, also stop multiprocessing's
-        resource tracker, because it would outlive the launcher.
-        """
+        """Also stop multiprocessing's resource tracker, which would outlive a launcher of scripts."""
         for start in self._starts():
-            # Clear `watcher` first. Otherwise, `start.close` would unregister file descriptors from the
-            # supervisor, which is already closed.
+            # With a watcher, `start.close` would use the supervisor, which is already closed.
             start.watcher = None
             start.close()
         self._start = None
@@ -184,12 +169,7 @@ class FunctionWorkers(Workers):
             stop_tracker()
 
     def return_values(self, attempt: Attempt) -> dict[int, object]:
-        """Return the functions' return values by global rank. For scripts, all values are ``None``.
-
-        Raises:
-            pickle.UnpicklingError: a value cannot be unpickled. The class of the value may raise any other
-                exception as well.
-        """
+        """Return the functions' return values by global rank. Unpickling may raise any exception."""
         ranks = attempt.global_ranks()
         if self._is_script:
             return dict.fromkeys(ranks.values())
@@ -197,8 +177,6 @@ class FunctionWorkers(Workers):
 
 
 class _Phase(IntEnum):
-    """Phases of an attempt whose workers are forked by a separate process, the keeper."""
-
     PREPARED = auto()
     """The keeper has been started and has not forked the workers yet."""
     STARTING = auto()
@@ -206,21 +184,16 @@ class _Phase(IntEnum):
     RUNNING = auto()
     """The process group has adopted the workers."""
     SUCCEEDED = auto()
-    """The workers have succeeded. Their leftover processes are still exiting, or are allowed to continue for
-    a while.
-    """
+    """The workers have succeeded. Their leftover processes are exiting, or may continue for a while."""
     ENDING = auto()
-    """The process group has stopped without success, and the keeper is killing the leftover processes."""
+    """The process group has stopped without success. The keeper is killing the leftover processes."""
     ABANDONED = auto()
-    """The process group was stopped before the workers were started. The keeper may still import modules for
-    a long time.
+    """The group was stopped before the workers started. The keeper may still import modules for a long time.
     """
 
 
 class KeptWorkers(FunctionWorkers):
-    """Workers that are forked by a keeper, a separate process that is their parent. The workers run only
-    after the Rust core has started to monitor them.
-    """
+    """Workers whose parent is a keeper process. They run only once the Rust core monitors them."""
 
     _phase = _Phase.PREPARED
     _was_stopped = False
@@ -229,9 +202,6 @@ class KeptWorkers(FunctionWorkers):
     _why_not_started: str | None = None
 
     def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[ProcessSpec]:
-        """Start the keeper, a separate process that forks the workers. The workers do not run until the
-        supervisor monitors them. See the base class.
-        """
         self._phase, self._was_stopped = _Phase.PREPARED, False
         self.are_started, self._why_not_started, self.leftovers = False, None, None
         if self.setup.job.hang_timeout is not None:
@@ -245,16 +215,13 @@ class KeptWorkers(FunctionWorkers):
         return self._start if isinstance(self._start, Kept) else None
 
     def started(self, supervisor: Supervisor, attempt: Attempt) -> None:
-        """Record that a separate process (the keeper) is forking the workers; see the base class."""
         self._supervisor, self._attempt = supervisor, attempt
         if self._kept is not None:
             self._phase = _Phase.STARTING
             supervisor.watch_fd(self._kept.control)
 
     def fd_ready(self, supervisor: Supervisor, fd: int) -> None:
-        """Handle a readable file descriptor; see the base class. A descriptor becomes readable when the
-        workers have been started, when their parent process has exited, or when a return value has arrived.
-        """
+        """Handle news: the workers have started, their parent has exited, or a return value has arrived."""
         kept = self._kept
         if kept is None:
             return
@@ -270,8 +237,7 @@ class KeptWorkers(FunctionWorkers):
         """Add the workers to the supervised process group, and then let the workers run."""
         attempt = self._attempt
         if attempt is None or self._was_stopped:
-            # Do not add the workers to the process group, because a stop was requested. Nothing else needs to
-            # be done, because a later event reports the end of the process group.
+            # Do nothing after a stop request, because a later event reports the end of the process group.
             supervisor.unwatch_fd(kept.control)
             return
         try:
@@ -291,11 +257,9 @@ class KeptWorkers(FunctionWorkers):
         self._phase, self.are_started = _Phase.RUNNING, True
 
     def stop(self) -> None:
-        """Abandon workers that have not been started yet, and kill lingering processes at once; see the base
-        class.
+        """Abandon workers that have not been started yet, and kill lingering processes at once.
 
-        On a second call, do not wait for a keeper that has not forked its workers, because its imports may
-        hang in the kernel.
+        A second call does not wait for a keeper without workers, because its imports may hang in the kernel.
         """
         kept, was_stopped, self._was_stopped = self._kept, self._was_stopped, True
         if kept is None or self._phase <= _Phase.RUNNING:
@@ -307,15 +271,14 @@ class KeptWorkers(FunctionWorkers):
             kept.begin_end(keeper.AT_ONCE)
 
     def ended(self, supervisor: Supervisor, *, has_succeeded: bool = False) -> None:
-        """Read the remaining return values, and make the keeper kill the leftover processes."""
         self._read_out()
         self._close_pages()
         kept = self._kept
         if kept is None:
             self.leftovers = Leftovers()
         elif self._phase is _Phase.PREPARED:
-            # Stop the workers' parent process now, because the Rust core does not monitor these workers and
-            # will not report their exits.
+            # Stop the keeper now, because the core does not monitor these workers and will not report their
+            # exits.
             kept.begin_end(keeper.AT_ONCE)
             self._finish(kept)
         else:
@@ -325,7 +288,7 @@ class KeptWorkers(FunctionWorkers):
                 self._phase = _Phase.ABANDONED
             elif has_succeeded:
                 self._phase = _Phase.SUCCEEDED
-                # Kill leftover processes immediately if a stop was requested, even if the workers succeeded.
+                # Kill leftover processes at once if a stop was requested, even if the workers succeeded.
                 linger = keeper.AT_ONCE if self._was_stopped else self.setup.job.linger
             else:
                 self._phase = _Phase.ENDING
@@ -354,12 +317,10 @@ class KeptWorkers(FunctionWorkers):
 
 
 def stop_tracker() -> None:
-    """Stop multiprocessing's resource tracker if it is running. Call this only in a process that runs nothing
-    but the launcher.
+    """Stop multiprocessing's resource tracker. Call this only in a process that runs nothing but the
+    launcher.
 
-    The tracker exits when every copy of its pipe is closed. A worker's descendant that was allowed to
-    continue may hold a copy of the pipe. In this case, the tracker runs until that descendant exits, and this
-    function does not wait for the tracker.
+    The tracker exits when its pipe has no copies. If a worker's descendant holds one, do not wait for it.
     """
     tracker: Any = resource_tracker._resource_tracker
     pid, fd = tracker._pid, tracker._fd

@@ -1,8 +1,7 @@
 """Watches this node's NVIDIA GPUs through a child process that runs :mod:`.gpu_watch`.
 
-The watcher adds Xids to the record of the current attempt, and delays a restart until the dead workers'
-device memory is free. Imported only if workers may use NVIDIA GPUs. Nothing here blocks except
-:meth:`GpuWatcher.close`, which blocks for at most one second.
+The watcher adds Xids to the current attempt, and delays a restart until the dead workers' device memory is
+free. Imported only if workers may use NVIDIA GPUs. Only :meth:`GpuWatcher.close` blocks, for at most 1 s.
 """
 
 from __future__ import annotations
@@ -33,26 +32,20 @@ if TYPE_CHECKING:
 
 KERNEL_LOG = "/dev/kmsg"
 KERNEL_PID_NAMESPACE = "pid:[4026531836]"
-"""Name of the initial pid namespace. Pids in the kernel log belong to this namespace."""
+"""Initial pid namespace, whose pids the kernel log contains."""
 ANSWER_LIMIT = 1.0
 """Seconds to wait for an attempt's last Xids if no further attempt can follow."""
 START_LIMIT = 0.0
-"""Seconds to wait at the end of an attempt if the child process is still starting. Zero, because workers that
-fail so early have hardly used a GPU.
-"""
+"""Seconds to wait for a child that is still starting. Workers that fail so early have hardly used a GPU."""
 _EXIT_LIMIT = 1.0
-"""Seconds to wait for the child process to exit after SIGKILL. It takes longer only if it hangs in the
-driver.
-"""
+"""Seconds to wait for the child's exit after SIGKILL. It takes longer only if it hangs in the driver."""
 _WORTH_A_LINE = 1.0
-"""Seconds for which the watcher may wait for device memory without reporting the wait to the user."""
+"""Seconds of waiting for device memory that are not reported to the user."""
 _MAX_LINES = 4
 """Maximum number of an attempt's Xids that are printed before a restart."""
 
 
 class GpuWatcher(Observer):
-    """Controls the child process that watches the GPUs, and records the Xids that it reports."""
-
     def __init__(self, job: JobSpec, result: JobResult, say: Callable[[str], None]) -> None:
         self._job = job
         self._result = result
@@ -78,7 +71,7 @@ class GpuWatcher(Observer):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            # Use a new session, so that Ctrl-C in the terminal does not interrupt the child process.
+            # Ctrl-C in the terminal must not interrupt the child process.
             start_new_session=True,
         )
         assert self._child.stdin is not None
@@ -128,8 +121,8 @@ class GpuWatcher(Observer):
     # --- the end of an attempt ---
 
     def hold(self, attempt: Attempt) -> None:
-        """Once the workers have exited, delay the end of the attempt until their device memory is free. If no
-        further attempt can follow, wait only for the last Xids (NVIDIA driver errors).
+        """Delay the end of the attempt until the dead workers' device memory is free or, if no further
+        attempt can follow, until the last Xids (NVIDIA driver errors) have arrived.
         """
         self._read()
         self._settle()
@@ -151,7 +144,6 @@ class GpuWatcher(Observer):
         return None if self._until is None else max(0.0, self._until - time.monotonic())
 
     def is_held(self, attempt: Attempt) -> bool:
-        """Return true if the end of the attempt is still delayed; see :meth:`hold`."""
         if self._until is None:
             return False
         waits_for_memory = bool(self._held) and self._may_restart(attempt)
@@ -172,7 +164,6 @@ class GpuWatcher(Observer):
             self._say(f"waited {waited:.1f} s until the dead workers' device memory was free")
 
     def stop_waiting(self) -> None:
-        """Do not wait for free GPU memory anymore, because the user wants this node to stop."""
         self._until = None
         self._is_stopping = True
 
@@ -194,7 +185,7 @@ class GpuWatcher(Observer):
         try:
             os.write(self._child.stdin.fileno(), json.dumps(request).encode() + b"\n")
         except (BrokenPipeError, BlockingIOError):
-            # The child process has died or no longer reads its input. If it has died, `_read` will see EOF.
+            # The child process has died (`_read` will see EOF) or no longer reads its input.
             self._is_blind = True
 
     def _read(self) -> None:

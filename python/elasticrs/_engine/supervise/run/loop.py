@@ -1,9 +1,7 @@
-"""The event loop of the agent: it receives events from the core, gets decisions from a
-:class:`.Decisions` object, and executes the actions.
+"""The event loop of the agent. It passes events of the core and signals to a :class:`.Decisions` object, and
+executes the returned actions.
 
-The loop also reads signals from their pipe. It makes no decisions itself. Its
-:class:`.AttemptTracker` records what happens to the workers. The loop blocks only in
-the tracker's ``wait``.
+Its :class:`.AttemptTracker` records what happens to the workers. Only the tracker's ``wait`` blocks.
 """
 
 from __future__ import annotations
@@ -48,11 +46,8 @@ def _import_for_cause() -> None:
 
 
 class Agent:
-    """Runs a job on this node, as ``decisions`` decides.
-
-    Attributes:
-        result: result of the job so far.
-        checkpoints: checkpoint requests to the workers; ``None`` unless failed workers are replaced.
+    """Runs a job on this node, as ``decisions`` decides. ``checkpoints`` is ``None`` unless workers are
+    replaced.
     """
 
     def __init__(
@@ -94,12 +89,9 @@ class Agent:
             self._duties.append(partial(self._look_for_sleepers, sleepers))
 
     def run(self) -> JobResult:
-        """Run the job to its end and return its result. Failures of workers are part of the result.
-
-        Raises:
-            _core.SupervisorError: the supervisor itself failed. All workers have been stopped.
-            OSError: the process has run out of file descriptors, or the kernel is too old.
-            Exception: raised by the user's code, such as a rendezvous handler.
+        """Run the job to its end and return its result, which includes failures of workers. Raises
+        ``SupervisorError`` (all workers have been stopped), ``OSError`` (no descriptors, old kernel), and
+        exceptions of the user's code.
         """
         try:
             result = self._run()
@@ -139,7 +131,7 @@ class Agent:
             raise self._error
         attempts = self.result.attempts
         if self.result.exit_code == 0 and self._decisions.has_taken_part and attempts:
-            # Unpickle the functions' return values last, because unpickling may raise an exception.
+            # Unpickle the return values last, because unpickling may raise an exception.
             self.result.return_values = self._workers.return_values(attempts[-1])
         return self.result
 
@@ -156,9 +148,7 @@ class Agent:
     # --- checks of this node ---
 
     def _check_before_joining(self) -> str | None:
-        """Run ``--node-check`` before this node joins the job. Return the reason why this node is unfit;
-        ``None`` if it is fit or unchecked.
-        """
+        """Run ``--node-check`` before this node joins the job. Return why this node is unfit, if so."""
         check = None if self._events else self._new_check()
         if check is None:
             return None
@@ -172,7 +162,7 @@ class Agent:
                 check.cancel()
         results = check.finish()
         if self._events and isinstance(first := self._events[0], machine.SignalReceived):
-            # Ignore the results, because the signal has cancelled the checks.
+            # The signal has cancelled the checks.
             self._console.say(f"{phrases.signal_name(first.signum)} received: the node check was cancelled")
             return None
         unfit = self._reported(results)
@@ -192,9 +182,7 @@ class Agent:
             return None
 
     def _reported(self, results: Sequence[NodeCheckResult]) -> str | None:
-        """Print the output of checks that did not pass. Return the reason why this node is unfit; ``None`` if
-        no check found it unfit.
-        """
+        """Print the output of checks that did not pass. Return why this node is unfit, if a check says so."""
         for result in results:
             if result.unfit is not None or result.problem is not None:
                 for line in result.lines:
@@ -204,10 +192,8 @@ class Agent:
         return "; ".join(result.unfit for result in results if result.unfit is not None) or None
 
     def _is_held_for_check(self, event: machine.Event) -> bool:
-        """Start the node check if this node's workers have exited after a failure on any node.
-
-        Return true if the event must wait for the result of the check. The wait is needed because workers may
-        not be started on an unfit node.
+        """Start the node check if this node's workers have exited after a failure on any node. Return true if
+        the event must wait for its result, because workers may not be started on an unfit node.
         """
         match event:
             case machine.GroupEnded(why_unfit=None, outcome=outcome) if outcome in ("failed", "lost") or (
@@ -247,19 +233,18 @@ class Agent:
                 self._tracker.observers.quiet()
 
     def _prepare(self) -> float:
-        """After the first failure, import the modules that describe its cause while the workers exit.
-        Otherwise, the restart would have to wait for these imports.
+        """After the first failure, import the modules that describe its cause, so that the restart does not
+        wait for them.
         """
         attempts = self._tracker.result.attempts
         if not self._is_prepared and attempts and attempts[-1].first_failure is not None:
             self._is_prepared = True
-            # Import on another thread, because the search for `json` may access the working directory, whose
-            # file system may not respond.
+            # Use another thread, because the search for `json` may access a working directory that does not
+            # respond.
             FileAccess().begin(_import_for_cause)
         return _NEVER
 
     def _end_delay(self) -> float:
-        """Report the end of the delay before the next attempt."""
         left = self._delayed_until - time.monotonic()
         if left <= 0:
             self._delayed_until = _NEVER
@@ -279,10 +264,8 @@ class Agent:
             self._duties += [self.checkpoints.look, check.look]
 
     def _ask_for_checkpoint(self, checkpoints: CheckpointRequests) -> None:
-        """Request a checkpoint through the memory page that the workers share with this agent.
-
-        No signal is used for the request, because a signal would kill workers that have not started training
-        or have finished it.
+        """Request a checkpoint through the shared memory page. A signal would kill workers that have not
+        started training or have finished it.
         """
         if not checkpoints.are_open:
             self._console.say(phrases.checkpoint_requested(signal.SIGUSR1))
@@ -352,8 +335,7 @@ class Agent:
         except Exception as error:
             if not self._decisions.has_peers:
                 raise
-            # Report the failure to the other nodes first, and raise the exception after the loop has
-            # finished.
+            # Report the failure to the other nodes first, and raise the exception after the loop.
             self._error = error
             self._tracker.not_started(f"{type(error).__name__}: {error}")
 

@@ -1,12 +1,10 @@
 """Signals that the agent passes on to its workers.
 
-The default action of SIGUSR1 and SIGUSR2 kills a process. The agent therefore sends such a signal only to
-workers that handle, ignore or block it. A worker that does none of these may still be importing modules or
-may already be exiting. For such a worker, the agent holds the signal until the worker can receive it.
+SIGUSR1 and SIGUSR2 kill a process without a handler, for example while a worker imports modules or exits. The
+agent holds a signal until the worker handles, ignores or blocks it.
 
 - **PASS-1** A worker that does not handle, ignore or block a signal is never sent that signal.
-- **PASS-2** If the same signal arrives several times while it is held for a process, the agent delivers it
-  once, as the kernel does with pending signals.
+- **PASS-2** A signal that arrives again while it is held for a process is delivered once, as by the kernel.
 - **PASS-3** Each held signal is either delivered or reported to the user as dropped.
 - **PASS-4** Without a ``/proc`` of its own pid namespace, the agent cannot see which signals a worker
   handles. In this case, it passes no signals on and tells the user.
@@ -35,9 +33,7 @@ _EXITED = "before it exited"
 
 
 def can_take(pid: int, signum: int) -> bool | None:
-    """Return true if a process handles, ignores or blocks a signal. Return ``None`` if the process has
-    exited.
-    """
+    """Return true if a process handles, ignores or blocks a signal; ``None`` if the process has exited."""
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as status:
             fields = dict(line.split(":", 1) for line in status if ":" in line)
@@ -47,8 +43,7 @@ def can_take(pid: int, signum: int) -> bool | None:
     except (OSError, LookupError, ValueError):
         return None
     if _has(blocked, signal.SIGSEGV):
-        # Ignore a mask that blocks even SIGSEGV, because the C library briefly blocks all signals while it
-        # starts a process.
+        # The C library briefly blocks all signals, even SIGSEGV, while it starts a process.
         blocked = 0
     return _has(blocked | ignored | caught, signum) or _waits_for(pid, signum)
 
@@ -56,8 +51,7 @@ def can_take(pid: int, signum: int) -> bool | None:
 def _waits_for(pid: int, signum: int) -> bool:
     """Return true if the main thread of a process is in ``sigwait`` for a signal.
 
-    During ``sigwait``, the kernel does not list the awaited signals as blocked, so this function reads them
-    from the arguments of the system call.
+    Meanwhile, the kernel does not list the signals as blocked, so read the arguments of the system call.
     """
     try:
         with open(f"/proc/{pid}/wchan", encoding="ascii") as wchan, open(f"/proc/{pid}/syscall") as syscall:
@@ -76,15 +70,8 @@ def _has(mask: int, signum: int) -> bool:
 
 
 class PassedSignals:
-    """Delivers signals to the workers of one agent. A signal that would kill a worker is held until the
-    worker handles, ignores or blocks the signal.
-
-    Args:
-        send: sends a signal to the workers with the given local ranks.
-        say: prints a line for the user.
-        can_take: see :func:`can_take`.
-        now: returns the current time in seconds.
-        has_own_proc: see :func:`.has_own_proc`.
+    """Delivers signals to the workers of one agent. ``send`` takes the signal and local ranks; ``now`` is in
+    seconds.
     """
 
     def __init__(
@@ -97,18 +84,11 @@ class PassedSignals:
     ) -> None:
         self._send, self._say = send, say
         self._can_take, self._now, self._has_own_proc = can_take, now, has_own_proc
-        # Time at which each undelivered signal arrived, by signal number, local rank and pid of the receiving
-        # worker.
+        # Arrival of each undelivered signal in seconds, by signal number, local rank and pid.
         self._held: dict[tuple[int, int, int], float] = {}
 
     def pass_on(self, signum: int, workers: Mapping[int, int]) -> None:
-        """Deliver a signal to running workers. If the signal would kill a worker, hold the signal until the
-        worker handles, ignores or blocks it.
-
-        Args:
-            signum: number of the signal.
-            workers: pids of the workers by local rank.
-        """
+        """Deliver a signal to running workers (pids by local rank), or hold it if it would kill the worker."""
         if not self._has_own_proc():
             self._say(phrases.signal_not_passed_on(signum))
             return
@@ -120,8 +100,8 @@ class PassedSignals:
         self._drop(gone, _EXITED)
 
     def look(self, workers: Mapping[int, int]) -> float | None:
-        """Deliver or drop held signals. Return the seconds until the next call is due, or ``None`` if no
-        signal is held.
+        """Deliver or drop held signals. Return the seconds until the next call; ``None`` if no signal is
+        held.
         """
         if not self._held:
             return None
@@ -131,9 +111,7 @@ class PassedSignals:
         return TICK if self._held else None
 
     def _deliver(self, workers: Mapping[int, int]) -> set[tuple[int, int, int]]:
-        """Deliver the held signals that workers can now receive. Return the signals that are held for workers
-        that have exited.
-        """
+        """Deliver the signals that workers can now receive. Return those of workers that have exited."""
         ready: dict[int, list[int]] = {}
         gone = set()
         for key in self._held:

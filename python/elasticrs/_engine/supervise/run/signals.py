@@ -1,12 +1,10 @@
 """Turns the signals that the agent receives into events of its loop.
 
-The Python signal handlers do nothing. The interpreter writes the number of each signal to a socket
-(:func:`signal.set_wakeup_fd`), and the loop watches the other end of the socket like any other file
-descriptor. Therefore, a signal never interrupts a decision, and no signal is lost. :meth:`SignalPipe.close`
-restores the previous handlers.
+The Python handlers do nothing. The interpreter writes the number of each signal to a socket
+(:func:`signal.set_wakeup_fd`) that the loop watches. So a signal never interrupts a decision, and none is
+lost.
 
-- **SIG-1** A signal that was ignored when the agent was started (``nohup``) stays ignored, in the agent and
-  in the workers.
+- **SIG-1** A signal that was ignored at the agent's start (``nohup``) stays ignored, also in the workers.
 - **SIG-2** Handlers are installed only in the main thread, because Python allows this only there.
 - **SIG-3** If the host application has set a wake-up file descriptor, it still receives the signal numbers.
 - **SIG-4** SIGTSTP has the same effect as in a program that does not catch it: a later SIGCONT always cancels
@@ -35,15 +33,11 @@ if TYPE_CHECKING:
     Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
 
 IGNORED_BY_PYTHON = frozenset((signal.SIGPIPE, signal.SIGXFSZ))
-"""Signals that the Python interpreter itself ignores. It is unknown whether they were ignored before, so
-workers get the default actions.
+"""Signals that Python itself ignores. It hides whether they were ignored before, so workers get the defaults.
 """
 
 
 def ignored_signals() -> tuple[int, ...]:
-    """Return the signals that were already ignored when this process was started. Leave out signals that
-    Python itself ignores.
-    """
     return tuple(
         int(signum)
         for signum in signal.valid_signals()
@@ -52,11 +46,8 @@ def ignored_signals() -> tuple[int, ...]:
 
 
 def catch_signals(signums: Iterable[int]) -> SignalPipe | None:
-    """Catch these signals. Return ``None`` outside of the main thread, because Python cannot install signal
-    handlers there.
-
-    Raises:
-        OSError: the process has run out of file descriptors.
+    """Catch these signals. Return ``None`` outside of the main thread. Raises ``OSError`` without free
+    descriptors.
     """
     try:
         return SignalPipe(signums)
@@ -65,9 +56,7 @@ def catch_signals(signums: Iterable[int]) -> SignalPipe | None:
 
 
 def without_what_was_taken_back(received: bytes) -> bytes:
-    """Return the received signals. Drop every SIGTSTP except the last one, and also drop the last one if a
-    SIGCONT follows it (SIG-4).
-    """
+    """Drop every SIGTSTP except the last one, and also that one if a SIGCONT follows it (SIG-4)."""
     last = received.rfind(signal.SIGTSTP)
     is_wanted = last > received.rfind(signal.SIGCONT)
     return bytes(
@@ -76,8 +65,8 @@ def without_what_was_taken_back(received: bytes) -> bytes:
 
 
 def suspend(supervisor: _core.Supervisor | None, signals: SignalPipe) -> None:
-    """Suspend the workers and this process after Ctrl-Z, and resume the workers when this process continues.
-    The terminal does not suspend the workers, because they are not in its foreground process group.
+    """Suspend the workers and this process after Ctrl-Z, until this process continues. The terminal does not
+    suspend the workers, because they are not in its foreground process group.
     """
     if supervisor is not None:
         supervisor.suspend()
@@ -89,14 +78,8 @@ def suspend(supervisor: _core.Supervisor | None, signals: SignalPipe) -> None:
 
 
 class SignalPipe:
-    """Catches signals and returns them in the order of their arrival.
-
-    Args:
-        signums: signals to catch. Ignored signals stay ignored.
-
-    Raises:
-        ValueError: the caller is not in the main thread.
-        OSError: the process has run out of file descriptors.
+    """Catches signals (those that are ignored stay so) and returns them in the order of their arrival. Raises
+    ``ValueError`` outside of the main thread.
     """
 
     def __init__(self, signums: Iterable[int]) -> None:
@@ -117,17 +100,15 @@ class SignalPipe:
 
     @property
     def fd(self) -> int:
-        """File descriptor that is readable while a signal is pending; see :meth:`take`."""
         return self._reader.fileno()
 
     @property
     def caught(self) -> frozenset[int]:
-        """Signals that are currently caught."""
         return frozenset(self._caught)
 
     def catch(self, signums: Iterable[int], *, pauses: bool = False) -> None:
-        """Catch exactly these signals from now on. If ``pauses`` is true, also catch SIGTSTP as a request for
-        :meth:`stop_this_process`, unless ``signums`` contains it.
+        """Catch exactly these signals from now on. ``pauses`` adds SIGTSTP as a request for
+        :meth:`stop_this_process`.
         """
         wanted = set(signums)
         self._has_pauses = pauses and signal.SIGTSTP not in wanted
@@ -146,8 +127,8 @@ class SignalPipe:
             self.order_pauses()
 
     def order_pauses(self) -> None:
-        """Make sure that SIGTSTP and SIGCONT are handled in the order of their arrival. Call this again after
-        installing another handler for SIGTSTP.
+        """Handle SIGTSTP and SIGCONT in the order of their arrival. Call this again after installing another
+        handler for SIGTSTP.
         """
         from elasticrs import _core
 
@@ -170,20 +151,19 @@ class SignalPipe:
         return [signum for signum in received if signum in self._caught and signum in self._wanted]
 
     def stop_this_process(self) -> None:
-        """Stop this process, and return when it is continued.
-
-        Return at once if a SIGCONT has arrived since the last SIGTSTP was taken (SIG-4).
+        """Stop this process, and return when it is continued, or at once if a SIGCONT has followed the last
+        SIGTSTP.
         """
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTSTP,))
         try:
-            # Keep a SIGTSTP pending on this thread to detect a later SIGCONT, because a SIGCONT makes the
-            # kernel discard the SIGTSTP. `_is_continued` detects an earlier SIGCONT.
+            # The kernel discards this pending SIGTSTP on a later SIGCONT. `_is_continued` detects an earlier
+            # one.
             signal.pthread_kill(_thread.get_ident(), signal.SIGTSTP)
             if not self._is_continued():
                 _stop_unless_continued()
             held = signal.sigtimedwait((signal.SIGTSTP,), 0)
             if held is not None and held.si_pid != os.getpid():
-                # Raise SIGTSTP again, because `sigtimedwait` has consumed a SIGTSTP from another process.
+                # `sigtimedwait` has consumed a SIGTSTP from another process, so raise it again.
                 signal.pthread_kill(_thread.get_ident(), signal.SIGTSTP)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -195,10 +175,8 @@ class SignalPipe:
             return False
 
     def close(self, *, ignore: bool = False) -> None:
-        """Restore the previous signal handlers and the wake-up descriptor. Idempotent.
-
-        With ``ignore``, ignore the caught signals from now on instead of restoring their handlers. Use
-        ``ignore`` only in a process that is about to exit.
+        """Restore the previous handlers and the wake-up descriptor. Idempotent. ``ignore`` ignores the caught
+        signals instead, for a process that is about to exit.
         """
         if self._reader.fileno() == -1:
             return
@@ -220,8 +198,7 @@ class SignalPipe:
         try:
             os.write(self._host_fd, received)
         except (BlockingIOError, BrokenPipeError):
-            # Drop the signal number, because the pipe is full or closed. The interpreter does the same in
-            # this case.
+            # The pipe is full or closed. The interpreter also drops the signal number in this case.
             return
 
 
@@ -231,13 +208,11 @@ def _stop_unless_continued() -> None:
     try:
         _core.stop_unless_continued()
     except OSError:
-        # The helper process could not be created. Stop this process anyway, because the workers are already
-        # suspended and will be resumed together with this process.
-        #
-        # Send SIGSTOP to this thread, because a signal to the whole process may take effect only after this
-        # function has returned.
+        # The helper process could not be created. Stop anyway, because the workers are suspended and resume
+        # together with this process. Signal this thread, because a signal to the process may take effect
+        # after the return.
         signal.pthread_kill(_thread.get_ident(), signal.SIGSTOP)
 
 
 def _wake_only(_signum: int, _frame: FrameType | None) -> None:
-    """Do nothing, because the interpreter has already written the signal number to the wake-up socket."""
+    """The interpreter has already written the signal number to the wake-up socket."""

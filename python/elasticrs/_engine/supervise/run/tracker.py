@@ -1,7 +1,6 @@
 """Starts the workers of a job, one attempt at a time, and records the events that the core reports.
 
-The tracker makes no decisions. Its owner makes them: the loop in :mod:`.loop`, or an agent
-that calls torch's hooks.
+Its owner decides: the loop in :mod:`.loop`, or an agent that calls torch's hooks.
 """
 
 from __future__ import annotations
@@ -66,26 +65,18 @@ _NO_PROGRAM = frozenset((
     # The mount is gone, or the file server has failed.
     *(errno.ESTALE, errno.EIO, errno.ENOTCONN),
 ))  # fmt: skip
-"""Error numbers that mean that this node cannot execute the program, although other nodes may be able to."""
+"""Errors for which this node cannot execute the program, although other nodes may be able to."""
 
 GENEROUS = 1800.0
-"""Minimum time limit for a step in seconds, after a worker has exceeded a learned limit. Steps whose duration
-is unknown have the same limit.
-"""
+"""Minimum limit for a step in seconds, after a worker has exceeded a learned one."""
 
 DRAIN_TIMEOUT = 10.0
-"""Seconds for which the job waits for a slow console at its end. The log files are complete even if the
-console is not.
-"""
+"""Seconds to wait for a slow console at the end. The log files are complete even if the console is not."""
 
 
 class AttemptTracker:
-    """Starts the attempts of a job and records their events.
-
-    Attributes:
-        result: result of the job so far.
-        events: pending events, oldest first. The owner removes them.
-        why_unfit: reason why this node cannot run another attempt; ``None`` if it can.
+    """Starts the attempts of a job and records their events. The owner removes ``events``. ``why_unfit`` is
+    the reason why this node cannot run another attempt.
     """
 
     def __init__(
@@ -137,17 +128,14 @@ class AttemptTracker:
 
     @property
     def attempt(self) -> Attempt | None:
-        """The last attempt, or ``None`` before the first one."""
         return self.result.attempts[-1] if self.result.attempts else None
 
     @property
     def is_open(self) -> bool:
-        """True between :meth:`open` and :meth:`close`, while the supervisor exists."""
         return self._supervisor is not None
 
     @property
     def supervisor(self) -> _core.Supervisor:
-        """The supervisor that runs the workers. Available between :meth:`open` and :meth:`close`."""
         if self._supervisor is None:
             raise RuntimeError("there is no supervisor")
         return self._supervisor
@@ -184,7 +172,6 @@ class AttemptTracker:
     # --- actions ---
 
     def begin(self, action: machine.Start, plan: Plan) -> Attempt:
-        """Add the record of a new attempt to the result."""
         is_again = any(earlier.restarts == action.restarts for earlier in self.result.attempts)
         name = f"{action.restarts}_r{action.round}" if is_again else str(action.restarts)
         if self._job.is_multi_node:
@@ -204,8 +191,8 @@ class AttemptTracker:
         )
 
     def start(self, attempt: Attempt) -> None:
-        """Start all workers of an attempt, or none of them. A later event reports the result, unless this
-        method raises an exception because a function of the user cannot be pickled.
+        """Start all workers of an attempt, or none of them. A later event reports the result. Raises an
+        exception if a function of the user cannot be pickled.
         """
         if self._warming is not None:
             self._workers.may_fork = self._warming.may_fork(self.supervisor)
@@ -232,7 +219,6 @@ class AttemptTracker:
         self.events.append(machine.StartFailed(self.result.message, is_transient))
 
     def replace(self, action: machine.Replace) -> None:
-        """Start the replacement for a worker. A later event reports whether the replacement is running."""
         attempt, rank, self._restarts = self.result.attempts[-1], action.local_rank, action.restarts
         try:
             process = prepare_replacement(self._workers, self.supervisor, attempt, rank, action.restarts)
@@ -245,7 +231,6 @@ class AttemptTracker:
         self.events.append(machine.ReplaceFailed(local_rank))
 
     def stop(self, action: machine.Stop) -> None:
-        """Send the stop signal to the workers of the running attempt."""
         if self.attempt is not None and "stopped" not in self.attempt.stamps:
             self.attempt.append(Stamp("stopped", time.monotonic_ns()))
         policy, hung = _core.StopPolicy(action.signum, action.grace), action.hung
@@ -257,7 +242,7 @@ class AttemptTracker:
         self._follow_workers()
 
     def stop_waiting(self) -> None:
-        """Stop waiting for dead workers to release device memory, because the user wants the job to stop."""
+        """Do not wait for free device memory, because the user wants the job to stop."""
         if self._gpus is not None:
             self._gpus.stop_waiting()
             self._follow_workers()
@@ -274,7 +259,6 @@ class AttemptTracker:
         self.supervisor.forward(signum, local_ranks)
 
     def count_oom_kills(self) -> None:
-        """Read the OOM kill counters again, after the end of the last attempt."""
         attempt = self.result.attempts[-1]
         attempt.oom_kills_after = read_counters(attempt.oom_kills)
 
@@ -286,7 +270,7 @@ class AttemptTracker:
             self._console.say(
                 f"the console did not accept all output within {DRAIN_TIMEOUT:g} s; see {files}"
             )
-        # Check for events again, because many problems with log files are detected only at the last read.
+        # Many problems with log files are detected only at the last read.
         self._hear_out()
 
     def _hear_out(self) -> None:
@@ -294,7 +278,7 @@ class AttemptTracker:
             if isinstance(event, (_core.LogTrouble, _core.Degraded)):
                 _RECORDERS[type(event)](self, event)
             elif isinstance(event, _core.FdReady) and not self._owner.on_fd(event.fd, is_over=True):
-                # Stop watching this descriptor, because nothing reads from it and it stays readable.
+                # Nothing reads from this descriptor, and it stays readable.
                 self.supervisor.unwatch_fd(event.fd)
 
     def tidy_up(self) -> None:
@@ -335,8 +319,8 @@ class AttemptTracker:
         self._follow_workers()
 
     def _follow_workers(self) -> None:
-        """Report that all workers are running, or that all their processes have exited. If a separate process
-        forks the workers, wait for its reports, because the supervisor's events come earlier.
+        """Report that all workers are running, or that all their processes have exited. Wait for the reports
+        of a keeper, because the supervisor's events come earlier.
         """
         if self._begun is not None and self._workers.are_started:
             begun, self._begun = self._begun, None
@@ -349,7 +333,7 @@ class AttemptTracker:
 
     def _run_begins(self, event: _core.GroupStarted) -> None:
         attempt = self.result.attempts[-1]
-        # If the group was started without workers, use the current time, because they were added only now.
+        # If the group was started without workers, they were added only now.
         started_ns = event.started_ns if event.pids else time.monotonic_ns()
         attempt.append(Stamp("started", started_ns))
         # The report about the imports may arrive after the workers' start.
@@ -359,7 +343,7 @@ class AttemptTracker:
         attempt.warm, attempt.why_cold = self._warmth()
         earlier = [each for each in self.result.attempts[:-1] if each.has_ended]
         if earlier:
-            # Measure the restart from the last attempt whose workers ran, so that failed starts are included.
+            # Measure from the last attempt whose workers ran, so that failed starts are included.
             ran = (each for each in reversed(earlier) if "started" in each.stamps)
             attempt.after = next(ran, earlier[0])
         self.events.append(machine.Started())
@@ -387,9 +371,8 @@ class AttemptTracker:
         self.observers.not_started()
 
     def _start_cold(self, why: str) -> bool:
-        """If the workers of this attempt were forked, start them again without forking. The fork may have
-        failed, for example in a fork handler of an imported library. Return false if the workers were not
-        forked, or if they have been told to stop.
+        """If the workers were forked, start them again without forking, because a fork handler of an imported
+        library may have failed. Return false if this is not possible.
         """
         attempt = self.result.attempts[-1]
         if self._warming is None or "stopped" in attempt.stamps:
@@ -398,8 +381,7 @@ class AttemptTracker:
             return False
         self._workers.may_fork = False
         self._warming.start_cold(why)
-        # Use other log files, because workers that were forked before the failure may have written to the
-        # previous ones.
+        # Workers that were forked before the failure may have written to the previous log files.
         attempt.name += "_cold"
         self._start(attempt)
         return True
@@ -442,12 +424,12 @@ class AttemptTracker:
             accuse(attempt, event)
 
     def _diagnose(self, attempt: Attempt, explain: Callable[[], None]) -> None:
-        """Call ``explain`` to diagnose a failure. If ``explain`` raises an exception, the report says so and
-        contains the other facts.
+        """Call ``explain`` to diagnose a failure. If it fails, the report says so and contains the other
+        facts.
         """
         try:
             explain()
-        # Catch every exception, because an error in the diagnosis code must not end the job without a report.
+        # An error in the diagnosis code must not end the job without a report.
         except Exception as error:
             from elasticrs._engine.hangs.values import failed
 
@@ -455,10 +437,8 @@ class AttemptTracker:
             self._console.say(attempt.diagnosis.summary)
 
     def _learn_from(self, event: _core.WorkerHung) -> None:
-        """Use a generous time limit in the next attempts if a worker has exceeded a learned limit.
-
-        The worker may have run an evaluation that takes longer than all earlier steps. The next attempt runs
-        this evaluation again, and must not be stopped during the evaluation.
+        """Use a generous limit in the next attempts if a worker has exceeded a learned one: it may have run
+        an evaluation that takes longer than all steps, and that the next attempt repeats.
         """
         if not isinstance(self._job.hang_timeout, str) or event.missed not in ("step", "line"):
             return
@@ -494,8 +474,8 @@ class AttemptTracker:
         self.events.append(machine.WorkerExited(event.local_rank, event.exitcode, meetings))
         self.observers.exited(attempt, event)
         if is_early:
-            # Stop all workers, because they would wait forever for this worker. Do not replace this worker,
-            # because the Rust core considers it to have succeeded.
+            # The others would wait forever for this worker. It cannot be replaced, because the Rust core
+            # considers it to have succeeded.
             who = self._who(event.local_rank, event.pid)
             self._console.say(f"{who} exited with code 0 in the middle of the training; stopping all workers")
             self.events.append(machine.ReplaceFailed(event.local_rank))
@@ -504,8 +484,7 @@ class AttemptTracker:
         """Find the ranks to blame if the first failure may be a failed collective."""
         from elasticrs._engine.supervise.failures.first_failure import is_collective_failure
 
-        # If the diagnosis or the ranks to blame are still unknown, try again at the end of the attempt, when
-        # all exits are known.
+        # If something is still unknown, try again at the end of the attempt, when all exits are known.
         is_explained = attempt.diagnosis is not None and attempt.blame is not None
         if is_explained or self._replaces or not is_collective_failure(attempt):
             return
@@ -538,8 +517,7 @@ class AttemptTracker:
     def _on_ended(self, event: _core.GroupEnded) -> None:
         attempt = self.result.attempts[-1]
         if event.outcome == "lost" and "started" not in attempt.stamps and not event.stuck_ranks:
-            # The nursery died while it forked the workers. A fork handler of a library that it has imported
-            # may have ended it, so start the workers without a nursery.
+            # The nursery died while it forked, perhaps by a fork handler of an imported library.
             self._workers.ended(self.supervisor)
             how = phrases.how_the_nursery_ended(event.nursery_exitcode, event.nursery_hung)
             if self._start_cold(f"the nursery {how}"):
@@ -634,9 +612,8 @@ _CONFLICT_BYTES = 65536
 
 
 def _is_port_conflict(attempt: Attempt) -> bool:
-    """Return true if the attempt failed because the workers' store could not bind the port that was reserved
-    for it: the error files or stderr logs contain the number and the kernel's message. Ports that the user
-    has chosen do not count.
+    """Return true if the workers' store could not bind its reserved port: error files or stderr logs contain
+    the number and the kernel's message. Ports that the user has chosen do not count.
     """
     held = attempt.plan.port
     if held is None or held.store is not None:

@@ -1,7 +1,7 @@
 """Tracks the nursery (the process that imports modules and then forks workers).
 
-The workers of an attempt are forked only if no file of an imported module has changed. When files have
-changed, the next attempt gets a new nursery, which imports the modules again.
+Workers are forked only if no file of an imported module has changed. Otherwise, the next attempt gets a new
+nursery, which imports the modules again.
 
 - **AGAIN-1** If a file has changed before an attempt begins, the workers of the attempt run the new code.
   This covers all changes that :class:`.Sources` can detect.
@@ -28,22 +28,15 @@ if TYPE_CHECKING:
     _T = TypeVar("_T")
 
 _PATIENCE = 0.5
-"""Time limit in seconds for checking the files before workers start, because a network file system may not
-respond.
-"""
+"""Seconds for checking the files before workers start. A network file system may not respond."""
 
 _MOST_TOUCHED = 3
 """Maximum number of consecutive imports during which a file has changed. After that, workers start cold."""
 
 
 class Warming:
-    """Reads the nurseries' reports, prints messages for the user, and decides whether workers may be forked.
-    ``limit`` is the time limit for the imports of a nursery, in seconds.
-
-    Attributes:
-        report: descriptor of the file into which all nurseries write their reports, in order.
-        is_warm: true if workers that start now are forked from a nursery.
-        why_cold: reason why workers start cold.
+    """Reads the nurseries' reports, informs the user, and decides whether workers may be forked. ``limit`` is
+    for the imports, in seconds. ``report`` is the descriptor of the nurseries' reports.
     """
 
     def __init__(self, say: Callable[[str], None], limit: float) -> None:
@@ -85,13 +78,13 @@ class Warming:
             self._say(f"warm: workers start cold from the next restart on: {self._never_again}")
 
     def start_cold(self, why: str) -> None:
-        """Tell the user that the workers of this attempt start cold (without preloaded modules)."""
+        """Tell the user that the workers of this attempt start without preloaded modules."""
         self.is_warm, self.why_cold = False, why
         self._say(f"warm: workers start cold: {why}")
 
     def may_fork(self, supervisor: Supervisor) -> bool:
-        """Return true if the workers of a new attempt may be forked from a process with preloaded modules. If
-        the modules' files have changed, stop that process. The attempt then waits for a new process.
+        """Return true if the workers of a new attempt may be forked. If files have changed, stop the nursery;
+        the attempt then waits for a new one.
         """
         if self._never_again is not None:
             self.is_warm, self.why_cold = False, self._never_again
@@ -125,9 +118,7 @@ class Warming:
         return found
 
     def _has_ended(self, asked: BackgroundCall) -> bool:
-        """Wait until a file check has finished. Return false if the wait times out. Print a message, unless
-        the previous wait also timed out.
-        """
+        """Wait for a file check. Return false after a timeout, and print a message after the first one."""
         was_stuck, self._is_stuck = self._is_stuck, not asked.wait(0 if self._is_stuck else _PATIENCE)
         if self._is_stuck and not was_stuck:
             self._say(
@@ -141,7 +132,6 @@ class Warming:
             self._say(f"  {line}")
 
     def close(self) -> None:
-        """Close the report file, and stop waiting for file checks. Idempotent."""
         if self._looking is not None:
             self._looking.close()
             self._looking = None

@@ -30,17 +30,14 @@ if TYPE_CHECKING:
 
 
 _STOP_DELAY = 1.0
-"""Seconds between the report of a hang and the stop of the workers, in a job on several nodes. In this time,
-the other nodes gather evidence.
-"""
+"""Seconds between a hang and the stop of the workers, in which other nodes gather evidence."""
 
 _DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-"""Environment variables that set the path of torch's flight record dumps. Torch uses the first one set."""
+"""Variables with the path of torch's flight record dumps. Torch uses the first one set."""
 
 _TIMER_FILE = "ELASTICRS_TIMER_FILE"
-"""Environment variable with the same path as ``TORCHELASTIC_TIMER_FILE``. It tells elasticrs's timer client
-that the reader of the FIFO is an elasticrs agent. Only then may the client keep the FIFO open, because
-torch's timer server expires no timers while the FIFO is open.
+"""Has the path of ``TORCHELASTIC_TIMER_FILE``, and tells elasticrs's timer client that an elasticrs agent
+reads the FIFO. Only then may it stay open, because torch's timer server expires no timers meanwhile.
 """
 
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
@@ -57,7 +54,7 @@ def _bad_timer_file(path: str, error: OSError) -> str:
 
 
 def _enough(limit: float | None) -> float | None:
-    """Use a limit of at least one millisecond, because the agent does not check limits more often."""
+    """The agent does not check limits more often than every millisecond."""
     return None if limit is None else max(0.001, limit)
 
 
@@ -65,8 +62,8 @@ class WorkerSetup(Value):
     """Data that all kinds of workers need to start.
 
     Args:
-        logs: function that creates the files of an attempt. Its arguments are the name of the attempt, and
-            the workers' variables by local rank, to which it adds the path of the error file.
+        logs: creates the files of an attempt. Its arguments are the attempt's name, and the workers'
+            variables by local rank, to which it adds the path of the error file.
         keep_ignored: signals that stay ignored in the workers.
         consoles: descriptors (1, 2) on which the core prints the workers' output.
         remove_logs: removes the temporary log folder after the job if it contains no files.
@@ -81,7 +78,6 @@ class WorkerSetup(Value):
 
     @property
     def preload(self) -> Preload | None:
-        """Modules to import before workers are forked; ``None`` if there are none."""
         preload = self.job.preload
         return preload if preload is not None and preload.modules else None
 
@@ -110,11 +106,10 @@ class Workers(ABC):
 
     Attributes:
         are_started: true if all workers run, including those that the core does not start.
-        leftovers: further facts about the end of an attempt; ``None`` until all its processes have exited.
-        warm_command: part of the command line that all workers have in common; ``None`` if no worker is
-            forked from a warm nursery.
+        leftovers: ``None`` until all processes of the attempt have exited.
+        warm_command: common part of the workers' command lines; ``None`` without a warm nursery.
         follower: debugger or tracer that follows the workers, so that they start cold.
-        unfollowed: script that a profiler has set as ``sys.executable``. It does not follow the workers.
+        unfollowed: profiler in ``sys.executable`` that does not follow the workers.
         may_fork: false if the workers of the next attempt have to start cold.
     """
 
@@ -130,7 +125,6 @@ class Workers(ABC):
 
     @property
     def are_warm(self) -> bool:
-        """True if workers that start now are forked from a warm nursery."""
         return self.warm_command is not None and self.may_fork
 
     @abstractmethod
@@ -138,7 +132,7 @@ class Workers(ABC):
         """Return the processes of an attempt by local rank. ``environments`` are complete."""
 
     def replacement(self, paths: LogPaths, local_rank: int, environ: dict[str, str]) -> _core.ProcessSpec:
-        """Return the process that replaces a worker. ``environ`` is its complete environment."""
+        """Return the process that replaces a worker. ``environ`` is complete."""
         (process,) = self.specs(paths, {local_rank: environ})
         return process
 
@@ -146,8 +140,7 @@ class Workers(ABC):
     def return_values(self, attempt: Attempt) -> dict[int, object]:
         """Return the values that the workers of the last attempt returned, by global rank."""
 
-    # Subclasses override the following methods if they own further resources, such as pipes for return
-    # values.
+    # Subclasses that own further resources, such as pipes, override the following methods.
 
     def started(self, supervisor: _core.Supervisor, attempt: Attempt) -> None:  # noqa: B027 -- optional to override
         """Called after the core has started all of its workers."""
@@ -156,7 +149,7 @@ class Workers(ABC):
         """Handle the start of the process that :meth:`replacement` returned."""
 
     def fd_ready(self, supervisor: _core.Supervisor, fd: int) -> None:  # noqa: B027 -- optional to override
-        """Handle a readable file descriptor that belongs to this object."""
+        ...
 
     def stop(self) -> None:  # noqa: B027 -- optional to override
         """Handle a request to stop the workers. The Rust core has already received the request."""
@@ -169,12 +162,8 @@ class Workers(ABC):
 
 
 def watch_timers(setup: WorkerSetup, supervisor: _core.Supervisor) -> dict[str, str]:
-    """Watch the workers' timers if ``TORCHELASTIC_ENABLE_FILE_TIMER=1`` is set, and their heartbeats if
-    ``--hang-timeout`` is given, in all attempts. Return the variables that tell the workers the path of the
-    timers' FIFO.
-
-    Raises:
-        UsageError: no FIFO can be created at ``TORCHELASTIC_TIMER_FILE``.
+    """Watch timers (``TORCHELASTIC_ENABLE_FILE_TIMER=1``) and heartbeats in all attempts. Return the
+    variables for the workers. Raises ``UsageError`` if no FIFO can be created at ``TORCHELASTIC_TIMER_FILE``.
     """
     variables: dict[str, str] = {}
     environ = setup.environ
@@ -192,8 +181,8 @@ def watch_timers(setup: WorkerSetup, supervisor: _core.Supervisor) -> dict[str, 
 
 
 def watch_hangs(setup: WorkerSetup, supervisor: _core.Supervisor, least: float = 0.0) -> None:
-    """Watch the heartbeats of the workers from the next attempt on if ``--hang-timeout`` is given. Limits
-    that are learned are at least ``least`` seconds, unless the settings have a larger minimum.
+    """Watch the heartbeats from the next attempt on if ``--hang-timeout`` is given. Learned limits are at
+    least ``least`` seconds.
     """
     job = setup.job
     if job.hang_timeout is None:
@@ -213,11 +202,8 @@ def watch_hangs(setup: WorkerSetup, supervisor: _core.Supervisor, least: float =
 def prepare_group(
     workers: Workers, supervisor: _core.Supervisor, attempt: Attempt, extra: Mapping[str, str]
 ) -> _core.GroupSpec:
-    """Create the log files of an attempt, store their paths in ``attempt``, and return the group of processes
-    to start. ``extra`` contains additional environment variables for all workers.
-
-    Raises:
-        OSError: a log directory could not be created, or the process has run out of file descriptors.
+    """Create the log files of an attempt, and return the processes to start. ``extra`` are further variables.
+    Raises ``OSError`` without a log directory or free descriptors.
     """
     setup = workers.setup
     job, environ = setup.job, setup.environ
@@ -259,7 +245,7 @@ def prepare_replacement(
     workers: Workers, supervisor: _core.Supervisor, attempt: Attempt, local_rank: int, restarts: int
 ) -> _core.ProcessSpec:
     """Return the replacement for a worker whose processes have all exited. It appends to the worker's log
-    files. The old error file is renamed.
+    files.
     """
     setup, paths = workers.setup, attempt.paths
     own = attempt.variables[local_rank]
@@ -281,9 +267,8 @@ def _set_aside(path: str, kept: str) -> None:
 
 
 def _member(plan: Plan, local_rank: int) -> dict[str, str]:
-    """Choose a name for a worker in the rendezvous. Return the environment variable with the name. For a
-    replacement, add the name of the replaced worker, so that the other workers need not wait until the lease
-    of the replaced worker expires.
+    """Name a worker in the rendezvous. A replacement also names its predecessor, so that the other workers
+    need not wait until that worker's lease expires.
     """
     if plan.members is None:
         return {}
@@ -325,7 +310,6 @@ def variables_of(
     restarts: int,
     inherited: Mapping[str, str],
 ) -> dict[int, dict[str, str]]:
-    """Return the variables that are added to the environment of each worker, by local rank."""
     variables = {
         ranks.local_rank: worker_env(ranks, job, plan, round=round, restarts=restarts, inherited=inherited)
         for ranks in plan.ranks
@@ -339,9 +323,7 @@ def variables_of(
 
 
 def warm_nursery(workers: Workers, report: int) -> _core.WarmNursery | None:
-    """Return the specification of the nursery, which imports modules and then forks the workers; ``None`` if
-    nothing is preloaded. ``report`` is the descriptor of the memory file for its report.
-    """
+    """Return the nursery, which imports modules and then forks the workers; ``None`` if nothing is preloaded."""
     setup, command = workers.setup, workers.warm_command
     if setup.preload is None or command is None:
         return None
