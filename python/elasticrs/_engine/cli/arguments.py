@@ -1,7 +1,6 @@
 """Parse the command line and the ``PET_*`` environment variables into a :class:`.JobSpec`.
 
-The grammar is argparse's, as far as torchrun's users can notice: ``--name value``, ``--name=value``, ``-r3``,
-``-r 3``, unambiguous abbreviations, and ``--`` before the script. The words after the script belong to it.
+The grammar is argparse's, as far as torchrun's users notice. The words after the script belong to it.
 """
 
 from __future__ import annotations
@@ -153,13 +152,12 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> JobSpec:
 def meeting_of(
     args: Namespace, environ: Mapping[str, str], grace: float, notices: list[str]
 ) -> dict[str, Any]:
-    """Choose the rendezvous back end as torch does. Return the fields of :class:`.JobSpec` that it
-    determines::
+    """Choose the rendezvous back end as torch does. Return the fields of :class:`.JobSpec` for it::
 
-        --standalone, or one node without an endpoint and a port    no rendezvous
-        static                                                      the user assigns the ranks of the nodes
-        c10d, elasticrs, etcd                                       the rendezvous assigns the ranks
-        anything else, or c10d in a file                            a rendezvous handler that is polled
+    --standalone, or one node without an endpoint and a port    no rendezvous
+    static                                                      the user assigns the ranks of the nodes
+    c10d, elasticrs, etcd                                       the rendezvous assigns the ranks
+    anything else, or c10d in a file                            a rendezvous handler that is polled
     """
     if is_alone(args):
         return _alone(args, environ, grace, notices)
@@ -331,8 +329,8 @@ def _read(argument: str, arguments: Iterator[str]) -> dict[str, object]:
     found = _BY_LETTER.get(letter)
     if found is None:
         near = _suggestion(argument[1:])
-        # Report only the first letter, because the word may combine several short options, unless the word
-        # resembles a long option.
+        # Report only the first letter, because the word may combine short options. Report a word that
+        # resembles a long option as a whole.
         raise UsageError(f"unknown option {argument if near != _ALL else '-' + letter}{near}")
     if found.is_flag:
         more = _read("-" + tail, arguments) if tail else {}

@@ -1,7 +1,4 @@
-"""Look for settings without effect, and for a missing module of ``-m``.
-
-Most findings only cause warnings, because only the user knows whether they are mistakes.
-"""
+"""Look for settings without effect, which only cause warnings, and for a missing module of ``-m``."""
 
 from __future__ import annotations
 

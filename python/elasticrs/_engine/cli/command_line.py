@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.supervise.run.signals import SignalPipe
 
 PATIENCE = 10.0
-"""Seconds to wait for a reader of stderr."""
+"""Maximum number of seconds to wait for a reader of stderr."""
 
 _FIRST_SIGNALS = (
     *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
@@ -39,10 +39,9 @@ def main(
     ends_by_sigint: bool = False,
     signal_mask: Iterable[int] | None = None,
 ) -> int:
-    """Launch a job, and return the exit code. ``args`` defaults to ``sys.argv[1:]``.
+    """Launch a job, and return the exit code. ``signal_mask`` replaces the current mask, unless ``None``.
 
-    ``ends_by_sigint``: SIGINT has its default action so far; see :mod:`elasticrs.launch`. ``signal_mask``
-    replaces the current mask, unless ``None``.
+    If ``ends_by_sigint``, SIGINT still has its default action; see :mod:`elasticrs.launch`.
     """
     _open_standard_descriptors()
     # Install the handlers before the slow imports, because a signal would kill the process without cleanup.
@@ -65,9 +64,8 @@ def main(
 def _catch_first_signals(ends_by_sigint: bool) -> SignalPipe | None:
     if not ends_by_sigint:
         return catch_signals(_FIRST_SIGNALS)
-    # Install Python's default SIGINT handler first, because `catch_signals` saves the current handler, and
-    # forked workers restore it. Block SIGINT until both are installed, so that Ctrl-C raises no
-    # `KeyboardInterrupt`.
+    # Install Python's default SIGINT handler first, because `catch_signals` saves it for forked workers.
+    # Block SIGINT meanwhile, so that Ctrl-C raises no `KeyboardInterrupt`.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -101,8 +99,8 @@ def _main(argv: Sequence[str], signals: SignalPipe | None, *, owns_process: bool
 
 
 def _look_here_last() -> None:
-    """Move the working directory to the end of ``sys.path``, because ``python -m`` puts it first, and a
-    ``json.py`` beside the user's script would hide the standard module.
+    """Move the working directory to the end of ``sys.path``. ``python -m`` puts it first, so a ``json.py``
+    beside the user's script would hide the standard module.
     """
     try:
         here = os.getcwd()
@@ -230,8 +228,8 @@ def _fail(message: str, code: int, log_prefix: str | None = None) -> int:
 
 
 def _write_and_wait(console: Console, signals: SignalPipe | None, others: Sequence[int], text: str) -> bool:
-    """Write text, and wait for it. A signal except SIGTSTP and ``others`` interrupts the wait (false), so
-    that the user can stop a launcher whose reader does not read.
+    """Write text, and return true once it is written. A signal to stop interrupts the wait, so that the user
+    can stop a launcher whose reader has stopped reading.
     """
     from elasticrs._engine.failures.report import painted
 
@@ -262,8 +260,8 @@ _LOCAL_FLAGS = 3
 
 
 def _leave_input_to_foreground() -> None:
-    """Replace a terminal as standard input by ``/dev/null`` if this process runs in the background, because
-    the kernel stops a background process that reads from the terminal.
+    """Replace a terminal as standard input by ``/dev/null`` in a background process, because the kernel stops
+    a background process that reads from the terminal.
     """
     if not os.isatty(_STDIN) or _is_in_foreground():
         return
@@ -284,8 +282,8 @@ def _terminal_settings() -> list[Any] | None:
 
 
 def _restore_terminal(before: list[Any] | None) -> None:
-    """Restore terminal settings that a worker has changed, such as the echo if it was killed at a password
-    prompt. In the background, another process uses the terminal.
+    """Restore settings that a worker has changed, such as the echo. In the background, another process uses
+    the terminal.
     """
     if before is None or not os.isatty(_STDIN) or not _is_in_foreground():
         return

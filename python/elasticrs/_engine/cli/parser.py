@@ -77,7 +77,7 @@ class _PrintCompletion(argparse.Action):
 
 
 class _Repeat(argparse.Action):
-    """Replace the default of a repeatable option by the user's values."""
+    """Replaces the default of a repeatable option by the values that the user gives."""
 
     def __call__(
         self,

@@ -82,13 +82,12 @@ _DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def slurm_place(environ: Mapping[str, str], pid: int) -> Place:
-    """Describe this process's Slurm job. The nodes are those of the step (``srun``), which may use fewer
-    nodes.
+    """Describe this process's Slurm job. Its nodes are those of the step, which may be fewer.
 
     Outside a step (batch script, ``salloc`` shell), and in a shell of ``srun --pty``, the job uses only this
     node: Slurm starts such a shell on each node, but the user can type in only one.
-    ``SLURM_LAUNCH_NODE_IPADDR`` is not used, because it may be a login node. ``scontrol`` is not used,
-    because it is often missing in containers.
+    ``SLURM_LAUNCH_NODE_IPADDR`` may be a login node, and ``scontrol`` is often missing in containers, so
+    neither is used.
     """
     job = environ["SLURM_JOB_ID"]
     if "SLURM_ARRAY_JOB_ID" in environ and "SLURM_ARRAY_TASK_ID" in environ:
@@ -155,9 +154,7 @@ def _problem_of_tasks(environ: Mapping[str, str]) -> str:
 
 
 def _losses(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Warn of variables that make Slurm end the job when a node is lost. The options of ``sbatch`` and
-    ``srun`` are not visible to the job.
-    """
+    """Warn of variables that make Slurm end the job with a lost node. Its options are not visible here."""
     lines = []
     if environ.get("SLURM_KILL_BAD_EXIT", "0") not in ("", "0"):
         lines.append("SLURM_KILL_BAD_EXIT ends the job as soon as one node leaves it: set it to 0")
@@ -199,8 +196,7 @@ MAX_HOSTS = 1 << 20
 def expand(text: str) -> list[str]:
     """Expand a host list, such as ``n[08-11],login``. Raise ``ValueError`` with what is expected.
 
-    If a name has several bracketed parts, the last part varies fastest. Numbers are padded to the width of
-    the first number in their range.
+    The last bracketed part varies fastest. Numbers are padded to the width of the first in their range.
     """
     found: list[str] = []
     for entry in _entries(text):
@@ -261,8 +257,7 @@ _OWNED = frozenset(name[4:].lower() for name in (*_OF_KUBEFLOW, "PET_NPROC_PER_N
 
 
 def kubernetes_place(environ: Mapping[str, str]) -> Place | None:
-    """Return the position of this process in its Kubernetes job; ``None`` if no supported kind of job is
-    found.
+    """Return the position of this process in a job of Kubernetes, if its kind is supported:
 
     =====================  ===============================================================================
     Kubeflow Trainer (v2)  ``PET_NNODES``, ``PET_NODE_RANK``, ``PET_MASTER_ADDR``, ``PET_MASTER_PORT``, and
@@ -272,8 +267,7 @@ def kubernetes_place(environ: Mapping[str, str]) -> Place | None:
                            variable contains the number of pods
     =====================  ===============================================================================
 
-    A user who wants the static rendezvous may set Kubeflow's variables, too. The form of the address shows
-    who has set them.
+    Users may set Kubeflow's variables, too. The form of the address shows who has set them.
     """
     if not all(map(environ.get, _OF_KUBEFLOW)):
         return _in_an_indexed_job(environ)
@@ -337,9 +331,7 @@ def _name_in(text: str, suffix: str) -> str:
 
 
 def _pod_workers(environ: Mapping[str, str]) -> int | str | None:
-    """Return the number of GPUs from the device plugin; ``gpu`` for MIG slices, which the launcher counts
-    later; ``None`` if ``NVIDIA_VISIBLE_DEVICES`` lists no GPUs (an image may set it to ``all``).
-    """
+    """Return the number of GPUs, or ``gpu`` for MIG slices. ``None`` if the variable lists no GPUs."""
     devices = environ.get("NVIDIA_VISIBLE_DEVICES", "").split(",")
     if devices[0].startswith("MIG-"):
         return "gpu"
@@ -356,8 +348,7 @@ def with_scheduler(args: Namespace, environ: Mapping[str, str], notices: list[st
     if place is None:
         return args
     if WORKER_VARIABLE in environ:
-        # The variables describe the nodes of the outer launcher, which has started this process as a worker.
-        # This launcher would join the outer job and wait for its end.
+        # The variables describe the job of the outer launcher, which this launcher would join and wait for.
         notices.append(f"{place.job} is not used: this launcher runs in a worker of another launcher")
         return Namespace(**{**vars(args), **{name: _DEFAULTS[name] for name in place.owned - {*args.given}}})
     given = _given(args, environ, place)

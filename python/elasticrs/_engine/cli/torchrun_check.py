@@ -1,6 +1,6 @@
 """``elasticrun --check torchrun ARGS…``: describe how elasticrun would run a torchrun command line.
 
-No process is started, and torch is not needed. The differences are those of ``docs/compatibility.md``.
+Starts no process, and needs no torch. The differences are those of ``docs/compatibility.md``.
 """
 
 from __future__ import annotations
@@ -172,8 +172,8 @@ _DIFFERENCES = (
 
 
 def check(words: Sequence[str], environ: Mapping[str, str]) -> tuple[str, int]:
-    """Return the text for the user, and the exit code: 2 if elasticrun would not run the job here. Raise
-    ``UsageError`` if the command line is not torchrun's or runs no job.
+    """Return the text, and the exit code: 2 if elasticrun would not run the job here. Raise ``UsageError`` if
+    the command line is not torchrun's or runs no job.
     """
     program, argv = _program(words)
     try:

@@ -184,7 +184,6 @@ class JobSpec(Record, WorkerSettings):
         variables: added to the environment of each worker.
         notices: lines about the settings, printed before the job starts.
         name: script, program or function, for the report.
-        max_restarts: number of charged restarts; may have a window, see :class:`.MaxRestarts`.
         shutdown_timeout: seconds between the first signal and SIGKILL.
         signals: signals on which the agent stops the job.
         forwarded: signals that the agent only passes on to the workers.
@@ -193,12 +192,9 @@ class JobSpec(Record, WorkerSettings):
         master_port: port of that store; a new port for every attempt if ``None``.
         cpus: CPUs that each worker may use, by local rank; ``None`` for the CPUs of the agent.
         uninterruptible_state_timeout: limit in seconds for a worker's uninterruptible sleep, if positive.
-        rendezvous: where agents of several nodes meet; ``None`` for one node.
         is_polled: true if a program's own rendezvous handler, named ``rdzv_backend``, assigns the ranks. The
             next six fields are for it and the agent that polls it.
-        rdzv_endpoint: endpoint as typed. The handler interprets it.
         exit_barrier_timeout: seconds to wait for other nodes at the end; ``None`` for the default.
-        has_metrics: true if there is a receiver for metrics.
         health_check_port: ``None`` for no server, 0 for any free port.
     """
 
@@ -315,9 +311,7 @@ def parse_forwarded(names: str) -> tuple[int, ...]:
 
 
 def forwarded_signals(given: Sequence[int] | None, handled: Sequence[int]) -> tuple[int, ...]:
-    """Return the signals to pass on: those of ``given``, or by default SIGUSR1 and SIGUSR2, unless they stop
-    the job (``handled``). A signal in both arguments is a ``ValueError``.
-    """
+    """Return the signals to pass on. A signal that also stops the job (``handled``) is a ``ValueError``."""
     import signal
 
     if given is None:
@@ -396,9 +390,8 @@ def check_start_method(name: str) -> None:
 
 
 def default_stop_scope(entrypoint: object) -> str:
-    """Return the default of ``stop_scope``: ``"worker"`` for functions and Python programs, because a worker
-    may need its helper processes while it saves; ``"group"`` for other programs, because shells do not pass
-    signals on.
+    """Return the default of ``stop_scope``. ``"worker"``, because a Python worker may need its helper
+    processes while it saves; ``"group"`` for others, because shells do not pass signals on.
     """
     is_python = callable(entrypoint) or entrypoint in (sys.executable, os.environ.get("PYTHON_EXEC"))
     return "worker" if is_python or _is_named_python(entrypoint) else "group"
@@ -413,9 +406,7 @@ def _is_named_python(program: object) -> bool:
 
 
 def hang_limits(timeout: float | str) -> tuple[float | None, float | None]:
-    """Parse seconds, ``"auto"`` or ``"auto:SECONDS"``. Return the heartbeat timeout (``None`` if it is
-    learned) and its minimum, in seconds.
-    """
+    """Parse seconds or ``"auto[:SECONDS]"``. Return the timeout (``None`` for auto) and its minimum."""
     if not isinstance(timeout, str):
         return float(timeout), None
     name, colon, least = timeout.partition(":")
@@ -425,9 +416,7 @@ def hang_limits(timeout: float | str) -> tuple[float | None, float | None]:
 
 
 def seconds_within(low: float, high: float = LONGEST, *, above: bool = False) -> Callable[[object], float]:
-    """Return a parser of durations from ``low`` (or, with ``above``, more) to ``high`` seconds. Its
-    ``ValueError`` says what is expected.
-    """
+    """Return a parser of durations in seconds. With ``above``, they must exceed ``low``."""
     if high < LONGEST:
         expected = f"seconds, {low:g} to {high:g}"
     else:
@@ -458,9 +447,10 @@ _NOT_REPLACEABLE = "single workers cannot be replaced"
 
 
 def why_not_replaceable(start_method: str = "spawn", back_end: str | None = None) -> str | None:
-    """Return why individual workers cannot be replaced; ``None`` if they can. ``back_end`` is a rendezvous
-    that workers cannot join. A program without ``elasticrs.train`` is not rejected, because an installed
-    package may use it; the agent prints a message at the end of the job.
+    """Return why individual workers cannot be replaced, if so. ``back_end`` is a rendezvous that workers
+    cannot join.
+
+    A program without ``elasticrs.train`` is not rejected, because an installed package may use it.
     """
     if start_method != "spawn":
         return f"with start method {start_method}, {_NOT_REPLACEABLE}; use spawn"

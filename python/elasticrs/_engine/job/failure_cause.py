@@ -20,9 +20,7 @@ class Permanence(str, Enum):
     EXIT_CODE = "exit_code"
     """A worker exited with one of ``--fatal-exit-codes``."""
     START_ERROR = "start_error"
-    """No worker that failed on its own could start its program: it is missing, cannot be parsed, lacks a
-    module, or rejected its arguments.
-    """
+    """No failed worker could start its program: it is missing, broken, or rejected its arguments."""
 
     __str__ = str.__str__
 
@@ -43,13 +41,10 @@ class Cause(Value):
 
     Args:
         node: name of the failed worker's node in the rendezvous.
-        group_rank: rank of that node.
         rank: global rank of the worker; ``None`` if the workers could not be started.
-        exitcode: as in ``ProcessFailure``; also ``None`` if the worker was stopped while it exited after an
-            exception.
+        exitcode: as in ``ProcessFailure``, but ``None`` for a worker that was stopped after an exception.
         message: shortened traceback or other description.
-        how: phrase to append to the worker's name; see :func:`.how_it_failed`. Only its node knows all
-            evidence.
+        how: phrase to append to the worker's name; see :func:`.how_it_failed`.
         lines: last lines of the worker's stderr, shortened.
         xids: errors of NVIDIA's driver on that node during the attempt, one line each.
         ground: why a hung worker is blamed, instead of another that missed its deadline (see ``WorkerHung``).
@@ -61,8 +56,7 @@ class Cause(Value):
         exception: qualified name of the type of the worker's uncaught exception.
         place: file and line of the program that raised it, such as ``train.py:88``.
         permanence: value of :class:`Permanence`.
-        permanent_rank: global rank of the worker that determined ``permanence``, perhaps another than
-            ``rank``.
+        permanent_rank: global rank of the worker that determined ``permanence``; may differ from ``rank``.
         permanent_sign: that worker's failure, such as ``ValueError at train.py:88`` or ``exit code 3``.
         is_consequence: true if the exception only reports that a peer is lost or silent; otherwise ``None``.
         is_transient: true if the exception only reports a lost connection or a timeout; otherwise ``None``.
@@ -70,10 +64,9 @@ class Cause(Value):
         reached: last training step that any worker of the node has completed; ``None`` without heartbeats.
         is_global: true if ``reached`` is counted across restarts (``heartbeat(step, across_restarts=True)``).
         ran: seconds from the start of the workers until the failure, or until the hang began.
-        diagnosis: which ranks kept the others waiting, by the evidence of all nodes; see
+        diagnosis: ranks that kept the others waiting, by all nodes' evidence; see
             :mod:`elasticrs._engine.hangs`.
-        blamed: ranks to blame for a hang, such as ``ranks 1, 2`` or ``undecided, candidates: ranks 0, 1``;
-            ``None`` if it is ``rank`` alone.
+        blamed: ranks to blame for a hang, if not ``rank``, such as ``undecided, candidates: ranks 0, 1``.
     """
 
     node: str | None = None
@@ -113,9 +106,7 @@ class Cause(Value):
 
     @staticmethod
     def decoded(fields: Mapping[str, Any]) -> Cause:
-        """Create a cause from a message whose fields :func:`.records.checked_cause` has checked. Ignore
-        unknown fields, because the other node may run a different release.
-        """
+        """Create a cause from a checked message. Ignore fields of other releases."""
         return Cause(**{name: fields[name] for name in Cause._names if name in fields})
 
 

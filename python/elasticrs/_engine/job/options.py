@@ -1,8 +1,7 @@
-"""Table of the command-line options: names, conversions and help, each declared once.
+"""Table of the command-line options, each declared once, for all parsers, ``--help`` and programs.
 
-The default comes from the field with the option's name in :mod:`.config`, if there is one. The parser,
-``--help``, the argparse parser for programs and :class:`~elasticrs.launcher.LaunchConfig` use the table. A
-launch does not use :mod:`argparse`, which takes 13 ms with this many options.
+The default comes from the field with the option's name in :mod:`.config`, if there is one. A launch does not
+use :mod:`argparse`, which takes 13 ms with this many options.
 """
 
 from __future__ import annotations
@@ -41,9 +40,7 @@ class Namespace(SimpleNamespace):
 
 
 class Kind(Value):
-    """Kind of value that an option takes. ``convert`` raises ``ValueError`` with what is expected; ``needs``
-    describes valid values for programs, see :func:`check`.
-    """
+    """Kind of value. ``convert`` raises ``ValueError``; ``needs`` describes valid values for :func:`check`."""
 
     convert: Callable[[str], object]
     metavar: str
@@ -56,7 +53,6 @@ class Option(Value):
     Args:
         name: long name with dashes. Underscores are accepted as well.
         kind: kind of value; ``None`` for a flag.
-        short: letter of the short form.
         has_variable: true if ``PET_<NAME>`` also sets the option.
         typed: default as text, if torchrun stores the value of this option as text.
         repeats: true if the option may be repeated. Its value is a tuple.
@@ -407,8 +403,8 @@ def set_by_variables(environ: Mapping[str, str]) -> set[str]:
 
 
 def check(settings: WorkerSettings) -> None:
-    """Validate ``WorkerSettings`` and ``UnresolvedSettings`` by the rules of the command line. ``None`` is
-    valid. A ``max_restarts`` string such as ``"3/1h"`` is converted. A ``ValueError`` says what is expected.
+    """Validate settings of a program by the rules of the command line. ``None`` is valid. A ``ValueError``
+    says what is expected. A ``max_restarts`` string such as ``"3/1h"`` is converted.
     """
     for name in (*WorkerSettings.__annotations__, *UnresolvedSettings.__annotations__):
         kind, value = _BY_DEST[name].kind, getattr(settings, name)

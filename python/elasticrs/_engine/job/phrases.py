@@ -27,8 +27,7 @@ _CONTROLS |= {0xDC00 + byte: f"\\x{byte:02x}" for byte in range(128, 256)}
 def visible(text: str) -> str:
     """Escape control characters, except newlines and tabs, and bytes that are not valid UTF-8.
 
-    Names and the output of workers may clear the screen, set the terminal's title, or change the direction of
-    text.
+    Names and workers' output may clear the screen, set the terminal's title, or change the text's direction.
     """
     return text.translate(_CONTROLS)
 
@@ -93,9 +92,7 @@ def restart_line(cause: str, stopped: int, restart: str, when: str, delay: float
 
 
 def replace_line(cause: str, others: int, pid: int, span_ns: int, restart: str, when: str) -> str:
-    """Report a replaced worker. ``others`` is the number of other workers, ``span_ns`` the time between the
-    failure and the replacement's start.
-    """
+    """Report a replaced worker, ``span_ns`` after its failure. ``others`` is the number of other workers."""
     left_alone = f"; {others} other{'s continue' if others != 1 else ' continues'}" if others else ""
     return f"{cause}{left_alone}; replaced by pid {pid} after {milliseconds(span_ns)} ({restart}, {when})"
 
@@ -145,9 +142,7 @@ def passed_on(signum: int, held: Sequence[int]) -> str:
 
 
 def signal_not_passed_on(signum: int) -> str:
-    """Report a signal that is not forwarded, because it would kill workers without a handler, and the agent
-    cannot see which workers have one.
-    """
+    """Report a signal that is not forwarded, because it would kill workers without a handler."""
     return (
         f"{signal_name(signum)} received, but not passed on: /proc does not show this pid namespace, so it "
         "is unknown whether the workers handle it, and it kills those that do not; mount /proc there"
@@ -160,9 +155,7 @@ def signal_dropped(signum: int, local_ranks: Sequence[int], when: str) -> str:
 
 
 def stop_line(asked: int | None, signum: int, grace: float, *, have_exited: bool = False) -> str:
-    """Report that signal ``asked`` stops the job: workers get ``signum``, and SIGKILL after ``grace``
-    seconds. ``have_exited``: no workers are left, for example during a node check.
-    """
+    """Report the stop after the signal ``asked``. If ``have_exited``, there are no workers to signal."""
     if asked != signum:
         consequence = "no workers are running" if have_exited else f"{signal_name(signum)} to all workers"
         return f"second stop request: {consequence}"
@@ -230,9 +223,7 @@ def timer_expired(timer: TimerExpired) -> str:
 
 
 def local_time(time_ns: int, separator: str = " ", *, has_milliseconds: bool = False) -> str:
-    """Format nanoseconds since 1970 as local time, such as ``2026-11-29 01:30:00+01:00`` or, without offset,
-    ``2026-11-29 00:30:00Z``.
-    """
+    """Format nanoseconds since 1970 as local time, such as ``2026-11-29 01:30:00+01:00`` (or ``Z``)."""
     seconds, rest = divmod(time_ns, 1_000_000_000)
     try:
         local = time.localtime(seconds)

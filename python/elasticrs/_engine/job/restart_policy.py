@@ -42,9 +42,7 @@ if TYPE_CHECKING:
 STEADY = 60.0
 """Seconds after which an attempt has made progress, unless steps are counted across restarts."""
 UNPROVEN = 3
-"""Factor for ``max_same_failures`` if the attempts may have made progress: if each epoch counts its steps
-from 0, equal steps may belong to different epochs.
-"""
+"""Factor for ``max_same_failures`` if equal steps may belong to different epochs, each counted from 0."""
 CRASHES: dict[int, str] = {
     each: each.name for each in (SIGILL, SIGTRAP, SIGABRT, SIGBUS, SIGFPE, SIGSEGV, SIGSYS)
 }
@@ -60,14 +58,13 @@ IMPLICATED_TWICE = 2
 
 
 class RestartSettings(Value):
-    """Settings of the restart policy.
+    """Settings of the restart policy. ``max_excluded_nodes`` is ``None`` if this job never excludes nodes.
 
     Args:
         window: seconds within which ``max_restarts`` applies; ``None`` for the whole job.
         first_delay: seconds before the first restart. Doubles with every further failure without progress.
         longest_delay: maximum delay in seconds.
         max_same_failures: 0 for no limit.
-        max_excluded_nodes: ``None`` if this job never excludes nodes.
     """
 
     max_restarts: int
@@ -85,7 +82,7 @@ class Evidence(Value):
         causes: failures that the nodes have reported, with the root cause first.
         nodes: number of nodes that took part in the attempt.
         now: time in seconds, on a clock that all calls share.
-        ran: seconds for which the workers ran; ``None`` if unknown. :attr:`.Cause.ran` is more exact.
+        ran: seconds for which the workers ran, less exact than :attr:`.Cause.ran`; ``None`` if unknown.
         jitter: random number from 0 to 1, which shortens a delay by up to a half.
         unfit: nodes whose own check found them unfit after this failure, each with the reason.
         bound: nodes that cannot be excluded, each with the reason.
@@ -110,10 +107,8 @@ class FailureHistory(Value):
     """Summary of a job's failures so far.
 
     Args:
-        charged: number of charged restarts.
         charged_at: times of the charges within the window, in seconds, oldest first. Empty without a window.
-        last: kind, place, global rank and training step of the last failure; ``None`` if it cannot be
-            compared.
+        last: kind, place, global rank and step of the last failure; ``None`` if it cannot be compared.
         same: number of consecutive failures that equal ``last``.
         reached: highest completed training step; ``None`` if steps are not counted across restarts.
         has_started: true if an attempt has got past the start of the program.
@@ -146,15 +141,8 @@ class StopKind(str, Enum):
 
 
 class RestartDecision(Value):
-    """Decision about a failure.
-
-    Args:
-        history: the history, including this failure.
-        stop: why the job stops; ``None`` for a restart.
-        reason: the same for the user.
-        delay: seconds to wait before the restart.
-        exclude: node to exclude from the job.
-        note: message to the user about suspect nodes.
+    """Decision about a failure. ``history`` includes it, and ``delay`` is in seconds. ``reason`` is the text
+    for ``stop``, and ``note`` the text about suspect nodes.
     """
 
     history: FailureHistory
@@ -192,9 +180,7 @@ def decide(settings: RestartSettings, history: FailureHistory, evidence: Evidenc
 
 
 def exclude(settings: RestartSettings, history: FailureHistory, evidence: Evidence) -> RestartDecision:
-    """Decide which node to exclude, if any (POLICY-5). :func:`decide` calls this function. Call it directly
-    only after a round whose end does not count against the restart budget.
-    """
+    """Decide which node to exclude (POLICY-5). Call it directly only after a round that costs no restart."""
     history = history.replaced(has_started=_has_started(history, evidence))
     unfit = dict(sorted(evidence.unfit))
     reasons = dict(unfit)
@@ -320,8 +306,8 @@ def _start_error_of_one_node(evidence: Evidence) -> tuple[str, str] | None:
 
 
 def _why_start_error_moved(before: FailureHistory, now: FailureHistory) -> str | None:
-    """Return why to stop if two nodes reported the same start error in consecutive rounds, which probably
-    affects every node. Only one node per round reports it, because the first failure stops all workers.
+    """Return why to stop if two nodes reported the same start error in consecutive rounds: only one node per
+    round reports it, because the first failure stops all workers.
     """
     if before.start_error is None or now.start_error is None or before.has_started:
         return None
@@ -414,8 +400,8 @@ def _who(cause: Cause) -> str:
 
 
 def has_not_met_since(then: Meetings, now: Meetings, place: int) -> bool:
-    """Return true if worker ``place`` has not joined a rendezvous since the last charged failure. Its failure
-    is not charged, because the charged failure caused it.
+    """Return true if worker ``place`` has joined no rendezvous since the last charged failure, which has then
+    caused this worker's failure.
     """
     at = then[place] if place < len(then) else None
     return at is not None and now[place : place + 1] == (at,)

@@ -1,9 +1,8 @@
 """Summarize a traceback in one line: the type of the exception and where it was raised.
 
-If the exception only reports another one, the summary describes that one: a member of an exception group, or
-the exception of a data loader worker or spawned process, whose traceback is in the text. For a process pool,
-the place comes from the ``RemoteTraceback``. Imports no :mod:`re` or :mod:`typing`, which take milliseconds
-that would delay the restart after a failure.
+If the exception only reports another one, summarize that one: a member of an exception group, or an exception
+of a data loader worker or another process, whose traceback is in the text. Imports no :mod:`re` or
+:mod:`typing`, which take milliseconds that would delay the restart after a failure.
 """
 
 from __future__ import annotations
@@ -38,11 +37,8 @@ _REMOTE = 'RemoteTraceback: \n"""'
 
 
 class Summary:
-    """Summary of an exception.
-
-    ``said`` is the type and the text's first line, ``place`` is in the user's code, such as ``train.py:41``,
-    and ``exception`` is the qualified type; ``None`` if unknown. ``more`` counts other members of an
-    exception group.
+    """Summary of an exception. ``said`` is the type and the text's first line. ``place``, such as
+    ``train.py:41``, is in the user's code. ``more`` counts other members of an exception group.
     """
 
     __slots__ = ("exception", "more", "place", "said")
@@ -55,11 +51,11 @@ class Summary:
 
 
 def headline(text: str, more: int = 0) -> str | None:
-    """Return the exception and its place, such as ``FileNotFoundError: data.bin (train.py:41)``; ``None`` for
-    an empty text.
+    """Return the exception and its place, such as ``FileNotFoundError: data.bin (train.py:41)``, if there is
+    text.
 
-    The text may be (the end of) a traceback or any other message. The place is the innermost frame outside of
-    libraries, or else the innermost. ``more`` is the number of other members, if the text is one of a group.
+    The place is the innermost frame outside of libraries, or else the innermost. ``more`` is the number of
+    other members of the exception group.
     """
     found = summarize(text)
     if found is None:
@@ -70,9 +66,7 @@ def headline(text: str, more: int = 0) -> str | None:
 
 
 def shortened(text: str, limit: int) -> str:
-    """Return the end of a text, with at most ``limit`` characters, or only the exception and its place if the
-    end of the traceback lacks them.
-    """
+    """Return the end of a text, or only the exception and its place if the end of a traceback lacks them."""
     if len(text) <= limit:
         return text
     end = "…" + text[-limit + 1 :]
@@ -86,10 +80,10 @@ def shortened(text: str, limit: int) -> str:
 
 
 def summarize(text: str) -> Summary | None:
-    """Summarize (the end of) a traceback, or any other message; ``None`` for an empty text.
+    """Summarize (the end of) a traceback or any other message, if there is text.
 
-    The summary of an exception group does not depend on the order of its members, which may differ between
-    attempts. Its ``exception`` names the types of the members.
+    The order of an exception group's members may differ between attempts, so the summary does not depend on
+    it.
     """
     if len(text) > _HEAD + _TAIL:
         text = f"{text[:_HEAD]}\n{text[-_TAIL:]}"
@@ -146,9 +140,7 @@ def _of_traceback(lines: Sequence[str], is_exception: bool) -> Summary:
 
 
 def _of_group(members: Sequence[Summary], place: str | None, more: int) -> Summary:
-    """Describe a group by one member, independently of their order. ``more`` members are missing. ``place``
-    is where the group was raised, for a member that was never raised itself.
-    """
+    """Describe a group by one member, independently of their order. The group was raised at ``place``."""
     told = min(members, key=lambda each: (each.exception or "", each.place or ""))
     kinds = sorted({each.exception or "" for each in members} - {""})
     exception = kinds[0] if len(kinds) == 1 else None
@@ -159,8 +151,8 @@ def _of_group(members: Sequence[Summary], place: str | None, more: int) -> Summa
 
 
 def _members(lines: Sequence[str]) -> tuple[list[str], list[list[str]], int]:
-    """Split the traceback of an exception group, without Python's border: the lines above its members, the
-    lines of each member that is not itself a group, and the number of members that Python has omitted.
+    """Return the lines above a group's members, the lines of each member that is no group, and the number of
+    members that Python has omitted. Remove the border that Python draws beside them.
     """
     sections: list[list[str]] = [[]]
     more = 0

@@ -35,10 +35,8 @@ def fresh(*, factory: Callable[[], Any]) -> Any:
 
 @dataclass_transform(kw_only_default=True)
 def shared_fields(made: type[T]) -> type[T]:
-    """Mark a mix-in that declares fields with defaults, for records and dataclasses. It needs empty
-    ``__slots__``.
-
-    In a record, the fields are keyword-only if the mix-in is not the first base class.
+    """Mark a mix-in with empty ``__slots__`` that declares fields with defaults, for records and dataclasses.
+    In a record, they are keyword-only if the mix-in is not the first base class.
     """
     return made
 

@@ -44,12 +44,10 @@ def run_job(
     observers: Sequence[Observer] = (),
     consoles: Collection[int] = (1, 2),
 ) -> JobResult:
-    """Run a job to its end on this node.
+    """Run a job to its end on this node. Raises ``UsageError``, and as :meth:`.Agent.run`.
 
-    ``signals`` is ``None`` if this process handles none. ``owns_process``: the process runs nothing else, so
-    its end is the agent's, in the events. ``created`` gets the agent before it runs. ``server`` is open.
-    ``consoles`` are descriptors (1, 2) for the workers' output. Raises ``UsageError``, and as
-    :meth:`.Agent.run`.
+    ``owns_process``: the process runs nothing but the launcher, so events record the agent's end. ``created``
+    gets the agent before it runs. ``consoles`` are descriptors (1, 2) for the workers' output.
     """
     workers = make_workers(job, consoles)
     for notice in job.notices:
@@ -96,7 +94,7 @@ def remove_logs(workers: Workers, console: Console) -> None:
 
 
 def _logs(job: JobSpec) -> tuple[AttemptLogs, Callable[[], object]]:
-    """Return two functions: one creates the log files of an attempt, the other removes an empty log folder."""
+    """Return a function that creates an attempt's log files, and one that removes an empty log folder."""
     if job.logs.logs_specs is None:
         from elasticrs._engine.process.background_call import FileAccess
         from elasticrs._engine.workers.logs import RunLogs
@@ -123,9 +121,7 @@ def _logs(job: JobSpec) -> tuple[AttemptLogs, Callable[[], object]]:
 
 
 def make_decisions(job: JobSpec, console: Console, planner: Planner | None = None) -> Decisions:
-    """Create the object that decides for an agent; import only its class. ``planner`` assigns ranks on one
-    node.
-    """
+    """Create the object that decides; import only its class. ``planner`` assigns ranks on one node."""
     if job.rendezvous is None:
         planner = planner or partial(plan_one_node, job)
         if job.replaces_workers:
@@ -147,9 +143,8 @@ def make_decisions(job: JobSpec, console: Console, planner: Planner | None = Non
 def plan_one_node(job: JobSpec, supervisor: _core.Supervisor) -> Plan:
     """Plan the next attempt on a single node: the ranks, and the address of the workers' store.
 
-    With ``master_port``, rank 0 hosts the store there. Otherwise, the port is free, and this process hosts
-    the store if :func:`.agent_hosts_store` is true; ``supervisor`` reports its messages. Raises ``OSError``
-    without a free port.
+    Rank 0 hosts the store on ``master_port``, or else this process hosts it (:func:`.agent_hosts_store`) on a
+    free port. Raises ``OSError`` without one.
     """
     ranks = assign([NodeShare(job.role, job.nproc)], 0)
     if job.master_port is not None:

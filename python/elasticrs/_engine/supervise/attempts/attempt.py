@@ -43,14 +43,12 @@ class Attempt(EventLog):
         met: last rendezvous of each worker that has exited, by local rank, if it recorded any.
         replaced_workers: an attempt for each replaced worker, whose events are no longer in this log.
         heartbeats: last heartbeat of each worker that sent any. Set when the attempt has ended.
-        xids: Xid errors of NVIDIA's driver since the start of the attempt, by GPU and code.
-        oom_kills: counters of the kernel's OOM killer at the start.
-        oom_kills_after: the same counters after the failure.
+        xids: errors of NVIDIA's driver since the start of the attempt, by GPU and code.
+        oom_kills: counters of the kernel's OOM killer at the start; ``oom_kills_after`` after the failure.
         cause: reason for the end of the attempt, as one line; ``None`` for the job's last attempt.
         warm: true if the workers were forked from a preloaded process; ``None`` without ``--warm``.
         after: attempt whose end led to this one; ``None`` for the first start of the workers.
         delay: seconds by which the restart policy delayed the next attempt.
-        files: accesses the workers' files with a time limit.
     """
 
     def __init__(
@@ -125,9 +123,7 @@ class Attempt(EventLog):
         return failed
 
     def how_it_began(self) -> str:
-        """Describe the restart that led to this attempt: duration, phases, and whether modules were
-        preloaded.
-        """
+        """Describe the restart that led to this attempt: duration, phases, and preloaded modules."""
         span = phrases.milliseconds(round(1e6 * sum(self.phases.values())))
         how = {None: "", True: ", warm", False: f", cold: {self.why_cold}"}[self.warm]
         is_elsewhere = "stopping" in self.phases and "signalling" not in self.phases
@@ -174,9 +170,7 @@ class Attempt(EventLog):
         self.append(Blamed(blame, [places[rank] for rank in blame.ranks], at_ns, event))
 
     def who_failed(self, local_rank: int, pid: int | None = None, *, of: str = "") -> str:
-        """Identify the worker that failed first, or all workers to blame for a hang. ``of`` follows the
-        ranks.
-        """
+        """Identify the first failed worker, or all workers to blame for a hang. ``of`` follows the ranks."""
         event = self.expired.get(local_rank)
         if self.blame is None or event is None or not event.is_blamed:
             return self.who(local_rank, pid) + of
@@ -195,11 +189,8 @@ class Attempt(EventLog):
         return page.last_met(local_rank)
 
     def global_ranks(self) -> dict[int, int]:
-        """Return a unique global rank for each worker, by local rank: that of its last round, or else of the
-        plan.
-
-        A worker whose rank another worker has taken over gets a negative placeholder; see
-        :meth:`shown_ranks`.
+        """Return a unique global rank by local rank: of the last round, or else of the plan. A rank that
+        another worker has taken over is a negative placeholder; see :meth:`shown_ranks`.
         """
         began = {ranks.local_rank: ranks.global_rank for ranks in self.plan.ranks}
         if self.plan.members is None:
@@ -237,20 +228,16 @@ class Attempt(EventLog):
 
 
 def phases(failed: Attempt, running: Attempt) -> dict[str, float]:
-    """Return the duration of each phase of a restart in milliseconds, in order. They add up to the whole
-    restart.
+    """Return the duration of each phase of a restart in milliseconds, in order. The phases end:
 
-    The restart starts at the exception for which the agent waited (``exiting``), or else when the failure was
-    seen, or, after a failure on another node, when the workers were stopped. The phases are:
-
-    - ``exiting``: until the failure was seen.
-    - ``signalling``: until the other workers have been signalled.
-    - ``stopping``: until all processes have exited.
-    - ``freeing``: until their device memory is free, if it was not free immediately.
-    - ``delay``: until the restart policy's delay is over.
-    - ``rendezvous``: until ranks and addresses are known.
-    - ``importing``: until the warm nursery is ready, if the start had to wait for it.
-    - ``starting``: until all workers run.
+    - ``exiting``: when the failure was seen. It starts at the exception for which the agent waited.
+    - ``signalling``: when the other workers have been signalled.
+    - ``stopping``: when all processes have exited.
+    - ``freeing``: when their device memory is free, if it was not free immediately.
+    - ``delay``: when the restart policy's delay is over.
+    - ``rendezvous``: when ranks and addresses are known.
+    - ``importing``: when the warm nursery is ready, if the start had to wait for it.
+    - ``starting``: when all workers run.
 
     If the end of a phase is unknown, its time counts as part of the next phase.
     """
@@ -268,8 +255,7 @@ def phases(failed: Attempt, running: Attempt) -> dict[str, float]:
     last = next((begin for begin in begins if begin is not None), None)
     for name, end in ends.items():
         if name == "rendezvous" and failed.delay > 0 and last is not None and end is not None:
-            # The leader measures the delay. Count at most the time for which this node waited, because a late
-            # node waits for less than the full delay.
+            # The leader measures the delay, but a late node waits for less than the full delay.
             delay_ns = max(0, min(int(failed.delay * 1e9), end - last))
             found["delay"], last = delay_ns / 1e6, last + delay_ns
         if last is not None and end is not None and end > last:
@@ -289,9 +275,7 @@ class JobResult(Record):
         start_errno: ``errno`` of the error that prevented the start of the last attempt.
         first_cause: first failure of a job on several nodes.
         clock: wall clock of the nodes' store, as estimated on this node.
-        read_history: returns the failures on all nodes. Times are seconds of this node's monotonic clock.
-        shared_cause: see :meth:`.Decisions.shared_cause`.
-        node_names: see :meth:`.Decisions.node_names`.
+        read_history: see :class:`.Decisions`, like ``shared_cause`` and ``node_names``.
         return_values: return values of the workers, by global rank.
     """
 

@@ -2,8 +2,7 @@
 
 Such a kill looks like any other SIGKILL, but the kernel counts OOM kills for each memory cgroup (v2:
 ``memory.events``, v1: ``memory.oom_control``) and for the machine (``/proc/vmstat``). If a counter has risen
-since the start of the attempt and the agent did not send the SIGKILL, the OOM killer almost certainly did.
-Counters that a container cannot read are ignored.
+during the attempt and the agent did not send the SIGKILL, the OOM killer almost certainly did.
 """
 
 from __future__ import annotations
@@ -25,12 +24,9 @@ _ADVICE = (
 """The first text is for an exceeded cgroup limit, the second for a machine that has run out of memory."""
 
 
-# --- memory cgroups ---
-
-
 def memory_counters(cgroups: str, mountinfo: str) -> list[str]:
-    """Return the paths, perhaps missing, of the OOM counters of a process's memory cgroups. ``cgroups`` is
-    the text of its ``/proc/PID/cgroup``, and ``mountinfo`` that of the reader's ``/proc/self/mountinfo``.
+    """Return the paths, perhaps missing, of the OOM counters of a process (``/proc/PID/cgroup``) for the
+    reader (``/proc/self/mountinfo``).
     """
     counters = []
     for line in cgroups.splitlines():
@@ -83,9 +79,6 @@ def parse_oom_kill(text: str) -> int | None:
     return None
 
 
-# --- comparison of the counters ---
-
-
 def oom_kills(pids: Iterable[int] = ()) -> dict[str, int]:
     """Read the OOM kill counters of this process's and the workers' cgroups, by file path."""
     mountinfo = _read("/proc/self/mountinfo")
@@ -128,9 +121,8 @@ def oom_rise(before: Mapping[str, int], after: Mapping[str, int]) -> tuple[str, 
 def probably_oom(
     exitcode: int | None, sent_signal: int | None, before: Mapping[str, int], after: Mapping[str, int]
 ) -> bool:
-    """Return true if the kernel's OOM killer has probably killed a worker. An exit code of 137 counts as
-    well, because a shell exits with it if its command was killed. ``sent_signal`` is the agent's last signal
-    to the worker.
+    """Return true if the OOM killer has probably killed a worker. A shell exits with 137 if its command was
+    killed.
     """
     killed = exitcode in {-signal.SIGKILL, 128 + signal.SIGKILL}
     return killed and sent_signal != signal.SIGKILL and oom_rise(before, after) is not None

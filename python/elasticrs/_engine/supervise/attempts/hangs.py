@@ -39,9 +39,8 @@ def hung(
 ) -> str:
     """Describe which worker hung, since when, and what the other workers did meanwhile.
 
-    ``local_rank`` defaults to the event's. ``ranks`` are global ranks by local rank. ``diagnosis`` replaces
-    the innermost frames if it names culprits. ``was_found_here`` is false if only another node's worker
-    exceeded a limit.
+    ``local_rank`` defaults to the event's. ``ranks`` are global, by local rank. ``was_found_here`` is false
+    if only another node's worker exceeded a limit.
     """
     if local_rank is None:
         local_rank = event.local_rank
@@ -149,9 +148,7 @@ def place(frame: str) -> str:
 
 
 def heartbeat_notes(beats: Iterable[Heartbeat], end_ns: int, ranks: Mapping[int, int]) -> list[str]:
-    """Describe the last heartbeat of each rank (``end_ns``: monotonic time of the failure). Ranks at the same
-    step share a line, and the slowest ranks come first.
-    """
+    """Describe the last heartbeats before ``end_ns`` (monotonic), by step, and the slowest ranks first."""
     groups: dict[tuple[int | None, str | None, bool], list[Heartbeat]] = {}
     for beat in beats:
         groups.setdefault((beat.step, beat.section, beat.is_automatic), []).append(beat)
@@ -172,10 +169,9 @@ def heartbeat_notes(beats: Iterable[Heartbeat], end_ns: int, ranks: Mapping[int,
 
 
 def stack(path: str, *, others: int = 0) -> str | None:
-    """Return the innermost frames of the first thread in a worker's stack dump; ``None`` if there are none.
-    It is the thread that handled the dump signal (``faulthandler``), or the main thread (``py-spy``).
-
-    Also include up to ``others`` further threads, because one of them may delay the worker's exit.
+    """Return the innermost frames of the first thread in a worker's stack dump, if there are any: the one
+    that handled the dump signal (``faulthandler``), or the main thread (``py-spy``). Also include up to
+    ``others`` further threads, because one of them may delay the worker's exit.
     """
     try:
         with open(path, encoding="utf-8", errors="replace") as file:

@@ -11,7 +11,7 @@ Invariants, each tested by a property test:
 - **AGENT-2** A failure is followed by a restart only if the restart policy allows it, within the budget. Only
   a port conflict is retried without a charge, at most :data:`MAX_PORT_RETRIES` times.
 - **AGENT-3** Terminal phases are final. Each is entered with exactly one :class:`Exit`, the last action.
-- **AGENT-4** The exit code is 0 only if all workers of the last group exited with 0 and no stop was requested.
+- **AGENT-4** The exit code is 0 only if each worker of the last group exited with 0, without a stop request.
 - **AGENT-5** After the first stop signal, no process is started, and the agent exits after its group.
 - **AGENT-6** A node is not used again if a worker survived SIGKILL or hung in the kernel.
 - **AGENT-7** With ``replaces``, a failed worker is replaced after all its processes have exited, and the
@@ -78,7 +78,6 @@ class AgentState(Value):
         shutdown_timeout: seconds between the first signal and SIGKILL.
         round: number of the attempt, from 1. Every attempt counts.
         stopped_by: the restart policy's decision to stop the job, while workers are still running.
-        is_delayed: true while the next attempt waits for the delay of the restart policy.
         port_retries: attempts repeated because another process took the port of the workers' store.
         signum: first signal that asked the agent to stop.
         worker_failed: true if a worker of the current group has failed.
@@ -116,9 +115,6 @@ class AgentState(Value):
         return self.policy.max_restarts - used
 
 
-# --- events ---
-
-
 class Event(Value): ...
 
 
@@ -140,9 +136,8 @@ class Started(Event): ...
 
 
 class StartFailed(Event):
-    """The workers could not be started, and all their processes have exited. ``transient``: another try may
-    succeed soon (no memory, no process slots, a killed nursery). ``has_no_program``: this node cannot execute
-    the program, but others may.
+    """No worker process is left. ``transient``: another try may succeed soon (no memory, no process slots, a
+    killed nursery). ``has_no_program``: this node cannot execute the program, but others may.
     """
 
     message: str
@@ -167,9 +162,7 @@ class FailureSeen(Event):
 
 
 class WorkerExited(Event):
-    """A worker has exited. A negative exit code is a signal, and ``None`` is unknown. ``met`` has the number
-    of each worker's last rendezvous round, by local rank.
-    """
+    """A worker has exited; a negative code is a signal. ``met``: each worker's last rendezvous round."""
 
     local_rank: int
     exitcode: int | None
@@ -178,9 +171,7 @@ class WorkerExited(Event):
 
 
 class WorkerSwept(Event):
-    """All processes of a failed worker have exited. If some survived SIGKILL (``is_stuck``), do not replace
-    it.
-    """
+    """All processes of a failed worker have exited, or some survived SIGKILL (``is_stuck``)."""
 
     local_rank: int
     is_stuck: bool = False
@@ -197,10 +188,9 @@ class ReplaceFailed(Event):
 
 
 class GroupEnded(Event):
-    """All processes of the group have exited, except processes that cannot be killed.
+    """All processes of the group have exited, except processes that cannot be killed (``stuck_ranks``).
 
     Args:
-        stuck_ranks: local ranks of the workers that survived SIGKILL.
         port_conflict: true if the workers' store could not bind the port that the agent had chosen.
         unfit: other reason why this node cannot be used again.
         evidence: evidence about the failure; empty if the group succeeded.
@@ -231,9 +221,6 @@ class SignalReceived(Event):
     signum: int
 
 
-# --- actions ---
-
-
 class Action(Value):
     """Base class of the actions that the agent's loop executes."""
 
@@ -258,9 +245,7 @@ class Start(Action):
 
 
 class HungElsewhere(Value):
-    """A hung worker on another node: seconds since its last heartbeat, training step, and stack frame of its
-    main thread, as in ``RankSeen``.
-    """
+    """Hung worker on another node: seconds without a heartbeat, step, and frame as in ``RankSeen``."""
 
     silence: float
     step: int | None = None
@@ -268,13 +253,10 @@ class HungElsewhere(Value):
 
 
 class Stop(Action):
-    """Stop the workers. Answered by :class:`GroupEnded`.
+    """Stop the workers, with ``grace`` seconds until SIGKILL. Answered by :class:`GroupEnded`.
 
-    Args:
-        grace: seconds from the first signal until SIGKILL.
-        is_announced: true if the user has already been told the reason.
-        hung: hung worker on another node. Before the stop, this node collects evidence about the ranks for
-            which it may be waiting.
+    ``is_announced``: the user knows the reason. ``hung``: a worker on another node that may be waiting for
+    ranks here, so this node first collects evidence.
     """
 
     signum: int
@@ -313,14 +295,8 @@ class Exit(Action):
     code: int
 
 
-# --- the transition function ---
-
-
 def step(state: AgentState, event: Event) -> tuple[AgentState, list[Action]]:
-    """Return the new state after an event, and the actions to execute, in order.
-
-    An event that has no meaning in the current phase, such as a late response, changes nothing.
-    """
+    """Return the new state and the actions, in order. Ignore an event that does not fit the phase."""
     if state.phase.is_terminal:
         return state, []
     if isinstance(event, SignalReceived):
@@ -443,9 +419,7 @@ def _stop_all(state: AgentState) -> tuple[AgentState, list[Action]]:
 def _restart(
     state: AgentState, evidence: Evidence, message: str | None = None
 ) -> tuple[AgentState, list[Action]]:
-    """Restart all workers if the policy allows it, or else fail the job. ``message`` is the reason to report,
-    unless another attempt would fail in the same way.
-    """
+    """Restart all workers if the policy allows it. ``message`` is the reason to report otherwise."""
     decision = state.stopped_by or decide(state.policy, state.history, evidence)
     if decision.stop is not None:
         if decision.stop is StopKind.PERMANENT:

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 
 class Decisions(ABC):
-    """Decides how an agent reacts to events. The loop passes each event, and executes the returned actions in
-    order.
+    """Decides how an agent reacts to events. The loop executes the returned actions in order.
 
     Attributes:
         signum: first signal that asked the agent to stop.
@@ -38,8 +37,8 @@ class Decisions(ABC):
         clock: wall clock of the nodes' store, as estimated on this node.
         has_taken_part: true if workers of this node ran in the last round.
         has_peers: true if other nodes depend on the outcome of this node.
-        planned: may change a round's plan before the workers start. Its second argument opens the store that
-            the nodes of the round share.
+        planned: may change a round's plan before the workers start. Its second argument opens the round's
+            store.
         kept: state of an agent of several nodes that survives from one run of the agent to the next.
         failed_elsewhere: true if this node's workers were stopped because workers on another node failed.
     """
@@ -92,9 +91,7 @@ class Decisions(ABC):
         """Set the attempt to which all later events belong."""
 
     def next_plan(self, supervisor: _core.Supervisor) -> machine.Event:  # noqa: ARG002 -- subclasses use it
-        """Execute the action :class:`.Rendezvous`, and return the event that reports the result. The agent's
-        store for the workers runs in the supervisor. A user's rendezvous handler may raise any exception.
-        """
+        """Execute :class:`.Rendezvous`, and return its result. A user's handler may raise any exception."""
         raise RuntimeError("plans come with the rounds")
 
     def release_plan(self) -> None:

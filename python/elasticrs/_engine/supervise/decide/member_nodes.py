@@ -1,8 +1,7 @@
 """Decisions of one node's agent in a multi-node job with ``--on-failure replace``.
 
-The workers and the agents have separate rendezvous in the same store. The agents' counts restarts on all
-nodes and determines how the job ends; :mod:`.shared_budget` decides how its rounds affect the workers of this
-node.
+The agents have their own rendezvous, which counts restarts and determines how the job ends.
+:mod:`.shared_budget` decides how its rounds affect the workers of this node.
 """
 
 from __future__ import annotations
@@ -56,8 +55,6 @@ class MemberNodes(SeveralNodes):
         self._final_world_size: int | None = None
         self._unfinished: str | None = None
 
-    # --- events of this node ---
-
     def step(self, event: machine.Event) -> list[machine.Action]:
         if isinstance(event, (machine.Begin, machine.SignalReceived)):
             return super().step(event)
@@ -78,8 +75,6 @@ class MemberNodes(SeveralNodes):
         found = super().fenced()
         # Kill the workers even if the rendezvous, between two rounds, does not know that they are running.
         return found + self._carry(shared.MustStop(machine.SIGKILL, is_fence=True))
-
-    # --- actions from the rendezvous ---
 
     def _translate(self, actions: Iterable[messages.LoopAction]) -> list[machine.Action]:
         return self._carry(*self._events(actions))
@@ -119,9 +114,8 @@ class MemberNodes(SeveralNodes):
         return self._final_world_size if page is None else page.final_world_size()
 
     def _look_for_unfinished_ranks(self, begun: messages.Start) -> None:
-        """If a node with workers in the training's last rendezvous was lost afterwards, record that results
-        may be incomplete: no other workers take over its ranks, so their remaining work, such as saving, is
-        not repeated.
+        """Record that results may be incomplete if a node was lost after the training. No other workers take
+        over its ranks, so their remaining work, such as saving, is not repeated.
         """
         before, world_size = self._begun, self._known_final_world_size()
         if not begun.after_loss or before is None or world_size is None:
@@ -133,9 +127,7 @@ class MemberNodes(SeveralNodes):
             )
 
     def _tell_round(self, begun: messages.Start) -> None:
-        """Print why a new round has started. The line about a worker's replacement here already has the
-        reason.
-        """
+        """Print why a new round has started, unless the line about a replacement here has the reason."""
         why, self._why, self._first_word = self._why, "", None
         is_own, self._is_own = self._is_own, False
         attempt = self._attempt
@@ -152,8 +144,6 @@ class MemberNodes(SeveralNodes):
         if self._node.group == "running" and self.signum is None:
             why = f"{self._why}: " if self._why else ""
             self._console.say(f"{why}the job ends, stopping the workers of this node")
-
-    # --- decisions ---
 
     def _carry(self, *events: machine.Event) -> list[machine.Action]:
         pending, found = deque(events), list[machine.Action]()
@@ -193,8 +183,7 @@ class MemberNodes(SeveralNodes):
         attempt = self._attempt
         assert attempt is not None
         first = first_word(attempt, local_rank, self._place())
-        # Include all fields for the restart policy now. No later report about this failure follows, because
-        # the other workers of this node keep running.
+        # Include all fields now, because no later report about this failure follows.
         known = facts(attempt, local_rank, self._job.fatal_codes)
         self._first_word = first.replaced(round=None, **known)
         return self._first_word

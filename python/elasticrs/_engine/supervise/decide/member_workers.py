@@ -1,7 +1,4 @@
-"""Agent logic for a single-node job with ``--on-failure replace``; see :mod:`elasticrs.train`.
-
-The agent hosts the store in which its workers form a rendezvous. :mod:`.member_nodes` is for several nodes.
-"""
+"""Agent of a single-node job with ``--on-failure replace``. It hosts the store of its workers' rendezvous."""
 
 from __future__ import annotations
 
@@ -146,9 +143,7 @@ def for_workers(config: Mapping[str, object]) -> dict[str, str]:
 
 
 def _workers_token(rendezvous: Rendezvous) -> str | None:
-    """Return a credential for the workers' keys only, because workers never get the job's own token. ``None``
-    without a token, or with etcd, where :func:`for_workers` passes on ``user`` and ``password_file``.
-    """
+    """Return a credential for the workers' keys only. For etcd, :func:`for_workers` passes on the login."""
     token = rendezvous.settings.token
     if token is None or rendezvous.etcd is not None:
         return None

@@ -1,5 +1,4 @@
-"""Decisions of one node's agent in a multi-node job: reactions to signals, description of failures, exit
-code.
+"""Decisions of one node's agent in a multi-node job: reactions to signals, failures, exit code.
 
 The state machine in :mod:`.machine` decides when workers start and stop.
 """
@@ -71,8 +70,6 @@ class SeveralNodes(Decisions):
         self._group_exists = False
         self._found_unfit: str | None = None
         self._last_cause: Cause | None = None
-
-    # --- called by the loop ---
 
     def open(self, supervisor: _core.Supervisor) -> None:
         """Look up the host names on another thread, because name servers may be slow."""
@@ -160,8 +157,6 @@ class SeveralNodes(Decisions):
         if self._driver is not None:
             self._driver.close()
 
-    # --- events of this node ---
-
     def step(self, event: machine.Event) -> list[machine.Action]:
         if self.phase.is_terminal:
             return []
@@ -181,8 +176,7 @@ class SeveralNodes(Decisions):
             if event.has_no_program:
                 from elasticrs._engine.supervise.failures.failed_attempt import no_program
 
-                # Report a worker failure. The restart policy can then exclude this node, provided that the
-                # program starts on all other nodes.
+                # The restart policy can exclude this node, provided that the program starts on all others.
                 self._last_cause = cause = no_program(why, self._place())
                 return self._over(messages.GroupEnded(cause.encoded()))
             return self._over(messages.StartFailed(why, event.transient))
@@ -222,7 +216,7 @@ class SeveralNodes(Decisions):
         return self._tell(messages.Leave(reason, close=ends_the_job))
 
     def _on_hang(self, event: machine.HangSeen) -> list[machine.Action]:
-        """Report the hang before the hung worker is killed, because the kill makes the waiting workers fail.
+        """Report the hang before the hung worker is killed, because that makes the waiting workers fail.
         Failed workers cannot write stacks or flight records.
         """
         self._gathers_evidence = True
@@ -309,8 +303,6 @@ class SeveralNodes(Decisions):
     def _over(self, event: messages.Event) -> list[machine.Action]:
         return self._translate(self._require_driver().group_over(event))
 
-    # --- actions for this node ---
-
     def _translate(self, actions: Iterable[messages.LoopAction]) -> list[machine.Action]:
         found: list[machine.Action] = []
         for action in actions:
@@ -367,8 +359,8 @@ class SeveralNodes(Decisions):
             self.first_cause = Cause.decoded(outcome.cause)
         self.phase = _PHASES.get(outcome.kind, machine.Phase.FAILED)
         if outcome.kind == "spare" and (outcome.has_failed or self._rendezvous.max_nodes == 1):
-            # This job may have joined the rendezvous of another job with the same command line. The caller
-            # would otherwise assume that this job's own workers have succeeded.
+            # This job may have joined the rendezvous of another job with the same command line, and the
+            # caller would assume that this job's own workers have succeeded.
             self.phase = machine.Phase.FAILED
         code = 0 if self.phase is machine.Phase.SUCCEEDED else 1
         if code == 0 and self.signum is None:

@@ -53,14 +53,12 @@ class NodeState(Value):
     Args:
         grace: seconds between the first signal and SIGKILL.
         group: state of this node's workers. ``running`` includes workers that are being started.
-        has_succeeded: true if all workers have exited with 0.
         in_round: true if the node takes part in a round of the agents' rendezvous.
         restarts: number of restarts charged so far on all nodes.
         failed: local ranks of failed workers that have no running replacement yet.
         swept: those of ``failed`` for which all processes of the worker have exited.
         paid: those of ``failed`` whose restart was charged. Their workers may be replaced.
-        met: last rendezvous of each worker when a failure ended the last round, unless it was replaced since
-            then.
+        met: each worker's last rendezvous when a failure ended the last round, unless replaced since then.
         unfit: reason why this node cannot take part in another round.
         has_ended: true if the job has ended for this node.
     """
@@ -79,7 +77,7 @@ class NodeState(Value):
     has_finished: bool = False
 
 
-# --- events, in addition to the worker events in :mod:`.state_machine` ---
+# --- events, in addition to those in :mod:`.state_machine` ---
 
 
 class WorkerFailed(Event):
@@ -113,9 +111,6 @@ class JobEnded(Event):
     signum: int = SIGTERM
 
 
-# --- effects: results of :func:`step` that are neither actions of the agent nor events of its rendezvous ---
-
-
 class Report(Value):
     local_rank: int
 
@@ -134,10 +129,7 @@ class Finish(Value): ...
 
 
 def step(state: NodeState, event: Event) -> tuple[NodeState, list[Effect]]:
-    """Return the new state of this node after an event, and the actions to execute, in order.
-
-    An event that has no meaning in the current state changes nothing.
-    """
+    """Return the new state and the actions, in order. Ignore an event that does not fit the state."""
     if state.has_finished:
         return state, []
     match event:
@@ -176,8 +168,7 @@ def _begin(state: NodeState, event: RoundBegan) -> tuple[NodeState, list[Effect]
         return state, []
     if state.met:
         return _pay(state, state.failed)
-    # No restart has been charged for the failures yet. One report is enough, because a single restart is
-    # charged for all failed workers.
+    # One report is enough, because a single restart is charged for all failed workers.
     return state, [Report(min(state.failed))]
 
 
@@ -251,9 +242,7 @@ def _group_ended(state: NodeState, event: GroupEnded) -> tuple[NodeState, list[E
 
 
 def _gone(state: NodeState, say: Answer) -> tuple[NodeState, list[Effect]]:
-    """Update the state after this node's workers have exited or could not be started. The node leaves the
-    rendezvous round, unless the workers have succeeded.
-    """
+    """Update the state after the end of the workers. Unless they succeeded, the node leaves the round."""
     state = state.replaced(group="none", failed=frozenset(), swept=frozenset(), paid=frozenset(), met=())
     if state.has_ended:
         return state.replaced(has_finished=True), [Finish()]

@@ -1,7 +1,6 @@
-"""Passes checkpoint requests to the agent's workers and reports the results to the user.
+"""Passes checkpoint requests to the agent's workers, through the memory page that they share with it.
 
-Workers check the memory page that they share with the agent (:mod:`.node_page`) after each training step. As
-soon as one worker sees a request, all workers of the job save.
+As soon as one worker sees a request after a training step, all workers of the job save.
 """
 
 from __future__ import annotations
@@ -60,8 +59,8 @@ class CheckpointRequests:
         return self.page.asked > self._told
 
     def look(self) -> float:
-        """Report results to the user, with one line for all requests that the same save fulfilled. Return the
-        seconds until the next call is due; infinity without pending requests.
+        """Report results, one line per save. Return the seconds until the next call; infinity if none is
+        needed.
         """
         served, result, served_ns = self.page.answer()
         first = self._asked_ns.get(self._told + 1)

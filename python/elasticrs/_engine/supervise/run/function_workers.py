@@ -49,17 +49,13 @@ def function_workers(
     *,
     is_script: bool = False,
 ) -> FunctionWorkers:
-    """Create workers that call a function, which must be importable by name, except with ``fork``.
-    ``${local_rank}`` is replaced in string arguments, as in torch.
-    """
+    """Create workers that call a function, which must be importable by name, except with ``fork``."""
     kind = KeptWorkers if BY_METHOD[start_method].has_keeper else FunctionWorkers
     return kind(setup, function, arguments, start_method, is_script=is_script)
 
 
 def script_workers(setup: WorkerSetup, script: Sequence[str], start_method: str) -> FunctionWorkers:
-    """Create workers that run a script (path and arguments) with :func:`run_script_path`. Call this only in a
-    process that runs nothing but the launcher.
-    """
+    """Create workers that run a script. Call this only in a process that runs nothing but the launcher."""
     return function_workers(setup, run_script_path, script, start_method, is_script=True)
 
 
@@ -78,8 +74,7 @@ class FunctionWorkers(Workers):
         self._arguments = list(arguments)
         self._start_method = start_method
         self._is_script = is_script
-        # Multiprocessing remembers the original interpreter. A different `sys.executable` shows that, for
-        # example, a profiler has replaced it.
+        # If `sys.executable` differs from what multiprocessing remembers, a profiler may have replaced it.
         if sys.executable != os.fsdecode(spawn.get_executable()) and is_script_file(sys.executable):
             self.unfollowed = sys.executable
         if not BY_METHOD[start_method].has_keeper:
@@ -92,8 +87,7 @@ class FunctionWorkers(Workers):
         self._late: dict[int, FunctionStart] = {}
         # Pickled return values, by local rank.
         self._values: dict[int, bytes] = {}
-        # Descriptors of the shared memory pages for heartbeats, by local rank. Empty if the Rust core starts
-        # the workers, because it then creates the pages itself.
+        # Descriptors of the heartbeat pages, by local rank. Empty if the Rust core creates the pages.
         self._pages: dict[int, int] = {}
 
     def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[ProcessSpec]:
@@ -152,9 +146,7 @@ class FunctionWorkers(Workers):
                 self._values.update((rank, bytes(data)) for rank, data in start.values.items())
 
     def _silent(self) -> list[int]:
-        """Return the local ranks of workers that exited with 0 before their function returned, for example
-        through ``os._exit``. Scripts never return a value.
-        """
+        """Return the local ranks that exited with 0 before their function returned (``os._exit``)."""
         return [] if self._is_script else [rank for rank, data in self._values.items() if not data]
 
     def close(self) -> None:
@@ -188,8 +180,7 @@ class _Phase(IntEnum):
     ENDING = auto()
     """The process group has stopped without success. The keeper is killing the leftover processes."""
     ABANDONED = auto()
-    """The group was stopped before the workers started. The keeper may still import modules for a long time.
-    """
+    """The group was stopped before the workers started. The keeper may still import modules."""
 
 
 class KeptWorkers(FunctionWorkers):
@@ -277,8 +268,7 @@ class KeptWorkers(FunctionWorkers):
         if kept is None:
             self.leftovers = Leftovers()
         elif self._phase is _Phase.PREPARED:
-            # Stop the keeper now, because the core does not monitor these workers and will not report their
-            # exits.
+            # The core does not monitor these workers, so it will not report their exits.
             kept.begin_end(keeper.AT_ONCE)
             self._finish(kept)
         else:
@@ -317,8 +307,7 @@ class KeptWorkers(FunctionWorkers):
 
 
 def stop_tracker() -> None:
-    """Stop multiprocessing's resource tracker. Call this only in a process that runs nothing but the
-    launcher.
+    """Stop multiprocessing's resource tracker. Call this only in a launcher's process.
 
     The tracker exits when its pipe has no copies. If a worker's descendant holds one, do not wait for it.
     """

@@ -1,7 +1,7 @@
 """Watches this node's NVIDIA GPUs through a child process that runs :mod:`.gpu_watch`.
 
-The watcher adds Xids to the current attempt, and delays a restart until the dead workers' device memory is
-free. Imported only if workers may use NVIDIA GPUs. Only :meth:`GpuWatcher.close` blocks, for at most 1 s.
+Adds Xids to the current attempt, and delays a restart until the dead workers' device memory is free. Only
+:meth:`GpuWatcher.close` blocks, for at most one second.
 """
 
 from __future__ import annotations
@@ -118,11 +118,9 @@ class GpuWatcher(Observer):
         if len(notes) > _MAX_LINES:
             self._say(f"{len(notes) - _MAX_LINES} other Xids are not shown")
 
-    # --- the end of an attempt ---
-
     def hold(self, attempt: Attempt) -> None:
-        """Delay the end of the attempt until the dead workers' device memory is free or, if no further
-        attempt can follow, until the last Xids (NVIDIA driver errors) have arrived.
+        """Delay the attempt's end until the dead workers' memory is free; for the last attempt, until its
+        Xids are known.
         """
         self._read()
         self._settle()
@@ -171,8 +169,6 @@ class GpuWatcher(Observer):
         policy = self._job.restart_settings
         is_counted = not self._job.is_multi_node and policy.window is None
         return not self._is_stopping and (not is_counted or attempt.restarts < policy.max_restarts)
-
-    # --- the child process ---
 
     def _settle(self) -> None:
         if self._has_begun and not self._is_asked:

@@ -1,5 +1,4 @@
-"""The event loop of the agent. It passes events of the core and signals to a :class:`.Decisions` object, and
-executes the returned actions.
+"""The event loop of the agent. It passes events to a :class:`.Decisions` object, and executes the actions.
 
 Its :class:`.AttemptTracker` records what happens to the workers. Only the tracker's ``wait`` blocks.
 """
@@ -46,9 +45,7 @@ def _import_for_cause() -> None:
 
 
 class Agent:
-    """Runs a job on this node, as ``decisions`` decides. ``checkpoints`` is ``None`` unless workers are
-    replaced.
-    """
+    """Runs a job on this node. ``checkpoints`` is ``None`` unless failed workers are replaced."""
 
     def __init__(
         self,
@@ -89,9 +86,8 @@ class Agent:
             self._duties.append(partial(self._look_for_sleepers, sleepers))
 
     def run(self) -> JobResult:
-        """Run the job to its end and return its result, which includes failures of workers. Raises
-        ``SupervisorError`` (all workers have been stopped), ``OSError`` (no descriptors, old kernel), and
-        exceptions of the user's code.
+        """Run the job to its end, including failures of workers. Raises ``SupervisorError`` (all workers have
+        been stopped), ``OSError`` (no descriptors, old kernel), and exceptions of the user's code.
         """
         try:
             result = self._run()
@@ -145,8 +141,6 @@ class Agent:
                 self._finish(action)
         return self._decisions.phase.is_terminal
 
-    # --- checks of this node ---
-
     def _check_before_joining(self) -> str | None:
         """Run ``--node-check`` before this node joins the job. Return why this node is unfit, if so."""
         check = None if self._events else self._new_check()
@@ -192,9 +186,7 @@ class Agent:
         return "; ".join(result.unfit for result in results if result.unfit is not None) or None
 
     def _is_held_for_check(self, event: machine.Event) -> bool:
-        """Start the node check if this node's workers have exited after a failure on any node. Return true if
-        the event must wait for its result, because workers may not be started on an unfit node.
-        """
+        """Start the node check if workers exited after a failure. Return true if the event must wait for it."""
         match event:
             case machine.GroupEnded(why_unfit=None, outcome=outcome) if outcome in ("failed", "lost") or (
                 outcome == "stopped" and self._decisions.failed_elsewhere
@@ -233,14 +225,11 @@ class Agent:
                 self._tracker.observers.quiet()
 
     def _prepare(self) -> float:
-        """After the first failure, import the modules that describe its cause, so that the restart does not
-        wait for them.
-        """
+        """After the first failure, import what describes its cause, so that the restart does not wait."""
         attempts = self._tracker.result.attempts
         if not self._is_prepared and attempts and attempts[-1].first_failure is not None:
             self._is_prepared = True
-            # Use another thread, because the search for `json` may access a working directory that does not
-            # respond.
+            # The search for `json` may access a working directory that does not respond.
             FileAccess().begin(_import_for_cause)
         return _NEVER
 
@@ -264,9 +253,7 @@ class Agent:
             self._duties += [self.checkpoints.look, check.look]
 
     def _ask_for_checkpoint(self, checkpoints: CheckpointRequests) -> None:
-        """Request a checkpoint through the shared memory page. A signal would kill workers that have not
-        started training or have finished it.
-        """
+        """Use the shared memory page, because a signal would kill workers that are not in their training."""
         if not checkpoints.are_open:
             self._console.say(phrases.checkpoint_requested(signal.SIGUSR1))
         checkpoints.ask()
@@ -293,8 +280,6 @@ class Agent:
             self._console.say(f"{tracker.why_unfit}; stopping the workers")
             tracker.stop(machine.Stop(signal.SIGTERM, self._job.shutdown_timeout))
         return sleepers.interval
-
-    # --- actions ---
 
     def _carry_out(self, action: machine.Action) -> None:
         if isinstance(action, machine.Rendezvous):
@@ -347,8 +332,6 @@ class Agent:
         self.result.signum = self._decisions.signum
         self.result.first_cause = self._decisions.first_cause
         self.result.clock = self._decisions.clock
-
-    # --- events ---
 
     def on_fd(self, fd: int, *, is_over: bool) -> bool:
         if self._signals is not None and fd == self._signals.fd:

@@ -49,10 +49,7 @@ def can_take(pid: int, signum: int) -> bool | None:
 
 
 def _waits_for(pid: int, signum: int) -> bool:
-    """Return true if the main thread of a process is in ``sigwait`` for a signal.
-
-    Meanwhile, the kernel does not list the signals as blocked, so read the arguments of the system call.
-    """
+    """Return true if the main thread is in ``sigwait``. The kernel does not list its signals as blocked."""
     try:
         with open(f"/proc/{pid}/wchan", encoding="ascii") as wchan, open(f"/proc/{pid}/syscall") as syscall:
             if not wchan.read().startswith("do_sigtimedwait"):
@@ -70,9 +67,7 @@ def _has(mask: int, signum: int) -> bool:
 
 
 class PassedSignals:
-    """Delivers signals to the workers of one agent. ``send`` takes the signal and local ranks; ``now`` is in
-    seconds.
-    """
+    """Delivers signals to the workers of one agent. ``send`` takes the signal and local ranks."""
 
     def __init__(
         self,
@@ -88,7 +83,7 @@ class PassedSignals:
         self._held: dict[tuple[int, int, int], float] = {}
 
     def pass_on(self, signum: int, workers: Mapping[int, int]) -> None:
-        """Deliver a signal to running workers (pids by local rank), or hold it if it would kill the worker."""
+        """Deliver a signal to workers (pids by local rank), or hold it if it would kill the worker."""
         if not self._has_own_proc():
             self._say(phrases.signal_not_passed_on(signum))
             return
@@ -100,9 +95,7 @@ class PassedSignals:
         self._drop(gone, _EXITED)
 
     def look(self, workers: Mapping[int, int]) -> float | None:
-        """Deliver or drop held signals. Return the seconds until the next call; ``None`` if no signal is
-        held.
-        """
+        """Deliver or drop held signals. Return the seconds until the next call, if it is needed."""
         if not self._held:
             return None
         self._drop(self._deliver(workers), _EXITED)

@@ -1,8 +1,7 @@
 """Turns the signals that the agent receives into events of its loop.
 
-The Python handlers do nothing. The interpreter writes the number of each signal to a socket
-(:func:`signal.set_wakeup_fd`) that the loop watches. So a signal never interrupts a decision, and none is
-lost.
+The Python handlers do nothing. The interpreter writes the number of each signal to a socket that the loop
+watches (:func:`signal.set_wakeup_fd`), so a signal never interrupts a decision, and none is lost.
 
 - **SIG-1** A signal that was ignored at the agent's start (``nohup``) stays ignored, also in the workers.
 - **SIG-2** Handlers are installed only in the main thread, because Python allows this only there.
@@ -33,8 +32,7 @@ if TYPE_CHECKING:
     Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
 
 IGNORED_BY_PYTHON = frozenset((signal.SIGPIPE, signal.SIGXFSZ))
-"""Signals that Python itself ignores. It hides whether they were ignored before, so workers get the defaults.
-"""
+"""Signals that Python itself ignores, so whether they were ignored before is unknown."""
 
 
 def ignored_signals() -> tuple[int, ...]:
@@ -46,9 +44,7 @@ def ignored_signals() -> tuple[int, ...]:
 
 
 def catch_signals(signums: Iterable[int]) -> SignalPipe | None:
-    """Catch these signals. Return ``None`` outside of the main thread. Raises ``OSError`` without free
-    descriptors.
-    """
+    """Catch these signals. Return ``None`` outside of the main thread. Raises ``OSError``."""
     try:
         return SignalPipe(signums)
     except ValueError:
@@ -65,8 +61,8 @@ def without_what_was_taken_back(received: bytes) -> bytes:
 
 
 def suspend(supervisor: _core.Supervisor | None, signals: SignalPipe) -> None:
-    """Suspend the workers and this process after Ctrl-Z, until this process continues. The terminal does not
-    suspend the workers, because they are not in its foreground process group.
+    """Suspend the workers and this process after Ctrl-Z, until this process continues. The workers are not in
+    the terminal's foreground process group.
     """
     if supervisor is not None:
         supervisor.suspend()
@@ -78,9 +74,7 @@ def suspend(supervisor: _core.Supervisor | None, signals: SignalPipe) -> None:
 
 
 class SignalPipe:
-    """Catches signals (those that are ignored stay so) and returns them in the order of their arrival. Raises
-    ``ValueError`` outside of the main thread.
-    """
+    """Catches signals that are not ignored. Raises ``ValueError`` outside of the main thread."""
 
     def __init__(self, signums: Iterable[int]) -> None:
         self._caught: dict[int, Handler] = {}
@@ -107,9 +101,7 @@ class SignalPipe:
         return frozenset(self._caught)
 
     def catch(self, signums: Iterable[int], *, pauses: bool = False) -> None:
-        """Catch exactly these signals from now on. ``pauses`` adds SIGTSTP as a request for
-        :meth:`stop_this_process`.
-        """
+        """Catch exactly these signals. ``pauses`` adds SIGTSTP for :meth:`stop_this_process`."""
         wanted = set(signums)
         self._has_pauses = pauses and signal.SIGTSTP not in wanted
         if self._has_pauses:
@@ -127,9 +119,7 @@ class SignalPipe:
             self.order_pauses()
 
     def order_pauses(self) -> None:
-        """Handle SIGTSTP and SIGCONT in the order of their arrival. Call this again after installing another
-        handler for SIGTSTP.
-        """
+        """Order SIGTSTP and SIGCONT. Call this again after installing another handler for SIGTSTP."""
         from elasticrs import _core
 
         _core.order_stop_signals()
@@ -151,13 +141,10 @@ class SignalPipe:
         return [signum for signum in received if signum in self._caught and signum in self._wanted]
 
     def stop_this_process(self) -> None:
-        """Stop this process, and return when it is continued, or at once if a SIGCONT has followed the last
-        SIGTSTP.
-        """
+        """Stop this process until it is continued, but not if a SIGCONT has followed the last SIGTSTP."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTSTP,))
         try:
-            # The kernel discards this pending SIGTSTP on a later SIGCONT. `_is_continued` detects an earlier
-            # one.
+            # The kernel discards this SIGTSTP on a later SIGCONT. `_is_continued` detects an earlier one.
             signal.pthread_kill(_thread.get_ident(), signal.SIGTSTP)
             if not self._is_continued():
                 _stop_unless_continued()
@@ -175,9 +162,7 @@ class SignalPipe:
             return False
 
     def close(self, *, ignore: bool = False) -> None:
-        """Restore the previous handlers and the wake-up descriptor. Idempotent. ``ignore`` ignores the caught
-        signals instead, for a process that is about to exit.
-        """
+        """Restore the previous handlers, or with ``ignore``, before the process exits, ignore the signals."""
         if self._reader.fileno() == -1:
             return
         for signum in list(self._caught):
@@ -208,9 +193,8 @@ def _stop_unless_continued() -> None:
     try:
         _core.stop_unless_continued()
     except OSError:
-        # The helper process could not be created. Stop anyway, because the workers are suspended and resume
-        # together with this process. Signal this thread, because a signal to the process may take effect
-        # after the return.
+        # The helper process could not be created. Stop anyway, because the workers resume with this process.
+        # Signal this thread, because a signal to the process may take effect after the return.
         signal.pthread_kill(_thread.get_ident(), signal.SIGSTOP)
 
 

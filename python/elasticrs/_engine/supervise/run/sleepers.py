@@ -23,9 +23,7 @@ _LONGEST = 1.0
 
 
 def since(earlier: Mapping[int, float], states: Mapping[int, str], now: float) -> dict[int, float]:
-    """Return when each process that now sleeps was first seen sleeping. ``states`` are letters of
-    ``/proc/PID/stat`` by pid.
-    """
+    """Return when each sleeping process was first seen so. ``states`` are letters by pid."""
     return {pid: earlier.get(pid, now) for pid, state in states.items() if state == "D"}
 
 
@@ -48,9 +46,7 @@ class Sleepers:
         self.interval = min(_LONGEST, limit / _LOOKS) if limit > 0 else float("inf")
 
     def look(self, pids: Mapping[int, int]) -> dict[int, float]:
-        """Return the seconds of workers that slept for too long, by local rank. Check every ``interval``
-        seconds only.
-        """
+        """Return the seconds of workers that slept for too long, by local rank; empty between two checks."""
         now = time.monotonic()
         if self._limit <= 0 or now < self._next:
             return {}

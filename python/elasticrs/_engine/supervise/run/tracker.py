@@ -1,7 +1,4 @@
-"""Starts the workers of a job, one attempt at a time, and records the events that the core reports.
-
-Its owner decides: the loop in :mod:`.loop`, or an agent that calls torch's hooks.
-"""
+"""Starts the workers of a job, one attempt at a time, and records the core's events. Its owner decides."""
 
 from __future__ import annotations
 
@@ -75,9 +72,7 @@ DRAIN_TIMEOUT = 10.0
 
 
 class AttemptTracker:
-    """Starts the attempts of a job and records their events. The owner removes ``events``. ``why_unfit`` is
-    the reason why this node cannot run another attempt.
-    """
+    """Starts the attempts of a job and records their events. The owner removes ``events``."""
 
     def __init__(
         self,
@@ -169,8 +164,6 @@ class AttemptTracker:
             if self._warming is not None:
                 self._warming.close()
 
-    # --- actions ---
-
     def begin(self, action: machine.Start, plan: Plan) -> Attempt:
         is_again = any(earlier.restarts == action.restarts for earlier in self.result.attempts)
         name = f"{action.restarts}_r{action.round}" if is_again else str(action.restarts)
@@ -191,8 +184,8 @@ class AttemptTracker:
         )
 
     def start(self, attempt: Attempt) -> None:
-        """Start all workers of an attempt, or none of them. A later event reports the result. Raises an
-        exception if a function of the user cannot be pickled.
+        """Start all workers of an attempt, or none. A later event reports the result, except for functions
+        that cannot be pickled.
         """
         if self._warming is not None:
             self._workers.may_fork = self._warming.may_fork(self.supervisor)
@@ -286,8 +279,6 @@ class AttemptTracker:
         for attempt in self.result.attempts:
             attempt.files.run(partial(_discard_unused_files, attempt.paths), None)
 
-    # --- events of the core ---
-
     def wait(self, seconds: float | None) -> bool:
         """Wait for an event from the supervisor and handle it. Return false if no event arrived."""
         running = {} if self.attempt is None else self.attempt.running()
@@ -319,9 +310,7 @@ class AttemptTracker:
         self._follow_workers()
 
     def _follow_workers(self) -> None:
-        """Report that all workers are running, or that all their processes have exited. Wait for the reports
-        of a keeper, because the supervisor's events come earlier.
-        """
+        """Report that all workers run, or that all processes have exited. A keeper's reports arrive late."""
         if self._begun is not None and self._workers.are_started:
             begun, self._begun = self._begun, None
             self._run_begins(begun)
@@ -371,9 +360,7 @@ class AttemptTracker:
         self.observers.not_started()
 
     def _start_cold(self, why: str) -> bool:
-        """If the workers were forked, start them again without forking, because a fork handler of an imported
-        library may have failed. Return false if this is not possible.
-        """
+        """Start forked workers again without forking, because a library's fork handler may have failed."""
         attempt = self.result.attempts[-1]
         if self._warming is None or "stopped" in attempt.stamps:
             return False
@@ -424,9 +411,7 @@ class AttemptTracker:
             accuse(attempt, event)
 
     def _diagnose(self, attempt: Attempt, explain: Callable[[], None]) -> None:
-        """Call ``explain`` to diagnose a failure. If it fails, the report says so and contains the other
-        facts.
-        """
+        """Call ``explain`` to diagnose a failure. If it fails, the report says so."""
         try:
             explain()
         # An error in the diagnosis code must not end the job without a report.
@@ -437,8 +422,8 @@ class AttemptTracker:
             self._console.say(attempt.diagnosis.summary)
 
     def _learn_from(self, event: _core.WorkerHung) -> None:
-        """Use a generous limit in the next attempts if a worker has exceeded a learned one: it may have run
-        an evaluation that takes longer than all steps, and that the next attempt repeats.
+        """Use a generous limit from the next attempt on: a worker may have exceeded the learned one in an
+        evaluation, which the next attempt repeats.
         """
         if not isinstance(self._job.hang_timeout, str) or event.missed not in ("step", "line"):
             return
@@ -474,8 +459,7 @@ class AttemptTracker:
         self.events.append(machine.WorkerExited(event.local_rank, event.exitcode, meetings))
         self.observers.exited(attempt, event)
         if is_early:
-            # The others would wait forever for this worker. It cannot be replaced, because the Rust core
-            # considers it to have succeeded.
+            # The others would wait for this worker. The core considers it successful and cannot replace it.
             who = self._who(event.local_rank, event.pid)
             self._console.say(f"{who} exited with code 0 in the middle of the training; stopping all workers")
             self.events.append(machine.ReplaceFailed(event.local_rank))
@@ -612,8 +596,8 @@ _CONFLICT_BYTES = 65536
 
 
 def _is_port_conflict(attempt: Attempt) -> bool:
-    """Return true if the workers' store could not bind its reserved port: error files or stderr logs contain
-    the number and the kernel's message. Ports that the user has chosen do not count.
+    """Return true if the workers' store could not bind its reserved port: files contain its number and the
+    kernel's message. Ports that the user has chosen do not count.
     """
     held = attempt.plan.port
     if held is None or held.store is not None:

@@ -1,7 +1,6 @@
 """Tracks the nursery (the process that imports modules and then forks workers).
 
-Workers are forked only if no file of an imported module has changed. Otherwise, the next attempt gets a new
-nursery, which imports the modules again.
+If a file of an imported module has changed, the next attempt gets a new nursery.
 
 - **AGAIN-1** If a file has changed before an attempt begins, the workers of the attempt run the new code.
   This covers all changes that :class:`.Sources` can detect.
@@ -35,8 +34,8 @@ _MOST_TOUCHED = 3
 
 
 class Warming:
-    """Reads the nurseries' reports, informs the user, and decides whether workers may be forked. ``limit`` is
-    for the imports, in seconds. ``report`` is the descriptor of the nurseries' reports.
+    """Decides whether workers may be forked. ``limit`` is for the imports, in seconds. ``report`` is the
+    descriptor to which the nurseries report.
     """
 
     def __init__(self, say: Callable[[str], None], limit: float) -> None:
@@ -83,9 +82,7 @@ class Warming:
         self._say(f"warm: workers start cold: {why}")
 
     def may_fork(self, supervisor: Supervisor) -> bool:
-        """Return true if the workers of a new attempt may be forked. If files have changed, stop the nursery;
-        the attempt then waits for a new one.
-        """
+        """Return true if the next workers may be forked. If files have changed, renew the nursery."""
         if self._never_again is not None:
             self.is_warm, self.why_cold = False, self._never_again
             return False

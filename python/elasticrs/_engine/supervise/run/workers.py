@@ -36,8 +36,8 @@ _DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 """Variables with the path of torch's flight record dumps. Torch uses the first one set."""
 
 _TIMER_FILE = "ELASTICRS_TIMER_FILE"
-"""Has the path of ``TORCHELASTIC_TIMER_FILE``, and tells elasticrs's timer client that an elasticrs agent
-reads the FIFO. Only then may it stay open, because torch's timer server expires no timers meanwhile.
+"""Tells elasticrs's timer client that an elasticrs agent reads the FIFO. Only then may the FIFO stay open,
+because torch's timer server expires no timers meanwhile.
 """
 
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
@@ -110,7 +110,6 @@ class Workers(ABC):
         warm_command: common part of the workers' command lines; ``None`` without a warm nursery.
         follower: debugger or tracer that follows the workers, so that they start cold.
         unfollowed: profiler in ``sys.executable`` that does not follow the workers.
-        may_fork: false if the workers of the next attempt have to start cold.
     """
 
     are_started: bool = True
@@ -162,9 +161,7 @@ class Workers(ABC):
 
 
 def watch_timers(setup: WorkerSetup, supervisor: _core.Supervisor) -> dict[str, str]:
-    """Watch timers (``TORCHELASTIC_ENABLE_FILE_TIMER=1``) and heartbeats in all attempts. Return the
-    variables for the workers. Raises ``UsageError`` if no FIFO can be created at ``TORCHELASTIC_TIMER_FILE``.
-    """
+    """Watch timers and heartbeats. Return the workers' variables. Raises ``UsageError`` for a bad FIFO."""
     variables: dict[str, str] = {}
     environ = setup.environ
     if environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1":
@@ -181,9 +178,7 @@ def watch_timers(setup: WorkerSetup, supervisor: _core.Supervisor) -> dict[str, 
 
 
 def watch_hangs(setup: WorkerSetup, supervisor: _core.Supervisor, least: float = 0.0) -> None:
-    """Watch the heartbeats from the next attempt on if ``--hang-timeout`` is given. Learned limits are at
-    least ``least`` seconds.
-    """
+    """Watch heartbeats from the next attempt on. Learned limits are at least ``least`` seconds."""
     job = setup.job
     if job.hang_timeout is None:
         return
@@ -202,9 +197,7 @@ def watch_hangs(setup: WorkerSetup, supervisor: _core.Supervisor, least: float =
 def prepare_group(
     workers: Workers, supervisor: _core.Supervisor, attempt: Attempt, extra: Mapping[str, str]
 ) -> _core.GroupSpec:
-    """Create the log files of an attempt, and return the processes to start. ``extra`` are further variables.
-    Raises ``OSError`` without a log directory or free descriptors.
-    """
+    """Create the log files of an attempt, and return the processes to start. Raises ``OSError``."""
     setup = workers.setup
     job, environ = setup.job, setup.environ
     variables = variables_of(job, attempt.plan, attempt.round, attempt.restarts, environ)
@@ -244,9 +237,7 @@ def prepare_group(
 def prepare_replacement(
     workers: Workers, supervisor: _core.Supervisor, attempt: Attempt, local_rank: int, restarts: int
 ) -> _core.ProcessSpec:
-    """Return the replacement for a worker whose processes have all exited. It appends to the worker's log
-    files.
-    """
+    """Return the replacement for a worker that is gone. It appends to the old worker's log files."""
     setup, paths = workers.setup, attempt.paths
     own = attempt.variables[local_rank]
     own["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
@@ -267,8 +258,8 @@ def _set_aside(path: str, kept: str) -> None:
 
 
 def _member(plan: Plan, local_rank: int) -> dict[str, str]:
-    """Name a worker in the rendezvous. A replacement also names its predecessor, so that the other workers
-    need not wait until that worker's lease expires.
+    """Name a worker in the rendezvous. The name of its predecessor saves others the wait for that one's
+    lease.
     """
     if plan.members is None:
         return {}
@@ -323,7 +314,7 @@ def variables_of(
 
 
 def warm_nursery(workers: Workers, report: int) -> _core.WarmNursery | None:
-    """Return the nursery, which imports modules and then forks the workers; ``None`` if nothing is preloaded."""
+    """Return the nursery, which imports modules and forks the workers, if anything is preloaded."""
     setup, command = workers.setup, workers.warm_command
     if setup.preload is None or command is None:
         return None
