@@ -32,13 +32,13 @@ _ALIKE = 4
 _MANY = 32
 """Number of workers per CPU above which the launcher warns of a likely mistake."""
 _SCHEDULERS = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST")
-"""Defined here, so that a launch without a scheduler does not import :mod:`.schedulers`."""
+"""Variables of schedulers. Defined here, so that other launches do not import :mod:`.schedulers`."""
 _REPEATED = frozenset(option.dest for option in OPTIONS if option.repeats)
 _BY_LETTER = {option.short: option for option in OPTIONS if option.short}
 
 
 class TextRequested(Exception):  # noqa: N818 -- not an error
-    """Raised for options such as ``--help`` that print text; ``words`` are the option's values."""
+    """Raised for an option such as ``--help``, which only prints text. ``words`` are its values."""
 
     def __init__(self, what: str, *words: str) -> None:
         super().__init__(what)
@@ -79,6 +79,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Namespace:
 
 
 def resolve(args: Namespace, environ: Mapping[str, str]) -> JobSpec:
+    """Convert the options into a job. Check everything that can be checked before a process is started."""
     for name, instead in _GONE.items():
         if environ.get(name, "") not in ("", "0"):
             raise UsageError(f"{name} is set, but this variable is gone: {instead}")
@@ -214,7 +215,7 @@ def _elastic(args: Namespace, environ: Mapping[str, str], grace: float, notices:
     rendezvous = _describe(args.rdzv_backend, args, environ, grace, notices)
     if args.master_port is not None:
         notices.append("--master-port has no effect: only the static rendezvous uses it")
-    # The nodes' rendezvous takes the endpoint's port, so the workers' store gets new ports.
+    # The nodes' rendezvous uses the endpoint's port. The workers' store gets a new one for every attempt.
     return {
         "run_id": args.rdzv_id,
         "master_addr": args.local_addr or "localhost",
@@ -340,7 +341,7 @@ def _read(argument: str, arguments: Iterator[str]) -> dict[str, object]:
 
 
 def _help(word: str, *, is_exact: bool) -> TextRequested:
-    """Request the help. ``--help=WORD`` needs a topic; a word after ``--help`` may be the script."""
+    """Return the request for help. The word is a topic or, without ``=``, perhaps the script."""
     from elasticrs._engine.cli.help import TOPICS
 
     if is_exact and word not in TOPICS:

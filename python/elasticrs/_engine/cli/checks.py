@@ -1,4 +1,4 @@
-"""Look for settings without effect, which only cause warnings, and for a missing module of ``-m``."""
+"""Look for settings without effect, which only cause warnings, and for a missing ``-m`` module."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def why_no_module(name: str) -> str | None:
     try:
         return _why_not(name)
     except Exception:
-        # The check itself failed, for example in an import hook. Python reports a real problem in the worker.
+        # The check itself failed, for example in an import hook. Python reports a missing module later.
         return None
 
 

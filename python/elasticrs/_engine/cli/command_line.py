@@ -174,7 +174,9 @@ def _tell_failure(
 
 
 def _has_failed(result: JobResult) -> bool:
-    """Return true if a rank failed before the stop, perhaps by an exception, while it was exiting."""
+    """Return true if a rank had already failed when the job was stopped: during a restart delay, or while a
+    rank that had raised an exception was still exiting.
+    """
     if not result.attempts:
         return False
     attempt = result.attempts[-1]
@@ -247,7 +249,7 @@ def _write_and_wait(console: Console, signals: SignalPipe | None, others: Sequen
 
 
 def _open_standard_descriptors() -> None:
-    """Open closed standard descriptors (0 to 2). Otherwise, workers would inherit other files as such."""
+    """Open standard descriptors (0 to 2) that are closed, because other files would get their numbers."""
     # The kernel assigns the lowest free number, so this loop ends once descriptors 0 to 2 are all open.
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
@@ -282,8 +284,8 @@ def _terminal_settings() -> list[Any] | None:
 
 
 def _restore_terminal(before: list[Any] | None) -> None:
-    """Restore settings that a worker has changed, such as the echo. In the background, another process uses
-    the terminal.
+    """Restore terminal settings that a worker has changed, such as the echo, if this process runs in the
+    foreground. In the background, another process uses the terminal.
     """
     if before is None or not os.isatty(_STDIN) or not _is_in_foreground():
         return
@@ -307,7 +309,7 @@ def _is_in_foreground() -> bool:
 TERMINATION_LOG = "/dev/termination-log"
 
 TERMINATION_LOG_VARIABLE = "ELASTICRS_TERMINATION_LOG"
-"""Variable with another path, for pods with a ``terminationMessagePath``. If empty, no message is written."""
+"""Variable with another path, for pods that set ``terminationMessagePath``. If empty, write no message."""
 
 
 def _make_report_folder(path: str) -> None:

@@ -43,7 +43,7 @@ TOPICS = ("all", "rdzv")
 
 
 def help_text(program: str, topic: str = "") -> str:
-    """``topic``: empty for the common options, ``all``, or ``rdzv`` for the settings of ``--rdzv-conf``."""
+    """Return the help for the common options, or for the topic ``all`` or ``rdzv`` (``--rdzv-conf``)."""
     lines = _settings() if topic == "rdzv" else _overview(program, shows_all=topic == "all")
     return os.linesep.join(lines) + os.linesep
 

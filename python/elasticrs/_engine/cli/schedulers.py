@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 MAX_DIGITS = 18
-"""Longer numbers cannot be a scheduler's."""
+"""Maximum number of digits in a variable. Longer numbers cannot come from a scheduler."""
 
 
 WORKER_VARIABLE = "TORCHELASTIC_RUN_ID"
@@ -73,7 +73,7 @@ def place_of(environ: Mapping[str, str], pid: int) -> Place | None:
 FIRST_PORT, PORTS = 29600, 3000
 """Ports for a step, above torchrun's (29400, 29500) and below Linux's ephemeral ports (from 32768)."""
 STEP_STRIDE = 97
-"""Port distance between consecutive steps, so that the next jobs use other ports."""
+"""Port distance between a job's steps, which keeps them off the ports of jobs with the next ids."""
 LARGEST_STEP = 0xFFFFFFF0
 """Largest id of a step started by ``srun``. Batch scripts and interactive shells have larger step ids."""
 
@@ -190,7 +190,7 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 
 _ALLOWED = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.-_[],")
 MAX_HOSTS = 1 << 20
-"""Limits the memory for a damaged list such as ``n[1-99999999999]``."""
+"""Maximum number of hosts, because a damaged list such as ``n[1-99999999999]`` would exhaust memory."""
 
 
 def expand(text: str) -> list[str]:
@@ -250,7 +250,7 @@ def _numbers(text: str) -> Iterator[str]:
 
 
 HOSTS = "/etc/hosts"
-"""Kubernetes writes the full name of a pod here."""
+"""File to which Kubernetes writes the full name of a pod."""
 
 _OF_KUBEFLOW = ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")
 _OWNED = frozenset(name[4:].lower() for name in (*_OF_KUBEFLOW, "PET_NPROC_PER_NODE"))
@@ -331,7 +331,7 @@ def _name_in(text: str, suffix: str) -> str:
 
 
 def _pod_workers(environ: Mapping[str, str]) -> int | str | None:
-    """Return the number of GPUs, or ``gpu`` for MIG slices. ``None`` if the variable lists no GPUs."""
+    """Return the number of GPUs (``gpu`` for MIG slices); ``None`` if the variable does not list them."""
     devices = environ.get("NVIDIA_VISIBLE_DEVICES", "").split(",")
     if devices[0].startswith("MIG-"):
         return "gpu"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.job.restart_policy import RestartSettings
 
     OnFailure: TypeAlias = Literal["restart", "replace"]
-    """Not an enumeration, because importing :mod:`enum` takes 3 ms."""
+    """Reaction to a failed worker. Not an enumeration, because importing :mod:`enum` takes 3 ms."""
 
 DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 DEFAULT_SHUTDOWN_TIMEOUT = 30.0
@@ -31,7 +31,7 @@ DEFAULT_MONITOR_INTERVAL = 0.1
 LOG_PREFIXES = ("auto", "time", "none")
 DEFAULT_MASTER_PORT = 29500
 DEFAULT_PORT = 29400
-"""Port of the rendezvous store, as in torch."""
+"""Default port of the rendezvous store, as in torch."""
 DEFAULT_HEALTH_TIMEOUT = 60.0
 LOOPBACK = "127.0.0.1"
 UNINTERRUPTIBLE_STATE_VARIABLE = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
@@ -46,7 +46,7 @@ SAFETY_TICK = 5.0
 
 
 class UsageError(ValueError):
-    """A mistake of the user. The message is one line: the option, the given value and what is accepted."""
+    """Raised for a user's mistake. The message is one line: option, given value, accepted values."""
 
 
 @shared_fields
@@ -295,7 +295,7 @@ def parse_signals(names: str) -> tuple[int, ...]:
 _NOT_FORWARDED = frozenset(
     ("SIGKILL", "SIGSTOP", "SIGCHLD", "SIGTSTP", "SIGCONT", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")
 )
-"""They cannot be caught, have a meaning for the agent, or report an error in the agent itself."""
+"""Signals that cannot be caught, have a meaning for the agent, or report an error in the agent itself."""
 
 
 def parse_forwarded(names: str) -> tuple[int, ...]:
@@ -372,7 +372,7 @@ def _seconds_from(environ: Mapping[str, str], name: str, default: float) -> floa
 
 
 def parse_streams(text: str) -> int | dict[int, int]:
-    """Parse ``--redirects`` or ``--tee``: bits (1: stdout, 2: stderr), also by rank: ``0:1,12:3``."""
+    """Parse ``--redirects`` or ``--tee``: bits (1: stdout, 2: stderr), also by local rank (``0:1,12:3``)."""
     if text in ("0", "1", "2", "3"):
         return int(text)
     chosen: dict[int, int] = {}
@@ -390,8 +390,8 @@ def check_start_method(name: str) -> None:
 
 
 def default_stop_scope(entrypoint: object) -> str:
-    """Return the default of ``stop_scope``. ``"worker"``, because a Python worker may need its helper
-    processes while it saves; ``"group"`` for others, because shells do not pass signals on.
+    """Return the default of ``stop_scope``: ``"worker"`` for Python, because a worker may need its helper
+    processes while it saves; ``"group"`` for other programs, because shells do not pass signals on.
     """
     is_python = callable(entrypoint) or entrypoint in (sys.executable, os.environ.get("PYTHON_EXEC"))
     return "worker" if is_python or _is_named_python(entrypoint) else "group"
@@ -406,7 +406,7 @@ def _is_named_python(program: object) -> bool:
 
 
 def hang_limits(timeout: float | str) -> tuple[float | None, float | None]:
-    """Parse seconds or ``"auto[:SECONDS]"``. Return the timeout (``None`` for auto) and its minimum."""
+    """Parse ``"auto[:SECONDS]"`` or seconds. Return timeout (``None``: auto) and minimum, in seconds."""
     if not isinstance(timeout, str):
         return float(timeout), None
     name, colon, least = timeout.partition(":")
@@ -416,7 +416,7 @@ def hang_limits(timeout: float | str) -> tuple[float | None, float | None]:
 
 
 def seconds_within(low: float, high: float = LONGEST, *, above: bool = False) -> Callable[[object], float]:
-    """Return a parser of durations in seconds. With ``above``, they must exceed ``low``."""
+    """Return a parser of durations from ``low`` to ``high`` seconds. With ``above``, ``low`` is excluded."""
     if high < LONGEST:
         expected = f"seconds, {low:g} to {high:g}"
     else:

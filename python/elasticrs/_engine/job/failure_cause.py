@@ -16,11 +16,12 @@ class Permanence(str, Enum):
     """Reason why another attempt would fail in the same way."""
 
     NON_RETRYABLE = "non_retryable"
-    """A worker raised :class:`elasticrs.errors.NonRetryable`, or its error file says so."""
+    """A worker raised ``NonRetryable``, or its error file contains ``"retryable": false``."""
     EXIT_CODE = "exit_code"
     """A worker exited with one of ``--fatal-exit-codes``."""
     START_ERROR = "start_error"
-    """No failed worker could start its program: it is missing, broken, or rejected its arguments."""
+    """No failed worker could start its program, because it is missing or broken, or rejected its arguments.
+    """
 
     __str__ = str.__str__
 
@@ -64,8 +65,7 @@ class Cause(Value):
         reached: last training step that any worker of the node has completed; ``None`` without heartbeats.
         is_global: true if ``reached`` is counted across restarts (``heartbeat(step, across_restarts=True)``).
         ran: seconds from the start of the workers until the failure, or until the hang began.
-        diagnosis: ranks that kept the others waiting, by all nodes' evidence; see
-            :mod:`elasticrs._engine.hangs`.
+        diagnosis: ranks that kept the others waiting, by the evidence of all nodes.
         blamed: ranks to blame for a hang, if not ``rank``, such as ``undecided, candidates: ranks 0, 1``.
     """
 
@@ -106,7 +106,7 @@ class Cause(Value):
 
     @staticmethod
     def decoded(fields: Mapping[str, Any]) -> Cause:
-        """Create a cause from a checked message. Ignore fields of other releases."""
+        """Create a cause from checked fields. Ignore unknown ones, which another release may send."""
         return Cause(**{name: fields[name] for name in Cause._names if name in fields})
 
 

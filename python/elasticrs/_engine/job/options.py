@@ -40,7 +40,7 @@ class Namespace(SimpleNamespace):
 
 
 class Kind(Value):
-    """Kind of value. ``convert`` raises ``ValueError``; ``needs`` describes valid values for :func:`check`."""
+    """Kind of value. ``convert`` raises ``ValueError``; ``needs`` describes valid values, for programs."""
 
     convert: Callable[[str], object]
     metavar: str
@@ -71,7 +71,7 @@ class Option(Value):
 
     @property
     def dest(self) -> str:
-        """Attribute of an argparse namespace."""
+        """Name of the attribute in an argparse namespace."""
         return self.name.replace("-", "_")
 
     @property

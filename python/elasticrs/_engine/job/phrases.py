@@ -70,7 +70,7 @@ def describe_exit(exitcode: int | None) -> str:
 
 
 def how_the_nursery_ended(exitcode: int | None, hung: bool) -> str:
-    """Continue the nursery's name. ``hung``: the agent killed it because it did not respond."""
+    """Return a phrase to put after the nursery's name. ``hung``: the agent killed it, because it hung."""
     return "hung and was killed by the agent" if hung else how_it_ended(exitcode)
 
 
@@ -142,7 +142,7 @@ def passed_on(signum: int, held: Sequence[int]) -> str:
 
 
 def signal_not_passed_on(signum: int) -> str:
-    """Report a signal that is not forwarded, because it would kill workers without a handler."""
+    """Report a signal that is not forwarded, because it would kill workers that have no handler."""
     return (
         f"{signal_name(signum)} received, but not passed on: /proc does not show this pid namespace, so it "
         "is unknown whether the workers handle it, and it kills those that do not; mount /proc there"
@@ -155,7 +155,7 @@ def signal_dropped(signum: int, local_ranks: Sequence[int], when: str) -> str:
 
 
 def stop_line(asked: int | None, signum: int, grace: float, *, have_exited: bool = False) -> str:
-    """Report the stop after the signal ``asked``. If ``have_exited``, there are no workers to signal."""
+    """Report the stop after signal ``asked``. ``grace`` is in seconds. ``have_exited``: no worker is left."""
     if asked != signum:
         consequence = "no workers are running" if have_exited else f"{signal_name(signum)} to all workers"
         return f"second stop request: {consequence}"
@@ -165,7 +165,7 @@ def stop_line(asked: int | None, signum: int, grace: float, *, have_exited: bool
 
 
 def killed(who: str, event: WorkersKilled) -> str:
-    """Report workers that were killed because they did not exit in time. Their data may be incomplete."""
+    """Report workers that were killed for not exiting in time. What they saved may be incomplete."""
     was, it = ("was", "it") if len(event.local_ranks) == 1 else ("were", "they")
     if event.reason == "stalled exit":
         return f"{who} had raised, made no progress exiting for {event.limit:g} s, and {was} killed"

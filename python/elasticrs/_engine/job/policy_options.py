@@ -5,7 +5,7 @@ from __future__ import annotations
 from elasticrs._engine.job.value import Value
 
 MAX_IN_WINDOW = 100
-"""A record of limited size keeps the time of each restart."""
+"""Maximum number of restarts in a window, because a record of limited size keeps their times."""
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _LONGEST = 30 * 86400.0

@@ -48,13 +48,13 @@ CRASHES: dict[int, str] = {
 }
 """Signals that errors of a program cause. Other signals usually come from other processes."""
 HANG = "hang"
-"""Kind of a failure, instead of an exception type or a signal name."""
+"""Kind of a failure if the workers hung. Otherwise, it is an exception type or a signal name."""
 MAX_DOUBLINGS = 30
-"""Prevents an overflow of the delay after many failures."""
+"""Maximum number of times that a delay is doubled, to prevent an overflow after many failures."""
 MAX_SUSPECTS = 8
 """Maximum number of suspect nodes in the history and in a message."""
 IMPLICATED_TWICE = 2
-"""Failures in which a node must be implicated, unless its own check found it unfit."""
+"""Failures in which a node is implicated before it is excluded, unless its own check found it unfit."""
 
 
 class RestartSettings(Value):
@@ -306,7 +306,7 @@ def _start_error_of_one_node(evidence: Evidence) -> tuple[str, str] | None:
 
 
 def _why_start_error_moved(before: FailureHistory, now: FailureHistory) -> str | None:
-    """Return why to stop if two nodes reported the same start error in consecutive rounds: only one node per
+    """Return why to stop if two nodes reported the same start error in consecutive rounds. Only one node per
     round reports it, because the first failure stops all workers.
     """
     if before.start_error is None or now.start_error is None or before.has_started:
@@ -400,8 +400,8 @@ def _who(cause: Cause) -> str:
 
 
 def has_not_met_since(then: Meetings, now: Meetings, place: int) -> bool:
-    """Return true if worker ``place`` has joined no rendezvous since the last charged failure, which has then
-    caused this worker's failure.
+    """Return true if worker ``place`` has joined no rendezvous since the last charged failure. Its failure is
+    not charged, because the charged one caused it.
     """
     at = then[place] if place < len(then) else None
     return at is not None and now[place : place + 1] == (at,)

@@ -51,8 +51,7 @@ class Summary:
 
 
 def headline(text: str, more: int = 0) -> str | None:
-    """Return the exception and its place, such as ``FileNotFoundError: data.bin (train.py:41)``, if there is
-    text.
+    """Return an exception and its place, such as ``OSError: a.bin (train.py:41)``; ``None`` for no text.
 
     The place is the innermost frame outside of libraries, or else the innermost. ``more`` is the number of
     other members of the exception group.
@@ -80,10 +79,9 @@ def shortened(text: str, limit: int) -> str:
 
 
 def summarize(text: str) -> Summary | None:
-    """Summarize (the end of) a traceback or any other message, if there is text.
+    """Summarize (the end of) a traceback or any other message; ``None`` for an empty text.
 
-    The order of an exception group's members may differ between attempts, so the summary does not depend on
-    it.
+    The result does not depend on the order of a group's members, which may differ between attempts.
     """
     if len(text) > _HEAD + _TAIL:
         text = f"{text[:_HEAD]}\n{text[-_TAIL:]}"
@@ -91,7 +89,7 @@ def summarize(text: str) -> Summary | None:
 
 
 def _summarize(text: str, depth: int, *, is_exception: bool = False) -> Summary | None:
-    """``is_exception``: the text describes an exception, even if it contains no traceback."""
+    """Summarize a text that, with ``is_exception``, describes an exception even without a traceback."""
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     if not lines:
         return None
@@ -151,8 +149,8 @@ def _of_group(members: Sequence[Summary], place: str | None, more: int) -> Summa
 
 
 def _members(lines: Sequence[str]) -> tuple[list[str], list[list[str]], int]:
-    """Return the lines above a group's members, the lines of each member that is no group, and the number of
-    members that Python has omitted. Remove the border that Python draws beside them.
+    """Return the lines above a group's members, the lines of each member that is not itself a group, and the
+    number of members that Python has omitted. Remove the border that Python draws beside them.
     """
     sections: list[list[str]] = [[]]
     more = 0
@@ -175,14 +173,14 @@ def _members(lines: Sequence[str]) -> tuple[list[str], list[list[str]], int]:
 
 
 def _left_out(section: Sequence[str]) -> int:
-    """Parse a line such as ``and 3 more exceptions``."""
+    """Return the number in a line such as ``and 3 more exceptions``."""
     words = section[0].split() if len(section) == 1 else []
     is_number = len(words) == 4 and words[0] == "and" and words[2] == "more" and words[1].isdecimal()
     return int(words[1]) if is_number else 0
 
 
 def _is_end_of_group(line: str) -> bool:
-    """Python ends an exception group with a plus sign and a row of minus signs."""
+    """Return true for a plus sign and a row of minus signs, with which Python ends an exception group."""
     bare = line.lstrip(" ")
     return len(bare) > 8 and bare.rstrip("-") == "+"
 

@@ -143,8 +143,8 @@ def make_decisions(job: JobSpec, console: Console, planner: Planner | None = Non
 def plan_one_node(job: JobSpec, supervisor: _core.Supervisor) -> Plan:
     """Plan the next attempt on a single node: the ranks, and the address of the workers' store.
 
-    Rank 0 hosts the store on ``master_port``, or else this process hosts it (:func:`.agent_hosts_store`) on a
-    free port. Raises ``OSError`` without one.
+    Rank 0 hosts the store on ``master_port``. Without it, the port is free, and this process hosts the store
+    if :func:`.agent_hosts_store` is true. Raises ``OSError`` without a free port.
     """
     ranks = assign([NodeShare(job.role, job.nproc)], 0)
     if job.master_port is not None:

@@ -123,7 +123,7 @@ class Attempt(EventLog):
         return failed
 
     def how_it_began(self) -> str:
-        """Describe the restart that led to this attempt: duration, phases, and preloaded modules."""
+        """Describe the restart that led to this attempt: duration, phases, and whether it was warm."""
         span = phrases.milliseconds(round(1e6 * sum(self.phases.values())))
         how = {None: "", True: ", warm", False: f", cold: {self.why_cold}"}[self.warm]
         is_elsewhere = "stopping" in self.phases and "signalling" not in self.phases
@@ -131,7 +131,7 @@ class Attempt(EventLog):
         return f"{span} after {since}{phrases.phases(self.phases)}{how}"
 
     def why_expired(self, local_rank: int) -> str | None:
-        """Describe the time limit for which the agent killed this worker; ``None`` if the agent did not."""
+        """Describe the time limit that made the agent kill this worker, if the agent did."""
         event = self.expired.get(local_rank)
         if event is None:
             return None
@@ -228,9 +228,12 @@ class Attempt(EventLog):
 
 
 def phases(failed: Attempt, running: Attempt) -> dict[str, float]:
-    """Return the duration of each phase of a restart in milliseconds, in order. The phases end:
+    """Return the durations of a restart's phases in milliseconds. Their sum is the whole restart.
 
-    - ``exiting``: when the failure was seen. It starts at the exception for which the agent waited.
+    The restart starts at an exception whose worker was still exiting, when the failure was seen, or when the
+    workers were stopped because of a failure on another node. The phases end:
+
+    - ``exiting``: when the failure was seen. Only after an exception.
     - ``signalling``: when the other workers have been signalled.
     - ``stopping``: when all processes have exited.
     - ``freeing``: when their device memory is free, if it was not free immediately.
@@ -275,7 +278,7 @@ class JobResult(Record):
         start_errno: ``errno`` of the error that prevented the start of the last attempt.
         first_cause: first failure of a job on several nodes.
         clock: wall clock of the nodes' store, as estimated on this node.
-        read_history: see :class:`.Decisions`, like ``shared_cause`` and ``node_names``.
+        read_history: as in :class:`.Decisions`, like ``shared_cause`` and ``node_names``.
         return_values: return values of the workers, by global rank.
     """
 
@@ -302,6 +305,6 @@ class JobResult(Record):
     def restarts_left(self, policy: RestartSettings) -> int:
         history = self.read_history()
         if policy.window is None or not history.charged:
-            # Count all restarts without a window, or if their times are unknown (a handler without history).
+            # Count all restarts if there is no window, or if their times are unknown for lack of a history.
             return policy.max_restarts - self.restarts
         return max(0, policy.max_restarts - len(recent(policy, history, time.monotonic_ns() / 1e9)))

@@ -21,12 +21,12 @@ _ADVICE = (
     "raise the memory limit of its control group, or use smaller batches or fewer data loader workers",
     "the machine was out of memory: use smaller batches or fewer data loader workers",
 )
-"""The first text is for an exceeded cgroup limit, the second for a machine that has run out of memory."""
+"""Advice for an exceeded cgroup limit, and for a machine that has run out of memory."""
 
 
 def memory_counters(cgroups: str, mountinfo: str) -> list[str]:
-    """Return the paths, perhaps missing, of the OOM counters of a process (``/proc/PID/cgroup``) for the
-    reader (``/proc/self/mountinfo``).
+    """Return the paths of the OOM counters in a process's memory cgroups. Some may not exist. ``cgroups`` is
+    its ``/proc/PID/cgroup``, and ``mountinfo`` the reader's ``/proc/self/mountinfo``.
     """
     counters = []
     for line in cgroups.splitlines():
@@ -65,7 +65,7 @@ def _mounted_at(path: str, mountinfo: str, kind: str, option: str) -> str | None
 
 
 def _unescape(field: str) -> str:
-    # In mountinfo, a space, tab, newline or backslash is a backslash and three octal digits.
+    # The kernel writes a space, tab, newline or backslash in mountinfo as a backslash and octal digits.
     head, *rest = field.split("\\")
     return head + "".join(chr(int(part[:3], 8)) + part[3:] for part in rest)
 
@@ -121,9 +121,7 @@ def oom_rise(before: Mapping[str, int], after: Mapping[str, int]) -> tuple[str, 
 def probably_oom(
     exitcode: int | None, sent_signal: int | None, before: Mapping[str, int], after: Mapping[str, int]
 ) -> bool:
-    """Return true if the OOM killer has probably killed a worker. A shell exits with 137 if its command was
-    killed.
-    """
+    """Return true if the OOM killer has probably killed a worker, or the command of a shell (137)."""
     killed = exitcode in {-signal.SIGKILL, 128 + signal.SIGKILL}
     return killed and sent_signal != signal.SIGKILL and oom_rise(before, after) is not None
 

@@ -24,7 +24,7 @@ MAX_FRAMES_OF_OTHERS = 4
 MAX_STACKS = 4
 """Maximum number of distinct stacks of candidates in a report."""
 _EARLIER = 0.01
-"""Seconds between the stop of a worker and of the others that the report mentions."""
+"""Minimum seconds by which a worker stopped before the others for the report to mention it."""
 _STATES = {"T": "it is stopped by a signal", "t": "a debugger has stopped it", "D": "it waits for a device"}
 
 
@@ -58,7 +58,7 @@ def hung(
 
 
 def kept_waiting(exited: WorkerExited | None, at_ns: int, diagnosis: Diagnosis | None) -> str:
-    """Describe a worker that made a collective of other workers fail, at ``at_ns`` of the monotonic clock."""
+    """Describe a worker that made others' collective fail. It counts as failed at ``at_ns`` (monotonic)."""
     summary = "" if diagnosis is None else diagnosis.summary
     how = "made a collective of the others fail"
     if exited is not None and exited.seen_ns <= at_ns:
@@ -118,7 +118,7 @@ def _stopped_at(own: RankSeen | None, others: Sequence[RankSeen]) -> str:
 
 
 def step_text(step: int, *, is_automatic: bool) -> str:
-    """Name the step. A count of optimizer steps by this library restarts at 0 in each attempt."""
+    """Format a step. If this library counts optimizer steps, the count restarts at 0 in each attempt."""
     return f"optimizer step {step:,} of this attempt" if is_automatic else f"step {step:,}"
 
 
@@ -148,7 +148,7 @@ def place(frame: str) -> str:
 
 
 def heartbeat_notes(beats: Iterable[Heartbeat], end_ns: int, ranks: Mapping[int, int]) -> list[str]:
-    """Describe the last heartbeats before ``end_ns`` (monotonic), by step, and the slowest ranks first."""
+    """Describe the last heartbeats before the failure at ``end_ns`` (monotonic), slowest ranks first."""
     groups: dict[tuple[int | None, str | None, bool], list[Heartbeat]] = {}
     for beat in beats:
         groups.setdefault((beat.step, beat.section, beat.is_automatic), []).append(beat)

@@ -12,7 +12,7 @@ Invariants, each tested by a property test:
   a port conflict is retried without a charge, at most :data:`MAX_PORT_RETRIES` times.
 - **AGENT-3** Terminal phases are final. Each is entered with exactly one :class:`Exit`, the last action.
 - **AGENT-4** The exit code is 0 only if each worker of the last group exited with 0, without a stop request.
-- **AGENT-5** After the first stop signal, no process is started, and the agent exits after its group.
+- **AGENT-5** After the first stop signal, no process starts, and the agent exits when the group has ended.
 - **AGENT-6** A node is not used again if a worker survived SIGKILL or hung in the kernel.
 - **AGENT-7** With ``replaces``, a failed worker is replaced after all its processes have exited, and the
   other workers keep running, as long as the restart budget lasts. A single restart is charged for all workers
@@ -136,8 +136,9 @@ class Started(Event): ...
 
 
 class StartFailed(Event):
-    """No worker process is left. ``transient``: another try may succeed soon (no memory, no process slots, a
-    killed nursery). ``has_no_program``: this node cannot execute the program, but others may.
+    """The start failed, and no worker process is left. ``transient``: another try may succeed soon (no
+    memory, no process slots, a killed nursery). ``has_no_program``: this node cannot execute the program, but
+    others may.
     """
 
     message: str

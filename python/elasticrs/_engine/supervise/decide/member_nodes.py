@@ -35,7 +35,7 @@ _PHASES = {"running": machine.Phase.RUNNING, "stopping": machine.Phase.STOPPING}
 
 
 class MemberNodes(SeveralNodes):
-    """Makes these decisions; see :class:`.SeveralNodes` for the rest."""
+    """Makes the decisions of an agent whose workers keep running when others fail."""
 
     _keeps_workers = True
 
@@ -114,8 +114,9 @@ class MemberNodes(SeveralNodes):
         return self._final_world_size if page is None else page.final_world_size()
 
     def _look_for_unfinished_ranks(self, begun: messages.Start) -> None:
-        """Record that results may be incomplete if a node was lost after the training. No other workers take
-        over its ranks, so their remaining work, such as saving, is not repeated.
+        """Record that results may be incomplete if a node of the training's last rendezvous was lost after
+        the training. No other workers take over its ranks, so their remaining work, such as saving, is not
+        repeated.
         """
         before, world_size = self._begun, self._known_final_world_size()
         if not begun.after_loss or before is None or world_size is None:

@@ -143,7 +143,9 @@ def for_workers(config: Mapping[str, object]) -> dict[str, str]:
 
 
 def _workers_token(rendezvous: Rendezvous) -> str | None:
-    """Return a credential for the workers' keys only. For etcd, :func:`for_workers` passes on the login."""
+    """Return a credential for the workers' keys only, because workers never get the job's own token. ``None``
+    for etcd, where :func:`for_workers` passes on user and password file.
+    """
     token = rendezvous.settings.token
     if token is None or rendezvous.etcd is not None:
         return None

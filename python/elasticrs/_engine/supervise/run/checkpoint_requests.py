@@ -59,9 +59,7 @@ class CheckpointRequests:
         return self.page.asked > self._told
 
     def look(self) -> float:
-        """Report results, one line per save. Return the seconds until the next call; infinity if none is
-        needed.
-        """
+        """Report results, one line per save. Return the seconds until the next call; infinity if idle."""
         served, result, served_ns = self.page.answer()
         first = self._asked_ns.get(self._told + 1)
         if served > self._told and first is not None:

@@ -83,7 +83,7 @@ class FunctionWorkers(Workers):
             if setup.preload is not None and self.follower is None:
                 self.warm_command = command
         self._start: FunctionStart | None = None
-        # What starts the replacement workers, by local rank.
+        # Starts of replacement workers, by local rank.
         self._late: dict[int, FunctionStart] = {}
         # Pickled return values, by local rank.
         self._values: dict[int, bytes] = {}
@@ -91,7 +91,7 @@ class FunctionWorkers(Workers):
         self._pages: dict[int, int] = {}
 
     def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[ProcessSpec]:
-        # Ranks may have changed since the previous attempt.
+        # Forget the values of the previous attempt, because ranks may have changed.
         self._values = {}
         self._start = self._start_of(paths, environments)
         return self._start.prepare()
@@ -309,7 +309,8 @@ class KeptWorkers(FunctionWorkers):
 def stop_tracker() -> None:
     """Stop multiprocessing's resource tracker. Call this only in a launcher's process.
 
-    The tracker exits when its pipe has no copies. If a worker's descendant holds one, do not wait for it.
+    The tracker exits when every copy of its pipe is closed. If a worker's descendant holds one, do not wait
+    for it.
     """
     tracker: Any = resource_tracker._resource_tracker
     pid, fd = tracker._pid, tracker._fd

@@ -119,8 +119,8 @@ class GpuWatcher(Observer):
             self._say(f"{len(notes) - _MAX_LINES} other Xids are not shown")
 
     def hold(self, attempt: Attempt) -> None:
-        """Delay the attempt's end until the dead workers' memory is free; for the last attempt, until its
-        Xids are known.
+        """Delay the end of the attempt until the dead workers' device memory is free or, if no attempt can
+        follow, until the last Xids (NVIDIA driver errors) have arrived.
         """
         self._read()
         self._settle()

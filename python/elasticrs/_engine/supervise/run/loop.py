@@ -186,7 +186,7 @@ class Agent:
         return "; ".join(result.unfit for result in results if result.unfit is not None) or None
 
     def _is_held_for_check(self, event: machine.Event) -> bool:
-        """Start the node check if workers exited after a failure. Return true if the event must wait for it."""
+        """Start the node check after a failure. Return true if the event must wait for its result."""
         match event:
             case machine.GroupEnded(why_unfit=None, outcome=outcome) if outcome in ("failed", "lost") or (
                 outcome == "stopped" and self._decisions.failed_elsewhere
@@ -229,7 +229,7 @@ class Agent:
         attempts = self._tracker.result.attempts
         if not self._is_prepared and attempts and attempts[-1].first_failure is not None:
             self._is_prepared = True
-            # The search for `json` may access a working directory that does not respond.
+            # Use another thread, because the search for `json` may hang in the working directory.
             FileAccess().begin(_import_for_cause)
         return _NEVER
 

@@ -4,7 +4,7 @@ SIGUSR1 and SIGUSR2 kill a process without a handler, for example while a worker
 agent holds a signal until the worker handles, ignores or blocks it.
 
 - **PASS-1** A worker that does not handle, ignore or block a signal is never sent that signal.
-- **PASS-2** A signal that arrives again while it is held for a process is delivered once, as by the kernel.
+- **PASS-2** A signal that arrives again while it is held for a process is delivered once, as in the kernel.
 - **PASS-3** Each held signal is either delivered or reported to the user as dropped.
 - **PASS-4** Without a ``/proc`` of its own pid namespace, the agent cannot see which signals a worker
   handles. In this case, it passes no signals on and tells the user.

@@ -61,8 +61,8 @@ def without_what_was_taken_back(received: bytes) -> bytes:
 
 
 def suspend(supervisor: _core.Supervisor | None, signals: SignalPipe) -> None:
-    """Suspend the workers and this process after Ctrl-Z, until this process continues. The workers are not in
-    the terminal's foreground process group.
+    """Suspend the workers and this process after Ctrl-Z, until this process continues. The terminal does not
+    suspend the workers, because they are not in its foreground process group.
     """
     if supervisor is not None:
         supervisor.suspend()
@@ -119,7 +119,7 @@ class SignalPipe:
             self.order_pauses()
 
     def order_pauses(self) -> None:
-        """Order SIGTSTP and SIGCONT. Call this again after installing another handler for SIGTSTP."""
+        """Keep SIGTSTP and SIGCONT in order. Call this again after installing a SIGTSTP handler."""
         from elasticrs import _core
 
         _core.order_stop_signals()
@@ -141,7 +141,7 @@ class SignalPipe:
         return [signum for signum in received if signum in self._caught and signum in self._wanted]
 
     def stop_this_process(self) -> None:
-        """Stop this process until it is continued, but not if a SIGCONT has followed the last SIGTSTP."""
+        """Stop this process until it is continued, unless a SIGCONT has followed the last SIGTSTP."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTSTP,))
         try:
             # The kernel discards this SIGTSTP on a later SIGCONT. `_is_continued` detects an earlier one.
@@ -162,7 +162,7 @@ class SignalPipe:
             return False
 
     def close(self, *, ignore: bool = False) -> None:
-        """Restore the previous handlers, or with ``ignore``, before the process exits, ignore the signals."""
+        """Restore the previous handlers. With ``ignore``, for a process about to exit, ignore the signals."""
         if self._reader.fileno() == -1:
             return
         for signum in list(self._caught):
@@ -193,8 +193,8 @@ def _stop_unless_continued() -> None:
     try:
         _core.stop_unless_continued()
     except OSError:
-        # The helper process could not be created. Stop anyway, because the workers resume with this process.
-        # Signal this thread, because a signal to the process may take effect after the return.
+        # The helper process could not be created. Stop anyway, because the suspended workers resume with this
+        # process. Signal this thread, because a signal to the process may take effect after the return.
         signal.pthread_kill(_thread.get_ident(), signal.SIGSTOP)
 
 

@@ -23,7 +23,7 @@ _LONGEST = 1.0
 
 
 def since(earlier: Mapping[int, float], states: Mapping[int, str], now: float) -> dict[int, float]:
-    """Return when each sleeping process was first seen so. ``states`` are letters by pid."""
+    """Return when each sleeping process was first seen sleeping. ``states`` are letters by pid."""
     return {pid: earlier.get(pid, now) for pid, state in states.items() if state == "D"}
 
 

@@ -1,4 +1,4 @@
-"""Starts the workers of a job, one attempt at a time, and records the core's events. Its owner decides."""
+"""Starts the workers of a job, one attempt at a time, and records the core's events. It decides nothing."""
 
 from __future__ import annotations
 
@@ -184,8 +184,8 @@ class AttemptTracker:
         )
 
     def start(self, attempt: Attempt) -> None:
-        """Start all workers of an attempt, or none. A later event reports the result, except for functions
-        that cannot be pickled.
+        """Start all workers of an attempt, or none. A later event reports the result. Raises an exception if
+        a user's function cannot be pickled.
         """
         if self._warming is not None:
             self._workers.may_fork = self._warming.may_fork(self.supervisor)
@@ -310,7 +310,9 @@ class AttemptTracker:
         self._follow_workers()
 
     def _follow_workers(self) -> None:
-        """Report that all workers run, or that all processes have exited. A keeper's reports arrive late."""
+        """Report that all workers are running, or that all their processes have exited. If a keeper forks the
+        workers, wait for its reports, because the supervisor's events come earlier.
+        """
         if self._begun is not None and self._workers.are_started:
             begun, self._begun = self._begun, None
             self._run_begins(begun)
@@ -360,7 +362,9 @@ class AttemptTracker:
         self.observers.not_started()
 
     def _start_cold(self, why: str) -> bool:
-        """Start forked workers again without forking, because a library's fork handler may have failed."""
+        """Start forked workers again without forking, because a library's fork handler may have failed.
+        Return false if they were not forked, or have been told to stop.
+        """
         attempt = self.result.attempts[-1]
         if self._warming is None or "stopped" in attempt.stamps:
             return False
@@ -501,7 +505,7 @@ class AttemptTracker:
     def _on_ended(self, event: _core.GroupEnded) -> None:
         attempt = self.result.attempts[-1]
         if event.outcome == "lost" and "started" not in attempt.stamps and not event.stuck_ranks:
-            # The nursery died while it forked, perhaps by a fork handler of an imported library.
+            # The nursery died while it forked, perhaps by a library's fork handler. Start cold instead.
             self._workers.ended(self.supervisor)
             how = phrases.how_the_nursery_ended(event.nursery_exitcode, event.nursery_hung)
             if self._start_cold(f"the nursery {how}"):

@@ -258,8 +258,8 @@ def _set_aside(path: str, kept: str) -> None:
 
 
 def _member(plan: Plan, local_rank: int) -> dict[str, str]:
-    """Name a worker in the rendezvous. The name of its predecessor saves others the wait for that one's
-    lease.
+    """Choose a worker's name in the rendezvous. A replacement also gets its predecessor's name, so that other
+    workers need not wait until that worker's lease expires.
     """
     if plan.members is None:
         return {}
