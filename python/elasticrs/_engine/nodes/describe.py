@@ -1,21 +1,13 @@
-"""Check the user's settings for this node, and convert them to a
-:class:`.Rendezvous`.
+"""Check the user's settings for this node, and convert them to a :class:`.Rendezvous`.
 
-The command line and the Python API both use this module, so that they accept the same settings. Rules:
-
-- **NODES-1** A job with a single node has no rendezvous if no other node could join the job: with ``static``,
-  with ``c10d`` or ``etcd`` if there is no endpoint, and with ``c10d`` if the endpoint is a loopback address
-  with port 0.
-- **NODES-2** Otherwise, a job with a single node that has an endpoint for ``c10d`` or ``etcd`` has a
-  rendezvous. If another program uses the port of an endpoint on this node, the store listens on a free port.
-  A second agent that joins becomes a spare. It is refused if it could never replace the first agent.
-- **NODES-3** With ``static`` the user assigns the node ranks, so the number of nodes is fixed. Torch accepts
-  a range MIN:MAX, and silently uses MAX.
+- **NODES-1** A job of one node has no rendezvous if no other node could join: with ``static``, without an
+  endpoint, and with ``c10d`` at a loopback address with port 0.
+- **NODES-2** Any other job of one node has a rendezvous. A second agent becomes a spare, or is refused if it
+  could never replace the first agent.
+- **NODES-3** With ``static``, the number of nodes is fixed. Torch accepts MIN:MAX, and silently uses MAX.
 - **NODES-4** With ``static``, the setting ``store_type=file`` of ``c10d`` has no effect, as in torch.
-- **NODES-5** ``--node-rank`` also determines the order of the nodes with ``c10d`` and ``etcd``. Torch ignores
-  the option with these back ends, and prints a warning.
-- **NODES-6** If etcd is not hosted by the agents, etcd's own permissions decide which nodes may take part. A
-  token then has no effect, and a message to the user says so.
+- **NODES-5** ``--node-rank`` also orders the nodes with ``c10d`` and ``etcd``. Torch warns, and ignores it.
+- **NODES-6** With etcd, etcd's permissions decide which nodes may join. A token has no effect.
 """
 
 from __future__ import annotations
@@ -37,16 +29,13 @@ C10D = "c10d"
 ETCD = "etcd"
 _ETCD_V2 = "etcd-v2"
 BACKENDS = {C10D: C10D, "elasticrs": C10D, STATIC: STATIC, ETCD: ETCD, "etcd-v3": ETCD, _ETCD_V2: ETCD}
-"""Kind of back end for each name that the user can give, including aliases."""
 
 _MAX_RUN_ID = 256
 _STATIC_JOIN_TIMEOUT = 900.0
 
 
 class Words(Value):
-    """Names of the settings for use in error messages: option names for the command line, parameter names for
-    the Python API.
-    """
+    """Names of the settings in error messages: options (command line) or parameters (Python API)."""
 
     backend: str
     endpoint: str
@@ -65,16 +54,12 @@ PYTHON = Words(
 
 
 def is_in_file(config: Mapping[str, object]) -> bool:
-    """Return true if the ``c10d`` settings select a file store. The job then does not use the elastic
-    rendezvous.
-    """
+    """Return true if the ``c10d`` settings select a file store. The job then has no elastic rendezvous."""
     return str(config.get("store_type", "tcp")).strip().lower() == "file"
 
 
 def check_backend(backend: str, words: Words = COMMAND_LINE, others: Iterable[str] = ()) -> str:
-    """Return the kind of the back end with this name, or raise :class:`.UsageError`. ``others`` are the names
-    of external back ends, for the error message.
-    """
+    """Return the kind of a back end, or raise :class:`.UsageError`, which also lists ``others``."""
     found = BACKENDS.get(backend)
     if found is not None:
         return found
@@ -95,18 +80,10 @@ def describe(
     exit_barrier_timeout: float | None = None,
     words: Words = COMMAND_LINE,
 ) -> tuple[Rendezvous | None, list[str]]:
-    """Create a ``Rendezvous`` from the user's settings. Check everything that can be checked offline.
+    """Create a ``Rendezvous`` from the user's settings (``None`` if a single node needs none), and messages
+    to the user. Check everything that can be checked offline, or raise :class:`.UsageError` with one line.
 
-    The caller has already checked the order of ``nodes``, the minimum and the maximum. ``grace`` is the
-    number of seconds that workers may take to stop, ``exit_barrier_timeout`` the value of the command-line
-    option.
-
-    Returns:
-        The rendezvous, and messages to the user. The rendezvous is ``None`` if the job has a single node and
-        needs none.
-
-    Raises:
-        UsageError: a setting is invalid. The message is a single line.
+    The caller has already checked ``nodes`` (minimum and maximum). ``grace`` is in seconds.
     """
     kind = check_backend(backend, words)
     low, high = nodes
@@ -164,9 +141,7 @@ def describe(
 
 
 class _Own(Record):
-    """The user's settings, after the back end's own settings were split off. ``names`` are the keys that only
-    this back end accepts. ``given`` are the settings that all back ends share.
-    """
+    """The user's settings, without those in ``names``, which only this back end accepts."""
 
     given: dict[str, object]
     notices: list[str] = fresh(factory=list)
@@ -183,8 +158,7 @@ def _own_settings(
     if kind == ETCD:
         from elasticrs._engine.nodes.transport import etcd_site
 
-        # Check the settings even if there is no endpoint and therefore no rendezvous. In that case, use
-        # torch's default endpoint for the check.
+        # Check the settings even without an endpoint, with torch's default endpoint.
         found = etcd_site.read_site(endpoint or "localhost", config, words.settings, words.endpoint)
         own = _Own(found[1], found[2], found[0], etcd_site.NAMES, etcd_site.EXPECTED)
         if backend == _ETCD_V2:

@@ -1,9 +1,5 @@
-"""Execute the actions of the rendezvous state machine, such as store requests, timers, and listening for the
-workers' store.
-
-The driver does not execute actions that concern the workers or the user, but returns them to the caller in
-order. These actions are ``Start``, ``Stop``, ``Announce`` and ``Exit``, which is always the last one. See
-``LoopAction`` in :mod:`.messages`.
+"""Execute the actions of the rendezvous state machine, except for those that concern the workers or the user.
+The caller gets these in order (``LoopAction`` in :mod:`.messages`).
 """
 
 from __future__ import annotations
@@ -39,20 +35,16 @@ if TYPE_CHECKING:
     from elasticrs._engine.nodes.transport.coordination import StoreEvent
 
 _FAREWELL = "farewell"
-"""Name of a timer of the driver. An agent that hosts the store waits until this timer fires, or until the
-other agents have read the outcome of the job.
-"""
+"""Timer that limits how long the store's host waits for other agents to read the job's outcome."""
 
 _FAREWELL_TICK = "farewell tick"
 _TICK = 0.01
 _PORT = "port"
-"""Name of a timer of the driver. When it fires, the driver tries again to take the port back from the
-workers.
-"""
+"""Timer for the next attempt to take the port back from the workers."""
 
 
 def now() -> float:
-    """Return the current time of the boot clock, in seconds."""
+    """Return the time of the boot clock, in seconds."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -69,7 +61,7 @@ class Timers:
         self._deadlines.pop(name, None)
 
     def take_due(self) -> list[str]:
-        """Remove all timers that are due and return their names, earliest first."""
+        """Remove the timers that are due and return their names, earliest first."""
         moment = now()
         due = sorted((at, name) for name, at in self._deadlines.items() if at <= moment)
         for _, name in due:
@@ -89,10 +81,8 @@ _PORT_TICK, _SLOW_PORT_TICK = 0.05, 1.0
 
 
 class LentPort:
-    """Port that the rendezvous store hands over to the workers' store during a round. Meanwhile, the
-    rendezvous store keeps its existing connections.
-
-    Nothing is handed over if another process hosts the rendezvous store.
+    """Port that the rendezvous store, if it is hosted here, lends to the workers' store during a round. The
+    rendezvous store keeps its open connections.
     """
 
     __slots__ = ("_deadline", "_is_lent", "_store", "trouble")
@@ -104,9 +94,7 @@ class LentPort:
         self.trouble = ""
 
     def lend(self) -> bool:
-        """Release the port, so that the workers' store can use it. Return true on success; otherwise,
-        :attr:`trouble` contains the reason.
-        """
+        """Release the port for the workers' store. On failure, return false and set :attr:`trouble`."""
         if not self.take_back():
             return False
         if self._store.hosts:
@@ -115,9 +103,7 @@ class LentPort:
         return True
 
     def take_back(self) -> bool:
-        """Take the port back from the workers. Return true on success; otherwise, :attr:`trouble` contains
-        the reason.
-        """
+        """Take the port back from the workers. On failure, return false and set :attr:`trouble`."""
         if self._is_lent:
             try:
                 self._store.listen_again()
@@ -135,24 +121,15 @@ class LentPort:
 
     @property
     def pause(self) -> float:
-        """Seconds to wait before trying again to listen on the port that the workers used."""
+        """Seconds until the next attempt to listen on the port."""
         return _SLOW_PORT_TICK if self.is_overdue else _PORT_TICK
 
 
 class Driver:
-    """Driver of the rendezvous state machine of one agent.
+    """Driver of one agent's state machine. Raises :class:`.UsageError` for an unusable endpoint.
 
-    Args:
-        rendezvous: description of the rendezvous.
-        supervisor: supervisor whose runtime thread serves the stores; a separate thread if ``None``.
-        use_agent_store: true if this agent serves the workers' store when its node gets group rank 0.
-            Otherwise the agent reserves the port for rank 0, which hosts the store.
-        kept: see :class:`.RendezvousStore`.
-        found: see :class:`.RendezvousStore`.
-        workers: role, nproc, policy and other arguments of :class:`.ThisAgent`.
-
-    Raises:
-        UsageError: the endpoint cannot be used on this machine.
+    Without a ``supervisor``, a separate thread serves the stores. Without ``use_agent_store``, rank 0 serves
+    the workers' store on a port that its agent reserves. ``workers`` are arguments of :class:`.ThisAgent`.
     """
 
     def __init__(
@@ -180,27 +157,22 @@ class Driver:
 
     @property
     def is_leaving(self) -> bool:
-        """True if this agent is leaving the job, because it was asked to leave or because the job has
-        finished.
-        """
+        """True if this agent was asked to leave the job, or the job has finished."""
         return self._member is not None and self._member.leaving is not None
 
     @property
     def last_head(self) -> Head | None:
-        """Most recently received state of the job."""
         return None if self._member is None else self._member.last_head
 
     def node_names(self) -> list[str] | None:
-        """Return the names of the round's nodes, by group rank. Only the leader reads them from the store."""
+        """Return the names of the round's nodes, by group rank. Only the leader knows them."""
         leader = None if self._member is None else self._member.leader
         view = None if leader is None else leader.view
         return None if view is None else [seat.name for seat in view.seats]
 
     @property
     def job_number(self) -> int:
-        """Store revision at which the job's record was created, which distinguishes this job from an earlier
-        one of the same name; 0 while it is unknown.
-        """
+        """Store revision that created the job's record, different for each job of a name; 0 if unknown."""
         return 0 if self._member is None else self._member.joining.job_revision
 
     # --- events in, actions out ---
@@ -232,9 +204,7 @@ class Driver:
         return left
 
     def poll(self) -> list[LoopAction]:
-        """Process new store events and expired timers. Return the actions for the caller to execute. Never
-        blocks.
-        """
+        """Process store events and expired timers without blocking. Return the actions for the caller."""
         left: list[LoopAction] = []
         if self._member is None:
             return left
@@ -248,33 +218,29 @@ class Driver:
         return left
 
     def worker_gone(self, name: str) -> None:
-        """Delete the registration of this agent's dead worker, so that the other workers notice its death at
-        once. Call this only when all processes of the worker have exited.
-        """
+        """Delete the registration of a worker whose processes have exited, so that others notice at once."""
         keys = workers_keys(self._rendezvous, self.store.job, self.job_number)
         # Use tag 0, because the state machine never uses it and therefore ignores the reply.
         self.store.send(Txn(0, [], keys.forget_process(name)))
 
     @property
     def agent(self) -> str:
-        """Name of this agent. It is also the prefix of the names of its registrations."""
+        """Name of this agent, the prefix of the names of its registrations."""
         assert self._member is not None
         return self._member.agent.agent
 
     def seconds_left(self, limit: float) -> float:
-        """Return the seconds until the next timer expires, at most ``limit``. Call :meth:`poll` then."""
+        """Return the seconds until the next call of :meth:`poll`, at most ``limit``."""
         return self._timers.seconds_left(limit)
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """File descriptors to watch. Call :meth:`poll` when one of them is readable."""
+        """File descriptors that are readable when :meth:`poll` has work."""
         fd = self.store.fd
         return () if fd is None else (fd,)
 
     def lose(self, why: str) -> list[LoopAction]:
-        """Close the connection, if it is open, and report the loss to the state machine. ``why`` is the
-        reason to report.
-        """
+        """Close the connection, if it is open, and report its loss to the state machine."""
         if self.store.fd is None:
             return []
         self.store.disconnect()
@@ -283,11 +249,8 @@ class Driver:
     # --- the port shared with the workers ---
 
     def open_store(self) -> str | None:
-        """Start to serve the workers' store for a round, on the listener that this agent has announced. Do
-        nothing if rank 0 serves the store.
-
-        With ``static``, lend the port of the rendezvous to the workers instead. Return an error message if
-        the port cannot be lent, and ``None`` otherwise.
+        """Serve the workers' store on the announced listener, unless rank 0 serves it. With ``static``, lend
+        the port to the workers instead, and return an error message if that fails.
         """
         if not self._rendezvous.is_static:
             if self._store_port is not None:
@@ -301,9 +264,8 @@ class Driver:
         return f"{where} is taken by another program: {self._port.trouble}"
 
     def group_over(self, event: Event) -> list[LoopAction]:
-        """Report with ``event`` that all worker processes have exited. With ``static``, first take the port
-        back: if a socket of the workers still occupies it, hold back events that lead to the next round for a
-        while.
+        """Report with ``event`` that all worker processes have exited. With ``static``, take the port back
+        first. While that fails, hold back events that lead to the next round.
         """
         if self._port.take_back():
             return self.tell(event)
@@ -354,9 +316,7 @@ class Driver:
         return []
 
     def hasten(self) -> list[LoopAction]:
-        """Handle a repeated stop request from the user: do not wait any longer for other agents or for
-        replies from the store. Return the actions for the caller, including the exit if it was postponed.
-        """
+        """Handle a repeated stop request: no longer wait for other agents or for the store."""
         return self.tell(messages.TimerFired("leave")) or self._farewell(_FAREWELL)
 
     def close(self) -> None:
@@ -365,16 +325,14 @@ class Driver:
 
     @property
     def _stays(self) -> bool:
-        """True if the job has succeeded and the store stays open for this agent's next job. The agent then
-        does not wait until the other agents have disconnected.
-        """
+        """True if the store stays open for this agent's next job. The agent then waits for no others."""
         is_success = self._exit is not None and self._exit.outcome.kind in {"succeeded", "spare"}
         return is_success and self.store.may_stay
 
     # --- executing actions ---
 
     def _do(self, action: Action) -> Sequence[Event]:
-        """Execute an action of the driver. Return the events that it causes immediately."""
+        """Execute an action. Return the events that it causes immediately."""
         match action:
             case Txn() | Watch() | Unwatch():
                 self.store.send(action)
@@ -418,11 +376,9 @@ class Driver:
 
 
 def drop_stale(events: list[StoreEvent], head: str) -> list[StoreEvent]:
-    """If the last event is the loss of the connection, drop the earlier events. The earlier events could
-    start workers, although the lease may have expired.
-
-    Keep the events that close the job, which are changes of the key ``head``. This agent may be unable to
-    read the key again, because the host of the store may exit once the job is closed.
+    """If the last event is the loss of the connection, drop earlier events, because they could start workers
+    although the lease may have expired. Keep changes of the key ``head`` that close the job, because the
+    store's host may exit before this agent can read the key again.
     """
     if not events or not isinstance(events[-1], ConnectionLost):
         return events

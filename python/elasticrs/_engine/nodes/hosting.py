@@ -1,32 +1,18 @@
-"""Decide which agent hosts the coordination store, on which addresses the store listens, and which address a
-node publishes.
+"""Decide which agent hosts the coordination store, where it listens, and which address a node publishes.
 
-The decisions are pure functions of the settings and a :class:`SystemResolver`, which queries the machine.
-
-- **HOST-1** The setting ``is_host`` decides. Without it, an agent may host the store if the host of the
-  endpoint is a loopback name, is this machine's name, or has an address of this machine. If several agents of
-  a machine may host, the first takes the port, and the others become clients.
-- **HOST-2** If the host of the endpoint is a loopback name and the job has one node, the store listens on
-  loopback only. Otherwise, it listens on all interfaces unless ``bind_addr`` is set. The other nodes may need
-  another address than loopback for two reasons: a host's own name may resolve to 127.0.1.1 on that host only,
-  and the user may have set a loopback name as the endpoint on the hosting node only.
-- **HOST-3** A name that cannot be resolved is not an error at first. In a container cluster, a name may
-  appear only some time after its container has started, and may refer to an earlier container until then. An
-  agent that cannot resolve the name acts as a client and retries. Whenever no store answers at an address of
-  the name, the agent decides again whether to host. :attr:`Hosting.trouble` contains the reason that is
-  reported if the agent finally gives up.
-- **ADDR-1** A node publishes the address that the user has given (with ``static`` and rank 0, the endpoint's
-  host, as in torch), or else the local address of its connection to the store. That address needs no name
-  service, and belongs to the interface that leads to the other nodes. Torch publishes the full host name,
-  which other nodes may be unable to resolve.
-- **ADDR-2** On the machine that hosts the store, the local address of the connection to the store may be a
-  loopback address. In that case the node publishes the endpoint's host, because agents on other machines
-  reach this machine under that name or address. If the endpoint is a loopback name, it publishes the address
-  to which its own name resolves, or else the address that the kernel would use for connections to other
-  networks.
-- **ADDR-3** Two agents share a loopback interface if their kernel's boot id and their network namespace are
-  the same. A comparison of host names would not be enough, because containers and cloned machines may all
-  have the same name.
+- **HOST-1** ``is_host`` decides. Otherwise, an agent may host if the endpoint is a loopback name, this
+  machine's name or one of its addresses. The machine's first agent takes the port; others become clients.
+- **HOST-2** For a loopback name and one node, the store listens on loopback only. Otherwise it listens on
+  ``bind_addr`` or all interfaces: a host's own name may resolve to 127.0.1.1 on that host only, and a
+  loopback name may be the endpoint on the hosting node only.
+- **HOST-3** A name that cannot be resolved is no error at first, because a container's name may appear late,
+  or refer to an earlier container. The agent is a client, retries, and decides again if no store answers.
+- **ADDR-1** A node publishes the user's address (rank 0 of ``static``: the endpoint's host, as in torch), or
+  the local address of its connection to the store. Torch's full host name may be unknown to other nodes.
+- **ADDR-2** If that local address is loopback, it publishes the endpoint's host. If that is loopback too, it
+  publishes the address of its own name, or the address that the kernel uses for other networks.
+- **ADDR-3** Agents share a loopback interface if their kernel's boot id and network namespace are the same.
+  Containers and cloned machines may have the same host name.
 """
 
 from __future__ import annotations
@@ -59,24 +45,19 @@ ANY_PORT = (("127.0.0.1", 0),)
 
 _LOOPBACK = ("127.0.0.1", "::1")
 _ELSEWHERE = ((_socket.AF_INET, "192.0.2.1"), (_socket.AF_INET6, "2001:db8::1"))
-"""Addresses on other networks, to find the route to them. No machine has these addresses, because they are
-reserved for documentation.
-"""
+"""Addresses reserved for documentation, to find the route to other networks. No machine has them."""
 
 
 class Hosting(Value):
     """Decision on whether this agent hosts the coordination store.
 
     Args:
-        listen: numeric addresses and ports on which the store listens; empty for a client. The address
-            ``"::"`` means all interfaces, including IPv4.
-        reason: reason for the decision, for the log.
-        is_explicit: true if the user has decided which agent hosts the store. In that case, an agent that
-            finds the port taken reports an error instead of becoming a client.
-        trouble: reason why the endpoint's name could not be resolved; ``None`` if it could.
-        doubt: warning to the user about hosting the store here; ``None`` if there is none.
-        fallback: name or address (without brackets) at which other machines can reach this node; ``None`` if
-            there is none. It is used if this node's connection to the store has a loopback address.
+        listen: numeric addresses and ports; empty for a client. ``"::"`` includes IPv4.
+        is_explicit: true if the user decided. If the port is taken, the agent then does not become a client.
+        trouble: why the endpoint's name could not be resolved.
+        doubt: warning to the user about hosting the store here.
+        fallback: name or address (without brackets) at which other machines reach this node, if its
+            connection to the store has a loopback address.
     """
 
     listen: tuple[tuple[str, int], ...]
@@ -93,16 +74,13 @@ class Hosting(Value):
 
 
 def decide_hosting(rendezvous: Rendezvous, resolver: SystemResolver) -> Hosting:
-    """Decide whether this agent hosts the store. With ``static``, the node with rank 0 hosts it, unless
-    ``is_host`` is set. Blocks until the name servers respond.
+    """Decide whether this agent hosts the store. Blocks until the name servers respond.
 
-    Raises:
-        UsageError: no other node could use the endpoint: its port is 0 and its host is not this machine, or
-            its host is an unspecified address.
+    Raises :class:`.UsageError` if no other node could use the endpoint: its host is unspecified, or another
+    machine with port 0.
     """
     if rendezvous.etcd is not None:
-        # Look up an address that other machines can reach, because the connection to etcd may use a loopback
-        # address on this machine.
+        # The connection to etcd may have a loopback address, so find one that other machines can reach.
         address = _address_of_own_name(resolver)
         return Hosting((), "the nodes meet in etcd", is_explicit=True, fallback=address)
     return _with_fallback(rendezvous, _decide(rendezvous, resolver), resolver)
@@ -136,9 +114,7 @@ def _decide(rendezvous: Rendezvous, resolver: SystemResolver) -> Hosting:
 
 
 def decide_again(hosting: Hosting, rendezvous: Rendezvous, resolver: SystemResolver) -> Hosting:
-    """Decide again whether this agent hosts the store, because the endpoint's name may resolve to different
-    addresses now. Only the endpoint is resolved again, because this host's own names do not change.
-    """
+    """Decide again, because the endpoint's name may now resolve to different addresses."""
     if hosting.is_explicit or hosting.may_host:
         return hosting
     return _with_fallback(rendezvous, _by_address(rendezvous, resolver), resolver)
@@ -159,20 +135,14 @@ def _by_address(rendezvous: Rendezvous, resolver: SystemResolver) -> Hosting:
 
 def _is_own_name(host: str, resolver: SystemResolver) -> bool:
     name = plain(host)
-    # Do not look up this machine's names if the host is an address, because a name server that does not
-    # answer would delay the start by many seconds.
+    # Look up no names for an address, because a silent name server would delay the start.
     return packed(host) is None and any(plain(own) == name for own in resolver.host_names())
 
 
 def listening_address(host: str, resolver: SystemResolver) -> str | None:
-    """Return the address on which a server must listen to be reachable at ``host``. Return ``None`` if
-    ``host`` is another machine.
-
-    Return the wildcard address if ``host`` is a name of this machine that resolves only to loopback
-    addresses.
-
-    Raises:
-        OSError: the name cannot be resolved.
+    """Return the address on which a server is reachable at ``host``; ``None`` for another machine. Use the
+    wildcard address for an own name that resolves only to loopback. Raises :class:`OSError` for unknown
+    names.
     """
     if is_loopback(host):
         return host
@@ -192,9 +162,7 @@ def listening_address(host: str, resolver: SystemResolver) -> str | None:
 
 
 def unresolved(rendezvous: Rendezvous, trouble: str) -> str:
-    """Return the error message for an endpoint whose name could not be resolved. ``trouble`` is the error of
-    the last attempt.
-    """
+    """Return the error message for an endpoint whose name could not be resolved."""
     option = "--master-addr" if rendezvous.backend == "static" else "--rdzv-endpoint"
     value = rendezvous.host if rendezvous.backend == "static" else rendezvous.endpoint
     return (
@@ -212,8 +180,7 @@ def _with_fallback(rendezvous: Rendezvous, hosting: Hosting, resolver: SystemRes
     fallback = None if is_unspecified(rendezvous.host) or not hosting.may_host else rendezvous.host
     is_own_address = fallback is not None and is_usable_elsewhere(fallback) and resolver.is_local(fallback)
     if fallback is None or (hosting.is_explicit and not is_own_address):
-        # If the user chose which node hosts the store, prefer this machine's address to the endpoint, because
-        # the endpoint may be a proxy that forwards only the store's port.
+        # Prefer this machine's address: an endpoint that the user chose may forward only the store's port.
         fallback = _address_of_own_name(resolver) or fallback
     return hosting.replaced(fallback=fallback)
 
@@ -260,9 +227,7 @@ def _why(error: OSError) -> str:
 
 
 def _doubt(rendezvous: Rendezvous, resolver: SystemResolver) -> str | None:
-    """Return a warning if the other nodes do not seem to connect to this machine. This is not an error,
-    because the address may belong to a service that forwards to this machine.
-    """
+    """Return a warning if others seem to connect to another machine, which may be a proxy of this one."""
     host, here = rendezvous.host, "node rank 0 is here, but"
     if is_loopback_name(host) or is_unspecified(host):
         return None
@@ -282,7 +247,7 @@ def _doubt(rendezvous: Rendezvous, resolver: SystemResolver) -> str | None:
 def host_identity(
     boot_id: str = "/proc/sys/kernel/random/boot_id", network: str = "/proc/self/ns/net"
 ) -> str:
-    """Return an identifier of this host. It is the same for all agents that share a loopback interface."""
+    """Return an identifier that agents have in common if they share a loopback interface."""
     try:
         with open(boot_id, encoding="ascii") as file:
             boot = file.read().strip()
@@ -304,15 +269,12 @@ class SystemResolver:
                 _plain_text(name), None, 0, _socket.SOCK_STREAM, 0, _socket.AI_CANONNAME
             )
         except OSError:
-            # This machine cannot resolve its own name, so return only the short name.
             return [name]
         full = [entry[3] for entry in found if entry[3]]
         return list(dict.fromkeys((name, *full)))
 
     def resolve(self, name: str) -> list[str]:
-        """Return the numeric addresses of a host, in the order in which clients try them, or raise
-        :class:`OSError`.
-        """
+        """Return a host's numeric addresses in the order of clients' attempts, or raise :class:`OSError`."""
         try:
             found = _socket.getaddrinfo(_plain_text(name), None, 0, _socket.SOCK_STREAM)
         except UnicodeError:
@@ -321,9 +283,7 @@ class SystemResolver:
         return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
     def outgoing_address(self) -> str | None:
-        """Return the address of this machine that the kernel would use for connections to other networks;
-        ``None`` if there is no route to them. No packet is sent.
-        """
+        """Return the source address for other networks; ``None`` without a route. No packet is sent."""
         for family, elsewhere in _ELSEWHERE:
             sock = _socket.socket(family, _socket.SOCK_DGRAM | _socket.SOCK_CLOEXEC)
             try:
@@ -338,13 +298,10 @@ class SystemResolver:
         return None
 
     def is_local(self, address: str) -> bool:
-        """Return true if a numeric address belongs to this machine, which means that a server can listen on
-        it.
+        """Return true if a numeric address belongs to this machine, so that a server can listen on it.
 
-        A successful bind is not enough, because some machines allow binding to foreign addresses
-        (``ip_nonlocal_bind``). Therefore also check the source address that the kernel would use for a
-        connection to the address. If the address belongs to this machine, the kernel uses the same address as
-        the source.
+        A successful bind does not prove that (``ip_nonlocal_bind``), so also check that the kernel uses the
+        address as the source of connections to it.
         """
         family = _socket.AF_INET6 if ":" in address else _socket.AF_INET
         try:
@@ -354,8 +311,7 @@ class SystemResolver:
         host, port, *rest = found[0][4]
         if not _can_bind(family, (host, 0, *rest)):
             return False
-        # Skip the source address check for loopback addresses, because the kernel may choose the same source
-        # address for all of them.
+        # The kernel may choose the same source address for all loopback addresses.
         is_special = is_unspecified(address) or is_loopback(address)
         return is_special or _talks_from(family, (host, port, *rest), address)
 
@@ -377,16 +333,13 @@ def _can_bind(family: int, sockaddr: tuple[object, ...]) -> bool:
 
 
 def _talks_from(family: int, sockaddr: tuple[object, ...], address: str) -> bool:
-    """Return true if the kernel would use ``address`` as the source address of a connection to ``address``.
-    No packet is sent.
-    """
+    """Return true if the kernel uses ``address`` as the source of connections to it. No packet is sent."""
     sock = _socket.socket(family, _socket.SOCK_DGRAM | _socket.SOCK_CLOEXEC)
     try:
         sock.connect(sockaddr)
         return packed(sock.getsockname()[0]) == packed(address)
     except OSError as error:
-        # Return false if there is no route, because the address then cannot belong to this machine. Any other
-        # error may come from a sandbox that blocks `connect`, so rely on the earlier successful `bind`.
+        # Without a route, the address is foreign. Trust `bind` after other errors, which a sandbox may cause.
         return error.errno not in (errno.ENETUNREACH, errno.EHOSTUNREACH)
     finally:
         sock.close()

@@ -1,7 +1,4 @@
-"""Session between this agent and the rendezvous store, and the store itself if this agent hosts it.
-
-This module performs I/O and leaves the decisions to other modules.
-"""
+"""Session between this agent and the rendezvous store, and the store itself if this agent hosts it."""
 
 from __future__ import annotations
 
@@ -60,36 +57,29 @@ _REMEDIES_OF_ETCD = {
     "keys that start with {prefix!r} (etcd_prefix)",
     "limit": "free space in etcd (alarm NOSPACE: compact, defragment, disarm)",
 }
-"""Advice to the user if the store is etcd, by the kind of connection loss."""
 _BY_HAND = (
     ("--rdzv-endpoint HOST:PORT", "--master-port PORT"),
     ("--rdzv-endpoint", "--master-addr and --master-port"),
 )
-"""Options in the advice, each with the option that takes its place in the static rendezvous."""
+"""Options in the advice, each with its counterpart in the static rendezvous."""
 
 _CALL_TIMEOUT = 1.0
-"""Seconds to wait for a name lookup or for replies from etcd. The next attempt to connect repeats both."""
+"""Seconds to wait for a name lookup or for a store's reply. The next attempt to connect repeats both."""
 
 _BEFORE_MEETING = ("refused", "unreachable")
 """Kinds of connection loss that suggest a wrong endpoint if this agent has never been connected."""
 
 
 _ANY_RUN = ""
-"""Run id for a connection that checks whether a store serves all jobs. A store that an agent hosts silently
-closes such a connection, because that store serves only the agent's own job.
-"""
+"""Run id that only a store for all jobs accepts. A store of an agent silently closes such a connection."""
 
 
 class CannotHost(Exception):  # noqa: N818 -- a statement, told to the user
-    """Raised if this agent cannot host the store, although the user requires it. The message gives the reason
-    to the user.
-    """
+    """Raised with a message to the user if this agent cannot host the store although it must."""
 
 
 class KeptState(Record):
-    """State that an agent keeps between runs. If the agent hosts the store, the store stays open and contains
-    the jobs of all runs.
-    """
+    """State that an agent keeps between runs, including an open store with the jobs of all runs."""
 
     runs: int = 0
     server: Server | None = None
@@ -104,16 +94,11 @@ class KeptState(Record):
 
 
 class RendezvousStore:
-    """An agent's connection to the rendezvous store. It has at most one session at a time.
+    """An agent's connection to the rendezvous store, with at most one session at a time.
 
-    Args:
-        rendezvous: description of the rendezvous, including the address of the store.
-        supervisor: supervisor whose runtime thread serves the store; a separate thread if ``None``.
-        kept: state of an agent that may run several times, each time with a separate job.
-        found: result of :func:`.hosting.decide_hosting`, which is called here if this is ``None``.
-
-    Raises:
-        UsageError: the endpoint cannot be used on this machine.
+    Without a ``supervisor``, a separate thread serves the store. ``kept`` belongs to an agent that runs
+    several times, each time with another job. ``found`` is the result of :func:`.hosting.decide_hosting`,
+    which is called here if it is ``None`` and raises :class:`.UsageError`.
     """
 
     def __init__(
@@ -130,8 +115,7 @@ class RendezvousStore:
         self._kept = kept
         self.job = rendezvous.job or rendezvous.run_id
         """Name of the job in the store."""
-        # Name of the job whose etcd lease holds the long-lived keys. Workers use their own job name, because
-        # they have no permission to attach keys to the agents' lease.
+        # Job whose etcd lease holds the lasting keys. Workers cannot attach keys to the agents' lease.
         self._lasting = self.job
         if kept is not None:
             kept.runs += 1
@@ -148,15 +132,12 @@ class RendezvousStore:
         self._shared: Store | None = None
         self._notices: list[Notice] = []
         self._led_to: tuple[str, int] | None = None
-        # With the back end ``static``, open the store that the nodes share before the round starts. The store
-        # accepts no new connections during a round, because the workers use the same port.
+        # With ``static``, open the nodes' shared store before the round, in which workers use the port.
         self._shares_early = rendezvous.is_static and (kept is not None or supervisor is None)
 
     @staticmethod
     def _ask(question: Callable[[], Any], seconds: float | None) -> Any:
-        """Call a function that may block, and return its result; ``None`` if it takes longer than ``seconds``
-        seconds.
-        """
+        """Call a function that may block, and return its result; ``None`` after ``seconds``."""
         asked = BackgroundCall(question)
         try:
             return asked.take() if asked.wait(seconds) else None
@@ -169,14 +150,12 @@ class RendezvousStore:
 
     @property
     def doubt(self) -> str | None:
-        """Warning for the user about hosting the store on this machine; ``None`` if there is nothing to warn
-        about.
-        """
+        """Warning to the user about hosting the store on this machine."""
         return self._hosting.doubt
 
     @property
     def fd(self) -> int | None:
-        """File descriptor that becomes readable when :meth:`take` has events; ``None`` without a session."""
+        """File descriptor that is readable when :meth:`take` has events; ``None`` without a session."""
         return self._session.fd if self._session is not None else None
 
     @property
@@ -187,11 +166,7 @@ class RendezvousStore:
         return self._clock
 
     def host_if_possible(self) -> None:
-        """Serve the store, if this agent may host it and the port is free.
-
-        Raises:
-            CannotHost: this agent cannot host the store, although the user requires it.
-        """
+        """Serve the store if this agent may host it and the port is free, or raise :class:`CannotHost`."""
         if not self._hosting.may_host:
             return
         if self._kept is not None and self._kept.server is not None:
@@ -203,8 +178,7 @@ class RendezvousStore:
             self._lead_workers(None)
         except OSError as error:
             if error.errno == errno.EADDRINUSE and not self._hosting.is_explicit:
-                # Another agent on this machine probably hosts the store, so become a client. If an unrelated
-                # program uses the port, connecting will fail.
+                # Another agent probably hosts the store, so become a client. If not, connecting will fail.
                 self._host_alone()
                 return
             option, other = "--rdzv-endpoint HOST:PORT", ""
@@ -222,18 +196,14 @@ class RendezvousStore:
             run_id=self._rendezvous.run_id,
             token=self._rendezvous.settings.token,
             max_connections=self._rendezvous.max_connections,
-            # If the server is kept open for later runs, do not run it on the supervisor's thread, because the
-            # supervisor may be closed earlier than the server.
+            # A server that is kept for later runs may outlive the supervisor, so do not use its thread.
             supervisor=self._supervisor if self._kept is None else None,
         )
 
     def _host_alone(self) -> None:
-        """Serve the store at a free port if this agent needs no other node. The caller has found the port of
-        the endpoint in use. Do nothing if a store for all jobs listens there, because that store keeps the
-        job's records, and an agent that waits there may replace this agent.
-
-        Raises:
-            CannotHost: there is no free port.
+        """Serve the store at a free port if this agent needs no other node, because the endpoint's port is
+        taken. Do nothing if a store for all jobs has it, because an agent that waits there may replace this
+        one.
         """
         if not self._rendezvous.needs_no_other_node or self._ask(self._is_store_of_all_jobs, _CALL_TIMEOUT):
             return
@@ -248,9 +218,6 @@ class RendezvousStore:
         ))  # fmt: skip
 
     def _is_store_of_all_jobs(self) -> bool:
-        """Return true if a store for all jobs answers at the endpoint. A store that an agent hosts accepts
-        only clients of the agent's own job.
-        """
         client = Client(
             self._rendezvous.host,
             self._rendezvous.port,
@@ -267,9 +234,8 @@ class RendezvousStore:
             session.close()
 
     def follow(self, head: Head | None) -> None:
-        """Make the store hosted here pass connections of workers on to the workers' store of the round in
-        ``head``. Workers connect to the store hosted here if their script sets ``MASTER_ADDR`` and
-        ``MASTER_PORT`` to the endpoint of the rendezvous. Do nothing if this agent does not host the store.
+        """Make the store hosted here forward worker connections to the workers' store of the round in
+        ``head``, for scripts that set ``MASTER_ADDR`` and ``MASTER_PORT`` to the endpoint of the rendezvous.
         """
         address = workers_store(head)
         if address != self._led_to:
@@ -284,33 +250,27 @@ class RendezvousStore:
             self._server.lead_workers(address, agent)
 
     def announce_workers_store(self, agent: str, head: Head | None) -> None:
-        """Tell the rendezvous store the address of the round's workers' store, to which it forwards the
-        connections of workers; see :meth:`follow`.
-
-        Do nothing with etcd or the back end ``static``, or if this agent hosts the rendezvous store. Also do
-        nothing if this process is a worker, because its token gives no access to such keys.
+        """Tell a store for all jobs the address of the round's workers' store; see :meth:`follow`. Do nothing
+        in a worker, whose token gives no access to such keys.
         """
         address = workers_store(head)
         rendezvous = self._rendezvous
         is_own_store = rendezvous.etcd is None and not rendezvous.is_static and rendezvous.job is None
         if address is None or self._server is not None or not is_own_store:
             return
-        # Ignore the reply, because only workers that connect to the endpoint of the rendezvous need this key.
-        # By default, workers connect to the workers' store directly.
+        # Ignore the reply, because by default workers connect to the workers' store directly.
         put = Put(f"{WORKERS_STORES}{agent}", f"{address[0]} {address[1]}".encode(), True)
         self.send(Txn(0, [], [put]))
 
     def connect(self, *, same: bool = False) -> ConnectionLost | None:
         """Start to connect. :meth:`take` returns the result later; a failure at once is returned here.
 
-        Until the first successful connection, every attempt except the first one checks again whether this
-        agent hosts the store. With ``same``, the store must be the one that this agent used before, or must
-        continue with the state of that store.
+        Until the first success, every attempt but the first decides again whether this agent hosts the store.
+        With ``same``, the store must be the previous one, or continue with its state.
         """
         self.disconnect()
         if self._supervisor is not None:
-            # Let the nursery (the process that forks workers) release its connection for the lost session,
-            # because none of that session's workers are running anymore.
+            # The lost session has no workers left, so the nursery (their parent) may release its connection.
             self._supervisor.release_connection()
         if self._may_decide_again and self._server is None and self._rendezvous.etcd is None:
             question = partial(hosting.decide_again, self._hosting, self._rendezvous, self._resolver)
@@ -326,8 +286,7 @@ class RendezvousStore:
                 self.close_shared_store()
                 self._shared = self._open_store("")
             except DistNetworkError:
-                # Ignore the error, because the agent opens its own connection next. If the store is
-                # unreachable, opening that connection reports the reason.
+                # If the store is unreachable, opening the agent's own connection reports the reason.
                 self._shared = None
         try:
             self._session = self._connected(self._met if same else None)
@@ -339,8 +298,7 @@ class RendezvousStore:
 
     def _connected(self, met: tuple[bytes, int] | None) -> NativeSession:
         settings, supervisor = self._rendezvous.settings, self._supervisor
-        # Disable the stall timeout without a supervisor, because the agent then polls the client itself, and
-        # may be busy with its workers for a long time.
+        # Without a supervisor, the agent polls the client itself, and may be busy with workers for long.
         stall_timeout = settings.stall_timeout if supervisor is not None else None
         more: dict[str, Any]
         if self._rendezvous.etcd is not None:
@@ -370,8 +328,7 @@ class RendezvousStore:
             return self._rendezvous.host, self._rendezvous.port
         address = self._hosting.listen[0][0]
         if is_unspecified(address):
-            # The workers of a job on this machine get this address. Programs expect IPv4, unless the endpoint
-            # is an IPv6 address.
+            # Workers get this address, and programs expect IPv4 unless the endpoint is an IPv6 address.
             is_v4 = packed(address) == bytes(4) or self._rendezvous.host in ("localhost", "127.0.0.1")
             address = "127.0.0.1" if is_v4 else "::1"
         return address, self._server.port
@@ -385,21 +342,18 @@ class RendezvousStore:
             self._session = None
 
     def take(self) -> list[StoreEvent]:
-        """Return the events that have arrived from the store since the previous call. Never blocks."""
+        """Return the events that have arrived since the previous call. Never blocks."""
         if self._session is None:
             return []
         events: list[StoreEvent] = [*self._notices]
         self._notices.clear()
         for event in self._session.take():
             if isinstance(event, ConnectionLost):
-                # If the name of the store's host could not be resolved, do not check again whether this agent
-                # hosts the store. The check would repeat the failed lookup and delay the next attempt to
-                # connect.
+                # Do not decide again after a failed name lookup, because that would repeat the slow lookup.
                 self._may_decide_again = not self._has_met and event.kind != "resolve"
                 events.append(ConnectionLost(event.kind, self._explained(event)))
             elif isinstance(event, Connected) and self._shares_early and self._shared is None:
-                # Reconnect, because the connection for the nodes' shared data failed. The store was probably
-                # not listening yet.
+                # Reconnect for the nodes' shared data, because the store was probably not listening yet.
                 self.disconnect()
                 return [ConnectionLost("unreachable", f"only one connection to {self._rendezvous.endpoint}")]
             else:
@@ -408,9 +362,7 @@ class RendezvousStore:
         return events
 
     def this_agent(self, **workers: Any) -> ThisAgent:
-        """Return the description of this agent. ``workers`` are the arguments of :class:`.ThisAgent` that
-        describe its workers: ``role``, ``nproc``, ``policy`` and others.
-        """
+        """Describe this agent. ``workers`` are the arguments of :class:`.ThisAgent` about its workers."""
         member = self._rendezvous.member
         return ThisAgent(
             job=self.job,
@@ -426,7 +378,6 @@ class RendezvousStore:
 
     @property
     def fallback_addr(self) -> str | None:
-        """Address at which other machines can reach this node; see :class:`.hosting.Hosting`."""
         return self._hosting.fallback
 
     @property
@@ -463,14 +414,9 @@ class RendezvousStore:
         return self._server.sessions() > own
 
     def open_shared_store(self, round: int) -> Store:  # noqa: A002 -- the field's own word
-        """Open the store in which the nodes share user data during a round. Use a new connection, and close
-        the store of the previous round.
-
-        With ``static``, the connection was already opened before the round and is used for all rounds, so
-        nothing is closed. Keys that were set in other rounds are not visible.
-
-        Raises:
-            DistNetworkError: the store cannot be reached.
+        """Open the store for user data of a round on a new connection, and close that of the previous round.
+        With ``static``, one connection serves all rounds. Keys of other rounds are not visible. Raises
+        :class:`DistNetworkError`.
         """
         prefix = Keys(self.job).store(round)
         if self._shares_early and self._shared is not None:
@@ -480,11 +426,7 @@ class RendezvousStore:
         return self._shared
 
     def open_job_store(self) -> Store:
-        """Open a store that all processes of the job share across rounds. The caller has to close it.
-
-        Raises:
-            DistNetworkError: the store cannot be reached.
-        """
+        """Open a store that the job's processes share across rounds, or raise :class:`DistNetworkError`."""
         return self._open_store(Keys(self.job).job_store)
 
     def _open_store(self, prefix: str) -> Store:
@@ -503,23 +445,17 @@ class RendezvousStore:
             self._server.stop_listening()
 
     def listen_again(self) -> None:
-        """Accept connections on the port again.
-
-        Raises:
-            OSError: another program uses the port.
-        """
+        """Accept connections again, or raise :class:`OSError` if another program uses the port."""
         if self._server is not None:
             self._server.listen_again()
 
     @property
     def may_stay(self) -> bool:
-        """True if the store can stay open after this session, for the agent's next run."""
+        """True if the store can stay open for the agent's next run."""
         return self._kept is not None
 
     def close(self, *, stays: bool = False) -> None:
-        """Close all connections. Also close the store, unless it stays open for the next run
-        (:attr:`may_stay`). Idempotent.
-        """
+        """Close all connections, and the store unless it stays open for the next run. Idempotent."""
         self.close_shared_store()
         self.disconnect()
         if self._kept is not None and stays:
@@ -535,9 +471,7 @@ def workers_store(head: Head | None) -> tuple[str, int] | None:
 
 
 def launch_of(environ: Mapping[str, str]) -> str:
-    """Return an identifier of the launch to which this process belongs. This is the Slurm step, or outside of
-    Slurm the session. For example, each login and each batch job has its own session.
-    """
+    """Return an identifier of this process's launch: its Slurm step, or else its session."""
     step = environ.get("SLURM_STEP_ID")
     return f"session {os.getsid(0)}" if step is None else f"step {environ.get('SLURM_JOB_ID')}.{step}"
 

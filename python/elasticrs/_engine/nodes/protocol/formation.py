@@ -1,15 +1,10 @@
-"""Tasks of the leader: end rounds, evaluate them, form new ones, and close the job. The leader itself need
-not take part in a round.
+"""Tasks of the leader: end rounds, evaluate them, form new ones, and close the job.
 
-:func:`lead` runs after every event that can change the decision.
-
-- **LEADER-1** A leader makes one decision at a time. It makes no decision while one of its writes is
-  unanswered, or while the write has not reached its own view of the store.
-- **LEADER-2** Every write of a leader is conditional (:func:`.guards`): the leader must still be registered,
-  and the head (the state of the job) must be unchanged since the leader has seen it.
-- Group ranks: in the first round, nodes are sorted by order hint, then by name in natural order, then by
-  agent. In later rounds, a node that was in the previous round keeps its place, new nodes fill the gaps in
-  the same order, and gaps that remain are closed. So a replacement node does not change the ranks of others.
+- **LEADER-1** A leader decides only when its last write is answered and visible in its view of the store.
+- **LEADER-2** Every write of a leader requires that the leader is still registered, and that the head (the
+  state of the job) is unchanged (:func:`.guards`).
+- Group ranks: new nodes are sorted by order hint, then by name in natural order, then by agent. Nodes of the
+  previous round keep their places and new nodes fill the gaps, so a replacement moves no other node.
 """
 
 from __future__ import annotations
@@ -50,25 +45,17 @@ if TYPE_CHECKING:
     from elasticrs._engine.nodes.transport.coordination import Changes, Operation, Reply
 
 MEMBERS_PER_TXN = 99
-"""Number of members whose slots (ranks in the round) are written in one transaction. A transaction also
-writes a part of the table of members, so it has 100 operations. The default limit of etcd is 128.
-"""
+"""Number of members whose slots are written in one transaction, which then has 100 operations."""
 
 MAX_COMPARED = 50
-"""Maximum number of members that must still be registered when an exclusion is written. Each of them is a
-condition of the transaction, which has at most 125 conditions.
-"""
+"""Number of members that an exclusion may require to be registered, within 125 conditions."""
 
 FIRST_NEWS, LATER_NEWS = 1.0, 30.0
-"""Seconds until the first message that nodes are missing, and seconds between further messages. If all nodes
-start at about the same time, they join before the first message is due.
-"""
+"""Seconds until the first message that nodes are missing (most have joined by then), and between messages."""
 
 
 MISTAKE_DELAY = 10.0
-"""Seconds to wait for other machines before a message names the mistake that probably prevents them from
-joining.
-"""
+"""Seconds to wait for other machines before a message names the mistake that probably stops them."""
 
 
 def slow_members(view: View) -> set[str]:
@@ -88,11 +75,8 @@ def between_rounds(member: Member, leader: Leader, view: View) -> None:
             close(member, leader, view, head.replaced(outcome="failed", reason=judged.reason), alive)
             return
         if head.delay > 0 or head.note:
-            # Write the result of the ended round before the next round starts, so that all nodes can announce
-            # the restart delay and an excluded node can leave.
-            #
-            # The written result also prevents a new leader from evaluating the round again. A new leader
-            # could blame a node that was lost only during the delay.
+            # Write the verdict before the next round, so that all nodes can announce the delay, an excluded
+            # node can leave, and a new leader does not blame a node that was lost only during the delay.
             if head.excluded_agent is not None:
                 alive = [*alive, *_enough(view, head.excluded_agent, member.rendezvous.min_nodes)]
             write(member, leader, view, [member.put_head(head)], here(member, alive))
@@ -114,10 +98,7 @@ def between_rounds(member: Member, leader: Leader, view: View) -> None:
 
 
 def _enough(view: View, excluded: str, count: int) -> list[str]:
-    """Return up to ``count`` candidates for the next round, without the excluded agent. The exclusion is
-    written to the store only if these candidates are still registered. Otherwise, the next round might have
-    too few nodes.
-    """
+    """Return up to ``count`` members that an exclusion requires, because they have to form the next round."""
     others = sorted(member for member in view.candidates if agent_of(member) != excluded)
     return others[: min(count, MAX_COMPARED)]
 
@@ -149,10 +130,7 @@ def _tell_of_refusal(member: Member, leader: Leader, view: View) -> None:
 
 
 def likely_mistake(rendezvous: Rendezvous, agent: ThisAgent, joined: Sequence[Node]) -> str | None:
-    """Return a message about the mistake that probably prevents the other nodes from joining: several nodes
-    host a store each, or the other nodes cannot find the store on this node. Return ``None`` if another
-    machine has joined, or if another agent hosts the store.
-    """
+    """Return a message about the probable mistake if the store is here and no other machine has joined."""
     is_hosted_here = agent.why_hosts is not None and not is_loopback_name(rendezvous.host)
     if not is_hosted_here or any(node.host != agent.host for node in joined):
         return None
@@ -172,9 +150,8 @@ def likely_mistake(rendezvous: Rendezvous, agent: ThisAgent, joined: Sequence[No
 
 
 def crowd(view: View) -> tuple[str, str] | None:
-    """Return the name of a node with several agents in the running round, and the name of a node that waits
-    as a spare although it has no agent in the round. Return ``None`` if there are no such nodes. Usually, the
-    user has started a launcher in each task of a scheduler, instead of one on each node.
+    """Return a node with several agents in the round, and a node that waits although it has no agent in it.
+    The user has probably started a launcher in each task of a scheduler instead of one on each node.
     """
     seated = [view.nodes[seat.member] for seat in view.seats if seat.member in view.nodes]
     hosts = Counter(node.host for node in seated)
@@ -208,12 +185,11 @@ def _tell_of_more(member: Member, view: View) -> None:
 
 
 def _judged(member: Member, leader: Leader, view: View, head: Head) -> round_outcome.RoundVerdict:
-    """Return the verdict on the finished round. The verdict is cached until one of its inputs changes.
+    """Return the verdict on the finished round. It is cached, because it takes time proportional to the
+    number of members, and many replacement nodes may arrive one by one.
 
-    Caching matters because computing the verdict takes time proportional to the number of members. Many
-    replacement nodes may arrive one by one, but an arrival changes the verdict only if the job can then spare
-    a node. Until the next round, members only stop or leave, so each of the sets ``slow``, ``missing``
-    and ``absent`` only grows or only shrinks. Comparing their sizes is therefore enough to detect a change.
+    Until the next round, members only stop or leave, so ``slow``, ``missing`` and ``absent`` each only grow
+    or only shrink, and their sizes detect every change.
     """
     sizes = len(view.slow), len(view.missing), len(view.absent)
     was_short = member.age.was_short
@@ -229,9 +205,6 @@ def _judged(member: Member, leader: Leader, view: View, head: Head) -> round_out
 
 
 def _is_time(member: Member, leader: Leader, view: View) -> bool:
-    """Return true if it is time for the next round: the maximum number of nodes has joined, or the minimum
-    has joined and the waiting time for more nodes is over.
-    """
     settings, count = member.settings, len(view.candidates)
     if count >= member.rendezvous.max_nodes:
         return True
@@ -271,12 +244,11 @@ def _too_few(member: Member, view: View) -> str:
 
 
 def _form(member: Member, leader: Leader, view: View, ended: Head | None, alive: list[str]) -> None:
-    """Propose the next round: write the rank assignments (slots) of its members, the member table, and
-    finally the job's state (head). Send all transactions without waiting for replies.
+    """Propose the next round: send its slots, its member table and finally the head, without waiting for
+    replies.
 
-    All transactions have the leader's usual conditions, which never become true again once they are false. So
-    if one of the first transactions is rejected, the write of the head is rejected as well. The slots of a
-    proposal are ignored unless the head names the proposal.
+    Their conditions never become true again, so if an early transaction is rejected, the head is rejected as
+    well. Slots of a proposal are ignored unless the head names the proposal.
     """
     members = _members(view, member.rendezvous.max_nodes)
     registration = member.registered
@@ -373,12 +345,9 @@ def written(member: Member, leader: Leader, reply: Reply) -> None:
 
 
 def lead(member: Member, leader: Leader) -> None:
-    """Choose and execute the leader's next action. The leader makes no further decision until the store has
-    answered its writes.
-    """
+    """Choose and execute the leader's next action, after every event that can change it."""
     view, link = leader.view, member.link
-    # Wait until the leader's copy of the store and this agent's watch have the same state of the job. The
-    # copy may be newer than the last change that the watch has delivered.
+    # Wait until this agent's own watch has the same head, because the view may be newer.
     if view is None or link is None or not leader.is_free() or view.head_revision != link.head_revision:
         return
     if view.head_revision != leader.of_head:
@@ -386,8 +355,7 @@ def lead(member: Member, leader: Leader) -> None:
         leader.of_head = view.head_revision
     head = view.head
     if head is not None and head.state != "CLOSED" and len(view.seats) != head.size:
-        # Close the job, because the list of the round's members is damaged. Without the list, no agent can
-        # tell which nodes are lost and which have finished.
+        # Without an intact list of members, no agent can tell which nodes are lost and which have finished.
         table = f"the table {member.keys.table(head.form)} of round {head.round} is damaged"
         close(member, leader, view, head.replaced(outcome="failed", reason=table))
     elif head is None or head.state == "ENDED":
@@ -409,9 +377,7 @@ def may_grow(member: Member, view: View, head: Head) -> bool:
 
 
 def _forget_workers(member: Member, view: View, gone: set[int]) -> None:
-    """Delete the store entries of workers whose agents are lost. These workers are dead: the nursery (their
-    parent process) kills them before the agent's session is closed or its lease expires.
-    """
+    """Delete the keys of lost agents' workers. The nursery has killed them before the agents were lost."""
     keys = workers_keys(member.rendezvous, member.agent.job, member.joining.job_revision)
     for seat in (view.seats[rank] for rank in gone):
         if seat.member not in view.farewells:
@@ -444,14 +410,7 @@ def _running(member: Member, leader: Leader, view: View, head: Head) -> None:
 
 
 class Candidate(Value):
-    """Agent that can take part in the next round.
-
-    Args:
-        agent: name of the agent.
-        joined: create revision of the agent's registration.
-        hint: number that determines the order, with precedence over the name; ``None`` sorts last.
-        name: name of the node.
-    """
+    """Agent that can take part in the next round. ``joined`` is its registration's create revision."""
 
     agent: str
     joined: int
@@ -460,9 +419,7 @@ class Candidate(Value):
 
 
 def natural(name: str) -> tuple[tuple[bool, int, str], ...]:
-    """Return a natural sort key that compares runs of digits as numbers, so that ``node2`` sorts before
-    ``node10``.
-    """
+    """Return a sort key that compares digits as numbers, so that ``node2`` sorts before ``node10``."""
     return tuple(
         (False, int(run), run) if is_number else (True, 0, run)
         for is_number, run in ((flag, "".join(each)) for flag, each in groupby(name, str.isdecimal))
@@ -470,13 +427,8 @@ def natural(name: str) -> tuple[tuple[bool, int, str], ...]:
 
 
 def assign_seats(previous: Sequence[str], candidates: Iterable[Candidate], size: int) -> list[str]:
-    """Return the agents of the next round, ordered by group rank.
-
-    Args:
-        previous: agents of the last round, by group rank.
-        candidates: agents that can take part, each once.
-        size: maximum number of agents. Agents of the last round take precedence over new ones, and new agents
-            are selected in the order in which they joined.
+    """Return at most ``size`` agents for the next round, by group rank. Agents of the ``previous`` round (by
+    group rank) take precedence. New agents are selected in the order in which they joined.
     """
     offered = {each.agent: each for each in candidates}
     stay = [agent for agent in previous if agent in offered][:size]

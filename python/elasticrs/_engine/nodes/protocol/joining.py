@@ -1,24 +1,18 @@
 """Connect to the rendezvous store, and join a job: find or create the job's record, and register this agent.
 
-An agent that loses its connection is *fenced*: its workers must have exited before the agent registers again,
-because the other nodes may already count the agent as lost.
+An agent that loses its connection is *fenced*: its workers must have exited before it registers again,
+because the other nodes may already count it as lost.
 
-- **JOIN-1** An agent registers only when it has no workers. Each registration has a new incarnation number.
-- **JOIN-2** The transaction that registers an agent also deletes its earlier registrations by name.
-  Therefore, a delayed request from an earlier connection can never delete a later registration.
+- **JOIN-1** An agent registers only without workers. Each registration has a new incarnation number.
+- **JOIN-2** Registering deletes the agent's earlier registrations by name, so that a delayed request from an
+  earlier connection cannot delete a later registration.
 - **JOIN-3** Settings that affect the decisions of a leader are the same on all nodes of a job.
-- **JOIN-4** The commands of all nodes are the same, unless the user allows different commands with
-  ``same_command=0``.
-
-With ``static``, the user assigns the node ranks and the port of the workers' store:
-
-- **HAND-1** At any time, at most one registration has a given node rank. The transaction that registers an
-  agent (T1) also creates the key of the rank, on the same lease, only if no other agent has the rank.
-- **HAND-2** If another node has the rank, that node may be dead, and its lease may not have expired yet.
-  Therefore the agent retries until the lease of a dead node would have expired.
-- **HAND-3** During a round, the port of the store is lent to the workers of rank 0. An agent that connects
-  then is refused, or reaches a program that is not the rendezvous store. The job may still be configured
-  correctly, so the agent retries.
+- **JOIN-4** The commands of all nodes are the same, unless the user sets ``same_command=0``.
+- **HAND-1** With ``static``, at most one registration has a node rank: the transaction that registers (T1)
+  creates the rank's key, on the same lease, only if no other agent has the rank.
+- **HAND-2** The node that has the rank may be dead, so the agent retries until its lease would have expired.
+- **HAND-3** During a round, the port is lent to the workers of rank 0. An agent that is refused, or reaches
+  another program, therefore retries.
 """
 
 from __future__ import annotations
@@ -77,16 +71,15 @@ if TYPE_CHECKING:
     )
 
 FORGET_EARLIER = 60
-"""Number of earlier registrations that an agent deletes when it registers. Even older registrations have been
-deleted before. Only a delayed request could create one of them again, and such a request would have arrived
-by now.
+"""Earlier registrations that an agent deletes when it registers. Older ones were deleted before. A delayed
+request that creates one again would have arrived by now.
 """
 
 MAX_REFUSAL = MAX_NAME - 8
-"""Maximum length, in bytes, of the reason for the refusal that a refused agent reports to the other nodes."""
+"""Maximum size, in bytes, of the reason that a refused agent reports to the other nodes."""
 
 REFUSAL_TIMEOUT = 2.0
-"""Seconds for which a refused agent waits until the store has accepted the reason for the refusal."""
+"""Seconds for which a refused agent waits until the store has accepted the reason."""
 
 MAX_NEIGHBORS = 16
 """Maximum number of other agents on the same host that an agent considers when it registers."""
@@ -175,9 +168,7 @@ def other_command(member: Member, job: dict[str, Any]) -> str | None:
 
 
 def _is_not_needed(member: Member, job: dict[str, Any]) -> str | None:
-    """Return an error message if the job has one node, whose agent hosts the store: the job ends when that
-    agent exits, so this agent could never take part.
-    """
+    """Return an error message if the job's only node hosts the store, because the job ends with it."""
     is_taken = member.rendezvous.needs_no_other_node and job.get("is_hosted") is True
     if not is_taken or member.agent.hosts_store:
         return None
@@ -232,9 +223,7 @@ def _refuse(member: Member, link: Link, why: str, *, is_alone: bool) -> None:
 
 
 def leave_refused(member: Member) -> None:
-    """Exit if the job has refused this agent. Called when the other nodes know of the refusal, or after
-    :data:`REFUSAL_TIMEOUT`; at once if there are no other nodes.
-    """
+    """Exit if the job has refused this agent and the others know it, or after :data:`REFUSAL_TIMEOUT`."""
     if member.joining.refusal is not None:
         member.exit(Outcome("refused", member.joining.refusal))
 
@@ -247,15 +236,12 @@ def _difference(member: Member, key: str, value: bytes, *, is_alone: bool) -> st
     found = mismatch(member, job)
     if found is None and not is_alone:
         return _is_not_needed(member, job)
-    # Add a hint if no agent is registered. In that case, all agents may have been killed before they could
-    # close the job.
+    # If no agent is registered, all may have been killed before they could close the job.
     return f"{found}{_NOBODY_LEFT}" if found is not None and is_alone else found
 
 
 def _forget_job(member: Member, job: Entry, head_revision: int) -> None:
-    """Delete an earlier job of this name. Another agent may create the new job first. Agents that have
-    registered in the meantime notice the deletion and join again.
-    """
+    """Delete an earlier job of this name. Agents that have registered meanwhile notice it and join again."""
     keys = member.keys
     compares = [CreatedAt(keys.job, job.create_revision), ModifiedAt(keys.head, head_revision)]
     member.txn(Purpose.FORGET_JOB, compares, [DeletePrefix(keys.prefix)])
@@ -296,8 +282,7 @@ def register(member: Member, link: Link) -> None:
     if node_rank is not None:
         is_mine, claim = claim_rank(member, registration, node_rank)
         compares.append(is_mine)
-        # Insert the claim of the node rank first, because the reply handler expects the results of `Get` and
-        # `Predecessor` at the end.
+        # Insert the claim first, because the reply handler expects `Get` and `Predecessor` at the end.
         ops.insert(0, claim)
         otherwise = [Get(keys.job), Get(claim.key), Get(own)]
     ops.insert(0, Range(neighbors, MAX_NEIGHBORS))
@@ -308,9 +293,7 @@ def register(member: Member, link: Link) -> None:
 
 
 def earlier_registrations(member: Member, incarnation: int) -> list[Operation]:
-    """Return operations that delete outdated registrations before their leases expire. Outdated registrations
-    are left by earlier connections of this agent and by a process that this process replaces.
-    """
+    """Delete registrations of earlier connections and of a replaced process before their leases expire."""
     earlier = range(max(1, incarnation - FORGET_EARLIER), incarnation)
     names = [f"{member.agent.agent}/{each}" for each in earlier]
     kinds = (member.keys.node, member.keys.slot)
@@ -320,12 +303,11 @@ def earlier_registrations(member: Member, incarnation: int) -> list[Operation]:
 
 
 def look_for_twin(member: Member, reply: Reply) -> None:
-    """Check whether another launch on this host already takes part in the job. The reply to the first
-    registration lists the host's other agents. The two launches may be runs of the same command that the user
-    considers independent jobs.
+    """Check whether another launch on this host takes part in the job. The user may consider the two launches
+    independent jobs.
 
-    Tell the user only if the job already runs. Before the first round, the user may be starting the nodes of
-    one job in several sessions on this host.
+    Tell the user only if the job already runs, because the nodes of one job may be started in several
+    sessions.
     """
     neighbors = reply.results[0]
     if member.joining.was_registered or not isinstance(neighbors, Sequence):
@@ -346,9 +328,7 @@ def _launch_of(entry: Entry) -> str | None:
 
 
 def registered(member: Member, registration: Registration, own: Entry | None) -> None:
-    """Handle a confirmed registration. Use the create revision of the stored key, because the client may have
-    sent the request twice, so that the revision of the reply is a later one.
-    """
+    """Handle a confirmed registration. If the client sent it twice, the revision of the reply is too high."""
     assert own is not None
     joining = member.joining
     joining.claim, joining.rank_holder, joining.told_of_port = None, None, False
@@ -360,10 +340,7 @@ def registered(member: Member, registration: Registration, own: Entry | None) ->
 
 
 def refused(member: Member, link: Link, registration: Registration, reply: Reply) -> bool:
-    """Handle a rejected registration (T1): another job has replaced this one, or the node rank is taken.
-
-    Return true if this registration already has the node rank: T1 was executed, but its reply was lost.
-    """
+    """Handle a rejected registration (T1). Return true if T1 was executed earlier, but its reply was lost."""
     job = reply.entry(0) if reply.results else None
     if job is None or job.create_revision != link.job_revision:
         fence(member, OTHER_JOB)
@@ -378,9 +355,6 @@ def refused(member: Member, link: Link, registration: Registration, reply: Reply
 
 
 def own_registration(reply: Reply) -> Entry | None:
-    """Return this agent's registration from the reply to a rejected T1. It exists if the store executed T1
-    earlier but the reply was lost.
-    """
     return reply.entry(2)
 
 
@@ -393,22 +367,19 @@ def job_seen(member: Member, link: Link, entry: Entry | None) -> None:
 
 FIRST_DELAY = 0.02
 LONGEST_DELAY = 0.5
-"""Minimum and maximum number of seconds between two attempts to connect."""
+"""Minimum and maximum seconds between two attempts to connect."""
 
 FIRST_NEWS = 5.0
 """Seconds without a connection after which the reason is reported to the user."""
 
 OTHER = "other"
-"""Kind of connection loss where the store that this agent used before was replaced by one that was started
-without data, or from another copy of the data.
-"""
+"""Kind of connection loss: the store was replaced by one without data, or with another copy of the data."""
 
 FINAL = frozenset({"version", "token", "not_ours", "run", "cannot_host", "tls", "denied", OTHER})
 """Kinds of connection loss that retrying cannot resolve."""
 
 
 def begin(member: Member) -> None:
-    """Start to join the rendezvous. Only the first call has an effect."""
     if member.phase is not Phase.NEW:
         return
     member.joining.begun = member.now
@@ -445,9 +416,8 @@ def connection_lost(member: Member, event: ConnectionLost) -> None:
         member.exit(Outcome("refused", event.message))
         return
     if event.kind == OTHER and member.leaving is None:
-        # Leave the job, because the replaced store may have lost the job's data. The round and restart
-        # numbers could then start at zero again, but user scripts rely on increasing numbers to detect
-        # outdated processes.
+        # Leave, because without the job's data, the numbers of rounds and restarts could start at zero again.
+        # User scripts rely on increasing numbers to detect outdated processes.
         _give_up(member, Outcome("lost", event.message))
         if member.has_exited:
             return
@@ -460,9 +430,7 @@ def fence(member: Member, why: str) -> None:
 
 
 def lose(member: Member, why: str) -> None:
-    """Fence this agent because its connection was lost: stop its workers. All of them must have exited before
-    the agent may register again.
-    """
+    """Fence this agent after a lost connection: all its workers must exit before it registers again."""
     was_registered = member.registered is not None
     if was_registered:
         member.arm("store_lost", member.rendezvous.store_lost_timeout)
@@ -493,9 +461,7 @@ def without_workers(member: Member) -> None:
 
 
 def fresh_listener(member: Member) -> bool:
-    """Replace the listener for the workers' store if a round has already used it. Return true if a listener
-    is ready to be announced to the other nodes.
-    """
+    """Replace the listener for the workers' store if a round has used it. Return true if one is ready."""
     listener = member.listener
     if not listener.has_served:
         return listener.port is not None
@@ -560,10 +526,7 @@ def claim_rank(member: Member, registration: Registration, node_rank: int) -> tu
 
 
 def rank_refused(member: Member, entry: Entry | None) -> None:
-    """Handle a registration (transaction T1) that was rejected because its node rank is taken. Close the
-    connection, so that the agent retries on a new one. ``entry`` is the store entry of the rank, or ``None``
-    if the rank is free again.
-    """
+    """Retry on a new connection after a rejected T1. ``entry`` is the rank's; ``None`` if it is free."""
     joining = member.joining
     joining.claim = None
     if entry is not None:
@@ -579,9 +542,7 @@ def rank_refused(member: Member, entry: Entry | None) -> None:
 
 
 def _holder(entry: Entry) -> tuple[str | None, str]:
-    """Return the agent that holds a node rank (``None`` if unknown), and a description of the agent to show
-    to the user.
-    """
+    """Return the agent that holds a node rank (``None`` if unknown), and its description for the user."""
     try:
         return holder_of(entry.value or b"")
     except DamagedError as error:
@@ -605,16 +566,12 @@ def rank_timeout(member: Member) -> None:
 
 
 def may_be_lent(member: Member, kind: str) -> bool:
-    """Return true if an unknown program that responds at the store's port may be a worker of this job. With
-    ``static``, workers use the same port during a round.
-    """
+    """Return true if another program at the store's port may be a worker, which uses it with ``static``."""
     return kind == "not_ours" and member.rendezvous.is_static
 
 
 def why_lost(member: Member, event: ConnectionLost) -> str:
-    """Return the reason for the failed or lost connection. If another program responds at the store's port,
-    also notify the user, but only once.
-    """
+    """Return the reason for the loss. Tell the user once if another program responds at the store's port."""
     message = event.message
     if not may_be_lent(member, event.kind):
         return message

@@ -1,7 +1,5 @@
-"""Names of a job's keys in the store.
-
-A **member** is one registration of one agent process, and its name is ``<agent>/<incarnation>``. Names of
-agents and members are never reused.
+"""Names of a job's keys in the store. A **member** is one registration of an agent process, named
+``<agent>/<incarnation>``. Names of agents and members are never reused.
 """
 
 from __future__ import annotations
@@ -14,48 +12,36 @@ if TYPE_CHECKING:
     from elasticrs._engine.nodes.transport.coordination import Operation
 
 WORKERS_STORES = "%workers/"
-"""Key prefix for the addresses of the workers' stores. The agent of group rank 0 writes the address for each
-round to a rendezvous store that serves all jobs. That rendezvous store itself reads these keys.
-"""
+"""Key prefix for addresses of workers' stores. A rendezvous store that serves all jobs reads these keys."""
 
 _MAX_DIGITS = 15
 _WORKERS = "#workers"
 
 
 def workers_scope(run_id: str) -> str:
-    """Return the prefix of all keys that a job's workers use for their own rendezvous."""
+    """Return the prefix of all keys of the workers' own rendezvous."""
     return Keys(f"{run_id}{_WORKERS}").prefix[:-1]
 
 
 def workers_job(run_id: str, job: str, number: int) -> str:
-    """Return the job name under which the store keeps the workers' own rendezvous. ``job`` is the name of the
-    agents' job, which starts with the run id. ``number`` distinguishes consecutive jobs of the same name.
-    """
+    """Return the job name of the workers' own rendezvous. ``number`` distinguishes jobs of the same name."""
     return f"{run_id}{_WORKERS}{job.removeprefix(run_id)}.{number}"
 
 
 def workers_keys(rendezvous: Rendezvous, job: str, number: int) -> Keys:
-    """Return the keys of the workers' own rendezvous, for use by an agent; see :func:`workers_job`.
-
-    An agent deletes the registrations of dead workers, so that the other workers do not have to wait until a
-    lease expires. A worker cannot reliably detect the death of another worker, because a broken or refused
-    connection does not prove it.
+    """Return the keys of the workers' own rendezvous. Agents delete dead workers' registrations in it,
+    because a worker cannot detect another's death: a broken or refused connection does not prove it.
     """
     return Keys(workers_job(rendezvous.run_id, job, number))
 
 
 def workers_of(agent: str) -> str:
-    """Return the prefix that identifies this agent's workers among all members of the workers' rendezvous."""
+    """Return the prefix of the names of this agent's workers in the workers' rendezvous."""
     return f"{agent}-"
 
 
 class Keys:
-    """Names of the keys of one job.
-
-    Args:
-        run_id: run id that the user has given. ``%`` and ``/`` are escaped, so that the keys of different
-            jobs never overlap.
-    """
+    """Names of a job's keys. ``%`` and ``/`` in the run id are escaped, so jobs never share keys."""
 
     def __init__(self, run_id: str) -> None:
         self.prefix = f"/elasticrs/{_escaped(run_id)}/"
@@ -78,9 +64,7 @@ class Keys:
         return self.slots + member
 
     def forget_members(self, prefix: str) -> list[Operation]:
-        """Return operations that delete the registrations and rank assignments of all members whose names
-        start with ``prefix``.
-        """
+        """Return operations that delete all members whose names start with ``prefix``."""
         return [DeletePrefix(self.node(prefix)), DeletePrefix(self.slot(prefix))]
 
     def forget_process(self, name: str) -> list[Operation]:
@@ -90,44 +74,34 @@ class Keys:
         return f"{self.tables}{form}/"
 
     def farewell(self, member: str) -> str:
-        """Return the key that a member writes when it leaves on purpose. It is not attached to the member's
-        lease, because a later leader needs it too.
-        """
+        """Return the key of a member that leaves on purpose. It has no lease, as later leaders need it."""
         return self.farewells + member
 
     def host(self, host: str) -> str:
-        """Return the key prefix for the agents of one host. Each agent stores the identifier of its launch
-        below this prefix, attached to its lease.
-        """
+        """Return the prefix of leased keys with which a host's agents identify their launches."""
         return f"{self.hosts}{_escaped(host)}/"
 
     def rank(self, node_rank: int) -> str:
-        """Return the key of a node rank that was assigned by the user. Its value names the agent that holds
-        the rank. The key is attached to that agent's lease.
-        """
+        """Return the key of a user's node rank. It names the agent that holds the rank, and has its lease."""
         return f"{self.ranks}{node_rank}"
 
     def forget_rounds(self) -> list[Operation]:
-        """Return operations that delete the keys that a closed job no longer needs, because the store may
-        outlive the job.
-        """
+        """Delete what a closed job no longer needs, because the store may outlive the job."""
         folders = (self.slots, self.tables, self.dones, self.evidences, self.farewells, self.refusal)
         return [DeletePrefix(each) for each in folders]
 
     def store(self, round: int) -> str:  # noqa: A002 -- the field's own word
-        """Return the prefix of the keys in which the nodes of a round share user data.
+        """Return the prefix of the data that the nodes of a round share.
 
-        These keys are not below :attr:`prefix`, because leaders watch all keys below that prefix. A key of
-        another job never has this prefix, because a ``%`` in a run id is escaped.
+        It is outside :attr:`prefix`, which leaders watch. No other job has it, because run ids escape ``%``.
         """
         return f"{self.prefix[:-1]}%stores/{round}/"
 
     @property
     def job_store(self) -> str:
-        """Prefix of the keys that all processes of a job share across rounds.
+        """Prefix of the keys that a job's processes share across rounds.
 
-        For the workers' rendezvous, the prefix starts with :func:`workers_scope`, because the workers' token
-        allows access only to keys below that prefix.
+        For workers it is below :func:`workers_scope`, because their token allows no other keys.
         """
         return f"{self.prefix[:-1]}%job/"
 
@@ -151,9 +125,7 @@ def incarnation_of(member: str) -> int:
 
 
 def is_member(name: str) -> bool:
-    """Return true if this key component is a valid member name. Other programs may write arbitrary keys, so
-    this is not guaranteed.
-    """
+    """Return true if this key component is a valid member name. Other programs may write any keys."""
     agent, _, incarnation = name.rpartition("/")
     return bool(agent) and number_of(incarnation) is not None
 

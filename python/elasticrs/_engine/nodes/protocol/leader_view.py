@@ -1,11 +1,10 @@
-"""The leader's local copy of the job's keys in the store. Updating the copy takes the same time for any
-number of agents.
+"""The leader's local copy of the job's keys. An update takes the same time for any number of agents.
 
 - **VIEW-1** The view contains every key of the job as of :attr:`View.revision`.
 - **VIEW-2** The derived sets (:attr:`View.slow`, :attr:`View.candidates`, …) always match their definitions.
   They are recomputed from scratch only for a new round.
-- **VIEW-3** A damaged record does not change the information that the view already has. It never makes a
-  member with workers look idle, finished or lost.
+- **VIEW-3** A damaged record changes nothing that the view knows, and never makes a member with workers look
+  idle, finished or lost.
 """
 
 from __future__ import annotations
@@ -38,32 +37,20 @@ UNREADABLE = Node("?", "", "", "", 0, 0)
 
 
 class View:
-    """The leader's view of the store.
-
-    A *member* is one registration of an agent. The *head* is the state of the job. The current round is the
-    round that the head names.
+    """The leader's view of the store. A *member* is one registration of an agent. The *head* is the state of
+    the job, and names the current round.
 
     Attributes:
-        revision: store revision of the view.
-        head, head_revision: state of the job and its revision; ``None`` and 0 if there is none yet.
-        nodes: registrations, by member.
         joined: create revisions of the registrations, by member.
-        slots: number of the round for which each member last received a slot; ``None`` if the slot is
-            damaged.
-        seats: members of the current round, by group rank.
-        rank_of: group ranks in the current round, by member.
-        done: group ranks whose workers have finished.
+        slots: round of each member's last slot; ``None`` if the slot is damaged.
+        seats, rank_of: members of the current round by group rank, and group ranks by member.
         absent: group ranks whose registration no longer exists.
-        missing: group ranks whose registration no longer exists and whose workers had not finished.
+        missing: absent ranks whose workers had not finished.
         slow: registered members of the current round that may still have workers.
-        candidates: members that can take part in the next round. They are registered, are the latest
-            registration of their agent, are neither leaving nor excluded, and have no workers.
+        candidates: latest registrations that are neither leaving nor excluded, and have no workers.
         waiting: candidates that are not members of the current round.
-        causes: members whose registration reports that their own node has had a failure or is unfit.
-        farewells: members that have announced their departure.
-        refusal: reason for the latest refusal of another node since the current round started; ``None`` if no
-            node was refused.
-        damaged: messages to the user about records that could not be read, by key.
+        causes: members that report a failure of their own node, or that it is unfit.
+        refusal: why another node was last refused since the current round started.
     """
 
     def __init__(self, keys: Keys, revision: int, entries: Iterable[Entry]) -> None:
@@ -124,11 +111,8 @@ class View:
         return any(number == self.round for number, _ in self._evidences)
 
     def holds(self, member: str) -> bool:
-        """Return true if a member may still have workers. This is true if the last round for which the member
-        was assigned ranks has started, and the member has not reported itself idle since then.
-
-        Use the member's own slot and not the last table of members, because a round may have been formed
-        without a slow member that still has workers of an earlier round.
+        """Return true if a member may still have workers: its last assigned round has started, and it has not
+        been idle since. It may be slow, and the current round formed without it.
         """
         given = self.slots.get(member, 0)
         if given is None:
@@ -141,7 +125,7 @@ class View:
     # --- reading keys ---
 
     def _take(self, entry: Entry) -> Iterable[str]:
-        """Apply the change or deletion of one key. Return the members whose derived state may be affected."""
+        """Apply the change of one key. Return the members whose derived state may be affected."""
         kind, _, name = entry.key[len(self._keys.prefix) :].partition("/")
         try:
             if kind == "nodes" and is_member(name):

@@ -1,8 +1,7 @@
-"""Leave the job. An agent leaves after a signal to drain its node, if its workers are stuck, or when the job
-ends.
+"""Leave the job: after a signal to drain the node, if its workers are stuck, or when the job ends.
 
-- **LEAVE-1** The other nodes are notified immediately, before the workers of this node have stopped.
-- **LEAVE-2** A member that has written its farewell cannot take part in further rounds, and does not count as
+- **LEAVE-1** The other nodes are notified before the workers of this node have stopped.
+- **LEAVE-2** A member that has written its farewell takes part in no further rounds, and is not counted as
   lost.
 - **LEAVE-3** Leaving takes no longer than stopping the workers plus ``close_timeout``.
 """
@@ -113,7 +112,7 @@ def _close_job(member: Member, reason: str) -> None:
 
 
 def abort(member: Member, link: Link) -> None:
-    """Close the job in whatever state it is, unless it is already closed (transaction T10)."""
+    """Close the job, unless it is already closed (transaction T10)."""
     _abort_from(member, link.head, link.head_revision)
 
 
@@ -129,9 +128,7 @@ def _abort_from(member: Member, head: Head | None, revision: int) -> None:
 
 
 def aborted(member: Member, reply: Reply) -> Entry | None:
-    """Handle the reply to T10. Retry if the job's state has changed in the meantime. Return the entry with
-    the job's state once the job is closed.
-    """
+    """Handle the reply to T10. Return the head's entry once the job is closed, otherwise retry."""
     entry = reply.entry(-1)
     head = None if entry is None else Head.read(entry)
     if reply.ok or (head is not None and head.state == "CLOSED"):
@@ -144,11 +141,10 @@ def aborted(member: Member, reply: Reply) -> Entry | None:
 
 
 def _unused(member: Member) -> Outcome:
-    """Return the outcome for a node that a successful job did not need.
+    """Return the outcome for a node that a successful job did not need, usually a spare.
 
-    Such a node is usually a spare. The node is probably not a spare if another launch on this machine takes
-    part in the job and the job's number of nodes is fixed. The user has then probably started two independent
-    jobs that share a rendezvous. Report a failure in that case, because the second job has not run.
+    Report a failure if another launch on this machine takes part and the number of nodes is fixed, because
+    the user has probably started two jobs that share a rendezvous, and the second one has not run.
     """
     text = "the job has succeeded without this node"
     is_fixed = member.rendezvous.min_nodes == member.rendezvous.max_nodes

@@ -1,22 +1,10 @@
-"""State machine of the elastic rendezvous for one agent. It is a pure function without I/O, clocks or
-randomness.
+"""State machine of the elastic rendezvous for one agent, without I/O, clocks or randomness, so that a
+sequence of events can be replayed. Requirements on the caller:
 
-:func:`step` takes a state and an event, and returns the state and the actions that the caller has to execute
-in order. The result depends only on the events, so a sequence of events can be replayed.
-
-Requirements on the caller:
-
-- After :class:`.Disconnect` or a lost connection, no more events of the
-  old connection are delivered.
-- Replies arrive in the order of their requests. The changes of a watch arrive in the order of revisions, and
-  all changes of a revision arrive together. The order between different watches, and between watches and
-  replies, is not specified.
-- Timers may fire late or early. A wrong time may cause a delay or an unnecessary round, but never violates a
-  rule of the rendezvous.
-
-This module dispatches events and replies to the functions that handle them. These are in ``joining`` (the
-connection to the store, the job's record and the registration), ``rounds`` (a member's part in rounds, and
-the election of the leader), ``leaving``, and ``formation`` (the leader's tasks).
+- After :class:`.Disconnect` or a lost connection, no more events of the old connection are delivered.
+- Replies arrive in the order of requests, changes of a watch in the order of revisions, and all changes of a
+  revision together. The order between watches, or between watches and replies, is not specified.
+- Timers may fire late or early. That may cause a delay or an unnecessary round, but never violates a rule.
 """
 
 from __future__ import annotations
@@ -41,12 +29,8 @@ __all__ = ["Member", "Phase", "step"]
 def step(member: Member, event: Event, now: int = 0) -> tuple[Member, list[Action]]:
     """Handle one event. Return this agent's new state, and the actions to execute in order.
 
-    Args:
-        member: state of this agent. It is modified in place, so the caller must use only the returned state
-            from then on.
-        event: event to handle.
-        now: the store's wall clock, in nanoseconds. The clock is used only in records for the user, and its
-            times are never compared.
+    ``member`` is modified in place, so use only the returned state. ``now`` is the store's wall clock in
+    nanoseconds. It is used only in records for the user, and never compared.
     """
     member.now = now
     if not member.has_exited:
@@ -82,9 +66,7 @@ def _changes(member: Member, event: Changes) -> None:
 
 
 def _snapshot(member: Member, link: Link, registration: Registration, reply: Reply) -> None:
-    """Handle the snapshot of all the job's keys, which a new leader has requested. It may also contain
-    changes that concern this agent as a member.
-    """
+    """Handle a new leader's snapshot of all keys. It may also contain changes for this agent as a member."""
     entries = {entry.key: entry for entry in reply.entries()}
     joining.job_seen(member, link, entries.get(member.keys.job))
     _take_in(member, link, registration, entries.values())
@@ -197,7 +179,6 @@ def _store_port_failed(member: Member, event: messages.StorePortFailed) -> None:
 
 
 def _store_port(member: Member, event: messages.StorePort) -> None:
-    """Record the port of a new listener for the workers' store, and announce the port to the other nodes."""
     listener, link = member.listener, member.link
     listener.port, listener.has_served = event.port, False
     if link is None or not link.job_revision:

@@ -1,14 +1,5 @@
-"""State of one agent in the rendezvous, with its basic operations.
-
-Parts of the state that exist only temporarily are separate objects, and ``None`` otherwise: a :class:`Link`
-while there is a connection, in it a :class:`Registration`, and in that a :class:`Leader` while this agent
-leads; :class:`RoundWorkers` while this node may have workers; :class:`Done` while a node that has finished
-waits for the others; :class:`Leaving` once the agent leaves the job. :attr:`Member.phase` is derived from
-these objects.
-
-The state is modified in place, because with thousands of agents the leader's view is too large to copy for
-every event. After passing a state to :func:`.step`, the caller must use
-only the returned state.
+"""State of one agent in the rendezvous, with its basic operations. It is modified in place, because with
+thousands of agents the leader's view is too large to copy for every event.
 """
 
 from __future__ import annotations
@@ -49,9 +40,7 @@ class Phase(Enum):
 
 
 class Purpose(Enum):
-    """Purpose of a request to the store, which determines the function that handles the reply. See
-    :mod:`~.machine`.
-    """
+    """Purpose of a request to the store, which selects the handler of the reply in :mod:`~.machine`."""
 
     NOTHING = "its effect is seen elsewhere"
     FIND_JOB = "find the job, or begin it"
@@ -76,18 +65,15 @@ class Purpose(Enum):
 
 
 class Registration(Record):
-    """Registration of this agent, including the slot that the leader has assigned to it.
+    """Registration of this agent, and the slot (ranks) that the leader has assigned to it.
 
     Args:
-        member: name of the registration.
-        create_revision: create revision of the registration's key; 0 until the store has confirmed it.
+        create_revision: 0 until the store has confirmed the registration.
         idle: last round after which this agent reported that it has no workers.
-        slot, slot_revision: last slot from the leader, and the store revision at which it was written.
         slot_asked: revision of the head for which this agent last read its slot.
         slot_known: store revision of the reply to that read.
-        predecessor: key of the registration before this one. When it is deleted, this agent checks whether it
-            is now the leader.
-        leader: state of this agent as the leader; ``None`` while another agent leads.
+        predecessor: key of the previous registration. If it is deleted, this agent may become the leader.
+        leader: ``None`` while another agent leads.
     """
 
     member: str
@@ -102,13 +88,8 @@ class Registration(Record):
 
 
 class Link(Record):
-    """Connection to the store, including the data received over it.
-
-    Args:
-        purposes: purpose of each request that is not answered yet, by tag.
-        job_revision: create revision of the job's record; 0 until the record was checked.
-        head, head_revision: state of the job, and the revision at which it was written.
-        registration: registration that was requested over this connection; ``None`` before the request.
+    """Connection to the store, with the purposes of unanswered requests by tag. ``job_revision`` is 0 until
+    the job's record was checked.
     """
 
     purposes: dict[int, Purpose] = fresh(factory=dict)
@@ -122,19 +103,16 @@ class Leader(Record):
     """State that an agent keeps while it leads the job.
 
     Args:
-        view: the leader's view of the store; ``None`` until the snapshot of the store has arrived.
+        view: ``None`` until the snapshot of the store has arrived.
         early: changes that arrived before the snapshot.
-        pending: tag of the write that is not answered yet and delays the next decision; ``None`` if there is
-            none.
+        pending: tag of the unanswered write that delays the next decision.
         sent_at: revision of the view when the last write was sent.
         wait_for: revision that the view must reach before the next decision.
-        stalled: true if the last write was rejected, and the view has not changed since it was sent.
-        timers: names of the timers that were set in the current state of the job. The value is true if the
-            timer has fired.
-        of_head: revision of the state of the job to which the timers belong.
+        stalled: true if the last write was rejected, and the view has not changed since.
+        timers: whether each timer of the head with revision ``of_head`` has fired.
         count: number of rounds that this leader has proposed.
         judged: inputs of the last verdict on an ended round, and that verdict.
-        told: latest value of each kind of news that the user was told; see :meth:`is_news`.
+        told: latest value of each kind of news; see :meth:`is_news`.
     """
 
     view: View | None = None
@@ -150,7 +128,7 @@ class Leader(Record):
     told: dict[str, int] = fresh(factory=dict)
 
     def is_news(self, what: str, value: int = 1) -> bool:
-        """Return true unless this value was the latest of its kind. The caller then tells the user."""
+        """Return true, so that the caller tells the user, unless this value was the latest of its kind."""
         is_known = self.told.get(what) == value
         self.told[what] = value
         return not is_known
@@ -167,11 +145,8 @@ class Leader(Record):
         if reply.ok:
             self.wait_for = reply.revision
         else:
-            # The write was rejected because of a change that the leader has not received yet. Wait for any
-            # change of this job's keys.
-            #
-            # Do not wait for the reply's store revision, because it may belong to a change of another job's
-            # keys.
+            # Wait for any change of this job, because one that has not arrived yet caused the rejection. The
+            # reply's revision may belong to another job.
             self.stalled = self.view is None or self.view.revision <= self.sent_at
         return True
 
@@ -180,29 +155,20 @@ class Joining(Record):
     """Data that an agent needs to connect to the store and to join the job, kept across connections.
 
     Args:
-        begun: time at which the agent started to join, on the store's wall clock in nanoseconds; ``None``
-            before that.
+        begun: start of joining on the store's wall clock, in nanoseconds.
         delay: seconds until the next attempt to connect.
-        trouble: reason why there is no connection; ``None`` if there is none.
-        address: local address of the last connection.
-        ttl: time to live of the lease that the store has granted, in seconds. It may exceed the requested
-            time.
-        incarnation: incarnation number of the next registration.
-        revision: highest revision of the store that the agent has seen.
+        trouble: why there is no connection.
+        ttl: granted lease time in seconds, which may exceed the requested time.
+        incarnation: number of the next registration.
+        revision: highest store revision that the agent has seen.
         job: value of the job's record that was checked.
-        job_revision: store revision at which that record was created, as read on the last connection.
-        was_registered: true if the agent has been registered before.
-        has_seen_round: true if the agent has seen a round of this job. Such an agent does not join another
-            job of the same name.
-        claim: value of the node rank's key if an earlier registration of this agent still has the rank;
-            otherwise ``None``.
-        rank_holder: another node that has this node's rank; ``None`` if there is none.
-        told_of_port: true if the user was told that another program responds at the port of the store.
-        refusal: reason why this agent may not take part in the job; ``None`` if it may. The agent reports the
-            reason to the other nodes before it exits.
-        found_round: number of the job's round when this agent found the job; 0 if no round had started.
-        has_twin: true if another launch on this host already took part in the job when this agent joined the
-            job. The two launches may be independent runs of the same command.
+        has_seen_round: true after a round of this job. The agent then joins no other job of the same name.
+        claim: value of the node rank's key, if an earlier registration of this agent still has the rank.
+        rank_holder: another node that has this node's rank.
+        told_of_port: true if the user knows that another program responds at the store's port.
+        refusal: why this agent may not join. It reports that to the other nodes before it exits.
+        found_round: round of the job when this agent found it; 0 before the first round.
+        has_twin: true if another launch on this host, perhaps an independent run, had joined before.
     """
 
     begun: int | None = None
@@ -228,13 +194,8 @@ class Joining(Record):
 
 
 class Listener(Record):
-    """Listener that is reserved for the workers' store of the next round.
-
-    Args:
-        port: port of the listener; ``None`` until it is bound.
-        has_served: true if the listener has served a round.
-        idle_after: round after which this node is idle, if this agent has not reported that yet; otherwise
-            ``None``. The agent sends the report as soon as there is a new listener.
+    """Listener that is reserved for the workers' store of the next round. After round ``idle_after``, the
+    report that this node is idle waits for a new listener.
     """
 
     port: int | None
@@ -243,34 +204,22 @@ class Listener(Record):
 
 
 class RoundWorkers(Record):
-    """Workers of one round that may be running on this node. ``is_stopping`` is true once this agent has told
-    them to stop.
-    """
+    """Workers of one round that may be running on this node."""
 
     round: int
     is_stopping: bool = False
 
 
 class Done(Record):
-    """State of a node whose workers have finished before the round has ended.
-
-    Args:
-        is_known: true once the store has recorded that the workers have finished.
-        is_over: true once this node no longer waits for the other nodes.
-    """
+    """Node that finished before the round ended: the store knows it (``is_known``), or its wait is over."""
 
     is_known: bool = False
     is_over: bool = False
 
 
 class RoundAge(Record):
-    """Tracks whether the last round lasted at least ``short_round`` seconds.
-
-    Args:
-        seen: last round whose start this agent has seen.
-        aged: last round that has run for at least ``short_round`` seconds, as seen by this agent.
-        was_short: true if the last round ended before it had run for ``short_round`` seconds; ``None`` if
-            this agent did not see the start of that round.
+    """Last round whose start this agent has seen, and last round that has run for ``short_round`` seconds.
+    ``was_short`` is ``None`` if this agent did not see the start of the round.
     """
 
     seen: int = 0
@@ -279,13 +228,8 @@ class RoundAge(Record):
 
 
 class Findings(Record):
-    """What this node has found out about a round in which it had workers.
-
-    Args:
-        round: number of the round.
-        cause: cause of the failure on this node; ``None`` if there was none, or if it is unknown.
-        evidence: diagnostic data that this node has not yet written to the store; ``None`` if there are none.
-        unfit: reason why a check found this node unfit after the round; ``None`` if no check did.
+    """What this node found out about a round: its failure, evidence that is not yet in the store, and why a
+    check found it unfit.
     """
 
     round: int
@@ -295,14 +239,8 @@ class Findings(Record):
 
 
 class Leaving(Record):
-    """State of an agent that is leaving the job.
-
-    Args:
-        outcome: outcome with which the agent exits, once its workers have exited and the farewell is in the
-            store; ``None`` if it is not known yet.
-        closing: reason why this agent ends the whole job; ``None`` if only this node leaves.
-        is_known: true once the store has recorded that this agent leaves.
-        is_overdue: true once this agent no longer waits for the store's reply.
+    """State of an agent that leaves, or with ``closing`` ends the whole job. It exits once the store knows it
+    (``is_known``), or no longer waits for the reply (``is_overdue``).
     """
 
     outcome: Outcome | None = None
@@ -312,28 +250,18 @@ class Leaving(Record):
 
 
 class Member:
-    """State of one agent in the rendezvous.
-
-    Args:
-        rendezvous: description of the rendezvous.
-        agent: description of the agent and its workers.
+    """State of one agent in the rendezvous. Parts that exist only temporarily are separate objects, or
+    ``None``.
 
     Attributes:
-        joining, listener, age: parts of the state that always exist.
-        link: connection to the store; ``None`` without a connection.
-        last_head: last state of the job received over any connection; ``None`` if none has been received yet.
-        workers: workers that may be running on this node; ``None`` if there are none.
+        last_head: last state of the job received over any connection.
+        workers: workers that may be running on this node.
         done: set while this node has finished and waits for the other nodes.
-        started_round: last round whose workers were started on this node.
-        finished_round: last round whose workers finished on this node.
-        findings: what this node has found out about the last round in which it had workers.
-        serves_only: true if this node has been excluded from the job, but this agent stays to host the store.
-        told_end: number of the last round whose workers were stopped gracefully on this node, and the reason
-            that the user has seen.
-        judged_round: last round whose evaluation by the leader this agent has seen.
-        leaving: set once the agent is leaving the job.
-        has_exited: true once the agent has left the rendezvous.
-        now: the store's wall clock at the current event, in nanoseconds. It is only reported, never compared.
+        findings: about the last round in which this node had workers.
+        serves_only: true if this node has been excluded, but stays to host the store.
+        told_end: last round whose workers were stopped gracefully, and the reason that the user has seen.
+        judged_round: last round whose verdict this agent has seen.
+        now: the store's wall clock at the current event, in nanoseconds. It is never compared.
     """
 
     def __init__(self, rendezvous: Rendezvous, agent: ThisAgent) -> None:
@@ -396,14 +324,12 @@ class Member:
 
     @property
     def more_lease(self) -> float:
-        """Seconds by which the lease granted by the store is longer than the lease time in the settings."""
+        """Seconds by which the granted lease is longer than the lease time in the settings."""
         return max(0.0, self.joining.ttl - self.settings.ttl)
 
     @property
     def patience(self) -> float:
-        """Seconds that this agent waits for a new round before it gives up. The maximum restart delay is
-        added twice, because a leader elected during the delay waits for the full delay again.
-        """
+        """Seconds to wait for a new round. The restart delay counts twice, because a new leader repeats it."""
         policy = self.agent.policy
         return self.settings.patience + 2 * max(policy.first_delay, policy.longest_delay)
 
@@ -431,7 +357,6 @@ class Member:
         then: Sequence[Operation],
         otherwise: Sequence[Operation] = (),
     ) -> int:
-        """Send a transaction. Return its tag."""
         tag = self._ask(purpose)
         self.do(Txn(tag, compares, then, otherwise))
         return tag
@@ -453,9 +378,7 @@ class Member:
         return head is not None and head.state == "RUNNING" and head.round == number
 
     def node(self, cause: Cause | None = None) -> Node:
-        """Return the record to store as this agent's registration. ``cause`` is the cause of this node's
-        failure, if any, in the last round whose workers have exited.
-        """
+        """Return this agent's record. ``cause`` is from the last round whose workers have exited."""
         agent, registration, findings = self.agent, self.registration, self.findings
         idle = 0 if registration is None else registration.idle
         return Node(
@@ -477,9 +400,7 @@ class Member:
     def end_round(
         self, purpose: Purpose, end: dict[str, Any], cause: Cause | None = None, *more: Operation
     ) -> None:
-        """End the round that is running and in which this agent takes part, unless another agent has already
-        ended it (transaction T2).
-        """
+        """End the running round, unless another agent has already ended it (transaction T2)."""
         link, registration = self.link, self.registration
         assert link is not None
         assert link.head is not None
@@ -507,8 +428,8 @@ class Member:
         planned: bool = False,
         after_failure: bool = False,
     ) -> None:
-        """Stop the workers: with SIGKILL if ``fenced`` is true, otherwise gracefully. A graceful stop has no
-        effect if the workers are already being stopped. ``why`` is shown to the user for a graceful stop.
+        """Stop the workers, with SIGKILL if ``fenced``. Otherwise stop them gracefully, unless they are
+        already being stopped, and show ``why`` to the user.
         """
         workers = self.workers
         if workers is None or (workers.is_stopping and not fenced):
@@ -549,9 +470,7 @@ def forget_timers(member: Member, leader: Leader) -> None:
 
 
 def has_passed(member: Member, leader: Leader, name: str, seconds: float) -> bool:
-    """Return true if the timer ``name`` has expired. The first call starts the timer, which runs for
-    ``seconds``. A change of the job's state cancels all timers.
-    """
+    """Return true if a timer has expired. The first call starts it, and a change of the head cancels it."""
     timer = _timer(leader, name)
     if timer not in leader.timers:
         leader.timers[timer] = False
@@ -584,16 +503,14 @@ def guards(member: Member, view: View) -> list[Compare]:
 def write(
     member: Member, leader: Leader, view: View, then: Sequence[Operation], compares: Sequence[Compare] = ()
 ) -> None:
-    """Write to the store if :func:`guards` and ``compares`` hold. The leader decides nothing more until the
-    reply has arrived.
-    """
+    """Write if :func:`guards` and ``compares`` hold. The leader decides nothing until the reply has arrived."""
     leader.sent_at = view.revision
     leader.pending = member.txn(Purpose.LEAD, [*guards(member, view), *compares], then)
 
 
 def close(member: Member, leader: Leader, view: View, closed: Head, alive: Sequence[str] = ()) -> None:
-    """Close the job. ``closed`` is the state to write, with outcome and reason. The reason is valid while the
-    members in ``alive`` are registered.
+    """Close the job. ``closed`` gives outcome and reason, valid while the members in ``alive`` are
+    registered.
     """
     closed = closed.replaced(state="CLOSED", time_ns=member.now)
     write(member, leader, view, [member.put_head(closed), *member.keys.forget_rounds()], here(member, alive))

@@ -1,8 +1,4 @@
-"""Events and actions of the rendezvous state machine, except those of the store.
-
-The store's requests, which are also actions, and the store's events are in
-:mod:`.coordination`.
-"""
+"""Events and actions of the rendezvous state machine. Those of the store are in :mod:`.coordination`."""
 
 from __future__ import annotations
 
@@ -32,21 +28,14 @@ class Begin(Value):
 
 
 class StartFailed(Value):
-    """Event: this node's workers could not be started, and all their processes have exited.
-
-    Args:
-        message: reason for the failure.
-        transient: true if another attempt may succeed a moment later.
-    """
+    """Event: no workers are left, because starting them failed. If ``transient``, a retry may succeed."""
 
     message: str
     transient: bool = False
 
 
 class WorkerFailed(Value):
-    """Event: a worker on this node has failed. Other workers may still be running. The cause's ``time_ns``
-    refers to the store's wall clock.
-    """
+    """Event: a worker failed. Others may still run. The cause's ``time_ns`` is on the store's wall clock."""
 
     cause: Cause
 
@@ -56,17 +45,13 @@ class WorkersDone(Value):
 
 
 class GroupEnded(Value):
-    """Event: all processes of this node's workers have exited, except those that even SIGKILL could not kill.
-
-    Without an earlier :class:`Stop` or :class:`WorkerFailed`, this event counts as a failure.
+    """Event: all processes of this node's workers have exited, except ``stuck`` ones that survive SIGKILL.
+    Without an earlier :class:`Stop` or :class:`WorkerFailed`, this counts as a failure.
 
     Args:
-        cause: cause of the first failure on this node, with more details than in :class:`WorkerFailed`.
-        stuck: description of the processes that SIGKILL did not end; ``None`` if there are none.
-        evidence: facts about this node's ranks, for the diagnosis of a hang or a failed collective; see
-            :mod:`.node_evidence`. ``None`` if there are none.
-        unfit: reason why a check found this node unfit; ``None`` if no check did. The leader decides whether
-            to exclude the node.
+        cause: first failure on this node, with more details than in :class:`WorkerFailed`.
+        evidence: facts about this node's ranks, to diagnose a hang or a failed collective.
+        unfit: why a check found this node unfit. The leader decides whether to exclude the node.
     """
 
     cause: Cause | None = None
@@ -82,24 +67,20 @@ class TimerFired(Value):
 
 
 class Leave(Value):
-    """Event: this agent was asked to leave the job. If ``close`` is true, the job ends for all nodes."""
+    """Event: this agent was asked to leave the job, or with ``close`` to end it for all nodes."""
 
     reason: str
     close: bool = False
 
 
 class AskForRound(Value):
-    """Event: the workers on this node request a new round, although none has failed. The current round ends
-    without a failure and does not count as a restart.
-    """
+    """Event: healthy workers on this node request a new round, which does not count as a restart."""
 
     reason: str
 
 
 class StoreHosted(Value):
-    """Event: this process started to serve the coordination store after the rendezvous had begun.
-    For the arguments see :class:`~.rendezvous.ThisAgent`.
-    """
+    """Event: this process started to serve the store after the rendezvous had begun."""
 
     fallback_addr: str | None = None
     why_hosts: str | None = None
@@ -112,9 +93,7 @@ class StorePort(Value):
 
 
 class StorePortFailed(Value):
-    """Event: no listener for the workers' store could be bound, so this node cannot take part in rounds.
-    ``message`` gives the reason to the user.
-    """
+    """Event: no listener for the workers' store could be bound, so this node cannot take part in rounds."""
 
     message: str
 
@@ -123,9 +102,7 @@ class StorePortFailed(Value):
 
 
 class Connect(Value):
-    """Action: open a new session for this incarnation of the agent (counted from 1). A ``Connected`` or
-    ``ConnectionLost`` event follows.
-    """
+    """Action: open a session for this incarnation (from 1). ``Connected`` or ``ConnectionLost`` follows."""
 
     incarnation: int
 
@@ -138,16 +115,12 @@ class Start(Value):
     """Action: start the workers of a round.
 
     Args:
-        round: number of the round, counted from 1 (``ELASTICRS_ROUND``).
+        round: number of the round, from 1 (``ELASTICRS_ROUND``).
         restarts: number of restarts that the job has used (``TORCHELASTIC_RESTART_COUNT``).
-        group_rank: group rank of this node.
         ranks: ranks of this node's first worker, and the world sizes of the round.
-        master_addr: address of the node with group rank 0.
-        master_port: port of the round's workers' store.
-        serves_store: true if this node serves the workers' store. The store then uses the listener of the
-            latest :class:`StorePort`. With a fixed port, a worker of this node serves the store instead, and
-            :class:`StartFailed` follows if the port cannot be lent to the worker.
-        earlier: reason for the end of the previous round. Empty for the first round.
+        serves_store: true if this node serves the workers' store, on the latest :class:`StorePort`. With a
+            fixed port, its worker does, and :class:`StartFailed` follows if the port cannot be lent.
+        earlier: why the previous round ended; empty for the first round.
         after_loss: true if the previous round ended because a node was lost.
         delay: restart delay before this round, in seconds.
     """
@@ -165,17 +138,14 @@ class Start(Value):
 
 
 class Stop(Value):
-    """Action: stop the workers. A :class:`GroupEnded` event follows, or :class:`WorkersDone` if the workers
-    finish before they can be stopped.
+    """Action: stop the workers. :class:`GroupEnded` follows, or :class:`WorkersDone` if they finish earlier.
 
     Args:
-        round: number of the workers' round.
         why: reason, for the log.
-        fenced: true to send SIGKILL immediately; otherwise the usual signal and grace period apply.
-        hung: cause of the failure if a worker on another node hangs; otherwise ``None``. The hung worker may
-            be waiting for a worker of this node.
+        fenced: true to send SIGKILL immediately.
+        hung: failure of a hung worker on another node, which may be waiting for a worker of this node.
         planned: true if there is no failure, for example because a node joins or leaves.
-        after_failure: true if the round has ended because workers failed, usually on another node.
+        after_failure: true if workers failed, usually on another node.
     """
 
     round: int
@@ -187,9 +157,7 @@ class Stop(Value):
 
 
 class BindStore(Value):
-    """Action: bind a new listener for the workers' store. A :class:`StorePort` or :class:`StorePortFailed`
-    event follows.
-    """
+    """Action: bind a new workers' store listener. :class:`StorePort` or :class:`StorePortFailed` follows."""
 
 
 class CloseStore(Value):
@@ -219,17 +187,15 @@ class Outcome(Value):
     """Outcome of the job for this agent.
 
     Args:
-        kind: ``succeeded``; ``failed`` (too many restarts or lost nodes, or workers could not be started;
-            ``cause`` and ``message`` contain the reason); ``closed`` (this agent joined after the end of the
-            job); ``aborted`` (an agent has closed the job); ``timeout`` (not enough nodes, or the store could
-            not be reached); ``left`` (this agent was asked to leave); ``lost`` (the store was lost);
-            ``stuck`` (SIGKILL did not end all workers); ``refused`` (settings, command, token, version or
-            run id differ); ``spare`` (the job succeeded without this node);
-            ``excluded`` (the leader has excluded this node because it appears to be unfit).
-        message: message of one line for the user.
-        cause: cause of the job's first failure.
-        has_failed: for ``closed``, true if the job had neither succeeded nor been closed by an agent; for
-            ``spare``, true if this agent is probably not a spare, but was started as a job of its own.
+        kind: ``closed``: this agent joined after the end; ``aborted``: an agent closed the job; ``timeout``:
+            too few nodes, or no store; ``left``: this agent was asked to leave; ``lost``: the store was lost;
+            ``stuck``: workers survived SIGKILL; ``refused``: settings, command, token, version or run id
+            differ; ``spare``: the job succeeded without this node; ``excluded``: this node appears to be
+            unfit.
+        message: one line for the user.
+        cause: first failure of the job.
+        has_failed: for ``closed``, true if the job had failed; for ``spare``, true if this agent was probably
+            started as a job of its own.
         is_permanent: for ``failed``, true if another attempt would fail in the same way.
     """
 

@@ -1,9 +1,8 @@
-"""Records that are stored as values in the store, encoded as compact JSON of limited size.
+"""Records in the store, encoded as compact JSON of limited size.
 
-- **RECORD-1** A head has at most :data:`MAX_HEAD` bytes, however long the reported causes are, because it is
-  sent to all agents.
-- **RECORD-2** Whatever bytes a key contains, reading them returns a record whose fields have the right types
-  and ranges, or raises :class:`DamagedError`.
+- **RECORD-1** A head has at most :data:`MAX_HEAD` bytes, because it is sent to all agents.
+- **RECORD-2** Reading any bytes returns fields of the right types and ranges, or raises
+  :class:`DamagedError`.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _SHOWN = 40
 
 
 class DamagedError(ValueError):
-    """Raised if a record is damaged, or was not written by elasticrs. The message describes the problem."""
+    """Raised with a description if a record is damaged, or was not written by elasticrs."""
 
 
 def decode(value: bytes) -> Any:
@@ -101,8 +100,7 @@ def NAME(value: Any) -> bool:  # noqa: N802 -- a check, like those above
 
 
 def ADDRESS(value: Any) -> bool:  # noqa: N802
-    # Require printable text, because addresses are put into environment variables, which cannot contain NUL
-    # or unpaired surrogates.
+    # Require printable text, because environment variables can contain neither NUL nor surrogates.
     return NAME(value) and value.isprintable()
 
 
@@ -125,11 +123,7 @@ CAUSE: dict[str, Check] = {
 
 
 def checked_fields(record: Any, checks: Mapping[str, Check], required: Iterable[str]) -> dict[str, Any]:
-    """Return the fields of an object that are not null. ``checks`` lists every field that it may have.
-
-    Raises:
-        DamagedError: the value is no such object.
-    """
+    """Return the fields that are not null. Raise :class:`DamagedError` if ``checks`` does not allow a field."""
     if not isinstance(record, dict):
         raise DamagedError(f"{_shown(record)} is not an object")
     found = {name: value for name, value in record.items() if value is not None}
@@ -151,10 +145,8 @@ def checked_row(record: Any, checks: Sequence[Check]) -> list[Any]:
 
 
 def checked_cause(record: Any) -> dict[str, Any] | None:
-    """Return the valid fields of a failure's cause; ``None`` if the cause is not an object.
-
-    Invalid fields are dropped and not treated as an error, because a cause only decides which failure is
-    reported first. Unknown fields are kept.
+    """Return a cause's valid and unknown fields; ``None`` if it is no object. Drop invalid fields, because a
+    cause only decides which failure is reported first.
     """
     if not isinstance(record, dict):
         return None
@@ -169,9 +161,7 @@ def _shown(value: Any) -> str:
 # --- records ---
 
 PROTOCOL = 2
-"""Major version of keys, records and rules. Agents with different versions cannot take part in the same
-job.
-"""
+"""Major version of keys, records and rules, which must be the same for all agents of a job."""
 
 MAX_HEAD = 6144
 MAX_CAUSE = 2304
@@ -183,9 +173,7 @@ _MAX_SHORT = 128
 
 
 def encode(record: object) -> bytes:
-    """Encode a record as ASCII-only JSON, because text such as unusual file names may contain characters that
-    UTF-8 cannot encode.
-    """
+    """Encode as ASCII-only JSON, because file names may contain characters that UTF-8 cannot encode."""
     return json.dumps(record, separators=(",", ":")).encode("ascii")
 
 
@@ -204,9 +192,7 @@ def cut(text: str, limit: int) -> str:
 
 
 def bound_cause(cause: Mapping[str, Any] | None, limit: int = MAX_CAUSE) -> dict[str, Any] | None:
-    """Limit the size of a failure cause. If it is too large, first remove its oldest lines and then shorten
-    long text. If that is not enough, keep only the fields in :data:`CAUSE_FIELDS`, with even shorter text.
-    """
+    """Shorten a cause: remove its oldest lines, cut long text, and finally keep only :data:`CAUSE_FIELDS`."""
     if cause is None:
         return None
     bounded = dict(cause)
@@ -235,7 +221,6 @@ def time_of(cause: Mapping[str, Any] | None) -> int | None:
 
 
 def step_of(cause: Mapping[str, Any] | None) -> int | None:
-    """Return the step in which a worker hung."""
     step = cause.get("step") if cause else None
     return step if isinstance(step, int) else None
 
@@ -245,13 +230,7 @@ GROUNDS = ("stopped", "behind", "elsewhere", "apart", "oldest")
 
 
 def blame_of(cause: Mapping[str, Any] | None) -> tuple[Any, ...] | None:
-    """Return a sort key for comparing hung workers of several nodes. The worker for which the others are
-    waiting has the smallest key.
-
-    Workers that were stopped by a signal precede all other workers. Within each group, workers are sorted by
-    step, then by the strength of the evidence (:data:`GROUNDS`), then by time. Return ``None`` if the cause
-    is not a hung worker.
-    """
+    """Return a sort key for hung workers; ``None`` for other causes. The others wait for the smallest one."""
     ground = cause.get("ground") if cause else None
     if cause is None or ground not in GROUNDS:
         return None
@@ -273,21 +252,16 @@ def silence_of(cause: Mapping[str, Any] | None) -> float | None:
 
 
 def is_of_same_node(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return true if the same agent reported both causes. Compare the group ranks too, because several agents
-    may run on one node.
-    """
+    """Return true if one agent reported both causes. Several agents of a node differ in their group ranks."""
     return all(one.get(name) == other.get(name) for name in ("node", "group_rank"))
 
 
 def may_be_first(own: Mapping[str, Any], recorded: Mapping[str, Any] | None) -> bool:
-    """Return true if this node's failure ``own`` may have happened before the failure ``recorded``. If the
-    same agent reported both, return true, because ``own`` then adds details from the workers' error files.
-    """
+    """Return true if this node's failure ``own`` may precede the ``recorded`` one, or adds details to it."""
     if recorded:
         if is_of_same_node(own, recorded):
             return True
-        # Treat a recorded failure without a message as a possible consequence of another failure. Such a
-        # failure was recorded before the worker's error file was read, so its cause is unknown.
+        # A failure without a message may be a consequence: it was recorded before the error file was read.
         may_be_consequence = recorded.get("is_consequence") or recorded.get("message") is None
         if may_be_consequence and not own.get("is_consequence"):
             return True
@@ -304,20 +278,15 @@ class Node(Value):
     """Record of one registration.
 
     Args:
-        name: name of the node, for the user.
         host: identifier of the host.
-        address: local address of the node's connection to the store.
-        local_addr: address that the user has given for this node; ``None`` if there is none.
-        fallback_addr: address at which other hosts reach the node, if ``address`` is a loopback address.
-        role, nproc: role and number of the node's workers.
-        hint: number that determines the order of ranks, with precedence over the name.
-        port: port of the node's listener for the workers' store of the next round.
+        address: local address of the connection to the store. Others use ``local_addr``, if the user has
+            given it, and ``fallback_addr`` in place of a loopback address.
+        hint: order of ranks, with precedence over the name.
+        port: port of the listener for the workers' store of the next round.
         idle: last round whose workers are known to have exited on this node.
-        cause: cause of a failure on this node in round ``idle``, if this failure may have come before the
-            recorded failure.
-        unfit: reason why a check found the node unfit after round ``idle``; ``None`` if no check did.
-        serves_only: true if the node has been excluded from the job, but its agent stays to host the
-            coordination store.
+        cause: failure of this node in round ``idle`` that may precede the recorded failure.
+        unfit: why a check found the node unfit after round ``idle``.
+        serves_only: true if the node has been excluded, but stays to host the store.
     """
 
     name: str
@@ -352,29 +321,19 @@ class Head(Value):
     """State of the job, called the head. Only transactions that compare its revision may change it.
 
     Args:
-        state: ``RUNNING``, ``ENDED`` or ``CLOSED``.
-        round: number of the round; 0 if the job was closed before its first round.
+        round: 0 if the job was closed before its first round.
         form: name of the proposal that became this round.
         used: number of restarts that the job has used.
-        size: number of nodes in the round.
-        world_size: number of workers in the round.
         master: address and port of the round's workers' store.
-        end: description of how the round ended, or in state ``RUNNING`` the previous round: ``kind``
-            (``failure``, ``lost``, ``left``, ``scale``, ``setup``, ``asked``), ``node``, ``group_rank``,
-            ``message``, ``fatal``. When the leader evaluates the round, it adds ``charged`` (true if a
-            restart was charged) and, where they apply, ``delay`` (seconds until the next round), ``excluded``
-            (member that was excluded from the job) and ``note`` (line for the user about suspect nodes).
-        cause: cause of the first failure in that round, over all nodes.
-        history: data about earlier failures that the restart policy needs in addition to ``used``; see
-            :meth:`failures`.
+        end: how the round ended, or in state ``RUNNING`` the previous round. The leader's verdict adds
+            ``charged`` and, where they apply, ``delay`` (seconds until the next round), ``excluded`` (member)
+            and ``note`` (line for the user about suspect nodes).
+        cause: first failure in that round, over all nodes.
+        history: data about earlier failures, for the restart policy; see :meth:`failures`.
         permanent: true if the job was closed because another attempt would fail in the same way.
-        losses: number of nodes lost so far.
-        short_losses: number of consecutive short rounds that ended with the loss of a node.
+        short_losses: number of consecutive short rounds that lost a node.
         setups: number of consecutive rounds whose workers could not be started.
-        outcome: outcome of a closed job: ``succeeded``, ``failed``, ``timeout`` or ``aborted``.
-        reason: reason why the job was closed, for the user.
-        time_ns: time at which the job was closed, on the store's wall clock. It is only reported, never
-            compared.
+        time_ns: when the job was closed, on the store's wall clock. It is never compared.
     """
 
     state: State
@@ -396,7 +355,7 @@ class Head(Value):
     time_ns: int = 0
 
     def encode(self) -> bytes:
-        """Encode this record in at most :data:`MAX_HEAD` bytes. Long names and messages are truncated."""
+        """Encode in at most :data:`MAX_HEAD` bytes. Truncate long names and messages."""
         end = self.end and {
             key: cut(each, _MAX_SHORT if key == "node" else MAX_TEXT) if isinstance(each, str) else each
             for key, each in self.end.items()
@@ -424,7 +383,7 @@ class Head(Value):
 
     @property
     def delay(self) -> float:
-        """Restart delay in seconds, decided when the last round ended."""
+        """Restart delay in seconds."""
         return float((self.end or {}).get("delay", 0.0))
 
     @property
@@ -442,9 +401,7 @@ class Head(Value):
         return FailureHistory(self.used, **kept)
 
     def with_failures(self, failures: FailureHistory) -> Head:
-        """Return a copy of the job's state with the given failure history. Long names in the history are
-        truncated.
-        """
+        """Return a copy with this failure history, in which long names are truncated."""
         fields, defaults = failures.fields(), FailureHistory.defaults()
         used = fields.pop("charged")
         kept = {name: _shortened(each) for name, each in fields.items() if each != defaults[name]}
@@ -452,9 +409,7 @@ class Head(Value):
 
     @staticmethod
     def read(entry: Entry) -> Head:
-        """Decode the head. If it is damaged, return the head of a closed, failed job with a reason that names
-        the key.
-        """
+        """Decode the head. A damaged one closes the job as failed, with a reason that names the key."""
         try:
             return Head.decode(entry.value or b"")
         except DamagedError as error:
@@ -474,12 +429,7 @@ def _shortened(value: Any) -> Any:
 
 
 class Seat(Value):
-    """Entry for one member in a round's member table.
-
-    Args:
-        member: name of the member.
-        name, address: name and address of the node, for reports after its registration was deleted.
-    """
+    """Row of a round's member table, for reports after the registration was deleted."""
 
     member: str
     name: str
@@ -487,13 +437,7 @@ class Seat(Value):
 
 
 class Slot(Value):
-    """Ranks that the leader assigns to a member for one rendezvous round.
-
-    Args:
-        round, form: round and proposal of the slot. The slot is valid once the head names both.
-        group_rank, first_rank, first_role_rank, role_world_size: ranks of the member, and the number of
-            workers with its role. The head contains the other sizes.
-    """
+    """Ranks that the leader assigns to a member. They are valid once the head names ``round`` and ``form``."""
 
     round: int
     form: str
@@ -503,7 +447,7 @@ class Slot(Value):
     role_world_size: int
 
     def encode(self) -> bytes:
-        """Encode the slot as a compact list, because the store holds one slot for every member."""
+        """Encode as a compact list, because the store holds one slot for every member."""
         return encode(self.values())
 
     @staticmethod
@@ -613,12 +557,10 @@ _SEAT = (NAME, NAME, ADDRESS)
 
 
 def master_addr(nodes: Sequence[Node]) -> str:
-    """Return an address at which all members can reach the node with group rank 0. ``nodes`` must be sorted
-    by group rank.
+    """Return an address at which all members reach the first of ``nodes``, sorted by group rank.
 
-    Use the address that the user has given for that node. If the user has given none, use the local address
-    of the node's connection to the store, which is known to work between that node and the store's host. A
-    loopback address is used only if all nodes are on one host, or there is no other address.
+    Without the user's address, use that of its connection to the store, which works between these two. Use a
+    loopback address only if all nodes are on one host, or there is no other address.
     """
     first = nodes[0]
     if first.local_addr:
