@@ -88,9 +88,7 @@ class Registration(Record):
 
 
 class Link(Record):
-    """Connection to the store, with the purposes of unanswered requests by tag. ``job_revision`` is 0 until
-    the job's record was checked.
-    """
+    """Connection to the store. ``purposes`` has the requests without a reply, by tag."""
 
     purposes: dict[int, Purpose] = fresh(factory=dict)
     job_revision: int = 0
@@ -228,9 +226,7 @@ class RoundAge(Record):
 
 
 class Findings(Record):
-    """What this node found out about a round: its failure, evidence that is not yet in the store, and why a
-    check found it unfit.
-    """
+    """What this node found out about a round. ``evidence`` is diagnostic data to be written to the store."""
 
     round: int
     cause: Cause | None = None
@@ -329,7 +325,7 @@ class Member:
 
     @property
     def patience(self) -> float:
-        """Seconds to wait for a new round. The restart delay counts twice, because a new leader repeats it."""
+        """Seconds to wait for a new round. The restart delay counts twice, as a new leader may repeat it."""
         policy = self.agent.policy
         return self.settings.patience + 2 * max(policy.first_delay, policy.longest_delay)
 
@@ -428,9 +424,7 @@ class Member:
         planned: bool = False,
         after_failure: bool = False,
     ) -> None:
-        """Stop the workers, with SIGKILL if ``fenced``. Otherwise stop them gracefully, unless they are
-        already being stopped, and show ``why`` to the user.
-        """
+        """Stop the workers with SIGKILL if ``fenced``, otherwise gracefully. ``why`` is then for the user."""
         workers = self.workers
         if workers is None or (workers.is_stopping and not fenced):
             return
@@ -503,15 +497,13 @@ def guards(member: Member, view: View) -> list[Compare]:
 def write(
     member: Member, leader: Leader, view: View, then: Sequence[Operation], compares: Sequence[Compare] = ()
 ) -> None:
-    """Write if :func:`guards` and ``compares`` hold. The leader decides nothing until the reply has arrived."""
+    """Write if :func:`guards` and ``compares`` hold. The leader decides nothing until the reply arrives."""
     leader.sent_at = view.revision
     leader.pending = member.txn(Purpose.LEAD, [*guards(member, view), *compares], then)
 
 
 def close(member: Member, leader: Leader, view: View, closed: Head, alive: Sequence[str] = ()) -> None:
-    """Close the job. ``closed`` gives outcome and reason, valid while the members in ``alive`` are
-    registered.
-    """
+    """Close the job. The outcome and reason in ``closed`` are valid while ``alive`` are registered."""
     closed = closed.replaced(state="CLOSED", time_ns=member.now)
     write(member, leader, view, [member.put_head(closed), *member.keys.forget_rounds()], here(member, alive))
 

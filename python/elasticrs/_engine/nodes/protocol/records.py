@@ -123,7 +123,7 @@ CAUSE: dict[str, Check] = {
 
 
 def checked_fields(record: Any, checks: Mapping[str, Check], required: Iterable[str]) -> dict[str, Any]:
-    """Return the fields that are not null. Raise :class:`DamagedError` if ``checks`` does not allow a field."""
+    """Return the fields that are not null, or raise :class:`DamagedError`. ``checks`` lists all fields."""
     if not isinstance(record, dict):
         raise DamagedError(f"{_shown(record)} is not an object")
     found = {name: value for name, value in record.items() if value is not None}
@@ -437,7 +437,7 @@ class Seat(Value):
 
 
 class Slot(Value):
-    """Ranks that the leader assigns to a member. They are valid once the head names ``round`` and ``form``."""
+    """Ranks that the leader assigns to a member, valid once the head names ``round`` and ``form``."""
 
     round: int
     form: str

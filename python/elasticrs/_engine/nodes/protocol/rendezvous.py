@@ -1,13 +1,11 @@
-"""Value classes that describe a rendezvous, this node's agent, and the command of its workers.
+"""Descriptions of a rendezvous, of this node's agent, and of its workers' command. All nodes of a job have to
+run the same command, so that independent jobs never merge into one.
 
-All nodes of a job have to run the same command, so that independent jobs never merge into one.
-
-- **CMD-1** Two commands are the same if their programs, their arguments and the users who run them are equal.
-  The Python interpreter and the options of the launcher are not compared.
-- **CMD-2** Some differences between the nodes of a job are ignored: the values of options such as
-  ``--node-rank`` (:data:`OF_ONE_NODE`), and words that differ only in the node's name.
-- **CMD-3** The record of a command has a limited size. If a command is longer, the record contains a digest
-  of the rest.
+- **CMD-1** Two commands are the same if their programs, arguments and users are equal. The Python interpreter
+  and the options of the launcher are not compared.
+- **CMD-2** Values of options in :data:`OF_ONE_NODE`, and words that differ only in the node's name, are
+  ignored.
+- **CMD-3** The record of a command has a limited size. A digest replaces the rest of a longer command.
 """
 
 from __future__ import annotations
@@ -35,23 +33,18 @@ class Rendezvous(Value):
 
     Args:
         backend: ``c10d`` (also for its alias ``elasticrs``), ``static`` or ``etcd``.
-        host: host of the endpoint, or of the first endpoint of etcd. A name or an address without brackets.
+        host: host of the endpoint, or of etcd's first endpoint, without brackets.
         port: port of the endpoint; 0 for any free port if this agent hosts the store.
         run_id: name of the job, as given by the user.
-        min_nodes: minimum number of nodes.
-        max_nodes: maximum number of nodes.
         node_rank: rank of this node with ``static``; otherwise ``None``.
-        local_addr: address of this node; ``None`` if the user has not set it.
-        settings: settings of the rendezvous.
-        etcd: addresses and settings of etcd, if it is the store; ``None`` for elasticrs's own store.
+        etcd: etcd, if it is the store; ``None`` for elasticrs's own store.
         config: settings as the user has given them.
         member: prefix of the names of this process's registrations; a random name if ``None``.
-        replaces: prefix of the registrations of a process that this process replaces and that is known to be
-            dead; ``None`` if there is none.
+        replaces: prefix of the registrations of a dead process that this process replaces.
         clients: number of store clients on each node.
         job: name of the job in the store; the run id if ``None``.
-        scope: prefix of the keys that the token gives access to; ``None`` if it gives access to all keys.
-        command: command of the workers, which has to be the same on all nodes; ``None`` if it is unknown.
+        scope: prefix of the keys that the token gives access to; ``None`` for all keys.
+        command: command of the workers; ``None`` if it is unknown.
     """
 
     backend: str
@@ -75,16 +68,11 @@ class Rendezvous(Value):
 
     @property
     def needs_no_other_node(self) -> bool:
-        """True if the agent can run the job without other nodes: the job has one node, its command is known,
-        and its store is not etcd.
-        """
         return self.max_nodes == 1 and self.command is not None and self.etcd is None
 
     @property
     def endpoint(self) -> str:
-        """Endpoint as ``HOST:PORT``, with an IPv6 address in brackets. For etcd, all endpoints,
-        comma-separated.
-        """
+        """Endpoint as ``HOST:PORT`` (IPv6 in brackets), or all endpoints of etcd, separated by commas."""
         return shown_endpoint(self.host, self.port) if self.etcd is None else self.etcd.shown
 
     @property
@@ -93,9 +81,7 @@ class Rendezvous(Value):
 
     @property
     def max_connections(self) -> int:
-        """Maximum number of connections that the store accepts. It exceeds the number of clients, because
-        stale connections of agents may still be open and tools may connect too.
-        """
+        """Number of connections that the store accepts, with room for stale ones and for tools."""
         return 2 * self.max_nodes * self.clients + 64
 
     @property
@@ -104,27 +90,21 @@ class Rendezvous(Value):
 
     @property
     def master_port(self) -> int | None:
-        """Fixed port of the workers' store; ``None`` if the port changes every round. Only the back end
-        ``static`` has a fixed port: the port of the endpoint.
-        """
+        """Fixed port of the workers' store with ``static``; ``None`` if the port changes every round."""
         return self.port if self.is_static else None
 
     @property
     def given_addr(self) -> str | None:
-        """Name or address that the user gave for this node, without brackets. With ``static``, it is the
-        endpoint's host if this node has rank 0. Without it, other nodes use the local address of this node's
-        connection.
-        """
+        """Address that the user gave for this node; with ``static`` and rank 0, the endpoint's host."""
         if self.is_static and self.node_rank == 0 and not is_unspecified(self.host):
             return self.host
         return self.local_addr.strip("[]") if self.local_addr else None
 
     @property
     def store_lost_timeout(self) -> float:
-        """Seconds for which this agent tries to reconnect after losing its connection to the store."""
+        """Seconds for which this agent tries to reconnect to a lost store."""
         given = self.settings
-        # With ``static``, keep trying for at least ``settle`` seconds, because workers that are still
-        # stopping may occupy the store's port until then.
+        # Workers that are still stopping may occupy the port of ``static`` for ``settle`` seconds.
         return max(given.store_lost_timeout, given.settle) if self.is_static else given.store_lost_timeout
 
 
@@ -132,25 +112,17 @@ class ThisAgent(Value):
     """Description of this node's agent and its workers, as input to the rendezvous.
 
     Args:
-        job: name of the job in the store.
-        agent: name of this process, the same in all its registrations. The name is random, unless the
-            rendezvous gives a prefix for it.
+        agent: name of this process in all its registrations, random except for the rendezvous's prefix.
         node: name of this node, for the user and for the order of ranks.
         host: identifier of the host. Agents with the same identifier share their loopback interface.
-        role: role of this node's workers.
-        nproc: number of this node's workers.
-        policy: settings of the restart policy, with the maximum number of restarts of the job.
         fatal_exit_codes: exit codes of workers that end the job, as the user has written them.
         hosts_store: true if this process serves the store, so that it must stay until the job is over.
-        fallback_addr: address or name under which other hosts reach this node. It is used if the connection
-            to the store has a loopback address and the round has several hosts. ``None`` if there is none.
-        keeps_workers: true if the workers keep running when a round ends. The caller of the state machine
-            then reports rounds to the user.
-        health_timeout: maximum number of seconds that this node needs, after its workers have stopped, for
-            the node check and for the wait until device memory is free. 0 if it does neither.
-        why_hosts: reason why this process serves the store; ``None`` if it does not.
-        launch: identifier of the session or Slurm step in which the user started this agent. Only the
-            identifiers of agents on the same host are compared.
+        fallback_addr: address for other hosts if the connection to the store has a loopback address.
+        keeps_workers: true if workers keep running when a round ends. The caller then reports rounds.
+        health_timeout: seconds that the node check and the wait for free device memory take at most, after
+            the workers have stopped.
+        why_hosts: why this process serves the store; ``None`` if it does not.
+        launch: session or Slurm step in which the user started this agent. Compared only on one host.
     """
 
     job: str
@@ -180,19 +152,12 @@ ANY = "*"
 
 MAX_WORD = 200
 MAX_WORDS = 3000
-"""Maximum size of all words of a command, in bytes of JSON. ``MAX_WORD`` is the maximum size of one word."""
+"""Maximum size of a command, and with ``MAX_WORD`` of one word, in bytes of JSON."""
 
 
 class Command(Value):
-    """Command of a node's workers. Nodes compare their commands, because all nodes have to run the same one.
-
-    Args:
-        words: program and arguments, each of limited size.
-        place: absolute path that identifies the program. It has to be the same for all agents on the same
-            host. On different hosts, only the name of the program has to be the same, because each host may
-            keep the job in another folder.
-        node: name of the node.
-        user: user id of the user who runs the command.
+    """Command of a node's workers. ``place`` is the absolute path of the program. It has to be the same for
+    agents on one host only, because other hosts may keep the job in another folder.
     """
 
     words: tuple[str, ...]
@@ -202,7 +167,6 @@ class Command(Value):
 
 
 def command_of(words: Sequence[str], place: str) -> Command:
-    """Return the command of these words, as the user has written them, for this node and user."""
     return Command(tuple(_bounded(list(_hidden(words)))), _cut(place), os.uname().nodename, os.geteuid())
 
 
@@ -221,9 +185,7 @@ def command_of_python(words: Sequence[str]) -> Command:
 
 
 def _command_of_name(name: str, arguments: Sequence[str]) -> Command:
-    """Return a command whose program has a name instead of a path. Its ``place`` contains the working
-    directory, because the name may refer to another program in another directory.
-    """
+    """Return the command of a name, which may refer to another program in another working directory."""
     return command_of([name, *arguments], os.path.join(_real(os.curdir), name))
 
 
@@ -235,9 +197,7 @@ def command_of_program(program: str, arguments: Sequence[str]) -> Command:
 
 
 def command_of_function(function: Callable[..., object]) -> Command:
-    """Return the command of workers that run a function. The arguments of the function are not compared,
-    because they are arbitrary objects.
-    """
+    """Return the command of a function. Its arguments are not compared, because they may be any objects."""
     module = getattr(function, "__module__", "")
     name = f"{module}.{getattr(function, '__qualname__', type(function).__name__)}"
     file = getattr(sys.modules.get("__main__"), "__file__", None) or ""
@@ -247,9 +207,7 @@ def command_of_function(function: Callable[..., object]) -> Command:
 
 
 def difference(ours: Command, theirs: Command, *, is_same_host: bool) -> tuple[str, str] | None:
-    """Return the first difference between two commands as two phrases for the user: one describes this node's
-    command, the other describes the other node's command. Return ``None`` if the commands are the same.
-    """
+    """Return phrases about the first difference between our and their command; ``None`` if there is none."""
     if ours.user != theirs.user:
         return f"user {ours.user}", f"user {theirs.user}"
     is_elsewhere = ours.place != theirs.place

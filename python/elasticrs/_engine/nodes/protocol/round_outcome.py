@@ -1,13 +1,11 @@
-"""Evaluate the end of a round: decide whether it uses up a restart and whether it ends the job, and format
-messages to the user about nodes, rounds and failures. All functions here are pure. :mod:`.restart_policy`
-decides how to react to a failure.
+"""Evaluate the end of a round, and format messages to the user about nodes, rounds and failures. All
+functions are pure. :mod:`.restart_policy` decides how to react to a failure.
 
 - **VERDICT-1** A restart is charged only if workers have failed and no member was lost. Workers often fail
-  *because* a node died, and their report may arrive before the loss is known.
-- **VERDICT-2** The first cause is the earliest of all causes that members report for the round. An exception
-  that only reports a lost or silent peer is the first cause only if there is no other one. If workers hung,
-  the first cause is the hang of the worker that the others waited for, according to
-  :func:`~.records.blame_of`.
+  *because* a node died, and may report that before the loss is known.
+- **VERDICT-2** The first cause is the earliest that members report for the round. A lost or silent peer is
+  the first cause only if there is no other. If workers hung, the first cause is the hang of the worker that
+  the others waited for (:func:`~.records.blame_of`).
 """
 
 from __future__ import annotations
@@ -38,20 +36,14 @@ MAX_DIAGNOSIS = 1024
 MAX_DIAGNOSED = 1 << 17
 """Maximum number of ranks in a diagnosis. Any further ranks are ignored."""
 
-"""Signal that kills a process when NCCL's watchdog aborts it after a failed collective (SIGABRT)."""
 
 MAX_SETUPS = 3
 """Maximum number of consecutive rounds whose workers fail to start."""
 
 
 class RoundVerdict(Value):
-    """Result of evaluating a finished round.
-
-    Args:
-        alive: members that must still be registered when the outcome is written. If one of them is lost
-            before that, its loss explains the failure, and the round uses no restart.
-        head: head of the ended round, with updated counts and the restart delay.
-        reason: reason why the job ends; ``None`` if it continues.
+    """Verdict on a finished round. It requires that the members in ``alive`` are still registered when it is
+    written, because the loss of one of them would explain the failure. ``reason`` ends the job.
     """
 
     alive: list[str]
@@ -60,10 +52,8 @@ class RoundVerdict(Value):
 
 
 def is_explained(view: View) -> bool:
-    """Return true if the loss or departure of a member can explain the failure of other members.
-
-    The loss of a member that had finished explains nothing, unless that member hosted the round's workers'
-    store (group rank 0).
+    """Return true if a lost or leaving member explains the failure of others. A finished member explains it
+    only if it hosted the workers' store (group rank 0).
     """
     is_leaving = any(member in view.rank_of for member in view.farewells)
     return bool(view.missing) or 0 in view.absent or is_leaving
@@ -74,9 +64,7 @@ def is_charged(view: View, head: Head) -> bool:
 
 
 def witnesses(view: View) -> list[str]:
-    """Return the members that may still have running workers and whose loss would explain the round's
-    failure. See :func:`is_explained`.
-    """
+    """Return the members that may have workers and whose loss would explain the round's failure."""
     return sorted(member for member in view.slow if view.rank_of[member] not in view.done - {0})
 
 
@@ -86,9 +74,7 @@ def kind_of(head: Head) -> str:
 
 
 def known_causes(view: View, head: Head) -> list[dict[str, Any]]:
-    """Return the failure causes that members reported for the round, one per agent. If an agent sent two
-    reports, use the later one, because it includes the contents of the workers' error files.
-    """
+    """Return the reported causes, one per agent: the last, which includes its workers' error files."""
     found = [node.cause for node in _reports(view, head) if node.cause is not None]
     first = head.cause
     if first is not None and not any(is_of_same_node(cause, first) for cause in found):
@@ -115,12 +101,11 @@ def first_cause(view: View, head: Head) -> dict[str, Any] | None:
 def diagnosed(
     view: View, head: Head, cause: dict[str, Any] | None
 ) -> tuple[dict[str, Any] | None, str | None]:
-    """Return the cause of a round's failure and the diagnosis text. The text is ``None`` if there are not
-    enough flight records, or if the cause is neither a hang nor a failed collective.
+    """Return the cause of a round's failure, and a diagnosis if this is a hang or a failed collective and
+    there are enough flight records.
 
-    If the flight records blame another rank than the heartbeats, return the cause of the rank that the
-    records blame, because heartbeats are weak evidence if each node has only one rank. If the records are not
-    conclusive, the cause names the candidates.
+    If the records blame another rank than the heartbeats, which are weak evidence with one rank per node,
+    return the cause of that rank. If they are not conclusive, the cause names the candidates.
     """
     if cause is None or not view.has_evidence:
         return cause, None
@@ -148,9 +133,8 @@ def diagnosed(
 
 
 def _cause_of(view: View, head: Head, cause: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Return the cause to report if the flight records blame ``rank``. If a node has reported that this rank
-    hung, return that node's cause. Otherwise, build a cause from the node and local rank of this rank. If
-    these are not known, return ``cause``.
+    """Return the cause if flight records blame ``rank``: its hang, if a node has reported it, or a new cause
+    with its node and local rank, or ``cause`` if these are unknown.
     """
     from elasticrs._engine.hangs.node_evidence import NodeEvidenceError, decode
 
@@ -207,9 +191,7 @@ def _bound_nodes(view: View) -> Iterator[tuple[str, str]]:
 
 
 def _member_of(view: View, name: str) -> str:
-    """Return the member on the node that will be excluded. Exactly one member matches, because a node is
-    never excluded if several agents share its name.
-    """
+    """Return the only member on the node to exclude. Nodes with several agents are not excluded."""
     return next(
         member for member in sorted(view.rank_of) if member in view.nodes and view.nodes[member].name == name
     )
@@ -225,9 +207,8 @@ def judge(
     *,
     min_nodes: int = 1,
 ) -> RoundVerdict:
-    """Decide whether the job continues after a round. Call this once every member has stopped or is lost, or
-    once ``settle`` seconds have passed. ``was_short`` is true if the round ended soon after its start, and
-    ``None`` if this agent did not see its start.
+    """Decide whether the job continues, once every member has stopped or is lost, or after ``settle``
+    seconds. ``was_short`` is ``None`` if this agent did not see the start of the round.
     """
     kind, charged = kind_of(head), is_charged(view, head)
     first, diagnosis = diagnosed(view, head, first_cause(view, head))
@@ -238,16 +219,14 @@ def judge(
         nodes=head.size,
         now=now_ns / 1e9,
         ran=None if was_short is None else 0.0 if was_short else STEADY,
-        # Derive the jitter from the round instead of a random number, because a decision may depend only on
-        # data in the store.
+        # Derive the jitter from the round, because a decision may depend only on data in the store.
         jitter=zlib.crc32(f"{head.form}/{head.round}".encode()) / 0xFFFFFFFF,
         unfit=tuple((node.name, node.unfit) for node in _reports(view, head) if node.unfit is not None),
         bound=tuple(_bound_nodes(view)),
         available=len(view.candidates),
         min_nodes=min_nodes,
     )
-    # Exclude unfit nodes even if the round does not count as a restart. The loss of a node explains why
-    # workers on other nodes failed, but not why a node check failed.
+    # Exclude unfit nodes in any case: a lost node explains failed workers, but no failed node check.
     decision = (decide if charged else exclude)(policy, head.failures, evidence)
     more: dict[str, Any] = {"delay": round(decision.delay, 3), "note": decision.note}
     if decision.exclude is not None:
@@ -278,7 +257,7 @@ def judge(
 
 
 def _why_not_again(view: View, counted: Head, settings: Settings) -> str | None:
-    """Return the reason for ending the job, regardless of the restart policy; ``None`` if there is none."""
+    """Return why the job ends regardless of the restart policy; ``None`` if it need not end."""
     end = counted.end or {}
     if kind_of(counted) == "setup" and (end.get("fatal") or counted.setups > MAX_SETUPS):
         return end_of(counted)
@@ -308,7 +287,7 @@ TWIN = f"beside another launch on this machine; if this is a run of its own, sto
 
 
 def named(names: Sequence[str]) -> str:
-    """List the first :data:`MAX_NAMED` names, and add the number of further names."""
+    """List the first :data:`MAX_NAMED` names, and the number of further names."""
     shown = ", ".join(names[:MAX_NAMED])
     return shown if len(names) <= MAX_NAMED else f"{shown} and {len(names) - MAX_NAMED} more"
 
@@ -335,9 +314,7 @@ def end_of(head: Head, *, names_pid: bool = True) -> str:
 
 
 def failure_of(cause: Mapping[str, Any] | None, node: object = None, *, names_pid: bool = True) -> str:
-    """Describe a failure: which worker failed, on which node, and how. ``node`` is used if the cause names
-    none.
-    """
+    """Describe which worker failed, where, and how. ``node`` is used if the cause names none."""
     told = cause or {}
     where = f"on node {told.get('node') or node or '?'}"
     if told.get("rank") is None and told.get("permanent_sign"):
@@ -358,9 +335,7 @@ def restart_cost(policy: RestartSettings, used: int, *, is_charged: bool) -> str
 
 
 def round_line(head: Head, policy: RestartSettings, told: str | None = None) -> str:
-    """Return a line that announces a new round and says why the previous round ended. Omit the reason if it
-    equals ``told``, because the user has already seen it.
-    """
+    """Announce a new round and why the last one ended, unless the user has seen the reason (``told``)."""
     cost = restart_cost(policy, head.used, is_charged=bool((head.end or {}).get("charged")))
     starts = f"round {head.round} starts with {nodes(head.size)} ({cost})"
     why = end_of(head)

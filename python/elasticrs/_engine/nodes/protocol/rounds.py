@@ -1,6 +1,5 @@
-"""A member's part in a round: start and stop its workers, report failures, and report when it is idle. And
-the election of the leader: the agent with the oldest registration leads, and every other agent watches the
-registration just before its own.
+"""A member's part in rounds, and the election of the leader: the agent with the oldest registration leads,
+and every other agent watches the registration just before its own.
 
 An agent that is *idle* after a round has no workers of that round or of earlier rounds.
 
@@ -8,7 +7,7 @@ An agent that is *idle* after a round has no workers of that round or of earlier
   and the member's own slot (its ranks) name the same proposed round.
 - **ROUND-2** A failure is reported before the workers are stopped, and only for the running round.
 - **ROUND-3** An agent reports that it is idle only when no processes of that round's workers remain.
-- **ROUND-4** An agent exits only when none of its workers remain, except workers that SIGKILL does not end.
+- **ROUND-4** An agent exits only when none of its workers remain, except those that survive SIGKILL.
 """
 
 from __future__ import annotations
@@ -80,9 +79,7 @@ def take_slot(member: Member, registration: Registration, entry: Entry) -> None:
 
 
 def _slot_damaged(member: Member, registration: Registration, error: DamagedError) -> None:
-    """Handle an unreadable rank assignment. Register again if this agent has no workers, because it needs
-    ranks for the next round. Running workers already have their ranks.
-    """
+    """Register again, because this agent needs ranks for the next round, unless it already has workers."""
     text = damage(member.keys.slot(registration.member), error)
     if member.phase in (Phase.IDLE, Phase.CONNECTING):
         fence(member, text)
@@ -95,8 +92,7 @@ def take_head(member: Member, link: Link, entry: Entry) -> None:
         return
     if entry.value is None:
         if link.head is not None:
-            # Fence this agent (stop its workers), because the job's record was deleted from the store.
-            # Without the record, no agent can end the round.
+            # Without the job's record, no agent can end the round.
             fence(member, REMOVED)
         return
     head = Head.read(entry)
@@ -118,8 +114,7 @@ def _closed(member: Member, head: Head) -> None:
         member.exit(leaving.outcome_of(member, head))
         return
     if member.leaving is None or member.leaving.outcome is None:
-        # Set the outcome now, because the connection to the store may be lost before the workers have
-        # stopped.
+        # Set the outcome now, because the connection may be lost before the workers have stopped.
         member.set_outcome(leaving.outcome_of(member, head))
     member.stop("the job ends")
 
@@ -145,9 +140,7 @@ def _ended(member: Member, head: Head) -> None:
 
 
 def _announce_verdict(member: Member, head: Head) -> None:
-    """Tell the user what the leader decided after the round. If the leader excluded this agent, take part in
-    no further rounds.
-    """
+    """Tell the user the leader's verdict. If it excludes this agent, take part in no further rounds."""
     if head.excluded_agent == member.agent.agent:
         _excluded(member, head)
     elif head.note:
@@ -157,9 +150,7 @@ def _announce_verdict(member: Member, head: Head) -> None:
 
 
 def _excluded(member: Member, head: Head) -> None:
-    """Leave the job, because this node has been excluded. If this agent hosts the store, stay in the job
-    without workers instead, because the other nodes need the store.
-    """
+    """Leave the job, because this node is excluded. If this agent hosts the store, stay without workers."""
     if member.leaving is not None or member.serves_only:
         return
     if not member.agent.hosts_store:
@@ -174,8 +165,7 @@ def _excluded(member: Member, head: Head) -> None:
 def _running(member: Member, link: Link, head: Head, is_news: bool) -> None:
     stop_earlier(member, head)
     if head.excluded_agent == member.agent.agent:
-        # Handle the exclusion of this agent now, because the agent was disconnected when the exclusion was
-        # announced.
+        # The exclusion was announced while this agent was disconnected.
         _excluded(member, head)
     if member.age.seen != head.round:
         member.age.seen = head.round
@@ -195,9 +185,7 @@ def _running(member: Member, link: Link, head: Head, is_news: bool) -> None:
 
 
 def stop_earlier(member: Member, head: Head) -> None:
-    """Stop workers of an earlier round, whose end this agent may have missed: after a long disconnection, the
-    store may report only each key's latest value.
-    """
+    """Stop workers of an earlier round, whose end this agent may have missed while it was disconnected."""
     if member.workers is not None and member.workers.round < head.round:
         member.stop(end_of(head))
 
@@ -209,9 +197,7 @@ def _is_spare(member: Member, head: Head) -> bool:
 
 
 def _find_slot(member: Member, link: Link) -> None:
-    """Read this member's rank assignment, because the watch may deliver it late. Once after each change of
-    the head is enough, because the assignment is final by then.
-    """
+    """Read this member's slot once for each head, because the watch may deliver it late."""
     registration = link.registration
     assert registration is not None
     if registration.slot_asked < link.head_revision:
@@ -220,9 +206,7 @@ def _find_slot(member: Member, link: Link) -> None:
 
 
 def slot_found(member: Member, link: Link, registration: Registration, reply: Reply) -> None:
-    """Handle the rank assignment that was read. If this member has no rank in the running round, tell the
-    user that this node is waiting.
-    """
+    """Handle the slot that was read. If this node has no rank in the running round, tell the user."""
     registration.slot_known = reply.revision
     entry, head = reply.entry(0), link.head
     if entry is not None and entry.mod_revision > registration.slot_revision:
@@ -240,9 +224,7 @@ def slot_found(member: Member, link: Link, registration: Registration, reply: Re
 
 
 def is_slot_known(link: Link, registration: Registration) -> bool:
-    """Return true if this member has read its rank assignment since the state of the job last changed. The
-    result is then final, because the leader writes all assignments before the state that refers to them.
-    """
+    """Return true if the slot was read after the head, and is final, because slots are written first."""
     return registration.slot_known >= link.head_revision
 
 
@@ -258,9 +240,8 @@ def is_mine(registration: Registration | None, head: Head) -> bool:
 
 
 def look(member: Member) -> None:
-    """React to a new state of the job or a new rank assignment: start the workers if the running round
-    includes this member. Report it as idle if the assignment is for a round that ended or was formed without
-    it.
+    """Start the workers if the running round includes this member. Report that it is idle if its slot is for
+    a round that has ended, or that was formed without it.
     """
     link, registration, phase = member.link, member.registered, member.phase
     if link is None or registration is None or registration.slot is None or member.leaving is not None:
@@ -279,8 +260,7 @@ def look(member: Member) -> None:
         else:
             _slot_damaged(member, registration, DamagedError("its ranks are beyond those of the round"))
     elif head.state == "RUNNING" and slot.round == head.round and not is_slot_known(link, registration):
-        # Read this member's rank assignment from the store, because the last received assignment belongs to a
-        # discarded proposal for this round. A newer assignment may not have arrived yet.
+        # Its slot belongs to a discarded proposal for this round. A newer one may not have arrived yet.
         _find_slot(member, link)
     elif head.state != "CLOSED":
         member.done = None
@@ -309,11 +289,8 @@ def _start(member: Member, head: Head, slot: Slot) -> None:
 
 
 def _master(member: Member, head: Head) -> tuple[str, int]:
-    """Return the address and port at which this node's workers reach their store.
-
-    With ``static``, this is the endpoint that the user has given to this node, as under torchrun, because
-    nodes may reach rank 0 over different routes. The endpoint is reachable, because this agent has joined the
-    rendezvous through it.
+    """Return where this node's workers reach their store. With ``static``, that is this node's own endpoint,
+    as under torchrun, because nodes may reach rank 0 over different routes.
     """
     rendezvous = member.rendezvous
     return (rendezvous.host, rendezvous.port) if rendezvous.is_static else head.master
@@ -331,9 +308,7 @@ def worker_failed(member: Member, event: WorkerFailed) -> None:
 
 
 def ask_for_round(member: Member, event: AskForRound) -> None:
-    """End the running round, because workers on this node have asked for a new round although none has failed
-    (transaction T2). Do nothing if the round has already ended.
-    """
+    """End the running round at the request of healthy workers, unless it has already ended (T2)."""
     workers = member.workers
     if member.phase is Phase.RUN and workers is not None and member.runs(workers.round):
         end = {"kind": "asked", "message": cut(event.reason, leaving.MAX_REASON)}
@@ -359,9 +334,7 @@ def _report(member: Member, end: dict[str, Any], cause: Cause | None) -> None:
 
 
 def workers_done(member: Member) -> None:
-    """Record in the store that all workers of this node have succeeded (transaction T5), and wait for the
-    other nodes.
-    """
+    """Record that this node's workers have succeeded (transaction T5), and wait for the other nodes."""
     workers, link, registration = member.workers, member.link, member.registration
     if workers is None:
         return
@@ -374,8 +347,7 @@ def workers_done(member: Member) -> None:
     put = Put(member.keys.done(workers.round, slot.group_rank), encode({}), False)
     member.txn(Purpose.TELL_DONE, [ModifiedAt(member.keys.head, link.head_revision)], [put])
     if slot.group_rank != 0 and not member.agent.hosts_store:
-        # Set the timeout only on nodes that host no store. The hosts of the workers' store (group rank 0) and
-        # of the rendezvous store must stay until the job finishes.
+        # Hosts of the workers' store (group rank 0) or of the rendezvous store must stay until the job ends.
         member.arm("barrier", member.settings.exit_barrier_timeout)
 
 
@@ -392,9 +364,7 @@ def barrier(member: Member) -> None:
 
 
 def leave_barrier(member: Member) -> None:
-    """Exit with success if the exit barrier has timed out and the store has recorded that this node finished.
-    Do nothing if the round has already ended.
-    """
+    """Exit with success if the exit barrier has timed out and the store knows that this node finished."""
     done = member.done
     if done is not None and done.is_over and done.is_known and member.runs(member.finished_round):
         member.exit(Outcome("succeeded", "this node has finished; other nodes are still running"))
@@ -409,8 +379,6 @@ def group_ended(member: Member, event: GroupEnded) -> None:
         member.findings.cause = event.cause
     member.findings.evidence, member.findings.unfit = event.evidence, event.unfit
     if event.stuck is not None:
-        # Leave the job, because this node cannot take part in another round. The other nodes continue without
-        # it.
         member.workers = None
         text = f"{event.stuck}; this node cannot take part in another round"
         leaving.leave_with(member, Outcome("stuck", text, event.cause))
@@ -437,9 +405,7 @@ def workers_gone(member: Member) -> None:
 
 
 def idle(member: Member, registration: Registration, number: int) -> None:
-    """Report that this node has no workers left from a round (transaction T4). If the listening socket for
-    the workers' store was already used, first wait for a new socket.
-    """
+    """Report that no workers of a round are left (T4), once an unused listener is ready for their store."""
     if fresh_listener(member):
         say_idle(member, registration, number)
     else:
@@ -447,9 +413,6 @@ def idle(member: Member, registration: Registration, number: int) -> None:
 
 
 def say_idle(member: Member, registration: Registration, number: int) -> None:
-    """Report that none of this round's workers remain on this node, and publish the port for the next round
-    (transaction T4).
-    """
     if member.leaving is not None:
         return
     registration.idle = number
@@ -459,9 +422,7 @@ def say_idle(member: Member, registration: Registration, number: int) -> None:
 
 
 def _evidence(member: Member, number: int) -> list[Put]:
-    """Return the write of this node's diagnostic data for a round, if there are any. It is part of the report
-    that this node is idle, for which the leader waits anyway.
-    """
+    """Return the write of this node's evidence. It is part of T4, for which the leader waits anyway."""
     evidence, member.findings.evidence = member.findings.evidence, None
     slot = None if member.registration is None else member.registration.slot
     if evidence is None or slot is None or not member.findings.round == number == slot.round:
@@ -470,14 +431,11 @@ def _evidence(member: Member, number: int) -> list[Put]:
 
 
 def _earlier_cause(member: Member, number: int) -> Cause | None:
-    """Return the cause of this node's failure if the leader needs it: it may precede the recorded failure, or
-    show that another attempt would fail too.
-    """
+    """Return this node's failure if it may precede the recorded one, or another attempt would fail too."""
     own, head = member.findings, member.head
     if own.round != number or own.cause is None or head is None:
         return None
-    # While the round is running, ignore the failure cause in the job's state, because it is still the
-    # previous round's cause.
+    # While the round is running, the head still has the previous round's cause.
     recorded = head.cause if head.round == number and head.state == "ENDED" else None
     is_permanent = own.cause.get("permanence") is not None
     return own.cause if is_permanent or may_be_first(own.cause, recorded) else None
@@ -505,16 +463,13 @@ def follow(member: Member, registration: Registration, predecessor: Entry | None
         registration.predecessor = predecessor.key
         member.watch(Purpose.SEE_PREDECESSOR, predecessor.key)
     else:
-        # Skip this key, because another program wrote it and may never delete it. Look for the next earlier
-        # registration instead.
+        # Another program wrote this key and may never delete it, so find the registration before it.
         before = CreatedAt(predecessor.key, predecessor.create_revision)
         _ask(member, registration, Purpose.FIND_BEFORE_STRANGER, predecessor.key, before)
 
 
 def end_own_watches(member: Member, registration: Registration) -> None:
-    """Stop watching single keys: with several watches, the changes of one transaction could arrive at
-    different times, and the leader watches all keys.
-    """
+    """Stop watching single keys, because several watches may deliver one transaction at different times."""
     keys = member.keys
     for key in (keys.slot(registration.member), keys.head, keys.job):
         member.do(Unwatch(key, True))
@@ -538,11 +493,7 @@ def _ask(member: Member, registration: Registration, purpose: Purpose, key: str,
 
 
 def predecessor_found(member: Member, registration: Registration, reply: Reply, is_before: bool) -> None:
-    """Handle the result of the predecessor lookup, and watch the predecessor.
-
-    ``is_before`` is true if that predecessor is a key of another program, so that the request was for the
-    registration before it. If the key was deleted in the meantime, look up the predecessor again.
-    """
+    """Watch the predecessor. Look again if the key that was to be skipped (``is_before``) is gone."""
     if reply.ok:
         follow(member, registration, reply.entry(0))
     elif is_before:

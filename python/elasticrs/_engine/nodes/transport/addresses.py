@@ -8,14 +8,12 @@ from elasticrs._engine.job.config import UsageError
 
 
 def plain(name: str) -> str:
-    """Return a host name in normalized form for comparisons: lower case, without a trailing dot."""
+    """Normalize a host name for comparisons."""
     return name.rstrip(".").lower()
 
 
 def packed(address: str) -> bytes | None:
-    """Return the bytes of a numeric address; ``None`` for a name. Convert IPv4-mapped IPv6 addresses
-    (``::ffff:a.b.c.d``) to IPv4.
-    """
+    """Return the bytes of a numeric address (of IPv4 if it is IPv4-mapped); ``None`` for a name."""
     text = address.partition("%")[0]
     for family in (_socket.AF_INET, _socket.AF_INET6):
         try:
@@ -27,7 +25,6 @@ def packed(address: str) -> bytes | None:
 
 
 def is_loopback(address: str) -> bool:
-    """Return true if a numeric address is in 127.0.0.0/8, or is ::1."""
     data = packed(address)
     return data is not None and (data[0] == 127 if len(data) == 4 else data == bytes(15) + b"\x01")
 
@@ -44,9 +41,7 @@ def is_unspecified(address: str) -> bool:
 
 
 def is_usable_elsewhere(address: str) -> bool:
-    """Return true if other machines may be able to connect to this numeric address. Loopback, link-local and
-    unspecified addresses are unusable for them.
-    """
+    """Return true unless a numeric address is loopback, link-local or unspecified."""
     data = packed(address)
     if data is None or not any(data) or is_loopback(address):
         return False
@@ -57,12 +52,7 @@ EXPECTED = "HOST[:PORT]"
 
 
 def parse_endpoint(name: str, endpoint: str) -> tuple[str, int | None]:
-    """Parse ``HOST[:PORT]``, with an IPv6 address in brackets. Return the host without brackets, and the
-    port.
-
-    Raises:
-        UsageError: another format. The message contains ``name``, the name of the option.
-    """
+    """Parse ``HOST[:PORT]``, with IPv6 in brackets. Raise :class:`.UsageError` about the option ``name``."""
     expected = EXPECTED
     if endpoint.startswith("["):
         host, bracket, tail = endpoint[1:].partition("]")

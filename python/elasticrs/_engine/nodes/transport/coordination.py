@@ -1,23 +1,18 @@
 """Client interface of the coordination store: requests, events, and the session that carries them.
 
-A :class:`.NativeSession` holds a single lease. While the lease lasts, the session
-may lose its connection and reconnect, or wait for a store that is down. Requests are then only delayed. A
-session for another store must provide:
+A :class:`.NativeSession` holds a single lease. While the lease lasts, it may reconnect, or wait for a store
+that is down. Requests are then only delayed. A session for another store must provide:
 
 - transactions of at most :data:`MAX_OPERATIONS` compares and as many operations. Each transaction is one
   revision, and puts or deletes a key at most once;
-- leased keys, which are deleted when the session ends, or some seconds later. All puts of a key have a lease,
-  or none of them has;
-- watches of keys and prefixes, starting from a snapshot or the next revision. The revisions arrive in order,
-  and each of them contains all changes to the watched keys. The order between several watches, or between
-  watches and replies, is not specified. A session never watches a key through two different watches, but the
-  same watch may be requested again. If the store no longer has the history of a watch, or if the watch was
-  resumed on another connection, the missed changes arrive as a single revision;
+- leased keys, which are deleted when the session ends, or some seconds later. All puts of a key are leased,
+  or none is;
+- watches of keys and prefixes, from a snapshot or the next revision. Revisions arrive complete and in order.
+  The order between several watches, or between watches and replies, is not specified. Two different watches
+  never cover the same key. Changes that a resumed watch has missed arrive as a single revision;
 - requests that are executed in order, and replies in that order; an :class:`Unwatch` takes effect for all
-  later changes. Requests whose replies were lost with a connection may be executed again, in order. The
-  caller must tolerate that, and must tolerate a request that is rejected because it was already executed;
-- leases that outlast the session: the store ends the lease of a lost session only after the session has
-  reported the loss;
+  later changes. Requests whose replies were lost may be executed again, in order, and may then be rejected;
+- leases that outlast the session: the store ends the lease only after the session has reported its loss;
 - :class:`ConnectionLost` as the last event of a session, whatever ended it.
 """
 
@@ -40,11 +35,10 @@ if TYPE_CHECKING:
         def key(self) -> str: ...
         @property
         def value(self) -> bytes | None:
-            """Value of the key; ``None`` if the key was deleted."""
+            """``None`` if the key was deleted."""
 
         @property
-        def create_revision(self) -> int:
-            """The revision that created the key."""
+        def create_revision(self) -> int: ...
 
         @property
         def mod_revision(self) -> int:
@@ -53,26 +47,20 @@ if TYPE_CHECKING:
     Result: TypeAlias = "int | Entry | Sequence[Entry] | None"
 
 MAX_OPERATIONS = 125
-"""Maximum number of compares, and maximum number of operations, in a transaction of the rendezvous. Etcd
-allows 128 by default, and the etcd client of elasticrs adds three of its own.
-"""
+"""Limit of compares, and of operations, in a transaction. Etcd allows 128. Its client adds three."""
 
 
 # --- parts of a transaction ---
 
 
 class Compare(Value):
-    """A condition on a key."""
-
     key: str
 
 
-class Exists(Compare):
-    """Condition that the key exists."""
+class Exists(Compare): ...
 
 
-class Missing(Compare):
-    """Condition that the key does not exist."""
+class Missing(Compare): ...
 
 
 class CreatedAt(Compare):
@@ -88,8 +76,6 @@ class ModifiedAt(Compare):
 
 
 class HasValue(Compare):
-    """Condition that the key exists and has this value."""
-
     value: bytes
 
 
@@ -98,10 +84,7 @@ class Operation(Value):
 
 
 class Put(Operation):
-    """Set a key. The result is 1.
-
-    If ``leased`` is true, the key is deleted when this session ends.
-    """
+    """Set a key, and delete it when this session ends if ``leased`` is true. The result is 1."""
 
     key: str
     value: bytes
@@ -127,18 +110,14 @@ class Get(Operation):
 
 
 class Range(Operation):
-    """Read the first ``limit`` keys with this prefix, or all keys if ``limit`` is 0. The result is a list of
-    entries.
-    """
+    """Read the first ``limit`` keys with this prefix (0: all keys). The result is a list of entries."""
 
     prefix: str
     limit: int
 
 
 class Predecessor(Operation):
-    """Read the newest key with this prefix that is older than ``key``. The result is an entry, or ``None`` if
-    there is no such key.
-    """
+    """Read the newest key with this prefix that is older than ``key``. The result is an entry or ``None``."""
 
     prefix: str
     key: str
@@ -148,10 +127,7 @@ class Predecessor(Operation):
 
 
 class Txn(Value):
-    """A transaction. The store answers with a :class:`Reply` that has the same tag.
-
-    ``then`` is executed if all compares hold, and ``otherwise`` if any of them fails.
-    """
+    """Transaction that executes ``then`` if all compares hold, or else ``otherwise``. A reply follows."""
 
     tag: int
     compares: Sequence[Compare]
@@ -160,14 +136,8 @@ class Txn(Value):
 
 
 class Watch(Value):
-    """Watch keys for changes. The store answers with a :class:`Reply`, followed by :class:`Changes`.
-
-    Args:
-        tag: number that identifies the request.
-        prefix: prefix of the keys.
-        exact: true if ``prefix`` is a complete key.
-        snapshot: true if the reply should contain the existing entries. The watch then starts after the
-            revision of the reply.
+    """Watch a prefix, or an ``exact`` key. A :class:`Reply` follows, then :class:`Changes` after its
+    revision. With ``snapshot``, the reply contains the existing entries.
     """
 
     tag: int
@@ -177,8 +147,6 @@ class Watch(Value):
 
 
 class Unwatch(Value):
-    """Stop a watch."""
-
     prefix: str
     exact: bool
 
@@ -187,14 +155,7 @@ class Unwatch(Value):
 
 
 class Connected(Value):
-    """The session has started.
-
-    Args:
-        revision: revision of the store.
-        local_address: local address of the connection.
-        ttl: seconds without a keep-alive after which the store ends the lease; 0 if the store uses the
-            requested time.
-    """
+    """The session has started. ``ttl`` is the granted lease time in seconds; 0 for the requested time."""
 
     revision: int
     local_address: str
@@ -202,14 +163,7 @@ class Connected(Value):
 
 
 class Reply(Value):
-    """Reply to a request.
-
-    Args:
-        tag: tag of the request.
-        ok: true if all compares held, so that ``then`` was executed.
-        revision: revision of the store when it evaluated the request.
-        results: results of the operations; for a watch, the entries.
-    """
+    """Reply to a request. ``ok`` is true if all compares held. The results of a watch are entries."""
 
     tag: int
     ok: bool
@@ -228,16 +182,14 @@ class Reply(Value):
 
 
 class Changes(Value):
-    """Changes of one store revision, in the order in which the transaction made them. Some stores split the
-    changes of a revision into one event per watch.
-    """
+    """Changes of one revision, in order. Some stores split them into one event per watch."""
 
     revision: int
     changes: Sequence[Entry]
 
 
 class Notice(Value):
-    """Message to the user that the store has stopped responding, or responds again. The session continues."""
+    """Message to the user that the store has stopped or resumed responding. The session continues."""
 
     message: str
 
@@ -245,11 +197,9 @@ class Notice(Value):
 class ConnectionLost(Value):
     """The session could not be opened, or was lost. No event of this session follows.
 
-    Args:
-        kind: ``refused``, ``unreachable``, ``timeout``, ``resolve``, ``version``, ``token``, ``not_ours``,
-            ``run``, ``closed``, ``silent``, ``slow``, ``protocol``, ``limit``, ``gone`` or ``other``. With
-            etcd also ``tls`` and ``denied``, with the rendezvous also ``cannot_host``.
-        message: one line for the user.
+    ``kind`` is ``refused``, ``unreachable``, ``timeout``, ``resolve``, ``version``, ``token``, ``not_ours``,
+    ``run``, ``closed``, ``silent``, ``slow``, ``protocol``, ``limit``, ``gone``, ``other``, ``tls`` or
+    ``denied`` (etcd), or ``cannot_host`` (rendezvous).
     """
 
     kind: str
@@ -268,9 +218,7 @@ scoped_token = _core.scoped_token
 
 
 class NativeSession:
-    """Session that owns a client of the built-in store or of etcd. It has a connection, and a lease that
-    expires when the session ends. Its ``fd`` is readable while :meth:`take` has events to return.
-    """
+    """Session of a client of the built-in store or of etcd. ``fd`` is readable while there are events."""
 
     __slots__ = ("_client", "clock", "close", "fd", "wait")
 
@@ -280,8 +228,8 @@ class NativeSession:
 
     @property
     def met(self) -> tuple[bytes, int] | None:
-        """Name of the store to which the client last connected, and the highest revision seen there. A later
-        client needs both to detect a different store. ``None`` before the first connection, and for etcd.
+        """Name of the last store, and its highest revision. A later client needs both to detect a different
+        store. ``None`` before the first connection, and for etcd.
         """
         return self._client.met
 
@@ -325,9 +273,7 @@ def _ops(operations: Sequence[Operation]) -> list[_core.Op]:
 
 
 def _event(event: _core.StoreEvent) -> StoreEvent:
-    """Convert a native event. Entries need no conversion, because native entries already have the attributes
-    of :class:`~.Entry`.
-    """
+    """Convert a native event. Native entries already have the attributes of :class:`~.Entry`."""
     if isinstance(event, _core.Reply):
         return Reply(event.tag, event.ok, event.revision, event.results)
     if isinstance(event, _core.Changes):

@@ -1,12 +1,10 @@
-"""Endpoints of etcd, and settings that only the ``etcd`` back end has.
-
-Imported only if a job uses etcd. The settings have the same names as in torch's back ends ``etcd`` and
-``etcd-v2``.
+"""Endpoints of etcd, and settings that only the ``etcd`` back end has. Their names are those of torch's back
+ends ``etcd`` and ``etcd-v2``. Imported only if a job uses etcd.
 
 - **SITE-1** Contradictory settings are an error: two schemes, certificates without https, or a key without
   its certificate.
-- **SITE-2** Certificate files are opened before anything is started, so that a wrong path leads to an error
-  message about the setting. Their content is checked only when the connection is made.
+- **SITE-2** Certificate files are opened before anything is started, so that the error for a wrong path names
+  the setting. Connecting checks their content.
 - **SITE-3** No text that this module creates contains the password.
 """
 
@@ -81,10 +79,9 @@ KEYS = (
     Key("lease_ttl", 5, _ttl, "seconds without a keep-alive after which a node is lost, 2 or more"),
     Key("read_timeout", 60.0, seconds_within(0, above=True), "seconds for an answer of etcd"),
 )  # fmt: skip
-"""Settings that are specific to the back end ``etcd``."""
 
 _ALIASES = {"cacert": "ca_cert", "cert": "ssl_cert", "key": "ssl_cert_key", "store_grace": "lease_ttl"}
-"""Alternative names of settings, from torch's back end ``etcd-v2`` and from elasticrs's own store."""
+"""Other names of settings, from torch's back end ``etcd-v2`` and from elasticrs's own store."""
 
 _FIELDS = {"etcd_prefix": "prefix", "lease_ttl": "ttl", "read_timeout": "read_timeout"}
 NAMES = (*(key.name for key in KEYS), *_ALIASES)
@@ -93,20 +90,7 @@ _OF_OWN_STORE = ("is_host", "bind_addr", "keep_alive_interval", "keep_alive_max_
 
 
 class EtcdSite(Value):
-    """Addresses of the etcd members, and settings for connecting to them.
-
-    Args:
-        endpoints: hosts (without brackets) and ports of the members.
-        is_tls: true if the members are reached through https.
-        ca_cert: path of the file with CA certificates; the system's certificates if ``None``.
-        cert: path of the file with this node's certificate.
-        key: path of the file with the key of that certificate.
-        user: name of the etcd user; ``None`` without authentication.
-        password: password of that user.
-        prefix: prefix of all keys.
-        ttl: time to live of a session's lease, in seconds.
-        read_timeout: seconds to wait for a response.
-    """
+    """Addresses of etcd's members (hosts without brackets), and settings for them. Times are in seconds."""
 
     endpoints: tuple[tuple[str, int], ...]
     _: KW_ONLY
@@ -122,12 +106,11 @@ class EtcdSite(Value):
 
     @property
     def keep_alive(self) -> dict[str, object]:
-        """Keep-alive settings for a lease of ``ttl`` seconds: five keep-alive intervals."""
+        """Settings for a lease of ``ttl`` seconds: five keep-alive intervals."""
         return {"keep_alive_interval": self.ttl / 5, "keep_alive_max_attempt": 5}
 
     @property
     def shown(self) -> str:
-        """Endpoints as text for messages to the user."""
         return ",".join(shown_endpoint(*each) for each in self.endpoints)
 
     def client(
@@ -141,11 +124,8 @@ class EtcdSite(Value):
         links: tuple[str, str | None] | None = None,
     ) -> Client:
         """Open a session with etcd. All sessions of a job share a lease, which holds keys that have to
-        outlive a session, for ``job_ttl`` seconds after the last session. ``connect_timeout`` is for all
-        endpoints together. The other arguments are those of :class:`elasticrs._core.CoordinationClient`.
-
-        Raises:
-            OSError: file descriptors have run out.
+        outlive a session for ``job_ttl`` seconds. ``connect_timeout`` is for all endpoints together. Raises
+        :class:`OSError` if file descriptors have run out. See :class:`elasticrs._core.CoordinationClient`.
         """
         from elasticrs._engine.nodes.transport.coordination import Client
 
@@ -176,27 +156,20 @@ class EtcdSite(Value):
 
 
 def lease_of(name: str) -> int:
-    """Return the id of the lease that all agents of a job share. It is derived from the job's name."""
+    """Return the id of the lease that all agents of a job share."""
     import hashlib
 
     digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()
-    # Return a positive id, because etcd does not accept negative ids, and with 0 it would choose an id
-    # itself.
+    # Etcd does not accept negative ids, and replaces 0 with an id of its own.
     return int.from_bytes(digest[:8], "big") >> 1 or 1
 
 
 def read_site(
     endpoint: str, config: Mapping[str, object], source: str, option: str
 ) -> tuple[EtcdSite, dict[str, object], list[str]]:
-    """Parse the endpoints (``[SCHEME://]HOST[:PORT],…``) and the settings that only etcd has. ``source`` and
-    ``option`` name the settings and the endpoint in error messages.
-
-    Returns:
-        The addresses and settings of etcd; the other settings, including those that follow from etcd's
-        settings; and messages to the user.
-
-    Raises:
-        UsageError: a setting is invalid. The message is a single line.
+    """Parse the endpoints (``[SCHEME://]HOST[:PORT],…``) and etcd's settings. Return etcd's site, the other
+    settings (some follow from etcd's), and messages to the user. Errors are a :class:`.UsageError` with one
+    line, which names the settings ``source`` and the endpoint ``option``.
     """
     given, rest = _sorted(config, source)
     read = {key.name: read_value(key, given[key.name], source) for key in KEYS if key.name in given}
@@ -239,7 +212,6 @@ def _sorted(config: Mapping[str, object], source: str) -> tuple[dict[str, object
 
 
 def _endpoints(option: str, text: str) -> tuple[str | None, tuple[tuple[str, int], ...]]:
-    """Return the scheme of the endpoints, and their hosts and ports."""
     schemes: set[str | None] = set()
     found: list[tuple[str, int]] = []
     for each in text.split(","):

@@ -1,11 +1,8 @@
-"""Settings of the elastic rendezvous, from ``--rdzv-conf`` or ``rdzv_configs``.
+"""Settings of the elastic rendezvous, from ``--rdzv-conf`` or ``rdzv_configs``. Torch's settings have torch's
+names. Settings that only torch needs are checked, but have no effect.
 
-The settings of torch's dynamic handler and of ``c10d`` have torch's names. Settings that only torch needs are
-accepted and checked, but have no effect. This module opens no files except those that contain a token or a
-password.
-
-- **SET-1** A key that is not in :data:`KEYS` is an error. Torch ignores such keys, so that a setting with a
-  typo silently has no effect.
+- **SET-1** An unknown key is an error. Torch ignores it, so that a setting with a typo silently has no
+  effect.
 - **SET-2** Durations may have fractions of a second. Torch truncates them.
 - **SET-3** No text that this module creates contains the token.
 """
@@ -40,16 +37,8 @@ _MAX_TOKEN_BYTES = 4096
 
 
 class Key(Value):
-    """Definition of one setting.
-
-    Args:
-        name: name of the setting, as the user types it.
-        default: value if the user does not set it.
-        read: function that converts text, or a value from a Python program, to the setting's value. It raises
-            ``ValueError`` with a description of the expected format.
-        help: meaning of the setting, with its unit.
-        is_stored: true if the setting is an attribute of :class:`Settings`. Otherwise it changes another
-            setting, or has no effect.
+    """Definition of one setting. ``read`` converts text or a Python value, or raises ``ValueError`` with the
+    expected format. If ``is_stored`` is false, the setting changes another one, or has no effect.
     """
 
     name: str
@@ -208,21 +197,13 @@ KEYS: tuple[Key, ...] = (
 """All settings. Durations are in seconds."""
 
 BY_NAME = {key.name: key for key in KEYS}
-"""All settings, by name."""
 
 
 class Settings(Value):
     """Settings of a rendezvous, with one attribute for each stored key of :data:`KEYS`.
 
-    Args:
-        values: values by key. Missing keys get their default.
-        grace: seconds that workers may take to stop on this node.
-
-    Attributes:
-        settle: seconds to wait for the nodes of a lost round to stop. The default is the sum of ``grace``,
-            two lease times and 5 s. The second lease time is needed because a store that was unreachable for
-            less than one lease time restarts all leases afterwards.
-        is_settle_given: true if the user has set ``settle``.
+    ``settle`` defaults to ``grace`` (seconds that workers may take to stop), two lease times and 5 s. There
+    are two, because a store that was unreachable for less than one lease time restarts all leases afterwards.
     """
 
     join_timeout: float
@@ -267,9 +248,7 @@ class Settings(Value):
             object.__setattr__(self, "settle", grace + 2 * self.ttl + _SETTLE_MARGIN)
 
     def adapted(self, *, grace: float, exit_barrier_timeout: float | None = None) -> Settings:
-        """Return a copy with values that were still unknown when the settings were read. ``grace`` is in
-        seconds. An ``exit_barrier_timeout`` of ``None`` changes nothing.
-        """
+        """Return a copy with values that were unknown when the settings were read. ``grace`` is seconds."""
         values = self.fields()
         if not self.is_settle_given:
             del values["settle"]
@@ -284,18 +263,14 @@ class Settings(Value):
 
     @property
     def patience(self) -> float:
-        """Seconds that an agent waits for a round before it gives up on its own.
-
-        This is the longest time that a leader may need. The leader may start to wait up to ``join_timeout``
-        later than this agent. It then waits for enough nodes, and after that for more nodes.
+        """Seconds to wait for a round: the longest time that a leader may need. It may start up to
+        ``join_timeout`` later than this agent, and waits first for enough nodes, then for more nodes.
         """
         return 2 * self.join_timeout + max(self.last_call_timeout, self.restart_call_timeout)
 
     @property
     def rank_timeout(self) -> float:
-        """Seconds to wait for a node rank that another node holds, before an error is reported. If that node
-        is dead, its lease expires within this time and releases the rank.
-        """
+        """Seconds to wait for a node rank that another node holds, until a dead node's lease has expired."""
         return self.ttl + 1.0
 
     def __repr__(self) -> str:
@@ -315,20 +290,11 @@ def read_settings(
     exit_barrier_timeout: float | None = None,
     others: tuple[str, ...] = (),
 ) -> tuple[Settings, list[str]]:
-    """Check and convert the given settings, text or values of a Python program. Return them together with
-    messages to the user.
+    """Check and convert the settings (text, or values of a Python program). Return them with messages to the
+    user, or raise :class:`.UsageError` with one line.
 
-    Args:
-        given: settings by key.
-        environ: environment variables, which may contain the token and the exit barrier's timeout.
-        source: name of the settings as the user knows it, for error messages.
-        grace: seconds that workers may take to stop on this node.
-        exit_barrier_timeout: value of the command-line option, which overrides all other sources.
-        others: further valid keys that other modules read, for error messages.
-
-    Raises:
-        UsageError: a setting is unknown or invalid, or settings contradict each other. The message is one
-            line.
+    ``environ`` may contain the token and the exit barrier's timeout, in seconds like ``grace``. ``source``
+    and ``others`` (further valid keys) are for error messages.
     """
     for name in given:
         if name not in BY_NAME:
@@ -361,9 +327,7 @@ def read_settings(
 
 
 def exit_barrier_timeout_of(given: Mapping[str, object], environ: Mapping[str, str], source: str) -> float:
-    """Return how many seconds a finished node waits for the other nodes, if the command-line option, which
-    takes precedence, was not given. Raise :class:`.UsageError` for an invalid value.
-    """
+    """Return how many seconds a finished node waits for others, without the command-line option."""
     name = "exit_barrier_timeout"
     if given.get(name) is None:
         return exit_barrier_timeout_from(environ)
@@ -406,13 +370,8 @@ def _find_token(
 
 
 def read_secret(what: str, path: str, source: str, notices: list[str]) -> bytes:
-    """Read a secret from a file. Trailing newlines are removed.
-
-    ``what`` is the kind of secret, such as ``token``. The key of the setting is this name with the suffix
-    ``_file``. A warning is added to ``notices`` if other users can read the file.
-
-    Raises:
-        UsageError: the file cannot be read, is empty, or is too long. The message is a single line.
+    """Read a secret (``what``, such as ``token``) from a file, or raise :class:`.UsageError`. Add a warning
+    to ``notices`` if other users can read the file.
     """
     try:
         with open(path, "rb") as file:

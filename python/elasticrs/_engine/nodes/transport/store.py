@@ -58,12 +58,10 @@ class DistNetworkError(DistError):
 
 
 def bytes_of(value: str | bytes) -> bytes:
-    """Convert a value to the bytes to be stored."""
     return value.encode() if isinstance(value, str) else bytes(value)
 
 
 def timed_out(what: str, timeout: datetime.timedelta, rest: str) -> DistStoreError:
-    """Return the error for an operation that took too long."""
     return DistStoreError(f"{what} timeout after {round(timeout.total_seconds() * 1000)}ms, {rest}")
 
 
@@ -73,16 +71,11 @@ _CLOSED = "the store object is closed"
 
 
 class Requests:
-    """Sends requests over a shared session and waits for their replies. Whichever caller waits first receives
-    the events for all callers, so no extra thread is needed.
+    """Sends requests over a shared session. Whichever caller waits first receives the events for all callers,
+    so no extra thread is needed. A caller that waits for a key misses no put, because puts are counted before
+    the caller reads the key.
 
-    1. Each reply is passed to the call that sent the request.
-    2. A caller that waits for a key misses no put, because this object starts to count puts of the key before
-       the caller reads the key.
-
-    Args:
-        make: creates the session when it is first needed. Its exceptions are raised in the caller that needed
-            the session.
+    ``make`` creates the session when it is first needed, and may raise exceptions in the caller.
     """
 
     def __init__(self, make: Callable[[], NativeSession]) -> None:
@@ -100,11 +93,7 @@ class Requests:
         self._puts: dict[str, int] = {}
 
     def connect(self) -> NativeSession:
-        """Return the session. The first call opens it and waits until it is connected.
-
-        Raises:
-            DistNetworkError: the session could not be opened, or this object is closed.
-        """
+        """Return the session. The first call opens it, or raises :class:`DistNetworkError`."""
         with self._beginning:
             if self._make is None:
                 raise DistNetworkError(_CLOSED)
@@ -124,20 +113,14 @@ class Requests:
         then: Sequence[Operation] = (),
         otherwise: Sequence[Operation] = (),
     ) -> Reply:
-        """Execute a transaction.
-
-        Raises:
-            DistNetworkError: the session ended. The transaction may or may not have been executed.
-            ValueError: the transaction is too large.
+        """Execute a transaction. After :class:`DistNetworkError`, it may or may not have been executed. Raise
+        :class:`ValueError` if it is too large.
         """
         return self._ask(lambda tag: Txn(tag, compares, then, otherwise))
 
     def wait_for(self, find: Callable[[], T | None], keys: Sequence[str], timeout: float) -> T | None:
-        """Wait until ``find`` returns a value that is not ``None``, and return this value. ``find`` is called
-        again after each put to one of ``keys``. Return ``None`` if ``timeout`` seconds pass first.
-
-        Raises:
-            DistNetworkError: the session ended.
+        """Call ``find`` after each put to one of ``keys`` until it returns a value, and return this value.
+        Return ``None`` after ``timeout`` seconds. Raise :class:`DistNetworkError` if the session ends.
         """
         deadline = time.monotonic() + timeout
         if (found := find()) is not None:
@@ -156,7 +139,7 @@ class Requests:
     def close(self) -> None:
         """Close the session. Waiting calls raise :class:`DistNetworkError`."""
         with self._beginning:
-            # Drop the reference to the session, because the object keeps a descriptor open while it exists.
+            # Drop the reference, because the session keeps a descriptor open while it exists.
             session, self._session, self._make = self._session, None, None
         if session is not None:
             session.close()
@@ -191,8 +174,7 @@ class Requests:
                 raise DistNetworkError(self._lost)
             self._tag += 1
             tag = self._tag
-            # Hold the lock while sending, so that a `Watch` from one thread and an `Unwatch` from another are
-            # sent in the right order.
+            # Hold the lock, so that a `Watch` and an `Unwatch` of two threads are sent in the right order.
             session.send(make(tag))
             self._replies[tag] = None
         try:
@@ -287,11 +269,7 @@ def connect(
 
 
 def connected(client: Client, prefix: str = "", timeout: datetime.timedelta = DEFAULT_TIMEOUT) -> Store:
-    """Connect the client, and return a store that owns it. If connecting fails, close the client.
-
-    Raises:
-        DistNetworkError: see :func:`connect`.
-    """
+    """Connect the client and return a store that owns it, or close it and raise :class:`DistNetworkError`."""
     requests = Requests(lambda: NativeSession(client))
     requests.connect()
     return Store(requests, prefix, timeout)
@@ -521,7 +499,6 @@ class Store:
         return found
 
     def _take_first(self, key: str) -> bytes | None:
-        """Remove and return the first value of a queue; ``None`` if the queue is empty."""
         name = self._key(key)
         while True:
             found = self._txn(then=[Get(name)]).entry(0)
@@ -534,9 +511,7 @@ class Store:
                 return first
 
     def _change(self, key: str, change: Callable[[bytes], bytes]) -> bytes:
-        """Atomically replace the value of a key with ``change(old value)``. The old value is empty bytes if
-        the key is missing. Return the new value.
-        """
+        """Atomically replace a value with ``change(old value)``, and return it. A missing value is empty."""
         name = self._key(key)
         found = self._txn(then=[Get(name)]).entry(0)
         while True:
