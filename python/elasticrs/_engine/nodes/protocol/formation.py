@@ -48,7 +48,7 @@ MEMBERS_PER_TXN = 99
 """Number of members whose slots are written in one transaction, which then has 100 operations."""
 
 MAX_COMPARED = 50
-"""Number of members that an exclusion may require to be registered, within 125 conditions."""
+"""Number of members that must be registered to write an exclusion. A write has at most 125 conditions."""
 
 FIRST_NEWS, LATER_NEWS = 1.0, 30.0
 """Seconds until the first message that nodes are missing (most have joined by then), and between messages."""
@@ -98,7 +98,7 @@ def between_rounds(member: Member, leader: Leader, view: View) -> None:
 
 
 def _enough(view: View, excluded: str, count: int) -> list[str]:
-    """Return up to ``count`` members that an exclusion requires, because they have to form the next round."""
+    """Return up to ``count`` members that must still be registered to give the next round enough nodes."""
     others = sorted(member for member in view.candidates if agent_of(member) != excluded)
     return others[: min(count, MAX_COMPARED)]
 
@@ -244,11 +244,11 @@ def _too_few(member: Member, view: View) -> str:
 
 
 def _form(member: Member, leader: Leader, view: View, ended: Head | None, alive: list[str]) -> None:
-    """Propose the next round: send its slots, its member table and finally the head, without waiting for
-    replies.
+    """Propose the next round: send its slots, its member table and its head without waiting for replies.
 
-    Their conditions never become true again, so if an early transaction is rejected, the head is rejected as
-    well. Slots of a proposal are ignored unless the head names the proposal.
+    The conditions of these transactions never become true again once they are false, so if an early one is
+    rejected, the head is rejected as well. Slots of a proposal are ignored unless the head names the
+    proposal.
     """
     members = _members(view, member.rendezvous.max_nodes)
     registration = member.registered
@@ -377,7 +377,7 @@ def may_grow(member: Member, view: View, head: Head) -> bool:
 
 
 def _forget_workers(member: Member, view: View, gone: set[int]) -> None:
-    """Delete the keys of lost agents' workers. The nursery has killed them before the agents were lost."""
+    """Delete the keys of lost agents' workers, which the nursery killed before the agents' sessions ended."""
     keys = workers_keys(member.rendezvous, member.agent.job, member.joining.job_revision)
     for seat in (view.seats[rank] for rank in gone):
         if seat.member not in view.farewells:

@@ -71,8 +71,8 @@ if TYPE_CHECKING:
     )
 
 FORGET_EARLIER = 60
-"""Earlier registrations that an agent deletes when it registers. Older ones were deleted before. A delayed
-request that creates one again would have arrived by now.
+"""Number of earlier registrations that an agent deletes when it registers. Older ones were deleted before,
+and a delayed request that creates one again would have arrived by now.
 """
 
 MAX_REFUSAL = MAX_NAME - 8
@@ -223,7 +223,7 @@ def _refuse(member: Member, link: Link, why: str, *, is_alone: bool) -> None:
 
 
 def leave_refused(member: Member) -> None:
-    """Exit if the job has refused this agent and the others know it, or after :data:`REFUSAL_TIMEOUT`."""
+    """Exit if the job has refused this agent: once the others know it, or after :data:`REFUSAL_TIMEOUT`."""
     if member.joining.refusal is not None:
         member.exit(Outcome("refused", member.joining.refusal))
 
@@ -303,11 +303,10 @@ def earlier_registrations(member: Member, incarnation: int) -> list[Operation]:
 
 
 def look_for_twin(member: Member, reply: Reply) -> None:
-    """Check whether another launch on this host takes part in the job. The user may consider the two launches
-    independent jobs.
+    """Check whether another launch on this host takes part in the job. It may be an independent job by
+    mistake.
 
-    Tell the user only if the job already runs, because the nodes of one job may be started in several
-    sessions.
+    Tell the user only if the job already runs, because a job's nodes may be started in several sessions.
     """
     neighbors = reply.results[0]
     if member.joining.was_registered or not isinstance(neighbors, Sequence):
@@ -328,7 +327,7 @@ def _launch_of(entry: Entry) -> str | None:
 
 
 def registered(member: Member, registration: Registration, own: Entry | None) -> None:
-    """Handle a confirmed registration. If the client sent it twice, the revision of the reply is too high."""
+    """Handle a confirmed registration. Use its key's revision, because T1 may have been sent twice."""
     assert own is not None
     joining = member.joining
     joining.claim, joining.rank_holder, joining.told_of_port = None, None, False
@@ -526,7 +525,7 @@ def claim_rank(member: Member, registration: Registration, node_rank: int) -> tu
 
 
 def rank_refused(member: Member, entry: Entry | None) -> None:
-    """Retry on a new connection after a rejected T1. ``entry`` is the rank's; ``None`` if it is free."""
+    """Retry on a new connection after a rejected T1. ``entry`` is the rank's key; ``None`` if it is free."""
     joining = member.joining
     joining.claim = None
     if entry is not None:

@@ -112,7 +112,7 @@ class View:
 
     def holds(self, member: str) -> bool:
         """Return true if a member may still have workers: its last assigned round has started, and it has not
-        been idle since. It may be slow, and the current round formed without it.
+        been idle since. Use its own slot, because the current round may have been formed without it.
         """
         given = self.slots.get(member, 0)
         if given is None:

@@ -88,7 +88,9 @@ class Registration(Record):
 
 
 class Link(Record):
-    """Connection to the store. ``purposes`` has the requests without a reply, by tag."""
+    """Connection to the store. ``purposes`` has the requests without a reply, by tag. ``job_revision`` is 0
+    until the job's record was checked.
+    """
 
     purposes: dict[int, Purpose] = fresh(factory=dict)
     job_revision: int = 0
@@ -209,15 +211,15 @@ class RoundWorkers(Record):
 
 
 class Done(Record):
-    """Node that finished before the round ended: the store knows it (``is_known``), or its wait is over."""
+    """State of a finished node: the store knows it (``is_known``), its wait is over (``is_over``)."""
 
     is_known: bool = False
     is_over: bool = False
 
 
 class RoundAge(Record):
-    """Last round whose start this agent has seen, and last round that has run for ``short_round`` seconds.
-    ``was_short`` is ``None`` if this agent did not see the start of the round.
+    """Last round whose start this agent has seen (``seen``), and last round that ran for ``short_round``
+    seconds (``aged``). ``was_short`` is ``None`` if this agent did not see the start of the round.
     """
 
     seen: int = 0
@@ -246,8 +248,7 @@ class Leaving(Record):
 
 
 class Member:
-    """State of one agent in the rendezvous. Parts that exist only temporarily are separate objects, or
-    ``None``.
+    """State of one agent in the rendezvous. Temporary parts are separate objects, otherwise ``None``.
 
     Attributes:
         last_head: last state of the job received over any connection.
@@ -424,7 +425,7 @@ class Member:
         planned: bool = False,
         after_failure: bool = False,
     ) -> None:
-        """Stop the workers with SIGKILL if ``fenced``, otherwise gracefully. ``why`` is then for the user."""
+        """Stop the workers: with SIGKILL if ``fenced``, otherwise gracefully, with ``why`` for the user."""
         workers = self.workers
         if workers is None or (workers.is_stopping and not fenced):
             return

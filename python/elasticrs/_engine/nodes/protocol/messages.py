@@ -28,7 +28,7 @@ class Begin(Value):
 
 
 class StartFailed(Value):
-    """Event: no workers are left, because starting them failed. If ``transient``, a retry may succeed."""
+    """Event: the workers could not be started, and none are left. If ``transient``, a retry may succeed."""
 
     message: str
     transient: bool = False
@@ -118,8 +118,9 @@ class Start(Value):
         round: number of the round, from 1 (``ELASTICRS_ROUND``).
         restarts: number of restarts that the job has used (``TORCHELASTIC_RESTART_COUNT``).
         ranks: ranks of this node's first worker, and the world sizes of the round.
-        serves_store: true if this node serves the workers' store, on the latest :class:`StorePort`. With a
-            fixed port, its worker does, and :class:`StartFailed` follows if the port cannot be lent.
+        serves_store: true if this node serves the workers' store, with the listener of the latest
+            :class:`StorePort`. With a fixed port, one of its workers serves the store instead, and
+            :class:`StartFailed` follows if the port cannot be lent.
         earlier: why the previous round ended; empty for the first round.
         after_loss: true if the previous round ended because a node was lost.
         delay: restart delay before this round, in seconds.
@@ -194,8 +195,8 @@ class Outcome(Value):
             unfit.
         message: one line for the user.
         cause: first failure of the job.
-        has_failed: for ``closed``, true if the job had failed; for ``spare``, true if this agent was probably
-            started as a job of its own.
+        has_failed: for ``closed``, true unless the job had succeeded or an agent had closed it; for
+            ``spare``, true if this agent was probably started as a job of its own.
         is_permanent: for ``failed``, true if another attempt would fail in the same way.
     """
 

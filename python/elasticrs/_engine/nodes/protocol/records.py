@@ -1,8 +1,7 @@
 """Records in the store, encoded as compact JSON of limited size.
 
 - **RECORD-1** A head has at most :data:`MAX_HEAD` bytes, because it is sent to all agents.
-- **RECORD-2** Reading any bytes returns fields of the right types and ranges, or raises
-  :class:`DamagedError`.
+- **RECORD-2** Reading any bytes returns valid types and ranges, or raises :class:`DamagedError`.
 """
 
 from __future__ import annotations
@@ -123,7 +122,7 @@ CAUSE: dict[str, Check] = {
 
 
 def checked_fields(record: Any, checks: Mapping[str, Check], required: Iterable[str]) -> dict[str, Any]:
-    """Return the fields that are not null, or raise :class:`DamagedError`. ``checks`` lists all fields."""
+    """Return the fields that are not null, or raise :class:`DamagedError`. ``checks`` has all fields."""
     if not isinstance(record, dict):
         raise DamagedError(f"{_shown(record)} is not an object")
     found = {name: value for name, value in record.items() if value is not None}
@@ -230,7 +229,7 @@ GROUNDS = ("stopped", "behind", "elsewhere", "apart", "oldest")
 
 
 def blame_of(cause: Mapping[str, Any] | None) -> tuple[Any, ...] | None:
-    """Return a sort key for hung workers; ``None`` for other causes. The others wait for the smallest one."""
+    """Return a sort key for a hung worker, smallest for the one that blocks the others; else ``None``."""
     ground = cause.get("ground") if cause else None
     if cause is None or ground not in GROUNDS:
         return None
@@ -557,10 +556,10 @@ _SEAT = (NAME, NAME, ADDRESS)
 
 
 def master_addr(nodes: Sequence[Node]) -> str:
-    """Return an address at which all members reach the first of ``nodes``, sorted by group rank.
+    """Return an address at which all members reach the first of ``nodes``, which are sorted by group rank.
 
-    Without the user's address, use that of its connection to the store, which works between these two. Use a
-    loopback address only if all nodes are on one host, or there is no other address.
+    Without an address from the user, use the local one of its connection to the store, which is known to
+    work. Use a loopback address only if all nodes are on one host, or there is no other address.
     """
     first = nodes[0]
     if first.local_addr:

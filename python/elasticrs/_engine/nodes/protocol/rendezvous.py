@@ -3,8 +3,7 @@ run the same command, so that independent jobs never merge into one.
 
 - **CMD-1** Two commands are the same if their programs, arguments and users are equal. The Python interpreter
   and the options of the launcher are not compared.
-- **CMD-2** Values of options in :data:`OF_ONE_NODE`, and words that differ only in the node's name, are
-  ignored.
+- **CMD-2** Values of options in :data:`OF_ONE_NODE`, and differences in the node's name only, are ignored.
 - **CMD-3** The record of a command has a limited size. A digest replaces the rest of a longer command.
 """
 
@@ -37,7 +36,7 @@ class Rendezvous(Value):
         port: port of the endpoint; 0 for any free port if this agent hosts the store.
         run_id: name of the job, as given by the user.
         node_rank: rank of this node with ``static``; otherwise ``None``.
-        etcd: etcd, if it is the store; ``None`` for elasticrs's own store.
+        etcd: addresses and settings of etcd; ``None`` for elasticrs's own store.
         config: settings as the user has given them.
         member: prefix of the names of this process's registrations; a random name if ``None``.
         replaces: prefix of the registrations of a dead process that this process replaces.
@@ -104,7 +103,7 @@ class Rendezvous(Value):
     def store_lost_timeout(self) -> float:
         """Seconds for which this agent tries to reconnect to a lost store."""
         given = self.settings
-        # Workers that are still stopping may occupy the port of ``static`` for ``settle`` seconds.
+        # With ``static``, stopping workers may occupy the store's port for ``settle`` seconds.
         return max(given.store_lost_timeout, given.settle) if self.is_static else given.store_lost_timeout
 
 
@@ -156,8 +155,8 @@ MAX_WORDS = 3000
 
 
 class Command(Value):
-    """Command of a node's workers. ``place`` is the absolute path of the program. It has to be the same for
-    agents on one host only, because other hosts may keep the job in another folder.
+    """Command of a node's workers. ``place`` is the absolute path of the program. It has to be the same only
+    on the same host, because other hosts may keep the job in another folder.
     """
 
     words: tuple[str, ...]
@@ -185,7 +184,7 @@ def command_of_python(words: Sequence[str]) -> Command:
 
 
 def _command_of_name(name: str, arguments: Sequence[str]) -> Command:
-    """Return the command of a name, which may refer to another program in another working directory."""
+    """Return the command of a program's name, which may mean another program in another directory."""
     return command_of([name, *arguments], os.path.join(_real(os.curdir), name))
 
 

@@ -3,9 +3,9 @@ functions are pure. :mod:`.restart_policy` decides how to react to a failure.
 
 - **VERDICT-1** A restart is charged only if workers have failed and no member was lost. Workers often fail
   *because* a node died, and may report that before the loss is known.
-- **VERDICT-2** The first cause is the earliest that members report for the round. A lost or silent peer is
-  the first cause only if there is no other. If workers hung, the first cause is the hang of the worker that
-  the others waited for (:func:`~.records.blame_of`).
+- **VERDICT-2** The first cause is the earliest that members report for the round. An exception that only
+  reports a lost or silent peer counts only if there is no other cause. If workers hung, the first cause is
+  the hang of the worker that the others waited for (:func:`~.records.blame_of`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ MAX_DIAGNOSIS = 1024
 
 MAX_DIAGNOSED = 1 << 17
 """Maximum number of ranks in a diagnosis. Any further ranks are ignored."""
-
 
 MAX_SETUPS = 3
 """Maximum number of consecutive rounds whose workers fail to start."""
@@ -74,7 +73,7 @@ def kind_of(head: Head) -> str:
 
 
 def known_causes(view: View, head: Head) -> list[dict[str, Any]]:
-    """Return the reported causes, one per agent: the last, which includes its workers' error files."""
+    """Return one cause per agent: its latest report, which includes the contents of the error files."""
     found = [node.cause for node in _reports(view, head) if node.cause is not None]
     first = head.cause
     if first is not None and not any(is_of_same_node(cause, first) for cause in found):
@@ -110,6 +109,7 @@ def diagnosed(
     if cause is None or not view.has_evidence:
         return cause, None
     is_hang = blame_of(cause) is not None
+    # NCCL's watchdog aborts the process (SIGABRT) after a failed collective.
     if not is_hang and not cause.get("is_consequence") and cause.get("exitcode") != -signal.SIGABRT:
         return cause, None
     from elasticrs._engine.hangs.culprits import decide, decide_failure
@@ -133,8 +133,8 @@ def diagnosed(
 
 
 def _cause_of(view: View, head: Head, cause: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Return the cause if flight records blame ``rank``: its hang, if a node has reported it, or a new cause
-    with its node and local rank, or ``cause`` if these are unknown.
+    """Return the cause to report if flight records blame ``rank``: the hang that a node has reported for it,
+    or a new cause with its node and local rank. Return ``cause`` if these are unknown.
     """
     from elasticrs._engine.hangs.node_evidence import NodeEvidenceError, decode
 
@@ -226,7 +226,7 @@ def judge(
         available=len(view.candidates),
         min_nodes=min_nodes,
     )
-    # Exclude unfit nodes in any case: a lost node explains failed workers, but no failed node check.
+    # Exclude unfit nodes in any case: a lost node explains failed workers, but not a failed node check.
     decision = (decide if charged else exclude)(policy, head.failures, evidence)
     more: dict[str, Any] = {"delay": round(decision.delay, 3), "note": decision.note}
     if decision.exclude is not None:

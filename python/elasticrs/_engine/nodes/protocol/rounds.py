@@ -79,7 +79,7 @@ def take_slot(member: Member, registration: Registration, entry: Entry) -> None:
 
 
 def _slot_damaged(member: Member, registration: Registration, error: DamagedError) -> None:
-    """Register again, because this agent needs ranks for the next round, unless it already has workers."""
+    """Handle an unreadable slot: register again to get ranks, unless workers run, which already have them."""
     text = damage(member.keys.slot(registration.member), error)
     if member.phase in (Phase.IDLE, Phase.CONNECTING):
         fence(member, text)
@@ -92,7 +92,7 @@ def take_head(member: Member, link: Link, entry: Entry) -> None:
         return
     if entry.value is None:
         if link.head is not None:
-            # Without the job's record, no agent can end the round.
+            # Stop the workers, because without the job's record no agent can end the round.
             fence(member, REMOVED)
         return
     head = Head.read(entry)
@@ -224,7 +224,7 @@ def slot_found(member: Member, link: Link, registration: Registration, reply: Re
 
 
 def is_slot_known(link: Link, registration: Registration) -> bool:
-    """Return true if the slot was read after the head, and is final, because slots are written first."""
+    """Return true if the slot was read after the head. It is then final, because slots are written first."""
     return registration.slot_known >= link.head_revision
 
 
@@ -260,7 +260,7 @@ def look(member: Member) -> None:
         else:
             _slot_damaged(member, registration, DamagedError("its ranks are beyond those of the round"))
     elif head.state == "RUNNING" and slot.round == head.round and not is_slot_known(link, registration):
-        # Its slot belongs to a discarded proposal for this round. A newer one may not have arrived yet.
+        # The member's slot belongs to a discarded proposal for this round. A newer slot may still arrive.
         _find_slot(member, link)
     elif head.state != "CLOSED":
         member.done = None
@@ -405,7 +405,7 @@ def workers_gone(member: Member) -> None:
 
 
 def idle(member: Member, registration: Registration, number: int) -> None:
-    """Report that no workers of a round are left (T4), once an unused listener is ready for their store."""
+    """Report that no workers of a round are left (T4), once there is a listener for the next round."""
     if fresh_listener(member):
         say_idle(member, registration, number)
     else:
@@ -493,7 +493,7 @@ def _ask(member: Member, registration: Registration, purpose: Purpose, key: str,
 
 
 def predecessor_found(member: Member, registration: Registration, reply: Reply, is_before: bool) -> None:
-    """Watch the predecessor. Look again if the key that was to be skipped (``is_before``) is gone."""
+    """Watch the predecessor. Look again if the skipped key (``is_before``) was deleted in the meantime."""
     if reply.ok:
         follow(member, registration, reply.entry(0))
     elif is_before:

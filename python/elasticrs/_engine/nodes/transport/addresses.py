@@ -13,7 +13,7 @@ def plain(name: str) -> str:
 
 
 def packed(address: str) -> bytes | None:
-    """Return the bytes of a numeric address (of IPv4 if it is IPv4-mapped); ``None`` for a name."""
+    """Return the bytes of a numeric address; ``None`` for a name. IPv4-mapped addresses become IPv4."""
     text = address.partition("%")[0]
     for family in (_socket.AF_INET, _socket.AF_INET6):
         try:

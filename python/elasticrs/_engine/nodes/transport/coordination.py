@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     Result: TypeAlias = "int | Entry | Sequence[Entry] | None"
 
 MAX_OPERATIONS = 125
-"""Limit of compares, and of operations, in a transaction. Etcd allows 128. Its client adds three."""
+"""Limit of compares, and of operations, in a transaction. Etcd allows 128, and our client adds three."""
 
 
 # --- parts of a transaction ---

@@ -123,9 +123,10 @@ class EtcdSite(Value):
         supervisor: _core.Supervisor | None = None,
         links: tuple[str, str | None] | None = None,
     ) -> Client:
-        """Open a session with etcd. All sessions of a job share a lease, which holds keys that have to
-        outlive a session for ``job_ttl`` seconds. ``connect_timeout`` is for all endpoints together. Raises
-        :class:`OSError` if file descriptors have run out. See :class:`elasticrs._core.CoordinationClient`.
+        """Open a session with etcd, or raise :class:`OSError` if file descriptors have run out. All sessions
+        of a job share a lease for keys that outlive a session, for ``job_ttl`` seconds after the last
+        session. ``connect_timeout`` is for all endpoints together. See
+        :class:`elasticrs._core.CoordinationClient`.
         """
         from elasticrs._engine.nodes.transport.coordination import Client
 
@@ -168,8 +169,8 @@ def read_site(
     endpoint: str, config: Mapping[str, object], source: str, option: str
 ) -> tuple[EtcdSite, dict[str, object], list[str]]:
     """Parse the endpoints (``[SCHEME://]HOST[:PORT],…``) and etcd's settings. Return etcd's site, the other
-    settings (some follow from etcd's), and messages to the user. Errors are a :class:`.UsageError` with one
-    line, which names the settings ``source`` and the endpoint ``option``.
+    settings (some follow from etcd's), and messages to the user. Raise :class:`.UsageError` with one line,
+    which names the settings ``source`` or the endpoint ``option``.
     """
     given, rest = _sorted(config, source)
     read = {key.name: read_value(key, given[key.name], source) for key in KEYS if key.name in given}

@@ -1,8 +1,7 @@
 """Settings of the elastic rendezvous, from ``--rdzv-conf`` or ``rdzv_configs``. Torch's settings have torch's
 names. Settings that only torch needs are checked, but have no effect.
 
-- **SET-1** An unknown key is an error. Torch ignores it, so that a setting with a typo silently has no
-  effect.
+- **SET-1** An unknown key is an error. Torch ignores it, so that a typo silently has no effect.
 - **SET-2** Durations may have fractions of a second. Torch truncates them.
 - **SET-3** No text that this module creates contains the token.
 """
@@ -202,8 +201,8 @@ BY_NAME = {key.name: key for key in KEYS}
 class Settings(Value):
     """Settings of a rendezvous, with one attribute for each stored key of :data:`KEYS`.
 
-    ``settle`` defaults to ``grace`` (seconds that workers may take to stop), two lease times and 5 s. There
-    are two, because a store that was unreachable for less than one lease time restarts all leases afterwards.
+    ``settle`` defaults to ``grace`` (seconds that workers may take to stop), two lease times and 5 s. The
+    second one is for a store that was unreachable for less than one lease time, and then restarts all leases.
     """
 
     join_timeout: float
@@ -248,7 +247,7 @@ class Settings(Value):
             object.__setattr__(self, "settle", grace + 2 * self.ttl + _SETTLE_MARGIN)
 
     def adapted(self, *, grace: float, exit_barrier_timeout: float | None = None) -> Settings:
-        """Return a copy with values that were unknown when the settings were read. ``grace`` is seconds."""
+        """Return a copy with values that became known after reading the settings. ``grace`` is in seconds."""
         values = self.fields()
         if not self.is_settle_given:
             del values["settle"]
@@ -327,7 +326,7 @@ def read_settings(
 
 
 def exit_barrier_timeout_of(given: Mapping[str, object], environ: Mapping[str, str], source: str) -> float:
-    """Return how many seconds a finished node waits for others, without the command-line option."""
+    """Return how many seconds a finished node waits for others without the command-line option."""
     name = "exit_barrier_timeout"
     if given.get(name) is None:
         return exit_barrier_timeout_from(environ)

@@ -119,8 +119,8 @@ class Requests:
         return self._ask(lambda tag: Txn(tag, compares, then, otherwise))
 
     def wait_for(self, find: Callable[[], T | None], keys: Sequence[str], timeout: float) -> T | None:
-        """Call ``find`` after each put to one of ``keys`` until it returns a value, and return this value.
-        Return ``None`` after ``timeout`` seconds. Raise :class:`DistNetworkError` if the session ends.
+        """Call ``find`` now and after each put to one of ``keys`` until it returns a value, and return the
+        value. Return ``None`` after ``timeout`` seconds. Raise :class:`DistNetworkError` if the session ends.
         """
         deadline = time.monotonic() + timeout
         if (found := find()) is not None:
