@@ -1,6 +1,4 @@
-"""Everything behind the names that users import. The engine may be changed freely, and imports none of those
-names.
-"""
+"""Everything behind the names that users import. The engine may change freely, and imports none of them."""
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -8,13 +6,9 @@ if TYPE_CHECKING:
 
 
 def public(name: str) -> "Any":
-    """Return what a program finds under a public name of this package.
+    """Return what programs find under a public name, given without ``elasticrs.``.
 
-    Programs replace some functions, as they do in torch, and register rendezvous back ends. So the engine
-    looks such a name up each time it needs it, and uses what the program has put there.
-
-    Args:
-        name: the name without ``elasticrs.``, such as ``multiprocessing.errors.get_error_handler``.
+    The engine looks such a name up at each use, because programs replace functions and register back ends.
     """
     import sys
 

@@ -1,7 +1,5 @@
-"""Writes the error file in which a worker records its uncaught exception.
+"""Writes the error file in which a worker records its uncaught exception, in torch's format.
 
-The format is torch's: ``message`` with ``extraInfo``, whose values are strings. Additional data is stored
-under the key ``elasticrs``. :class:`elasticrs.multiprocessing.errors.ErrorHandler` imports this module.
 Workers that cannot import elasticrs execute it by path, so it uses only the standard library of Python 3.8.
 """
 
@@ -16,15 +14,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _NOTICE_PART = 2000
-"""Maximum size of each of the two parts of a notice, in bytes. The agent reads at most 4096 bytes."""
+"""Maximum size in bytes of each of the two parts of a notice. The agent reads at most 4096 bytes."""
 
 _CODEC = ("utf-8", "backslashreplace")
 """Text encoding, and the error handler for lone surrogates, which UTF-8 cannot encode."""
 
 _MAX_CAUSES, _MAX_FRAMES = 4, 20
-"""Maximum number of causes in a notice, and maximum number of frames of each exception. The innermost frames
-are kept.
-"""
+"""Maximum number of causes in a notice, and of frames of each exception. The innermost frames are kept."""
 
 _MAX_MEMBERS = 100
 """Maximum number of members of an exception group that are compared with each other."""
@@ -33,7 +29,6 @@ _MAX_DEPTH = 16
 """Maximum depth of the chain of causes that is searched. Prevents endless recursion."""
 
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ")
-"""Path fragments that identify code outside the user's program."""
 
 PARSERS = frozenset(("argparse", "optparse", "click.core", "typer.core"))
 """Modules of command-line parsers, which exit with code 2 if they reject the program's arguments."""
@@ -42,10 +37,8 @@ _STARTERS = ("<frozen ", "/runpy.py", "/importlib/__init__.py")
 """Parts of paths of code that starts a program or imports a module."""
 
 _ELASTICRS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + "/"
-"""Folder of this package, which may be installed in any place."""
 
 _NOT_RETRYABLE = {("elasticrs.errors", "NonRetryable"), ("bdb", "BdbQuit")}
-"""Exceptions after which another attempt is useless, as pairs of module and name."""
 
 _OF_CHILDREN = {
     *("CalledProcessError", "ChildFailedError", "ProcessRaisedException", "ProcessExitedException"),
@@ -78,31 +71,22 @@ _LOST_PEER = frozenset(
         "torch.distributed.DistStoreError",
     )
 )
-"""Types of exceptions that report that a peer has closed a connection or does not answer. Subclasses of these
-types count as well.
-"""
+"""Exceptions that report that a peer has closed a connection or does not answer. Subclasses count as well."""
 
 _GLOO_LOST_PEER = (
     *("connection closed", "connection reset", "broken pipe", "socket closed"),
     *("timed out waiting", "application timeout"),
 )
-"""Phrases in gloo's error messages that mean that a peer has closed a connection or does not answer. Gloo
-raises a plain ``RuntimeError``, so only the text distinguishes these errors from other errors of native code.
-"""
+"""Phrases in gloo's error messages about a lost peer. Gloo has no exception type of its own."""
 
 _LOCAL_CALLERS = ("torch.nn.modules.", "torch.nn.functional")
-"""Name prefixes of Python modules whose calls of native code never wait for another rank. Layers that
-communicate, such as ``SyncBatchNorm``, call functions of ``torch.distributed`` for that purpose.
-"""
+"""Modules whose calls of native code never wait for another rank. ``SyncBatchNorm`` calls other modules."""
 
 
 def error_document(error: BaseException, written_by: str, at_ns: "int | None" = None) -> str:
     """Return the content of the error file.
 
-    Args:
-        error: the exception, with its traceback.
-        written_by: ``"hook"`` or ``"record"``.
-        at_ns: time when the exception was raised, in monotonic nanoseconds; ``None`` for the current time.
+    ``at_ns`` is the time of the exception in monotonic nanoseconds; ``None`` for the current time.
     """
     import json
     import traceback
@@ -144,35 +128,20 @@ def _message(error: BaseException) -> str:
 def failure_facts(error: BaseException) -> "dict[str, object]":
     """Describe an uncaught exception for the restart policy.
 
-    Returns:
-        A dictionary with these items:
-
-        - ``exception``: qualified name of the exception's type.
-        - ``place``: file name and line where the exception was raised, such as ``train.py:88``, in the user's
-          program if possible.
-        - ``is_start_error``: true if the program could not start. One of its files could not be parsed, or
-          imports a missing module at its top level, or the program rejected its arguments (``SystemExit``;
-          see HOOK-8 in the hook).
-        - ``is_retryable``: false if another attempt is useless, because of an
-          ``elasticrs.errors.NonRetryable`` or a ``bdb.BdbQuit``. The latter means that the user has quit the
-          debugger. The causes of the exception and the members of exception groups are checked as well.
-        - ``is_transient``: true if the exception reports a lost connection or a timeout.
-        - ``is_lost_peer``: true if :func:`origin` returns ``"peer"``.
-        - ``errno``: error number of an ``OSError``. Missing for other exceptions.
-        - ``python``: path of the interpreter.
-        - ``member``: text of the exception that represents an exception group; see :func:`representative`.
-          Missing for other exceptions.
-        - ``more``: number of the group's other innermost members. Missing for other exceptions.
+    - ``place``: where it was raised, such as ``train.py:88``, in the user's program if possible.
+    - ``is_start_error``: a file could not be parsed, a top-level import failed, or the program rejected its
+      arguments (HOOK-8 in the hook).
+    - ``is_retryable``: false for ``NonRetryable`` and ``bdb.BdbQuit`` (the user has quit the debugger).
+    - ``member`` and ``more``: text of an exception group's :func:`representative`, and number of its other
+      innermost members. Missing for other exceptions.
     """
     kind = type(error)
     frames, shown = _frames(error.__traceback__)
-    # Exclude subclasses of SyntaxError that libraries define, because they report invalid data, not invalid
-    # code. An example is the `ParseError` of Python's XML parser.
+    # Libraries' subclasses of SyntaxError, such as `ParseError` for XML, report invalid data, not code.
     is_code = not isinstance(error, SyntaxError) or kind.__module__ == "builtins"
     if isinstance(error, SyntaxError) and is_code and error.filename:
         shown.append((error.filename, error.lineno or 0))
-    # Count the exception as a start error only if all frames are module-level code or import machinery. A
-    # function can also import or parse a file long after the start.
+    # Require module-level code in all frames, because a function can import a file long after the start.
     is_importing = all(
         code.co_name == "<module>" or any(part in code.co_filename for part in _STARTERS)
         for code, _ in frames
@@ -205,10 +174,7 @@ def is_rejection(error: SystemExit) -> bool:
 def _frames(
     entry: "types.TracebackType | None",
 ) -> "tuple[list[tuple[types.CodeType, int]], list[tuple[str, int]]]":
-    """Return two lists of the frames of a traceback. Frames of this package are left out if there are others.
-    The first list contains the code and line of each frame. The second list contains the file and line of
-    each frame in the user's program, or of every frame if none is in the user's program.
-    """
+    """Return the code and line of each frame, and the file and line of the user's frames (else of all)."""
     frames = []
     while entry is not None:
         frames.append((entry.tb_frame.f_code, entry.tb_lineno))
@@ -219,18 +185,11 @@ def _frames(
 
 
 def representative(error: BaseException) -> "tuple[BaseException, types.TracebackType | None, int]":
-    """Return the exception to report for ``error`` in places where only one exception can be named.
+    """Return the exception to report for ``error``, its traceback, and the number of other innermost members.
 
-    For an exception group, this is one of its innermost members. Members that make another attempt useless
-    are preferred to other members. Among these, members that are not side effects of a lost connection or a
-    timeout are preferred.
-
-    If several members remain, the names of their types and their places decide. The order of the members does
-    not decide, because it may differ from one attempt to the next.
-
-    Returns:
-        The exception, its traceback, and the number of other innermost members. A member that was never
-        raised itself has the traceback of its group.
+    Of an exception group, prefer members that make another attempt useless, then members that are not side
+    effects of a lost connection. Types and places decide between the others, because the order of the members
+    may differ from one attempt to the next.
     """
     found = _innermost(error)
 
@@ -246,9 +205,7 @@ def representative(error: BaseException) -> "tuple[BaseException, types.Tracebac
 
 
 def _innermost(error: BaseException) -> "list[tuple[BaseException, types.TracebackType | None]]":
-    """Return the innermost members of an exception group with their tracebacks. For any other exception,
-    return only the exception itself.
-    """
+    """Return the innermost members of an exception group, or another exception itself, with tracebacks."""
     found: list[tuple[BaseException, types.TracebackType | None]] = []
     pending: list[tuple[BaseException, types.TracebackType | None]] = [(error, error.__traceback__)]
     seen: set[int] = set()
@@ -275,9 +232,7 @@ def _is_one_of(error: BaseException, names: "frozenset[str]") -> bool:
 
 
 def _is_transient(error: BaseException, depth: int = 0) -> bool:
-    """Return true if an exception reports a lost connection or a timeout, or was caused by such an exception.
-    For an exception group, return true if this holds for all members.
-    """
+    """Return true if an exception, a cause, or all members of a group report a lost connection or timeout."""
     if depth > _MAX_DEPTH:
         return False
     members = _members(error)
@@ -289,17 +244,14 @@ def _is_transient(error: BaseException, depth: int = 0) -> bool:
     if isinstance(error, OSError):
         if isinstance(error.errno, int) and error.errno in _OF_NETWORK:
             return True
-        # A `URLError` has the original error as its reason. An `OSError` of an HTTP library often has the
-        # original error as its context. Ignore the context of all other exceptions, because they are often
-        # mistakes in an exception handler.
+        # `URLError` and the `OSError` of HTTP libraries have the original error as reason or context. Other
+        # contexts are often mistakes in an exception handler.
         causes += [error.__context__, vars(error).get("reason")]
     return any(isinstance(cause, BaseException) and _is_transient(cause, depth + 1) for cause in causes)
 
 
 def _is_marked(error: BaseException) -> bool:
-    """Return true if an exception, or any exception among its causes and exception group members, is one of
-    :data:`_NOT_RETRYABLE`.
-    """
+    """Return true if the exception, a cause or a member of a group is one of :data:`_NOT_RETRYABLE`."""
     return any(
         (base.__module__, base.__name__) in _NOT_RETRYABLE
         for each in _related(error, with_context=False)
@@ -311,14 +263,7 @@ def _is_marked(error: BaseException) -> bool:
 def _related(
     error: BaseException, *, with_context: bool = True, with_suppressed: bool = False
 ) -> "Iterator[BaseException]":
-    """Iterate over an exception, its causes, and the members of exception groups.
-
-    Args:
-        error: the exception.
-        with_context: if true, include the exceptions that were being handled when the other exceptions were
-            raised.
-        with_suppressed: if true, also include those handled exceptions that ``raise … from`` has suppressed.
-    """
+    """Yield an exception, its causes, members of groups, and (even suppressed) contexts."""
     pending: list[BaseException | None] = [error]
     seen: set[int] = set()
     while pending:
@@ -334,14 +279,7 @@ def _related(
 
 
 def write_whole(path: str, text: str) -> None:
-    """Replace ``path`` atomically, so that no reader sees a partly written file.
-
-    Write the file in place if it cannot be replaced (a bind-mounted file such as ``/dev/termination-log``, a
-    directory without write permission), or must not be replaced (``/dev/null``, ``/dev/stderr``).
-
-    Raises:
-        OSError: the file could be neither replaced nor written in place.
-    """
+    """Replace ``path`` atomically. Write in place if it cannot or must not be replaced, such as a device."""
     if not may_be_replaced(path):
         _write(path, text)
         return
@@ -357,40 +295,26 @@ def write_whole(path: str, text: str) -> None:
 
 
 def may_be_replaced(path: str) -> bool:
-    """Return true if ``path`` does not exist or is a regular file. Devices, pipes and symbolic links must not
-    be replaced.
-    """
+    """Return true if ``path`` is missing or a regular file, not a device, a pipe or a symbolic link."""
     return not os.path.lexists(path) or (os.path.isfile(path) and not os.path.islink(path))
 
 
 def write_uncaught(path: str, error: BaseException, at_ns: int) -> None:
     """Write the error file for an uncaught exception, unless an existing file must be kept.
 
-    Args:
-        path: the error file.
-        error: the exception.
-        at_ns: time when the exception was raised; see :func:`error_document`. The time of writing may be
-            later than the exits of the other ranks, because the agent stops them before the file is written.
-
-    Raises:
-        OSError: the file cannot be written.
+    The agent may stop the other ranks before the file is written, so ``at_ns`` is the time of the exception.
     """
     if not _is_kept(path, error):
         write_whole(path, error_document(error, "hook", at_ns))
 
 
 def origin(error: BaseException) -> str:
-    """Decide whether another rank's exit may have caused an uncaught exception. Use the types of the
-    exceptions and the code that raised them. For errors of gloo, also use the text, because gloo has no
-    exception type of its own.
+    """Decide whether another rank's exit may have caused an uncaught exception.
 
-    Returns:
-        - ``"own"``: another rank's exit cannot have caused the exception. The agent stops the other ranks
-          immediately.
-        - ``"peer"``: the exception only reports that a peer is lost or does not answer. For an exception
-          group, this is true of all members.
-        - ``"unknown"``: any other exception. The agent waits for the exit of this process, because the rank
-          that failed first may be about to record its own exception.
+    - ``"own"``: it cannot have. The agent stops the other ranks immediately.
+    - ``"peer"``: the exception, or each member of a group, only reports a lost peer.
+    - ``"unknown"``: the agent waits for this process's exit, because the rank that failed first may be about
+      to record its own exception.
     """
     if all(any(map(_is_lost_peer, _related(each))) for each, _ in _innermost(error)):
         return "peer"
@@ -414,12 +338,7 @@ def _may_follow_from_peer(error: BaseException) -> bool:
 
 
 def _may_be_of_collective(error: BaseException) -> bool:
-    """Return true if native code that may have waited for another rank raised this ``RuntimeError``.
-
-    Torch raises a ``RuntimeError`` for most errors of its backends, for example in ``backward`` or in a call
-    that the program itself makes, such as ``work.wait()``. Python's own subclasses, such as
-    ``RecursionError``, are not errors of a backend. Torch's error for exhausted memory is not one either.
-    """
+    """Return true if native code that may have waited for another rank raised this ``RuntimeError``."""
     kind = type(error)
     if not isinstance(error, RuntimeError) or (kind.__module__ == "builtins" and kind is not RuntimeError):
         return False
@@ -434,7 +353,7 @@ def _may_be_of_collective(error: BaseException) -> bool:
 
 
 def _is_raise_statement(entry: "types.TracebackType") -> bool:
-    """Return true if a Python ``raise`` statement raised the exception, and false if native code did."""
+    """Return true if a Python ``raise`` statement raised the exception, not native code."""
     from opcode import opmap
 
     code = entry.tb_frame.f_code.co_code
@@ -442,31 +361,16 @@ def _is_raise_statement(entry: "types.TracebackType") -> bool:
 
 
 def give_notice(name: str, error: BaseException, at_ns: "int | None" = None) -> None:
-    """Notify the agent that an uncaught exception ends this process.
+    """Notify the agent, through its abstract socket ``name``, that an uncaught exception ends this process.
 
-    The notice contains the time, the result of :func:`origin`, and the end of the traceback. The agent can
-    therefore stop the other ranks and name the exception without reading a file.
-
-    Args:
-        name: name of the agent's abstract socket, from ``ELASTICRS_NOTICES``. The kernel adds the pid of the
-            sender to each message.
-        error: the uncaught exception.
-        at_ns: see :func:`error_document`.
+    The agent can then stop the other ranks and name the exception without reading a file.
     """
     at_ns = time.monotonic_ns() if at_ns is None else at_ns
     _send(name, at_ns, _notice_text(error), origin(error))
 
 
 def give_notice_of_exit(name: str, code: str, of: str, at_ns: int) -> None:
-    """Notify the agent that ``sys.exit`` has ended the program of this process.
-
-    Args:
-        name: see :func:`give_notice`.
-        code: the exit code or text.
-        of: result of :func:`origin` for the exception that the program was handling; ``"own"`` if there was
-            none.
-        at_ns: see :func:`error_document`.
-    """
+    """Report an exit by ``sys.exit`` to the agent. ``of`` is the :func:`origin` of the handled exception."""
     text = "Traceback (most recent call last):\nSystemExit: %s\n" % code[: _NOTICE_PART // 2]  # noqa: UP031
     _send(name, at_ns, text, of)
 
@@ -478,8 +382,7 @@ def _send(name: str, at_ns: int, text: str, of: str) -> None:
 
     notices = socket(AF_UNIX, SOCK_DGRAM)
     try:
-        # If the agent's receive queue is full, wait for at most one second, because a stopped agent must not
-        # delay this worker's exit any longer.
+        # If the agent's queue is full, wait only for a second, because the agent may be stopped.
         notices.settimeout(1)
         notices.sendto(f"{at_ns} {of}\n{text}".encode(*_CODEC), "\0" + name)
     except OSError:
@@ -489,12 +392,7 @@ def _send(name: str, at_ns: int, text: str, of: str) -> None:
 
 
 def _notice_text(error: BaseException) -> str:
-    """Return the innermost frames of the traceback, and the start and the end of the exception's text.
-
-    The result is truncated, because the agent reads at most 4096 bytes per notice. The end of the text is
-    included, because it may contain the traceback of another process. For an exception group, the result
-    describes the member that :func:`representative` returns.
-    """
+    """Return the innermost frames, and the start and end of the text, which may contain another traceback."""
     told, frames, _ = representative(error)
     said = _said(told).encode(*_CODEC)
     stacks = "".join(_stacks(told, frames)).encode(*_CODEC)
@@ -508,11 +406,9 @@ def _notice_text(error: BaseException) -> str:
 
 
 def _stacks(error: BaseException, frames: "types.TracebackType | None") -> "list[str]":
-    """Return the tracebacks of an exception and its causes, without source lines. The text of the exception
-    itself is left out.
+    """Return the tracebacks of an exception and its causes, without source lines and the exception's text.
 
-    Do not use :mod:`traceback`, because its import takes longer than the agent needs to stop the other ranks.
-    It would also read the source files, which may be on a file system that does not respond.
+    Do not use :mod:`traceback`. Its import is slow, and it reads source files, which may be on a hung disk.
     """
     stacks = [_stack(error, frames)]
     for _ in range(_MAX_CAUSES):
@@ -559,17 +455,13 @@ def _said(error: BaseException) -> str:
 
 
 def _is_kept(path: str, error: BaseException) -> bool:
-    """Return true if an existing error file must be kept, because it describes the failure better than this
-    exception.
+    """Return true if an existing error file describes the failure better than this exception.
 
-    - A file that this process has written is kept if ``@record`` or the program has written it. A file that
-      the hook has written is replaced.
-    - A file that another process has written is kept only if this exception reports the failure of a child
-      process. Otherwise, this process has handled the failure of the child process, so the file does not
-      describe the failure of this process.
+    Keep a file of this process unless the hook wrote it. Keep another process's file only if this exception
+    reports the failure of a child process. Otherwise, this process has handled that failure.
     """
     if not os.path.isfile(path):
-        # Do not read a file that is not a regular file, because reading a terminal or a pipe would block.
+        # Reading a terminal or a pipe would block.
         return False
     import json
 
@@ -593,9 +485,7 @@ def _write(path: str, text: str) -> None:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Open a file. Fail with ``ENXIO`` if it is a named pipe that no process reads, instead of waiting for a
-    reader.
-    """
+    """Open a file. Fail with ``ENXIO`` for a named pipe that has no reader, instead of waiting for one."""
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     os.set_blocking(descriptor, True)
     return descriptor

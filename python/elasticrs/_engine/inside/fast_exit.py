@@ -1,9 +1,7 @@
-"""Ends a worker whose program has failed, without tearing down its interpreter.
+"""Ends a failed worker after its ``atexit`` callbacks, without tearing down its interpreter.
 
-With torch, the teardown takes about a second of processor time, and the other ranks wait for the restart
-during this time. The worker exits only after ``finally`` blocks, non-daemon threads and ``atexit`` callbacks
-have finished, because programs rely on them. Workers that cannot import elasticrs execute this file by path,
-so it uses only the standard library of Python 3.8.
+With torch, the other ranks would wait about a second for the teardown. Workers that cannot import elasticrs
+execute this file by path, so it uses only the standard library of Python 3.8.
 """
 
 import atexit
@@ -18,9 +16,7 @@ if TYPE_CHECKING:
 VARIABLE = "ELASTICRS_FAST_EXIT"
 
 _INJECTED = ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH")
-"""Environment variables with which a profiler such as Nsight Systems loads its library. The profiler writes
-its data in an exit handler of the C library, and :func:`leave` does not run such handlers.
-"""
+"""Variables of profilers such as Nsight Systems, which write their data in exit handlers of the C library."""
 
 
 def is_enabled() -> bool:
@@ -30,9 +26,7 @@ def is_enabled() -> bool:
 
 
 def leave(status: int) -> None:
-    """Write all buffered data and exit immediately. If the data cannot be written, return, so that the
-    interpreter reports the error during its normal exit.
-    """
+    """Flush all files and exit. Return if that fails, so that the interpreter reports the error as usual."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not getattr(stream, "closed", False):
             try:
@@ -46,11 +40,7 @@ def leave(status: int) -> None:
 
 
 def keep_operators() -> None:
-    """Tell torch not to unregister its operators at exit.
-
-    Torch registers a :class:`weakref.finalize` for each library of operators. These finalizers only change
-    data of this process. They take about as long as all other work of a failed worker before its exit.
-    """
+    """Tell torch not to unregister its operators at exit, which takes long and changes only this process."""
     unregister = getattr(sys.modules.get("torch.library"), "_del_library", None)
     if unregister is None:
         return
@@ -62,10 +52,7 @@ def keep_operators() -> None:
 
 
 def leave_after_callbacks(status: int) -> None:
-    """Call :func:`leave` after the ``atexit`` callbacks, and before the interpreter is torn down.
-
-    Call this function after all other callbacks have been registered.
-    """
+    """Call :func:`leave` after all ``atexit`` callbacks that have been registered before this call."""
     keep_operators()
     pid = os.getpid()
 
@@ -79,9 +66,7 @@ def leave_after_callbacks(status: int) -> None:
 
 
 def _has_files() -> bool:
-    """Return true if this process has opened a file or a pipe for writing. Otherwise, no Python object can
-    hold unwritten data.
-    """
+    """Return true if a file or pipe is open for writing. Otherwise, no object can hold unwritten data."""
     import stat
     from fcntl import F_GETFL, fcntl
 
@@ -99,9 +84,7 @@ def _has_files() -> bool:
 
 
 def _finish_files() -> None:
-    """Flush all open files. Also close files that write more data when they are closed, such as ``gzip``
-    files, because the teardown of the interpreter would have closed them.
-    """
+    """Flush all files, and close files that write more when they are closed, such as ``gzip`` files."""
     import gc
     from _io import BufferedRandom, BufferedWriter, TextIOWrapper, _IOBase, _RawIOBase
 

@@ -1,10 +1,7 @@
-"""Writes a worker's flight record (torch's log of the latest collectives) and its stacks when the agent
-requests them.
+"""Writes a worker's flight record (torch's log of the latest collectives) and stacks when the agent asks.
 
-A thread blocks while it opens a FIFO beside the error file. When the agent finds a hang, it opens the other
-end, and the thread writes the record to a file. Until then, the thread uses no CPU time, has no open file
-descriptor, and does not hold the GIL. It answers while the main thread waits in a collective, but not while a
-thread holds the GIL.
+A thread blocks while it opens a FIFO beside the error file, until the agent opens the other end. It answers
+while the main thread waits in a collective, but not while another thread holds the GIL.
 """
 
 from __future__ import annotations
@@ -33,11 +30,7 @@ _owner = 0
 
 
 def answer_with_record() -> None:
-    """Start the thread that writes the flight record, if the agent monitors this worker's heartbeats.
-
-    Do nothing if this process has already started it, or if the FIFO or the thread cannot be created, because
-    then only the record is missing from the report. ``ELASTICRS_TRACEBACKS=0`` disables the thread.
-    """
+    """Start the thread that writes the flight record, if the agent monitors this worker's heartbeats."""
     global _owner  # noqa: PLW0603 -- one thread for each process
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     is_off = "ELASTICRS_HEARTBEAT" not in os.environ or os.environ.get("ELASTICRS_TRACEBACKS") == "0"
@@ -51,8 +44,7 @@ def answer_with_record() -> None:
     requests = f"{path}.flight_requests"
     try:
         if os.path.lexists(requests):
-            # Another process of this worker created the FIFO. Replace the FIFO, so that only the newest
-            # process answers requests.
+            # Another process of this worker created the FIFO. Only the newest process answers requests.
             os.unlink(requests)
         os.mkfifo(requests, 0o600)
         _start_thread(requests, f"{path}.flight")
@@ -74,8 +66,7 @@ def _start_thread(requests: str, record: str) -> None:
     )
     from _thread import start_new_thread
 
-    # In the new thread, block all signals except faults such as SIGSEGV, because the thread could otherwise
-    # receive a signal for which the program waits with `sigwait`.
+    # Block all signals except faults, because the program may wait for a signal with `sigwait`.
     before = pthread_sigmask(SIG_BLOCK, valid_signals() - {SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGSEGV})
     try:
         start_new_thread(_answer, (requests, record))
@@ -105,11 +96,8 @@ def _wait_for_request(requests: str) -> bool:
     try:
         if not S_ISFIFO(os.fstat(descriptor).st_mode):
             return False
-        # Read until the agent has closed the FIFO, because the next `open` would otherwise return before the
-        # agent sends a new request.
-        #
-        # Close the FIFO before writing the record, because the agent takes an open FIFO as a sign that the
-        # thread is waiting for a request.
+        # Read until the agent has closed the FIFO, because the next `open` would otherwise return at once.
+        # Close it before writing the record, because an open FIFO tells the agent that this thread is idle.
         while os.read(descriptor, 512):
             pass
     except OSError:
@@ -120,17 +108,10 @@ def _wait_for_request(requests: str) -> bool:
 
 
 def flight_document() -> str:
-    """Return the flight records of this process as lines of JSON.
+    """Return the flight records of this process as lines of JSON: a header, and one line for each recorder.
 
-    The first line is an object with these fields:
-
-    - ``is_waiting``: true if a collective is not complete.
-    - ``groups``: global ranks of each process group, by name.
-    - ``stack``: frames of the main thread.
-
-    If there is no record, the object contains only ``no_record``, a value of
-    :class:`.NoRecord`. Otherwise, each further line is the record of one of torch's
-    recorders, with the latest :data:`MAX_ENTRIES` collectives.
+    The header contains ``is_waiting`` (a collective is not complete), ``groups`` (global ranks by name) and
+    ``stack`` (of the main thread). Without a record, it contains only ``no_record``, a :class:`.NoRecord`.
     """
     import json
 
@@ -153,18 +134,14 @@ def flight_document() -> str:
         )
         header = {"is_waiting": is_waiting, "groups": _groups(), "stack": _stack()}
         return "\n".join(json.dumps(line) for line in (header, *used))
-    # Catch every exception, because these functions of torch are private and may behave differently in a
-    # newer release. Report a damaged record in that case.
+    # Catch every exception, because these functions of torch are private and may change.
     except Exception:
         return json.dumps({"no_record": "damaged"})
 
 
 def _stack() -> list[tuple[str, int, str]]:
-    """Return the file, line and function of the main thread's frames, innermost first. Return an empty list
-    if the main thread is unknown.
-    """
-    # Do not import `threading` here, because that module regards the thread that imports it as the main
-    # thread.
+    """Return file, line and function of the main thread's frames, innermost first; empty if it is unknown."""
+    # Do not import `threading`, because it takes the thread that imports it for the main thread.
     threading: Any = sys.modules.get("threading")
     frame = None if threading is None else sys._current_frames().get(threading.main_thread().ident)
     stack: list[tuple[str, int, str]] = []
@@ -176,9 +153,7 @@ def _stack() -> list[tuple[str, int, str]]:
 
 
 def _groups() -> dict[str, list[int]]:
-    """Return the global ranks in each of this rank's process groups, by group name. The ranks are recorded
-    separately, because Gloo's flight records do not list the members of a group.
-    """
+    """Return the global ranks of each process group by name, because Gloo's records do not list them."""
     distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if distributed is None:
         return {}
@@ -187,13 +162,9 @@ def _groups() -> dict[str, list[int]]:
 
 
 def answer_with_stacks() -> int | None:
-    """Register the signal handler if this process runs under an elasticrs agent and the signal has no handler
-    yet. Used in workers that do not load ``hook/sitecustomize.py``, which does the same.
+    """Let ``faulthandler`` write all stacks on a real-time signal, which the agent sends to a hung worker.
 
-    Return the descriptor of the file for the stacks; ``None`` if no handler was registered.
-
-    The agent sends a real-time signal before it kills a hung worker. ``faulthandler`` then writes the stacks
-    of all threads to a file beside the error file. ``ELASTICRS_TRACEBACKS=0`` disables the handler.
+    For workers without ``hook/sitecustomize.py``. Return the file's descriptor; ``None`` without a handler.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     is_off = os.environ.get("ELASTICRS_TRACEBACKS") == "0"
@@ -222,7 +193,6 @@ def _is_caught(signum: int) -> bool:
         with open("/proc/self/status", "rb") as file:
             masks = [line for line in file if line.startswith((b"SigCgt:", b"SigIgn:"))]
     except OSError:
-        # Return true, so that no handler is installed. Without `/proc`, the agent would never request stacks,
-        # because it could not see whether the worker has a handler.
+        # Without `/proc`, the agent cannot see the handler either, and would never request stacks.
         return True
     return any(int(mask.split()[1], 16) >> (signum - 1) & 1 for mask in masks)

@@ -1,10 +1,7 @@
 """Send a worker's heartbeats, which the agent checks if ``--hang-timeout`` is set.
 
-The agent passes a page of shared memory to each worker, in ``ELASTICRS_HEARTBEAT``. A heartbeat writes two or
-three numbers into the page. It makes no system call, wakes no process and cannot block. The agent reads the
-page only when a time limit has expired. The layout of the page is in
-``crates/elasticrs-core/src/timer/pages.rs``. Without a page, and in children of the worker, heartbeats have
-no effect.
+A heartbeat writes numbers to a shared page, without a system call. The page's layout is in
+``crates/elasticrs-core/src/timer/pages.rs``. Without a page, and in child processes, it has no effect.
 """
 
 from __future__ import annotations
@@ -28,11 +25,9 @@ _NAME = slice(64, 128)  # Offsets in bytes.
 _LAST = 127
 _UNLIMITED = 2**64 - 1
 _GLOBAL = 2**63
-"""Bit that is set in the step's word of the heartbeat page if steps are counted across restarts."""
+"""Bit of the page's step word that is set if steps are counted across restarts."""
 _AUTOMATIC = 2**62
-"""Bit that is set in the step's word of the heartbeat page if the steps are automatically counted optimizer
-steps.
-"""
+"""Bit of the page's step word that is set if steps are automatically counted optimizer steps."""
 
 _words: memoryview | None = None
 _automatic: memoryview | None = None
@@ -97,8 +92,7 @@ class Section:
         global _mark  # noqa: PLW0603 -- as in `_heartbeat`
         words = _words or _attach()
         self._outer.append((words[_LIMIT], bytes(words.cast("B")[_NAME]), _mark))
-        # Send a heartbeat before the section starts, because the time until then belongs to the enclosing
-        # step or section.
+        # The time until this heartbeat belongs to the enclosing step or section.
         _heartbeat()
         _mark = 0
         words.cast("B")[_NAME] = self._name
@@ -128,9 +122,7 @@ else:
 
 
 def automatic_heartbeat(step: int | None) -> None:
-    """Send a heartbeat like :func:`heartbeat`. Do nothing if the program sends its own heartbeats, or if this
-    process is a forked child of the worker.
-    """
+    """Send a heartbeat, unless the program sends its own or this process is a forked child of the worker."""
     global _automatic, _count  # noqa: PLW0603 -- as in `_heartbeat`
     if _words is not None:
         return
@@ -155,8 +147,7 @@ def heartbeat_unless_given(before: int) -> int:
 def _attach() -> memoryview:
     global _words  # noqa: PLW0603 -- the page of this process
     _words = words = _take_page()
-    # Reset the step number, because the program now reports its own numbers. Automatic heartbeats may have
-    # stored a count of optimizer steps.
+    # Drop the count of optimizer steps, because the program now reports its own step numbers.
     words[_STEP] = 0
     return words
 
@@ -180,30 +171,22 @@ def _take_page() -> memoryview:
 
 
 def _notice_exit() -> None:
-    """Arrange for :func:`_begin_exit` to be called when the main program returns.
-
-    Do not use ``atexit``, because its callbacks run only after all background threads have finished.
-    """
+    """Call :func:`_begin_exit` when the main program returns. ``atexit`` would first wait for all threads."""
     from threading import _register_atexit  # type: ignore[attr-defined]
 
     try:
         _register_atexit(_begin_exit)
     except RuntimeError:
-        # Ignore the error, which means that the main program has already returned. Without the exit callback,
-        # the time limit for a training step still applies during the exit.
+        # The main program has already returned. The limit for a step then applies during the exit.
         return
 
 
 def _begin_exit() -> None:
-    """Record the time at which the main program returned.
-
-    After that, the time limit for a step does not apply. Another heartbeat makes it apply again, because the
-    heartbeat shows that a background thread is still training.
-    """
+    """Record when the main program returned. The step limit then ends, until a background thread goes on."""
     global _count  # noqa: PLW0603 -- as in `_heartbeat`
     words = _words or _automatic
     if words is not None:
-        # Clear the lowest bit of the time, because a set bit marks the end of a training step.
+        # A set lowest bit would mark the end of a training step.
         at = monotonic_ns() & -2
         words[_TIMES + (_count & _LAST)] = at
         _count += 1
@@ -212,23 +195,18 @@ def _begin_exit() -> None:
 
 
 def _detach() -> None:
-    """Detach a forked child from the shared page, which must show only the parent's heartbeats."""
     global _words  # noqa: PLW0603 -- as above
     _words = memoryview(bytearray(_SIZE)).cast("Q")
 
 
 def start_afresh() -> None:
-    """Discard all heartbeat state that a forked worker has inherited, because the worker uses its own shared
-    memory page for heartbeats.
-    """
+    """Discard inherited heartbeat state, because a forked worker has a shared page of its own."""
     global _words, _automatic, _count, _mark
     _words, _automatic, _count, _mark = None, None, 0, 1
 
 
 def _page(variable: str) -> memoryview | None:
-    """Return the shared memory page that the agent passed to this worker. Return ``None`` if its descriptor
-    was closed or refers to another file, or if the page belongs to another running process.
-    """
+    """Map the agent's page. ``None`` if the descriptor is invalid or another live process uses the page."""
     from mmap import mmap
 
     try:
@@ -247,17 +225,10 @@ def _page(variable: str) -> memoryview | None:
 
 
 def beat_with_steps(optimizers: object) -> None:
-    """Register a hook that torch calls after each optimizer step. Skip this if torch has no step hooks or
-    ``ELASTICRS_AUTO_HEARTBEAT`` is 0. In any case, start the thread that writes torch's flight record when
-    the agent requests it.
-
-    Args:
-        optimizers: the module ``torch.optim.optimizer``. Other parts of torch may not be imported yet.
-    """
+    """Send a heartbeat after each step of ``torch.optim.optimizer``. Start the thread for flight records."""
     from elasticrs._engine.inside.flight import answer_with_record
 
-    # Start the thread here instead of at the first step, because the first collective can hang before that
-    # step.
+    # Start the thread now, because the first collective can hang before the first step.
     answer_with_record()
     register = getattr(optimizers, "register_optimizer_step_post_hook", None)
     if register is None or os.environ.get("ELASTICRS_AUTO_HEARTBEAT") == "0":
@@ -267,8 +238,7 @@ def beat_with_steps(optimizers: object) -> None:
     import torch
 
     step = -1
-    # Weak reference to the optimizer whose steps are counted: the first optimizer that makes a step. If it is
-    # destroyed, the next optimizer that makes a step replaces it.
+    # The first optimizer that makes a step. If it is destroyed, the next one that makes a step replaces it.
     counted: Callable[[], object] | None = None
 
     def on_step(optimizer: object, _args: object, _kwargs: object) -> None:

@@ -23,9 +23,8 @@ def run_script_path(training_script: str, *training_script_args: str) -> None:
     except SystemExit as exit_:
         if exit_.code in (None, 0):
             return
-        # Record here that a parser such as argparse has rejected the script's arguments, because a restart
-        # cannot fix them. Do this only in a process without the hook, such as a fork. The hook would have
-        # replaced the exit code, an `int`, with an object of another type.
+        # Record that a parser has rejected the arguments, because a restart cannot fix them. The hook does so
+        # itself, and replaces the `int` with an object of another type.
         if type(exit_.code) is int and is_rejection(exit_):
             path = os.environ.get("TORCHELASTIC_ERROR_FILE")
             if path:

@@ -1,28 +1,18 @@
 """Runs at the start of a worker's interpreter, so that uncaught exceptions appear in the failure report.
 
-Python imports a module named ``sitecustomize`` automatically, and
-:func:`.hook_environment` puts this directory first in ``PYTHONPATH``. This file
-has to work in any Python from 3.8 on, even if elasticrs cannot be imported there. It guarantees:
+:func:`.hook_environment` puts this directory first in ``PYTHONPATH``. This file must work in any Python from
+3.8 on, even if elasticrs cannot be imported there. It guarantees:
 
-- **HOOK-1** ``sys.path``, ``PYTHONPATH`` and ``sys.modules`` are restored before the user's ``sitecustomize``
-  or any other user code runs, so children of the worker do not run this hook.
-- **HOOK-2** ``site`` finds and runs the user's ``sitecustomize``, and reports an error in it, as it does
-  without this hook.
-- **HOOK-3** the previous ``sys.excepthook`` still prints the exception. The new ``sys.excepthook`` only
-  writes the error file, and only in the process in which it was installed, not in forked children.
+- **HOOK-1** ``sys.path``, ``PYTHONPATH`` and ``sys.modules`` are restored before any user code runs.
+- **HOOK-2** ``site`` runs the user's ``sitecustomize``, and reports its errors, as without this hook.
+- **HOOK-3** the previous ``sys.excepthook`` still prints the exception. Forked children write no error file.
 - **HOOK-4** modules that are needed only after a failure are imported only then.
-- **HOOK-5** this hook adds a finder to ``sys.meta_path`` only if the agent watches heartbeats, and removes it
-  after ``torch.optim.optimizer`` is imported. The finder delegates to the other finders.
-- **HOOK-6** if the program has a Python handler for SIGUSR1 or SIGUSR2, that signal is ignored while the
-  interpreter shuts down, because the interpreter then restores the default action, which would kill a worker
-  that is about to exit with 0.
-- **HOOK-7** a program that an uncaught exception has ended exits without the teardown of its interpreter,
-  after all ``atexit`` callbacks (``fast_exit.py``). ``ELASTICRS_FAST_EXIT=0`` disables this. All other
-  programs are torn down as usual.
-- **HOOK-8** a program that ``sys.exit`` has ended with another code than 0 counts as failed, as after an
-  uncaught exception. An exit with a text is recorded. An exit with code 2 from a command-line parser is also
-  recorded, because a restart cannot fix the arguments. The hook ignores a ``SystemExit`` that the program
-  catches, and a ``SystemExit`` that the program raises without ``sys.exit``.
+- **HOOK-5** if the agent watches heartbeats, a finder delegates to the others until torch's optimizers load.
+- **HOOK-6** SIGUSR1 and SIGUSR2 are ignored during shutdown if the program handles them, because the
+  interpreter restores the default action, which would kill a worker that is about to exit with 0.
+- **HOOK-7** a failed program exits after its ``atexit`` callbacks without teardown (``fast_exit.py``).
+- **HOOK-8** a program that ``sys.exit`` has ended with a code other than 0 counts as failed. A text, or code
+  2 of a command-line parser, is recorded. A ``SystemExit`` that is caught or raised otherwise is ignored.
 """
 
 import os
@@ -34,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, NoReturn
 
-"""Command-line parsers. These modules call ``sys.exit(2)`` if they reject the arguments of the program."""
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _WRITER, _FAST_EXIT = [
@@ -56,9 +45,7 @@ def _step_aside() -> None:
 
 
 def _handles_signals() -> bool:
-    """Return true in the thread that runs signal handlers. Ask ``signal``, which refuses other threads first,
-    because ``threading`` may not have been imported.
-    """
+    """Return true in the thread that runs signal handlers. ``threading`` may not have been imported yet."""
     from _signal import SIGTERM, signal  # type: ignore[import-not-found]
 
     try:
@@ -71,19 +58,10 @@ def _handles_signals() -> bool:
 
 
 def undisturbed(write: "Callable[[], None]") -> None:
-    """Call ``write`` and delay Python signal handlers until ``write`` has returned.
+    """Call ``write`` and delay Python signal handlers until it has returned. Raise what either raises.
 
-    Python runs signal handlers in the main thread between any two instructions, and they may raise
-    exceptions. Torch's SIGCHLD handler does so when a data loader has died. Blocking the signals is not
-    enough, because the kernel then delivers a signal to another thread, and the interpreter still runs the
-    handler in the main thread. Therefore, this function replaces each handler with one that only records the
-    signal.
-
-    Args:
-        write: function to call. Outside the main thread, it is called without delaying any handler.
-
-    Raises:
-        BaseException: an exception that ``write`` or a handler raised.
+    A handler may raise an exception between any two instructions of the main thread. Blocking the signals
+    does not help, because another thread may receive them, and the handler still runs in the main thread.
     """
     from _signal import getsignal, raise_signal, signal, valid_signals
 
@@ -127,9 +105,7 @@ def undisturbed(write: "Callable[[], None]") -> None:
 
 
 def _despite_handlers(action: "Callable[[], None]") -> "BaseException | None":
-    """Run ``action``, and repeat it whenever a signal handler raises an exception inside it. Return the last
-    such exception, or ``None``.
-    """
+    """Repeat ``action`` whenever a signal handler raises an exception inside it. Return the last one."""
     raised = None
     for _ in range(100):
         try:
@@ -142,18 +118,14 @@ def _despite_handlers(action: "Callable[[], None]") -> "BaseException | None":
 
 
 def _is_end(frame: "types.FrameType") -> bool:
-    """Return true if the uncaught exception ends the program. Return false if the program continues, because
-    it called ``sys.excepthook`` itself or because a callback raised the exception.
-    """
+    """Return true if the uncaught exception ends the program, and no code or callback called this hook."""
     while frame.f_back is not None:
         frame = frame.f_back
     return frame.f_code.co_name not in ("<module>", "_run_module_as_main")
 
 
 def _is_of_program(error: BaseException) -> bool:
-    """Return true if the exception was not caught in the main module and therefore ends the program. Return
-    false if the interpreter printed the exception and continued, as it does for an exception in a callback.
-    """
+    """Return true if the exception has ended the main module. Exceptions in callbacks do not."""
     traceback = error.__traceback__
     if traceback is None:
         return False
@@ -165,10 +137,8 @@ def _is_of_program(error: BaseException) -> bool:
 def _watch_exits(ended: "Callable[[Any], None]") -> None:
     """Wrap ``sys.exit``. Call ``ended`` when a ``SystemExit`` of the wrapper has ended the program (HOOK-8).
 
-    The interpreter calls no hook for a ``SystemExit``. The wrapper therefore replaces the exception's code
-    with an equal object that has a finalizer. If the exception ends the program, the finalizer runs when no
-    frame of the program is left. If the program catches the exception, the finalizer runs within a frame of
-    the program.
+    The interpreter calls no hook for a ``SystemExit``. Therefore, the exception gets a code with a finalizer.
+    If the exception ends the program, the finalizer runs when no frame of the program is left.
     """
     real, is_collecting = sys.exit, False
 
@@ -177,8 +147,7 @@ def _watch_exits(ended: "Callable[[Any], None]") -> None:
         is_collecting = phase == "start"
 
     def drop(code: object) -> None:
-        # Ignore the garbage collector, because it may run without a frame and may delete an exception that
-        # the program has caught.
+        # Ignore the garbage collector, which may delete a caught exception without a frame of the program.
         if sys._getframe(1).f_back is None and not is_collecting:
             ended(code)
 
@@ -247,9 +216,7 @@ def _load(path: str) -> "dict[str, Any]":
 
 
 def _ignore_requests() -> None:
-    """Ignore SIGUSR1 and SIGUSR2 while the interpreter shuts down, if the program handles them in Python
-    (HOOK-6).
-    """
+    """Ignore SIGUSR1 and SIGUSR2 from now on, if the program handles them in Python (HOOK-6)."""
     from _signal import SIG_IGN, SIGUSR1, SIGUSR2, getsignal, signal
 
     for signum in (SIGUSR1, SIGUSR2):
@@ -258,11 +225,7 @@ def _ignore_requests() -> None:
 
 
 class _Failure:
-    """Records the failure of this process's program, and then exits without tearing down the interpreter.
-
-    Attributes:
-        status: exit status of the interpreter; 0 while the program has not failed.
-    """
+    """Records the failure of this process's program. ``status`` is 0 until the program has failed."""
 
     def __init__(self, path: str) -> None:
         from _thread import get_ident
@@ -290,8 +253,7 @@ class _Failure:
     def at_exit(self) -> None:
         if os.getpid() == self._pid:
             _ignore_requests()
-        # Also check `sys.last_value`, because the program may have replaced the `sys.excepthook` installed
-        # here. The interpreter stores every uncaught exception in `sys.last_value`.
+        # The program may have replaced `sys.excepthook`. The interpreter stores all uncaught exceptions here.
         error = getattr(sys, "last_value", None)
         if error is not None and error is not self._recorded:
             self._record(error, _is_of_program(error))
@@ -348,9 +310,8 @@ def _install(path: str) -> None:
     failure = _Failure(path)
     sys.excepthook = failure.excepthook
     _watch_exits(failure.exited)
-    # Register `at_end` first, because callbacks run in reverse order and `at_end` must run last. In a worker
-    # that was forked from a warm nursery, imported modules have already registered callbacks. The nursery has
-    # therefore registered a callback before the imports, and that callback calls `at_end`.
+    # Callbacks run in reverse order. In a worker that was forked from a warm nursery, imported modules have
+    # registered callbacks, so the nursery has registered a callback before them, which calls `at_end`.
     sys.__dict__.pop("_elasticrs_at_end", atexit.register)(failure.at_end)
     atexit.register(failure.at_exit)
     _keep_stacks(path)
@@ -366,12 +327,10 @@ def _keep_stacks(path: str) -> None:
         # Use a file descriptor, because the interpreter closes file objects at exit.
         descriptor = os.open(path + ".fault", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     except OSError:
-        # Ignore the error, because this file only adds the stacks of a crash or a hang to the report.
-        return
+        return  # Only the stacks of a crash or a hang are missing from the report.
     if not faulthandler.is_enabled():
         faulthandler.enable(descriptor)
-    # Write the stacks of all threads when signal SIGRTMIN + 12 arrives. The agent sends this signal when a
-    # rank hangs. See `flight.py`.
+    # The agent sends this signal when a rank hangs; see `flight.py`.
     from _signal import SIG_DFL, SIGRTMIN, getsignal
 
     if getsignal(SIGRTMIN + 12) == SIG_DFL:
@@ -379,9 +338,7 @@ def _keep_stacks(path: str) -> None:
 
 
 class _OptimizerImport:
-    """Import finder that detects the import of torch's optimizers. After the import, each optimizer step
-    sends a heartbeat, and a thread answers requests for torch's flight record.
-    """
+    """Import finder that detects the import of torch's optimizers, to start the heartbeats of their steps."""
 
     name = "torch.optim.optimizer"
 
@@ -409,9 +366,7 @@ class _OptimizerImport:
         try:
             loader.exec_module = exec_module
         except AttributeError:
-            # Give up, because the `exec_module` of a loader written in C cannot be replaced. Without
-            # heartbeats from the optimizers, the agent reports that the rank is not watched for hangs.
-            return
+            return  # A loader in C. The agent reports that the rank is not watched for hangs.
 
 
 def _beat_with_steps(optimizers: object) -> None:
@@ -426,8 +381,7 @@ def _start() -> None:
     _step_aside()
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if "ELASTICRS_HEARTBEAT" in os.environ:
-        # If the optimizers are already imported, patch them now, because the import finder detects only later
-        # imports. A warm nursery may have imported them before it forked this worker.
+        # A warm nursery may have imported the optimizers before it forked this worker.
         if _OptimizerImport.name in sys.modules:
             _beat_with_steps(sys.modules[_OptimizerImport.name])
         else:
@@ -435,8 +389,7 @@ def _start() -> None:
     del sys.modules["sitecustomize"]
     failed = True
     try:
-        # Let `site` handle all exceptions from this import as it would without this hook, including the
-        # `ImportError` if the user has no `sitecustomize`.
+        # `site` handles all exceptions from this import, also the `ImportError` if there is no such module.
         import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
 
         failed = False
@@ -444,14 +397,11 @@ def _start() -> None:
         failed = missing.name != "sitecustomize"
         raise
     finally:
-        # Do not install the exception hook if the user's `sitecustomize` failed and Python runs with `-v`.
-        # `site` then passes the error to `sys.excepthook`, so the hook would record an error although the
-        # program continues.
+        # With `-v`, `site` passes an error of the user's `sitecustomize` to `sys.excepthook` and continues.
         if path and not (failed and sys.flags.verbose):
             _install(path)
 
 
-# Install the hook only if `site` imports this file. `@record` imports the file under a different name, only
-# to call the function `undisturbed`.
+# `@record` imports this file under a different name, only to call `undisturbed`.
 if __name__ == "sitecustomize":
     _start()

@@ -1,6 +1,4 @@
-"""Watches what imports do to a warm nursery (the process that forks workers): environment variables, output
-and descriptors, children, random number generators, and changed files. Loaded by ``nursery.py``.
-"""
+"""Watches what imports do to a warm nursery (the process that forks workers). Loaded by ``nursery.py``."""
 
 from __future__ import annotations
 
@@ -14,30 +12,19 @@ if TYPE_CHECKING:
 
 _ARROW = "JE_ARROW_MALLOC_CONF"
 _QUIET = {"OPENBLAS_NUM_THREADS": "1", _ARROW: "background_thread:false"}
-"""Variables that keep libraries from starting threads at import. They are set only in the C environment, so
-that Python modules read the same values as in a worker.
-"""
+"""Variables that keep libraries from starting threads. Only C code sees them; Python code is not affected."""
 
 _OF_ATTEMPTS = frozenset(
     b"RANK LOCAL_RANK GROUP_RANK ROLE_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE ROLE_WORLD_SIZE "
     b"MASTER_ADDR MASTER_PORT TORCHELASTIC_RESTART_COUNT".split()
 )
-"""Variables whose values differ between attempts or workers. The nursery does not have them, so an import
-that reads one cannot be preloaded.
-"""
+"""Variables that only workers have. A module that reads one of them at import cannot be preloaded."""
 
 
 class Variables(dict):  # type: ignore[type-arg]
-    """Dictionary that replaces the data of ``os.environ`` during the imports. Records each read of a variable
-    that only workers have.
+    """Data of ``os.environ`` during the imports. Records reads of the workers' variables in ``asked``.
 
-    Args:
-        hidden: variables with a value that only C code sees, in addition to :data:`_QUIET`.
-        rank_zero: names of modules that may read the rank.
-
-    Attributes:
-        asked: worker variables that a module has tried to read.
-        assigned: variables that the script has set so far, and their values.
+    Only C code sees the values of the variables in ``hidden``. Modules in ``rank_zero`` may read the rank.
     """
 
     def __init__(self, hidden: dict[str, str], rank_zero: Collection[str]) -> None:
@@ -63,39 +50,30 @@ class Variables(dict):  # type: ignore[type-arg]
         raise KeyError(name)
 
     def hide(self) -> None:
-        """Set the environment variables that only C code may see, such as the thread limit of OpenBLAS. Call
-        this after each assignment to ``os.environ``, because an assignment may overwrite such a variable.
-        """
+        """Set the variables that only C code may see. Call this after assignments, which may undo it."""
         for name, value in self._hidden.items():
             os.putenv(name, value)
 
     def assign(self, name: str, value: str) -> None:
-        # Read the old value with `self.get`. A lookup in `os.environ` would call `__missing__`, which may
-        # wrongly record that an imported module reads the variable.
+        # A lookup in `os.environ` would record that an imported module reads the variable.
         self._before.setdefault(name, self.get(os.fsencode(name)))
         self.assigned[name] = os.environ[name] = value
-        # If the script configures Arrow's allocator, remove the preset `JE_ARROW_MALLOC_CONF`.
-        #
-        # Keep the preset thread count of OpenBLAS, because workers set their own thread count after the fork.
+        # The script configures Arrow's allocator itself. Workers set OpenBLAS's thread count after the fork.
         if name == _ARROW:
             self._hidden.pop(name, None)
         self.hide()
 
     def changed(self) -> str | None:
-        """Return the name of a variable that an import has changed after the script had set it. Return
-        ``None`` if there is no such variable.
+        """Return a variable that an import has changed after the script had set it.
 
-        Such an import cannot be preloaded, because the script in the worker would overwrite the changed
-        value.
+        In a worker, the script would overwrite the changed value.
         """
         now = {name: self.get(os.fsencode(name)) for name in self.assigned}
         changed = [name for name, value in self.assigned.items() if now[name] != os.fsencode(value)]
         return changed[0] if changed else None
 
     def end(self) -> None:
-        """Restore the environment variables for the start of the script: undo the assignments of the preload
-        steps, and stop recording which variables are read.
-        """
+        """Restore the environment for the start of the script, and stop recording reads."""
         for name, value in self._before.items():
             del os.environ[name]
             os.environb.update({} if value is None else {os.fsencode(name): value})
@@ -113,11 +91,7 @@ class Variables(dict):  # type: ignore[type-arg]
 
 
 class Captured:
-    """Captures stdout and stderr until :meth:`end` is called.
-
-    Args:
-        lowest: lowest file descriptor that may be used to keep the original streams.
-    """
+    """Captures stdout and stderr until :meth:`end`. The originals get descriptors from ``lowest`` on."""
 
     def __init__(self, lowest: int) -> None:
         import fcntl
@@ -125,8 +99,7 @@ class Captured:
         self._kept = {}
         for fd in (1, 2):
             memory = os.memfd_create("imports")
-            # Keep a descriptor of the memory file, because an import may close or replace the descriptor of
-            # the stream.
+            # Keep another descriptor of the memory file, because an import may close the stream's descriptor.
             self._kept[fd] = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, lowest) for each in (fd, memory)]
             os.dup2(memory, fd)
             os.close(memory)
@@ -147,9 +120,7 @@ class Captured:
 
 
 def reserve(limit: int) -> list[int]:
-    """Open all free descriptors below ``limit``, so that imported modules cannot get them. Return the
-    descriptors.
-    """
+    """Open and return all free descriptors below ``limit``, so that imported modules cannot get them."""
     null = os.open(os.devnull, os.O_RDONLY)
     free = [fd for fd in range(3, limit) if fd != null and not os.path.exists(f"/proc/self/fd/{fd}")]
     for fd in free:
@@ -165,9 +136,7 @@ def child_pids() -> list[int]:
 def end_children() -> None:
     """Kill the children that do not exit within half a second, and reap all children.
 
-    Resource trackers are never killed, because the files that they still have to remove would stay in
-    ``/dev/shm``. A tracker exits once no process holds its pipe, so it exits at the latest after all other
-    children. This function has no timeout, because the agent limits the total time of the imports.
+    Wait for resource trackers, which remove files from ``/dev/shm``. They exit after all other children.
     """
     import select
     import signal
@@ -195,16 +164,10 @@ def _is_resource_tracker(pid: int) -> bool:
 
 
 def stamp(file: str, since: int | None = None) -> list[int]:
-    """Return the modification time and the size of a file, or an empty list if the file is missing.
+    """Return the modification time and the size of a file; an empty list if it is missing.
 
-    If the file has changed since the imports started, the nursery may have imported the old contents. In this
-    case, return an impossible time, so that the agent treats the file as changed. Ignore a change time in the
-    future, because the clock of the file system may be wrong.
-
-    Args:
-        file: path of the file.
-        since: wall-clock time at which the imports started, in nanoseconds. ``None`` if changes during the
-            imports do not matter.
+    If the file has changed ``since`` the imports started, return an impossible time, because the old contents
+    may have been imported. Ignore a change time in the future, which a wrong clock causes.
     """
     import time
 
@@ -223,10 +186,7 @@ _SEED_BYTES = 16
 
 
 class _Entropy:
-    """Wrapper around ``os.urandom`` that records each value that may have become a numpy seed.
-
-    It is a callable object, because a function would become a method if a class stored it.
-    """
+    """``os.urandom`` that records possible numpy seeds. A function would become a method in a class."""
 
     def __init__(self, real: Callable[[int], bytes]) -> None:
         self._real = real
@@ -241,10 +201,7 @@ class _Entropy:
 
 
 class GeneratorWatch:
-    """Records which generators of ``random`` and numpy take their seed from the operating system, until
-    :meth:`end` is called. Each forked worker reseeds them, because otherwise all workers would get the same
-    numbers.
-    """
+    """Records which generators of ``random`` and numpy seed themselves, because workers must reseed them."""
 
     def __init__(self) -> None:
         self._urandom = os.urandom
@@ -284,8 +241,7 @@ class GeneratorWatch:
             return []
         shared = numpy.mtrand._rand._bit_generator
         found = [shared]
-        # Search all objects for further numpy generators only if more than one seed was recorded, because the
-        # search is slow. The first seed belongs to numpy's shared generator, which is already known.
+        # The search is slow. The first recorded seed belongs to numpy's shared generator.
         if len(self._entropy.drawn) > 1:
             import gc
 

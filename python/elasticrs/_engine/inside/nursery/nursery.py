@@ -1,19 +1,14 @@
-"""Startup code of a warm nursery. It imports modules once and then forks workers, which continue as if they
-had been started by ``exec``.
+"""Startup code of a warm nursery. It imports modules once and then forks workers.
 
-The nursery runs the workers' command line with this directory first in ``PYTHONPATH``. Before the interpreter
-opens the script, ``site`` imports ``sitecustomize.py`` from this directory, which executes this file. This
-code returns in each forked worker. The interpreter then runs the script, and the stack contains no frame of
-the nursery. This file does not need elasticrs to be importable. It guarantees:
+``site`` imports ``sitecustomize.py`` from this directory before the interpreter opens the script. That file
+executes this one, which returns in each forked worker. It does not need elasticrs. It guarantees:
 
-- **WARM-1** the nursery forks only while it is clean: it has a single thread and no child process, has not
-  initialized a GPU driver, and has no open descriptor that forked workers must not share. If a module makes
-  the nursery unclean, the nursery reports the module and restarts itself with ``exec``, without that module.
+- **WARM-1** the nursery forks only while it has a single thread, no child, no initialized GPU driver, and no
+  descriptor that workers must not share. It restarts itself without a module that violates this.
 - **WARM-2** each worker gets its own environment, standard streams, random seeds and keys.
-- **WARM-3** the output of the imports is recorded. Each worker prints it, as if the worker had run the
-  imports.
-- **WARM-4** an unexpected error ends the nursery before it is ready. Workers then start without preloaded
-  modules. After an unexpected error in a forked worker, the worker executes its command line instead.
+- **WARM-3** each worker prints the recorded output of the imports.
+- **WARM-4** after an unexpected error in the nursery, workers start without preloaded modules. After one in a
+  forked worker, the worker executes its command line instead.
 """
 
 from __future__ import annotations
@@ -33,40 +28,25 @@ if TYPE_CHECKING:
         dict[str, dict[str, str]],
         "list[Callable[[], None]] | None",
     ]
-    """Results of the imports, as four items. The first is the printed output, by file descriptor. The second
-    contains the changed environment variables, each with its values before and after. The third contains, by
-    path of each OpenBLAS library, the variables that the script had set when the library was loaded. The
-    fourth contains functions that reseed random number generators; it is ``None`` if the generators were not
-    watched.
+    """Printed output by descriptor; changed variables with their values before and after; the variables that
+    the script had set, by OpenBLAS library; functions that reseed generators, or ``None`` if not watched.
     """
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _HOOK = os.path.join(os.path.dirname(_HERE), "hook")
 
 _SETTINGS = "ELASTICRS_WARM"
-"""Environment variable with a JSON object of three fields.
-
-``steps`` lists the preload steps: ``a.b`` for ``import a.b``, ``a.b:c`` for ``from a.b import c``, and
-``NAME=value`` for setting an environment variable. ``is_explicit`` is true if the user has named the modules.
-``folders`` lists the folders of the user's own modules, which have priority over other modules with the same
-name.
-"""
+"""Environment variable with the nursery's settings as JSON: ``steps``, ``is_explicit``, ``folders``."""
 _CORE = "ELASTICRS_WARM_CORE"
 """Environment variable with the path of the extension module ``elasticrs._core``."""
 _START = "ELASTICRS_NURSERY_START"
-"""Environment variable with the nursery's start parameters. The core's ``launch.rs`` uses the same name."""
+"""Environment variable with the start parameters. The core's ``launch.rs`` uses the same name."""
 _AGENT, _REPORT = (3, 4, 5), 6
-"""File descriptors that are connected to the agent (the first is a socket), and the report file's descriptor.
-The core's ``launch.rs`` uses the same numbers.
-"""
+"""File descriptors that lead to the agent (the first is a socket), and the report's. See ``launch.rs``."""
 _PID = "ELASTICRS_NURSERY_PID"
-"""Environment variable with the pid of the nursery. ``sitecustomize.py`` uses it to recognise a program that
-an import has executed in place of the nursery.
-"""
+"""Environment variable with the nursery's pid, which reveals a program that an import has executed."""
 _SINCE = "ELASTICRS_WARM_SINCE"
-"""Environment variable with an offset in the report file. The records of earlier nursery processes, which
-died while importing, start at this offset.
-"""
+"""Environment variable with the report's offset of the records of nurseries that died while importing."""
 
 _RESERVED = min(256, os.sysconf("SC_OPEN_MAX") // 2)
 """Descriptors below this number are reserved for workers. Modules cannot open such descriptors."""
@@ -79,12 +59,10 @@ _RANK_ZERO = {
     "lightning_fabric.utilities.rank_zero": "RANK",
     "torchmetrics.utilities.prints": "LOCAL_RANK",
 }
-"""Modules that may read the rank at import, because each worker updates their ``rank_zero_only.rank``
-afterwards. The values are the environment variables that hold the rank.
-"""
+"""Modules that may read the rank at import, because each worker sets it again from these variables."""
 
 _AT: list[str] = []
-"""Name of the module that is being imported. Empty if no import is running."""
+"""Name of the module that is being imported, if any."""
 
 _exit, _execv, _execve = os._exit, os.execv, os.execve  # Keep the originals, because imports may patch `os`.
 _executable = sys.executable
@@ -103,15 +81,11 @@ def _report(**line: object) -> None:
 
 
 class _ProgramError(BaseException):
-    """Raised if an imported module calls ``exec`` in the nursery, because ``exec`` would replace the nursery
-    process by another program.
-    """
+    """Raised if an import calls ``exec``, which would replace the nursery by another program."""
 
 
 def _refusing(real: Any) -> Any:
-    """Wrap an ``exec`` function so that it raises :class:`_ProgramError` in this process. Child processes can
-    still call the real function.
-    """
+    """Make an ``exec`` function raise :class:`_ProgramError` in this process, but not in its children."""
     pid = os.getpid()
 
     def execute(*args: object, **named: object) -> None:
@@ -145,9 +119,7 @@ def _has_threads() -> bool:
 
 
 def _temporary_folders() -> list[Any]:
-    """Return the finalizers of temporary directories. If workers inherited them, the first worker to exit
-    would remove the directories for all workers.
-    """
+    """Return finalizers of temporary directories. The first worker to exit would run them for all workers."""
     registry: Any = getattr(getattr(sys.modules.get("weakref"), "finalize", None), "_registry", ())
     # Compare only the function's name, because building the `repr` of a whole finalizer may be slow.
     return [end for end in list(registry) if _name_of_function(end) == "TemporaryDirectory._cleanup"]
@@ -190,11 +162,7 @@ def _settings(stream: Any) -> dict[str, object] | None:
 
 
 class _Surroundings:
-    """Process state that imports must not change, because each worker starts with it. The state consists of
-    the umask, signal mask, timers, nice value, working directory, standard streams, the object
-    ``os.environ``, and the first entry of ``sys.path``. The interpreter later inserts the folder of the
-    script before this entry.
-    """
+    """Process state that imports must not change, because each worker starts with it."""
 
     def __init__(self, folders: list[str], variables: Any, imports: Any) -> None:
         import signal
@@ -211,19 +179,15 @@ class _Surroundings:
         """Variables that the script had set when an OpenBLAS library was loaded, by path of the library."""
 
     def note_blas(self) -> None:
-        """For each OpenBLAS library loaded since the last call, save the environment variables that the
-        script has set so far. The variables determine the library's thread count in the workers.
+        """For each OpenBLAS library loaded since the last call, save the variables that the script has set.
 
-        Call this method before each further assignment and after the last import, because a library reads the
-        variables when it is loaded.
+        The library reads them when it is loaded, so call this before each further assignment.
         """
         for path in _mapped("openblas") - self.blas.keys():
             self.blas[path] = dict(self.variables.assigned)
 
     def restore(self) -> str | None:
-        """Undo the changes that imports have made to this process's state. Return the name of the last change
-        found, or ``None`` if nothing had changed.
-        """
+        """Undo changes by imports to this process's state. Return the last change found, or ``None``."""
         import signal
 
         changed = None
@@ -231,8 +195,7 @@ class _Surroundings:
             changed = "the umask"
         if signal.pthread_sigmask(signal.SIG_SETMASK, self._mask) != self._mask:
             changed = "the signal mask"
-        # Stop all interval timers that imports have started, because timers survive `exec`. A module that
-        # starts a timer cannot be preloaded, because forked workers do not inherit timers.
+        # Timers survive `exec`, but forked workers do not inherit them.
         timers = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
         if [timer for timer in timers if signal.setitimer(timer, 0) != (0.0, 0.0)]:
             changed = "the interval timers"
@@ -241,8 +204,7 @@ class _Surroundings:
                 os.setpriority(os.PRIO_PROCESS, 0, self._nice)
                 changed = "the nice value"
             except PermissionError:
-                # Accept the new nice value and preload the module, because this process is not permitted to
-                # lower the value. A worker that imported the module itself would raise the value again.
+                # This process may not lower the value. A worker that imports the module would raise it, too.
                 self._nice = os.getpriority(os.PRIO_PROCESS, 0)
         if os.getcwd() != self._place:
             os.chdir(self._place)
@@ -271,21 +233,13 @@ class _Surroundings:
         return changed
 
     def hidden(self) -> str | None:
-        """Return the name of a newly imported module that has the same name as a file beside the script.
-        Return ``None`` if there is no such module.
-
-        The script would import that file instead of the module.
-        """
+        """Return a new module, or ``None``, instead of which the script would import a file beside it."""
         new = [name for name in sys.modules if name not in self._known]
         self._known.update(new)
         return self.beside_script(new)
 
     def hidden_by_us(self) -> str | None:
-        """Return the name of a module that the nursery imported for its own use and that has the same name as
-        a file beside the script. Return ``None`` if there is no such module.
-
-        Workers cannot be forked from the nursery then, because the script has to import the file instead.
-        """
+        """Return such a module that the nursery imported itself. It cannot fork workers then."""
         return self.beside_script([name for name in sys.modules if name not in _AT_FIRST])
 
     def beside_script(self, names: Sequence[str]) -> str | None:
@@ -301,9 +255,7 @@ class _Surroundings:
 
 
 def _kept(fd: int) -> str | None:
-    """Return a description of an open descriptor, such as ``a socket``, if forked workers must not share it.
-    Return ``None`` if sharing it is harmless.
-    """
+    """Describe a descriptor that workers must not share, such as ``a socket``; ``None`` for any other."""
     import fcntl
     import stat
 
@@ -319,9 +271,7 @@ def _kept(fd: int) -> str | None:
 
 
 def _why_unclean(before: dict[int, str], surroundings: _Surroundings) -> str | None:
-    """Return the reason why an imported module cannot be preloaded, or ``None`` if it can. A module cannot be
-    preloaded if its import has side effects that a fork loses, or that workers must not share.
-    """
+    """Return why a module cannot be preloaded. Forks would lose or wrongly share its side effects."""
     opened = {fd: link for fd, link in _open_files().items() if before.get(fd) != link}
     if _has_threads():
         return "it starts a thread at import"
@@ -356,9 +306,7 @@ def _why_unclean(before: dict[int, str], surroundings: _Surroundings) -> str | N
 def _import(
     written: str, is_explicit: bool, before: dict[int, str], surroundings: _Surroundings
 ) -> tuple[str, str | None] | None:
-    """Import a module. Return ``None`` on success. If the module cannot be preloaded, return the reason and a
-    traceback; the traceback is ``None`` if the import raised no exception.
-    """
+    """Import a module. Return why it cannot be preloaded, with the traceback, if any; ``None`` if it can."""
     import time
 
     name, _, attribute = written.partition(":")
@@ -380,8 +328,7 @@ def _import(
         if os.getpid() != pid:
             _exit(0)  # The module forked this child. Exit, because there can be only one nursery.
         _end_if_cut_off(before)
-    # Check for side effects even if the module was not found, because its parent packages may have been
-    # imported.
+    # Check a module that was not found as well, because its parent packages may have been imported.
     why = _why_unclean(before, surroundings)
     if why is not None:
         return why, None
@@ -393,15 +340,12 @@ def _import(
 
 
 def _end_if_cut_off(before: dict[int, str]) -> None:
-    """If an import has closed a descriptor for communication with the agent, disconnect from the agent and
-    wait. The agent then reports the module and kills this process.
-    """
+    """If an import has closed a descriptor to the agent, disconnect, and wait for SIGKILL from the agent."""
     now = _open_files()
     if any(now.get(fd) != before[fd] for fd in _AGENT):
         import signal
 
-        # Replace the last descriptor with a pipe, because the agent takes a missing pipe as a sign that this
-        # process has called `exec`.
+        # The agent would take a missing pipe as a sign of `exec`.
         os.dup2(os.pipe()[1], _AGENT[-1])
         os.close(_AGENT[0])
         while True:
@@ -413,8 +357,7 @@ def _begin_again(environ: dict[str, str], settings: dict[str, object], imports: 
 
     for remove in _temporary_folders():
         remove()
-    # Close all other descriptors, including the pipe of multiprocessing's resource tracker. The tracker then
-    # cleans up and exits.
+    # Also close the pipe of multiprocessing's resource tracker, which then cleans up and exits.
     os.closerange(_REPORT + 1, os.sysconf("SC_OPEN_MAX"))
     imports.end_children()
     for fd in _AGENT:
@@ -448,8 +391,7 @@ def _import_all(environ: dict[str, str]) -> _Done:
     imports = _beside("imports")
     variables = imports.Variables(shielded, _RANK_ZERO)
     surroundings = _Surroundings(settings["folders"], variables, imports)
-    # Do not watch generators if a file beside the script has the name of a module that the watch imports,
-    # because the script could then not import the file.
+    # The script could not import a file beside it that has the name of a module of the watch.
     watch = imports.GeneratorWatch() if surroundings.beside_script(imports.NEEDED) is None else None
     reserved, captured = imports.reserve(_RESERVED), imports.Captured(_RESERVED)
     before, untouched = _open_files(), dict(os.environ)
@@ -469,8 +411,7 @@ def _import_all(environ: dict[str, str]) -> _Done:
             module = name.partition(":")[0]
             rest = steps
             if not is_explicit and dict(variables) != environment:
-                # Also skip all later imports, because a later module may read an environment variable that
-                # the skipped module changes.
+                # A later module may read an environment variable that the skipped module changes.
                 rest = steps[: steps.index(step)]
                 why += "; later imports were left out as well, because it changes the environment"
             rest = [other for other in rest if other.partition(":")[0] != module]
@@ -501,8 +442,7 @@ def _tell_ready(begun: float, since: int, surroundings: _Surroundings) -> None:
         _report(failed=f"{hidden} is next to the script and has the name of a module that --warm needs")
         _exit(1)
     paths = sysconfig.get_paths()
-    # Leave out sysconfig's `data` path, because it may be `/usr`, and a subfolder such as `/usr/src` may
-    # contain the user's own programs.
+    # sysconfig's `data` may be `/usr`, which may contain the user's programs, as in `/usr/src`.
     library = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     folders = [*library, *site.getsitepackages(), site.getusersitepackages()]
     prefixes = {path for folder in folders for path in (folder, os.path.realpath(folder))}
@@ -519,9 +459,7 @@ def _tell_ready(begun: float, since: int, surroundings: _Surroundings) -> None:
 
 
 def _open_standard_descriptors() -> None:
-    """Open missing standard descriptors (0, 1 or 2) on ``/dev/null``, as Rust's runtime does, because workers
-    need all three.
-    """
+    """Open missing standard descriptors on ``/dev/null``, as Rust's runtime does."""
     fd = os.open(os.devnull, os.O_RDWR)
     while fd <= 2:
         os.set_inheritable(fd, True)
@@ -573,9 +511,7 @@ def _start_cold(argv: list[bytes], env: list[bytes], error: BaseException) -> No
 
 
 def _register_last_callback() -> Callable[[Callable[[], None]], None]:
-    """Register an ``atexit`` callback before any module registers one, so that this callback runs last.
-    Return a function that takes the callback's body.
-    """
+    """Register an ``atexit`` callback that runs last. Return a function that takes the callback's body."""
     import atexit
 
     chosen: list[Callable[[], None]] = []
@@ -600,8 +536,7 @@ def _serve() -> None:
     start = environ[_START]
     for name in (_SETTINGS, _START, _SINCE):
         os.environ.pop(name, None)
-    # Make the descriptors that lead to the agent close-on-exec, so that the agent notices if an import
-    # replaces this process with another program.
+    # Set close-on-exec, so that the agent notices if an import executes another program.
     for fd in _AGENT:
         os.set_inheritable(fd, False)
     entries = os.environ["PYTHONPATH"].split(os.pathsep)[1:]
@@ -638,8 +573,7 @@ def _start() -> None:
     try:
         _serve()
     except BaseException:
-        # Exit, because `site` would ignore the error, and the interpreter would then run the script in a
-        # half-initialized process.
+        # `site` would ignore the error and run the script in a half-initialized process.
         try:
             import traceback
 

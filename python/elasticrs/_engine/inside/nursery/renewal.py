@@ -1,6 +1,4 @@
-"""Resets per-process state in a worker that was forked from a warm nursery (a process with preloaded
-modules). Loaded by ``nursery.py``.
-"""
+"""Resets per-process state in a worker that was forked from a warm nursery. Loaded by ``nursery.py``."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ _SET_BLAS_THREADS = [
 
 
 def last_collection(open_files: Callable[[], dict[int, str]]) -> None:
-    """At exit, unfreeze the garbage collector if the script has left a file open. Otherwise, the
-    interpreter's last collection might not reach the file object, and the file would not be flushed.
-    """
+    """At exit, unfreeze the garbage collector if a file is open, because only collected files are flushed."""
     import atexit
 
     atexit.register(_unfreeze_if_needed, open_files, set(open_files()))
@@ -45,18 +41,14 @@ def _unfreeze_if_needed(open_files: Callable[[], dict[int, str]], known: set[int
 
 
 def main_module() -> None:
-    """Replace ``__main__`` with a copy, because the garbage collector ignores the original, which is frozen.
-    Without the copy, objects of the script could never be collected.
-    """
+    """Replace ``__main__`` with a copy, because the collector ignores the frozen original and its objects."""
     main = type(sys)("__main__")
     main.__dict__.update(sys.modules["__main__"].__dict__)
     sys.modules["__main__"] = main
 
 
 def environment(entries: list[bytes], done: dict[str, tuple[str | None, str | None]]) -> None:
-    """Set the worker's environment to ``entries``, and then repeat the changes that the imports made.
-    ``done`` maps each changed variable to its values before and after the imports.
-    """
+    """Set the environment to ``entries``, and repeat the imports' changes (``done``: old and new values)."""
     os.environ.clear()
     for entry in entries:
         name, _, value = entry.partition(b"=")
@@ -64,8 +56,7 @@ def environment(entries: list[bytes], done: dict[str, tuple[str | None, str | No
     for variable, (before, after) in done.items():
         if after is None:
             os.environ.pop(variable, None)
-        # If an import has set a variable that was unset before, its value is probably only a default. Keep
-        # the value from the worker's environment in this case.
+        # Keep the worker's value, because the import's value is probably only a default.
         elif before is not None or variable not in os.environ:
             os.environ[variable] = after
 
@@ -73,8 +64,7 @@ def environment(entries: list[bytes], done: dict[str, tuple[str | None, str | No
 def arguments(argv: list[bytes], before: list[str]) -> None:
     told = [os.fsdecode(argument) for argument in argv]
     sys.orig_argv[:] = told
-    # Keep `sys.argv` if an import has changed it, because the same import in the worker would also have
-    # changed it.
+    # If an import has changed `sys.argv`, it would have done so in the worker as well.
     if sys.argv == before and len(before) > 1:
         sys.argv[1:] = told[1 - len(before) :]
 
@@ -99,17 +89,10 @@ def streams(standard: Iterable[Any]) -> None:
 
 
 def seeds(rank_zero: dict[str, str], generators: list[Callable[[], None]] | None) -> None:
-    """Reseed random number generators and reset other per-process values in the imported modules.
-
-    Args:
-        rank_zero: for each module that stores the rank, the environment variable that holds the rank.
-        generators: functions that reseed random number generators. ``None`` if the generators were not
-            watched.
-    """
+    """Reseed the random number generators (``None`` if not watched), and reset other values of modules."""
     import time
 
-    # Do not copy the dictionary, because a copy would change the reference count of every module. The kernel
-    # would then have to copy the shared memory pages.
+    # Do not copy the dictionary, because changed reference counts would make the kernel copy shared pages.
     loaded: Any = sys.modules
     for seed in generators or ():
         seed()
@@ -132,20 +115,13 @@ def seeds(rank_zero: dict[str, str], generators: list[Callable[[], None]] | None
 
 
 def blas(assigned: dict[str, dict[str, str]]) -> None:
-    """Set the thread count of each OpenBLAS library, because the nursery has limited it to one.
-
-    The number is the one that the library would have read from the worker's environment.
-
-    Args:
-        assigned: variables that the script sets before it loads the library, by path of the library.
-    """
+    """Set the thread count of each OpenBLAS library (by path), which the nursery has limited to one."""
     processors = len(os.sched_getaffinity(0))
     for path, overriding in assigned.items():
         variables = {**os.environ, **overriding}
         given = [variables.get(name, "") for name in _BLAS_THREADS]
         counts = [int(text) for text in given if text.isdecimal() and text != "0"]
-        # OpenBLAS uses the first of these variables that contains a positive number. It starts at most one
-        # thread for each processor.
+        # OpenBLAS uses the first of these variables that is positive, and at most one thread per processor.
         count = min([processors, *counts[:1]])
         if count == 1:
             continue

@@ -1,6 +1,4 @@
-"""Runs ``nursery.py`` from the same folder, if this Python is recent enough to compile it. The workers'
-Python, set by ``PYTHON_EXEC``, can be of any version.
-"""
+"""Runs ``nursery.py``, if the workers' Python (``PYTHON_EXEC``) is recent enough to compile it."""
 
 import os
 import sys
@@ -9,16 +7,13 @@ _here = os.path.dirname(os.path.abspath(__file__))
 
 if "ELASTICRS_NURSERY_START" not in os.environ:
     if os.environ.pop("ELASTICRS_NURSERY_PID", "") == str(os.getpid()):
-        # A library in the nursery process has called `exec`, which started this Python interpreter. The agent
-        # notices the `exec` and kills this process.
-        #
-        # Wait until then, because the user's script would otherwise run in a process that is not a worker.
+        # A library in the nursery has called `exec`. Wait until the agent kills this process, because
+        # the user's script would otherwise run in a process that is not a worker.
         import signal
 
         while True:
             signal.pause()
-    # An import has started this child process. Remove the nursery's settings and continue as a normal
-    # interpreter.
+    # An import has started this child process, which continues as a normal interpreter.
     sys.path[:] = [entry for entry in sys.path if entry != _here]
     sys.path_importer_cache.pop(_here, None)
     _entries = [entry for entry in os.environ["PYTHONPATH"].split(os.pathsep) if entry != _here]
@@ -29,8 +24,7 @@ if "ELASTICRS_NURSERY_START" not in os.environ:
     del sys.modules["sitecustomize"]
     import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
 elif sys.version_info < (3, 10):  # noqa: UP036
-    # This Python may be too old to compile `nursery.py`. Exit, because the script would otherwise run in a
-    # process that is not a worker.
+    # Exit, because the script would otherwise run in a process that is not a worker.
     os.write(6, b'{"failed": "the workers\' Python is older than 3.10"}\n')
     os._exit(1)
 else:
