@@ -80,7 +80,7 @@ _GLOO_LOST_PEER = (
 """Phrases in gloo's error messages about a lost peer. Gloo has no exception type of its own."""
 
 _LOCAL_CALLERS = ("torch.nn.modules.", "torch.nn.functional")
-"""Modules whose calls of native code never wait for another rank. ``SyncBatchNorm`` calls other modules."""
+"""Modules whose native calls never wait for a rank. Layers that communicate use ``torch.distributed``."""
 
 
 def error_document(error: BaseException, written_by: str, at_ns: "int | None" = None) -> str:
@@ -131,7 +131,8 @@ def failure_facts(error: BaseException) -> "dict[str, object]":
     - ``place``: where it was raised, such as ``train.py:88``, in the user's program if possible.
     - ``is_start_error``: a file could not be parsed, a top-level import failed, or the program rejected its
       arguments (HOOK-8 in the hook).
-    - ``is_retryable``: false for ``NonRetryable`` and ``bdb.BdbQuit`` (the user has quit the debugger).
+    - ``is_retryable``: false for ``NonRetryable`` and ``bdb.BdbQuit`` (the user has quit the debugger), also
+      among causes and members of groups.
     - ``member`` and ``more``: text of an exception group's :func:`representative`, and number of its other
       innermost members. Missing for other exceptions.
     """
@@ -263,7 +264,10 @@ def _is_marked(error: BaseException) -> bool:
 def _related(
     error: BaseException, *, with_context: bool = True, with_suppressed: bool = False
 ) -> "Iterator[BaseException]":
-    """Yield an exception, its causes, members of groups, and (even suppressed) contexts."""
+    """Yield an exception, its causes, group members and contexts (the exceptions that were being handled).
+
+    ``with_suppressed`` includes contexts that ``raise … from`` has suppressed.
+    """
     pending: list[BaseException | None] = [error]
     seen: set[int] = set()
     while pending:
@@ -338,7 +342,10 @@ def _may_follow_from_peer(error: BaseException) -> bool:
 
 
 def _may_be_of_collective(error: BaseException) -> bool:
-    """Return true if native code that may have waited for another rank raised this ``RuntimeError``."""
+    """Return true if native code that may have waited for another rank raised this ``RuntimeError``.
+
+    Torch raises a ``RuntimeError`` for most errors of its backends, for example in ``backward``.
+    """
     kind = type(error)
     if not isinstance(error, RuntimeError) or (kind.__module__ == "builtins" and kind is not RuntimeError):
         return False

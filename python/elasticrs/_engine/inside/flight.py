@@ -1,4 +1,4 @@
-"""Writes a worker's flight record (torch's log of the latest collectives) and stacks when the agent asks.
+"""Writes a worker's flight record (torch's log of the latest collectives) and stacks for the agent.
 
 A thread blocks while it opens a FIFO beside the error file, until the agent opens the other end. It answers
 while the main thread waits in a collective, but not while another thread holds the GIL.

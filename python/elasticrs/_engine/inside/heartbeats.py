@@ -182,7 +182,7 @@ def _notice_exit() -> None:
 
 
 def _begin_exit() -> None:
-    """Record when the main program returned. The step limit then ends, until a background thread goes on."""
+    """Record when the main program returned. The step limit then ends, unless a thread still trains."""
     global _count  # noqa: PLW0603 -- as in `_heartbeat`
     words = _words or _automatic
     if words is not None:

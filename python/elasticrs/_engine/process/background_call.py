@@ -21,13 +21,8 @@ FILE_LIMIT = 3.0
 class FileAccess:
     """Runs functions that access files, one at a time, each on a thread and with a time limit.
 
-    A file system that does not respond must not block the agent. After a function has exceeded the limit,
-    further functions are refused until that function returns. A hanging file system therefore delays the
-    agent only once and occupies only one thread.
-
-    Args:
-        hangs: called when a function exceeds :data:`FILE_LIMIT`, but not for the functions that are then
-            refused.
+    If a function exceeds the limit, ``hangs`` is called, and further functions are refused until it returns.
+    A hanging file system therefore delays the agent only once and occupies only one thread.
     """
 
     def __init__(self, hangs: Callable[[], object] = lambda: None) -> None:
@@ -36,12 +31,7 @@ class FileAccess:
         self._free = _thread.allocate_lock()
 
     def run(self, ask: Callable[[], _T], default: _T) -> _T:
-        """Return the result of a function. Return ``default`` if this call or an earlier one takes too long,
-        or if no thread can be started.
-
-        Raises:
-            Exception: raised by the function.
-        """
+        """Return the function's result; ``default`` if this or an earlier function takes too long."""
         if not self._free.acquire(timeout=0 if self._is_stuck else self._limit):
             return self._late(default)
         self._is_stuck = False
@@ -51,7 +41,7 @@ class FileAccess:
         done.acquire()
 
         def work() -> None:
-            # Block all signals in this thread, because other threads handle them.
+            # Other threads handle the signals.
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             try:
                 found.append(ask())
@@ -72,9 +62,7 @@ class FileAccess:
         return found[0]
 
     def begin(self, act: Callable[[], object]) -> None:
-        """Start a function without waiting for it. The function's result is ignored, and the function may not
-        raise an exception. Do nothing if an earlier function is still running.
-        """
+        """Start a function that raises no exception, unless an earlier one is running. Ignore its result."""
         if self._free.acquire(blocking=False):
 
             def work() -> None:
@@ -97,20 +85,10 @@ class FileAccess:
 
 
 class BackgroundCall:
-    """Calls a function that may block for a long time, on a separate thread.
+    """Calls a function that may block, on a separate thread. ``fd`` becomes readable when it has returned.
 
-    The main thread cannot make such a call itself, because Python runs no signal handlers while the main
-    thread is blocked in the C library, for example in the resolver.
-
-    Args:
-        ask: function to call once.
-
-    Attributes:
-        fd: file descriptor that is readable when the function has returned.
-
-    Raises:
-        OSError: the process has run out of file descriptors.
-        RuntimeError: no thread can be started.
+    The main thread runs no signal handlers while it is blocked in the C library, for example in the resolver.
+    Raise ``OSError`` if there is no free file descriptor, and ``RuntimeError`` if no thread can be started.
     """
 
     def __init__(self, ask: Callable[[], Any]) -> None:
@@ -127,7 +105,7 @@ class BackgroundCall:
             raise
 
     def _run(self) -> None:
-        # Block all signals in this thread, because other threads handle them.
+        # Other threads handle the signals.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             self._answer = self._ask()
@@ -141,23 +119,18 @@ class BackgroundCall:
                 os.eventfd_write(self.fd, 1)
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until the function has returned, for at most ``seconds``. Return false on timeout. Signal
-        handlers run during the wait and may raise exceptions.
-        """
+        """Wait until the function has returned. Return false on timeout. Signal handlers may raise here."""
         poll = select.poll()
         poll.register(self.fd, select.POLLIN)
         return bool(poll.poll(None if seconds is None else 1000 * seconds))
 
     def take(self) -> Any:
-        """Return the result of the function, or raise its exception."""
         if self._error is not None:
             raise self._error
         return self._answer
 
     def close(self) -> None:
-        """Close the file descriptor. If the function is still running, it continues, but its result is
-        ignored.
-        """
+        """Close the file descriptor. A function that is still running continues, without a result."""
         with self._lock:
             if self._is_over and not self._is_closed:
                 os.close(self.fd)

@@ -6,8 +6,7 @@ import os
 import signal
 import sys
 
-# Put this package's folder first in the search path while the package is imported, because another release of
-# the package may be installed.
+# Put this package's folder first, because another release of the package may be installed.
 _PROGRAM = """\
 import sys
 sys.path.insert(0, sys.argv.pop(1))
@@ -19,14 +18,9 @@ sys.exit(main(*sys.argv[1:]))
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """Return a command line that calls the ``main`` function of ``module``, a module of this package.
+    """Return a command line that calls the ``main`` function of a module of this package.
 
-    The program ignores environment variables such as ``PYTHONPATH`` and the working directory, because
-    modules found there could shadow the standard library.
-
-    Args:
-        module: full name of the module.
-        arguments: arguments of ``main``.
+    The program ignores ``PYTHONPATH`` and the working directory, which could shadow the standard library.
     """
     import elasticrs
 
@@ -35,12 +29,11 @@ def command(module: str, *arguments: str) -> list[str]:
 
 
 def main() -> int:
-    """Kill a process group as soon as the program that started the group dies, even by SIGKILL. This function
-    is itself such a child program. Return its exit code.
+    """Kill a process group as soon as the program that started this one dies, even by SIGKILL.
 
-    The number of the group comes on standard input, which the starter keeps open. A starter that has ended
-    the group kills this program first, because the number may belong to another group afterwards. A starter
-    that dies between the start of the group and the message with its number leaves the group behind.
+    The starter writes the group's number to standard input, and keeps the pipe open. To end the group itself,
+    it kills this program first, because the number may belong to another group afterwards. A starter that
+    dies before it writes the number leaves the group behind.
     """
     group = b""
     while part := os.read(0, 64):

@@ -8,30 +8,22 @@ from elasticrs._engine.job.value import Value
 
 
 class Clock(Value):
-    """Wall clock of the store, as estimated on this node.
-
-    Args:
-        offset_ns: difference between the store's wall clock and this node's wall clock, in nanoseconds.
-        error_ns: maximum error of the offset; ``None`` if it was not measured yet.
-    """
+    """Wall clock of the store, relative to this node's. ``error_ns`` is ``None`` if not measured yet."""
 
     offset_ns: int = 0
     error_ns: int | None = 0
 
     def from_monotonic(self, ns: int) -> int:
-        """Convert a time on this node's monotonic clock to the store's wall clock, in nanoseconds."""
         return ns + _wall_minus_monotonic() + self.offset_ns
 
     def to_monotonic(self, ns: int) -> int:
-        """Convert a time on the store's wall clock to this node's monotonic clock, in nanoseconds."""
         return ns - self.offset_ns - _wall_minus_monotonic()
 
 
 def _wall_minus_monotonic() -> int:
     """Return this node's wall-clock time minus its monotonic time, in nanoseconds.
 
-    On a busy machine, the thread may be preempted between reading the two clocks. Therefore, read both clocks
-    three times and use the reading that took the least time.
+    Use the fastest of three readings, because the thread may be preempted between reading the two clocks.
     """
     found = []
     for _ in range(3):

@@ -1,10 +1,8 @@
-"""The agent's console, which writes lines to stderr without making the agent wait for the reader.
+"""The agent's console, which writes lines to stderr without waiting for a reader that has stopped.
 
-A console whose reader has stopped (a stopped terminal, a full pipe, a file on a network file system) must not
-delay a restart. The file descriptor cannot be made non-blocking, because the workers share it. A poll before
-a write does not help either, because a worker may fill the pipe in between. The agent therefore writes each
-line with ``RWF_NOWAIT``, which pipes and sockets support. If this write fails because it would block, a
-thread writes the line. The thread exists only while lines are queued.
+The descriptor cannot be made non-blocking, because the workers share it. A poll does not help, because a
+worker may fill the pipe before the write. So each line is written with ``RWF_NOWAIT``. If that would block,
+a thread writes the line. The thread exists only while lines are queued.
 """
 
 from __future__ import annotations
@@ -36,9 +34,7 @@ _NOT_AT_ONCE = frozenset((
 """Error numbers of a non-blocking write after which a blocking write may still succeed."""
 _KEPT = 1000
 _MOMENT = 0.002
-"""Maximum number of seconds to wait until a line is written. The wait keeps the lines of the agent in order
-with the lines of the workers. The wait is shorter if the reader is reading.
-"""
+"""Seconds to wait until a line is written, which keeps it in order with the lines of the workers."""
 END_PATIENCE = 1.0
 """Maximum number of seconds to wait for the last lines at the end of a job."""
 
@@ -50,9 +46,7 @@ DESCRIPTORS = {"stdout": 1, "stderr": 2}
 
 
 def descriptors(std: str) -> set[int]:
-    """Return the file descriptors of a stream: the one that C code and child processes use and, if different,
-    the one that Python's stream uses.
-    """
+    """Return the file descriptor of C code and child processes, and the one of Python's stream."""
     usual = DESCRIPTORS[std]
     try:
         return {usual, int(getattr(sys, std).fileno())}
@@ -61,14 +55,7 @@ def descriptors(std: str) -> set[int]:
 
 
 def prefix(time_ns: int | None = None, node: str = "", group_rank: int | None = None) -> str:
-    """Return the prefix of a console line: ``elasticrs: ``, or ``elasticrs[time node:pid group rank]: `` with
-    the parts that are known.
-
-    Args:
-        time_ns: wall-clock time of the line, in nanoseconds since 1970; ``None`` for a line without a time.
-        node: name of the node and pid of the agent.
-        group_rank: group rank of the node.
-    """
+    """Return ``elasticrs: ``, or ``elasticrs[time node:pid group rank]: `` with the parts that are known."""
     parts = []
     if time_ns is not None:
         parts.append(local_time(time_ns, "T", has_milliseconds=True))
@@ -80,29 +67,14 @@ def prefix(time_ns: int | None = None, node: str = "", group_rank: int | None = 
 
 
 def has_time(log_prefix: str | None, fd: int) -> bool:
-    """Return true if lines written to this file descriptor have a timestamp in their prefix.
-
-    Args:
-        log_prefix: value of ``--log-prefix``; the value of ``PET_LOG_PREFIX`` if ``None``.
-        fd: file descriptor. With ``auto``, lines on a terminal have no time.
-    """
+    """Return true if lines have a timestamp. Without ``log_prefix``, ``PET_LOG_PREFIX`` decides."""
     if log_prefix is None:
         log_prefix = os.environ.get("PET_LOG_PREFIX")
     return log_prefix == "time" or (log_prefix != "none" and not os.isatty(fd))
 
 
 class Console:
-    """Adds a prefix to lines, and writes them to a file descriptor. If a write would block, a thread writes.
-
-    Args:
-        fd: file descriptor to write to.
-        log_prefix: see :func:`has_time`.
-        is_one_of_several: true if the agents of several nodes may share a console. In this case, the prefix
-            contains the name of the node and the pid of the agent.
-
-    Attributes:
-        group_rank: group rank of the node, which is part of the prefix; ``None`` while the node has none.
-    """
+    """Writes lines with a prefix, which names the node and the agent's pid if ``is_one_of_several``."""
 
     __slots__ = (
         *("_fd", "_has_time", "_is_gone", "_is_late", "_is_writing", "_lines", "_lock", "_node", "_writing"),
@@ -124,17 +96,13 @@ class Console:
 
     @property
     def waiting(self) -> int:
-        """Number of lines that have not been written yet."""
         return 0 if self._is_gone else len(self._lines)
 
     def prefixed(self, text: str) -> str:
-        """Prepend the console prefix to a text, with the current time if lines show a time."""
         return prefix(time.time_ns() if self._has_time else None, self._node, self.group_rank) + text
 
     def say(self, text: str) -> None:
-        """Write one line with the prefix. Queue the line if the reader has stopped reading. Truncate the line
-        if it is too long for a single atomic write to a pipe.
-        """
+        """Write one line, truncated to a pipe's atomic size. Queue it if the reader has stopped reading."""
         line = _encode(self.prefixed(" ".join(text[:_PIPE_BUF].splitlines())))
         if self.waiting < _KEPT:
             self._put([_whole(line, _PIPE_BUF - 1) + b"\n"])
@@ -155,17 +123,10 @@ class Console:
         is_enough: Callable[[], bool] = lambda: True,
         paint: Callable[[str], str] = lambda text: text,
     ) -> bool:
-        """Write the queued lines, followed by a text of any length. Wait until everything is written.
+        """Write the queued lines and a text of any length. Return false if a part of it is still queued.
 
-        Args:
-            text: text to write. Control characters in it are made visible.
-            patience: maximum number of seconds to wait while the reader does not read.
-            wake_fd: file descriptor that can interrupt the wait when it is readable.
-            is_enough: called when ``wake_fd`` is readable; returns true to interrupt the wait.
-            paint: adds colours to the text; called only if the console shows colours.
-
-        Returns:
-            False if the wait was interrupted or timed out before everything was written.
+        Wait at most ``patience`` seconds while the reader does not read. Stop if ``wake_fd`` is readable and
+        ``is_enough`` returns true. If the console shows colours, ``paint`` adds them to the text.
         """
         shown = visible(text)
         data = (paint(shown) if self._has_colours() else shown).encode("utf-8", "backslashreplace")
@@ -183,9 +144,6 @@ class Console:
         return True
 
     def _has_colours(self) -> bool:
-        """Return true if the console is a terminal that shows colours, and the user has not turned them off
-        (``NO_COLOR``).
-        """
         environ = os.environ
         return not environ.get("NO_COLOR") and environ.get("TERM", "dumb") != "dumb" and os.isatty(self._fd)
 
@@ -202,11 +160,10 @@ class Console:
         try:
             _thread.start_new_thread(self._work, ())
         except RuntimeError:
-            # Write the lines in the calling thread, because the process has reached its limit on threads.
+            # The process has reached its limit on threads.
             self._work()
 
     def _write_at_once(self) -> None:
-        """Write queued lines until all are written or a write would block."""
         while self._lines and not self._is_gone:
             line = self._lines[0]
             try:
@@ -226,7 +183,7 @@ class Console:
 
     def _work(self) -> None:
         """Write all queued lines. Called in the console's thread, where writes may block."""
-        # Block all signals in this thread, because other threads handle them.
+        # Other threads handle the signals.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         while True:
             with self._lock:
@@ -251,9 +208,7 @@ class Console:
             poll.register(self._fd, select.POLLOUT)
             poll.poll()
         except OSError:
-            # Drop all lines, because stderr is closed or broken and the error cannot be reported anywhere
-            # else.
-            self._is_gone = True
+            self._is_gone = True  # The error cannot be reported, because stderr is closed or broken.
         return 0
 
 
@@ -263,7 +218,5 @@ def _whole(text: bytes, limit: int) -> bytes:
 
 
 def _encode(text: str) -> bytes:
-    """Encode text as UTF-8. Escape lone surrogates, because a program that reads the lines may fail on
-    invalid UTF-8.
-    """
+    """Encode text as UTF-8. Escape lone surrogates, because programs may fail on invalid UTF-8."""
     return visible(text).encode("utf-8", "backslashreplace")

@@ -1,16 +1,12 @@
 """Signals to this process: repeated stop requests, and handlers that forked children must not inherit.
 
-A forked child has the same signal handlers and the same wake-up file descriptor as this process. A signal to
-the child would therefore be handled as a request to stop the parent's job, or would be deferred until the end
-of a wait that exists only in the parent. To prevent this, code that installs handlers registers a function
-here that removes the handlers, and each child calls this function first.
+A forked child would handle a signal as a request to stop the parent's job. Therefore, code that installs
+handlers registers a function here that removes them, and each child calls this function first.
 
 - **FORK-1** Installations are undone in reverse order.
-- **FORK-2** The signals are blocked before the fork, and unblocked after the child has removed the handlers.
-  A signal that is sent to the child right after the fork is therefore never handled by the parent's handlers.
-- **FORK-3** The parent loses no signal. In its main thread, a handler could run inside the hook of
-  :func:`os.fork`, which drops the handler's exceptions. So the parent takes the pending signals from the
-  kernel, and sends them to itself again after the hook.
+- **FORK-2** The signals are blocked before the fork until the child has removed the parent's handlers.
+- **FORK-3** The parent loses no signal. The hook of :func:`os.fork` drops exceptions of handlers that run
+  inside it. So the parent takes the pending signals from the kernel, and sends them to itself afterwards.
 """
 
 from __future__ import annotations
@@ -29,28 +25,22 @@ _masks: dict[int, set[int]] = {}
 
 
 def undo_in_children(undo: Callable[[], None], signums: Collection[int]) -> None:
-    """Register a function that restores the previous signal handling. Forked children call it first, in their
-    main thread.
+    """Register a function that restores the previous signal handling. Forked children call it first.
 
-    Args:
-        undo: function that restores the previous handlers.
-        signums: signals for which handlers are installed. The collection is read again at each fork.
+    The collection of signals is read again at each fork.
     """
     _installed.append((undo, signums))
 
 
 def is_undone(undo: Callable[[], None]) -> None:
-    """Unregister a function that was passed to :func:`undo_in_children`. Call this after the signal handlers
-    have been removed. Idempotent.
-    """
+    """Unregister a function after the signal handlers have been removed. Idempotent."""
     _installed[:] = [each for each in _installed if each[0] != undo]
 
 
 def _before() -> None:
     signums = {signum for _, each in _installed for signum in tuple(each)}
     if signums:
-        # Save the mask before changing it. Each call of `pthread_sigmask` runs pending Python signal handlers
-        # at its end, and they may raise an exception.
+        # Save the mask first, because each call of `pthread_sigmask` may run handlers, which may raise.
         _masks[_thread.get_ident()] = set(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
         signal.pthread_sigmask(signal.SIG_BLOCK, signums)
 
@@ -61,8 +51,7 @@ def _after_in_parent() -> None:
         return
     taken: list[int] = []
     try:
-        # In other threads, leave the signals pending, because only the main thread runs Python's signal
-        # handlers.
+        # Only the main thread runs Python's signal handlers.
         if _thread.get_native_id() == os.getpid():
             ours = set(signal.pthread_sigmask(signal.SIG_BLOCK, ())) - mask
             while (info := signal.sigtimedwait(ours, 0)) is not None:
@@ -89,10 +78,9 @@ os.register_at_fork(before=_before, after_in_parent=_after_in_parent, after_in_c
 
 
 ECHO = 0.1
-"""Time window after the first stop signal, in seconds. Further stop signals in this window belong to the same
-request. A single request may cause several signals: wrapper programs pass on a signal that the whole process
-group has already received, and systemd, schedulers and closing terminals send several kinds of signals at
-once.
+"""Seconds after the first stop signal in which further stop signals belong to the same request.
+
+Wrapper programs pass on signals, and systemd, schedulers and terminals send several kinds at once.
 """
 
 KEYBOARD = frozenset((signal.SIGINT, signal.SIGQUIT))
@@ -109,12 +97,10 @@ class StopRequests:
         self._came: set[int] = set()
 
     def is_new(self, signum: int, now: float) -> bool:
-        """Record a stop signal. Return true if it is a new request. ``now`` is the time on a monotonic clock,
-        in seconds.
+        """Record a stop signal at ``now``, in monotonic seconds. Return true if it is a new request.
 
-        The first signal is a new request. A later signal is a new request only if it arrives at least
-        :data:`ECHO` seconds after the first signal, and is one of :data:`KEYBOARD` or a repeated SIGTERM.
-        Such a signal shows that the user has repeated the request.
+        The first signal is a new request. After :data:`ECHO` seconds, a signal from the keyboard or a
+        repeated SIGTERM is a new request as well.
         """
         first, came = self._first, signum in self._came
         self._came.add(signum)

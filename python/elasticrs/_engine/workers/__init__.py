@@ -1,3 +1,1 @@
-"""Configuration of the worker processes for one attempt: ranks and addresses, environment, log files, and
-shared memory page.
-"""
+"""Worker processes of one attempt: ranks, addresses, environment, log files, and shared memory page."""

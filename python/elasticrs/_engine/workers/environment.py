@@ -13,9 +13,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.workers.plan import Plan
 
 TOKEN_VARIABLE = "ELASTICRS_TOKEN"
-"""Variable with the secret that the agents of a job share. If the rendezvous settings contain a secret, this
-variable is ignored.
-"""
+"""Variable with the secret that the agents of a job share, unless the rendezvous settings contain one."""
 
 _HERE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "inside")
 _HOOK = os.path.join(_HERE, "hook")
@@ -34,9 +32,7 @@ def worker_env(
     restarts: int,
     inherited: Mapping[str, str],
 ) -> dict[str, str]:
-    """Return the variables that the agent adds to one worker's environment. ``TORCHELASTIC_ERROR_FILE`` is
-    missing, because the log layout adds it.
-    """
+    """Return the variables that the agent adds. The log layout later adds ``TORCHELASTIC_ERROR_FILE``."""
     return {
         "RANK": str(ranks.global_rank),
         "LOCAL_RANK": str(ranks.local_rank),
@@ -59,13 +55,9 @@ def worker_env(
 
 
 def virtual_local_rank(local_rank: int, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that make a worker see only one GPU and use local rank 0.
+    """Return the variables that make a worker see only one GPU and use local rank 0, as in torch.
 
-    As in torch, if ``HIP_VISIBLE_DEVICES`` is not empty, the GPU is chosen from that variable, and the result
-    contains that variable as well.
-
-    Raises:
-        ValueError: the agent sees too few GPUs for this local rank.
+    Raise ``ValueError`` if the agent sees too few GPUs for this local rank.
     """
     names = ["CUDA_VISIBLE_DEVICES"]
     source = names[0]
@@ -83,40 +75,27 @@ def virtual_local_rank(local_rank: int, inherited: Mapping[str, str]) -> dict[st
 
 
 def inherited_environment() -> dict[str, str]:
-    """Return this process's environment without the token, to be inherited by workers. Only agents need the
-    token.
-    """
+    """Return the environment that workers inherit, without the token, because only agents need it."""
     return {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
 
 
 def hook_environment(env: dict[str, str]) -> dict[str, str]:
-    """Return an environment in which a Python worker records its uncaught exceptions.
-
-    Args:
-        env: environment of the worker. It is not changed. If it contains ``ELASTICRS_TRACEBACKS=0``, the hook
-            is disabled.
-
-    Returns:
-        A copy of ``env`` in which ``PYTHONPATH`` starts with the directory of the hook. The hook removes its
-        directory again when it runs.
-    """
+    """Return a copy of ``env`` in which Python loads the hook, unless ``ELASTICRS_TRACEBACKS`` is 0."""
     worker_env = dict(env)
     # A directory whose name contains a colon cannot be an entry of PYTHONPATH.
     if env.get("ELASTICRS_TRACEBACKS") == "0" or os.pathsep in _HOOK:
         return worker_env
     entries = [_HOOK]
     if "PYTHONPATH" in env:
-        # If PYTHONPATH is set but empty, add the hook's directory twice, which tells the hook to restore the
-        # empty value. An empty entry would make Python search the working directory.
+        # If PYTHONPATH is set but empty, add the hook's directory twice, so that the hook restores the empty
+        # value. An empty entry would make Python search the working directory.
         entries.append(env["PYTHONPATH"] or _HOOK)
     worker_env["PYTHONPATH"] = os.pathsep.join(entries)
     return worker_env
 
 
 def warm_environment(env: dict[str, str], preload: Preload, core: str) -> dict[str, str]:
-    """Return the environment of a nursery, the process that imports modules and then forks the workers. See
-    ``_engine/inside/nursery/nursery.py``.
-    """
+    """Return the environment of a warm nursery; see ``_engine/inside/nursery/nursery.py``."""
     import json
 
     entries = [entry for entry in (env.get("PYTHONPATH") or _HOOK).split(os.pathsep) if entry != _HOOK]

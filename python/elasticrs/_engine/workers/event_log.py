@@ -1,6 +1,6 @@
-"""Log of what happened to a group of workers. The facts about a failure are functions of this log.
+"""Log of a group of workers, from which the facts about a failure follow.
 
-Independent events may be reported in any order, so their times decide, not their places in the log.
+The times of independent events decide, not their places in the log, because they may come in any order.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class Overdue(Value):
-    """Reason why a worker counts as failed, whatever its exit code: it exceeded a time limit (of a timer, of
-    heartbeats, or of its exit after an exception), or :attr:`EventLog.blame` names it. ``seen_ns`` is the
-    time when the agent noticed that. At most one of ``timer``, ``hung`` and ``raised`` is set.
+    """Reason why a worker failed whatever its exit code: a time limit, or :attr:`EventLog.blame` names it.
+
+    At most one of ``timer``, ``hung`` and ``raised`` is set.
     """
 
     seen_ns: int
@@ -49,9 +49,9 @@ class Adopted(Value):
 
 
 class Blamed(Value):
-    """The agent has decided which workers of this node are to blame for a hang (``hung``) or for a failed
-    collective at ``at_ns``. They replace the worker that the core killed, or whose failure the core saw
-    first. ``local_ranks`` has at least one element.
+    """Decision which workers are to blame for a hang (``hung``) or a failed collective.
+
+    They replace the worker that the core killed, or whose failure it saw first. There is at least one.
     """
 
     blame: Blame
@@ -61,9 +61,7 @@ class Blamed(Value):
 
 
 class Silent(Value):
-    """Workers exited with 0 before their work was done. ``ended_ns`` is the end of the group if no other
-    worker has failed; ``None`` while other workers run.
-    """
+    """Workers exited with 0 before their work was done. ``ended_ns`` is ``None`` while other workers run."""
 
     local_ranks: Collection[int]
     ended_ns: int | None = None
@@ -78,19 +76,9 @@ _DERIVED = ("first_failure", "expired", "stamps")
 class EventLog:
     """Events of a group of workers, in the order in which they became known. Only :meth:`append` changes it.
 
-    Args:
-        replaces: true if a failed worker is replaced while the others run. The core then reports no first
-            failure.
-
-    Attributes:
-        events: each event with its type.
-        pids: pids of the workers, by local rank. For a replaced worker, the pid of the latest replacement.
-        exits: exits of the workers, by local rank, in the order in which the agent saw them.
-        raised: last uncaught exception that each worker reported, by local rank.
-        end: event that reported the end of the group; ``None`` until then.
-        blame: ranks of this node that are to blame for a hang or a failed collective; ``None`` if unknown.
-        silent: workers that exited with 0 before their work was done.
-        signalled: number of other workers that were signalled because of the first failure.
+    If ``replaces``, failed workers are replaced while the others run, and the core reports no first failure.
+    ``pids``, ``exits`` and ``raised`` (last uncaught exception) are by local rank. ``signalled`` is the
+    number of other workers that were signalled because of the first failure.
     """
 
     def __init__(self, *, replaces: bool = False) -> None:
@@ -113,7 +101,6 @@ class EventLog:
         self._silent: list[Silent] = []
 
     def append(self, event: Any, kind: type | None = None) -> None:
-        """Add an event. ``kind`` is its type if it only has the fields of that type."""
         kind = kind or type(event)
         self.events.append((kind, event))
         if kind is _core.WorkerExited:
@@ -153,7 +140,6 @@ class EventLog:
             self.__dict__.pop(name, None)
 
     def _take(self, local_rank: int) -> list[tuple[type, Any]]:
-        """Remove the events about a worker that has been replaced, and return them."""
         own: list[tuple[type, Any]] = []
         rest: list[tuple[type, Any]] = []
         for kind, event in self.events:
@@ -173,15 +159,13 @@ class EventLog:
         return self.end is not None
 
     def running(self) -> dict[int, int]:
-        """Pids of the workers that are still running, by local rank. The pid of an exited worker is left out,
-        because the kernel may have reused it.
-        """
+        """Pids of the running workers, by local rank. The kernel may reuse the pids of exited workers."""
         return {rank: pid for rank, pid in enumerate(self.pids) if rank not in self.exits}
 
     # --- the first failure ---
 
     def _seen_first(self) -> tuple[int, int] | None:
-        """Return the time of the first failure that was seen, and the local rank of the worker."""
+        """Return the time of the first failure, and the local rank."""
         found = [(each.seen_ns, each.local_rank) for each in self._failures]
         if not found and self._replaces:
             stopped_ns = self._times.get("stopped")
@@ -192,7 +176,7 @@ class EventLog:
         return min(found, default=None)
 
     def _silent_end(self) -> tuple[int, int] | None:
-        """Return the first worker of those that failed silently, and the time when it became known."""
+        """Return the first of the workers that failed silently, and the time when that became known."""
         for each in self._silent:
             ranks = [rank for rank in each.local_ranks if rank in self.exits]
             if each.ended_ns is not None and ranks:
@@ -210,9 +194,7 @@ class EventLog:
         return None if first is None else self.accused(first[1])
 
     def _named(self, blamed: Blamed) -> Sequence[int]:
-        """Return the workers that count as failed because of a decision. If it is undecided, only one of the
-        candidates counts, preferably the one that the core has named.
-        """
+        """Return the workers to blame. If that is undecided, return only one, preferably the core's."""
         if blamed.blame.is_decided:
             return blamed.local_ranks
         first = self._seen_first()
@@ -221,9 +203,7 @@ class EventLog:
 
     @cached_property
     def expired(self) -> Mapping[int, Overdue]:
-        """Reasons why workers count as failed regardless of their exit code, by local rank. The first limit
-        that a worker exceeded counts.
-        """
+        """Why workers failed regardless of their exit code, by local rank. The first limit counts."""
         found: dict[int, Overdue] = {}
         for local_rank, why in sorted(self._overdue, key=lambda each: each[1].seen_ns):
             # The workers to blame for a hang replace the worker that the core has named.
@@ -237,17 +217,13 @@ class EventLog:
         return found
 
     def accused(self, local_rank: int) -> int:
-        """Return the local rank of the worker that is to blame for the failure of a given worker. The result
-        is another worker if a hang is blamed on that worker. Otherwise, the result is the given worker.
-        """
+        """Return the worker that is blamed for a hang instead of a given worker, or the given worker."""
         if self.blame is None or local_rank in self.expired:
             return local_rank
         return next((each for each, why in self.expired.items() if why.is_blamed), local_rank)
 
     def was_stopped_by_exception(self) -> bool:
-        """Return true if the agent stopped the other workers because of the exception of the worker that
-        failed first, before that worker exited.
-        """
+        """Return true if the exception of the first failed worker stopped the others before it exited."""
         raised = None if self.first_failure is None else self.raised.get(self.first_failure)
         return raised is not None and self.stamps.get("failure_seen") == raised.seen_ns
 
@@ -257,26 +233,18 @@ class EventLog:
         return event is not None and event.raised is not None and event.raised.exit == "slow"
 
     def is_told_at_once(self, local_rank: int) -> bool:
-        """Return true if the failure of a worker is reported before the worker exits. This is the case if the
-        worker has hung, if its exception has stopped the others, or if it is slow to exit.
-        """
+        """Return true if a failure is reported before the exit: a hang, an exception or a slow exit."""
         if local_rank == self.first_failure and self.was_stopped_by_exception():
             return True
         event = self.expired.get(local_rank)
         return event is not None and (event.is_blamed or self.is_slow_to_exit(local_rank))
 
     def ended_ns(self, worker: WorkerExited) -> int:
-        """Return the time when a worker failed. It may have exited later."""
         event = self.expired.get(worker.local_rank)
         return worker.seen_ns if event is None else event.seen_ns
 
     def failed_exits(self) -> list[WorkerExited]:
-        """Return the failed workers, starting with the first failure. The others follow in the order in which
-        the agent saw their exits.
-
-        A worker has failed if its exit code is not 0, if it exceeded a time limit, if it exited before its
-        work was done, or if the others were stopped because of its exception.
-        """
+        """Return the failed workers, starting with the first failure, and then in the order of exits."""
         first, ended = self.first_failure, {*self.expired, *self.silent}
         if first is not None and self.was_stopped_by_exception():
             ended.add(first)
@@ -287,10 +255,10 @@ class EventLog:
 
     @cached_property
     def stamps(self) -> Mapping[str, int]:
-        """Times of events: ``planned``, ``imported`` (if the start had to wait for it), ``started``,
-        ``raised`` (if the agent waited for the exit of a worker that had raised an exception),
-        ``failure_seen``, ``siblings_signalled``, ``stopped`` (if this agent was asked to stop the workers),
-        ``ended``, and ``memory_free`` (if the agent waited for the device memory of dead workers).
+        """Times of events of the agent and of the workers, such as ``planned`` and ``failure_seen``.
+
+        ``imported``, ``raised`` and ``memory_free`` exist only if the agent waited for the imports, for the
+        exit after an exception, or for device memory. ``stopped`` exists only after a request to stop.
         """
         found = dict(self._times)
         if self._failures:
@@ -309,8 +277,7 @@ class EventLog:
     def failed_ns(self) -> int:
         """Time of the first failure: of the exception, if the agent waited for the exit after it.
 
-        Raises:
-            KeyError: no worker has failed.
+        Raise ``KeyError`` if no worker has failed.
         """
         raised_ns = self.stamps.get("raised")
         return self.stamps["failure_seen"] if raised_ns is None else raised_ns

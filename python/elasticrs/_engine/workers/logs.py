@@ -1,8 +1,6 @@
 """Layout of the workers' log files: ``<log_dir>/<run_id>_<host>_XXXX/attempt_<name>/<local_rank>/``.
 
-This module only creates directories and chooses the names of files. The core copies output to the console.
-The directory of an attempt is never deleted or reused, because users need its files to investigate the
-attempt.
+The directory of an attempt is never deleted or reused, because users need it to investigate the attempt.
 """
 
 from __future__ import annotations
@@ -31,8 +29,7 @@ _COLOURS = (36, 33, 32, 35, 34, 31)
 class LogPaths(Value):
     """Log file paths of one attempt, by local rank. An empty path means that the stream is not redirected.
 
-    Attributes:
-        are_new: true if none of the files existed before the attempt.
+    ``are_new`` is true if none of the files existed before the attempt.
     """
 
     stdouts: dict[int, str] = fresh(factory=dict)
@@ -53,11 +50,8 @@ class LogPaths(Value):
         return os.path.dirname(os.path.dirname(os.path.dirname(error_file)))
 
     def only_written(self) -> list[tuple[int, int, str]]:
-        """Return the files that hold a single stream and are not read by the agent, as tuples of local rank,
-        file descriptor and path.
-        """
-        # Leave out files that contain several streams, because nothing shows which bytes belong to which
-        # stream.
+        """Return rank, descriptor and path of files that hold one stream and are not read by the agent."""
+        # In a file with several streams, nothing shows which bytes belong to which stream.
         owners: dict[str, list[tuple[int, int, str]]] = {}
         for stream, files in ((STDOUT, self.stdouts), (STDERR, self.stderrs)):
             for local_rank, path in files.items():
@@ -67,16 +61,7 @@ class LogPaths(Value):
 
 
 class RunLogs:
-    """The log directory of one run.
-
-    Args:
-        settings: destinations of the output.
-        run_id: name of the job. The name of the directory consists of this name and a random suffix.
-        nproc: number of workers on this node.
-
-    Raises:
-        UsageError: the directory cannot be created or written to.
-    """
+    """The log directory of one run. Raise ``UsageError`` if it cannot be created or written to."""
 
     def __init__(self, settings: LogSettings, run_id: str, nproc: int) -> None:
         self._settings = settings
@@ -87,12 +72,7 @@ class RunLogs:
         )
 
     def attempt(self, name: str, variables: Mapping[int, dict[str, str]]) -> LogPaths:
-        """Create the directories for an attempt, and return the paths of its files. Add the path of each
-        worker's error file to ``variables``, the workers' environment variables by local rank.
-
-        Raises:
-            OSError: a directory cannot be created.
-        """
+        """Create the directories of an attempt. Add each worker's error file to its ``variables``."""
         directory = ""
         if self.directory:
             directory = os.path.join(self.directory, f"attempt_{name}")
@@ -106,20 +86,12 @@ class RunLogs:
         return paths
 
     def remove_if_empty(self) -> None:
-        """Remove the log directory if it is temporary and contains no file."""
         if self.directory and self._is_temporary:
             remove_if_empty(os.path.dirname(self.directory))
 
 
 def layout(settings: LogSettings, directory: str, nproc: int) -> LogPaths:
-    """Compute the file paths of one attempt without accessing any file.
-
-    Args:
-        settings: destinations of the output.
-        directory: directory of the attempt. If it is empty, there are no files and all output goes to the
-            console.
-        nproc: number of workers on this node.
-    """
+    """Compute an attempt's paths without accessing files. An empty ``directory`` means no files."""
     filtered = (
         os.path.join(directory, f"filtered_{name}.log") if directory else "" for name in ("stdout", "stderr")
     )
@@ -146,9 +118,7 @@ def layout(settings: LogSettings, directory: str, nproc: int) -> LogPaths:
 
 
 def followed_files(settings: LogSettings, nproc: int) -> int:
-    """Return the number of log files that the agent keeps open while workers run. The function does not loop
-    over the workers, because ``nproc`` can be absurdly large by mistake.
-    """
+    """Return the number of log files to keep open. Do not loop over ``nproc``, which may be huge."""
     if settings.log_dir == os.devnull:
         return 0
     # A filter adds two open files to a stream: the source and the copy of the filtered lines.
@@ -163,13 +133,7 @@ def followed_files(settings: LogSettings, nproc: int) -> int:
 
 
 def line_prefixes(template: str | None, ranks: Sequence[WorkerRanks]) -> dict[int, str]:
-    """Return the prefixes of the workers' console lines, by local rank.
-
-    Args:
-        template: template with the macros ``${role_name}``, ``${local_rank}``, ``${rank}``, ``${hostname}``;
-            the default template if ``None`` or empty.
-        ranks: ranks of the workers.
-    """
+    """Return the prefixes of the workers' console lines, by local rank. Replace the template's macros."""
     hostname = visible(os.uname().nodename.split(".")[0])
     prefixes = {}
     for own in ranks:
@@ -187,9 +151,6 @@ def coloured(prefix: str, local_rank: int) -> str:
 
 
 def wants_colour(fd: int, environ: Mapping[str, str]) -> bool:
-    """Return true if console lines should be coloured: on a terminal that is not dumb, unless ``NO_COLOR`` is
-    set.
-    """
     return not environ.get("NO_COLOR") and environ.get("TERM") != "dumb" and os.isatty(fd)
 
 
@@ -211,30 +172,20 @@ def _make_run_directory(log_dir: str | None, run_id: str) -> str:
 
 
 def run_prefix(run_id: str) -> str:
-    """Return the prefix of a run's log directory name.
-
-    The prefix contains the host name, because the nodes of a job often share a file system.
-    """
+    """Return the prefix of a run's directory. It names the host, because nodes often share a file system."""
     return f"{run_id}_{os.uname().nodename.split('.')[0]}_".replace(os.sep, "_")
 
 
 def attempt_name(restarts: int, round_number: int) -> str:
-    """Return the name of an attempt in a multi-node job. It is the same on all nodes.
+    """Return the name of an attempt, which is the same on all nodes.
 
-    Args:
-        restarts: number of restarts charged before the attempt.
-        round_number: number of the rendezvous round, from 1. The number is greater than ``restarts + 1`` if
-            some rounds were not charged as restarts.
+    The number of the round is greater than ``restarts + 1`` if some rounds were not charged as restarts.
     """
     return str(restarts) if round_number == restarts + 1 else f"{restarts}_r{round_number}"
 
 
 def make_private_directory(parent: str, prefix: str) -> str:
-    """Create a directory that only this user can access, with a random suffix. Return its path.
-
-    Raises:
-        OSError: the directory cannot be created.
-    """
+    """Create a directory that only this user can access, with a random suffix. Return its path."""
     while True:
         path = os.path.join(parent, prefix + os.urandom(4).hex())
         try:
@@ -247,14 +198,8 @@ def make_private_directory(parent: str, prefix: str) -> str:
 def make_again(run_directory: str, *, is_temporary: bool) -> None:
     """Recreate a run's directory and its parent, if a clean-up tool has removed them during a long job.
 
-    Args:
-        run_directory: directory that :func:`make_private_directory` created.
-        is_temporary: true if this process also created the parent, in a folder in which other users can
-            create files. In this case, directories of other users are rejected.
-
-    Raises:
-        PermissionError: another user owns an existing directory.
-        OSError: the directory cannot be created.
+    If ``is_temporary``, other users can create files in the folder of the parent. In this case, reject their
+    directories with ``PermissionError``.
     """
     if not is_temporary:
         os.makedirs(run_directory, 0o700, exist_ok=True)
@@ -279,9 +224,7 @@ def temporary_directory() -> str:
 
 
 def remove_if_empty(directory: str, levels: int = 0) -> None:
-    """Remove a directory, its subdirectories and its ``levels`` nearest parents, unless they contain files.
-    Ignore directories that cannot be removed.
-    """
+    """Remove a directory, its subdirectories and its ``levels`` nearest parents if they contain no files."""
     for parent, _, _ in os.walk(directory, topdown=False):
         _rmdir_if_empty(parent)
     for _ in range(levels):
@@ -293,6 +236,4 @@ def _rmdir_if_empty(path: str) -> None:
     try:
         os.rmdir(path)
     except OSError:
-        # Ignore the error, because a leftover directory does not affect the result of the job. The removal
-        # usually fails because the directory still contains files.
-        return
+        return  # It usually contains files. A leftover directory does not affect the result of the job.

@@ -1,9 +1,7 @@
 """Memory page that an agent shares with its workers, if they use :mod:`elasticrs.train`.
 
-Accessing the page needs no message and no system call, so a worker can check it after each step. To request a
-checkpoint, the agent increments the counter of requests. After a save, the workers set the counter of served
-requests to the number of requests at the start of the save. A request is therefore not lost if the workers
-fail before they save, and a single checkpoint can serve several requests.
+Workers check it for requests without a system call. After a save, they set the number of served requests to
+that of the requests at the start of the save, so that no request is lost and one save can serve several.
 """
 
 from __future__ import annotations
@@ -26,9 +24,7 @@ if TYPE_CHECKING:
 VARIABLE = "ELASTICRS_TRAIN_PAGE"
 
 RATE_INTERVAL = 1_000_000_000
-"""Minimum number of nanoseconds between two rates that a worker publishes. The interval is long because
-measuring the rate may be slow on a GPU.
-"""
+"""Minimum number of nanoseconds between two published rates, because measuring may be slow on a GPU."""
 
 # Offsets into the page, in 8-byte words.
 _MARK, _ASKED, _SERVED, _RESULT, _SERVED_NS = range(5)
@@ -38,17 +34,9 @@ _RESULTS: tuple[Result, ...] = ("saved", "failed", "no manager")
 
 
 class Standing(Value):
-    """Training progress that a worker has reported.
+    """Training progress of a worker. ``rank`` is ``None`` and ``round`` is 0 before its first round.
 
-    Args:
-        local_rank: local rank of the worker.
-        pid: pid of the worker.
-        rank: rank of the worker in the current round; ``None`` before its first round.
-        world_size: number of workers in that round.
-        round: number of that round, from 1; 0 before the first round.
-        steps: number of steps that this process has finished.
-        step_ns: time when the last step ended, in nanoseconds of the monotonic clock.
-        rate: rate that the worker's ``WorkerStats`` reports; ``None`` if it does not report a rate.
+    ``step_ns`` is when the last step ended, in nanoseconds of the monotonic clock.
     """
 
     local_rank: int
@@ -69,17 +57,7 @@ class Met(Value):
 
 
 class AgentPage:
-    """The agent's access to the memory page that it shares with its workers.
-
-    Args:
-        workers: number of workers on this node.
-
-    Attributes:
-        variable: value of the environment variable :data:`VARIABLE` for the workers.
-
-    Raises:
-        OSError: the process has run out of memory or file descriptors.
-    """
+    """The agent's access to the page. ``variable`` is the value of :data:`VARIABLE` for the workers."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
@@ -92,13 +70,12 @@ class AgentPage:
         self._map = mmap(self._fd, size)
         self._bytes = memoryview(self._map)
         self._words, self._floats = self._bytes.cast("Q"), self._bytes.cast("d")
-        # Write a random number, so that workers can check that they have opened this page. In another pid
-        # namespace, the page's path may lead to a different file.
+        # Workers check this number, because the path may lead to a different file in another pid namespace.
         self._words[_MARK] = mark = int.from_bytes(os.urandom(7), "big")
         self.variable = f"{mark}:/proc/{os.getpid()}/fd/{self._fd}"
 
     def ask(self) -> int:
-        """Request a checkpoint from the workers. Return the number of the request."""
+        """Request a checkpoint. Return the number of the request."""
         self._words[_ASKED] += 1
         return self._words[_ASKED]
 
@@ -107,15 +84,13 @@ class AgentPage:
         return self._words[_ASKED]
 
     def answer(self) -> tuple[int, Result, int]:
-        """Return how many checkpoint requests were served, the result of the last save, and the time of that
-        result in nanoseconds (monotonic clock).
-        """
+        """Return the number of served requests, and the result and monotonic time (ns) of the last save."""
         served = self._words[_SERVED]
         result = min(self._words[_RESULT], len(_RESULTS) - 1)
         return served, _RESULTS[result], self._words[_SERVED_NS]
 
     def standings(self) -> list[Standing]:
-        """Return the training progress of the workers that use ``elasticrs.train``, ordered by local rank."""
+        """Return the progress of the workers that use ``elasticrs.train``, by local rank."""
         found = [self._standing(local_rank) for local_rank in range(self._workers)]
         return [each for each in found if each.pid]
 
@@ -124,23 +99,18 @@ class AgentPage:
         pid, rank, world, number, steps, step_ns, has_rate = self._words[at : at + _RATE].tolist()
         rate = self._floats[at + _RATE] if has_rate else None
         if rate is not None and not isfinite(rate):
-            # Drop a rate that is infinite or NaN, because JSON cannot represent such values.
-            rate = None
+            rate = None  # JSON cannot represent it.
         return Standing(local_rank, pid, rank - 1 if rank else None, world, number, steps, step_ns, rate)
 
     def last_met(self, local_rank: int) -> Met | None:
-        """Return the last rendezvous that a worker took part in. Return ``None`` if the worker has had no
-        rendezvous, or if this memory page is closed.
-        """
+        """Return the last rendezvous of a worker; ``None`` if it has had none or this page is closed."""
         if self._fd < 0:
             return None
         standing = self._standing(local_rank)
         return None if standing.rank is None else Met(standing.round, standing.rank)
 
     def meetings(self) -> tuple[int | None, ...]:
-        """Return the round number of each worker's last rendezvous, by local rank. It is ``None`` for a
-        worker that has had no rendezvous.
-        """
+        """Return the round of each worker's last rendezvous; ``None`` for a worker that has had none."""
         found = map(self.last_met, range(self._workers))
         return tuple(None if met is None else met.round for met in found)
 
@@ -149,10 +119,7 @@ class AgentPage:
         return bool(self._words[at + _ROUND]) and not self._words[at + _HAS_FINISHED]
 
     def final_world_size(self) -> int | None:
-        """Return the number of workers in the job's last rendezvous, if training has finished.
-
-        Return ``None`` if workers are still training, or if no worker of this node has been in a rendezvous.
-        """
+        """Return the size of the last rendezvous; ``None`` if there was none or workers still train."""
         if self._fd < 0:
             return None
         met = [each for each in self.standings() if each.rank is not None]
@@ -182,9 +149,7 @@ class AgentPage:
 
 
 class WorkerPage:
-    """A worker's access to the memory page that it shares with its agent. Only the process that created this
-    object may use it.
-    """
+    """A worker's access to the page. Only the process that created this object may use it."""
 
     def __init__(self, words: memoryview, local_rank: int) -> None:
         self._all = words
@@ -203,11 +168,11 @@ class WorkerPage:
 
     @property
     def asked(self) -> int:
-        """Number of checkpoint requests so far. A save that starts now serves all of them."""
+        """Number of requests so far. A save that starts now serves all of them."""
         return self._all[_ASKED]
 
     def serve(self, asked: int, result: Result) -> None:
-        """Report the result of a save to the agent. The save serves all requests up to number ``asked``."""
+        """Report the result of a save, which serves all requests up to number ``asked``."""
         words = self._all
         if asked > words[_SERVED]:
             words[_RESULT] = _RESULTS.index(result)
@@ -215,9 +180,7 @@ class WorkerPage:
             words[_SERVED] = asked
 
     def place(self, rank: int, world_size: int, number: int) -> None:
-        """Publish the number of the round that is starting, this worker's rank, and the number of workers in
-        the round.
-        """
+        """Publish this worker's rank, and the size and number of the round that is starting."""
         own = self._own
         own[_RANK], own[_WORLD], own[_ROUND] = rank + 1, world_size, number
         own[_HAS_FINISHED] = 0
@@ -236,14 +199,11 @@ class WorkerPage:
         return True
 
     def tell_rate(self, rate: float | None) -> None:
-        """Publish this worker's training rate; ``None`` if it is unknown."""
         self._rate[_RATE], self._own[_HAS_RATE] = rate or 0.0, int(rate is not None)
 
 
 def page_of(environ: Mapping[str, str]) -> WorkerPage | None:
-    """Return the memory page that this worker shares with its agent. Return ``None`` if there is no page or
-    it cannot be opened.
-    """
+    """Return this worker's page; ``None`` if there is none or it cannot be opened."""
     mark, _, path = environ.get(VARIABLE, "").partition(":")
     try:
         local_rank = int(environ["LOCAL_RANK"])
@@ -254,7 +214,5 @@ def page_of(environ: Mapping[str, str]) -> WorkerPage | None:
             os.close(fd)
         is_ours = words[_MARK] == int(mark) and len(words) >= _FIRST + _SPAN * (local_rank + 1)
     except (KeyError, OSError, TypeError, ValueError, IndexError):
-        # Continue without the shared memory page, because only checkpoint requests and progress reports need
-        # it. The agent will report that no worker uses the page.
-        return None
+        return None  # The agent will report that no worker uses the page.
     return WorkerPage(words, local_rank) if is_ours else None

@@ -20,19 +20,9 @@ if TYPE_CHECKING:
 class Plan(Record):
     """Ranks and addresses of an attempt.
 
-    Args:
-        ranks: ranks of this node's workers.
-        master_addr: address of the workers' store.
-        master_port: port of the workers' store.
-        port: object that keeps the port reserved during the attempt; ``None`` if this agent is not
-            responsible for the port.
-        use_agent_store: true if an agent hosts the store; otherwise rank 0 does.
-        variables: further variables for the environment of all workers.
-        members: names under which the workers register in their rendezvous, by local rank; ``None`` if they
-            are not members of one. A replaced worker keeps its entry until its replacement has been started.
-        member_prefix: prefix of the names in ``members``.
-        page: memory page in which the workers publish their rendezvous; ``None`` if they are not members of
-            one.
+    ``port`` keeps the port reserved; ``None`` if another agent does so. ``members`` are the names under which
+    workers register in their rendezvous, by local rank; ``None`` if there is no rendezvous. A replaced worker
+    keeps its name until its replacement has been started.
     """
 
     ranks: Sequence[WorkerRanks]
@@ -52,34 +42,16 @@ class Plan(Record):
 
 
 def agent_hosts_store(environ: Mapping[str, str]) -> bool:
-    """Return true if the agent hosts the workers' store when no port is given. Setting
-    ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` disables this, as in torch.
-    """
+    """Return true if the agent hosts the workers' store when no port is given. The variable is torch's."""
     return environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
 
 
 class StorePort:
-    """Port for the workers' store, reserved until :meth:`close` is called.
+    """Port for the workers' store, reserved until :meth:`close`. ``store`` is ``None`` if rank 0 hosts it.
 
-    If this process chose a free port and released it again, another process could take the port before rank 0
-    binds it. So the port stays *bound* for the whole attempt, with SO_REUSEADDR but without listening. The
-    kernel then does not assign the port to another process as an ephemeral port, and does not let any other
-    process bind it without SO_REUSEADDR. Torch's TCPStore sets SO_REUSEADDR (both with libuv and in the older
-    server), so it can bind the port and listen on it.
-
-    The socket that reserves the port for rank 0 is dual stack if IPv6 is available, as in torch's store, and
-    otherwise IPv4.
-
-    Args:
-        ports: first and last allowed port; any port if ``None``.
-        is_served: true if this process hosts the store. Otherwise the port is reserved for rank 0.
-
-    Attributes:
-        store: store that this process hosts; ``None`` if rank 0 hosts it.
-        number: number of the port.
-
-    Raises:
-        OSError: no port is free, or the process has run out of file descriptors.
+    To keep other processes from taking the port, it stays *bound* with SO_REUSEADDR, but does not listen. The
+    kernel then does not assign it as an ephemeral port, and refuses a ``bind`` without SO_REUSEADDR. Torch's
+    TCPStore sets SO_REUSEADDR (both with libuv and in the older server), so it can bind the port.
     """
 
     __slots__ = ("_socket", "number", "store")
@@ -98,9 +70,7 @@ class StorePort:
             self.number = self._socket.getsockname()[1]
 
     def serve(self, supervisor: _core.Supervisor | None) -> None:
-        """Start answering clients if this process hosts the store. If a supervisor is given, it reports
-        messages to the user as events.
-        """
+        """Start answering clients if this process hosts the store. The supervisor reports messages."""
         if self.store is not None:
             self.store.serve(supervisor)
 
@@ -121,22 +91,16 @@ def _bind_one_of(first: int, last: int) -> _socket.socket:
 
 
 def bind(port: int, *, reuses_address: bool = True) -> _socket.socket:
-    """Return a socket that is bound to a port on all IPv6 and IPv4 addresses, and does not listen.
+    """Return a socket bound to a port (0 for any) on all IPv6 and IPv4 addresses. It does not listen.
 
-    Args:
-        port: number of the port; 0 for any free port.
-        reuses_address: true to set SO_REUSEADDR.
-
-    Raises:
-        OSError: the port is taken, no port is free, or the process has run out of file descriptors.
+    Raise ``OSError`` if the port is taken, or if no port or descriptor is free.
     """
     try:
         return _bind_family(_socket.AF_INET6, port, reuses_address)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise
-        # Fall back to IPv4: the kernel has no IPv6, or sysctl disables it. If file descriptors have run out
-        # instead, this call raises the same error again.
+        # The kernel has no IPv6. If descriptors have run out instead, this call raises the same error again.
         return _bind_family(_socket.AF_INET, port, reuses_address)
 
 

@@ -1,6 +1,4 @@
-"""Describe worker processes for the supervisor, and let the supervisor take over or kill running workers.
-:class:`macros` substitutes the workers' arguments.
-"""
+"""Describe worker processes for the supervisor, and let it take over or kill running workers."""
 
 from __future__ import annotations
 
@@ -24,25 +22,20 @@ SupervisorError = _core.SupervisorError
 def check_limits(
     nproc: int, hang_timeout: float | str | None, environ: Mapping[str, str], followed: int = 0
 ) -> None:
-    """Check that the limits on processes and open files are high enough. Call this before any process is
-    started. ``followed`` is the number of log files that the agent opens.
+    """Check, before any start, the limits on processes and open files. ``followed`` counts log files to open.
 
-    Raises:
-        ValueError: a limit does not allow this number of processes or file descriptors.
+    Raise ``ValueError`` if a limit is too low.
     """
-    # Each worker needs one file descriptor for its shared memory page of heartbeats, and a second descriptor
-    # during startup.
+    # Each worker needs one descriptor for its heartbeat page, and a second one during startup.
     pages = 2 * nproc if hang_timeout is not None else 0
-    # The FIFO needs two descriptors, for reading and writing. Each process with a timer needs a pidfd, and
-    # one such process per worker is assumed.
+    # The FIFO needs two descriptors. Each process with a timer needs a pidfd. Assume one such process per
+    # worker.
     timers = nproc + 2 if environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1" else 0
     _core.check_limits(nproc, followed, pages + timers)
 
 
 def raise_descriptor_limit() -> None:
-    """Raise this process's soft limit on open file descriptors. Workers still start with the previous limit,
-    but other child processes inherit the new one.
-    """
+    """Raise the soft limit on open files. Workers keep the old limit; other children inherit the new one."""
     _core.raise_descriptor_limit()
 
 
@@ -57,17 +50,9 @@ def process_spec(
     pass_fds: Sequence[int] = (),
     warm: bool = False,
 ) -> _core.ProcessSpec:
-    """Return a process specification to pass to the core.
+    """Return a process specification for the core, with a complete ``env``.
 
-    Args:
-        local_rank: index of the process in its group.
-        argv: program and arguments.
-        env: complete environment.
-        stdout: path of a file for standard output; this process's standard output if empty or ``None``.
-        stderr: path of a file for standard error; this process's standard error if empty or ``None``.
-        cpus: CPUs that the process may use; this process's CPUs if ``None``.
-        pass_fds: file descriptors that the process inherits under the same numbers.
-        warm: true to fork the process from a warm nursery.
+    By default, the process inherits this process's standard output, standard error and CPUs.
     """
     if not warm and (follower := follower_of(argv)) is not None:
         follower.started()
@@ -77,9 +62,7 @@ def process_spec(
 
 
 def console_stream(local_rank: int, path: str, to: int, prefix: str) -> _core.LogStream:
-    """Describe a log file that the core copies to standard output if ``to`` is 1, or to standard error if it
-    is 2.
-    """
+    """Describe a log file that the core copies to standard output (``to`` is 1) or standard error (2)."""
     return _core.LogStream(local_rank, path, 1 if to == 1 else 2, os.fsencode(prefix))
 
 
@@ -91,8 +74,7 @@ def adopt(
 ) -> bool:
     """Make the supervisor monitor existing processes. Return false if the supervisor's group has ended.
 
-    Raises:
-        ProcessLookupError: a process has already exited.
+    Raise ``ProcessLookupError`` if a process has already exited.
     """
     try:
         for local_rank, pid in pids.items():
@@ -107,9 +89,7 @@ def end_at_once(supervisor: _core.Supervisor) -> None:
 
 
 def heartbeat_page() -> tuple[int, str]:
-    """Create a heartbeat page (shared memory) for a worker. Return its file descriptor, and the value of the
-    environment variable that tells the worker where it is.
-    """
+    """Create a heartbeat page. Return its descriptor, and the value of the worker's variable for it."""
     return _core.heartbeat_page()
 
 
@@ -134,14 +114,8 @@ class macros:  # noqa: N801 -- torch's name
 class Follower(Value):
     """Debugger or tracer that follows the child processes of a Python program.
 
-    Such a tool replaces the functions with which Python creates processes, and changes the command lines of
-    Python children so that they run under the tool. Elasticrs does not create the workers with these
-    functions, so it asks the tool for the command line with which the tool would start them.
-
-    Args:
-        name: name of the tool.
-        command: command line with which the tool starts a worker.
-        started: function that tells the tool that a worker was started.
+    Such a tool replaces the functions with which Python creates processes. Elasticrs does not use them for
+    workers, so it asks the tool for its ``command``, and reports the start with ``started``.
     """
 
     name: str
@@ -150,13 +124,10 @@ class Follower(Value):
 
 
 def follower_of(command: Sequence[str]) -> Follower | None:
-    """Return the tool in this process that would follow a child process with this command line; ``None`` if
-    there is no such tool. No process is started.
-    """
+    """Return the tool that would follow a child with this command line; ``None`` if there is none."""
     given = list(command)
     for module, ask in (("_pydev_bundle.pydev_monkey", _of_pydevd), ("subprocess", _of_subprocess)):
-        # Do not import the modules, because a tool that has replaced a function of a module has already
-        # imported it.
+        # Do not import the modules. A tool that has replaced a function has imported its module.
         loaded = sys.modules.get(module)
         found = None if loaded is None else ask(loaded, given)
         if found is not None and list(found.command) != given:
@@ -165,7 +136,7 @@ def follower_of(command: Sequence[str]) -> Follower | None:
 
 
 def is_script_file(program: str) -> bool:
-    """Return true if a program is a script. Return false if the program is a binary or cannot be read."""
+    """Return false if a program is a binary or cannot be read."""
     import shutil
 
     try:
@@ -176,9 +147,7 @@ def is_script_file(program: str) -> bool:
 
 
 def _of_pydevd(monkey: ModuleType, command: list[str]) -> Follower | None:
-    """Return the debugger of PyCharm, PyDev or VS Code (debugpy) with its command line for a worker. Return
-    ``None`` if the debugger is not attached, or if the user has configured it not to follow child processes.
-    """
+    """Return the debugger of PyCharm, PyDev or VS Code (debugpy), if it follows child processes."""
     holder: Any = getattr(sys.modules.get("pydevd"), "SetupHolder", None)
     setup = getattr(holder, "setup", None) or {}
     if not setup.get("multiprocess"):
@@ -188,9 +157,7 @@ def _of_pydevd(monkey: ModuleType, command: list[str]) -> Follower | None:
 
 
 def _of_subprocess(subprocess: ModuleType, command: list[str]) -> Follower | None:
-    """Return a tool that has replaced ``subprocess.Popen.__init__``, such as VizTracer, with its command line
-    for a worker. Return ``None`` if no tool has replaced it.
-    """
+    """Return a tool that has replaced ``subprocess.Popen.__init__``, such as VizTracer."""
     replaced: Any = subprocess.Popen.__init__
     code = getattr(replaced, "__code__", None)
     if code is not None and code.co_filename == subprocess.Popen._execute_child.__code__.co_filename:

@@ -14,15 +14,9 @@ _LONG_WITH_VALUE = "--check-hash-based-pycs"
 
 
 class PythonCommand(Value):
-    """Command line of a Python interpreter.
+    """Command line of a Python interpreter. ``kind`` is ``script``, ``m``, ``c``, ``stdin``, or empty.
 
-    Args:
-        kind: ``script``, ``m`` for a module, ``c`` for code, ``stdin`` for a script from standard input, or
-            empty if no program is given.
-        program: path of the script, name of the module, or code. ``None`` if it is missing.
-        arguments: arguments of the program.
-        options: options of the interpreter, without their values.
-        letters: letters of the short options, joined into one string.
+    ``options`` do not include their values. ``letters`` joins the letters of the short options.
     """
 
     kind: str

@@ -3,14 +3,18 @@
 :func:`.hook_environment` puts this directory first in ``PYTHONPATH``. This file must work in any Python from
 3.8 on, even if elasticrs cannot be imported there. It guarantees:
 
-- **HOOK-1** ``sys.path``, ``PYTHONPATH`` and ``sys.modules`` are restored before any user code runs.
+- **HOOK-1** ``sys.path``, ``PYTHONPATH`` and ``sys.modules`` are restored before any user code runs, so
+  children of the worker do not run this hook.
 - **HOOK-2** ``site`` runs the user's ``sitecustomize``, and reports its errors, as without this hook.
-- **HOOK-3** the previous ``sys.excepthook`` still prints the exception. Forked children write no error file.
+- **HOOK-3** the previous ``sys.excepthook`` still prints the exception. The new one only writes the error
+  file, and only in the process in which it was installed, not in forked children.
 - **HOOK-4** modules that are needed only after a failure are imported only then.
-- **HOOK-5** if the agent watches heartbeats, a finder delegates to the others until torch's optimizers load.
+- **HOOK-5** this hook adds a finder to ``sys.meta_path`` only if the agent watches heartbeats, and removes it
+  after ``torch.optim.optimizer`` is imported. The finder delegates to the other finders.
 - **HOOK-6** SIGUSR1 and SIGUSR2 are ignored during shutdown if the program handles them, because the
   interpreter restores the default action, which would kill a worker that is about to exit with 0.
-- **HOOK-7** a failed program exits after its ``atexit`` callbacks without teardown (``fast_exit.py``).
+- **HOOK-7** a program that an uncaught exception has ended exits after its ``atexit`` callbacks, without the
+  teardown of its interpreter (``fast_exit.py``). ``ELASTICRS_FAST_EXIT=0`` disables this.
 - **HOOK-8** a program that ``sys.exit`` has ended with a code other than 0 counts as failed. A text, or code
   2 of a command-line parser, is recorded. A ``SystemExit`` that is caught or raised otherwise is ignored.
 """
@@ -118,7 +122,7 @@ def _despite_handlers(action: "Callable[[], None]") -> "BaseException | None":
 
 
 def _is_end(frame: "types.FrameType") -> bool:
-    """Return true if the uncaught exception ends the program, and no code or callback called this hook."""
+    """Return true if the uncaught exception ends the program, so that no frame of the program is left."""
     while frame.f_back is not None:
         frame = frame.f_back
     return frame.f_code.co_name not in ("<module>", "_run_module_as_main")

@@ -73,7 +73,7 @@ class Variables(dict):  # type: ignore[type-arg]
         return changed[0] if changed else None
 
     def end(self) -> None:
-        """Restore the environment for the start of the script, and stop recording reads."""
+        """Undo the assignments, so that the script starts with the original environment. Stop recording."""
         for name, value in self._before.items():
             del os.environ[name]
             os.environb.update({} if value is None else {os.fsencode(name): value})
@@ -137,6 +137,7 @@ def end_children() -> None:
     """Kill the children that do not exit within half a second, and reap all children.
 
     Wait for resource trackers, which remove files from ``/dev/shm``. They exit after all other children.
+    There is no timeout, because the agent limits the total time of the imports.
     """
     import select
     import signal
@@ -166,8 +167,9 @@ def _is_resource_tracker(pid: int) -> bool:
 def stamp(file: str, since: int | None = None) -> list[int]:
     """Return the modification time and the size of a file; an empty list if it is missing.
 
-    If the file has changed ``since`` the imports started, return an impossible time, because the old contents
-    may have been imported. Ignore a change time in the future, which a wrong clock causes.
+    If the file has changed after ``since``, the start of the imports in wall-clock nanoseconds, return an
+    impossible time, because the old contents may have been imported. Ignore a change time in the future,
+    which a wrong clock causes.
     """
     import time
 

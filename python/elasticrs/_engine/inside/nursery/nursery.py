@@ -4,7 +4,8 @@
 executes this one, which returns in each forked worker. It does not need elasticrs. It guarantees:
 
 - **WARM-1** the nursery forks only while it has a single thread, no child, no initialized GPU driver, and no
-  descriptor that workers must not share. It restarts itself without a module that violates this.
+  descriptor that workers must not share. If a module violates this, the nursery reports the module and
+  restarts itself with ``exec``, without that module.
 - **WARM-2** each worker gets its own environment, standard streams, random seeds and keys.
 - **WARM-3** each worker prints the recorded output of the imports.
 - **WARM-4** after an unexpected error in the nursery, workers start without preloaded modules. After one in a
@@ -233,13 +234,13 @@ class _Surroundings:
         return changed
 
     def hidden(self) -> str | None:
-        """Return a new module, or ``None``, instead of which the script would import a file beside it."""
+        """Return a new module with the name of a file beside the script. The script would import the file."""
         new = [name for name in sys.modules if name not in self._known]
         self._known.update(new)
         return self.beside_script(new)
 
     def hidden_by_us(self) -> str | None:
-        """Return such a module that the nursery imported itself. It cannot fork workers then."""
+        """Return such a module among the nursery's own imports. The nursery cannot fork workers then."""
         return self.beside_script([name for name in sys.modules if name not in _AT_FIRST])
 
     def beside_script(self, names: Sequence[str]) -> str | None:
@@ -391,7 +392,7 @@ def _import_all(environ: dict[str, str]) -> _Done:
     imports = _beside("imports")
     variables = imports.Variables(shielded, _RANK_ZERO)
     surroundings = _Surroundings(settings["folders"], variables, imports)
-    # The script could not import a file beside it that has the name of a module of the watch.
+    # If a file beside the script has the name of a module that the watch imports, the script needs the file.
     watch = imports.GeneratorWatch() if surroundings.beside_script(imports.NEEDED) is None else None
     reserved, captured = imports.reserve(_RESERVED), imports.Captured(_RESERVED)
     before, untouched = _open_files(), dict(os.environ)

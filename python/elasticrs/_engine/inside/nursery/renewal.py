@@ -115,7 +115,10 @@ def seeds(rank_zero: dict[str, str], generators: list[Callable[[], None]] | None
 
 
 def blas(assigned: dict[str, dict[str, str]]) -> None:
-    """Set the thread count of each OpenBLAS library (by path), which the nursery has limited to one."""
+    """Set the thread count of each OpenBLAS library, which the nursery has limited to one.
+
+    ``assigned`` has the variables that the script sets before it loads the library, by path of the library.
+    """
     processors = len(os.sched_getaffinity(0))
     for path, overriding in assigned.items():
         variables = {**os.environ, **overriding}

@@ -1,12 +1,7 @@
 """Prepare a function to run in a separate process, and create the pipe for its return value.
 
-Multiprocessing can pickle queues and locks, and pass on their file descriptors, only while it launches a
-process. So this module contains a subclass of multiprocessing's ``Popen`` that prepares everything that the
-child needs, but does not start the process. Another component starts it.
-
-A child gets a pipe with multiprocessing's preparation data, a memory file with the pickled function and its
-arguments, and a pipe for the return value. This process keeps its end of the first pipe open, because the
-child watches that pipe. This process also reads the return value while the function runs.
+Multiprocessing can pickle queues and locks only while it launches a process. So its ``Popen`` prepares what
+the child needs, but another component starts the process. The child watches a pipe that stays open here.
 """
 
 from __future__ import annotations
@@ -32,13 +27,7 @@ _PIPE_CAPACITY = 65536
 
 
 class ReturnPipe:
-    """Pipe for the return value of a function.
-
-    Attributes:
-        reader: read end of the pipe, which this process uses; -1 if it is closed.
-        writer: this process's copy of the write end; -1 if it is closed.
-        data: data read so far. It stays empty if the function fails instead of returning.
-    """
+    """Pipe for a function's return value. ``data`` stays empty if the function fails. Closed ends are -1."""
 
     def __init__(self) -> None:
         self.reader, self.writer = os.pipe()
@@ -46,15 +35,13 @@ class ReturnPipe:
         self.data = bytearray()
 
     def close_writer(self) -> None:
-        """Close this process's copy of the write end. The function's process has its own copy. Idempotent."""
+        """Close this process's copy of the write end. Idempotent."""
         if self.writer != -1:
             os.close(self.writer)
             self.writer = -1
 
     def read(self) -> bool | None:
-        """Read a part of the return value. Return true at the end of the data, false if no data is available
-        yet, and ``None`` if there may be more to read.
-        """
+        """Read a part. Return true at the end, false if no data is available, ``None`` if more may follow."""
         try:
             piece = os.read(self.reader, _CHUNK)
         except BlockingIOError:
@@ -120,9 +107,7 @@ _BEGIN = (
 
 
 def command_line(tracker_fd: int, pipe_handle: int) -> list[str]:
-    """Return the command line of an interpreter that runs a function. Unlike multiprocessing's command line,
-    it puts the arguments that differ between workers last.
-    """
+    """Return multiprocessing's command line, with the arguments that differ between workers at the end."""
     _, *options = spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=pipe_handle)
     if "-c" in options:  # A frozen program has no `-c` option, and its arguments need no change.
         told = (f"tracker_fd={tracker_fd}", f"pipe_handle={pipe_handle}")
@@ -131,14 +116,7 @@ def command_line(tracker_fd: int, pipe_handle: int) -> list[str]:
 
 
 class PreparedFunction:
-    """Everything that a child process needs to run a function.
-
-    Attributes:
-        argv: command line of an interpreter that runs the function.
-        fds: file descriptors that the child needs under the same numbers.
-        tracker_fd: descriptor of multiprocessing's resource tracker; also in ``fds``.
-        pipe_handle: descriptor of the pipe with multiprocessing's preparation data; also in ``fds``.
-    """
+    """Everything that a child process needs to run a function. It inherits ``fds`` under the same numbers."""
 
     def __init__(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], result: int, name: str
@@ -179,11 +157,9 @@ def close_all(fds: list[int]) -> None:
 
 
 class _Deferred(Value):
-    """Placeholder that multiprocessing pickles in place of a process object. Unpickling the placeholder loads
-    the real process object from a file in memory.
+    """Placeholder for a process object. Unpickling the placeholder loads the object from a file in memory.
 
-    The object must not be loaded earlier, because some objects can be unpickled only while multiprocessing
-    itself is unpickling.
+    Some objects can be unpickled only while multiprocessing itself is unpickling.
     """
 
     fd: int
@@ -199,15 +175,12 @@ def _load_process(fd: int) -> BaseProcess:
 
 
 def call_and_return(function: Callable[..., Any], arguments: tuple[Any, ...], result: int) -> None:
-    """Run a function in a worker process, wrapped in ``record`` as in torch. Write the pickled return
-    value to the file descriptor ``result``.
-    """
+    """Run a function, wrapped in ``record`` as in torch. Write the pickled return value to ``result``."""
     try:
         # A program may have replaced the error handler.
         record = public("multiprocessing.errors.record")
         value = record(function)(*arguments)
-        # Record pickling errors too. A return value that cannot be pickled is a failure of the worker, but
-        # multiprocessing would only print the error.
+        # Record pickling errors as well, because multiprocessing would only print them.
         record(_send)(value, result)
     except Exception as error:
         from elasticrs._engine.inside import fast_exit

@@ -1,9 +1,8 @@
 """Run the actions of signal handlers immediately, except during critical operations.
 
-If a handler raised an exception while an event is being handled, the event would be lost. So while the main
-thread waits for events (:func:`waiting`), the actions of handlers are deferred until the event has been
-recorded. In a block that starts or closes something (:func:`held`), they are deferred until the block waits
-for events or ends. Forked children start without deferred actions.
+While the main thread waits for events (:func:`waiting`), actions are deferred until the event has been
+recorded, because their exceptions would lose the event. In a block that starts or closes something
+(:func:`held`), they are deferred until the block waits for events or ends.
 """
 
 from __future__ import annotations
@@ -26,17 +25,14 @@ if TYPE_CHECKING:
     Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
 
 _waits: list[Callable[[], None]] = []
-"""Functions that interrupt the waits of the main thread, innermost wait last. Waits are nested if a signal
-handler interrupts a wait and then waits itself.
-"""
+"""Functions that interrupt the waits of the main thread, innermost last. A signal handler may also wait."""
 
 _holds: list[bool] = []
 _kept: list[Callable[[], object]] = []
 
 
 def _begin_anew() -> None:
-    # Create new lists instead of clearing the old ones, because the child may still be inside `with` blocks
-    # that will remove their entries from the old lists.
+    # Create new lists, because the child may still be in `with` blocks that will change the old lists.
     global _waits, _holds, _kept
     _waits, _holds, _kept = [], [], []
 
@@ -45,9 +41,7 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 def when_safe(call: Callable[[], object]) -> None:
-    """Call a function from a signal handler. While an event is being handled, defer the call, because an
-    exception from the function could cause the loss of the event.
-    """
+    """Call a function from a signal handler. Defer the call while it could cause an event to be lost."""
     _kept.append(call)
     if _waits:
         _waits[-1]()
@@ -56,8 +50,6 @@ def when_safe(call: Callable[[], object]) -> None:
 
 
 def raise_when_safe(error: BaseException) -> None:
-    """Raise an exception from a signal handler, but defer it while it could cause an event to be lost."""
-
     def raise_it() -> None:
         raise error
 
@@ -80,9 +72,7 @@ def call_kept() -> None:
 
 @contextmanager
 def waiting(end: Callable[[], None]) -> Iterator[None]:
-    """Return a context manager for a block that waits for an event and records it. A signal handler calls
-    ``end`` to end the wait early. The action for the signal runs after the block.
-    """
+    """Mark a block that waits for an event and records it. A signal handler calls ``end`` to end the wait."""
     with _block(_waits, end, is_wait=True):
         if _kept and threading.current_thread() is threading.main_thread():
             # A signal arrived before this wait started, so end the wait immediately.
@@ -110,9 +100,7 @@ def _block(blocks: list[_T], block: _T, *, is_wait: bool) -> Iterator[None]:
 
 
 class CaughtSignals:
-    """Signal handlers shared by several contexts. The previous handler is restored when the last context
-    releases the signal, and also in forked children. For use in the main thread only.
-    """
+    """Signal handlers that contexts of the main thread share. The last release restores the old handler."""
 
     def __init__(self) -> None:
         self._before: dict[int, Handler] = {}
@@ -120,12 +108,7 @@ class CaughtSignals:
         self._users: dict[int, int] = {}
 
     def catch(self, signum: int, handler: Handler) -> None:
-        """Install a handler for a signal.
-
-        Raises:
-            ValueError: the signal does not exist.
-            OSError: the signal cannot be caught.
-        """
+        """Install a handler. Raise ``ValueError`` or ``OSError`` if the signal cannot be caught."""
         if not self._before:
             is_undone(self._put_back_all)
             undo_in_children(self._put_back_all, self._before)
@@ -135,14 +118,10 @@ class CaughtSignals:
         self._ours[signum] = handler
 
     def release(self, signums: Iterable[int]) -> None:
-        """Undo :meth:`catch` for these signals. If other code has installed a handler since then, keep that
-        handler.
-        """
+        """Undo :meth:`catch` for these signals, unless other code has installed a handler since then."""
         for signum in signums:
             if signum not in self._users:
-                # The signal was not caught, or this process is a forked child, in which the previous handler
-                # has already been restored.
-                continue
+                continue  # It was not caught, or this forked child has already restored the previous handler.
             self._users[signum] -= 1
             if self._users[signum] == 0:
                 self._put_back(signum)
@@ -157,5 +136,5 @@ class CaughtSignals:
         del self._users[signum]
         before, ours = self._before.pop(signum), self._ours.pop(signum)
         if signal.getsignal(signum) is ours:
-            # `None` means that C code installed the handler, so Python cannot restore it.
+            # `None` means that C code installed the handler.
             signal.signal(signum, signal.SIG_DFL if before is None else before)

@@ -1,21 +1,15 @@
-"""The keeper: the process that forks function workers for the start methods ``fork`` and ``forkserver``, and
-is their parent.
+"""The keeper: the process that forks function workers for ``fork`` and ``forkserver``, and is their parent.
 
-::
-
-    program ── keeper ── worker 0, worker 1, …
-
-The nursery cannot fork such functions, because it runs a different program. So a separate process, the
-keeper, forks the workers and reports their exits to the core. It is their subreaper and kills their leftover
-processes. For ``fork``, the keeper is itself forked from the program. For ``forkserver``, it is a new
-interpreter that has imported the modules that multiprocessing would preload.
+The nursery cannot fork such functions, because it runs a different program. The keeper reports exits to the
+core, and kills leftover processes as their subreaper. For ``fork``, it is itself a fork of the program. For
+``forkserver``, it is a new interpreter that has imported multiprocessing's preload modules.
 
 - **KEEP-1** The keeper has a single thread, so its forks copy no lock that another thread holds.
 - **KEEP-2** The keeper imports nothing between its own fork and the forks of the workers. After those forks,
   it uses the core, but only to classify processes that it may have to kill.
 - **KEEP-3** Workers are killed when the keeper dies, through PDEATHSIG. The kernel sends this signal when the
-  thread that forked the workers exits. The keeper has no other thread, so that thread exits only when the
-  keeper dies. If the program dies or sends a request, the keeper kills all workers.
+  thread that forked the workers exits, and the keeper has no other thread. If the program dies or sends a
+  request, the keeper kills all workers.
 - **KEEP-4** A worker starts to run only after the core has started to monitor it.
 """
 
@@ -45,9 +39,8 @@ LINGER = 5.0
 """Seconds for which a worker's descendants may continue after success, as under the nursery."""
 
 WORD = struct.Struct("d")
-"""Message from the program to the keeper, sent when the workers have exited or must be killed. It contains
-the number of seconds for which their descendants may continue, :data:`AT_ONCE`, or :data:`LEAVE`. On a later
-message, the keeper kills the remaining descendants at once.
+"""Message to the keeper when the workers have exited or must be killed: seconds for which descendants may
+continue, :data:`AT_ONCE`, or :data:`LEAVE`. A later message kills the remaining descendants at once.
 """
 AT_ONCE, LEAVE = -1.0, -2.0
 
@@ -64,15 +57,14 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 exit_at_once = posix._exit
-"""Original ``os._exit``. A profiler may have replaced ``os._exit`` with a function that raises an exception.
-A call of that function would let the forked copy of the program continue.
+"""Original ``os._exit``. A profiler may have replaced it with a function that raises an exception, with which
+the forked copy of the program would continue.
 """
 
 IMPORT_NO_MORE = signal.SIGRTMAX
-"""Signal that kills a keeper during its imports, together with the processes that the imports have started.
-After the imports, the keeper ignores this signal and waits for messages from the program. The signal has a
-name in ``signal.Signals``, unlike most real-time signals. A profiler that replaces ``signal.signal`` may
-require such a name.
+"""Signal that kills a keeper during its imports, with the processes that they started. Ignored afterwards.
+
+It has a name in ``signal.Signals``, because a profiler that replaces ``signal.signal`` may require one.
 """
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, IMPORT_NO_MORE)
@@ -82,15 +74,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class WorkerPlan(Value):
-    """Parameters for forking one worker.
+    """Parameters for forking one worker. An empty path does not redirect the stream.
 
-    Args:
-        run: calls the function and returns the exit code.
-        stdout: path of the file for standard output; empty if it is not redirected.
-        stderr: path of the file for standard error; empty if it is not redirected.
-        cpus: CPUs that the worker may use; ``None`` for all.
-        status: file descriptor to which the keeper writes the worker's exit status.
-        keeps: file descriptors that only this worker needs.
+    The exit status goes to the descriptor ``status``. Only this worker needs the descriptors in ``keeps``.
     """
 
     run: Callable[[], int]
@@ -102,16 +88,10 @@ class WorkerPlan(Value):
 
 
 def keep(workers: Sequence[WorkerPlan], control: int, gate: int, parent: int) -> None:
-    """Fork the workers, and serve the program's requests until the workers are no longer needed. This is the
-    main function of the keeper process.
+    """Fork the workers, and serve the program's requests until the workers are no longer needed.
 
-    Args:
-        workers: workers by local rank.
-        control: socket to the program. The keeper sends the pids of the workers (zeros if a worker exited
-            before it could run). Then it receives a message that says how to stop, and sends the names of the
-            processes that it kills, see :func:`_tell_names`.
-        gate: pipe from which each worker reads one byte before it starts to run.
-        parent: pid of the program.
+    The keeper sends the workers' pids (zeros if one could not run) to the socket ``control``. It receives a
+    :data:`WORD`, and sends the names of the processes that it kills. Workers run after a byte from ``gate``.
     """
     lead_session()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -154,9 +134,7 @@ def keep(workers: Sequence[WorkerPlan], control: int, gate: int, parent: int) ->
 
 
 def lead_session() -> None:
-    """Create a new session, so that signals from the terminal do not reach the workers. The program that
-    started the workers decides when to stop them.
-    """
+    """Create a new session, so that signals from the terminal do not reach the workers."""
     if os.getsid(0) != os.getpid():
         os.setsid()
 
@@ -193,17 +171,14 @@ def _be_worker(worker: WorkerPlan, unused: set[int], handlers: dict[int, Any], g
 
 
 def _serve(statuses: dict[int, int], control: int, parent_pidfd: int) -> float:
-    """Report the workers' exit statuses until the parent program sends a message or exits. Return the number
-    of seconds for which the workers' descendants may keep running; see :data:`WORD`.
-    """
+    """Report exit statuses until the program exits or sends a :data:`WORD`. Return the number in it."""
     poll = select.poll()
     running = {os.pidfd_open(pid): pid for pid in statuses}
     for fd in (control, parent_pidfd, *running):
         poll.register(fd, select.POLLIN)
     ended: set[int] = set()
     while True:
-        # A debugger that traces an exited worker receives its exit status first. Poll in this case, because
-        # no event announces that the debugger has released the worker.
+        # No event announces that a debugger has released an exited worker, so poll while there is one.
         ready = {fd for fd, _ in poll.poll(1000 * _LOOK_AT_TRACED if ended else None)}
         for fd in ready & running.keys():
             ended.add(running.pop(fd))
@@ -223,9 +198,7 @@ def _serve(statuses: dict[int, int], control: int, parent_pidfd: int) -> float:
 
 
 def _end_lingerers(linger: float, control: int, parent_pidfd: int) -> None:
-    """Let leftover processes run for ``linger`` more seconds, and then send them SIGTERM. Return early if the
-    parent process exits or sends a message, so that the caller can kill the leftover processes.
-    """
+    """Send SIGTERM to leftover processes after ``linger`` seconds, unless the program asks to kill them first."""
     if not _outlasted(linger, control, parent_pidfd):
         return
     left = [pid for pid in _core.children() if _core.patience_with(pid) is None]
@@ -241,8 +214,7 @@ def _outlasted(seconds: float, control: int, parent_pidfd: int) -> bool:
         left = deadline - time.monotonic()
         if left <= 0:
             return True
-        # Wait only for the first child, because every child has to exit anyway. Read the list of children
-        # again after each wait, because this process inherits the children of an exited child.
+        # List the children again after each exit, because the keeper inherits an exited child's children.
         pidfds = [os.pidfd_open(pid) for pid in _core.children()[:1]]
         try:
             poll = select.poll()
@@ -258,9 +230,7 @@ def _outlasted(seconds: float, control: int, parent_pidfd: int) -> bool:
 
 
 def _tell_names(pids: Sequence[int], control: int) -> None:
-    """Send the pids and names of the first killed processes to the parent program, one process per line. The
-    last line contains the number of all further killed processes.
-    """
+    """Send pid and name of the first killed processes, one per line, and then the number of the others."""
     lines = [f"{pid} {_name_of(pid)}\n" for pid in pids[:_NAMED]]
     lines.append(f"{len(pids) - len(lines)}\n")
     try:
@@ -270,18 +240,12 @@ def _tell_names(pids: Sequence[int], control: int) -> None:
 
 
 def _name_of(pid: int) -> str:
-    """Return the name of a process. Replace unprintable characters with spaces, because they could break the
-    line.
-    """
+    """Return the name of a process, without unprintable characters, because they could break the line."""
     return "".join(character if character.isprintable() else " " for character in _core.name_of(pid))
 
 
 def _end_all() -> None:
-    """Kill all descendants of this process. Kill clean-up processes, such as multiprocessing's resource
-    tracker, last.
-
-    Repeat until no child is left, because orphaned descendants become children of this process.
-    """
+    """Kill all descendants, resource trackers last. Repeat, because orphans become children of the keeper."""
     give_up = time.monotonic() + _GIVE_UP
     alone_since = None
     while (now := time.monotonic()) < give_up + _LAST_MOMENT:
@@ -316,8 +280,7 @@ def _kill(pid: int, signum: signal.Signals) -> None:
     try:
         os.kill(pid, signum)
     except ProcessLookupError:
-        # `ESRCH` is not expected, because the child has not been reaped, and even a zombie accepts signals.
-        return
+        return  # Not expected, because the child has not been reaped, and even a zombie accepts signals.
 
 
 def _read_all(fd: int, count: int) -> bool:
@@ -340,9 +303,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 class RunPrepared(Value):
-    """Callable that loads and runs a function. The function was prepared in the same way as for
-    multiprocessing's ``spawn``.
-    """
+    """Callable that loads and runs a function that was prepared as for multiprocessing's ``spawn``."""
 
     environment: dict[str, str]
     tracker_fd: int
@@ -358,25 +319,17 @@ class RunPrepared(Value):
 
 
 def main(plan_fd: int) -> None:
-    """Import modules, and then fork and supervise the workers. This is the main function of a fork server.
-
-    Args:
-        plan_fd: descriptor of a file with pickled data: the modules to import, the path of the main module,
-            the program's arguments, and the arguments of :func:`keep`.
-    """
-    # Create a new process group with `setsid` before any user code runs, because the parent program signals
-    # this group to stop the imports and the processes that they have started.
+    """Run a fork server: import modules, then :func:`keep`. The file ``plan_fd`` contains the arguments."""
+    # Create a process group before any user code runs, because the program kills this group to stop imports.
     lead_session()
     with open(plan_fd, "rb") as file:
         preload, main_path, argv, arguments = pickle.load(file)
-    # Have the kernel send a signal when the launching program dies. During the imports, the signal kills this
-    # process, because the imports may take forever.
-    #
-    # After the imports, this process ignores the signal, because it must kill its workers before it exits.
+    # This signal arrives when the program dies. It kills this process during the imports, which may take
+    # forever. Afterwards it is ignored, because this process must kill its workers before it exits.
     _prctl(_PR_SET_PDEATHSIG, IMPORT_NO_MORE)
     if os.getppid() != arguments[-1]:
         return
-    # Set `sys.argv` as in the workers, because this process imports the main module in the same way.
+    # The workers import the main module with the same arguments.
     sys.argv[:] = argv
     current: Any = multiprocessing_process.current_process()
     for name in preload:

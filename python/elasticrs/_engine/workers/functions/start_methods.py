@@ -1,7 +1,4 @@
-"""Run functions in separate processes, with the start methods ``spawn``, ``fork`` and ``forkserver``.
-
-:class:`MultiprocessContext` and the workers of the agent use the same code.
-"""
+"""Run functions in separate processes, with the start methods ``spawn``, ``fork`` and ``forkserver``."""
 
 from __future__ import annotations
 
@@ -43,24 +40,13 @@ _LOOK_FOR_SIGNALS = 0.1
 _MOST_SAID = 1 << 16
 
 PATIENCE = 30.0
-"""Maximum number of seconds to wait for the exit of a keeper. The keeper itself waits for a shorter time for
-its processes.
-"""
+"""Seconds to wait for the exit of a keeper. The keeper waits for a shorter time for its own processes."""
 
 
 class Functions(Value):
-    """Functions to start together. All mappings and sequences are indexed by local rank.
+    """Functions to start together, by local rank, with complete environments. Empty paths do not redirect.
 
-    Args:
-        name: prefix of the names of the processes.
-        function: function that each process calls.
-        arguments: arguments of the function in each process.
-        envs: complete environment of each process.
-        stdouts: paths of files for standard output; an empty path means no redirection.
-        stderrs: the same for standard error.
-        cpus: CPUs that each process may use; ``None`` for all.
-        keeps: further file descriptors that each process inherits; not supported with ``spawn``.
-        warm: true to fork the processes from the nursery if it is warm; only supported with ``spawn``.
+    ``keeps`` has further file descriptors to inherit, except with ``spawn``. ``warm`` requires ``spawn``.
     """
 
     name: str
@@ -83,15 +69,10 @@ class Watcher(Protocol):
 
 
 class FunctionStart(ABC):
-    """Base class of the start methods. An object starts a set of functions once, and reads their return
-    values.
+    """Base class of the start methods. An object starts functions once, and reads their return values.
 
-    Attributes:
-        watcher: watches the pipes of the return values; ``None`` before the functions run and after they end.
-        statuses: pipes, by local rank, into which the keeper writes the exit statuses; empty without a
-            keeper.
-        has_keeper: true if the parent of the functions is a :mod:`keeper <.keeper>`
-            and not the core.
+    ``statuses`` are the pipes, by local rank, for exit statuses from a :mod:`keeper <.keeper>`, which is the
+    parent of the functions if ``has_keeper``. Otherwise, the core is their parent.
     """
 
     has_keeper: ClassVar[bool] = False
@@ -106,13 +87,11 @@ class FunctionStart(ABC):
 
     @property
     def values(self) -> dict[int, bytearray]:
-        """Pickled return values, keyed by local rank. A value is empty if its function has not returned."""
+        """Pickled return values by local rank, empty if the function has not returned."""
         return {rank: pipe.data for rank, pipe in self._pipes.items()}
 
     def start(self, streams: Sequence[LogStream]) -> SupervisedGroup:
-        """Start all functions in a new group. If one cannot be started, none runs. The group copies
-        ``streams`` to the console.
-        """
+        """Start all functions in a new group, or none. The group copies ``streams`` to the console."""
         try:
             specs = self.prepare()
             pids = self._wait_for_pids()
@@ -130,17 +109,13 @@ class FunctionStart(ABC):
 
     @abstractmethod
     def prepare(self) -> list[ProcessSpec]:
-        """Prepare the functions' processes. Return the specifications of the processes that the Rust core
-        must start.
-        """
+        """Prepare the processes. Return the specifications of those that the core must start."""
 
     def _wait_for_pids(self) -> dict[int, int]:
         return {}
 
     def watch(self, watcher: Watcher) -> None:
-        """Close this process's copies of the children's pipe ends, and watch for return values. Call this
-        after all functions have started. ``watcher`` has to call :meth:`fd_ready` when return values arrive.
-        """
+        """Watch for return values when all functions have started. ``watcher`` must call :meth:`fd_ready`."""
         for prepared in self._prepared:
             prepared.close_childs_ends()
         self.watcher = watcher
@@ -187,9 +162,7 @@ class FunctionStart(ABC):
 
 
 class Spawn(FunctionStart):
-    """Start method that runs each function in a new interpreter. The core starts the interpreter like any
-    other program.
-    """
+    """Runs each function in a new interpreter, which the core starts like any other program."""
 
     def prepare(self) -> list[ProcessSpec]:
         self._open_pipes()
@@ -203,14 +176,10 @@ class Spawn(FunctionStart):
 
 
 class Kept(FunctionStart):
-    """Start method in which a separate process, the :mod:`keeper <.keeper>`, is the
-    parent of the processes that call the functions.
+    """Start method in which a :mod:`keeper <.keeper>` is the parent of the functions' processes.
 
-    Attributes:
-        keeper_pidfd: pidfd of the keeper, which is readable when the keeper and all its processes have
-            exited; -1 if there is no keeper.
-        ended: pid and name of the first few processes that the keeper had to kill. Set by :meth:`finish`.
-        more_ended: number of further processes that the keeper had to kill.
+    ``keeper_pidfd`` becomes readable when the keeper and all its processes have exited. :meth:`finish` sets
+    ``ended`` to the first processes that the keeper had to kill, ``more_ended`` to the number of the others.
     """
 
     has_keeper = True
@@ -228,24 +197,14 @@ class Kept(FunctionStart):
 
     @abstractmethod
     def _start_keeper(self, statuses: list[int], control: int, gate: int) -> int:
-        """Start the keeper and return its pid.
-
-        Args:
-            statuses: file descriptors for the exit statuses, by local rank.
-            control: the keeper's end of the socket.
-            gate: pipe from which each worker reads one byte before it starts to run.
-        """
+        """Start the keeper with its ends of the pipes and the socket. Return its pid."""
 
     def prepare(self) -> list[ProcessSpec]:
-        """Start the keeper, a process that forks a worker for each function; see the base class. Return an
-        empty list, because the Rust core starts no process itself.
-
-        The functions do not run until the Rust core monitors the workers.
-        """
+        """Start the keeper, whose workers wait. Return an empty list, because the core starts no process."""
         ends: list[int] = []
         try:
             self._open_pipes()
-            # Use a socket type that preserves message boundaries, so that each read returns a whole message.
+            # This type of socket preserves message boundaries, so each read returns a whole message.
             self._control, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
             ends.append(theirs.detach())
             gate_reader, self._gate = self._pipe(ends)
@@ -255,8 +214,7 @@ class Kept(FunctionStart):
                 reader, writer = self._pipe(ends, reads=False)
                 statuses.append(writer)
                 self.statuses.append(reader)
-            # Fork the child process (the keeper) before this process starts threads, because the fork would
-            # otherwise copy locks that the threads hold.
+            # Fork before this process starts threads, because a fork copies the locks that threads hold.
             self._keeper = self._start_keeper(statuses, ends[0], gate_reader)
             self.keeper_pidfd = os.pidfd_open(self._keeper)
         finally:
@@ -265,15 +223,12 @@ class Kept(FunctionStart):
 
     @property
     def control(self) -> int:
-        """File descriptor that becomes readable when :meth:`take_pids` has data to read."""
         return self._socket().fileno()
 
     def take_pids(self) -> dict[int, int] | None:
-        """Return the pids of the functions' processes, keyed by local rank. Return ``None`` if their parent
-        process has not sent the pids yet. Never blocks.
+        """Return the pids by local rank, or ``None`` if the keeper has not sent them yet. Never blocks.
 
-        Raises:
-            RuntimeError: the processes could not be started.
+        Raise ``RuntimeError`` if the processes could not be started.
         """
         told = struct.Struct(f"{len(self._ranks())}i")
         try:
@@ -291,7 +246,7 @@ class Kept(FunctionStart):
         return dict(enumerate(pids))
 
     def watch(self, watcher: Watcher) -> None:
-        """Let the workers call their functions, because the Rust core now monitors all workers."""
+        """Let the workers call their functions, because the core now monitors all workers."""
         super().watch(watcher)
         os.write(self._gate, keeper.GO * len(self._pipes))
 
@@ -318,49 +273,39 @@ class Kept(FunctionStart):
         return self._control
 
     def close(self) -> None:
-        """Kill all processes through their parent process, and release all resources; see the base class."""
         ended = None if self._group is None else self._group.log.end
         has_succeeded = ended is not None and ended.outcome == "succeeded"
         self.begin_end(keeper.LINGER if has_succeeded else keeper.AT_ONCE)
         self.finish()
 
     def begin_end(self, linger: float) -> None:
-        """Tell the workers' parent process to stop all workers and exit. :attr:`keeper_pidfd` becomes
-        readable when the parent process has exited. A second call kills the remaining processes immediately.
-
-        Args:
-            linger: seconds for which processes may continue; see :data:`keeper.WORD`.
-        """
+        """Send a :data:`keeper.WORD`, so that the keeper exits. A second call kills remaining processes."""
         if self._control is not None:
-            # Ignore a broken connection, because it means that the workers and their parent have exited.
+            # A broken connection means that the keeper has exited.
             with suppress(BrokenPipeError, ConnectionResetError):
                 self._control.send(keeper.WORD.pack(linger))
         if self._keeper is not None and not self._has_told_pids:
-            # Interrupt the keeper's imports, because they may take a long time. Do not use SIGKILL, because
-            # the keeper may already have workers, which it has to kill and reap first.
+            # Interrupt the imports. Do not use SIGKILL, because the keeper may have workers to kill first.
             with suppress(ProcessLookupError):
                 if self.keeper_pidfd != -1:
                     signal.pidfd_send_signal(self.keeper_pidfd, keeper.IMPORT_NO_MORE)
                 else:
                     os.kill(self._keeper, keeper.IMPORT_NO_MORE)
-                # Signal the process group of the workers' parent, because imports may have started processes.
-                # Ignore a missing group, because the parent may not have created the group yet.
+                # Stop what the imports have started. The keeper may not have created the group yet.
                 os.killpg(self._keeper, keeper.IMPORT_NO_MORE)
         if self.keeper_pidfd != -1:
-            # Resume the keeper in case it was stopped (SIGSTOP), because a stopped process can neither read
-            # messages nor exit.
+            # Resume a stopped keeper (SIGSTOP), because it can neither read messages nor exit.
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.keeper_pidfd, signal.SIGCONT)
 
     def finish(self, patience: float = PATIENCE) -> None:
-        """Wait until the workers' parent process has exited, and release all resources. Idempotent.
+        """Wait until the keeper has exited, and release all resources. Idempotent.
 
-        Processes that have not exited within ``patience`` seconds get SIGKILL. This method does not wait for
-        the exit of killed processes, because they may be in state D.
+        Kill the keeper after ``patience`` seconds, without a further wait, because it may be in state D.
         """
         if self._keeper is not None:
             if self.keeper_pidfd == -1 or has_ended(self.keeper_pidfd, patience):
-                # Ignore the error, because the program may already have reaped this child.
+                # The program may already have reaped this child.
                 with suppress(ChildProcessError):
                     os.waitpid(self._keeper, 0)
             else:
@@ -397,13 +342,10 @@ class Kept(FunctionStart):
 
 
 class Fork(Kept):
-    """Start method that runs functions in forks of this process. Arguments can be of any type, because only
-    return values are pickled.
-    """
+    """Runs functions in forks of this process. Arguments can have any type, because they are not pickled."""
 
     def _start_keeper(self, statuses: list[int], control: int, gate: int) -> int:
-        # Keep the pipe open until the program exits. Workers detect the exit by the closed pipe, through
-        # `multiprocessing.parent_process()`.
+        # Workers detect the program's exit by this pipe, through `multiprocessing.parent_process()`.
         sentinel, writer = os.pipe()
         self._ours.append(writer)
         try:
@@ -451,9 +393,7 @@ class Fork(Kept):
 
 
 class ForkServer(Kept):
-    """Start method that imports multiprocessing's preload modules in a new interpreter, and then forks the
-    interpreter for each function.
-    """
+    """Imports multiprocessing's preload modules in a new interpreter, and forks it for each function."""
 
     def _start_keeper(self, statuses: list[int], control: int, gate: int) -> int:
         workers: list[keeper.WorkerPlan] = []
@@ -491,9 +431,7 @@ class ForkServer(Kept):
 
 
 class _RunForked(Value):
-    """Callable that runs a multiprocessing process object in a fork of this process, with ``env`` added to
-    the environment. ``sentinel`` is closed when the fork exits.
-    """
+    """Runs a multiprocessing process object in a fork. The pipe ``sentinel`` ends when the program exits."""
 
     process: BaseProcess
     env: dict[str, str]
@@ -510,8 +448,7 @@ class _RunForked(Value):
 
 
 def _fork() -> int:
-    # Suppress Python 3.12's warning about forking a process with several threads. The fork is safe, because
-    # the child has one thread (KEEP-1) and imports nothing before it forks the workers (KEEP-2).
+    # Suppress the warning about threads: the child has only one (KEEP-1) and imports nothing (KEEP-2).
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()

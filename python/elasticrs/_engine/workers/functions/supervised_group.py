@@ -1,7 +1,6 @@
-"""Process group that has its own supervisor. Every ``PContext`` runs its workers in such a group.
+"""Process group with its own supervisor. Every ``PContext`` runs its workers in such a group.
 
-The core starts, monitors and stops the processes, and this module handles the core's events. Several threads
-may use a group at the same time: one of them waits for events, and the others wait for that thread.
+If several threads use a group, one of them waits for events, and the others wait for that thread.
 """
 
 from __future__ import annotations
@@ -24,14 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 DRAIN_TIMEOUT = 10.0
-"""Maximum number of seconds that a finished group waits for a slow console. The log files are complete even
-if the group does not wait long enough.
-"""
+"""Seconds that a finished group waits for a slow console. The log files are complete in any case."""
 
 LATE = 1.0
-"""Maximum number of seconds for handling pending events after a wait. The time is limited because a file
-descriptor that is always readable produces events forever.
-"""
+"""Maximum number of seconds to handle pending events after a wait. A descriptor may stay readable forever."""
 
 _END_SLACK = 45.0
 """Seconds to wait for the group after the grace period. This is longer than the core's own limit of 30 s."""
@@ -56,9 +51,7 @@ _KINDS: dict[int | None, type[NotStartedError]] = {
 
 
 def not_started(text: str, number: int | None) -> NotStartedError:
-    """Return a ``RuntimeError`` for the caller to raise. As in torch, it is also a ``FileNotFoundError`` if
-    the program is missing, or a ``PermissionError`` if it is not executable.
-    """
+    """Return an error for the caller to raise, of the types that torch raises for this ``errno``."""
     error = _KINDS.get(number, NotStartedError)(text)
     if isinstance(error, OSError):
         error.errno = number
@@ -66,17 +59,11 @@ def not_started(text: str, number: int | None) -> NotStartedError:
 
 
 class SupervisedGroup:
-    """Group of processes that this class starts, and whose events it records.
+    """Group of processes that this class starts, and whose events it records in ``log``.
 
-    Args:
-        grace: seconds between SIGTERM and SIGKILL for the other processes after a failure.
-        stop_scope: processes that receive stop signals other than SIGKILL. ``"worker"``: the worker, and the
-            rest of its process group once the worker has exited. ``"group"``: the worker's whole process
-            group.
-
-    Attributes:
-        log: what happened to the group.
-        on_fd: called with each readable descriptor of :meth:`watch_fd`, in the thread that waits for events.
+    ``grace`` is the time between SIGTERM and SIGKILL in seconds. Stop signals go to a worker's process group.
+    If ``stop_scope`` is ``"worker"``, those except SIGKILL first go to the worker alone, and to the rest of
+    its group when it has exited. ``on_fd`` is called in the thread that waits for events.
     """
 
     def __init__(self, grace: float = 30.0, *, stop_scope: str = "group") -> None:
@@ -98,17 +85,14 @@ class SupervisedGroup:
         self._supervisor.watch_fd(self._bell)
 
     def __del__(self) -> None:
-        # Close the eventfd if `close` was never called. The remaining processes need no cleanup, because the
-        # destructor of the supervisor kills them.
+        # `close` was never called. The destructor of the supervisor kills the remaining processes.
         if getattr(self, "_supervisor", None) is not None:
             os.close(self._bell)
 
     # --- starting ---
 
     def start(self, specs: Sequence[_core.ProcessSpec], streams: Sequence[_core.LogStream] = ()) -> None:
-        """Start all processes, and return once all are running. If one cannot be started, none is left
-        running. The core copies ``streams`` to the console.
-        """
+        """Start all processes, or none of them, and return when they run. The core copies ``streams``."""
         supervisor = self._running()
         if streams:
             supervisor.follow(streams)
@@ -120,11 +104,9 @@ class SupervisedGroup:
             raise not_started(text, self._failure.errno)
 
     def adopt(self, pids: Mapping[int, int], statuses: Sequence[int]) -> None:
-        """Adopt processes that another process has started, after :meth:`start` and before they may run their
-        functions. ``statuses`` are pipes, by local rank, into which the parent writes the exit statuses.
+        """Adopt processes before they run. Their parent writes the exit statuses to the pipes ``statuses``.
 
-        Raises:
-            RuntimeError: a process has already exited.
+        Raise ``RuntimeError`` if one of them has already exited.
         """
         try:
             are_ours = adopt(self._running(), pids, statuses)
@@ -147,9 +129,7 @@ class SupervisedGroup:
         self.wait_until(lambda: self.log.end is not None, 0.0)
 
     def wait_until(self, is_met: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait until a condition on the recorded state is met. ``timeout`` is in seconds; ``None`` means no
-        limit. Return true if the condition was met in time.
-        """
+        """Wait for a condition, for at most ``timeout`` seconds. Return true if it was met in time."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while not is_met():
             left = None if deadline is None else deadline - time.monotonic()
@@ -161,15 +141,12 @@ class SupervisedGroup:
         return True
 
     def _advance(self, timeout: float | None) -> bool:
-        """Handle one event, or wait while another thread handles one. Return false if no event arrives within
-        ``timeout`` seconds.
-        """
+        """Handle one event, or wait while another thread handles one. Return false on timeout."""
         me = threading.get_ident()
         with self._turn:
             if self._waiter not in {None, me}:
                 return self._turn.wait(timeout)
-            # Save the previous waiter, because a signal handler may call this method while the same thread is
-            # already executing it.
+            # A signal handler may call this method while the same thread is already executing it.
             outer, self._waiter = self._waiter, me
         try:
             supervisor = self._supervisor
@@ -211,14 +188,11 @@ class SupervisedGroup:
     # --- stopping ---
 
     def signal(self, signum: int, local_rank: int) -> None:
-        """Send a signal to a process or its process group, unless the group has ended."""
         if self._supervisor is not None and self.log.end is None:
             self._supervisor.signal(signum, [local_rank])
 
     def stop(self, death_sig: int, timeout: float) -> None:
-        """Send a signal to all processes, and SIGKILL to those that are still running after ``timeout``
-        seconds. Return when all processes have exited.
-        """
+        """Signal all processes, kill those that run after ``timeout`` seconds, and wait for their exits."""
         if self._supervisor is None or self.log.end is not None or self._failure is not None:
             return
         self._supervisor.stop(_core.StopPolicy(death_sig, max(0.0, timeout)))
@@ -251,12 +225,7 @@ class SupervisedGroup:
 
 
 class SupervisedProcess:
-    """A process of a group. It has the same interface as :class:`subprocess.Popen`.
-
-    Args:
-        is_alone: true if the group contains only this process. This object then closes the group when the
-            process and its leftover processes have exited.
-    """
+    """A process with the interface of :class:`subprocess.Popen`. If it ``is_alone``, it closes its group."""
 
     def __init__(
         self, group: SupervisedGroup, local_rank: int, args: Sequence[str], *, is_alone: bool = False
@@ -269,14 +238,11 @@ class SupervisedProcess:
 
     @property
     def returncode(self) -> int | None:
-        """Exit code, or the negative number of the signal that killed the process; ``None`` until its exit is
-        noticed.
-        """
+        """Exit code, or the negative number of the signal; ``None`` until the exit is noticed."""
         ended = self._group.log.exits.get(self._local_rank)
         if ended is None:
             return None
-        # If the exit status is unknown, return a failure code, because `Popen` cannot represent an unknown
-        # status.
+        # `Popen` cannot represent an unknown exit status.
         return 255 if ended.exitcode is None else ended.exitcode
 
     def poll(self) -> int | None:
@@ -285,11 +251,6 @@ class SupervisedProcess:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until the process has exited. Return its exit code.
-
-        Raises:
-            subprocess.TimeoutExpired: the process is still running after ``timeout`` seconds.
-        """
         self._group.wait_until(lambda: self.returncode is not None, timeout)
         self._let_go()
         code = self.returncode
@@ -298,9 +259,7 @@ class SupervisedProcess:
         return code
 
     def send_signal(self, sig: int) -> None:
-        """Send a signal to the process or its process group. Do nothing if the process has exited."""
-        # The process may have exited although its event has not arrived yet. A signal would then reach only
-        # the processes that it left behind in its process group.
+        # The event of an exit may be late. The signal would then reach only leftover processes of the group.
         if self.poll() is None and not _has_exited(self.pid):
             self._group.signal(int(sig), self._local_rank)
 
@@ -311,8 +270,7 @@ class SupervisedProcess:
         self.send_signal(9)
 
     def _let_go(self) -> None:
-        # Close the group only if its leftover processes have already exited, because this method must not
-        # wait for them.
+        # This method must not wait for leftover processes.
         if self._is_alone and self._group.log.end is not None:
             self._group.close()
 

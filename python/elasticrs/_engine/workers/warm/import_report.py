@@ -1,28 +1,21 @@
-"""Read the report of the process that imports modules for the workers, and detect later changes to the source
-files of these modules. Each line of the report is a JSON object.
+"""Read the report of the process that imports modules for the workers, and detect changes to their files.
 
-::
+Each line of the report is a JSON object::
 
     {"importing": name}                                     before each module
     {"imported": name, "seconds": s}                        after the module was imported
     {"left_out": name, "why": text, "traceback": text}      if it was left out; the traceback may be null
     {"ready": {"seconds": s, "prefixes": [...], "stamps": {path: [time, size]}}}
-                                                            at the end; the stamp of a missing file is []
     {"failed": text, "traceback": text}                     if the process cannot continue
-    {"ended": how}                                          the process has exited, and is started again
+    {"ended": how}                                          from the core, before the process starts again
 
-The agent's core writes the last kind of line. Its value is an exit code, the negative number of a signal,
-``null``, ``"executes"`` (the process executed another program), or ``"closes"`` (the process closed file
-descriptors that it needs). If a process has exited, the module that it was importing is left out. The process
-may start over after each module that is left out, so a module may appear twice. Lines of an unknown form are
-ignored. An incomplete line is ignored as well, because it means that its writer was killed.
+``how`` is an exit code, the negative number of a signal, ``null``, ``"executes"`` (another program), or
+``"closes"`` (its descriptors). The module that the process was importing is then left out. The process may
+start again after each such module, so a module may appear twice. Unknown and incomplete lines are ignored.
 
-The user's own code (an editable install, a folder in ``PYTHONPATH``) is compared file by file before each
-attempt. The interpreter's library and the installed packages consist of thousands of files, so they are
-compared only after a package was installed or removed. An installer replaces the folder
-``NAME-VERSION.dist-info``, which changes the modification time of its parent folder. Copy programs such as
-``rsync -a`` may restore that modification time, so the ``RECORD`` file of each preloaded distribution is
-compared as well. Edits inside an installed package are not detected.
+The user's own code is compared before each attempt. Installed packages, which have thousands of files, are
+compared only after an installer has changed their folder's modification time. Copy programs may restore that
+time, so the ``RECORD`` files are compared as well. Edits inside a package are not detected.
 """
 
 from __future__ import annotations
@@ -43,13 +36,7 @@ if TYPE_CHECKING:
 
 
 class LeftOut(Value):
-    """A module that was not preloaded.
-
-    Args:
-        name: name of the module.
-        why: reason, as a clause in which "it" is the module, such as "it was not found".
-        traceback: lines of the traceback of the exception that the module raised; empty if it raised none.
-    """
+    """A module that was not preloaded. ``why`` is a clause in which "it" is the module."""
 
     name: str
     why: str
@@ -57,15 +44,9 @@ class LeftOut(Value):
 
 
 class Ready(Value):
-    """Result of the imports, available after all modules have been imported.
+    """Result of the imports. ``prefixes`` are the folders of the standard library and installed packages.
 
-    Args:
-        seconds: duration of the imports.
-        prefixes: folders of the interpreter's library and of installed packages. The list does not contain
-            the folder in which the interpreter is installed, because an application may be below that folder,
-            as in ``/usr/src``.
-        stamps: times and sizes of the files of all modules and of the prefixes, read after the imports. See
-            :class:`Sources`.
+    The interpreter's folder is not included, because applications may be below it, as in ``/usr/src``.
     """
 
     seconds: float
@@ -74,15 +55,7 @@ class Ready(Value):
 
 
 class Report(Value):
-    """Contents of the report so far.
-
-    Args:
-        imported: seconds that the import of each module took, in order of the imports.
-        left_out: modules that were left out, in order.
-        importing: module that is being imported; ``None`` if there is none.
-        ready: facts about the imports; ``None`` until all modules have been imported.
-        failed: reason why the process could not continue, and the lines of the traceback; ``None`` otherwise.
-    """
+    """Contents of the report so far. ``imported`` has the seconds of each import, in order."""
 
     imported: Mapping[str, float] = fresh(factory=dict)
     left_out: tuple[LeftOut, ...] = ()
@@ -92,7 +65,6 @@ class Report(Value):
 
 
 def read(data: bytes) -> Report:
-    """Read the lines of the report."""
     imported: dict[str, float] = {}
     left_out: list[LeftOut] = []
     importing = ready = failed = None
@@ -163,13 +135,7 @@ def _shown(name: str) -> str:
 
 
 class Sources:
-    """Stamps (times and sizes) recorded for the files from which modules were preloaded.
-
-    Args:
-        own: stamps of the user's own files, by path.
-        installed: stamps of the files of the interpreter's library and of installed packages, by path.
-        signs: stamps of folders and files that change whenever a package is installed or removed, by path.
-    """
+    """Stamps of the preloaded files. ``signs`` are stamps of files that every installation changes."""
 
     def __init__(
         self, own: Mapping[str, Stamp], installed: Mapping[str, Stamp], signs: Mapping[str, Stamp]
@@ -177,18 +143,13 @@ class Sources:
         self.own, self.installed, self.signs = own, installed, signs
 
     def changes(self) -> dict[str, Stamp]:
-        """Return the changed files with their current stamps (times and sizes).
-
-        The user's own files come first.
-        """
+        """Return the changed files with their current stamps, the user's own files first."""
         changes = _changes(self.own)
         signs = {path: stamp(path) for path in self.signs}
         if signs != self.signs:
             installed = _changes(self.installed)
             if not installed:
-                # A package was installed or removed, but no preloaded module has changed. Store the new
-                # modification times of the package folders, so that later calls need not check every file
-                # again.
+                # No preloaded module has changed. Update `signs`, so that later calls do not check all files.
                 self.signs = signs
             changes |= installed
         return changes
@@ -199,8 +160,7 @@ def remember(stamps: Mapping[str, Stamp], prefixes: Iterable[str], names: Iterab
     folders = [prefix.rstrip(os.sep) for prefix in dict.fromkeys(prefixes)]
     inside = tuple(folder + os.sep for folder in folders)
     files = {path: found for path, found in stamps.items() if path.rstrip(os.sep) not in folders}
-    # Always check the files that changed during the imports, because `signs` may have been read after the
-    # change and would not reveal it.
+    # Always check the files that changed during the imports, because `signs` may have been read later.
     always = touched(files)
     installed = {
         path: found for path, found in files.items() if path.startswith(inside) and path not in always
@@ -214,9 +174,7 @@ def remember(stamps: Mapping[str, Stamp], prefixes: Iterable[str], names: Iterab
 
 
 def touched(stamps: Mapping[str, Stamp]) -> list[str]:
-    """Return the files that changed while modules were being imported. An invalid modification time is
-    recorded for these files, so that every later check considers them changed.
-    """
+    """Return the files that changed during the imports. Their invalid time makes each check find a change."""
     return [path for path, found in stamps.items() if found is not None and found[0] == TOUCHED]
 
 
@@ -228,8 +186,7 @@ def stamp(path: str) -> Stamp:
     try:
         found = os.stat(path)
     except (OSError, ValueError):
-        # `os.stat` raises `ValueError` if the string cannot be a path.
-        return None
+        return None  # `os.stat` raises `ValueError` if the string cannot be a path.
     return found.st_mtime_ns, found.st_size
 
 

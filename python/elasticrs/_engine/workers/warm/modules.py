@@ -1,10 +1,7 @@
-"""Choose the modules to import once for all workers: those that the user names, or those that the workers'
-code imports.
+"""Choose the modules to import once for all workers: those that the user names, or that the workers import.
 
-Source files are parsed, never run. All imports at the top level count, including those inside ``if``,
-``try``, ``with`` and loops, but not imports in functions and classes, or for type checkers only. The user's
-own modules are not preloaded. They are parsed as well, because the modules that they import can be preloaded.
-Modules that torch imports only in the first training step are added; see :data:`LAZY`.
+Source files are parsed, never run. Imports at the top level count, even inside ``if``, ``try`` or loops, but
+not imports in functions and classes, or for type checkers. The user's own modules are parsed, not preloaded.
 """
 
 from __future__ import annotations
@@ -32,8 +29,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.workers.warm.steps import Unknown
 
 LAZY: tuple[tuple[tuple[bytes, ...], str], ...] = (
-    # On first use, optimizers, DDP, FSDP and checkpointing import about 900 modules of torch's compiler, in
-    # order to exclude their own functions from compilation.
+    # On first use, optimizers, DDP, FSDP and checkpointing import about 900 modules of torch's compiler.
     (
         (
             b"optim",
@@ -47,12 +43,10 @@ LAZY: tuple[tuple[tuple[bytes, ...], str], ...] = (
     # `torch.compile` imports about 400 more modules, plus its code generators.
     ((b"torch.compile", b"torch_compile"), "torch._inductor.compile_fx"),
 )
-"""Modules that torch imports only when they are used. Each entry contains words that may occur in a source
-file, and the module to import if one of them does.
+"""Words that may occur in a source file, and the module that torch imports lazily because of them.
 
-Process groups, collectives, data loaders and schedulers import no further modules. A module is imported only
-if one of its words occurs, because together these modules take 80 MB, and some of them, such as triton, print
-to stderr at exit.
+Other parts, such as collectives and data loaders, import nothing lazily. These modules are not always
+preloaded, because together they take 80 MB, and some of them, such as triton, print to stderr at exit.
 """
 
 _READ_LAZILY = (
@@ -74,21 +68,13 @@ _AT_START = frozenset(
 """Modules that every Python interpreter imports before it runs a script."""
 _WIDTH, _SHOWN = 60, 4
 _ENOUGH = 1 << 19
-"""Maximum number of bytes of source files to parse. The limit exists because the launch waits for the parser,
-which parses about 5000 bytes in a millisecond.
-"""
+"""Maximum number of bytes to parse, because the launch waits. The parser reads 5000 bytes per millisecond."""
 
 
 def preload(value: str, entry: Entry) -> Preload:
-    """Choose the modules to preload.
+    """Choose the modules to preload. ``value`` is ``auto`` or lists modules, separated by commas.
 
-    Args:
-        value: ``auto``, or names of modules separated by commas.
-        entry: code that the workers run first.
-
-    Raises:
-        UsageError: a module does not exist, as far as this interpreter can tell. The message says what is
-            wrong with ``value``.
+    Raise ``UsageError`` if this interpreter cannot find a module.
     """
     if entry.why_cold is not None:
         return Preload(remarks=(f"no effect: {entry.why_cold}",))
@@ -108,8 +94,7 @@ def _of_list(names: Sequence[str], entry: Entry) -> Preload:
         else:
             chosen.append(name)
     plan = _Plan(entry)
-    # Continue even if the script cannot be read or parsed, because the user has named the modules to import.
-    # The script is only read to find the statements that run before its imports.
+    # Ignore errors, because the script is only read to find the statements before its imports.
     with suppress(OSError, *_CANNOT_PARSE):
         plan.read_entry()
     tops = {_top(name) for name in chosen}
@@ -162,17 +147,8 @@ def _of_source(entry: Entry) -> Preload:
 class _Plan:
     """Preload steps derived from the source of a script and of the user's own modules that it imports.
 
-    Args:
-        entry: script, module or function that the workers run.
-
-    Attributes:
-        steps: preload steps, up to the first statement whose effect is unknown; see :class:`Preload`.
-        modules: names of the modules that the steps import.
-        unknown: description of the first statement whose effect is unknown; ``None`` if there is no such
-            statement.
-        left_out: modules that the source imports after that statement.
-        folders: folders of the user's own modules: the folders of the entry, and folders that are added to
-            ``sys.path``.
+    ``steps`` and their ``modules`` end at ``unknown``, the first statement whose effect is unknown, if any.
+    ``left_out`` are the modules imported after it. ``folders`` include those that are added to ``sys.path``.
     """
 
     def __init__(self, entry: Entry) -> None:
@@ -191,12 +167,7 @@ class _Plan:
         return list(self._sources.values())
 
     def read_entry(self) -> None:
-        """Read the source of the workers' script or module, and of the user's own modules that it imports.
-
-        Raises:
-            OSError: the source of the entry cannot be read.
-            SyntaxError: the source cannot be parsed. All exceptions in :data:`_CANNOT_PARSE` mean this.
-        """
+        """Read the sources. Raise ``OSError`` or :data:`_CANNOT_PARSE` if the entry itself is invalid."""
         if self._entry.path is None:
             return
         if self._entry.package:
@@ -204,9 +175,7 @@ class _Plan:
         self._read_source(self._entry.path, self._entry.package, is_main=self._entry.is_main)
 
     def variables_before(self, tops: AbstractSet[str]) -> list[str]:
-        """Return the assignments to environment variables, as ``NAME=value``, that precede the first import
-        of any of these top-level modules.
-        """
+        """Return the assignments to variables that precede the first import of these top-level modules."""
         found = []
         for step in self.steps:
             if "=" in step:
@@ -254,8 +223,7 @@ class _Plan:
                     self.unknown or f"{file}, which was not read because the sources are too large,"
                 )
                 return
-            # Ignore an unreadable module, because the worker will report the error when it imports that
-            # module.
+            # The worker will report the error when it imports that module.
             with suppress(OSError, *_CANNOT_PARSE):
                 self._read_source(file, package, is_certain=step.is_certain)
 
@@ -285,8 +253,7 @@ def _top(name: str) -> str:
 
 
 def _read(path: str) -> bytes:
-    # Do not read a pipe (such as `<(…)` in a shell), because it can be read only once and the worker must
-    # read it.
+    # A pipe, such as `<(…)` in a shell, can be read only once, and the worker must read it.
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(0, "not a file")
     with open(path, "rb") as file:
@@ -298,19 +265,14 @@ def _has(source: bytes, words: Sequence[bytes]) -> bool:
 
 
 def lazily_imported(source: bytes) -> list[str]:
-    """Return the modules that torch will import later, when the script first needs them. See :data:`LAZY`."""
     return [name for words, name in LAZY if _has(source, words)]
 
 
 def why_not_lazily(sources: Sequence[bytes], known: AbstractSet[str]) -> str | None:
     """Return why the modules in :data:`LAZY` cannot be preloaded; ``None`` if they can be.
 
-    In a worker that starts cold, the training imports these modules. By that time, functions of the program
-    may have set environment variables that these modules read during their import.
-
-    Args:
-        sources: source files to search for the names of such variables.
-        known: variables that the nursery sets before the imports.
+    In a cold worker, functions of the program may set variables before these modules read them. The nursery
+    sets the ``known`` variables itself.
     """
     import re
 
@@ -330,16 +292,10 @@ _ISOLATED = "IES"
 
 
 class Entry(Value):
-    """Code that the workers run first.
+    """Code that the workers run first, with its ``name`` as the user wrote it. ``path`` may be unknown.
 
-    Args:
-        name: name of the script, module or function, as the user wrote it.
-        path: path of the file with the code; ``None`` if there is none or it was not found.
-        folders: folders or zip archives with the user's own modules, which each worker imports itself.
-        interpreter: Python interpreter of the workers; ``None`` for the interpreter of this process.
-        why_cold: reason why nothing can be preloaded; ``None`` if modules can be preloaded.
-        package: package of the file, for its relative imports; empty for a script.
-        is_main: true if the file runs with ``"__main__"`` as its ``__name__``.
+    Each worker imports the modules in ``folders`` itself. ``interpreter`` is ``None`` for the interpreter of
+    this process. ``why_cold`` is ``None`` if modules can be preloaded. ``package`` is for relative imports.
     """
 
     name: str
@@ -352,19 +308,13 @@ class Entry(Value):
 
 
 def entry_of_command(command: Sequence[str]) -> Entry:
-    """Find the Python code that a worker's command line runs first.
-
-    Args:
-        command: program and arguments. If the program is a Python interpreter, its arguments determine the
-            code.
-    """
+    """Find the Python code that a worker's command line runs first."""
     program, *arguments = command
     name = os.path.basename(program)
     if program not in (sys.executable, os.environ.get("PYTHON_EXEC")) and not name.startswith("python"):
         return Entry(name, why_cold=f"{name} is not a Python interpreter")
     interpreter = None if program == sys.executable else program
-    # Do not preload modules if the interpreter is a script. The script could remove `PYTHONPATH` before it
-    # starts Python, and the nursery would then run the user's program instead of its own code.
+    # A script could remove `PYTHONPATH`, and the nursery would then run the user's program.
     if is_script_file(program):
         return Entry(name, why_cold=f"{name} is a script, which may start Python in another way")
     found = parse_python(arguments)
@@ -379,14 +329,7 @@ def entry_of_command(command: Sequence[str]) -> Entry:
 
 
 def entry_of_function(function: Callable[..., Any], arguments: Sequence[Any], start_method: str) -> Entry:
-    """Find the source file that workers load first in order to call a function.
-
-    Args:
-        function: function that the workers call. For :func:`elasticrs.run.run_script_path`, the result
-            describes the script that it runs.
-        arguments: arguments of the function.
-        start_method: ``spawn``, ``fork`` or ``forkserver``.
-    """
+    """Find the file that workers load first to call a function, or the script that the function runs."""
     name = getattr(function, "__qualname__", repr(function))
     of_module = getattr(function, "__module__", None) or ""
     if of_module == "elasticrs._engine.inside.run_path":
@@ -404,7 +347,6 @@ def entry_of_function(function: Callable[..., Any], arguments: Sequence[Any], st
 
 
 def entry_of_script(path: str, interpreter: str | None = None, *, start_method: str = "spawn") -> Entry:
-    """Find the source file that workers load first in order to run a script."""
     if start_method != "spawn":
         return Entry(path, why_cold=_KEPT)
     if os.path.isdir(path):
@@ -418,7 +360,7 @@ def entry_of_script(path: str, interpreter: str | None = None, *, start_method: 
 def _is_archive(path: str) -> bool:
     from zipimport import ZipImportError, zipimporter
 
-    # Do not open a pipe, because a pipe can be read only once, and the worker must read it.
+    # A pipe can be read only once, and the worker must read it.
     if not os.path.isfile(path):
         return False
     try:
@@ -429,11 +371,7 @@ def _is_archive(path: str) -> bool:
 
 
 def _entry_of_module(name: str, interpreter: str | None) -> Entry:
-    """Find the code that runs first in workers that are started with ``python -m``.
-
-    This function does not import parent packages, so it does not support packages that change the location of
-    their modules when they are imported.
-    """
+    """Find the code of ``python -m``. Do not import parent packages, even if they move their modules."""
     here = os.getcwd()
     package, _, _ = name.rpartition(".")
     top, *rest = name.split(".")
@@ -452,9 +390,7 @@ def _entry_of_module(name: str, interpreter: str | None) -> Entry:
 
 
 def own_sources(name: str, folders: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the source files that run when one of the user's own modules is imported, together with each
-    file's package.
-    """
+    """Yield the files that run when one of the user's own modules is imported, with each file's package."""
     package, place = "", folders
     for part in name.replace(":", ".").split("."):
         file, place = _child(place, part)
@@ -479,9 +415,7 @@ def _child(folders: Sequence[str], name: str) -> tuple[str | None, list[str]]:
 
 
 def _own(folders: Iterator[str] | Sequence[str]) -> tuple[str, ...]:
-    """Return the folders that can contain the user's own modules, without duplicates. Leave out the standard
-    library and folders of installed packages.
-    """
+    """Return the folders that can contain the user's modules, without the standard library and packages."""
     library = os.path.dirname(os.__file__)
     return tuple(
         folder
@@ -502,9 +436,8 @@ def found_spec(top: str) -> ModuleSpec | None:
 def is_beside(top: str, folders: Sequence[str]) -> bool:
     """Return true if a name without dots refers to a module of the user's own in one of these folders.
 
-    A folder without ``__init__.py`` counts only if no other module has this name. Python prefers a regular
-    module anywhere on its path, and folders such as ``datasets`` or ``wandb`` beside a script often contain
-    no code.
+    A folder without ``__init__.py``, such as a folder of data sets, counts only if no other module has this
+    name, because Python prefers a regular module anywhere on its path.
     """
     spec = PathFinder.find_spec(top, list(folders))
     if spec is None or spec.has_location:

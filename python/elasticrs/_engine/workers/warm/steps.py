@@ -1,18 +1,14 @@
 """Find the top-level statements of a source file that can affect its imports, without executing it.
 
-A worker that starts cold runs the top level of its script in order, so each import sees the effects of the
-statements before it, such as environment variables, ``sys.path`` and warning filters. Preloading a module is
-correct only if the nursery can repeat these effects before the import. :func:`steps` splits a source file
-into
+Preloading a module is correct only if the nursery can repeat the effects of the statements before the import:
 
 - :class:`Import`: an import, which can be preloaded;
-- :class:`Variable`: an assignment of a constant to an item of ``os.environ``, which the nursery can repeat;
+- :class:`Variable`: an assignment to an item of ``os.environ``, which the nursery can repeat;
 - :class:`Folder`: a folder that is added to ``sys.path``. Its modules are not preloaded;
-- :class:`Unknown`: a statement that may affect later imports in an unknown way. Every statement with a call
-  is :class:`Unknown`, unless the function is listed in :data:`_HARMLESS`.
+- :class:`Unknown`: a statement that may affect imports, such as a call of any function that is not listed in
+  :data:`_HARMLESS`.
 
-All other statements cannot affect an import and are skipped. Function bodies are skipped as well, because a
-statement that calls the function is :class:`Unknown`.
+All other statements are skipped. Function bodies are skipped as well, because their calls are unknown.
 """
 
 from __future__ import annotations
@@ -34,7 +30,6 @@ if TYPE_CHECKING:
 _FUNCTIONS = (_ast.FunctionDef, _ast.AsyncFunctionDef)
 _BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")
 _HEADS = ("test", "iter", "subject", "guard", "type", "value", "exc", "msg")
-"""Fields of statement nodes that hold expressions, such as the condition of an ``if``."""
 
 _CONTAINER = "{}"
 """Placeholder for a dict, list or set that the same source file creates."""
@@ -68,20 +63,13 @@ _CONTEXTS = ("contextlib.nullcontext()", "contextlib.suppress()")
 
 
 class Import(Value):
-    """A module that is imported.
-
-    Args:
-        name: preload step for the import, ``a.b`` or ``a.b:c``; see :mod:`.warm`.
-        is_certain: false if the statement is in a block that may not run.
-    """
+    """Import of a module, ``a.b`` or ``a.b:c``. ``is_certain`` is false if the statement may not run."""
 
     name: str
     is_certain: bool = True
 
 
 class Variable(Value):
-    """Statement that sets an environment variable to a constant."""
-
     name: str
     value: str
     line: int
@@ -89,29 +77,19 @@ class Variable(Value):
 
 
 class Folder(Value):
-    """A folder that is added to ``sys.path``."""
-
     path: str
 
 
 class Unknown(Value):
-    """Statement that may affect later imports in an unknown way."""
-
     line: int
     text: str
 
 
 def steps(source: bytes, package: str = "", *, file: str = "", is_main: bool = True) -> Iterator[Step]:
-    """Yield the top-level statements of a source file that can affect imports, in execution order.
+    """Yield the top-level statements that can affect imports, in execution order.
 
-    Args:
-        source: contents of the file, in the file's encoding.
-        package: package of the file, for relative imports. If it is empty, relative imports are skipped.
-        file: path of the file, as the value of ``__file__``.
-        is_main: true if the file runs with ``"__main__"`` as its ``__name__``.
-
-    Raises:
-        SyntaxError: the source cannot be parsed. ValueError, RecursionError and MemoryError mean the same.
+    Without ``package``, skip relative imports. ``SyntaxError``, ``ValueError``, ``RecursionError`` and
+    ``MemoryError`` mean that the source cannot be parsed.
     """
     with warnings.catch_warnings():
         # Suppress the parser's warnings, because the worker prints them when it compiles the script.
@@ -121,8 +99,6 @@ def steps(source: bytes, package: str = "", *, file: str = "", is_main: bool = T
 
 
 class _Reader:
-    """Reads one source file, and yields the top-level statements that can affect imports."""
-
     def __init__(self, source: bytes, package: str, file: str, is_main: bool) -> None:
         self._lines = source.splitlines()
         self._package = package
@@ -159,9 +135,7 @@ class _Reader:
         return line, text.decode("utf-8", "replace").strip()
 
     def _blocks(self, node: ast.AST, is_certain: bool) -> list[tuple[ast.AST, bool]]:
-        """Return ``(statement, is_certain)`` pairs for the blocks of a compound statement, except blocks that
-        never run. ``is_certain`` is true if the statement is certain to run.
-        """
+        """Return the statements of a node's blocks that can run, and for each if it is certain to run."""
         if isinstance(node, (*_FUNCTIONS, _ast.ClassDef)):
             return []
         names: Sequence[str] = _BLOCKS
@@ -197,9 +171,6 @@ class _Reader:
         return dict.fromkeys([module, *(f"{module}:{alias.name}" for alias in node.names)] if module else ())
 
     def _variables(self, node: ast.AST) -> list[Variable]:
-        """Return the environment variables that a statement sets to constant strings. The list is empty if
-        the statement sets none.
-        """
         match node:
             case _ast.Assign(targets, _ast.Constant(str(value))) if "\0" not in value:
                 names = [self._variable(target) for target in targets]
@@ -213,9 +184,6 @@ class _Reader:
         return ""
 
     def _folders(self, node: ast.AST) -> list[Folder]:
-        """Return a list with the folder that a statement adds to ``sys.path``. Return an empty list if the
-        statement adds no folder.
-        """
         match node:
             case _ast.Expr(_ast.Call(function, [place], [])) if self._path(function) == "sys.path.append":
                 found = self._text(place)
@@ -228,9 +196,7 @@ class _Reader:
         return [] if found is None else [Folder(os.path.abspath(found))]
 
     def _text(self, node: ast.expr) -> str | None:
-        """Return the value of an expression that consists of constant strings and ``__file__``; ``None`` for
-        any other expression.
-        """
+        """Return the value of an expression of constant strings and ``__file__``; ``None`` for any other."""
         match node:
             case _ast.Constant(str(text)):
                 return text
@@ -267,9 +233,7 @@ class _Reader:
         return function(*texts) if name == "join" or len(texts) == 1 else None
 
     def _is_harmless(self, node: ast.AST) -> bool:
-        """Return true if a statement cannot affect imports. Statements inside its blocks are not
-        considered.
-        """
+        """Return true if a statement, without the statements in its blocks, cannot affect imports."""
         if isinstance(node, _FUNCTIONS):
             self._names[node.name] = None
             defaults = [*node.args.defaults, *filter(None, node.args.kw_defaults)]
@@ -316,8 +280,7 @@ class _Reader:
         if not self._are_harmless([node.value]):
             return False
         if isinstance(node, _ast.AugAssign):
-            # Check the object that the name refers to, because `paths = sys.path; paths += ["…"]` also
-            # changes `sys.path`.
+            # Check what the name refers to, because `paths = sys.path; paths += ["…"]` changes `sys.path`.
             known = self._path(node.target) if isinstance(node.target, _ast.Name) else ""
             return known in (None, _CONTAINER, _TEXT)
         path, text = self._path(node.value), self._text(node.value)
@@ -325,9 +288,7 @@ class _Reader:
         return all(self._binds(target, path, text) for target in targets)
 
     def _binds(self, target: ast.expr, path: str | None = None, text: str | None = None) -> bool:
-        """Record the variables that an assignment to ``target`` sets. Return false if the assignment could
-        affect later imports.
-        """
+        """Record the variables that an assignment sets. Return false if it could affect later imports."""
         match target:
             case _ast.Name(name):
                 self._names[name] = path
