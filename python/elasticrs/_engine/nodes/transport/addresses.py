@@ -81,8 +81,6 @@ def _is_port(text: str) -> bool:
 
 
 def _is_ipv6(text: str) -> bool:
-    import _socket
-
     try:
         _socket.inet_pton(_socket.AF_INET6, text.partition("%")[0])
     except (OSError, ValueError):
