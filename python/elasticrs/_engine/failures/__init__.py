@@ -1,3 +1,1 @@
-"""Answers why a worker failed: the failure and what the worker wrote about it, the root cause among several
-failures, and the report. What takes an attempt is in ``supervise.failures``.
-"""
+"""Finds out why a worker failed: its failure, the root cause among several failures, and the report."""

@@ -1,7 +1,6 @@
-"""Exceptions of the launcher for a failed job. Their public names are :mod:`elasticrs.errors` and
-:mod:`elasticrs.multiprocessing.errors`.
+"""Exceptions for a failed job, public in :mod:`elasticrs.errors` and :mod:`elasticrs.multiprocessing.errors`.
 
-Workers import this module, so what is needed only after a failure is imported then.
+Workers import this module, so imports that are needed only after a failure are in functions.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ class JobFailedError(Exception):
         verdict: advice to a scheduler: ``"failed"`` if another attempt may succeed, ``"permanent"`` if every
             other attempt would fail in the same way, or ``"unfit"`` if this node cannot run the job.
         exit_code: exit code for this verdict, as configured with ``LaunchConfig(exit_codes=…)``.
-        reason: one line that says why the job was not restarted; ``None`` if the workers' failures are a
-            sufficient explanation.
+        reason: one line that says why the job was not restarted; ``None`` if the failures explain it.
     """
 
     __module__ = "elasticrs.errors"
@@ -58,8 +56,7 @@ class ChildFailedError(JobFailedError):
         super().__init__(self.format_msg())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Override pickling, because the default implementation would pass the report as the constructor's
-        # only argument.
+        # The default implementation would pass the report as the constructor's only argument.
         return type(self), (self.name, self.failures), self.__dict__
 
     def get_first_failure(self) -> tuple[int, ProcessFailure]:

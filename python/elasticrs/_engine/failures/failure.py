@@ -28,12 +28,11 @@ _FAULTS = {_signal.SIGILL, _signal.SIGABRT, _signal.SIGBUS, _signal.SIGFPE, _sig
 """Signals for which :mod:`faulthandler` writes the stack."""
 _STACK_LIMIT = 16384
 _ERROR_FILE_LIMIT = 1 << 20
-"""Maximum number of bytes that are read from an error file. The limit keeps restarts fast, because error
-files are read before a restart. From a larger file, only the first line of the message and the data of
-elasticrs at the end are used.
+"""Limit in bytes for reading an error file, because a restart waits for it. Of a larger file, only the first
+line of the message and the data of elasticrs at the end are used.
 """
 _TEXT_LIMIT = 1 << 16
-"""Maximum number of characters of a text in an error file. Longer texts are shortened in the middle."""
+"""Maximum number of characters. Longer texts are shortened in the middle."""
 _LINE_LIMIT = 1000
 _BEGINNING = rb'\s*\{\s*"message"\s*:\s*(?:\{\s*"message"\s*:\s*)?"'
 _PART_OF_STRING = r'(?:[^"\\]+|\\u[0-9a-fA-F]{4}|\\[^u])*'
@@ -42,57 +41,46 @@ _OWN_DATA = b'"elasticrs": {'
 
 
 class ProcessFailure:
-    """Failure of a worker. The first seven attributes also exist in torch, and only they are compared for
-    equality.
+    """Failure of a worker. Only the first seven attributes, those of torch, are compared for equality.
 
     Unlike in torch, an unreadable or invalid error file is reported in ``message`` and raises no exception.
 
     Args:
         local_rank: local rank of the worker.
         pid: pid of the worker.
-        exitcode: exit code of the worker, or the negative number of the signal that killed it; ``None`` if
-            unknown.
+        exitcode: exit code, or the negative number of the signal that killed the worker; ``None`` if unknown.
         error_file: path at which the worker would write its error file.
         seen_ns: time at which the exit was noticed, in monotonic nanoseconds.
         sent_signal: last signal that elasticrs sent to the worker before its exit; ``None`` if it sent none.
         cause: cause of the failure, if neither the worker's error file nor its exit code shows it.
-        how: phrase that says how the worker failed, to append to its name; ``None`` to make it from the other
-            facts. See :func:`.how_it_failed`.
+        how: phrase for :func:`.how_it_failed`; ``None`` to make it from the other facts.
         note: additional line for the report, for example about the OOM killer.
         log_paths: log files by name of the stream.
         stderr_tail: last lines of the worker's stderr.
         host: host name of the worker's machine; ``None`` for this machine.
-        unread: reason why the files of the worker cannot be read. If a reason is given, no file is accessed.
+        unread: reason why the worker's files cannot be read. If a reason is given, no file is accessed.
 
     Attributes:
         error_file: path of the error file, or ``"<N/A>"`` if the worker has not written one.
         error_file_data: contents of the error file.
-        message: ``message`` from the error file (a string, or torch's nested form), or a text about the exit
-            code if there is no error file.
+        message: ``message`` of the error file (text, or torch's nested form), or a text about the exit code.
         timestamp: time of the failure, in seconds since the epoch.
-        recorded_ns: time at which the worker itself recorded its error, in monotonic nanoseconds; ``None`` if
-            it did not.
-        recorded_pid: pid of the process that recorded the error. It differs from ``pid`` if the worker is a
-            wrapper that started that process.
-        exception: qualified name of the type of the recorded exception; ``None`` if unknown.
-        place: file name and line where the exception was raised, such as ``train.py:88``; ``None`` if
-            unknown.
+        recorded_ns: time of the worker's record of its error, in monotonic nanoseconds; ``None`` without one.
+        recorded_pid: pid of the process that recorded the error: the worker, or a process that it started.
+        exception: qualified name of the recorded exception's type; ``None`` if unknown.
+        place: where the exception was raised, such as ``train.py:88``; ``None`` if unknown.
         errno: error number of the recorded ``OSError``; ``None`` for other exceptions.
         python: path of the interpreter that recorded the exception; ``None`` if unknown.
-        is_start_error: true if the program could not be parsed, or lacks a module that it imports at its
-            top level.
+        is_start_error: true if the program cannot be parsed, or lacks a module that it imports at top level.
         is_transient: true if the exception only reports a lost connection or a timeout.
         is_lost_peer: true if the exception only reports that another worker is lost or does not answer.
         member: text of the exception that represents an exception group; ``None`` for other exceptions.
         more_members: number of the group's other exceptions.
-        is_retryable: false if the worker has marked its error as not worth another attempt. A worker does so
-            with :class:`elasticrs.errors.NonRetryable`, or with ``"retryable": false`` in its error file. The
-            string ``"false"`` has the same effect.
-        stack: stacks of all threads after a fault such as SIGSEGV, or the stack of a hung thread; ``None`` if
-            there are none.
+        is_retryable: false if another attempt is not worth it, because the worker has raised
+            :class:`elasticrs.errors.NonRetryable` or written ``"retryable": false`` to its error file.
+        stack: stacks of all threads after a fault such as SIGSEGV, or of a hung thread; ``None`` if unknown.
         more_notes: further lines for the report.
-        named: text for the field ``rank`` of the report if several ranks are to blame, or if it is uncertain
-            which rank is to blame; ``None`` if only this rank is to blame.
+        named: text for the report's field ``rank`` if several ranks may be to blame; ``None`` for this rank.
         is_first: true if this failure is the root cause even if another worker failed earlier.
     """
 
@@ -159,8 +147,7 @@ class ProcessFailure:
             self.error_file = path
             try:
                 data = load_object(path)
-                # Read the restart policy's fields first, because they are needed even if the message is
-                # invalid and `message_of` raises an exception.
+                # Read these fields first: the restart policy needs them even if the message is invalid.
                 self._read_facts(data)
                 message, timestamp = message_of(data)
             except EmptyFileError as problem:
@@ -200,9 +187,8 @@ class ProcessFailure:
                 self._read_mark(each["retryable"])
 
     def _find_exception_behind(self) -> None:
-        """Replace the recorded type and place with those of the original exception, if the recorded exception
-        is a group or only reports an error of another process. Failures with different original exceptions
-        are then not considered equal.
+        """Use the type and place of the original exception, if the recorded one is a group or reports another
+        process's error, because failures with different original exceptions are not equal.
         """
         extra = self.message.get("extraInfo") if isinstance(self.message, dict) else None
         callstack = extra.get("py_callstack") if isinstance(extra, dict) else None
@@ -219,9 +205,7 @@ class ProcessFailure:
             self.exception = found.exception
 
     def _read_mark(self, value: object) -> None:
-        """Evaluate the field ``retryable`` of an error file. Accept strings as well as booleans, because
-        torch writes the values of ``extraInfo`` as strings.
-        """
+        """Accept strings as well as booleans, because torch writes the values of ``extraInfo`` as strings."""
         mark = value.strip().lower() if isinstance(value, str) else value
         if mark is False or mark == "false":
             self.is_retryable = False
@@ -234,25 +218,22 @@ class ProcessFailure:
     def _made_up_message(self, trouble: str) -> str:
         known = self.cause
         if known:
-            # Store the cause in place of the error file's contents, because there is no valid error file.
             self.error_file_data["message"] = known
         elif self.signal_number():
             known = f"Signal {self.signal_number()} ({self.signal_name()}) received by PID {self.pid}"
         if not known:
             traits = {"category": "system_terminated_error", "retryability": "False"}
             self.error_file_data["errorTraits"] = traits
-            # Omit torch's hint on how to get an error file if there is already an error file.
+            # There is an error file already, so omit torch's hint on how to get one.
             known = describe_exit(self.exitcode) if trouble else TORCH_HINT
         return f"{known}; {trouble}" if trouble else known
 
     def signal_number(self) -> int:
-        """Return the number of the signal that killed the worker; 0 if it was not killed by a signal."""
+        """Return the number of the signal that killed the worker; 0 if no signal killed it."""
         return -self.exitcode if self.exitcode is not None and self.exitcode < 0 else 0
 
     def signal_name(self) -> str:
-        """Return the name of the signal that killed the worker. Return ``"<N/A>"`` if no signal killed it or
-        if the signal has no name.
-        """
+        """Return the name of the signal that killed the worker; ``"<N/A>"`` if there is no name."""
         if not self.signal_number():
             return NOT_AVAILABLE
         import signal
@@ -283,7 +264,7 @@ class ProcessFailure:
 def failure_of(
     ended: WorkerExited, stdout: str | None, stderr: str | None, error_file: str, **known: Any
 ) -> ProcessFailure:
-    """Read what a failed process has left behind. ``known`` overrides arguments that come from ``ended``."""
+    """Read a failed process's files. ``known`` overrides arguments that come from ``ended``."""
     is_read = not known.get("unread")
     both = (("stdout", stdout), ("stderr", stderr))
     logs = {stream: path for stream, path in both if path and path != os.devnull}
@@ -299,12 +280,11 @@ def failure_of(
 
 
 def remote_failure(cause: Cause, clock: Clock) -> ProcessFailure:
-    """Return the failure of a worker on another node. ``cause.rank`` must be known."""
+    """Return a failure on another node; ``cause.rank`` must be known."""
     failure = ProcessFailure(
         -1 if cause.local_rank is None else cause.local_rank,
         -1 if cause.pid is None else cause.pid,
-        # A known pid without an exit code means that the worker has failed, so use exit code 1. If the pid is
-        # unknown, nothing is known about the worker. Its exit code stays unknown then.
+        # A known pid without an exit code means that the worker has failed. Without a pid, nothing is known.
         1 if cause.exitcode is None and cause.pid is not None else cause.exitcode,
         "",
         seen_ns=None if cause.time_ns is None else clock.to_monotonic(cause.time_ns),
@@ -327,15 +307,12 @@ def _comparable(theirs: int | None, ours: int | None) -> str:
 
 
 class EmptyFileError(ValueError):
-    """Raised for an empty error file. The worker created the file, but could not write to it."""
+    """Raised if the worker created its error file, but could not write to it."""
 
 
 def message_of(data: Mapping[str, Any]) -> tuple[str | dict[str, Any], int]:
-    """Return the message and the timestamp (seconds since 1970) from the contents of an error file. Accept
-    torch's nested form and the flat form with ``message`` and ``timestamp``.
-
-    Raises:
-        ValueError: the contents have neither form.
+    """Return the message and the timestamp (seconds since 1970) from an error file, in torch's nested form or
+    the flat form. Raise ``ValueError`` for any other contents.
     """
     if "message" not in data:
         raise ValueError("no `message` in it")
@@ -351,10 +328,7 @@ def message_of(data: Mapping[str, Any]) -> tuple[str | dict[str, Any], int]:
 def load_object(path: str) -> dict[str, Any]:
     """Read a JSON object that another program has written.
 
-    Raises:
-        EmptyFileError: the file is empty.
-        ValueError: the file is not a JSON object or is too large.
-        OSError: the file cannot be read.
+    Raise :class:`EmptyFileError` for an empty file, and ``ValueError`` if it is too large or no JSON object.
     """
     import json
 
@@ -377,9 +351,7 @@ def load_object(path: str) -> dict[str, Any]:
 
 
 def _parts(beginning: bytes, end: bytes, written: float, size: int) -> dict[str, Any]:
-    """Parse the first and the last bytes of an error file that is too large. Return the first line of its
-    message, and the data of elasticrs.
-    """
+    """Return what is used of an error file that is too large; see :data:`_ERROR_FILE_LIMIT`."""
     import json
     import re
 
@@ -389,14 +361,13 @@ def _parts(beginning: bytes, end: bytes, written: float, size: int) -> dict[str,
     text = beginning[found.end() : found.end() + _TEXT_LIMIT].decode("utf-8", "replace")
     message = json.loads(f'"{re.match(_PART_OF_STRING, text)[0]}"', strict=False)  # type: ignore[index]
     line = message.lstrip().split("\n", 1)[0][:_LINE_LIMIT]
-    # Put the line of the exception last, because that is where a traceback has it.
+    # As in a traceback, the line of the exception is the last one.
     told = f"[the error file has {size:,} bytes; only the first line of its message is shown]\n{line}"
     data = {"message": {"message": told, "extraInfo": {"timestamp": str(int(written))}}}
     own = end.rpartition(_OWN_DATA)[2].decode("utf-8", "replace")
     try:
         data["elasticrs"], _ = json.JSONDecoder().raw_decode("{" + own)
     except (ValueError, RecursionError):
-        # The file contains no data of elasticrs, because another program has written the file.
         return data
     return data
 

@@ -1,48 +1,36 @@
-"""Names of the files in which a worker tells of its failure, beside its error file, and access to their
-ends.
-"""
+"""Paths of a worker's files, derived from the path of its error file, and access to these files."""
 
 from __future__ import annotations
 
 import os
 
 OWN_THREAD = "/elasticrs/_engine/inside/flight.py"
-"""End of the path of the code in which elasticrs's own thread in a worker waits. Reports omit the stack of
-this thread, because the stack does not help users.
-"""
+"""End of the path of the code in which elasticrs's own thread in a worker waits. Reports omit its stack."""
 
 
 def hang_file(error_file: str) -> str:
-    """Return the path of the file to which the agent writes a hung worker's stacks. Its name includes that of
-    the error file, because error files of several workers can be in one folder.
-    """
+    """Return the path to which the agent writes a hung worker's stacks, unique per error file in a folder."""
     folder, name = os.path.split(error_file)
     return os.path.join(folder, "hang.txt" if name == "error.json" else f"{name}.hang.txt")
 
 
 def fault_file(error_file: str) -> str:
-    """Return the path of the file to which a worker's :mod:`faulthandler` writes. The file stays empty unless
-    a fault such as SIGSEGV occurs.
-    """
+    """Return the path for :mod:`faulthandler`. The file stays empty without a fault such as SIGSEGV."""
     return f"{error_file}.fault"
 
 
 def flight_record_file(error_file: str) -> str:
-    """Return the path of the file to which a worker writes torch's flight record on request by the agent."""
+    """Return the path to which a worker writes torch's flight record when the agent requests it."""
     return f"{error_file}.flight"
 
 
 def flight_requests_file(error_file: str) -> str:
-    """Return the path of the FIFO through which the agent requests a flight record. It exists only while a
-    thread of the worker waits for requests.
-    """
+    """Return the FIFO that requests a flight record. It exists while a worker's thread reads it."""
     return f"{error_file}.flight_requests"
 
 
 def flight_dumps(error_file: str) -> str:
-    """Return the path prefix of torch's flight record (``TORCH_FR_DUMP_TEMP_FILE``). When a collective times
-    out, NCCL's watchdog appends the rank to the prefix and writes the record.
-    """
+    """Return ``TORCH_FR_DUMP_TEMP_FILE``. NCCL's watchdog appends the rank when a collective times out."""
     return f"{error_file}.flight_dump_"
 
 
@@ -53,7 +41,7 @@ def error_file_of(error_file: str, pid: int) -> str:
 
 
 def last_bytes(path: str, limit: int) -> bytes:
-    """Return at most ``limit`` bytes from the end of a file, or no bytes if it cannot be read."""
+    """Return at most ``limit`` bytes; none if the file cannot be read."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - limit))
@@ -74,15 +62,11 @@ def last_lines(path: str, count: int) -> list[str]:
 
 
 def discard_unused_files(error_file: str) -> None:
-    """Remove files that are no longer needed after an attempt: the :func:`fault_file` if it is empty, and the
-    :func:`flight_requests_file` FIFO.
-    """
     fault, requests = fault_file(error_file), flight_requests_file(error_file)
     for path in (fault, requests):
         try:
             if path == requests or os.path.getsize(path) == 0:
                 os.unlink(path)
         except OSError:  # noqa: PERF203 -- only two iterations
-            # The file does not exist, or the disk has failed. Ignore that, because it does not affect the
-            # result of the job.
+            # The file does not exist, or the disk has failed. Neither affects the result of the job.
             continue

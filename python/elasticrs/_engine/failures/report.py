@@ -1,10 +1,5 @@
-"""Format the failure report.
-
-The report begins with the root cause, because users need the root cause first. The title and the six lines of
-the root cause have torch's format, because people and tools know this format. Facts that torch does not
-report follow after these six lines. Each of the other failures has only one line, because most of them are
-side effects of the root cause. Their tracebacks are in their error files. Equal failures share a line. The
-workers that the agent stopped also share a line.
+"""Format the failure report. The root cause comes first, because users need it first. Its title and its first
+six lines have torch's format, because people and tools know it. The other failures are mostly side effects.
 """
 
 from __future__ import annotations
@@ -39,15 +34,12 @@ if TYPE_CHECKING:
 
 _WIDTH = 60
 _MAX_LINES, _MAX_FIRST_LINES = 120, 40
-"""Maximum number of lines that are shown of a traceback, and maximum number of these lines from its start."""
+"""Maximum number of lines of a traceback, and of these lines at its start."""
 _MAX_LINE = 1000
-"""Maximum number of characters of a line of a traceback."""
 _MAX_OTHERS = 12
-"""Maximum number of lines about other failures."""
 _MAX_SAID = 160
 """Maximum number of characters of an exception's text in the line of another failure."""
 _MAX_NOTES = 4
-"""Maximum number of notes below a line that several equal failures share."""
 
 
 def format_report(
@@ -57,7 +49,7 @@ def format_report(
     section: str,
     conclusion: str | None = None,
 ) -> str:
-    """Return the whole report. ``border`` and ``section`` are the characters of its lines."""
+    """Return the report. ``border`` and ``section`` are the characters of its separator lines."""
     root = root_cause(failures)
     stopped = [rank for rank in victims(failures) if rank != root]
     failed = [rank for rank in in_order(failures) if rank not in stopped]
@@ -79,9 +71,7 @@ def format_report(
 
 
 def painted(report: str) -> str:
-    """Add a terminal's escape sequences to the report. They make the headings of the root cause bold red, the
-    verdict bold, and the other failures faint.
-    """
+    """Add escape sequences: bold for the root cause and the verdict, faint for the other failures."""
     lines: list[str] = []
     is_other = False
     for line in report.split("\n"):
@@ -103,7 +93,6 @@ def _root_entry(index: int, rank: int, failure: ProcessFailure) -> list[str]:
     name = f" ({killed_by})" if killed_by != NOT_AVAILABLE else ""
     exitcode = "unknown" if failure.exitcode is None else failure.exitcode
     pid = "unknown" if failure.pid < 0 else failure.pid
-    # Indent every line of the traceback except the first.
     traceback = "\n  ".join(_bounded(traceback_text(failure)))
     lines = [
         f"[{index}]:",
@@ -135,7 +124,6 @@ def _bounded(text: str) -> list[str]:
 def _when(failure: ProcessFailure) -> str:
     if failure.seen_ns is None:
         return failure.timestamp_isoformat()
-    # Show the time that determines the order of the failures.
     return local_time(failed_wall_ns(failure), "_", has_milliseconds=True)
 
 
@@ -147,12 +135,8 @@ def _others(
 ) -> list[str]:
     """Return a line for each group of failures that are the same except for numbers, such as ports.
 
-    Args:
-        ranks: global ranks of the other failures, in the order in which the workers failed.
-        order: global ranks of all failures including the root cause, in the same order. The index of a rank
-            is the number of its failure in the report.
-        failures: failures by global rank.
-        root: global rank of the root cause.
+    ``ranks`` and ``order`` are sorted by time of failure. ``order`` also has the root cause; the index of a
+    rank in it is the number of its failure in the report.
     """
     groups: dict[object, list[int]] = {}
     for rank in ranks:
@@ -181,7 +165,7 @@ def _said(failure: ProcessFailure) -> str:
 
 
 def _without_numbers(text: str) -> str:
-    """Replace each number by a zero, because ranks, ports and addresses differ between equal failures."""
+    """Remove numbers, because ranks, ports and addresses differ between equal failures."""
     import re
 
     return re.sub(r"0x[0-9a-f]+|\d+", "0", text)
@@ -195,16 +179,13 @@ def _since(group: Sequence[ProcessFailure], root: ProcessFailure) -> str:
     after = [(ns - first) / 1e6 for ns in (failed[0], failed[-1])]
     how = "later"
     if after[1] < 0:
-        # Count backwards, because all of these workers failed before the root cause.
         after, how = [-after[1], -after[0]], "earlier"
     ends = dict.fromkeys(f"{span:.3f}" for span in after)
     return f"{' to '.join(ends)} ms {how}"
 
 
 def _folded(paths: Sequence[str]) -> list[str]:
-    """Return the paths of the error files in a short form that a shell can expand. Combine paths that differ
-    only in the number of their folder, such as ``logs/attempt_0/{0,2}/error.json``.
-    """
+    """Combine paths that differ only in the number of their folder, such as ``logs/{0,2}/error.json``."""
     folders: dict[tuple[str, str], list[int]] = {}
     others: list[str] = []
     for path in paths:
@@ -222,9 +203,7 @@ def _folded(paths: Sequence[str]) -> list[str]:
 
 
 def traceback_text(failure: ProcessFailure) -> str:
-    """Return the traceback of a failure. If there is no traceback, return a message that describes the
-    failure.
-    """
+    """Return the traceback, or a message that describes the failure if there is none."""
     message = failure.message
     if isinstance(message, dict):
         extra = message.get("extraInfo")
@@ -240,8 +219,9 @@ def traceback_text(failure: ProcessFailure) -> str:
 
 
 def how_it_failed(failure: ProcessFailure) -> str:
-    """Return a phrase that says how a worker failed, to append to its name. Examples are ``: KeyError: 1
-    (train.py:4)`` and `` died by SIGKILL``. All messages to the user, on all nodes, use this phrase.
+    """Return a phrase to append to the worker's name, such as ``: KeyError: 1`` or `` died by SIGKILL``.
+
+    All messages to the user, on all nodes, use this phrase.
     """
     if failure.how is not None:
         return failure.how
@@ -250,9 +230,7 @@ def how_it_failed(failure: ProcessFailure) -> str:
 
 
 def _ended_by_itself(failure: ProcessFailure) -> bool:
-    """Return true if the worker was killed by a signal that elasticrs did not send. If elasticrs killed a
-    worker that was already exiting after an exception, the exception is reported instead of the signal.
-    """
+    """Return false if elasticrs killed the worker, because it may have been exiting after an exception."""
     return failure.sent_signal is None and bool(failure.signal_number())
 
 
@@ -306,7 +284,7 @@ _ADVICE = {
     errno.EDQUOT: "the disk quota of this user is used up",
     errno.EADDRINUSE: "another process listens on that port; `ss -ltnp` shows which one",
 }
-"""For each error number: what the error means, and how to investigate it."""
+"""Advice for each error number."""
 
 
 def _advice(failure: ProcessFailure) -> Iterable[str]:
@@ -323,10 +301,8 @@ def _advice(failure: ProcessFailure) -> Iterable[str]:
 
 
 def _is_about(number: int, failure: ProcessFailure) -> bool:
-    """Return true if an error of the operating system made the worker fail.
-
-    If the error number is not recorded, look for its name or text in the exception's text. That text is the
-    only source for exceptions of torch's store, errors of other processes, and programs that are not Python.
+    """Compare the recorded error number; if there is none, look for its name or text. Exceptions of torch's
+    store, errors of other processes, and programs that are not Python have only the text.
     """
     if failure.errno is not None:
         return failure.errno == number
@@ -345,9 +321,7 @@ def _without(traceback: str, tail: Sequence[str]) -> list[str]:
 
 
 def _rank_of(rank: int) -> str:
-    """Return a global rank for display. A negative number stands for a worker whose rank another worker has
-    taken over.
-    """
+    """Describe a rank. A negative number stands for a worker whose rank another worker has taken over."""
     return str(rank) if rank >= 0 else "none, another worker has taken it over"
 
 

@@ -1,23 +1,19 @@
 """Find the root cause of a failed job: the failure that came first and caused the others.
 
-- **ROOT-0** If the nodes of a job have agreed on a root cause, it takes precedence over what a single node
-  saw first.
-- **ROOT-1** The order of the exits decides: the root cause is the worker whose exit was noticed first, in
-  nanoseconds. If several exits were noticed at the same time, the first in the mapping counts.
-- **ROOT-2** A worker that elasticrs had signalled before it exited is a victim. It is the root cause only if
-  there is no other candidate.
+- **ROOT-0** The nodes' agreement on a root cause takes precedence over what a single node saw first.
+- **ROOT-1** The root cause is the worker whose exit was noticed first. If times are equal, the first in the
+  mapping counts.
+- **ROOT-2** A worker that elasticrs had signalled before it exited is a victim, and the last choice.
 - **ROOT-3** A worker that recorded an uncaught error *before* the first exit was noticed is not a victim. It
-  failed at the time of the record. With torch, a process often takes longer to exit than its peers take to
-  notice its closed connections. This rule applies only if the worker exited within a minute after the record,
-  because a program that runs for longer has survived the error.
-- **ROOT-4** A worker may exit by itself without an exception (``os._exit``, a crash). If another worker
-  recorded an exception in the five seconds before that exit was noticed, and the exception only reports a
-  lost peer, then the exception is a consequence of the exit. A process closes its connections before the
-  kernel reports its exit, so its peers may fail first.
-- **ROOT-5** If these times are missing (for failures that were created by code written for torch), torch's
-  rule applies: the smallest timestamp in seconds counts, and among equal timestamps the first in the mapping.
-- **ROOT-6** An exception that only reports a lost or silent peer is a consequence. It is the root cause only
-  if no other worker failed by itself within five seconds.
+  failed at the time of the record, because with torch, a process often takes longer to exit than its peers
+  take to notice its closed connections. A program that runs for another minute has survived the error.
+- **ROOT-4** If a worker exits by itself without an exception (``os._exit``, a crash), exceptions of the five
+  seconds before that only report a lost peer are consequences, because a process closes its connections
+  before the kernel reports its exit.
+- **ROOT-5** If these times are missing (in failures that code written for torch creates), the smallest
+  timestamp in seconds counts, as in torch. If timestamps are equal, the first in the mapping counts.
+- **ROOT-6** An exception that only reports a lost or silent peer is a consequence, unless no other worker
+  failed by itself within five seconds.
 """
 
 from __future__ import annotations
@@ -33,9 +29,7 @@ WAVE_NS = 5_000_000_000
 
 
 def failed_ns(failure: ProcessFailure) -> int | None:
-    """Return the time at which a worker failed, in monotonic nanoseconds. This is the time when it recorded
-    its error, if known; otherwise, the time when its exit was noticed.
-    """
+    """Return when a worker recorded its error, or when its exit was noticed, in monotonic nanoseconds."""
     seen, recorded = failure.seen_ns, failure.recorded_ns
     if seen is None:
         return None
@@ -50,11 +44,7 @@ def failed_wall_ns(failure: ProcessFailure) -> int:
 
 
 def _times(failures: Mapping[int, ProcessFailure]) -> dict[int, int | None]:
-    """Return the time at which each worker failed, keyed by global rank.
-
-    The time of a recorded error takes precedence over the time of the exit (ROOT-3). An error that only
-    reports a lost peer is placed after the exit that caused it (ROOT-4).
-    """
+    """Apply ROOT-3 and ROOT-4 to the times at which the workers failed."""
     found = {rank: failed_ns(failure) for rank, failure in failures.items()}
     silent = [failure.seen_ns for failure in failures.values() if _is_silent(failure)]
     for rank, failure in failures.items():
@@ -68,12 +58,10 @@ def _times(failures: Mapping[int, ProcessFailure]) -> dict[int, int | None]:
 
 
 def _is_silent(failure: ProcessFailure) -> bool:
-    """Return true if the worker exited on its own without recording an exception."""
     return failure.sent_signal is None and failure.recorded_ns is None and failure.cause is None
 
 
 def in_order(failures: Mapping[int, ProcessFailure]) -> list[int]:
-    """Return the global ranks in the order in which the workers failed."""
     known = _times(failures)
     if None in known.values():
         return sorted(failures, key=lambda rank: failures[rank].timestamp)
@@ -81,7 +69,7 @@ def in_order(failures: Mapping[int, ProcessFailure]) -> list[int]:
 
 
 def victims(failures: Mapping[int, ProcessFailure]) -> list[int]:
-    """Return the global ranks of the victims: workers that exited because elasticrs stopped them."""
+    """Return the workers that exited because elasticrs stopped them."""
     unprompted = (f.seen_ns for f in failures.values() if f.sent_signal is None and f.seen_ns is not None)
     first, known = min(unprompted, default=0), _times(failures)
 
@@ -93,11 +81,7 @@ def victims(failures: Mapping[int, ProcessFailure]) -> list[int]:
 
 
 def root_cause(failures: Mapping[int, ProcessFailure]) -> int:
-    """Return the global rank of the root cause.
-
-    Raises:
-        ValueError: there are no failures.
-    """
+    """Return the rank of the root cause. Raise ``ValueError`` if there are no failures."""
     for rank, failure in failures.items():
         if failure.is_first:
             return rank
