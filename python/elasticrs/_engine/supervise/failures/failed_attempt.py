@@ -1,7 +1,5 @@
-"""Converts a failed attempt into torch's ``ProcessFailure`` objects, and into the :class:`.Cause` that
-this node reports to the other nodes and to the restart policy.
-
-Imported only after a failure.
+"""Converts a failed attempt into torch's ``ProcessFailure`` objects, and into the :class:`.Cause` for the
+other nodes and the restart policy. Imported only after a failure.
 """
 
 from __future__ import annotations
@@ -32,9 +30,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.supervise.attempts.attempt import Attempt
 
 MAX_MESSAGE = 1400
-"""Maximum length of the message in characters. A longer message is cut at the start, because the end of a
-traceback is the most informative part; see :func:`.shortened`.
-"""
+"""Maximum characters. :func:`.shortened` cuts the start, because a traceback's end says the most."""
 
 BEFORE_ALL_STEPS = -1
 """Step that is reported for a rank that missed the deadline of its first heartbeat."""
@@ -47,9 +43,7 @@ _UNREAD = f"its error file could not be read within {FILE_LIMIT:g} s"
 
 
 def failures(attempt: Attempt) -> dict[int, ProcessFailure]:
-    """Return a dictionary that maps the global ranks of failed workers to their failures. The first failure
-    comes first.
-    """
+    """Map the global ranks of the failed workers to their failures. The first failure comes first."""
     ranks = attempt.global_ranks()
     exits = attempt.failed_exits()
     read = attempt.files.run(lambda: [_failure(attempt, worker) for worker in exits], None)
@@ -67,9 +61,7 @@ def failures(attempt: Attempt) -> dict[int, ProcessFailure]:
 
 
 def _add_xids(attempt: Attempt, failed: Mapping[int, ProcessFailure]) -> None:
-    """Add each Xid (an NVIDIA driver error) to the notes of the failed workers that caused it. If no such
-    worker is known, add the Xid to the first failure.
-    """
+    """Add each Xid (an NVIDIA driver error) to the failures that caused it, or to the first if none did."""
     first = next(iter(failed.values()))
     for xid in reversed(attempt.xids.values()):
         owners = [failure for failure in failed.values() if failure.pid in xid.workers]
@@ -78,9 +70,7 @@ def _add_xids(attempt: Attempt, failed: Mapping[int, ProcessFailure]) -> None:
 
 
 def first_of(attempt: Attempt) -> tuple[int, str]:
-    """Return the local rank of the worker that failed first in an attempt. Also return a phrase that says how
-    it failed, to append to the worker's name.
-    """
+    """Return the local rank of the worker that failed first, and a phrase to append to its name."""
     failed = failures(attempt)
     failure = failed[root_cause(failed)]
     return failure.local_rank, told_here(attempt, failure)
@@ -101,8 +91,7 @@ def _failure(attempt: Attempt, worker: _core.WorkerExited, unread: str = "") -> 
     failure = failure_of(
         worker,
         *(paths.stdouts.get(rank), paths.stderrs.get(rank), paths.error_files.get(rank, "")),
-        # Report the exception or the hang as the failure, because the signal that killed the worker later is
-        # only a consequence.
+        # Report the exception or the hang, because the signal that killed the worker later is a consequence.
         seen_ns=attempt.ended_ns(worker),
         sent_signal=worker.sent_signal if timer is None else None,
         cause=why_it_failed(attempt, rank),
@@ -113,13 +102,11 @@ def _failure(attempt: Attempt, worker: _core.WorkerExited, unread: str = "") -> 
     if unread:
         failure.more_notes = [unread]
     raised = attempt.raised.get(rank)
-    # Use the notice as well as the error file, because the file may be unreadable, or torch may have written
-    # the file without this information.
+    # The file may be unreadable, or torch may have written it without this information.
     if raised is not None and raised.origin == "peer" and raised.pid in (worker.pid, failure.recorded_pid):
         failure.is_lost_peer = True
     if timer is not None and failure.error_file != NOT_AVAILABLE:
-        # The message in the error file mentions only the signal that the worker received. Add the expired
-        # time limit, because it is the reason for the signal.
+        # The error file mentions only the signal that the worker received, not the time limit that caused it.
         failure.note = attempt.why_expired(rank)
     if failure.how is None and probably_oom(
         worker.exitcode, worker.sent_signal, attempt.oom_kills, attempt.oom_kills_after
@@ -176,9 +163,7 @@ def last_heartbeats(attempt: Attempt, end_ns: int | None, where: str = "") -> li
 
 
 class Place(Value):
-    """What identifies this node in a round: its name in the rendezvous, its host name and its group rank.
-    ``clock`` is the store's clock, for the times of failures.
-    """
+    """Identity of this node in a round. ``clock`` is the store's clock, for the times of failures."""
 
     node: str
     host: str
@@ -186,7 +171,6 @@ class Place(Value):
     clock: Clock = Clock()
 
     def cause(self, time_ns: int, **known: Any) -> Cause:
-        """Describe a failure on this node."""
         here: dict[str, Any] = {"node": self.node, "host": self.host, "group_rank": self.group_rank}
         return Cause(**here, time_ns=time_ns, error_ns=self.clock.error_ns, **known)
 
@@ -217,18 +201,10 @@ def own_cause(
     *,
     fatal_exit_codes: Collection[int] = (),
 ) -> Cause | None:
-    """Describe the first failure on this node in full. Return ``None`` if the workers exited only because
-    they were stopped.
+    """Describe the first failure on this node in full. ``None`` if the workers were only stopped.
 
-    Workers that were killed because their nursery exited count as failed.
-
-    Args:
-        attempt: attempt that has ended.
-        place: place of this node.
-        told: description of the same failure that was already sent, from :func:`first_word`. The new
-            description never contains a later time than ``told``, even if the estimate of the store's clock
-            has changed since.
-        fatal_exit_codes: exit codes of workers after which the job is not restarted.
+    Workers that were killed because their nursery exited count as failed. ``told`` comes from
+    :func:`first_word`. Its time is an upper limit, even if the estimate of the store's clock has changed.
     """
     failed = failures(attempt)
     is_nursery_lost = attempt.nursery_exitcode is not None or attempt.nursery_hung
@@ -241,8 +217,8 @@ def own_cause(
     first = failed[rank]
     stopped = victims(failed)
     permanent = _permanence(attempt, failed, stopped, fatal_exit_codes)
-    # A worker that this agent has signalled usually counts as stopped, not as failed. It counts as failed if
-    # the nursery, which is its parent process, exited.
+    # A worker that this agent has signalled usually counts as stopped. It counts as failed if the nursery,
+    # which is its parent process, exited.
     if rank in stopped and not is_nursery_lost and not permanent:
         return None
     is_consequence = first.is_lost_peer
@@ -256,8 +232,7 @@ def own_cause(
         rank=rank,
         local_rank=first.local_rank,
         pid=first.pid,
-        # Omit the exit code if the agent killed the worker during its exit, because the code would only show
-        # the agent's signal.
+        # If the agent killed the worker during its exit, the code only shows the agent's signal.
         exitcode=None if first.recorded_ns is not None and first.sent_signal is not None else first.exitcode,
         message=shortened(_message(attempt, first), MAX_MESSAGE),
         how=how_it_failed(first)[: phrases.MAX_HOW],
@@ -265,8 +240,7 @@ def own_cause(
         xids=tuple(xid.note() for xid in attempt.xids.values())[:MAX_XIDS],
         **_hang(attempt, first.local_rank),
         exception=first.exception,
-        # Omit the source line of an error that only reports a lost peer, because the cause is not in this
-        # worker's program.
+        # The cause of an error that only reports a lost peer is not in this worker's program.
         place=None if is_consequence else _place(attempt, first),
         is_consequence=is_consequence or None,
         is_transient=first.is_transient or None,
@@ -278,7 +252,7 @@ def own_cause(
 
 
 def facts(attempt: Attempt, local_rank: int, fatal_exit_codes: Collection[int]) -> dict[str, Any]:
-    """Describe the failure of a worker for the restart policy, as fields of a :class:`Cause`."""
+    """Return the fields of a :class:`Cause` about a worker, for the restart policy."""
     failed = {rank: each for rank, each in failures(attempt).items() if each.local_rank == local_rank}
     permanent = _permanence(attempt, failed, (), fatal_exit_codes)
     names = ("exception", "place", "is_transient")
@@ -287,9 +261,7 @@ def facts(attempt: Attempt, local_rank: int, fatal_exit_codes: Collection[int]) 
 
 
 def evidence(attempt: Attempt, fatal_exit_codes: Collection[int]) -> Evidence:
-    """Return the input of the restart policy after an attempt on a single node has failed: the cause of the
-    failure and the duration of the attempt.
-    """
+    """Return the restart policy's input after a failed attempt on a single node."""
     node = os.uname().nodename
     cause = own_cause(attempt, Place(node, node, 0), fatal_exit_codes=fatal_exit_codes)
     now = time.monotonic_ns()
@@ -303,9 +275,7 @@ def evidence(attempt: Attempt, fatal_exit_codes: Collection[int]) -> Evidence:
 
 
 def _reached(attempt: Attempt) -> dict[str, Any]:
-    """Return the highest training step in the workers' last heartbeats, as fields of a cause. The field
-    ``is_global`` is true if all workers report that they count their steps across restarts.
-    """
+    """Return the highest step; ``is_global`` is true if all workers count steps across restarts."""
     found = [(beat.step, beat.is_global) for beat in attempt.heartbeats if beat.step is not None]
     if not found:
         return {}
@@ -322,9 +292,7 @@ def _place(attempt: Attempt, failure: ProcessFailure) -> str | None:
 
 
 def _ran(attempt: Attempt, failure: ProcessFailure) -> float | None:
-    """Return the number of seconds from the start of the workers until the failure. For a hang, return the
-    number of seconds until the worker's last progress. Return ``None`` if one of the times is unknown.
-    """
+    """Return the seconds until the failure, or until the last progress before a hang; ``None`` if unknown."""
     overdue, started_ns = attempt.expired.get(failure.local_rank), attempt.stamps.get("started")
     hung = None if overdue is None else overdue.hung
     end_ns = failed_ns(failure) if hung is None else hung.since_ns
@@ -339,9 +307,7 @@ def _permanence(
     stopped: Collection[int],
     fatal_exit_codes: Collection[int],
 ) -> dict[str, Any]:
-    """Return, as fields of a cause, why another attempt would fail in the same way. Return an empty
-    dictionary if another attempt may succeed; see :class:`.Permanence`.
-    """
+    """Return why another attempt would fail in the same way; empty if it may succeed."""
     own = {rank: failure for rank, failure in failed.items() if rank not in stopped}
     marked = [rank for rank, failure in failed.items() if not failure.is_retryable]
     fatal = [rank for rank, failure in own.items() if failure.exitcode in fatal_exit_codes]
@@ -361,20 +327,14 @@ def _permanence(
 
 
 def _failed_at_start(attempt: Attempt, failure: ProcessFailure) -> bool:
-    """Return true if a worker failed while its program was starting. Return false if it failed :data:`STEADY`
-    seconds or more after the workers were started.
-    """
     started_ns, at_ns = attempt.stamps.get("started"), failed_ns(failure)
-    # If the program has already run for some time, the failure is not a start error, because a late import
-    # may fail for a temporary reason, such as a file system error.
+    # A late import may fail for a temporary reason, such as a file system error.
     is_late = started_ns is not None and at_ns is not None and at_ns - started_ns >= STEADY * 1e9
     return failure.is_start_error and not is_late
 
 
 def _hang(attempt: Attempt, local_rank: int) -> dict[str, Any]:
-    """Return the fields that describe a hang, such as the training step. When several nodes wait for each
-    other, the nodes compare these fields to find the worker that caused the hang.
-    """
+    """Return a hang's fields. The nodes compare them to find the worker that caused the hang."""
     overdue = attempt.expired.get(local_rank)
     event = overdue.hung if overdue is not None else None
     if event is None:
@@ -399,7 +359,7 @@ def _message(attempt: Attempt, first: ProcessFailure) -> str:
         text = first.member
     why = attempt.why_expired(first.local_rank)
     if why is None:
-        # Append the note about the OOM killer. Without an exceeded time limit, there is no other note.
+        # Without an exceeded time limit, the only possible note is the one about the OOM killer.
         return f"{text}\n{first.note}" if first.note else text
     return f"{text.removeprefix(why).strip()}\n{why}".strip()
 
@@ -410,12 +370,10 @@ def _is_same(text: str, member: str) -> bool:
 
 
 def not_started(message: str, place: Place) -> Cause:
-    """Return the cause to report if the workers of this node could not be started."""
     return place.cause(place.clock.from_monotonic(time.monotonic_ns()), message=message[:MAX_MESSAGE])
 
 
 def no_program(message: str, place: Place) -> Cause:
-    """Return the cause to report if the program cannot be executed on this node."""
     cause = not_started(message, place)
     return cause.replaced(permanence=Permanence.START_ERROR.value, permanent_sign=message[:MAX_LINE])
 

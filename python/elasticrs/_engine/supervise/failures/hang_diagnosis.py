@@ -1,4 +1,4 @@
-"""Diagnoses hangs and failed collectives from files with the workers' flight records and stacks.
+"""Diagnoses hangs and failed collectives from the workers' flight records and stacks.
 
 Imported only after a worker hung or a collective failed.
 """
@@ -38,9 +38,7 @@ _MAX_RECORDS = 4
 
 _MAX_RANK = 1 << 31
 _MAX_AGE = 600.0
-"""Maximum age, in seconds, of the flight record of a failed collective. The limit is generous, because NCCL's
-watchdog writes the record some time before the process exits.
-"""
+"""Maximum age of a failed collective's record, in seconds. NCCL's watchdog writes it before the exit."""
 
 _RAISING_NS = 1_000_000_000
 """Maximum time from a failed collective until its exception is in the error file, in nanoseconds. Torch marks
@@ -49,33 +47,20 @@ the collective as retired before Python raises the exception, and the record may
 
 _PAUSE = 0.01
 _TIME_LIMIT = 1.0
-"""Maximum number of seconds to spend on reading flight records. Records that have not been read by then are
-skipped.
-"""
+"""Maximum number of seconds to spend on reading flight records. The remaining records are skipped."""
 
 _ALL_BYTES, _MOST_BYTES, _LEAST_BYTES = 16 << 20, 32 << 10, 1 << 10
-"""Maximum number of bytes of evidence that all nodes of a job send together, and the upper and lower
-bound of a single node's limit.
-"""
+"""Maximum bytes of evidence of a whole job; the upper and lower bound of a single node's limit."""
 
 _ALL_STEPS = 1 << 15
-"""Maximum number of collectives that all ranks of a job send together for each process group. This bounds the
-time needed to compare them.
-"""
+"""Maximum number of collectives of a job for each process group. Limits the time needed to compare them."""
 
 
 def examine(attempt: Attempt) -> Diagnosis | None:
-    """Diagnose a hang by naming the ranks that keep the others waiting, if all of the job's workers run on
-    this node.
+    """Name the ranks that keep the others waiting. Call this before the exits of killed workers are recorded.
 
-    Call this before the exits of killed workers are recorded.
-
-    Returns:
-        The diagnosis. ``None`` in these cases:
-
-        - No worker has a flight record.
-        - The records show neither an incomplete collective nor a rank to blame.
-        - The job has workers on other nodes, because their evidence arrives later.
+    Return ``None`` if the flight records show neither an incomplete collective nor a rank to blame, or if the
+    job has workers on other nodes, because their evidence arrives later.
     """
     return _telling(attempt, _facts(attempt))
 
@@ -84,10 +69,7 @@ def examine_failure(attempt: Attempt) -> tuple[Diagnosis | None, Blame | None]:
     """Name the ranks that made a collective fail, if all workers of the job ran on this node. Call this after
     the worker that failed first has exited.
 
-    Returns:
-        The diagnosis, and the decision about which ranks are to blame. Each is ``None`` if there is not
-        enough evidence. The decision is also ``None`` if no evidence speaks against blaming the rank that
-        failed first.
+    The decision is ``None`` if no evidence speaks against blaming the rank that failed first.
     """
     facts, first = _facts_of_failure(attempt), aborted(attempt)
     first = attempt.first_failure if first is None else first
@@ -102,9 +84,7 @@ def examine_failure(attempt: Attempt) -> tuple[Diagnosis | None, Blame | None]:
 
 
 def _may_have_waited(attempt: Attempt, local_rank: int, facts: RankFacts) -> bool:
-    """Return true if the stack of an aborted rank shows that the rank was waiting for other ranks. If the
-    stack is unknown, return true if the rank uses torch.
-    """
+    """Return true if the rank's stack shows that it waited, or if the stack is unknown and it uses torch."""
     if facts.frames:
         return bool(shows_waiting(facts.frames))
     return os.path.lexists(flight_requests_file(attempt.paths.error_files.get(local_rank, "")))
@@ -113,27 +93,18 @@ def _may_have_waited(attempt: Attempt, local_rank: int, facts: RankFacts) -> boo
 def accuse(attempt: Attempt, event: WorkerHung) -> None:
     """Decide which workers of this node are to blame for a hang. Call this after :func:`examine`.
 
-    In a job on several nodes, the leader makes the final decision when it has the evidence of all nodes.
+    With several nodes, the leader makes the final decision when it has the evidence of all nodes.
     """
     rank = attempt.global_ranks()[event.local_rank]
     attempt.accuse(decide(attempt.diagnosis, rank, event.ground), event.seen_ns, event)
 
 
 def diagnose_running(attempt: Attempt, seconds: float) -> Diagnosis | None:
-    """Find the ranks that other ranks of a running job wait for. Does not interrupt the workers.
+    """Find the ranks that other ranks of a running job wait for; ``None`` if unknown, or if no rank waits.
 
-    The diagnosis does not use stacks, because the signal that requests a stack would interrupt the program's
-    system calls. Only workers whose heartbeats are watched write flight records. This function blocks until
-    all of these workers have written their records, or until ``seconds`` have passed, so the agent's main
-    thread must not call it.
-
-    Args:
-        attempt: running attempt whose workers are all on this node.
-        seconds: maximum number of seconds to wait for the flight records.
-
-    Returns:
-        The diagnosis; ``None`` if no rank is waiting, or if there is not enough evidence. A rank that is
-        waiting is not necessarily stuck, because every collective takes some time.
+    Blocks for at most ``seconds``, until the workers whose heartbeats are watched have written their records.
+    Does not use stacks, because the signal that requests a stack would interrupt the program's system calls.
+    A rank that is waiting is not necessarily stuck, because every collective takes some time.
     """
     requested = request_records(attempt)
     deadline = time.monotonic() + seconds
@@ -147,13 +118,10 @@ def _telling(attempt: Attempt, facts: list[RankFacts]) -> Diagnosis | None:
 
 
 def node_evidence(attempt: Attempt, *, is_hang: bool) -> bytes | None:
-    """Return this node's flight records and stacks, encoded for the diagnosis of the whole job. Call this
-    after the workers have exited. Return ``None`` if the encoded data would be too large.
+    """Encode this node's evidence for the diagnosis of the whole job; ``None`` if it would be too large.
 
-    Args:
-        attempt: attempt that has ended.
-        is_hang: true if a rank of the job hung; the core has then gathered evidence about all local ranks.
-            False if a collective failed.
+    Call this after the workers have exited. In a hang, the core has gathered evidence about all local ranks;
+    otherwise, a collective failed.
     """
     stamps, nodes = attempt.stamps, attempt.plan.ranks[0].group_world_size
     if is_hang:
@@ -164,7 +132,6 @@ def node_evidence(attempt: Attempt, *, is_hang: bool) -> bytes | None:
 
 
 def limits(nodes: int, world_size: int) -> dict[str, int]:
-    """Return the limits to pass to :func:`.encode`."""
     return {
         "max_bytes": max(_LEAST_BYTES, min(_MOST_BYTES, _ALL_BYTES // nodes)),
         "max_steps": max(1, min(MAX_ENTRIES, _ALL_STEPS // world_size)),
@@ -172,14 +139,8 @@ def limits(nodes: int, world_size: int) -> dict[str, int]:
 
 
 def _facts(attempt: Attempt, stopped_ns: int | None = None, *, has_stacks: bool = True) -> list[RankFacts]:
-    """Return the parsed flight records and stacks of this node's ranks.
-
-    Args:
-        attempt: attempt to diagnose.
-        stopped_ns: time at which the workers were stopped, in nanoseconds of the monotonic clock. Workers
-            that exited later were still running when the evidence was gathered. ``None`` if the workers have
-            not been stopped yet.
-        has_stacks: false if no stacks were requested. Stacks found in files are then outdated and ignored.
+    """Read the evidence of workers that were running when they were stopped at ``stopped_ns`` (monotonic;
+    ``None`` if they were not). Without ``has_stacks``, no stacks were requested, so files have outdated ones.
     """
     deadline = time.monotonic() + _TIME_LIMIT
     facts = []
@@ -196,9 +157,7 @@ def _facts(attempt: Attempt, stopped_ns: int | None = None, *, has_stacks: bool 
 
 
 def _facts_of_failure(attempt: Attempt) -> list[RankFacts]:
-    """Return the parsed flight records of this node's ranks after a collective has failed. The agent
-    requested the records after the failure, or NCCL's watchdog wrote them.
-    """
+    """The agent requested the records after the failure, or NCCL's watchdog wrote them."""
     oldest = time.time() - _MAX_AGE
     deadline = time.monotonic() + _TIME_LIMIT
     facts = []
@@ -222,8 +181,7 @@ def _facts_of_failure(attempt: Attempt) -> list[RankFacts]:
             age_ns = _age(error_file, path)
             has_raised = age_ns is not None and age_ns >= -_RAISING_NS
             has_raised |= local_rank in attempt.raised or any(map(_is_of_hook, written.frames))
-            # Ignore the stack after an exception, because it shows the exit of the program instead of the
-            # failed collective.
+            # The stack after an exception shows the exit of the program instead of the failed collective.
             frames = () if has_raised else written.frames
             found = found._replace(
                 records=written.records, groups=written.groups, has_raised=has_raised, frames=frames
@@ -237,7 +195,7 @@ def _is_of_hook(frame: Frame) -> bool:
 
 
 def _why_late(attempt: Attempt, local_rank: int) -> NoRecord:
-    """Return the reason why a worker has not written its flight record in time although it could write it."""
+    """Return why a worker has not written its flight record in time although it could write it."""
     raised = attempt.raised.get(local_rank)
     if raised is not None and raised.origin == "peer":
         return NoRecord.LOST_PEER
@@ -265,9 +223,7 @@ def _evidence(rank: int, error_file: str, *, has_exited: bool, is_late: bool) ->
 
 
 def _age(path: str, other: str) -> int | None:
-    """Return how much older the file ``path`` is than ``other``, in nanoseconds. Return ``None`` if either
-    file is missing.
-    """
+    """Return how much older ``path`` is than ``other``, in nanoseconds; ``None`` if either is missing."""
     try:
         return os.stat(other).st_mtime_ns - os.stat(path).st_mtime_ns
     except OSError:
@@ -319,9 +275,9 @@ def _is_group(group: tuple[str, object]) -> bool:
 
 
 def _content(path: str, limit: int) -> bytes | None:
-    """Read a file that a worker may have replaced with something else, such as a link or a FIFO.
+    """Read at most ``limit`` + 1 bytes; ``None`` if the file is missing or not a regular file.
 
-    Return ``None`` if it is missing or not a regular file. Return more than ``limit`` bytes if it is larger.
+    A worker may have replaced the file with something else, such as a link or a FIFO.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)

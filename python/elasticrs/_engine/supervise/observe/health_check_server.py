@@ -1,9 +1,7 @@
 """Health check server with the same names as in torch. Unlike torch's server, it opens a port.
 
-``GET /healthz`` reports whether the agent's loop is alive, and ``/readyz`` whether the workers run.
-``/metrics`` is for Prometheus, and ``/status`` is for people; see ``docs/metrics.md``. A thread of the core
-handles the connections. The thread notifies the agent's loop through a file descriptor, so requests do not
-delay the loop.
+``/healthz`` reports on the agent's loop, ``/readyz`` on the workers; ``/metrics`` is for Prometheus, and
+``/status`` for people. A thread of the core handles the connections, so requests do not delay the loop.
 """
 
 from __future__ import annotations
@@ -35,19 +33,15 @@ class HealthCheckServer:
 
     Args:
         alive_callback: returns the time of the last progress, in seconds since 1970. The process counts as
-            dead if the last progress was more than ``timeout`` seconds ago, or if the callback takes longer
-            than ``timeout`` seconds to return.
+            dead if that is more than ``timeout`` seconds ago, or if the callback takes longer than that.
         port: port to listen on; 0 for any free port.
         timeout: seconds without progress after which the process counts as dead.
-        host: address to listen on; ``ELASTICRS_HEALTH_CHECK_HOST`` or the loopback address if ``None``. Not
-            in torch.
+        host: address; ``ELASTICRS_HEALTH_CHECK_HOST`` or the loopback address if ``None``. Not in torch.
 
     Attributes:
-        find_overdue: callback that is called in addition to ``alive_callback``, until :meth:`stop`. It
-            returns the number of seconds by which a progress report is overdue, and the name of the current
-            activity. Not in torch.
-        supervisor: supervisor of the workers. Until :meth:`stop`, the process counts as alive only if the
-            supervisor's thread is alive as well. Not in torch.
+        find_overdue: additional callback until :meth:`stop`; returns the number of seconds by which a
+            progress report is overdue, and the name of the current activity. Not in torch.
+        supervisor: until :meth:`stop`, its thread must be alive as well. Not in torch.
     """
 
     def __init__(
@@ -79,9 +73,7 @@ class HealthCheckServer:
         return f"[{self._host}]:{self.port}" if ":" in self._host else f"{self._host}:{self.port}"
 
     def open(self) -> _core.HealthServer:
-        """Open the port and return the server. The caller must answer the requests. Idempotent.
-
-        Not available in torch.
+        """Open the port, for a caller that answers the requests. Idempotent. Torch has no such method.
 
         Raises:
             OSError: the address cannot be used.
@@ -111,8 +103,7 @@ class HealthCheckServer:
         thread, self._thread = self._thread, None
         if thread is not None:
             os.eventfd_write(self._stop_fd, 1)
-            # Wait for at most one second, because the thread may hang in the callback. A hanging thread
-            # runs until the process exits.
+            # The thread may hang in the callback. It then runs until the process exits.
             thread.join(1.0)
             if not thread.is_alive():
                 os.close(self._stop_fd)
@@ -126,8 +117,7 @@ class HealthCheckServer:
         server, find_overdue = self._server, self.find_overdue
         if server is None:
             return
-        # Consume the request before calling the callback, so that a failing callback is not called again for
-        # it.
+        # Consume the request first, so that a failing callback is not called again for it.
         with suppress(BlockingIOError):
             # Another thread may have handled the request already.
             os.eventfd_read(server.fd)
@@ -154,11 +144,8 @@ class HealthCheckServer:
 
 
 class _AliveCallbackProxy:
-    """Callback for a server that is created before the agent. Until the agent sets the real callback, this
-    object always reports recent progress.
-
-    The class has the same name in torch. :func:`elasticrs.launcher.launch_agent` connects this object to the
-    agent.
+    """Callback for a server that is created before the agent, with torch's name. Until
+    :func:`elasticrs.launcher.launch_agent` sets the agent's callback, it reports recent progress.
     """
 
     def __init__(self) -> None:
@@ -168,7 +155,6 @@ class _AliveCallbackProxy:
         return time.time() if self._delegate is None else self._delegate()
 
     def set_delegate(self, delegate: Callable[[], float]) -> None:
-        """Set the callback that this object delegates to."""
         self._delegate = delegate
 
 
@@ -182,12 +168,9 @@ def create_healthcheck_server(
 def server_of_environment(
     environ: Mapping[str, str], alive_callback: Callable[[], float] = time.time
 ) -> HealthCheckServer | None:
-    """Create the health check server that ``TORCHELASTIC_HEALTH_CHECK_PORT`` configures. Return ``None`` if
-    the variable is not set.
+    """Create the server that ``TORCHELASTIC_HEALTH_CHECK_PORT`` configures; ``None`` if it is not set.
 
-    Raises:
-        ValueError: the variable does not contain a port number. In this case, torch logs a message and
-            continues without a server.
+    Raise ``ValueError`` if it is not a port number. Torch logs a message and continues without a server.
     """
     text = environ.get(PORT_VARIABLE)
     if text is None:

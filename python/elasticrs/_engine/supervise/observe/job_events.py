@@ -1,7 +1,4 @@
-"""Events of a job with the names, the order and the JSON format that torch uses; see ``docs/events.md``.
-
-Imported only if a handler for events is configured.
-"""
+"""Events with torch's names, order and JSON format; see ``docs/events.md``. Imported only with a handler."""
 
 from __future__ import annotations
 
@@ -32,9 +29,7 @@ events = public("events")
 
 
 class EventRecorder(Observer):
-    """Observer that records the same events as torch's agent and launcher. If ``tells_end`` is true, it also
-    records how the agent ended.
-    """
+    """Records the same events as torch's agent and launcher, except the agent's end without ``tells_end``."""
 
     def __init__(self, job: JobSpec, *, tells_end: bool = True) -> None:
         self._job = job
@@ -46,8 +41,8 @@ class EventRecorder(Observer):
         self._handler = events.get_logging_handler(job.event_log_handler)
         if isinstance(self._handler, events.handlers.LineFileHandler):
             self._handler.write_behind()
-        # Keep the failed attempt and all later events in memory until the next workers have started. Writing
-        # the events at once would delay the restart, because reading the cause of the failure takes time.
+        # The failed attempt and all later events, until the next workers have started, because reading the
+        # cause of the failure takes time, which would delay the restart.
         self._failed: tuple[Attempt, int] | None = None
         self._later: list[Any] = []
         self._hung: _core.WorkerHung | None = None
@@ -56,9 +51,7 @@ class EventRecorder(Observer):
         self._meeting_since = time.monotonic()
 
     def acting(self, action: Action, plan: Plan | None) -> None:
-        """Record the end of a rendezvous. Also record a start and a stop of the timer watchdog for each
-        rendezvous round, because torch creates a new watchdog for each round.
-        """
+        """Record a timer watchdog for each rendezvous round, because torch creates one for each round."""
         if isinstance(action, Rendezvous):
             self._record_watching(False)
             self._meeting_since = time.monotonic()
@@ -66,7 +59,7 @@ class EventRecorder(Observer):
             self._plan, self._restarts = plan, action.restarts
             span = (time.monotonic() - self._meeting_since) * 1000
             self._record("RENDEZVOUS", events.EventSource.AGENT, duration_ms=span)
-            # Record a duration of 0 for the assignment of ranks, because the plan already contains the ranks.
+            # The duration is 0, because the plan already contains the ranks.
             self._record("ASSIGN_WORKER_RANKS", events.EventSource.AGENT, duration_ms=0.0)
             self._record_watching(True)
 
@@ -95,17 +88,12 @@ class EventRecorder(Observer):
         self._record_worker("START", attempt.plan.ranks[local_rank], attempt.pids[local_rank])
 
     def over(self, attempt: Attempt, outcome: str) -> None:
-        """Remember a failed attempt, and record it only after the restart. Recording it immediately would
-        delay the restart.
-        """
+        """Remember a failed attempt. :meth:`started` records it, so that it does not delay the restart."""
         self._meeting_since = time.monotonic()
         if outcome in ("failed", "lost"):
             self._failed = attempt, self._restarts
 
     def timer_expired(self, timer: _core.TimerExpired) -> None:
-        """Record that a timer has expired. If the agent killed the worker because of the timer, also record
-        the kill.
-        """
         claim: dict[str, object] = {
             "worker_pid": str(timer.pid),
             "scope_id": timer.scope,
@@ -117,13 +105,10 @@ class EventRecorder(Observer):
             self._record_watchdog("kill worker process", claim)
 
     def hung(self, event: _core.WorkerHung) -> None:
-        """Store the event until the next one arrives, which shows whether this node or another node detected
-        the hang.
-        """
+        """The next event shows whether this node or another node detected the hang."""
         self._hung = event
 
     def killed(self, attempt: Attempt, event: _core.WorkersKilled) -> None:
-        """Record each worker that is sent SIGKILL because its grace period is over."""
         for local_rank, pid in zip(event.local_ranks, event.pids, strict=True):
             message = phrases.killed(attempt.who(local_rank), event)
             self._record_watchdog("kill worker process", {"worker_pid": str(pid), "message": message})
@@ -136,9 +121,6 @@ class EventRecorder(Observer):
         self._record_hung(worker.local_rank, attempt)
 
     def started(self) -> None:
-        """Record how the workers of a failed attempt exited. Called after the restart, because reading the
-        causes of the failures takes time.
-        """
         if self._failed is None:
             return
         (attempt, restarts), self._failed = self._failed, None
@@ -162,18 +144,15 @@ class EventRecorder(Observer):
             self._later.append(event)
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:
-        """Record how all workers and then the agent ended. The agent is successful if it ran to completion,
-        even if workers failed.
-        """
+        """Record how all workers and then the agent ended. An agent that ran to completion has succeeded."""
         self._catch_up()
         if result.phase is not Phase.SUCCEEDED:
-            # If the workers have not succeeded, record the stop of the watchdog before the workers' exits, as
-            # in torch. If the workers have succeeded, record the stop after the exits.
+            # As in torch, the watchdog's stop comes before the workers' exits only if they have failed.
             self._record_watching(False)
         reason = _reason(result, error)
         if reason is None and result.attempts:
             self._record_ends(result.attempts[-1], has_succeeded=result.phase is Phase.SUCCEEDED)
-            # Include the reason only if torch's agent would have raised an exception for this failure.
+            # Torch's agent raises an exception only for such failures.
             is_workers = result.exit_code == 0 or result.attempts[-1].pids
             reason = None if is_workers else result.message
         self._record_watching(False)
@@ -290,7 +269,6 @@ class WatchdogRecorder(EventRecorder):
     """Observer that records only watchdog events, for an agent whose hooks record all other events."""
 
     def acting(self, action: Action, plan: Plan | None) -> None:
-        """Record the start of the watchdog. Keep the attempt's plan for the metadata of later events."""
         if isinstance(action, Start):
             self._plan, self._restarts = plan, action.restarts
             self._record_watching(True)
@@ -299,11 +277,9 @@ class WatchdogRecorder(EventRecorder):
         """Do nothing, because the agent's hooks record the start of the workers."""
 
     def over(self, attempt: Attempt, outcome: str) -> None:  # noqa: ARG002 -- the base class's signature
-        """Record that the watchdog is inactive until the next attempt starts."""
         self._record_watching(False)
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:  # noqa: ARG002 -- the base class's signature
-        """Record that the watchdog has stopped, and write all pending events."""
         self._record_watching(False)
         self._write_all()
 
@@ -313,9 +289,7 @@ def _milliseconds(at_ns: int | None = None) -> int:
 
 
 def _error_of(failure: ProcessFailure) -> dict[str, object]:
-    """Return the contents of a worker's error file. If the worker has not written an error file, return the
-    message of the failure report instead.
-    """
+    """Return the contents of the error file, or the report's message if there is no error file."""
     if failure.error_file != NOT_AVAILABLE or failure.cause is not None:
         return failure.error_file_data
     from elasticrs._engine.failures.report import traceback_text
@@ -324,7 +298,6 @@ def _error_of(failure: ProcessFailure) -> dict[str, object]:
 
 
 def _reason(result: JobResult, error: BaseException | None) -> str | None:
-    """Return why the agent did not run to completion; ``None`` if it did."""
     if error is not None:
         return "".join(traceback.format_exception(error))
     if result.signum is not None:
@@ -335,9 +308,7 @@ def _reason(result: JobResult, error: BaseException | None) -> str | None:
 
 
 def _ends(attempt: Attempt, *, succeeded: bool) -> Iterator[tuple[WorkerRanks, str, ProcessFailure | None]]:
-    """Yield each worker's ranks, its final state, and its failure, if any. As in torch, a worker that the
-    agent stopped is ``FAILED`` if the signal killed it, and ``TERMINATED`` otherwise.
-    """
+    """As in torch, a stopped worker is ``FAILED`` if the signal killed it, and ``TERMINATED`` otherwise."""
     if succeeded:
         yield from ((ranks, "SUCCEEDED", None) for ranks in attempt.plan.ranks)
         return

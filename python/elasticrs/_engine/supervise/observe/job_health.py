@@ -1,7 +1,7 @@
 """Observer that publishes the job's health through the health check server.
 
-Important changes are published when they happen, so that the server can show them even if the loop hangs.
-Frequent changes, such as exits of workers, are published only when a client requests the status.
+Important changes are published at once, so that the server shows them even if the loop hangs. Frequent
+changes, such as exits of workers, are published only when a client requests the status.
 """
 
 from __future__ import annotations
@@ -37,18 +37,15 @@ SCHEMA = 1
 PROGRESS_LIMIT = 5.0
 """Seconds without a heartbeat of any worker after which the status says that there is no progress."""
 _TIME_TO_ASK = 5.0
-"""Minimum time in seconds until the hang timeout. If less time is left, do not request flight records for the
-status.
-"""
+"""Minimum seconds until the hang timeout for requesting flight records for the status."""
 
 MAX_EARLIER_FAILURES = 16
-"""Maximum number of earlier failures that the status lists in addition to the last one."""
 
 
 class HealthObserver(Observer):
-    """Observer that publishes the health of the job's workers through an HTTP health check server, and stops
-    the server when the job ends. If ``is_asked`` is true, the agent's loop answers the requests. Otherwise, a
-    thread of the server answers them.
+    """Observer that publishes the workers' health, and stops the server when the job ends.
+
+    If ``is_asked`` is true, the agent's loop answers the requests, otherwise a thread of the server.
     """
 
     def __init__(
@@ -100,15 +97,13 @@ class HealthObserver(Observer):
             if self._no_progress is not None:
                 waits = self._who_waits(attempt, max(beat.at_ns for beat in beats))
                 self._no_progress["what"] += f"; {waits}" if waits else ""
-        # Update the status for each request, because the cause of a failure on another node and the time
-        # since the last progress change without an event on this node.
+        # A cause on another node and the time since the last progress change without an event on this node.
         self._is_stale |= self._job.is_multi_node or self._no_progress is not None
         if attempt is not None and (attempt.shown_ranks(), self._budget()) != (
             self._ranks,
             self._shown_budget,
         ):
-            # Publish the ranks and the restart count again if they have changed. A new round may assign
-            # different ranks, and the count includes restarts on other nodes.
+            # A new round may assign different ranks, and the count includes restarts on other nodes.
             self._publish(self._workers_now(attempt))
         self._server.answer()
         if self._is_stale:
@@ -118,11 +113,10 @@ class HealthObserver(Observer):
         return True
 
     def _who_waits(self, attempt: Attempt, since_ns: int) -> str | None:
-        """Return text that says which ranks wait in which collective; ``None`` if this is not known.
+        """Return which ranks wait in which collective; ``None`` if this is not known.
 
         Request the flight records at most once after each heartbeat, on another thread, because the request
-        blocks. Do not request the records shortly before the hang timeout, because the core will soon request
-        them itself.
+        blocks, and not shortly before the hang timeout, because the core will soon request them itself.
         """
         if self._asked_ns != since_ns:
             self._asked_ns, self._waits = since_ns, None
@@ -141,11 +135,6 @@ class HealthObserver(Observer):
         return self._waits
 
     def acting(self, action: Action, plan: Plan | None) -> None:  # noqa: ARG002 -- the base class's signature
-        """Update the health status when workers are about to start, or when a worker on another node has
-        hung.
-
-        Remember whether a restart counts against the restart budget.
-        """
         if isinstance(action, Start):
             self._native.enter("starting" if self._attempt is None else "restarting")
         elif isinstance(action, Stop) and action.hung is not None:
@@ -154,9 +143,7 @@ class HealthObserver(Observer):
             self._is_uncharged = not action.charged
 
     def prepared(self, attempt: Attempt) -> None:
-        """Let the health check server count the bytes in log files, except in files that the agent reads
-        anyway.
-        """
+        """Let the server count the bytes in log files, except in files that the agent reads anyway."""
         self._native.watch_files(attempt.paths.only_written(), attempt.paths.are_new)
 
     def not_started(self) -> None:
@@ -164,9 +151,6 @@ class HealthObserver(Observer):
         self._enter_state("STOPPED")
 
     def timer_expired(self, timer: _core.TimerExpired) -> None:
-        """Record a hang if the agent killed the worker because its timer expired. The hang started when the
-        timer expired.
-        """
         if timer.signal is not None:
             self._was_hung((time.monotonic_ns() - timer.seen_ns) / 1e9)
 
@@ -174,9 +158,7 @@ class HealthObserver(Observer):
         self._was_hung((time.monotonic_ns() - event.since_ns) / 1e9)
 
     def quiet(self) -> None:
-        """Publish the status again if the restart budget has changed, for example because an earlier restart
-        is no longer within the window.
-        """
+        """Publish again if the budget has changed, for example because a restart has left the window."""
         if self._budget() != self._shown_budget:
             self._publish()
 
@@ -191,7 +173,7 @@ class HealthObserver(Observer):
         self._server.stop()
 
     def _was_hung(self, seconds: float) -> None:
-        """Count a hang only once per attempt, because this node and another node may both report it."""
+        """Count a hang once, because this node and another node may both report it."""
         if not self._is_hang_counted:
             self._is_hang_counted = True
             self._native.enter("hung")
@@ -210,8 +192,7 @@ class HealthObserver(Observer):
             self._failed_ns = None
         self._native.enter("productive")
         if not self._job.replaces_workers:
-            # Publish the planned group rank only without `--on-failure replace`, because that option lets the
-            # workers' rendezvous assign the ranks.
+            # With `--on-failure replace`, the workers' rendezvous assigns the ranks.
             first = self._attempt.plan.ranks[0]
             placed = first.group_rank, first.world_size
             self._native.identify(self._job.run_id, os.uname().nodename, placed)
@@ -239,9 +220,6 @@ class HealthObserver(Observer):
             self._publish()
 
     def over(self, attempt: Attempt, outcome: str) -> None:
-        """Publish whether the workers have succeeded. Also publish that this node is restarting its workers
-        or waiting for other nodes.
-        """
         self._native.files_ended()
         if attempt.silent and attempt.first_failure is not None:
             self._failed_ns = attempt.failed_ns
@@ -264,8 +242,8 @@ class HealthObserver(Observer):
             "exitcode": failure.exitcode,
             "what": how_it_failed(failure).lstrip(": "),
             "exception": headline(raised.text) if raised is not None else None,
-            # Do not check whether the file exists, because a slow file system would delay the supervision of
-            # the workers. A worker that has reported an exception also writes the file.
+            # Do not check whether the file exists, because a slow file system would delay the supervision. A
+            # worker that has reported an exception also writes the file.
             "error_file": None if raised is None else attempt.paths.error_files.get(local_rank) or None,
             "time_ms": time.time_ns() // 1_000_000,
             "round": attempt.round,
@@ -329,14 +307,10 @@ class HealthObserver(Observer):
         return {**{name: last[name] for name in ("rank", "round", "what")}, "node": os.uname().nodename}
 
     def _budget(self) -> tuple[int, int]:
-        """Return the number of restarts charged, and the number left."""
         policy, result = self._job.restart_settings, self._result
         return (0, policy.max_restarts) if result is None else (result.restarts, result.restarts_left(policy))
 
     def _workers_now(self, attempt: Attempt) -> list[tuple[int, int, int]]:
-        """Return the global rank, local rank and pid of each worker, except workers whose rank another worker
-        has taken over.
-        """
         self._ranks = attempt.shown_ranks()
         return [
             (rank, local_rank, attempt.pids[local_rank])
@@ -368,9 +342,7 @@ class HealthObserver(Observer):
 def no_progress(
     beats: Sequence[_core.Heartbeat], ranks: Mapping[int, int], exited: int, now_ns: int
 ) -> dict[str, Any] | None:
-    """Return the number of seconds since a worker of this node last made progress, and the step that each
-    rank has reached. Return ``None`` if a worker has made progress recently, or if there are no heartbeats.
-    """
+    """Return the seconds since the last progress, and the ranks' steps; ``None`` if there is progress."""
     if not beats:
         return None
     seconds = (now_ns - max(beat.at_ns for beat in beats)) / 1e9

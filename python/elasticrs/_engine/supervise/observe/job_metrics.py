@@ -1,8 +1,7 @@
-"""Metrics of a job, with torch's names; see ``docs/metrics.md``.
+"""Metrics of a job under torch's names; see ``docs/metrics.md``.
 
-Torch measures the duration of its own methods, and polls the workers for their state. This agent has no such
-methods and does not poll. It measures the corresponding parts of its work under the same names, and publishes
-a state when the state changes.
+Torch measures its own methods and polls the workers. This agent measures the corresponding parts of its work,
+and publishes a state when it changes.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
 
 
 class MetricRecorder(Observer):
-    """Observer that publishes the same metrics as torch's agent."""
-
     def __init__(self, job: JobSpec) -> None:
         self._job = job
         self._began = self._meeting_since = self._starting_since = time.monotonic()
@@ -66,7 +63,7 @@ class MetricRecorder(Observer):
         self._state("failed")
 
     def over(self, attempt: Attempt, outcome: str) -> None:
-        """Publish the workers' final state. If they have failed before, publish the stop duration instead."""
+        """Publish the final state; if the workers have failed before, publish the stop duration instead."""
         self._meeting_since = now = time.monotonic()
         if attempt.silent:
             self.failed(attempt)
@@ -76,19 +73,16 @@ class MetricRecorder(Observer):
             _measured("LocalElasticAgent._stop_workers", now - attempt.stamps["failure_seen"] / 1e9)
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:
-        """Publish the metrics of the whole run. If a signal or an exception ended the run, publish only its
-        duration.
-        """
+        """If a signal or an exception ended the run, publish only its duration."""
         has_run = error is None and result.signum is None
         _measured("SimpleElasticAgent.run", time.monotonic() - self._began, succeeded=has_run)
         if not has_run:
             return
         if result.attempts:
-            # Use the restart count of the last attempt, because this count also includes replaced workers and
-            # restarts that other nodes have caused.
+            # This count also includes replaced workers and restarts that other nodes have caused.
             self._restarts = result.attempts[-1].restarts
         is_failed, has_retried = result.phase is not Phase.SUCCEEDED, self._restarts > 0
-        # Do not let `left` be negative, because with a restart window `_restarts` can exceed `max_restarts`.
+        # With a restart window, `_restarts` can exceed `max_restarts`.
         most = self._job.max_restarts
         left = max(0, most - self._restarts)
         self._put("flakiness", 100 if is_failed else int(100.0 - 100.0 * (left + 1) / (most + 1)))

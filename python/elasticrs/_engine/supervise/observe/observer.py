@@ -1,8 +1,6 @@
-"""Observers of the agent's loop. They are notified of each event and publish events, metrics and health data,
-but make no decisions.
+"""Observers of the agent's loop. They publish events, metrics and health data, but make no decisions.
 
-If an observer fails, for example because of a user's handler or a full disk, the job continues. The user is
-notified once.
+If an observer fails, for example because of a user's handler, the job continues and tells the user once.
 """
 
 from __future__ import annotations
@@ -22,37 +20,29 @@ class Observer:
     """Base class of observers. The loop calls the methods in its own thread, so they must not block."""
 
     def opened(self, supervisor: _core.Supervisor) -> None:
-        """Handle the start of the agent's event loop. ``supervisor`` stays the same until the job ends."""
+        """``supervisor`` stays the same until the job ends."""
 
     def fd_ready(self, fd: int) -> bool:  # noqa: ARG002 -- subclasses use it
         """Handle a readable file descriptor. Return true if the descriptor belongs to this observer."""
         return False
 
     def acting(self, action: Action, plan: Plan | None) -> None:
-        """Called before an action is executed. ``plan`` is the plan of the attempt that the action belongs
-        to; ``None`` if the action belongs to no attempt.
-        """
+        """Called before an action. ``plan`` is ``None`` if the action belongs to no attempt."""
 
     def prepared(self, attempt: Attempt) -> None:
         """Called when an attempt has log files and its workers are about to be started."""
 
     def started(self) -> None:
-        """Do slow work that would have delayed the start. Called when the workers are already starting, or
-        when their start has failed.
-        """
+        """Do slow work. Called when the workers are already starting, or when their start has failed."""
 
     def running(self, result: JobResult) -> None:
-        """Handle the successful start of all workers. Their attempt is the last item of
-        ``result.attempts``.
-        """
+        """Handle the successful start of all workers of ``result.attempts[-1]``."""
 
     def not_started(self) -> None:
         """Called when the workers of an attempt could not be started."""
 
     def failed(self, attempt: Attempt) -> None:
-        """Handle the first failure of an attempt. The other workers of this node have already been
-        signalled.
-        """
+        """Handle an attempt's first failure. The node's other workers have already been signalled."""
 
     def exited(self, attempt: Attempt, worker: _core.WorkerExited) -> None:
         """Handle the exit of a worker."""
@@ -73,22 +63,16 @@ class Observer:
         """Handle a worker that was paused by a signal such as SIGSTOP, or that was continued."""
 
     def training(self, standings: Sequence[Standing]) -> None:
-        """Handle the training steps and rates that workers report through ``elasticrs.train``. Called every
-        few seconds.
-        """
+        """Handle the reports through ``elasticrs.train``. Called every few seconds."""
 
     def quiet(self) -> None:
-        """Do periodic work. Called whenever the event loop has waited without receiving an event. A wait
-        takes at most a few seconds.
-        """
+        """Do periodic work, after a wait of the loop of at most a few seconds without an event."""
 
     def over(self, attempt: Attempt, outcome: str) -> None:
         """Handle the end of an attempt, after all its processes have exited.
 
-        Args:
-            attempt: attempt that has ended.
-            outcome: ``succeeded``, ``failed``, ``stopped`` or ``lost``. It is ``failed`` if a worker exited
-                with 0 before its work was done.
+        ``outcome`` is ``succeeded``, ``failed`` (also if a worker exited with 0 before its work was done),
+        ``stopped`` or ``lost``.
         """
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:
@@ -104,9 +88,6 @@ class Observers(Observer):
         self._broken: set[int] = set()
 
     def fd_ready(self, fd: int) -> bool:
-        """Notify all observers of a readable file descriptor. Return true if the descriptor belongs to one of
-        the observers.
-        """
         return any(self._tell("fd_ready", fd))
 
     def _tell(self, name: str, *args: object) -> list[object]:

@@ -1,4 +1,4 @@
-"""Creates the observers of a job from its settings. Imported only if at least one observer is configured."""
+"""Creates the observers of a job. Imported only if at least one observer is configured."""
 
 from __future__ import annotations
 
@@ -24,15 +24,8 @@ def make_observers(
 ) -> Sequence[Observer]:
     """Return the observers of a job that the command line or the launcher's API has started.
 
-    Args:
-        job: configuration of the job.
-        say: prints a line for the user.
-        server: open health check server of the caller. If it is ``None``, a server is created if the job
-            requests one.
-        tells_end: true if the observers record the end of the agent; false if the caller records it.
-
-    Raises:
-        UsageError: the handler for events does not exist or cannot be opened.
+    If ``server`` is ``None``, one is created if the job requests it. Without ``tells_end``, the caller
+    records the end of the agent. Raise ``UsageError`` if the handler for events cannot be opened.
     """
     observers: list[Observer] = []
     if job.event_log_handler != "null":
@@ -46,19 +39,16 @@ def make_observers(
         from elasticrs._engine.supervise.observe.job_metrics import MetricRecorder
 
         observers.append(MetricRecorder(job))
-    # Put the health observer last, because it closes the health check server when the job ends. The metrics
-    # observer must record the final metrics before the server is closed.
+    # The health observer closes the server, so the metrics observer must record the final metrics before.
     return [*observers, *_health(job, server, say, is_asked=True)]
 
 
 def make_observers_of_hooks(
     job: JobSpec, say: Callable[[str], None], server: HealthCheckServer | None
 ) -> Sequence[Observer]:
-    """Return the observers of an agent that uses torch's hooks. The observers do not record torch's events
-    and metrics, because the hooks already do so.
+    """Return the observers of an agent whose hooks already record torch's events and metrics.
 
-    ``server`` has already been started. A thread of the server answers the health requests, because hooks may
-    block for a long time.
+    A thread of ``server`` answers the health requests, because hooks may block for a long time.
     """
     observers: list[Observer] = []
     if job.event_log_handler != "null":
@@ -79,9 +69,7 @@ def _health(
 
 
 def open_server(job: JobSpec, say: Callable[[str], None]) -> HealthCheckServer | None:
-    """Create the configured health check server and open its port. If that fails, print why and return
-    ``None``.
-    """
+    """Open the configured health check server's port. If that fails, print why and return ``None``."""
     import time
 
     from elasticrs._engine.supervise.observe.health_check_server import HealthCheckServer
@@ -91,7 +79,7 @@ def open_server(job: JobSpec, say: Callable[[str], None]) -> HealthCheckServer |
     try:
         server.open()
     except OSError as error:
-        # Continue without a health check server, because the job matters more than its health checks.
+        # Continue, because the job matters more than its health checks.
         say(f"no health check server: {error.strerror or error}; the job continues without it")
         return None
     say(f"health check server on http://{server.address}")
@@ -99,11 +87,7 @@ def open_server(job: JobSpec, say: Callable[[str], None]) -> HealthCheckServer |
 
 
 def check_destination(name: str) -> None:
-    """Check that events can be written to the handler with this name.
-
-    Raises:
-        UsageError: the handler does not exist or cannot be opened.
-    """
+    """Raise ``UsageError`` if the handler for events does not exist or cannot be opened."""
     try:
         public("events.get_logging_handler")(name)
     except KeyError as error:

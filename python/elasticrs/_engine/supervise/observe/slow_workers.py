@@ -1,8 +1,7 @@
 """Finds the slowest worker on a node, among the workers that use ``elasticrs.train``.
 
-All workers of a data-parallel job make the same number of steps per second, because they wait for the slowest
-worker. So the number of steps does not identify the slowest worker. The rates in ``WorkerStats`` identify it
-if each rate counts only the worker's own work.
+The workers of a data-parallel job wait for the slowest one, so all make the same number of steps. Only rates
+of each worker's own work (``WorkerStats``) identify the slowest worker.
 
 - **SLOW-1** A worker is reported once it has been slow at every check for :data:`SPAN` seconds. It is
   reported again only if it has been as fast as the other workers in the meantime.
@@ -24,26 +23,20 @@ if TYPE_CHECKING:
     from elasticrs._engine.workers.node_page import AgentPage, Standing
 
 THRESHOLD = 0.8
-"""A worker is slow if its rate is less than this fraction of the median rate on its node, as in
-``CoordinatorP2P.is_worker_straggler``. Because of the median, a single fast worker does not make all other
-workers count as slow.
+"""Lowest fraction of the node's median rate that is not slow (``CoordinatorP2P.is_worker_straggler``).
+Because of the median, a single fast worker does not make all other workers count as slow.
 """
 
 SPAN = 60.0
-"""Seconds for which a worker must be slow before it is reported, because the rates of single steps
-fluctuate.
-"""
+"""Seconds for which a worker must be slow, because the rates of single steps fluctuate."""
 
 INTERVAL = 5.0
-"""Seconds between two checks for slow workers."""
+"""Seconds between two checks."""
 
 
 class SlowWorkers(Value):
-    """State between two checks: the workers that were slow at the last check.
-
-    Args:
-        since: time in seconds at which each worker was first seen slow, by pid.
-        told: pids of the workers that were reported to the user.
+    """State between two checks: the time in seconds at which each worker was first seen slow, by pid, and the
+    pids of the workers that were reported.
     """
 
     since: Mapping[int, float]
@@ -54,9 +47,7 @@ NO_SLOW_WORKERS = SlowWorkers({}, frozenset())
 
 
 def slowest(standings: Sequence[Standing]) -> tuple[Standing, float] | None:
-    """Return the worker with the lowest rate, and the median of all rates. Return ``None`` if fewer than two
-    workers report a rate (SLOW-2).
-    """
+    """Return the worker with the lowest rate, and the median of all rates (SLOW-2)."""
     rated = [each for each in standings if each.rate is not None]
     if len(rated) < 2:
         return None
@@ -67,7 +58,7 @@ def slowest(standings: Sequence[Standing]) -> tuple[Standing, float] | None:
 def check(
     before: SlowWorkers, standings: Sequence[Standing], now: float
 ) -> tuple[SlowWorkers, list[Standing]]:
-    """Check the workers' training rates. Return the updated state, and the slow workers to report."""
+    """Return the updated state, and the slow workers to report."""
     found = slowest(standings)
     limit = 0.0 if found is None else THRESHOLD * found[1]
     slow = [each for each in standings if found is not None and each.rate is not None and each.rate < limit]
@@ -78,8 +69,6 @@ def check(
 
 
 class SlowWorkerCheck:
-    """Periodically checks the workers' training rates on this node and reports slow workers."""
-
     def __init__(
         self, page: AgentPage, say: Callable[[str], None], tell: Callable[[Sequence[Standing]], object]
     ) -> None:
@@ -88,9 +77,7 @@ class SlowWorkerCheck:
         self._next = 0.0
 
     def look(self) -> float:
-        """Check for slow workers if the next check is due. Return the number of seconds until the next
-        one.
-        """
+        """Check if the next check is due. Return the number of seconds until the next one."""
         now = time.monotonic()
         if now < self._next:
             return self._next - now
