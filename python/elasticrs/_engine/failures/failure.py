@@ -328,7 +328,7 @@ def message_of(data: Mapping[str, Any]) -> tuple[str | dict[str, Any], int]:
 def load_object(path: str) -> dict[str, Any]:
     """Read a JSON object that another program has written.
 
-    Raise :class:`EmptyFileError` for an empty file, and ``ValueError`` if it is too large or not a JSON object.
+    Raise :class:`EmptyFileError` for an empty file, and ``ValueError`` for a large or any other one.
     """
     import json
 

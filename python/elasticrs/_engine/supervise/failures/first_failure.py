@@ -1,8 +1,6 @@
-"""Determines which worker failed first in an attempt, from the supervisor's events alone.
+"""Determines which worker failed first, as :mod:`.root_cause` does, from the supervisor's events alone.
 
-No file is read, because a slow file system would delay the stop of the other workers and the report to the
-other nodes. The final report applies the same rule (:mod:`.root_cause`), but
-also reads the error files.
+No file is read, because a slow file system would delay the stop of the workers and the report to other nodes.
 """
 
 from __future__ import annotations
@@ -23,12 +21,11 @@ if TYPE_CHECKING:
 
 
 def early_leavers(attempt: Attempt) -> tuple[int, ...]:
-    """Return the global ranks of the workers that exited with code 0 before the first failure, if that
-    failure only reports a lost peer. The lost peer is then one of these workers.
+    """Return the ranks that exited with 0 before the first failure, if that only reports a lost peer. The lost
+    peer is then one of these ranks.
 
-    Return an empty tuple if most workers have exited with code 0, because the failed worker may then have
-    run more steps than the others. Also return an empty tuple if the job has workers on other nodes, or if
-    the workers are members of a rendezvous.
+    Return no ranks if most workers have exited with 0, because the failed worker may then have run more steps, if
+    the job has workers on other nodes, or if the workers are members of a rendezvous.
     """
     ranks = attempt.global_ranks()
     if attempt.plan.page is not None or len(ranks) != attempt.world_size or not _is_lost_peer_first(attempt):
@@ -43,11 +40,7 @@ def early_leavers(attempt: Attempt) -> tuple[int, ...]:
 
 
 def _is_lost_peer_first(attempt: Attempt) -> bool:
-    """Return true if a rank that exited with code 0 may have caused the first failure.
-
-    That is so if the decision about the ranks to blame is based on such an exit. Without a decision, it is so
-    if the first failure is an exception that only reports a lost peer.
-    """
+    """Return true if a rank that exited with code 0 may have caused the first failure."""
     if attempt.blame is not None:
         return attempt.blame.basis == "exit"
     failure = attempt.raised.get(attempt.first_failure if attempt.first_failure is not None else -1)
@@ -57,8 +50,8 @@ def _is_lost_peer_first(attempt: Attempt) -> bool:
 def first_seen(attempt: Attempt) -> int:
     """Return the local rank of the worker that failed first.
 
-    This is not always the worker that exited first. A worker that has raised an exception closes its
-    connections, which may cause its peers to fail and exit before it has exited itself.
+    It may not have exited first. A worker that has raised an exception closes its connections, which may
+    cause its peers to fail and exit before it has exited itself.
     """
     first = attempt.first_failure
     assert first is not None
@@ -72,7 +65,7 @@ def first_seen(attempt: Attempt) -> int:
     for local_rank in sorted({first, *attempt.raised}):
         seen[local_rank] = failure = seen_failure(attempt, local_rank)
         failure.seen_ns = end_ns
-        # Treat the other workers as signalled, because the agent is already stopping them.
+        # The agent is already stopping the other workers.
         failure.sent_signal = None if local_rank == first else signal.SIGTERM
         if failure.recorded_pid is not None:
             failure.pid = failure.recorded_pid
@@ -119,11 +112,9 @@ def why_it_failed(attempt: Attempt, local_rank: int) -> str | None:
 
 
 def how_by_evidence(attempt: Attempt, local_rank: int) -> str | None:
-    """Return :func:`why_it_failed` as a phrase to append to the worker's name; ``None`` if the exit code or
-    the exception says more.
-    """
+    """Return :func:`why_it_failed` as a phrase; ``None`` if the exit code or the exception says more."""
     why = why_it_failed(attempt, local_rank)
-    # Do not report an exceeded time limit if the worker was merely slow to exit.
+    # Report no time limit if the worker was merely slow to exit.
     if why is None or attempt.is_slow_to_exit(local_rank):
         return None
     return f" {why}" if why == phrases.SILENT else f": {why}"
@@ -140,9 +131,9 @@ def _how_it_hung(attempt: Attempt, event: WorkerHung) -> str:
 
 
 def how_it_was_seen(attempt: Attempt, local_rank: int) -> str:
-    """Return a phrase for the line about the stop of the other workers, to append to the worker's name, such
-    as `` raised KeyError`` or `` died by SIGKILL``. It omits the text of the exception, because the line
-    about the restart or the report has it.
+    """Return a phrase to append to the worker's name, such as `` raised KeyError`` or `` died by SIGKILL``.
+
+    It omits the exception's text, because the line about the restart or the report has it.
     """
     raised, worker = attempt.raised.get(local_rank), attempt.exits.get(local_rank)
     overdue = attempt.expired.get(local_rank)
@@ -159,8 +150,7 @@ def how_it_was_seen(attempt: Attempt, local_rank: int) -> str:
         return f": {attempt.who(local_rank)} {attempt.why_expired(local_rank)}"
     if overdue is not None and overdue.is_blamed:
         return f" {attempt.why_expired(local_rank)}"
-    # If the worker was killed during its exit, report the signal instead of the exception, because the signal
-    # is the cause of its death.
+    # If the worker was killed during its exit, the signal is the cause of its death, not the exception.
     is_killed = worker is not None and worker.sent_signal is None and (worker.exitcode or 0) < 0
     said = None
     if raised is not None and not is_killed:
@@ -180,10 +170,7 @@ def how_it_was_seen(attempt: Attempt, local_rank: int) -> str:
 
 
 def request_records(attempt: Attempt) -> list[str]:
-    """Request a flight record from each worker that has a thread for writing it. Never blocks.
-
-    Return the paths of the files to which these workers write their records.
-    """
+    """Request a flight record from each worker that can write one, and return their paths. Never blocks."""
     paths = attempt.paths.error_files.values()
     return [flight_record_file(path) for path in paths if path and _is_requested(path)]
 
@@ -192,7 +179,7 @@ def _is_requested(error_file: str) -> bool:
     record, requests = flight_record_file(error_file), flight_requests_file(error_file)
     try:
         if os.path.lexists(record):
-            os.unlink(record)  # Delete the record of an earlier hang, from which the worker has recovered.
+            os.unlink(record)  # The worker has recovered from an earlier hang.
         descriptor = os.open(requests, os.O_WRONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError:
         return False  # The worker has no thread that answers requests.
@@ -203,13 +190,9 @@ def _is_requested(error_file: str) -> bool:
 
 
 def record_files(attempt: Attempt, local_rank: int, since: float = 0.0) -> list[str]:
-    """Return the paths of a worker's existing flight records: the requested record first, then NCCL's dump.
+    """Return a worker's flight records: the requested one, then NCCL's dump.
 
-    Args:
-        attempt: attempt of the worker.
-        local_rank: local rank of the worker.
-        since: earliest modification time of a record, in seconds of the wall clock. Older records are
-            omitted.
+    ``since`` is the earliest modification time, in seconds of the wall clock.
     """
     error_file = attempt.paths.error_files.get(local_rank)
     if not error_file:
@@ -224,25 +207,20 @@ def _is_file(path: str, since: float) -> bool:
         found = os.lstat(path)
         return stat.S_ISREG(found.st_mode) and found.st_mtime >= since
     except OSError:
-        return False  # The file does not exist or cannot be accessed.
+        return False
 
 
 def has_records(attempt: Attempt) -> bool:
-    """Return true if at least one worker of this node has written a flight record."""
     return any(record_files(attempt, local_rank) for local_rank in attempt.global_ranks())
 
 
 def is_collective_failure(attempt: Attempt) -> bool:
     """Return true if another rank may have caused the first failure by making a collective fail.
 
-    Return true if one of these conditions holds:
-
-    - The ranks to blame are ranks that exited with code 0 while other ranks still waited for them.
-    - The worker that failed first has raised an exception that reports a lost or silent peer.
-    - That worker has raised no exception, and a worker died by SIGABRT. gloo and NCCL's watchdog end their
-      process in this way.
-
-    The last two conditions do not apply if the first failure is an expired time limit.
+    - The ranks to blame exited with code 0 while other ranks still waited for them.
+    - No time limit expired, and the first failure is an exception that reports a lost or silent peer.
+    - No time limit expired, the worker raised no exception, and a worker died by SIGABRT. gloo and NCCL's
+      watchdog end their process in this way.
     """
     if attempt.blame is not None and attempt.blame.basis == "exit":
         return True
@@ -254,10 +232,8 @@ def is_collective_failure(attempt: Attempt) -> bool:
 
 def aborted(attempt: Attempt) -> int | None:
     """Return the local rank of the first worker that died by SIGABRT without a signal from elasticrs.
-    ``None`` if there is none.
 
-    Other workers may have exited before this worker, because the kernel closes the connections of a process
-    before it reports the process's exit.
+    Other workers may have exited before, because the kernel closes connections before it reports the exit.
     """
     for local_rank, exited in attempt.exits.items():
         if exited.exitcode == -signal.SIGABRT and exited.sent_signal is None:

@@ -1,6 +1,5 @@
-"""The outcome of a job: the failure report in the terminal, the JSON report, the launcher's exit code, and
-a pod's termination message. ``docs/report.schema.json`` describes the JSON report. Imported only when a job
-has finished.
+"""Reports of a job, in the terminal and as JSON (``docs/report.schema.json``), the exit code, and a pod's
+termination message. Imported only when a job has finished.
 """
 
 from __future__ import annotations
@@ -34,22 +33,19 @@ if TYPE_CHECKING:
     Failures = Mapping[int, ProcessFailure]
 
 _MAX_RESTARTS = 3
-"""Maximum number of restarts whose durations are listed in the report."""
+"""Maximum number of restarts whose durations are listed."""
 _MAX_EARLIER = 8
-"""Maximum number of causes of earlier attempts that are listed in the report."""
 
 SCHEMA = 1
 """Version of the JSON report. It changes when a field is removed or the meaning of a field changes."""
 
 MAX_TERMINATION_MESSAGE = 4096
-"""Maximum size of a pod's termination message in bytes. Kubernetes truncates longer messages."""
+"""Maximum size in bytes. Kubernetes truncates longer messages."""
 
 _MAX_TEXT = 16384
-"""Maximum number of characters of a failure's message in the JSON report."""
 
 
 def exit_code(codes: ExitCodes, result: JobResult, failed: Failures) -> int:
-    """Return the exit code of the launcher."""
     if result.phase is not Phase.FAILED:
         return result.exit_code
     if codes.kind == "verdict":
@@ -59,8 +55,7 @@ def exit_code(codes: ExitCodes, result: JobResult, failed: Failures) -> int:
         rank, cause = root_cause(failed), result.first_cause
         root = failed[rank]
         was_killed = cause is not None and cause.rank == rank and cause.was_killed
-        # Ignore the exit code if the agent killed the worker, because the code only reflects the agent's
-        # signal. The same applies if the agent of another node killed the worker.
+        # If the agent of any node killed the worker, the exit code only reflects the agent's signal.
         code = root.exitcode if root.sent_signal is None and not was_killed else None
         # As a shell does, report death by a signal as 128 plus the signal number.
         return result.exit_code if not code else code if code > 0 else 128 - code
@@ -70,7 +65,6 @@ def exit_code(codes: ExitCodes, result: JobResult, failed: Failures) -> int:
 def report(
     job: JobSpec, result: JobResult, failed: Failures, headline: str | None, code: int
 ) -> dict[str, Any]:
-    """Return the JSON report of a finished job."""
     root = root_cause(failed) if failed else None
     stopped = victims(failed)
     blame = result.attempts[-1].blame if result.attempts else None
@@ -172,16 +166,12 @@ def _xid(attempt: Attempt, xid: Xid) -> dict[str, Any]:
 
 
 def encode(document: Mapping[str, Any]) -> str:
-    """Return the report as JSON text. The text contains only ASCII characters, because a file name that is
-    not valid UTF-8 could otherwise not be written.
-    """
+    """Return JSON in ASCII, because a file name that is not valid UTF-8 could otherwise not be written."""
     return json.dumps(document, indent=1, default=str) + "\n"
 
 
 def termination_message(document: Mapping[str, Any]) -> str:
-    """Return a pod's termination message: the verdict, the reason, the headline, and the failures, in at most
-    :data:`MAX_TERMINATION_MESSAGE` bytes.
-    """
+    """Return the verdict, the reason, the headline and the failures; see :data:`MAX_TERMINATION_MESSAGE`."""
     verdict = document["verdict"] or document["outcome"]
     lines = [f"{verdict}: {document['reason'] or document['headline'] or ''}"]
     if document["reason"] and document["headline"] and document["headline"] != document["reason"]:
@@ -205,7 +195,6 @@ def _in_one_line(failure: Mapping[str, Any]) -> str:
 
 
 def headline_of(result: JobResult, failed: Mapping[int, ProcessFailure]) -> str:
-    """Return the root cause as one line, such as ``rank 3 of 8: KeyError: 1 (train.py:4)``."""
     rank = root_cause(failed)
     failure, cause = failed[rank], result.first_cause
     attempt = result.attempts[-1] if result.attempts else None
@@ -222,10 +211,7 @@ def headline_of(result: JobResult, failed: Mapping[int, ProcessFailure]) -> str:
 
 
 def earlier_causes(attempts: Sequence[Attempt]) -> list[str]:
-    """Return the reasons why workers were replaced and why all attempts before the last one ended, in order.
-
-    Consecutive equal reasons are merged into one line.
-    """
+    """Return why workers were replaced and why earlier attempts ended. Merge consecutive equal reasons."""
     found: list[tuple[str, list[str]]] = []
     for attempt in attempts:
         replaced = [each.cause for each in attempt.replaced_workers]
@@ -249,10 +235,9 @@ def _named(names: Sequence[str]) -> str:
 
 
 def all_failures(result: JobResult) -> dict[int, ProcessFailure]:
-    """Return this node's failures in the last attempt, by rank.
+    """Return the last attempt's failures of this node, and the job's first failure, by rank.
 
-    If the job's first failure was on another node, include that failure. Causes of earlier attempts are added
-    to the notes of the root cause.
+    Causes of earlier attempts are added to the notes of the root cause.
     """
     failed = _last_failures(result)
     if failed:
@@ -264,12 +249,10 @@ def _last_failures(result: JobResult) -> dict[int, ProcessFailure]:
     failed = failures(result.attempts[-1]) if result.attempts else {}
     cause = result.first_cause
     if cause is not None and failed and cause.round not in (None, result.attempts[-1].round):
-        # Omit this node's failures, because the job recovered from them. The job failed in a later rendezvous
-        # round, in which this node did not take part.
+        # The job recovered from these failures, and failed in a later round without this node.
         failed = {}
     if cause is None and result.message is not None and len(victims(failed)) == len(failed):
-        # No worker caused the failure: the job failed for the reason in `result.message`, and the agent then
-        # stopped the workers.
+        # The job failed for the reason in `result.message`, and the agent then stopped the workers.
         return {}
     if cause is None or cause.rank is None:
         return failed
@@ -313,24 +296,13 @@ def _add_history(result: JobResult, failed: dict[int, ProcessFailure]) -> None:
 def print_report(
     job: JobSpec, result: JobResult, say: Callable[[str], None], write: Callable[[str], None]
 ) -> str | None:
-    """Print the failure report of a job. The last line of the report contains the verdict and advice for the
-    user.
+    """Print the failure report, and write the root cause to the launcher's ``TORCHELASTIC_ERROR_FILE``.
 
-    If ``TORCHELASTIC_ERROR_FILE`` is set for the launcher, write the root cause there.
-
-    Args:
-        job: configuration of the job.
-        result: result of the job.
-        say: prints a line with the launcher's prefix.
-        write: prints text without a prefix.
-
-    Returns:
-        The headline; ``None`` if nothing is known about the failure.
+    ``say`` adds the launcher's prefix to a line. Return the headline; ``None`` if the failure is unknown.
     """
     failed = all_failures(result)
     told = None if result.phase is not Phase.FAILED else conclusion(job, result)
     if not failed:
-        # The message already says why the job ended and what the user can do.
         if line := result.message or told:
             say(line)
         return result.message
@@ -344,7 +316,6 @@ def print_report(
 
 
 def conclusion(job: JobSpec, result: JobResult) -> str:
-    """Return one line that says whether another attempt may succeed, and what the user can do next."""
     policy = job.restart_settings
     used = phrases.restarts_used(result.restarts, policy.max_restarts, policy.window)
     word, reason, next_ = {
@@ -364,9 +335,8 @@ def conclusion(job: JobSpec, result: JobResult) -> str:
 
 
 def hand_on(error: ChildFailedError, headline: str) -> bool:
-    """Write the launcher's own error file, which the launcher's parent process reads. Copy the error file of
-    the worker that failed first. If that file is not on this node, write a one-line summary of the failure
-    instead. Return true after the file has been written.
+    """Write the launcher's own error file, for its parent process. It is a copy of the first failure's error
+    file, or a summary in one line if that file is not on this node.
     """
     rank, first = error.get_first_failure()
     handler = public("multiprocessing.errors.get_error_handler")()
@@ -381,8 +351,7 @@ def hand_on(error: ChildFailedError, headline: str) -> bool:
         "node": first.host or os.uname().nodename,
     }
     message = {"message": headline, "errorCode": first.exitcode or 0, "extraInfo": extra}
-    # Name the writer, so that the parent process does not take the file for its own. The parent may handle
-    # this failure and then fail for another reason.
+    # Name the writer, because the parent may handle this failure and then fail for another reason.
     writer = {"pid": os.getpid(), "written_by": "launcher"}
     path = os.environ["TORCHELASTIC_ERROR_FILE"]
     handler._rm(path)

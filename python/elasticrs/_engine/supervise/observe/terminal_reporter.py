@@ -1,8 +1,6 @@
-"""Prints the progress of a job, one line for each event: the location of the logs, failures, restarts, and
-the end of the job.
+"""Prints the progress of a job, one line for each event. Makes no decisions.
 
-This observer makes no decisions. Slow work, such as reading a traceback, is done after the next workers have
-been started.
+Slow work, such as reading a traceback, is done after the next workers have been started.
 """
 
 from __future__ import annotations
@@ -30,9 +28,7 @@ _QUIET = ("WARNING", "WARN", "ERROR", "CRITICAL", "FATAL")
 
 
 def is_talkative(level: str) -> bool:
-    """Return true if the user wants progress lines even for a job without problems. ``level`` is the value of
-    ``LOGLEVEL``, a name or a number as in :mod:`logging`. If it is empty, the lines are printed.
-    """
+    """Return true if ``level`` (``LOGLEVEL``, a name or a number) allows lines for a job without problems."""
     if level.isdecimal():
         return int(level) <= 20
     return level.upper() not in _QUIET
@@ -41,12 +37,7 @@ def is_talkative(level: str) -> bool:
 class TerminalReporter(Observer):
     """Observer that prints the progress of a job.
 
-    Args:
-        job: configuration of the job.
-        result: result of the job, which the agent's loop fills in.
-        say: prints a line for the user.
-        owns_process: true if the process is the launcher, and false if it is a program that uses the
-            launcher's API. Only the launcher reports success.
+    Only the launcher, which owns the process, reports success; a program that uses its API does not.
     """
 
     def __init__(
@@ -62,9 +53,7 @@ class TerminalReporter(Observer):
         self._is_restart = self._is_told = False
 
     def acting(self, action: Action, plan: Plan | None) -> None:  # noqa: ARG002 -- the base class's signature
-        """Remember an announced restart. :meth:`started` prints a message about the restart once the workers
-        have been started. If the restart is delayed, print the message now.
-        """
+        """Keep a restart for :meth:`started`, unless it is delayed."""
         if isinstance(action, AnnounceRestart):
             self._failed = self._result.attempts[-1], action
             if action.delay > 0:
@@ -77,9 +66,7 @@ class TerminalReporter(Observer):
             self._say(f"logs in {folder}")
 
     def started(self) -> None:
-        """Print the line about a restart. Called when the workers are already starting, so that the line does
-        not delay them.
-        """
+        """Print the line about a restart, now that it no longer delays the workers."""
         if self._failed is None:
             return
         (attempt, action), self._failed = self._failed, None
@@ -100,9 +87,7 @@ class TerminalReporter(Observer):
         )
 
     def failed(self, attempt: Attempt) -> None:
-        """Print the first failure now if the worker has hung, has raised an exception, or is slow to exit.
-        Otherwise, :meth:`exited` prints the failure when the worker has exited.
-        """
+        """Print the first failure now if :meth:`exited` would print it late."""
         if attempt.first_failure is not None and attempt.is_told_at_once(attempt.first_failure):
             self._tell_first(attempt)
 
@@ -127,7 +112,7 @@ class TerminalReporter(Observer):
 
     def running(self, result: JobResult) -> None:
         attempt = result.attempts[-1]
-        # In a job on several nodes, only the node with group rank 0 prints this line.
+        # With several nodes, only the node with group rank 0 prints this line.
         is_mine = self._is_restart or (self._job.is_multi_node and attempt.plan.ranks[0].group_rank == 0)
         if is_mine and attempt.phases:
             self._is_restart = False
@@ -171,9 +156,7 @@ class TerminalReporter(Observer):
             self._say("".join(ending))
 
     def _node_changes(self) -> str:
-        """Return a phrase with the number of rendezvous rounds that started because nodes joined or left.
-        Restarts after failures are not counted.
-        """
+        """Count the rounds that started because nodes joined or left, without restarts after failures."""
         if not self._job.is_multi_node or self._job.replaces_workers:
             return ""
         last = self._result.attempts[-1]
@@ -181,8 +164,7 @@ class TerminalReporter(Observer):
         return f", {count} change{'s' if count != 1 else ''} of nodes" if count > 0 else ""
 
     def _tell_first(self, attempt: Attempt) -> None:
-        # In a job on several nodes, the rendezvous prints the first failure on every node, so do not print it
-        # here.
+        # With several nodes, the rendezvous prints the first failure on every node.
         if self._job.is_multi_node or not attempt.signalled or self._is_told:
             return
         self._is_told = True
@@ -192,8 +174,7 @@ class TerminalReporter(Observer):
             "the other rank: its" if attempt.signalled == 1 else f"the other {attempt.signalled} ranks: their"
         )
         if attempt.blame is not None and not attempt.blame.is_decided:
-            # Do not call the errors of the other ranks side effects, because one of these ranks may be to
-            # blame.
+            # One of the other ranks may be to blame, so do not call their errors side effects.
             self._say(f"{who}; stopping all ranks")
         else:
             self._say(f"{who}; stopping {others} errors are side effects")
@@ -211,8 +192,7 @@ class TerminalReporter(Observer):
         try:
             from elasticrs._engine.supervise.failures.failed_attempt import first_of
         except OSError:
-            # The import fails if this process has no free file descriptor. In this case, report only how the
-            # worker exited, without reading its error file.
+            # The import fails if this process has no free file descriptor. Report only how the worker exited.
             local_rank, how = failed[0].local_rank, f" {attempt.how_it_ended(failed[0])}"
         else:
             local_rank, how = first_of(attempt)
@@ -221,9 +201,9 @@ class TerminalReporter(Observer):
 
 
 def productive_ns(attempts: Iterable[Attempt]) -> int:
-    """Return the productive time in nanoseconds: the time during which no worker had failed or hung.
+    """Return the time in nanoseconds during which no worker had failed or hung.
 
-    Imports before a warm start count as productive time, because the imports of cold workers count as well.
+    It includes imports before a warm start, because the imports of cold workers count as well.
     """
     total = 0
     for attempt in attempts:
@@ -238,7 +218,7 @@ def productive_ns(attempts: Iterable[Attempt]) -> int:
 
 
 def folder_with_files(attempts: Sequence[Attempt]) -> str | None:
-    """Return the folder of a run's logs. Return ``None`` if it contains no files."""
+    """Return the folder of a run's logs; ``None`` if it contains no files."""
     run = attempts[-1].paths.run_folder
     return run if run and any(files for _, _, files in os.walk(run)) else None
 
