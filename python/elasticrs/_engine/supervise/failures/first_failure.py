@@ -179,7 +179,7 @@ def _is_requested(error_file: str) -> bool:
     record, requests = flight_record_file(error_file), flight_requests_file(error_file)
     try:
         if os.path.lexists(record):
-            os.unlink(record)  # The worker has recovered from an earlier hang.
+            os.unlink(record)  # Delete the record of an earlier hang, from which the worker has recovered.
         descriptor = os.open(requests, os.O_WRONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError:
         return False  # The worker has no thread that answers requests.
@@ -207,7 +207,7 @@ def _is_file(path: str, since: float) -> bool:
         found = os.lstat(path)
         return stat.S_ISREG(found.st_mode) and found.st_mtime >= since
     except OSError:
-        return False
+        return False  # The file does not exist or cannot be accessed.
 
 
 def has_records(attempt: Attempt) -> bool:
