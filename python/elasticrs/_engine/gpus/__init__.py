@@ -9,14 +9,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 DEVICE = "/dev/nvidiactl"
-"""Device file that exists if NVIDIA's driver is loaded and this process may use its GPUs."""
+"""Exists if NVIDIA's driver is loaded and this process may use its GPUs."""
 
 MEMORY_LIMIT = 50.0
-"""Maximum number of seconds for which a restart waits until the device memory of dead workers is free."""
+"""Maximum seconds for which a restart waits until the device memory of dead workers is free."""
 
 
 def are_gpus_visible(environ: Mapping[str, str]) -> bool:
-    """Return true if workers with these environment variables may use NVIDIA GPUs. Load no library, because
-    this is called at every launch.
-    """
+    """Load no library, because this is called at every launch."""
     return os.path.exists(DEVICE) and environ.get("CUDA_VISIBLE_DEVICES") not in {"", "-1"}

@@ -1,9 +1,7 @@
 """Counts the workers that a node can run, and finds its visible GPUs, without importing torch.
 
-Three sources are tried in this order: the driver's files; NVML, but only on Windows Subsystem for Linux,
-where these files do not exist; and torch. NVML runs in a short-lived child process, because it would leave
-threads and file descriptors behind in the calling process. Torch also runs in a child process unless it has
-already been imported. The result names the source that was used.
+The sources are the driver's files; on Windows Subsystem for Linux, which lacks them, NVML; then torch. NVML,
+which leaves threads and file descriptors behind, and torch, unless it is imported, run in child processes.
 """
 
 from __future__ import annotations
@@ -21,13 +19,10 @@ if TYPE_CHECKING:
 DRIVER = "/proc/driver/nvidia/gpus"
 CAPABILITIES = "/proc/driver/nvidia/capabilities"
 WSL_DEVICE = "/dev/dxg"
-"""Device file that exists on Windows Subsystem for Linux if the machine has a GPU."""
+"""Exists on Windows Subsystem for Linux if the machine has a GPU."""
 CHILD_TIMEOUT = 120.0
-"""Time limit in seconds for a child process to import torch and count devices. The import takes long on a
-cold network file system.
-"""
+"""Seconds for a child process to import torch, which takes long on a cold network file system."""
 SLOW = 5.0
-"""Seconds after which the launcher prints what it is waiting for."""
 
 _CUDA, _HIP = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
 _NVIDIA = "0x10de"
@@ -35,11 +30,9 @@ _DISPLAY_CLASSES = ("0x0300", "0x0302")  # VGA and 3D controllers
 
 
 class Gpu(Value):
-    """A GPU that CUDA or ROCm supports.
+    """GPU that CUDA or ROCm supports. ``address`` is the PCI address (``0000:3b:00.0``).
 
-    Args:
-        address: address on the PCI bus, in the format of sysfs (``0000:3b:00.0``).
-        uuid: identifier of the form ``GPU-…``; empty if the driver does not report it.
+    ``uuid`` has the form ``GPU-…``. It is empty if the driver does not report it.
     """
 
     address: str
@@ -47,13 +40,7 @@ class Gpu(Value):
 
 
 class Count(Value):
-    """Number of devices, the kind of the devices, and the source of the number.
-
-    Args:
-        number: number of devices.
-        kind: kind of the devices: ``cuda``, ``xpu``, …; ``cpu`` if there are no devices.
-        source: description of the source of the number.
-    """
+    """Number of devices, its source, and their kind: ``cuda``, ``xpu``, …, or ``cpu`` if there are none."""
 
     number: int
     kind: str
@@ -69,21 +56,15 @@ class UnknownDeviceError(CountError):
 
 
 def cpu_count() -> int:
-    """Return the number of CPUs in the affinity mask of this process, as torchrun does."""
+    """As torchrun does, count the CPUs in the affinity mask of this process."""
     return len(os.sched_getaffinity(0))
 
 
 def worker_count(word: str, environ: Mapping[str, str]) -> Count:
     """Return the number of workers for ``--nproc-per-node WORD``, by torchrun's rules.
 
-    Args:
-        word: ``cpu``, ``gpu`` (CUDA devices), ``auto`` (any accelerator, or CPUs if there is none), ``xpu``,
-            or the name of a device from an extension of torch.
-        environ: environment variables, for ``CUDA_VISIBLE_DEVICES`` and for the child process.
-
-    Raises:
-        CountError: there is no such device, or counting requires torch, which is not installed.
-        UnknownDeviceError: the word is unknown.
+    ``word`` is ``cpu``, ``gpu`` (CUDA), ``auto`` (any accelerator, else CPUs), ``xpu``, or a device of an
+    extension of torch. Raise :class:`CountError` if there is no such device, or torch is needed but missing.
     """
     if word == "cpu":
         return Count(cpu_count(), "cpu", "the operating system")
@@ -110,11 +91,9 @@ def worker_count(word: str, environ: Mapping[str, str]) -> Count:
 
 
 def has_slices(environ: Mapping[str, str], capabilities: str = CAPABILITIES) -> bool:
-    """Return true if a GPU is divided into MIG slices, according to the NVIDIA driver's files.
+    """Return true if GPUs are divided into MIG slices, unless ``CUDA_VISIBLE_DEVICES`` starts with a GPU.
 
-    Slices must not be counted as devices, because CUDA shows a process only one slice, even if
-    ``CUDA_VISIBLE_DEVICES`` lists several. If the first entry of that variable is a whole device, the result
-    is false.
+    CUDA shows a process only one slice, even if the variable lists several, so slices are not counted.
     """
     first = environ.get(_CUDA, "").split(",")[0].strip()
     if first:
@@ -126,24 +105,17 @@ def has_slices(environ: Mapping[str, str], capabilities: str = CAPABILITIES) -> 
 def cuda_device_count(environ: Mapping[str, str], driver: str = DRIVER, dev: str = "/dev") -> int:
     """Return the number of CUDA devices that a worker would see, according to the driver's files.
 
-    Args:
-        environ: environment variables, for ``CUDA_VISIBLE_DEVICES``. As in CUDA itself, the list ends at the
-            first entry that is not a device.
-        driver: folder in which the NVIDIA driver lists its devices.
-        dev: folder of device nodes, which is used if ``driver`` is missing (in containers).
+    As in CUDA, ``CUDA_VISIBLE_DEVICES`` ends at the first entry that is not a device. If ``driver`` is
+    missing, as in containers, the device nodes in ``dev`` are counted.
     """
     uuids = [gpu.uuid for gpu in _driver_gpus(driver)] or [""] * _device_nodes(dev)
     return len(visible_indices(environ, uuids))
 
 
 def visible_gpus(environ: Mapping[str, str], *, sysfs: str = "/sys", driver: str = DRIVER) -> list[Gpu]:
-    """Return the CUDA or ROCm devices that a worker would see, in the order of their indices.
+    """Return the CUDA or ROCm devices that a worker would see, in index order.
 
-    Args:
-        environ: environment variables, for ``CUDA_VISIBLE_DEVICES``. With ROCm, ``HIP_VISIBLE_DEVICES`` takes
-            precedence.
-        sysfs: mount point of sysfs, for AMD devices, and for NVIDIA devices if their driver lists none.
-        driver: folder in which the NVIDIA driver lists its devices.
+    With ROCm, ``HIP_VISIBLE_DEVICES`` takes precedence over ``CUDA_VISIBLE_DEVICES``.
     """
     gpus, name = _driver_gpus(driver), _CUDA
     if not gpus:
@@ -156,14 +128,11 @@ def visible_gpus(environ: Mapping[str, str], *, sysfs: str = "/sys", driver: str
 
 
 def visible_indices(environ: Mapping[str, str], uuids: Sequence[str], name: str = _CUDA) -> list[int]:
-    """Return the indices of the devices that the environment variable selects."""
     text = environ.get(name)
     if text is None:
         return list(range(len(uuids)))
-    # Like torch, stop at the first entry of a different kind, such as a UUID after an index.
-    #
-    # Check for repeated entries before the lookup, which stops at the first missing device. A repeated entry
-    # anywhere in the list hides all devices.
+    # Like torch, stop at the first entry of a different kind, such as a UUID after an index. A repeated entry
+    # hides all devices, even after a missing device, at which the lookup stops.
     entries = [entry.strip() for entry in text.split(",")]
     listed = list(takewhile(lambda entry: _kind(entry) == _kind(entries[0]), entries))
     names = {int(entry) if _is_ordinal(entry) else entry for entry in listed}
@@ -175,7 +144,7 @@ def visible_indices(environ: Mapping[str, str], uuids: Sequence[str], name: str 
         if index is None:
             break
         if index in found:
-            # Two different entries are prefixes of the same UUID. Treat them as a repeated entry.
+            # Two different entries are prefixes of the same UUID.
             return []
         found.append(index)
     return found
@@ -200,15 +169,12 @@ def _index(name: str, uuids: Sequence[str], taken: Sequence[int]) -> int | None:
         return matches[0] if len(matches) == 1 else None
     if name.startswith("GPU-") and any(uuids):
         return None
-    # The entry names a MIG slice, or the driver reports no UUIDs. Assume that the entry selects the first
-    # device not yet selected by another entry.
+    # The entry names a MIG slice, or the driver reports no UUIDs. Assume the first device not selected yet.
     return next((index for index in range(len(uuids)) if index not in taken), None)
 
 
 def _names(folder: str) -> list[str]:
-    """Return the sorted names in a folder. Return an empty list if the folder is missing, for example because
-    the driver is not installed or a container hides the folder.
-    """
+    """Return the sorted names in a folder; none if it is missing, for example in a container."""
     try:
         return sorted(os.listdir(folder))
     except OSError:
@@ -216,9 +182,7 @@ def _names(folder: str) -> list[str]:
 
 
 def _read(*path: str) -> str:
-    """Return the contents of a file. Return an empty string if the file cannot be read, for example because a
-    container hides the file.
-    """
+    """Return the contents of a file; empty if it cannot be read, for example in a container."""
     try:
         with open(os.path.join(*path), encoding="ascii", errors="replace") as file:
             return file.read()
@@ -231,20 +195,16 @@ def _driver_gpus(driver: str) -> list[Gpu]:
 
 
 def _uuid(text: str) -> str:
-    # Return an empty string if the driver reports no UUID. UUIDs in `CUDA_VISIBLE_DEVICES` cannot be checked
-    # in this case.
     lines = (line.partition(":") for line in text.splitlines())
     return next((value.strip() for name, _, value in lines if name.strip() == "GPU UUID"), "")
 
 
 def _kfd_gpus(sysfs: str) -> list[Gpu]:
-    """Return AMD GPUs in the order in which the compute driver lists its nodes, which is also
-    ROCm's order.
-    """
+    """Return AMD GPUs in the order of the compute driver's nodes, which is also ROCm's order."""
     folder = os.path.join(sysfs, "class/kfd/kfd/topology/nodes")
     nodes = sorted(filter(str.isdecimal, _names(folder)), key=int)
     found = (_kfd_properties(_read(folder, node, "properties")) for node in nodes)
-    # Skip CPUs, which the driver also lists as nodes.
+    # The driver also lists CPUs as nodes.
     return [Gpu(_kfd_address(each)) for each in found if each.get("simd_count")]
 
 
@@ -254,8 +214,8 @@ def _kfd_properties(text: str) -> dict[str, int]:
 
 
 def _kfd_address(properties: Mapping[str, int]) -> str:
-    # The lowest 16 bits contain bus, device and function. Clear the function number, because it counts
-    # partitions of a device and is not part of the PCI address.
+    # The lowest 16 bits contain bus, device and function. The function number counts partitions, and is
+    # not part of the PCI address.
     location = properties.get("location_id", 0)
     return f"{properties.get('domain', 0):04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}.0"
 
@@ -289,8 +249,7 @@ def _nvml_count(environ: Mapping[str, str]) -> int:
             timeout=CHILD_TIMEOUT,
         )
     except (subprocess.TimeoutExpired, OSError):
-        # The driver hangs, or the child process could not be started. Continue, because torch may still be
-        # able to count devices.
+        # The driver hangs, or the child process could not be started. Torch may still count devices.
         return 0
     return len(visible_indices(environ, done.stdout.split()))
 
@@ -309,8 +268,7 @@ def _ask_torch(word: str, environ: Mapping[str, str]) -> Count | None:
         return None
     python = environ.get("PYTHON_EXEC") or sys.executable
     if word not in ("gpu", "xpu", "auto") and python == sys.executable and not _has_extensions():
-        # Do not import torch to check a mistyped name. Only an extension of torch could define this device,
-        # and no extension is installed.
+        # Do not import torch to check a mistyped name.
         raise UnknownDeviceError(word)
     command = [python, torch_devices.__file__, word]
     pipe = subprocess.PIPE
@@ -331,18 +289,13 @@ def _ask_torch(word: str, environ: Mapping[str, str]) -> Count | None:
 
 
 def _has_extensions() -> bool:
-    """Return true if an extension of torch is installed. ``import torch`` loads the extensions, and they may
-    define further types of devices.
-    """
+    """``import torch`` loads its extensions, which may define further types of devices."""
     from importlib.metadata import entry_points
 
     return bool(entry_points(group="torch.backends"))
 
 
 def _outputs(child: subprocess.Popen[str], word: str) -> tuple[str, str]:
-    """Wait for the process that counts devices, and return its output. Print a message if the process is
-    slow.
-    """
     import subprocess
     import sys
 

@@ -1,27 +1,17 @@
-"""Program that monitors a node's NVIDIA GPUs for the agent. The program reports Xids (error codes of NVIDIA's
-driver) and the device memory that dead workers still hold. :mod:`.gpu_watcher` starts it.
+"""Program that monitors a node's NVIDIA GPUs for the agent; :mod:`.gpu_watcher` starts it. It reports Xids
+(error codes of NVIDIA's driver) and the device memory that dead workers still hold.
 
-Requests and messages are JSON objects, one per line. The program reads requests from standard input:
+Requests on standard input and messages on standard output are JSON objects, one per line:
 
-- ``{"begin": N}``: attempt N begins. Forget earlier Xids. Do not attribute memory that is already in use to
-  the attempt's workers.
+- ``{"begin": N}``: attempt N begins. Its workers do not hold the memory in use. Answer: ``{"begun": N}``.
 - ``{"workers": [PID, …]}``: pids of the attempt's workers.
-- ``{"settle": N}``: attempt N is ending. Report all Xids and the memory that its workers still hold, and send
-  another report when this memory is free.
+- ``{"settle": N}``: attempt N is ending. Answer: all Xids, and ``{"settled": N, "held": {GPU: BYTES}}``, the
+  memory that dead workers hold; once more when it is free.
+- ``{"xid": {…}, "attempt": N}``: message about a new or changed Xid, with the fields of :class:`.Xid`.
+- ``{"problem": TEXT}``: message about something that cannot be monitored. With ``"is_blind": true``, no more
+  messages about memory follow.
 
-The program writes messages to standard output:
-
-- ``{"begun": N}``: the memory in use at the beginning of attempt N has been measured.
-- ``{"xid": {…}, "attempt": N}``: an Xid that is new or has changed, with the fields of
-  :class:`.Xid`.
-- ``{"settled": N, "held": {GPU: BYTES}}``: memory that dead workers still hold. If they hold any, another
-  message of this kind follows when all of it is free.
-- ``{"problem": TEXT}``: description of something that cannot be monitored. If the message contains
-  ``"is_blind": true``, no more messages about memory follow.
-
-The program exits at EOF on standard input.
-
-NVML is called on separate threads, because its functions may hang in the driver.
+The program exits at EOF. It calls NVML on separate threads, because the functions may hang in the driver.
 """
 
 from __future__ import annotations
@@ -43,46 +33,32 @@ if TYPE_CHECKING:
     from elasticrs._engine.gpus.nvml import Device, Nvml
 
 TOLERANCE = 64 << 20
-"""Growth of a GPU's memory in use since the beginning of an attempt, in bytes, that is not attributed to the
-attempt's workers.
-"""
+"""Growth of a GPU's memory in use, in bytes, that is not attributed to an attempt's workers."""
 CALL_LIMIT = 5.0
 """Seconds after which an NVML call counts as hung."""
 INIT_LIMIT = 60.0
-"""Seconds after which NVML's initialization counts as hung. It is slow if no other process uses the
-driver.
-"""
+"""Seconds for NVML's initialization, which is slow if no other process uses the driver."""
 MAX_XIDS = 64
-"""Maximum number of different Xids to record per attempt."""
 MAX_PIDS = 8
-"""Maximum number of pids to record per Xid."""
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.25
 _EVENT_WAIT = 3600.0
 _MAX_ANCESTORS = 16
 _RECORD_SIZE = 8192
-"""Buffer size in bytes for one record of the kernel log. Each read returns a single record."""
+"""Buffer size in bytes. Each read returns a single record of the kernel log."""
 
 
 def send(**message: Any) -> None:
-    """Send a message to the agent in a single write."""
+    """Send a message in a single write."""
     os.write(1, (json.dumps(message) + "\n").encode())
 
 
 class Workers:
-    """An attempt's workers.
-
-    Attributes:
-        pids: pids of the workers.
-    """
-
     def __init__(self) -> None:
         self.pids: frozenset[int] = frozenset()
 
     def of(self, pid: int) -> int | None:
-        """Return the pid of the worker that is this process or one of its ancestors. Return ``None`` if there
-        is no such worker.
-        """
+        """Return the worker that is this process or one of its ancestors, if any."""
         for _ in range(_MAX_ANCESTORS):
             if pid in self.pids:
                 return pid
@@ -95,24 +71,20 @@ class Workers:
 
 
 class Memory:
-    """Measures the device memory that an attempt's workers hold. Used only on the thread that calls NVML."""
+    """Device memory that an attempt's workers hold. Used only on the thread that calls NVML."""
 
     def __init__(self, library: Nvml, gpus: list[Device], workers: Workers) -> None:
         self._library = library
         self._workers = workers
-        # Leave out GPUs that are divided into MIG slices, because other jobs may use some of the slices, and
-        # their processes are not visible here.
+        # Other jobs may use slices of a GPU (MIG), and their processes are not visible here.
         self._gpus = [gpu for gpu in gpus if not library.is_divided(gpu)]
         self._before: dict[int, int] = {}
 
     def remember(self) -> None:
-        """Record the memory in use before the workers use any."""
         self._before = self._unclaimed()
 
     def held(self) -> dict[int, int]:
-        """Return the bytes of device memory that workers, dead or alive, hold on each GPU. Leave out GPUs on
-        which workers hold no memory.
-        """
+        """Return the bytes that workers, dead or alive, hold on each GPU, if any."""
         held = {gpu: used - self._before.get(gpu, 0) for gpu, used in self._unclaimed().items()}
         return {gpu: size for gpu, size in held.items() if size > TOLERANCE}
 
@@ -130,14 +102,8 @@ class Memory:
 class Calls:
     """The thread that makes the calls to NVML, and a second thread that waits for NVML's events.
 
-    Attributes:
-        requests: the agent's requests, each a name and a value. The first thread handles them.
-        results: results for the main thread, each a name and a value.
-        fd: file descriptor that becomes readable when a result is added.
-        since: start time of the current call, in seconds of the monotonic clock; ``None`` if no call is
-            running.
-        limit: seconds after which the current call counts as hung.
-        function: name of the NVML function that is being called.
+    ``requests`` and ``results`` contain names with values. ``fd`` is readable when there is a result.
+    ``since`` is the monotonic start time of the current call in seconds, ``limit`` its time limit.
     """
 
     def __init__(self, workers: Workers) -> None:
@@ -215,8 +181,6 @@ def _visible(gpus: list[Device]) -> list[Device]:
 
 
 class Xids:
-    """The Xids that occurred during an attempt."""
-
     def __init__(self, workers: Workers, *, has_kernel_pids: bool) -> None:
         self._workers = workers
         self._has_kernel_pids = has_kernel_pids
@@ -225,20 +189,12 @@ class Xids:
         self._changed: set[tuple[int, int]] = set()
 
     def begin(self, attempt: int) -> None:
-        """Forget all Xids. Called when a new attempt begins."""
         self._attempt = attempt
         self._seen.clear()
         self._changed.clear()
 
     def add(self, gpu: int, code: int, record: xids.LogRecord | None = None) -> None:
-        """Add an Xid. Report it immediately if the Xid is new or its record names a new process. Otherwise
-        only count it.
-
-        Args:
-            gpu: number of the GPU.
-            code: error code of the Xid.
-            record: the Xid's record in the kernel log; ``None`` if NVML reported the Xid.
-        """
+        """Report an Xid if it or its process is new, else count it. NVML's Xids have no ``record``."""
         key = gpu, code
         is_new = key not in self._seen
         if is_new and len(self._seen) >= MAX_XIDS:
@@ -254,7 +210,7 @@ class Xids:
             self.report()
 
     def _add_process(self, entry: dict[str, Any], pid: int | None) -> bool:
-        """Add a process to an Xid's entry. Return true if the process was added."""
+        """Return true if the process was added."""
         if pid is None or pid in entry["pids"] or len(entry["pids"]) >= MAX_PIDS:
             return False
         entry["pids"].append(pid)
@@ -264,23 +220,16 @@ class Xids:
         return True
 
     def report(self) -> None:
-        """Report the Xids that have changed since the last report."""
         for key in sorted(self._changed):
             entry = dict(self._seen[key])
-            # Prefer NVML's count, because NVML reports each error once, while the kernel log may contain
-            # several records for one error.
+            # NVML reports each error once, but the kernel log may contain several records for one error.
             events, records = entry.pop("events"), entry.pop("records")
             send(xid={**entry, "count": events or records}, attempt=self._attempt)
         self._changed.clear()
 
 
 class GpuWatch:
-    """Event loop of the program's main thread.
-
-    Args:
-        kernel_log: path of the kernel log.
-        has_kernel_pids: true if the pids in the kernel log are valid in this process's pid namespace.
-    """
+    """Event loop of the main thread. ``has_kernel_pids`` is true if the log's pids are valid here."""
 
     def __init__(self, kernel_log: str, *, has_kernel_pids: bool) -> None:
         self._workers = Workers()
@@ -295,7 +244,7 @@ class GpuWatch:
         self._poll.register(self._calls.fd, select.POLLIN)
 
     def run(self) -> None:
-        """Handle requests, NVML's results and kernel log records until the agent closes standard input."""
+        """Run until the agent closes standard input."""
         while True:
             ready = dict(self._poll.poll(1000 * CALL_LIMIT))
             if self._log is not None and self._log in ready:
@@ -354,7 +303,7 @@ class GpuWatch:
         self._has_failed = True
         send(problem=f"{why}: the use of device memory is unknown", is_blind=True)
         if not self._numbers:
-            # Number the GPUs as the driver's files do, because those files use the same order as nvidia-smi.
+            # The driver's files use the same order as nvidia-smi.
             known = devices.visible_gpus(os.environ)
             self._know({xids.address_of(gpu.address): index for index, gpu in enumerate(known)})
 
@@ -397,18 +346,12 @@ def _open_log(path: str) -> int | None:
 
 
 def main(kernel_log: str, kernel_pid_namespace: str) -> int:
-    """GpuWatch the GPUs until standard input is closed. Return the exit code.
-
-    Args:
-        kernel_log: path of the kernel log.
-        kernel_pid_namespace: name of the pid namespace to which the kernel log's pids belong.
-    """
+    """``kernel_pid_namespace`` is the pid namespace to which the kernel log's pids belong."""
     own = os.readlink("/proc/self/ns/pid")
     try:
         GpuWatch(kernel_log, has_kernel_pids=own == kernel_pid_namespace).run()
     except BrokenPipeError:
-        # The agent has died.
         os._exit(1)
     sys.stdout.flush()
-    # Skip the interpreter's shutdown, because it could hang if another thread is blocked in the driver.
+    # The interpreter's shutdown could hang if another thread is blocked in the driver.
     os._exit(0)

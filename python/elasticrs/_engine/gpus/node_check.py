@@ -1,9 +1,8 @@
-"""Run the checks that decide whether this node can run workers (``--node-check``).
+"""Runs the checks that decide whether this node can run workers (``--node-check``).
 
-A check is a command of the user or a built-in health source, a module that :func:`main` runs in a child
-process. The function ``main`` of the module returns 0 if the node is fit and 1 if it is unfit, and the last
-line that it prints is the reason. An exception means that the source gave no answer, because a check that
-fails to run says nothing about the node.
+A check is a command of the user or a module of :func:`main`, run in a child process. The module's ``main``
+returns 0 if the node is fit and 1 if it is unfit. Its last line is the reason. An exception means no answer,
+because a check that fails to run says nothing about the node.
 """
 
 from __future__ import annotations
@@ -28,25 +27,21 @@ if TYPE_CHECKING:
     from elasticrs._engine.job.policy_options import HealthSource
 
 UNFIT = 10
-"""Exit code if the health source found the node unfit. The code is not 1, because Python itself exits with 1
-if this program cannot be imported.
-"""
+"""Exit code for an unfit node. Python itself exits with 1 if this program cannot be imported."""
 NO_ANSWER = 75
 """Exit code if the health source gave no answer (``EX_TEMPFAIL`` in sysexits.h)."""
 
 MODULES = {
     "nvml": "elasticrs._engine.gpus.nvml_check",
 }
-"""Module of each health source, keyed by the name in :data:`.BUILT_IN_SOURCES`."""
+"""Module of each health source in :data:`.BUILT_IN_SOURCES`."""
 
 MAX_OUTPUT = 65536
-"""Maximum number of bytes of a check's output that are kept. The beginning of longer output is dropped."""
+"""Maximum number of bytes of a check's output that are kept. Its beginning is dropped."""
 MAX_LINES = 20
-"""Maximum number of lines of the output that are shown to the user."""
 MAX_LINE = 300
-"""Maximum length of an output line that is shown to the user, in characters. Longer lines are truncated."""
 EXIT_LIMIT = 2.0
-"""Seconds that a killed command may take to exit. In a hung driver it takes longer. A command of another
+"""Seconds that a killed command may take to exit. In a hung driver it takes longer, and a command of another
 user, such as ``sudo``, cannot be killed.
 """
 _PAUSE = 0.01
@@ -56,19 +51,15 @@ _STOPPED = frozenset(
     for signum in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     for code in (-signum, 128 + signum)
 )
-"""Return codes of a check that was killed by another process or by the kernel's OOM killer. Such a check has
-produced no result. A shell returns 128 plus the signal number if its last command was killed by the signal.
+"""Return codes of a check that another process or the OOM killer killed, so that it has no result. A shell
+returns 128 plus the signal number.
 """
 
 
 class NodeCheckResult(Value):
-    """Result of a check.
+    """Result of a check: no answer with ``problem``; otherwise, the node is unfit with ``unfit``.
 
-    Args:
-        title: name of the check, shown before each line of its output.
-        unfit: reason why this node cannot run workers; ``None`` if it can, or if the check gave no answer.
-        problem: reason why the check gave no answer; ``None`` if it did.
-        lines: last lines of the check's output, without the line that became the reason.
+    ``lines`` are the last lines of the output, without the line that became the reason.
     """
 
     title: str = "node check"
@@ -78,20 +69,10 @@ class NodeCheckResult(Value):
 
 
 class NodeCheck:
-    """One concurrent run of all checks. Each check runs in a child process that is watched by a separate
-    thread.
+    """Runs all checks at once. ``fd`` is readable when they have finished. The constructor raises ``OSError``
+    without file descriptors, and ``RuntimeError`` without threads.
 
-    Args:
-        sources: checks to run.
-        timeout: seconds after which a check is killed. A hanging check does not make the node unfit, because
-            it does not prove that the node is broken.
-
-    Attributes:
-        fd: file descriptor that becomes readable when all checks have finished.
-
-    Raises:
-        OSError: the process has run out of file descriptors.
-        RuntimeError: no thread can be started.
+    A check that exceeds ``timeout`` seconds is killed. That does not prove that the node is broken.
     """
 
     def __init__(self, sources: Sequence[HealthSource], timeout: float) -> None:
@@ -104,11 +85,10 @@ class NodeCheck:
         self.fd = self._call.fd
 
     def cancel(self) -> None:
-        """Kill the processes of all checks. :attr:`fd` becomes readable soon afterwards."""
         os.eventfd_write(self._cancelled, 1)
 
     def finish(self) -> list[NodeCheckResult]:
-        """Wait until all checks have finished, release all resources, and return the results."""
+        """Wait for all checks, release all resources, and return the results."""
         try:
             self._call.wait()
             results: list[NodeCheckResult] = self._call.take()
@@ -129,8 +109,7 @@ def _run_all(sources: Sequence[HealthSource], timeout: float, cancelled: int) ->
             call.wait()
         return [call.take() for call in calls]
     except (OSError, RuntimeError) as error:
-        # Kill the processes of the checks, because the ``finally`` block would otherwise wait until each
-        # process exits or times out.
+        # The ``finally`` block would otherwise wait until each process exits or times out.
         os.eventfd_write(cancelled, 1)
         return [NodeCheckResult(problem=f"the node checks could not be started: {error}")]
     finally:
@@ -173,12 +152,7 @@ def _run(source: HealthSource, timeout: float, cancelled: int) -> NodeCheckResul
 
 
 class _Guard:
-    """Helper process that kills the command if this process dies first. See
-    :func:`.child_program.main`.
-
-    Raises:
-        OSError: the process cannot be started.
-    """
+    """Helper process that kills the command if this process dies first. See :func:`.child_program.main`."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -190,7 +164,7 @@ class _Guard:
         )
 
     def watch(self, group: int) -> None:
-        """Have the guard kill ``group`` if the current process dies before it calls :meth:`close`."""
+        """Kill ``group`` if the current process dies before it calls :meth:`close`."""
         assert self._process.stdin is not None
         try:
             os.write(self._process.stdin.fileno(), str(group).encode())
@@ -198,7 +172,6 @@ class _Guard:
             return  # The guard was killed. Continue, because it is needed only if this process dies.
 
     def close(self) -> None:
-        """End the guard. Idempotent."""
         self._process.kill()
         self._process.wait()
         assert self._process.stdin is not None
@@ -212,7 +185,7 @@ def _command(source: HealthSource) -> list[str]:
 
 
 def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    # Unblock all signals, because the command inherits this thread's signal mask, which blocks them.
+    # The command inherits this thread's signal mask, which blocks all signals.
     blocked = signal.pthread_sigmask(signal.SIG_SETMASK, ())
     try:
         return subprocess.Popen(
@@ -227,9 +200,7 @@ def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
 
 
 def _watch(process: subprocess.Popen[bytes], timeout: float, cancelled: int) -> tuple[bytes, str | None]:
-    """Read the command's output until it exits, exceeds the timeout, or is cancelled. Return the output, and
-    the reason for killing the command (``None`` if it exited by itself).
-    """
+    """Return the output, and the reason for killing the command (``None`` if it exited by itself)."""
     assert process.stdout is not None
     stdout, pidfd = process.stdout.fileno(), os.pidfd_open(process.pid)
     os.set_blocking(stdout, False)
@@ -250,16 +221,14 @@ def _watch(process: subprocess.Popen[bytes], timeout: float, cancelled: int) -> 
                 if not part:
                     poll.unregister(stdout)
             elif pidfd in ready:
-                # Do not read until end-of-file, because a leftover process of the command may keep the pipe
-                # open.
+                # A leftover process of the command may keep the pipe open, so EOF may never come.
                 return output, None
     finally:
         os.close(pidfd)
 
 
 def _end(process: subprocess.Popen[bytes], guard: _Guard) -> bool:
-    """Kill the command and the rest of its process group. Return false if the command has not exited after
-    :data:`EXIT_LIMIT` seconds.
+    """Kill the process group. Return false if the command has not exited after :data:`EXIT_LIMIT` seconds.
 
     The command has not been reaped yet, so its process group id cannot have been reused.
     """
@@ -288,9 +257,7 @@ def _kill_group(group: int) -> None:
 
 
 def _reap_group(group: int) -> None:
-    """Reap the leftover processes of the command's group. They are children of this process only if it is a
-    subreaper.
-    """
+    """Reap leftover processes. They are children of this process only if it is a subreaper."""
     end = time.monotonic() + EXIT_LIMIT
     try:
         while time.monotonic() < end:
@@ -305,14 +272,12 @@ class NoAnswerError(Exception):
 
 
 def say(line: str) -> None:
-    """Print a line as UTF-8, regardless of the locale. Replace characters that UTF-8 cannot encode, because
-    the text may come from another program.
-    """
+    """Print UTF-8 in any locale. Replace what cannot be encoded, because another program may write it."""
     sys.stdout.buffer.write(line.encode("utf-8", "replace") + b"\n")
 
 
 def main(name: str) -> int:
-    """Query the health source with this name. Return 0, :data:`UNFIT` or :data:`NO_ANSWER`."""
+    """Return 0, :data:`UNFIT` or :data:`NO_ANSWER`."""
     from importlib import import_module
 
     try:

@@ -1,15 +1,8 @@
-"""Choose CPUs near each worker's GPU (``--numa-binding``). The class names match those in
-``torch.numa.binding``.
+"""Chooses CPUs near each worker's GPU (``--numa-binding``) from sysfs, with torch's class names.
 
-All data comes from sysfs, without torch and without the ``numactl`` program. The affinity itself is set in
-the worker, before its program or function runs.
-
-1. This module does not change any settings. Its result is a set of CPUs for each local rank.
-2. As in torch, the worker with local rank `n` has the GPU with index `n` among the GPUs that
-``CUDA_VISIBLE_DEVICES`` shows. NVIDIA GPUs are counted in the order of their PCI addresses. This is CUDA's
-order with ``CUDA_DEVICE_ORDER=PCI_BUS_ID``, and on machines with a single kind of GPU. AMD GPUs are counted
-in ROCm's order.
-3. Workers get only CPUs that the agent itself may use.
+As in torch, local rank `n` has the GPU with index `n` in ``CUDA_VISIBLE_DEVICES``. NVIDIA GPUs are counted by
+PCI address (CUDA's order with ``CUDA_DEVICE_ORDER=PCI_BUS_ID`` or equal GPUs), AMD GPUs in ROCm's order.
+Workers get only CPUs that the agent may use. The worker sets the affinity before its program runs.
 """
 
 from __future__ import annotations
@@ -36,13 +29,9 @@ class AffinityMode(str, Enum):
     SOCKET = "socket"
     """All CPUs of all NUMA nodes in the socket of the GPU's NUMA node."""
     EXCLUSIVE = "exclusive"
-    """A share of the physical cores of the GPU's NUMA node. Each GPU of the node gets an equal share, and no
-    core belongs to two shares.
-    """
+    """An equal share of the physical cores of the GPU's NUMA node, disjoint from other GPUs' shares."""
     CORE_COMPLEX = "core-complex"
-    """A group of cores of the GPU's NUMA node with a common last-level cache. If there are enough groups,
-    each GPU gets a different group.
-    """
+    """Cores of the GPU's NUMA node with a common last-level cache, different for each GPU if possible."""
 
 
 if {mode.value for mode in AffinityMode} != set(AFFINITY_MODES):
@@ -74,17 +63,8 @@ def cpus_by_local_rank(
 ) -> list[list[int]]:
     """Return the CPUs for each worker on this node, indexed by local rank.
 
-    Args:
-        mode: set of CPUs to which a worker is bound.
-        nproc: number of workers on this node.
-        environ: environment variables, for ``CUDA_VISIBLE_DEVICES`` or ``HIP_VISIBLE_DEVICES``.
-        sysfs: mount point of sysfs.
-        driver: folder in which the NVIDIA driver lists its devices.
-        allowed: CPUs that may be used; the agent's CPUs if ``None``.
-
-    Raises:
-        ValueError: the mode is unknown, or there is no GPU or no CPU for a worker.
-        OSError: sysfs does not contain the required information.
+    ``allowed`` are the CPUs that may be used; the agent's CPUs if ``None``. Raise ``ValueError`` if the mode
+    is unknown or a worker has no GPU or CPU, and ``OSError`` if sysfs lacks information.
     """
     gpus = devices.visible_gpus(environ, sysfs=sysfs, driver=driver)
     if len(gpus) < nproc:
@@ -100,17 +80,14 @@ def cpus_by_local_rank(
 
 
 def cpus_of_options(options: NumaOptions | None, nproc: int) -> list[list[int]] | None:
-    """Return the CPUs for each worker, indexed by local rank. Return ``None`` if workers are not bound to
-    CPUs.
+    """Return the CPUs by local rank; ``None`` if workers are not bound.
 
-    Raises:
-        ValueError, OSError: the workers cannot be bound, and the options require that they are.
+    Raise ``ValueError`` or ``OSError`` if they cannot be bound, and the options do not allow that.
     """
     if options is None:
         return None
     try:
-        # Pass the value instead of the enum member, because torch's enum is a different class with the same
-        # values.
+        # Torch's enum is a different class with the same values.
         return cpus_by_local_rank(options.affinity_mode.value, nproc, os.environ)
     except (ValueError, OSError) as error:
         if not options.should_fall_back_if_binding_fails:
@@ -122,9 +99,7 @@ def cpus_of_options(options: NumaOptions | None, nproc: int) -> list[list[int]] 
 
 
 class _Machine:
-    """Topology of the machine according to sysfs. ``addresses`` lists the PCI addresses of the visible GPUs,
-    in index order.
-    """
+    """Topology of the machine. ``addresses`` has the visible GPUs' PCI addresses in index order."""
 
     def __init__(self, sysfs: str, allowed: set[int], addresses: list[str]) -> None:
         self._sysfs = sysfs
@@ -132,17 +107,13 @@ class _Machine:
         self.node_of = [self._node_of_gpu(address) for address in addresses]
 
     def peers(self, gpu: int) -> list[int]:
-        """Return the indexes of all GPUs on the same NUMA node as ``gpu``, including ``gpu`` itself."""
         return [other for other, node in enumerate(self.node_of) if node == self.node_of[gpu]]
 
     def cpus_of_node(self, node: int) -> set[int]:
-        """Return the agent's allowed CPUs on a NUMA node."""
         return _numbers(self._read("devices/system/node", f"node{node}", "cpulist")) & self._allowed
 
     def nodes_of_socket(self, node: int) -> list[int]:
-        """Return the NUMA nodes on the same socket as ``node``, including ``node`` itself. Other nodes
-        without usable CPUs are left out, because their socket is unknown.
-        """
+        """Return the socket's nodes. Nodes without usable CPUs have no known socket."""
         socket = self._socket_of(node)
         if socket is None:
             return [node]
@@ -150,13 +121,11 @@ class _Machine:
         return [other for other in sorted(nodes) if self._socket_of(other) == socket]
 
     def core_of(self, cpu: int) -> int:
-        """Return the physical core of a CPU, identified by the lowest CPU number on that core."""
+        """Return a physical core, identified by its lowest CPU number."""
         return min(_numbers(self._read(f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")))
 
     def complex_of(self, cpu: int) -> int:
-        """Return the group of CPUs that share their last-level data cache with ``cpu``. The lowest CPU number
-        in the group identifies it.
-        """
+        """Return the lowest of the CPUs that share their last-level data cache with ``cpu``."""
         folder = f"devices/system/cpu/cpu{cpu}/cache"
         last, shared = 0, {cpu}
         for entry in os.listdir(os.path.join(self._sysfs, folder)):
@@ -176,7 +145,7 @@ class _Machine:
         return int(self._read(f"devices/system/cpu/cpu{min(cpus)}/topology/physical_package_id"))
 
     def _node_of_gpu(self, address: str) -> int:
-        # Use node 0 if sysfs reports -1, as it does on machines with a single NUMA node.
+        # On machines with a single NUMA node, sysfs reports -1.
         return max(0, int(self._read("bus/pci/devices", address, "numa_node")))
 
     def _read(self, *path: str) -> str:
@@ -201,15 +170,13 @@ def _exclusive(machine: _Machine, gpu: int) -> set[int]:
         raise ValueError(f"NUMA node {node} has {len(cores)} usable cores for {len(peers)} GPUs")
     share, more = divmod(len(cores), len(peers))
     place = peers.index(gpu)
-    # If the cores do not divide evenly, the first GPUs get one extra core each.
     start = place * share + min(place, more)
     return set().union(*cores[start : start + share + (place < more)])
 
 
 def _core_complex(machine: _Machine, gpu: int) -> set[int]:
     complexes = _grouped(_node(machine, gpu), machine.complex_of)
-    # Assign the largest core complexes (cores that share a cache) first. Complexes may have different sizes,
-    # because the agent may be restricted to some of the CPUs.
+    # Core complexes may have different sizes, because the agent may be restricted to some of the CPUs.
     order = sorted(complexes.items(), key=lambda item: (-len(item[1]), item[0]))
     return order[machine.peers(gpu).index(gpu) % len(order)][1] if order else set()
 

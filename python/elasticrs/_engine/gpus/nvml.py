@@ -1,7 +1,7 @@
 """:mod:`ctypes` bindings for NVML, the management library of NVIDIA's driver.
 
-Use this module only in child processes. A call may hang in the driver, and the library starts threads and
-opens file descriptors that it does not release when it is shut down.
+Use it only in child processes. A call may hang in the driver, and the library leaves threads and file
+descriptors behind when it is shut down.
 """
 
 from __future__ import annotations
@@ -27,17 +27,13 @@ RESET_REQUIRED = 16
 VERSION_MISMATCH = 18
 
 ECC_UNCORRECTABLE = 4
-"""Id of the field with the number of uncorrectable memory errors since the driver was loaded or the GPU was
-last reset.
-"""
+"""Field for the uncorrectable memory errors since the driver was loaded or the GPU was last reset."""
 REMAP_PENDING = 144
-"""Id of the field that is 1 if a faulty memory row will be replaced at the next reset."""
+"""Field that is 1 if a faulty memory row will be replaced at the next reset."""
 REMAP_FAILURE = 145
-"""Id of the field that is 1 if a faulty memory row could not be replaced."""
+"""Field that is 1 if a faulty memory row could not be replaced."""
 RECOVERY_ACTION = 230
-"""Id of the field with the recovery action that the GPU needs before it can be used again. Its values are the
-keys of :data:`RECOVERY_ACTIONS`.
-"""
+"""Field for the recovery action that the GPU needs before it can be used again."""
 
 RECOVERY_ACTIONS = {
     0: "nothing",
@@ -60,10 +56,8 @@ _MAX_PROCESSES = 1024
 class NvmlError(Exception):
     """Raised if a call to NVML fails.
 
-    Attributes:
-        function: name of the function that failed; ``dlopen`` if the library cannot be loaded.
-        code: return value of the function. :data:`FUNCTION_NOT_FOUND` is also used if the installed version
-            of the library does not have the function.
+    ``code`` is the return value. ``function`` is ``dlopen`` if the library cannot be loaded. The code
+    :data:`FUNCTION_NOT_FOUND` also means that the installed library lacks the function.
     """
 
     def __init__(self, function: str, code: int, text: str) -> None:
@@ -126,14 +120,7 @@ class _Event(ctypes.Structure):
 
 
 class Device(Value):
-    """A GPU.
-
-    Args:
-        handle: the library's handle for the GPU.
-        index: number of the GPU in ``nvidia-smi``.
-        uuid: identifier of the form ``GPU-…``.
-        address: PCI address, such as ``00000000:3B:00.0``.
-    """
+    """GPU with its number in ``nvidia-smi``, its ``GPU-…`` identifier, and its PCI address."""
 
     handle: int
     index: int
@@ -142,15 +129,9 @@ class Device(Value):
 
 
 class Nvml:
-    """The loaded and initialized NVML library.
+    """The initialized NVML library. ``calling`` is the current function, except a wait for an event.
 
-    Attributes:
-        calling: name of the function that is being called; empty between two calls. Calls that wait for an
-            event are not recorded.
-
-    Raises:
-        NvmlError: the library is missing or cannot be initialized, for example because the driver is not
-            loaded or has a different version.
+    Raises :class:`NvmlError` if the driver is not loaded or has a different version.
     """
 
     def __init__(self) -> None:
@@ -162,17 +143,12 @@ class Nvml:
         self._call("nvmlInit_v2")
 
     def count(self) -> int:
-        """Return the number of GPUs."""
         number = ctypes.c_uint()
         self._call("nvmlDeviceGetCount_v2", ctypes.byref(number))
         return number.value
 
     def device(self, index: int) -> Device:
-        """Return the GPU with this number.
-
-        Raises:
-            NvmlError: the GPU cannot be used, for example with the code :data:`GPU_IS_LOST`.
-        """
+        """Raise :class:`NvmlError` for an unusable GPU, for example with the code :data:`GPU_IS_LOST`."""
         handle, uuid, pci = ctypes.c_void_p(), ctypes.create_string_buffer(_NAME_SIZE), _Pci()
         self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle))
         self._call("nvmlDeviceGetUUID", handle, uuid, ctypes.c_uint(_NAME_SIZE))
@@ -180,9 +156,7 @@ class Nvml:
         return Device(handle.value or 0, index, uuid.value.decode("ascii", "replace"), pci.address.decode())
 
     def fields(self, device: Device, names: Iterable[int]) -> dict[int, int]:
-        """Return field values, keyed by field number. Omit fields that the GPU or the driver does not
-        support.
-        """
+        """Omit fields that the GPU or the driver does not support."""
         fields = (_Field * len(wanted := tuple(names)))()
         for field, number in zip(fields, wanted, strict=True):
             field.field = number
@@ -194,9 +168,7 @@ class Nvml:
         }
 
     def used_memory(self, device: Device) -> int:
-        """Return the number of bytes of device memory in use. With old drivers, the number includes the
-        memory that the driver reserves for itself.
-        """
+        """Return the bytes in use. With old drivers, they include the driver's own reserve."""
         memory = _MemoryWithoutReserve(version=ctypes.sizeof(_MemoryWithoutReserve) | 2 << 24)
         handle = ctypes.c_void_p(device.handle)
         try:
@@ -210,9 +182,7 @@ class Nvml:
         return int(memory.used)
 
     def processes(self, device: Device) -> dict[int, int]:
-        """Return the number of bytes of device memory that each process holds, keyed by pid. In a container,
-        processes outside the container may be missing, and the pids may be the host's.
-        """
+        """Return the bytes of each pid. In a container, pids may be the host's, and some may be missing."""
         found, number = (_Process * _MAX_PROCESSES)(), ctypes.c_uint(_MAX_PROCESSES)
         handle = ctypes.c_void_p(device.handle)
         try:
@@ -221,7 +191,7 @@ class Nvml:
             if error.code not in (FUNCTION_NOT_FOUND, NOT_SUPPORTED, INSUFFICIENT_SIZE):
                 raise
             return {}
-        # The driver reports the largest 64-bit number if it does not know how much memory a process holds.
+        # The driver reports this number if it does not know how much memory a process holds.
         unknown = 2**64 - 1
         return {each.pid: each.used for each in found[: number.value] if each.used != unknown}
 
@@ -238,11 +208,7 @@ class Nvml:
         return current.value == 1
 
     def watch_xids(self, devices: Iterable[Device]) -> XidEvents:
-        """Start collecting the Xids of GPUs.
-
-        Raises:
-            NvmlError: none of the GPUs can report events, or the library does not support events.
-        """
+        """Raise :class:`NvmlError` if none of the GPUs, or the library, supports events."""
         events = ctypes.c_void_p()
         self._call("nvmlEventSetCreate", ctypes.byref(events))
         watched, problem = [], NvmlError("nvmlDeviceRegisterEvents", NOT_SUPPORTED, "there is no GPU")
@@ -281,24 +247,16 @@ class Nvml:
 
 
 class XidEvents(Value):
-    """Receiver for the Xids (NVIDIA error codes) that NVML reports for a set of GPUs.
-
-    Args:
-        nvml: the library.
-        events: handle of NVML's event set.
-        devices: GPUs in the event set.
-    """
+    """Receiver for the Xids (NVIDIA error codes) that NVML reports for a set of GPUs."""
 
     nvml: Nvml
     events: ctypes.c_void_p
     devices: list[Device]
 
     def wait(self, seconds: float) -> tuple[Device, int] | None:
-        """Wait for an Xid, and return it with its GPU. Return ``None`` if no Xid arrives within ``seconds``,
-        or if a different event arrives first.
+        """Return an Xid with its GPU; ``None`` if none arrives within ``seconds``, or another event does.
 
-        Raises:
-            NvmlError: a GPU is lost, or the driver failed.
+        Raise :class:`NvmlError` if a GPU is lost, or the driver failed.
         """
         event = _Event()
         milliseconds = ctypes.c_uint(int(1000 * seconds))

@@ -1,4 +1,4 @@
-"""Check with NVML, the management library of NVIDIA's driver, whether this node's GPUs can run workers."""
+"""Checks with NVML, the management library of NVIDIA's driver, whether this node's GPUs can run workers."""
 
 from __future__ import annotations
 
@@ -15,27 +15,18 @@ if TYPE_CHECKING:
     from elasticrs._engine.gpus.nvml import Nvml
 
 LIMIT = 40.0
-"""Time limit for all NVML calls together, in seconds. The limit is long because initializing the library is
-slow if the driver is not loaded yet.
-"""
+"""Seconds for all NVML calls, long because initialization is slow if the driver is not loaded yet."""
 
 _FIELDS = (nvml.RECOVERY_ACTION, nvml.REMAP_FAILURE, nvml.REMAP_PENDING, nvml.ECC_UNCORRECTABLE)
 _PROOFS = {
     nvml.GPU_IS_LOST: "it has fallen off the bus or is not accessible",
     nvml.RESET_REQUIRED: "it needs a reset before it can be used again",
 }
-"""Return values of NVML functions that prove that a GPU cannot be used, with the reason as text for users."""
+"""Return values of NVML functions that prove that a GPU cannot be used, with the reason for users."""
 
 
 class Findings:
-    """Results of the GPU check so far.
-
-    Attributes:
-        unfit: reasons why GPUs cannot run workers, one for each unfit GPU.
-        remarks: facts that do not make a GPU unfit.
-        count: number of GPUs that were examined.
-        unexamined: errors of GPUs that could not be examined.
-    """
+    """Results so far. ``remarks`` are facts that do not make a GPU unfit."""
 
     def __init__(self) -> None:
         self.unfit: list[str] = []
@@ -44,7 +35,6 @@ class Findings:
         self.count = 0
 
     def line(self) -> str:
-        """Return the results as a single line of text."""
         if self.unfit:
             return "; ".join(self.unfit)
         if not self.count:
@@ -53,11 +43,7 @@ class Findings:
 
 
 def examine(library: Nvml, findings: Findings) -> None:
-    """Examine all GPUs and add the results to ``findings``.
-
-    Raises:
-        NvmlError: the library cannot count the GPUs.
-    """
+    """Examine all GPUs. Raise :class:`NvmlError` if the library cannot count them."""
     for index in range(library.count()):
         try:
             device = library.device(index)
@@ -77,12 +63,11 @@ def examine(library: Nvml, findings: Findings) -> None:
 
 
 def why_unfit(fields: dict[int, int]) -> str | None:
-    """Return the reason why a GPU with these field values cannot run workers; ``None`` if it can.
+    """Return why a GPU with these field values cannot run workers; ``None`` if it can.
 
-    A GPU is unfit if the driver requests a recovery action, or if a faulty memory row could not be replaced.
+    A GPU is unfit if the driver requests a recovery action, or a faulty memory row could not be replaced.
     Older drivers do not report recovery actions. With them, a GPU is also unfit if it has uncorrectable
-    memory errors and a faulty row that will be replaced at the next reset. Either alone proves nothing,
-    because the damage may have been repaired.
+    memory errors and a faulty row that will be replaced at the next reset. Either may have been repaired.
     """
     action = fields.get(nvml.RECOVERY_ACTION)
     if action in nvml.RECOVERY_ACTIONS and action != 0:
@@ -95,7 +80,6 @@ def why_unfit(fields: dict[int, int]) -> str | None:
 
 
 def remarks(fields: dict[int, int]) -> list[str]:
-    """Return findings that an administrator should see but that do not make the GPU unfit."""
     found = []
     action = fields.get(nvml.RECOVERY_ACTION)
     if action is None:
@@ -110,7 +94,6 @@ def remarks(fields: dict[int, int]) -> list[str]:
 
 
 def problem_of(error: NvmlError) -> str:
-    """Return the message to show the user if NVML fails with this error."""
     if error.code == nvml.LIBRARY_NOT_FOUND:
         return f"NVML is not available ({error})"
     if error.code == nvml.DRIVER_NOT_LOADED:
@@ -123,11 +106,9 @@ def problem_of(error: NvmlError) -> str:
 
 
 def main() -> int:
-    """Run the check and print its result. Return 1 if a GPU is unfit, otherwise 0. If an NVML call hangs,
-    exit the process instead of returning.
+    """Return 1 if a GPU is unfit, otherwise 0. If an NVML call hangs, exit the process.
 
-    Raises:
-        NoAnswerError: NVML cannot be used, and no GPU has been found unfit.
+    Raise :class:`NoAnswerError` if NVML cannot be used, and no GPU has been found unfit.
     """
     findings, over = Findings(), _thread.allocate_lock()
     problems: list[str] = []
@@ -140,7 +121,7 @@ def main() -> int:
             examine(libraries[0], findings)
         except NvmlError as error:
             problems.append(problem_of(error))
-        # Catch every exception. Otherwise, a check that has failed would report that the GPUs are fit.
+        # Otherwise, a check that has failed would report that the GPUs are fit.
         except Exception as error:
             problems.append(f"the check failed ({error!r})")
         finally:
@@ -160,7 +141,7 @@ def main() -> int:
         if not findings.unfit:
             say("; ".join(problems))
         sys.stdout.flush()
-        # Skip the normal exit, because the thread that hangs in the driver would block it.
+        # The normal exit would wait for the thread that hangs in the driver.
         os._exit(UNFIT if findings.unfit else NO_ANSWER)
     if problems and not findings.unfit:
         raise NoAnswerError("; ".join(problems))

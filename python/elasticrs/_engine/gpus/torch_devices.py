@@ -1,6 +1,4 @@
-"""Count torch devices. Processes that have imported torch call :func:`count`; all others run this file as a
-program, which imports torch.
-"""
+"""Counts torch devices. Processes without torch run this file as a program, which imports torch."""
 
 from __future__ import annotations
 
@@ -13,12 +11,9 @@ if TYPE_CHECKING:
 
 
 def count(torch: Any, word: str) -> tuple[str, int]:
-    """Return the kind and the number of devices. The kind is ``cpu`` if ``auto`` finds no accelerator, and
-    ``unknown`` if torch has no such device type.
+    """Return the kind and the number of devices of ``word``, as in :func:`.worker_count`.
 
-    Args:
-        torch: the module ``torch``.
-        word: ``gpu``, ``auto``, ``xpu``, or the name of a device from an extension of torch.
+    The kind is ``cpu`` if ``auto`` finds no accelerator, and ``unknown`` if torch has no such device type.
     """
     if word == "auto":
         if not torch.accelerator.is_available():
@@ -35,8 +30,7 @@ def count(torch: Any, word: str) -> tuple[str, int]:
 
 if __name__ == "__main__":
     if sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
-        # Remove this folder from the import path, because its modules would hide top-level modules with the
-        # same names.
+        # The modules in this folder would hide top-level modules with the same names.
         del sys.path[0]
     import torch
 

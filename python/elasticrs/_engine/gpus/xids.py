@@ -1,7 +1,6 @@
-"""Parse Xids (error codes of NVIDIA's driver) in kernel log records, and look up the recommended actions.
+"""Parses Xids (error codes of NVIDIA's driver) in kernel log records, and looks up the recommended actions.
 
-The actions are in ``xids.json``, with a link to NVIDIA's catalog and the date of its content. The file is
-read on first use.
+``xids.json`` has the actions and a link to NVIDIA's catalog. It is read on first use.
 """
 
 from __future__ import annotations
@@ -23,20 +22,15 @@ _PROCESS = re.compile(r"\bpid='?(\d+|<unknown>)'?,?\s*(?:name=[^,]*,?\s*)?")
 _ANNOUNCEMENT = re.compile(r"to 0x([0-9a-fA-F]+)(?: \(([^)]*)\))?")
 _NVLINK = re.compile(r"(\w+)\s+(Fatal|Nonfatal)\b(?:[^(]*\(0x([0-9a-fA-F]+))?")
 _MAX_DETAIL = 200
-"""Maximum length of the detail that is kept from a record, in characters."""
 
 _known: dict[int, dict[str, Any]] = {}
 _catalog: dict[str, Any] = {}
 
 
 class LogRecord(Value):
-    """Record of an Xid in the kernel log.
+    """Record of an Xid in the kernel log. ``address`` has the GPU's PCI domain, bus and device number.
 
-    Args:
-        address: PCI domain, bus and device number of the GPU.
-        code: the Xid.
-        pid: pid of the process whose work on the GPU failed; ``None`` if the record contains no pid.
-        detail: rest of the record's first line, shortened.
+    ``pid`` is the process whose work on the GPU failed, if known. ``detail`` is the rest of the first line.
     """
 
     address: tuple[int, int, int]
@@ -46,16 +40,10 @@ class LogRecord(Value):
 
 
 class Xid(Value):
-    """All occurrences of an Xid on one GPU during an attempt.
+    """All occurrences of an Xid on one GPU (its number in ``nvidia-smi``) during an attempt.
 
-    Args:
-        code: the Xid.
-        gpu: number of the GPU in ``nvidia-smi``.
-        count: number of occurrences.
-        pids: known pids of the processes whose work on the GPU failed.
-        workers: pids of the workers to which these processes belong. Each worker is one of the processes or
-            an ancestor of one.
-        detail: text from the driver's kernel log record; empty if only NVML has reported the Xid.
+    ``pids`` are the processes whose work on the GPU failed, and ``workers`` the workers among them and their
+    ancestors. ``detail`` is from the kernel log; empty if only NVML has reported the Xid.
     """
 
     code: int
@@ -66,7 +54,6 @@ class Xid(Value):
     detail: str = ""
 
     def note(self) -> str:
-        """Return a line about this Xid for the failure report."""
         found = meaning(self.code, self.detail)
         who = [f"GPU {self.gpu}"]
         if self.pids:
@@ -77,13 +64,7 @@ class Xid(Value):
 
 
 class Meaning(Value):
-    """Description of an Xid, with the recommended action.
-
-    Args:
-        text: description of the error.
-        action: recommended action, as a key of ``actions`` in ``xids.json``.
-        advice: recommended action as text for users.
-    """
+    """Description of an Xid. ``action`` is a key in ``xids.json``, ``advice`` its text for users."""
 
     text: str
     action: str
@@ -91,17 +72,13 @@ class Meaning(Value):
 
 
 def address_of(text: str) -> tuple[int, int, int]:
-    """Return the domain, bus and device number of a PCI address such as ``00000000:3B:00.0``.
-
-    Raises:
-        ValueError: the text is not a PCI address.
-    """
+    """Parse a PCI address such as ``00000000:3B:00.0``; raise ``ValueError`` for any other text."""
     domain, bus, device = text.partition(".")[0].split(":")
     return int(domain, 16), int(bus, 16), int(device, 16)
 
 
 def parse(record: str) -> LogRecord | None:
-    """Parse a kernel log record. Return ``None`` if the record is not about an Xid."""
+    """Return ``None`` if the record is not about an Xid."""
     found = _RECORD.search(record)
     if found is None:
         return None
@@ -114,13 +91,7 @@ def parse(record: str) -> LogRecord | None:
 
 
 def meaning(code: int, detail: str = "") -> Meaning:
-    """Return the description of an Xid and the recommended action.
-
-    Args:
-        code: the Xid.
-        detail: text from the driver's record. The recommended action for Xids 144 to 150 and 154 depends on
-            this text.
-    """
+    """The recommended action for Xids 144 to 150 and 154 depends on the driver's text ``detail``."""
     _load()
     entry = _known.get(code)
     if entry is None:

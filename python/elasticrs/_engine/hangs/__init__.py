@@ -1,3 +1,1 @@
-"""Finds the ranks that cause a hang, from the flight records and the stacks of all ranks. All functions are
-pure, and nothing here imports torch.
-"""
+"""Finds the ranks that cause a hang, from flight records and stacks. Pure functions without torch."""

@@ -1,15 +1,13 @@
-"""Matches the flight records of all ranks, to find the collectives that have not completed, the ranks that
-have not called them, and the ranks whose calls differ.
+"""Matches the flight records of all ranks, to find collectives that are incomplete, or whose calls differ.
 
-- **COL-1** A rank counts as absent from a collective only if its record covers the group: the record contains
-  a call in this group, or no entry of the record was overwritten.
-- **COL-2** A record that contradicts the others is not used. If a rank has completed a collective that needs
-  data from every rank, but the record of another rank does not contain that collective, this record is
-  outdated.
+- **COL-1** A rank counts as absent from a collective only if its record contains a call in the group, or no
+  entry of the record was overwritten.
+- **COL-2** A record is outdated and not used if it lacks a collective that another rank has completed and
+  that needs data from every rank.
 - **COL-3** The result does not depend on the order of the ranks.
 
-The members of a group are known from the records (NCCL) or from the workers. The default group has all ranks
-as its members. For any other group, only the ranks that have called one of its collectives are known.
+The members of a group come from the records (NCCL) or from the workers. The default group has all ranks. Of
+any other group, only the ranks that have called one of its collectives are known.
 """
 
 from __future__ import annotations
@@ -27,64 +25,45 @@ if TYPE_CHECKING:
     from elasticrs._engine.hangs.values import Call
 
 _NEEDS_ALL_RANKS = frozenset(("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"))
-"""Operations that complete on no rank before all ranks have called them."""
 
 
 class Track(NamedTuple):
-    """The collectives of one rank in one group."""
-
     steps: Mapping[int, Step]
-    """Steps, keyed by the number of the collective."""
     entered: int
-    """Number of the last collective that the rank has called. 0 if the rank has called none."""
+    """Number of the last collective that the rank has called; 0 if there is none."""
     waits_in: int | None
-    """Number of the first collective that has not completed. ``None`` if all have completed."""
+    """Number of the first collective that has not completed; ``None`` if all have completed."""
 
 
 class Group(NamedTuple):
-    """A process group, as seen in the records of the ranks."""
-
     backend: str
     name: str
     description: str
     members: tuple[int, ...]
     are_members_known: bool
     tracks: Mapping[int, Track]
-    """Track of each rank. A member without a track has no record that covers this group (**COL-1**)."""
+    """A member without a track has no record that covers this group (**COL-1**)."""
 
 
 class Matched(NamedTuple):
-    """Result of comparing the collectives in the flight records of all ranks."""
-
     stuck: tuple[StuckCollective, ...]
     """Collectives that have not completed, and those whose calls do not match."""
     not_started: Mapping[StuckCollective, tuple[int, ...]]
-    """For each collective that runs on the devices of most ranks, the ranks whose devices have not started
-    it.
-    """
+    """Ranks whose devices have not started a collective that runs on the devices of most ranks."""
     receiving: Mapping[int, tuple[int, ...]]
-    """For each rank in a point-to-point operation, the ranks that it waits for. Empty if these ranks are
-    unknown.
-    """
+    """Peers that each rank in a point-to-point operation waits for; empty if unknown."""
     no_record: Mapping[int, NoRecord]
     """Ranks without a usable record, including ranks whose records are outdated."""
     usual: Mapping[StuckCollective, Call] = {}
-    """For each collective whose calls do not match, the call that other groups of the same kind made at the
-    same point. Only groups whose earlier calls equal those of this group are compared.
-    """
+    """For each mismatch, the call of other groups of the same kind whose earlier calls are equal."""
     progress: Mapping[int, tuple[int, ...]] = {}
-    """Progress of each rank: the number of collectives that the rank has called in each kind of group. Groups
-    with the same backend and description are of the same kind. A kind is ignored unless its groups contain
-    each rank exactly once, as the tensor-parallel groups of a mesh do. Empty if a rank has no usable record.
+    """Number of collectives that each rank has called in each kind of group. Only kinds count whose groups
+    contain each rank once, as in a mesh. Empty if a rank has no usable record.
     """
 
 
 def match(ranks: Mapping[int, RankRecord | NoRecord]) -> Matched:
-    """Match the flight records of all ranks.
-
-    Args:
-        ranks: records by rank, for all ranks of the job.
-    """
+    """Match the records of all ranks of the job."""
     usable = {rank: record for rank, record in sorted(ranks.items()) if isinstance(record, RankRecord)}
     no_record = {rank: record for rank, record in sorted(ranks.items()) if isinstance(record, NoRecord)}
     world = tuple(sorted(ranks))
@@ -135,11 +114,8 @@ def _groups(ranks: Mapping[int, RankRecord], world: tuple[int, ...]) -> list[Gro
 def _memberships(
     name: str, by_rank: Mapping[int, GroupSteps], ranks: Mapping[int, RankRecord], world: tuple[int, ...]
 ) -> list[tuple[tuple[int, ...], bool, list[int]]]:
-    """Return the process groups with this name. Several groups may share a name if they have no rank in
-    common.
-
-    Each item contains the members, true if all members are known, and the ranks whose flight records contain
-    the group.
+    """Return the groups with this name. They have no rank in common. Each item has the members, whether these
+    are all members, and the ranks whose flight records contain the group.
     """
     known: dict[tuple[int, ...], list[int]] = {}
     unknown = []
@@ -169,7 +145,7 @@ def _track(steps: Mapping[int, Step]) -> Track:
 
 
 def _kinds(groups: Iterable[Group]) -> dict[tuple[str, str], list[Group]]:
-    """Return the groups by kind. Groups with the same backend and description are of the same kind."""
+    """Return the groups by kind: backend and description."""
     kinds: dict[tuple[str, str], list[Group]] = {}
     for group in groups:
         kinds.setdefault((group.backend, group.description), []).append(group)
@@ -179,10 +155,8 @@ def _kinds(groups: Iterable[Group]) -> dict[tuple[str, str], list[Group]]:
 def _usual_call(
     group: Group, collective: StuckCollective, kinds: Mapping[tuple[str, str], Sequence[Group]]
 ) -> Call | None:
-    """Return the call that other groups of the same kind made in place of a collective whose calls do not
-    match. Compare only groups whose earlier calls equal those of this group. Return ``None`` if no such group
-    has reached this collective, if these groups made different calls, or if no rank of this group made their
-    call.
+    """Return the call that other groups of the same kind made in place of a mismatch, if their earlier calls
+    equal those of this group. ``None`` if there is none, they differ, or no rank of this group made the call.
     """
     before = {
         seq: step.call
@@ -216,9 +190,7 @@ def _progress(
 
 
 def _outdated(group: Group, ranks: Mapping[int, RankRecord]) -> set[int]:
-    """Return the ranks whose records are outdated, according to the records of other ranks of this group
-    (**COL-2**).
-    """
+    """Return the ranks whose records are outdated according to the records of other ranks (**COL-2**)."""
     reached = max(
         (
             seq
@@ -236,11 +208,10 @@ def _outdated(group: Group, ranks: Mapping[int, RankRecord]) -> set[int]:
 
 
 def _mismatch(group: Group) -> dict[int, tuple[Side, ...]]:
-    """Find the first collective for which the ranks made different calls. Return its number and these calls,
-    or an empty dictionary if all ranks made the same calls.
+    """Return the number of the first collective whose calls differ, and these calls; empty if there is none.
 
-    Ignore such a collective if it has completed on all ranks and the calls of all later collectives match,
-    because the ranks may then have used variants of an operation that this module does not know.
+    Ignore it if it has completed on all ranks and the calls of all later collectives match, because the ranks
+    may then have used variants of an operation that this module does not know.
     """
     calls: dict[int, dict[Call, list[int]]] = {}
     incomplete = set()
@@ -300,9 +271,7 @@ def _not_started(group: Group, collective: StuckCollective) -> tuple[int, ...]:
 
 
 def most_frequent(names: Iterable[str]) -> str:
-    """Return the most frequent name. If several names are equally frequent, return the alphabetically first
-    one.
-    """
+    """Return the most frequent name, or the alphabetically first of them."""
     counts: dict[str, int] = {}
     for name in names:
         counts[name] = counts.get(name, 0) + 1
@@ -313,7 +282,6 @@ def most_frequent(names: Iterable[str]) -> str:
 
 
 def _receiving(ranks: Mapping[int, RankRecord], world: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
-    """Return, for each rank in an incomplete point-to-point operation, the peers that it waits for."""
     receiving: dict[int, set[int]] = {}
     for rank, record in ranks.items():
         for transfer in record.transfers:

@@ -1,35 +1,27 @@
 """Finds the ranks that keep a hung job waiting, by comparing the flight records and stacks of all ranks.
 
-Most ranks of a hung job only wait. A rank that waits in a collective waits for the ranks that have not called
-it. An absent rank may itself wait in another collective. An absent rank that does not wait for any rank is a
-*root*. Only two kinds of ranks are blamed: roots, and ranks whose calls do not match those of a majority.
+Most ranks only wait in a collective, for the ranks that have not called it. An absent rank that does not wait
+for any rank is a *root*. Only roots are blamed, and ranks whose calls do not match those of a majority.
 
 - **CUL-1** If the calls of the ranks differ, only a minority is blamed. If two sides are equally large, other
-  groups that run the same program decide, such as the other tensor-parallel groups. If there are no such
-  groups, no rank is blamed.
-- **CUL-2** A rank whose stack shows that it waits for other ranks is blamed only if there is no better
-  explanation, because gloo does not record point-to-point operations.
+  groups that run the same program decide, such as the other tensor-parallel groups, or no rank is blamed.
+- **CUL-2** A rank whose stack shows that it waits is blamed only if there is no better explanation, because
+  gloo does not record point-to-point operations.
 - **CUL-3** The result does not depend on the order of the ranks.
-- **CUL-4** If no other rule finds the culprit, compare the numbers of collectives that the ranks have called
-  in each kind of group. Ranks that run the same program can be sorted by these numbers, because a rank that
-  is ahead in one kind of group is not behind in another kind. If only one rank contradicts this order, that
-  rank has skipped, reordered or added a collective.
-- **CUL-5** A rank is not a culprit merely because gloo has aborted it. The call of the aborted rank is
-  unknown, but the rank expected less data than another rank sent. The rank therefore counts for the smaller
-  of two sizes. Calls that do not match can explain an abort. Ranks that are absent or have no record cannot
-  explain it.
+- **CUL-4** If no other rule finds the culprit, compare the numbers of collectives in each kind of group.
+  Ranks that run the same program can be sorted by them, because a rank that is ahead in one kind is not
+  behind in another. If only one rank contradicts this order, it has skipped, reordered or added a collective.
+- **CUL-5** A rank that gloo has aborted expected less data than another rank sent, so it counts for the
+  smaller of two sizes. Calls that do not match can explain an abort. Absent ranks and missing records cannot.
 
-:func:`decide` and :func:`decide_failure` also know the heartbeats. The launcher's lines, the report, the
-events, the status page and the restart policy all show their decision.
+:func:`decide` and :func:`decide_failure` also know the heartbeats. All messages show their decision.
 
 - **BLAME-1** If the flight records are conclusive, they determine the ranks to blame.
-- **BLAME-2** If the flight records are not conclusive, no rank is blamed, and the candidates are named. The
-  exception is a rank that was stopped by a signal (SIGSTOP), because the state of its process is proof.
-- **BLAME-3** Heartbeats decide only if there are no flight records, or if no rank waits according to the
-  records.
-- **BLAME-4** If native code has aborted a rank inside a collective, only conclusive records can blame that
-  rank. Without them, the rank is a candidate, because gloo aborts the rank that expects less data, and that
-  rank may be innocent.
+- **BLAME-2** Otherwise, only candidates are named, except a rank that was stopped by a signal (SIGSTOP),
+  because the state of its process is proof.
+- **BLAME-3** Heartbeats decide only without flight records, or if no rank waits according to the records.
+- **BLAME-4** If native code has aborted a rank inside a collective, only conclusive records can blame it,
+  because gloo aborts the rank that expects less data, and that rank may be innocent.
 """
 
 from __future__ import annotations
@@ -52,59 +44,40 @@ if TYPE_CHECKING:
 _STOPPED = "stopped"
 _CONFIDENCES = list(Confidence)
 _MAX_PROGRESSES = 256
-"""Maximum number of distinct values of ``Matched.progress`` to compare, because each pair of values is
-compared.
-"""
+"""Maximum number of values of ``Matched.progress``, because each pair of values is compared."""
 
 
 class Basis(str, Enum):
-    """Evidence on which a decision is based."""
-
     RECORDS = "records"
-    """Flight records and stacks of the ranks."""
     EXIT = "exit"
-    """Ranks that exited with code 0 while other ranks were still waiting for them."""
+    """Ranks exited with code 0 while other ranks were still waiting for them."""
     HEARTBEATS = "heartbeats"
     """Times and steps of the last heartbeats."""
 
 
 class Blame(NamedTuple):
-    """Ranks to blame for a hang. If the evidence is not conclusive, the ranks that may be to blame
-    (candidates).
-    """
+    """Ranks to blame for a hang, or, if the evidence is not conclusive, the candidates."""
 
     ranks: tuple[int, ...]
-    """Ranks in ascending order; at least one."""
     is_decided: bool
-    """True if all of these ranks are to blame; false if the evidence does not show which of them are to
-    blame.
-    """
+    """False if the evidence does not show which of the ranks are to blame."""
     basis: Basis
 
     @property
     def text(self) -> str:
-        """Text that names the ranks, such as ``rank 2``, ``ranks 1, 2`` or ``undecided, candidates: ranks 0,
-        1``.
-        """
+        """Names the ranks, such as ``ranks 1, 2`` or ``undecided, candidates: ranks 0, 1``."""
         ranks = ranks_text(self.ranks)
         return ranks if self.is_decided else f"undecided, candidates: {ranks}"
 
 
 def decided(diagnosis: Diagnosis | None) -> Blame | None:
-    """Return the ranks that the flight records blame. Return ``None`` if the records are not conclusive."""
+    """Return the ranks that the flight records blame; ``None`` if the records are not conclusive."""
     blamed = () if diagnosis is None else tuple(sorted(diagnosis.blamed()))
     return Blame(blamed, True, Basis.RECORDS) if blamed else None
 
 
 def decide(diagnosis: Diagnosis | None, rank: int, ground: str) -> Blame:
-    """Decide which ranks are to blame for a hang. Pure function.
-
-    Args:
-        diagnosis: result of comparing the flight records and stacks; ``None`` if there is not enough
-            evidence.
-        rank: rank that the heartbeats blame.
-        ground: reason why the heartbeats blame this rank, as in ``WorkerHung.ground``.
-    """
+    """Decide which ranks are to blame for a hang. The heartbeats blame ``rank`` for ``WorkerHung.ground``."""
     found = decided(diagnosis)
     if found is not None:
         return found
@@ -117,17 +90,10 @@ def decide(diagnosis: Diagnosis | None, rank: int, ground: str) -> Blame:
 def decide_failure(
     diagnosis: Diagnosis | None, rank: int, ranks: Sequence[int], *, may_be_innocent: bool = False
 ) -> Blame | None:
-    """Decide which ranks are to blame for the failure of a collective. Pure function.
+    """Decide which ranks are to blame for a failed collective, if ``rank`` failed first.
 
-    Args:
-        diagnosis: result of comparing the flight records; ``None`` if there is not enough evidence.
-        rank: rank that failed first.
-        ranks: all ranks of the job.
-        may_be_innocent: true if native code has aborted this rank, and the rank may have been in a
-            collective.
-
-    Returns:
-        The decision; ``None`` if no evidence speaks against blaming the rank that failed first.
+    ``may_be_innocent``: native code has aborted this rank, perhaps in a collective. Return ``None`` if no
+    evidence speaks against blaming the rank.
     """
     found = decided(diagnosis)
     if found is not None:
@@ -145,13 +111,8 @@ def decide_failure(
 def blame(
     matched: Matched, stacks: Mapping[int, Sequence[Frame]], ranks: Sequence[int]
 ) -> tuple[tuple[Culprit, ...], tuple[int, ...]]:
-    """Return the culprits, sorted by confidence, highest first. Each rank is named at most once. Also return
-    the candidates: the ranks that may be to blame. There are none if a culprit is likely or certain.
-
-    Args:
-        matched: result of matching the flight records.
-        stacks: frames of the main thread of each rank, innermost first. Ranks may be missing.
-        ranks: all ranks of the job.
+    """Return the culprits, highest confidence first, each rank at most once, and the candidates. There are no
+    candidates if a culprit is likely or certain. The frames in ``stacks`` are innermost first.
     """
     search = _Search(matched, stacks, ranks)
     culprits = search.culprits()
@@ -160,13 +121,7 @@ def blame(
 
 
 def out_of_line(progress: Mapping[int, Sequence[int]]) -> int | None:
-    """Return the rank that contradicts the order of the other ranks (**CUL-4**): without this rank, all ranks
-    can be sorted by their progress. Return ``None`` if there is no such rank, if there are several, or if all
-    ranks can be sorted.
-
-    Args:
-        progress: for each rank, the number of collectives in each kind of group.
-    """
+    """Return the only rank without which all ranks can be sorted by their progress, if any (**CUL-4**)."""
     by_progress: dict[tuple[int, ...], list[int]] = {}
     for rank in sorted(progress):
         by_progress.setdefault(tuple(progress[rank]), []).append(rank)
@@ -180,15 +135,14 @@ def out_of_line(progress: Mapping[int, Sequence[int]]) -> int | None:
     if not pairs:
         return None
     everywhere = set(pairs[0]).intersection(*map(set, pairs))
-    # Ignore values that several ranks share, because several ranks are unlikely to make the same mistake.
+    # Several ranks are unlikely to make the same mistake.
     alone = [by_progress[each][0] for each in everywhere if len(by_progress[each]) == 1]
     return alone[0] if len(alone) == 1 else None
 
 
 def shows_waiting(frames: Sequence[Frame] | None) -> bool | None:
-    """Return true if the stack shows that the rank waits for other ranks, and false if it shows that the rank
-    does not wait. Return ``None`` if the stack is unknown, or if the rank may be in ``Work.wait``, which has
-    no Python frame.
+    """Return whether the rank waits for other ranks; ``None`` if the stack is unknown, or if the rank may be
+    in ``Work.wait``, which has no Python frame.
     """
     if not frames:
         return None
@@ -207,7 +161,6 @@ class _Search:
     def __init__(self, matched: Matched, stacks: Mapping[int, Sequence[Frame]], ranks: Sequence[int]) -> None:
         self._matched, self._stacks, self._ranks = matched, stacks, sorted(ranks)
         self._shown = {rank: shows_waiting(stacks.get(rank)) for rank in ranks}
-        """Result of :func:`shows_waiting` for each rank of the job."""
         self._aborted = {rank for rank, why in matched.no_record.items() if why is NoRecord.ABORTED}
         self._waits: dict[int, list[int]] = {}
         """Indexes of the collectives in which each rank waits."""
@@ -266,9 +219,7 @@ class _Search:
                     yield Culprit(side.ranks, reason, confidence, stuck, side.call, expected)
 
     def _votes(self, stuck: StuckCollective) -> dict[Call, int]:
-        """Return, for each of the differing calls of a collective, the number of ranks that made the call. If
-        the calls differ only in size, also count the aborted ranks for the smallest size.
-        """
+        """Count the ranks of each call. If only sizes differ, add the aborted ranks to the smallest."""
         votes = {side.call: len(side.ranks) for side in stuck.sides}
         sizes = {call.elements for call in votes}
         is_by_size = len({(call.operation, call.dtypes) for call in votes}) == 1 and None not in sizes
@@ -277,18 +228,13 @@ class _Search:
         return votes
 
     def _aborted_in(self, stuck: StuckCollective) -> set[int]:
-        """Return the ranks that may have been aborted in this collective."""
         return self._aborted.intersection(stuck.unknown)
 
     def _aborted_ones(self) -> Iterator[Culprit]:
-        """Yield the ranks that gloo aborted in a collective in which other ranks still wait (**CUL-5**). They
-        are culprits if they called another collective than the waiting ranks.
+        """Yield the ranks that gloo aborted because they called another collective (**CUL-5**).
 
-        The confidence is likely if all of these conditions hold. Otherwise, it is possible.
-
-        - More ranks wait in the collective than were aborted.
-        - The records of all other ranks are known.
-        - The ranks cannot have been aborted in another collective.
+        They are likely if more ranks wait than were aborted, the records of all other ranks are known, and
+        the ranks cannot have been aborted in another collective.
         """
         stuck_in = [stuck for stuck in self._matched.stuck if stuck.waiting and self._aborted_in(stuck)]
         for stuck in stuck_in:
@@ -305,15 +251,13 @@ class _Search:
         return rank not in self._waits and rank not in self._matched.receiving
 
     def _idle(self, ranks: Iterable[int]) -> list[int]:
-        """Return the ranks whose flight records and stacks show that they do not wait. Leave out ranks
-        without a flight record.
-        """
+        """Return the ranks whose flight records and stacks show that they do not wait."""
         free = [rank for rank in ranks if self._is_free(rank) and rank not in self._matched.no_record]
         return [rank for rank in free if self._shown.get(rank) is not True]
 
     def _free_absent(self, stuck: StuckCollective) -> list[int]:
-        """Return the ranks that have not called the collective and, according to the flight records, do not
-        wait. If possible, leave out ranks whose stacks show that they wait (**CUL-2**).
+        """Return the absent ranks that do not wait, according to the records and, if possible, the stacks
+        (**CUL-2**).
         """
         free = [rank for rank in stuck.absent if self._is_free(rank)]
         others = [rank for rank in free if self._shown.get(rank) is not True]
@@ -339,9 +283,7 @@ class _Search:
         return Confidence.CERTAIN if is_complete and not hides_waiting else Confidence.LIKELY
 
     def _peers(self) -> Iterator[Culprit]:
-        """Yield the ranks for which other ranks wait in a send or receive. Skip a rank that is itself
-        waiting.
-        """
+        """Yield the ranks for which other ranks wait in a send or receive, unless they wait themselves."""
         peers = {peer for found in self._matched.receiving.values() for peer in found}
         free = self._idle(sorted(peers))
         if free and 2 * len(free) <= len(self._ranks):
@@ -354,18 +296,13 @@ class _Search:
     # --- chains of waiting ranks ---
 
     def _ends_of(self, start: int) -> _Ends:
-        """Search for the ranks that a stuck collective waits for, directly or through other collectives.
-        Return whether a cause was found, and whether the cause may be a rank without a flight record.
-
-        Args:
-            start: index of the collective.
-        """
+        """Find whether a cause for a stuck collective is reached, directly or through other collectives."""
         reached, pending = {start}, [start]
         has_root = has_unknown = False
         while pending and not has_root:
             stuck = self._matched.stuck[pending.pop()]
             absent = stuck.absent
-            # If all ranks have called the collective, none of them is to blame.
+            # No rank is to blame for a collective that all ranks have called.
             is_full = not absent and not stuck.unknown and stuck.are_members_known
             has_root = (
                 is_full
@@ -379,13 +316,10 @@ class _Search:
         return _Ends(has_root, has_unknown)
 
     def _in_other_order(self, circles: Sequence[int]) -> Iterator[Culprit]:
-        """Yield the rank that is part of every cycle of waiting ranks, if there is exactly one such rank.
+        """Yield the only rank that is part of every cycle of waiting ranks, if there is one.
 
         Ranks that call the groups in the same order cannot wait for each other in a circle. So if a single
         rank has called them in another order, every circle contains this rank.
-
-        Args:
-            circles: indexes of the collectives whose ranks wait for each other in several groups.
         """
         ahead: dict[int, dict[int, set[int]]] = {index: {} for index in circles}
         for index in circles:
@@ -405,7 +339,6 @@ class _Search:
             yield Culprit(tuple(breaking), Reason.OTHER_ORDER, Confidence.LIKELY, missed)
 
     def _out_of_line(self) -> Iterator[Culprit]:
-        """Yield the only rank that contradicts the order of the other ranks (**CUL-4**)."""
         waiting = [stuck for stuck in self._matched.stuck if stuck.waiting or stuck.sides]
         rank = out_of_line(self._matched.progress) if waiting else None
         if rank is not None:
@@ -442,7 +375,6 @@ class _Search:
             yield Culprit(suspects, Reason.NO_RECORD, self._confidence_without(suspects), stuck)
 
     def _has_waited(self, rank: int) -> bool:
-        """Return true if other evidence shows that a rank without a record was waiting for other ranks."""
         return bool(self._shown.get(rank)) or self._matched.no_record.get(rank) is NoRecord.LOST_PEER
 
     def _confidence_without(self, suspects: Sequence[int]) -> Confidence:
@@ -456,9 +388,7 @@ class _Search:
         )
 
     def _outside(self, unexplained: Sequence[StuckCollective]) -> Iterator[Culprit]:
-        """If the flight records do not explain a hang, yield the ranks that are not in any collective,
-        because the other ranks may wait for them.
-        """
+        """Yield the ranks that are not in any collective, because the other ranks may wait for them."""
         if not self._matched.stuck:
             yield from self._outside_by_stacks()
         for stuck in unexplained:
@@ -480,13 +410,9 @@ class _Search:
 
 
 def _circle(ahead: Mapping[int, Mapping[int, set[int]]], without: int | None = None) -> list[int]:
-    """Return a cycle of collectives, in which each one waits for the next, and the last one for the first.
-    Return an empty list if there is no cycle.
+    """Return collectives, each of which waits for the next, and the last one for the first; empty if none.
 
-    Args:
-        ahead: for each collective, the collectives in which its absent ranks wait, and these ranks.
-            Collectives are given by index.
-        without: rank to ignore. ``None`` to ignore no rank.
+    ``ahead`` has the collectives in which each collective's absent ranks wait, and these ranks.
     """
     done: set[int] = set()
     for start in ahead:

@@ -1,7 +1,4 @@
-"""Diagnoses why a job makes no progress, from the flight records and stacks of all ranks.
-
-Formats the result as one paragraph and lines with the evidence.
-"""
+"""Diagnoses why a job makes no progress, as a paragraph and lines with the evidence."""
 
 from __future__ import annotations
 
@@ -23,14 +20,12 @@ if TYPE_CHECKING:
     from elasticrs._engine.hangs.values import Culprit, Frame, MergedStack, RankEvidence, StuckCollective
 
 MAX_SPANS = 6
-"""Maximum number of rank ranges in one list."""
 
 MAX_PLACES = 2
 MAX_CULPRITS = 3
-"""Maximum number of culprits, and of undecided collectives, that the paragraph describes one by one."""
+"""Maximum number of culprits, and of undecided collectives, that the paragraph describes."""
 
 MAX_LINES = 20
-"""Maximum number of lines of evidence."""
 
 MAX_FRAMES = 4
 _MAX_NODES = 3
@@ -54,30 +49,18 @@ _UNDECIDED = "the records do not show which is wrong"
 
 
 def observe(found: RankEvidence) -> RankFacts:
-    """Parse the flight records and stacks of one rank. Pure function.
-
-    A record that cannot be parsed counts as missing and does not raise an exception.
-    """
+    """Parse the evidence about one rank. A record that cannot be parsed counts as missing."""
     frames = main_thread(found.stacks) if found.stacks else found.frames
     return RankFacts(found.rank, found.node, _parsed(found), frames)
 
 
 def diagnose(evidence: Iterable[RankEvidence]) -> Diagnosis:
-    """Name the ranks that keep a job from making progress. Pure function that never raises an exception.
-
-    Args:
-        evidence: evidence about each rank of the job, in any order.
-    """
+    """Name the ranks that keep a job from making progress. Never raises an exception."""
     return judge(map(observe, evidence))
 
 
 def judge(facts: Iterable[RankFacts]) -> Diagnosis:
-    """Name the ranks that keep a job from making progress, based on evidence that is already parsed. Pure
-    function.
-
-    Args:
-        facts: parsed evidence about each rank of the job, in any order.
-    """
+    """Make a diagnosis from parsed evidence about each rank of the job, in any order."""
     by_rank = {found.rank: found for found in sorted(facts, key=lambda found: found.rank)}
     matched = match({rank: found.record for rank, found in by_rank.items()})
     stacks = {rank: found.frames for rank, found in by_rank.items() if found.frames}
@@ -105,27 +88,19 @@ def judge(facts: Iterable[RankFacts]) -> Diagnosis:
 def diagnose_nodes(
     nodes: Sequence[tuple[str, bytes | None]], world_size: int, finished: Collection[int] = ()
 ) -> Diagnosis | None:
-    """Name the ranks that keep a job from making progress, based on the evidence from all nodes. Pure
-    function.
+    """Make a diagnosis from the evidence of all nodes. Evidence that cannot be decoded counts as missing.
 
-    Evidence that cannot be decoded counts as missing and does not raise an exception.
-
-    Args:
-        nodes: each node's name and evidence, in the order of the nodes' group ranks. The evidence is the
-            result of :func:`.node_evidence.encode`; ``None`` if the node did not answer.
-        world_size: number of ranks in the job.
-        finished: indexes of the nodes whose ranks have all exited with code 0. They send no evidence.
-
-    Returns:
-        The diagnosis; ``None`` if the evidence shows neither a stuck collective nor a rank to blame.
+    ``nodes`` has each node's name and the result of :func:`.node_evidence.encode` (``None`` if it did not
+    answer), in the order of the group ranks. ``finished`` has the indexes of nodes without evidence, because
+    their ranks have exited with code 0. Return ``None`` without a stuck collective or a rank to blame.
     """
     facts: dict[int, RankFacts] = {}
     silent: list[tuple[str, bool]] = []
     first = 0
 
     def lose(end: int) -> None:
-        # The missing ranks belong to nodes that did not answer, because ranks are numbered in node order. If
-        # there are several such nodes, leave the node's name empty.
+        # Ranks are numbered in node order, so the missing ranks belong to nodes that did not answer. The name
+        # stays empty if there are several.
         name = silent[0][0] if len(silent) == 1 else ""
         have_exited = bool(silent) and all(has_finished for _, has_finished in silent)
         reason = NoRecord.EXITED if have_exited else NoRecord.LOST
@@ -145,17 +120,13 @@ def diagnose_nodes(
 
 
 def telling(facts: Iterable[RankFacts]) -> Diagnosis | None:
-    """Diagnose a hang or a failed collective from parsed flight records and stacks.
-
-    Return ``None`` if no rank has a flight record, or if the result names neither a stuck collective nor a
-    rank to blame.
-    """
+    """Return ``None`` without a flight record, or without a stuck collective or a rank to blame."""
     facts = list(facts)
     if all(isinstance(found.record, NoRecord) for found in facts):
         return None
     try:
         diagnosis = judge(facts)
-    # Catch every exception, because an error in this package must not hide the failure to be explained.
+    # An error in this package must not hide the failure to be explained.
     except Exception as error:
         return failed(error, len(facts))
     return diagnosis if diagnosis.culprits or diagnosis.collectives else None
@@ -175,21 +146,12 @@ def _parsed(found: RankEvidence) -> RankRecord | NoRecord:
         records = [flight_record.parse(data) for data in found.records]
     except FlightRecordError:
         return NoRecord.DAMAGED
-    # Treat an empty list of records as if the recorder were off. In both cases, it is unknown which
-    # collectives the rank has called.
+    # As if the recorder were off, it is unknown which collectives the rank has called.
     return reduced(records, found.groups, has_raised=found.has_raised) if records else NoRecord.OFF
 
 
 class Writer:
-    """Formats the sentences of one diagnosis.
-
-    Args:
-        nodes: name of the node of each rank.
-        stacks: frames of the main thread of each rank, innermost first. Ranks may be missing.
-        no_record: ranks without a usable record.
-        culprits: ranks to blame.
-        stuck: collectives that have not completed.
-    """
+    """Formats the sentences of one diagnosis. ``stacks`` has main threads' frames, innermost first."""
 
     def __init__(
         self,
@@ -207,9 +169,6 @@ class Writer:
     # --- the paragraph ---
 
     def summary(self) -> str:
-        """Return the paragraph for the report: which ranks wait and where, which are to blame, and which have
-        no record.
-        """
         clauses = [self._clause(culprit) for culprit in self._culprits[:MAX_CULPRITS]]
         if len(self._culprits) > MAX_CULPRITS:
             more = sum(len(culprit.ranks) for culprit in self._culprits[MAX_CULPRITS:])
@@ -259,7 +218,6 @@ class Writer:
         return all(self._no_record.get(rank) is NoRecord.ABORTED for rank in ranks)
 
     def _undecided(self) -> list[str]:
-        """Describe collectives for which the flight records do not show which ranks are to blame."""
         clauses = []
         for collective in self._stuck:
             sides = collective.sides
@@ -301,9 +259,7 @@ class Writer:
         return f"{self._waits(first)}; the evidence does not show which rank is missing"
 
     def _others(self) -> list[str]:
-        """Count the waiting ranks that the report has not mentioned yet, and return a clause with
-        the count.
-        """
+        """Count the waiting ranks that the report has not mentioned yet."""
         blamed_in = [culprit.collective for culprit in self._culprits if culprit.collective]
         told = self._named.union(*(collective.waiting for collective in blamed_in))
         told = told.union(*(side.ranks for collective in blamed_in for side in collective.sides))
@@ -318,9 +274,7 @@ class Writer:
         return [f"no record of {self.ranks(missing)} ({self._why(missing)})"] if missing else []
 
     def _why(self, ranks: Iterable[int]) -> str:
-        """Return the reasons why no calls of a process group are known for these ranks. Either a rank has no
-        flight record, or later calls have overwritten the group's calls in the record.
-        """
+        """Return why no calls are known: there is no record, or later calls have overwritten these calls."""
         reasons = dict.fromkeys(self._no_record.get(rank) for rank in ranks)
         return ", ".join(_WHY_NO_RECORD[why] if why else "overwritten by later calls" for why in reasons)
 
@@ -347,16 +301,13 @@ class Writer:
         return f'group "{printable(name)}"{which}'
 
     def _at(self, ranks: Sequence[int]) -> str:
-        """Return the program line at which most of these ranks are, such as `` (train.py:88)``. Return an
-        empty string if there is no such line.
-        """
+        """Return the program line at which most ranks are, such as `` (train.py:88)``; or an empty text."""
         frames = [program_frame(self._stacks.get(rank, ())) for rank in ranks]
         lines = [line(frame) for frame in frames if frame is not None]
         best = most_frequent(lines) if lines else ""
         return f" ({best})" if 2 * lines.count(best) > len(ranks) else ""
 
     def _places(self, ranks: Sequence[int]) -> str:
-        """Describe where in the program the ranks are. Return an empty string if no stack is known."""
         by_place: dict[str, list[int]] = {}
         for rank in ranks:
             if self._stacks.get(rank):
@@ -371,7 +322,6 @@ class Writer:
         return ", ".join(shown)
 
     def ranks(self, ranks: Sequence[int]) -> str:
-        """Format ranks with the names of their nodes, such as ``ranks 4-7 (node2)``."""
         nodes = list(dict.fromkeys(self._nodes[rank] for rank in ranks if rank in self._nodes))
         if len(set(self._nodes.values())) == 1:
             return ranks_text(ranks)
@@ -381,9 +331,9 @@ class Writer:
     # --- the facts ---
 
     def evidence(self, stacks: Sequence[MergedStack]) -> tuple[str, ...]:
-        """Return one line for each incomplete collective, and one line for each distinct stack."""
+        """Return a line for each incomplete collective, and for each distinct stack."""
         lines = []
-        # Limit the number of lines, because a malicious flight record may contain thousands of collectives.
+        # A malicious flight record may contain thousands of collectives.
         for collective in self._stuck[:MAX_LINES]:
             operation = printable(collective.operation)
             parts = [f"{collective.backend} {operation} {self._name(collective)}"]
@@ -406,5 +356,5 @@ class Writer:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Format ascending ranks as at most :data:`MAX_SPANS` ranges, such as ``ranks 0-6, 8 and 12 more``."""
+    """Format ascending ranks, such as ``ranks 0-6, 8 and 12 more``."""
     return phrases.ranks_text(ranks, MAX_SPANS)

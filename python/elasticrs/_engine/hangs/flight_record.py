@@ -1,18 +1,14 @@
-"""Parses the flight record of one rank. A flight record is JSON in which torch describes the latest
-collectives of a process.
+"""Parses the flight record of one rank: JSON in which torch describes the latest collectives of a process.
 
-``torch._C._distributed_c10d._dump_fr_trace_json`` (gloo) and ``_dump_nccl_trace_json`` (NCCL) write this
-JSON. NCCL's watchdog writes the same data as a pickle, which is parsed without being unpickled.
-
-Nodes exchange the records of their ranks reduced to :class:`RankRecord`, because torch's own records contain
-many details that a diagnosis does not use.
+``torch._C._distributed_c10d._dump_fr_trace_json`` (gloo) and ``_dump_nccl_trace_json`` (NCCL) write it.
+NCCL's watchdog writes the same data as a pickle, which is never unpickled.
 
 - **REC-1** Whatever the bytes are, :func:`parse` returns a record whose fields have the declared types, or
   raises :class:`FlightRecordError`.
 - **REC-2** Time and memory are limited by :data:`MAX_BYTES`, :data:`MAX_CONTAINERS` and :data:`MAX_ENTRIES`.
-- **PICKLE-1** No pickle can import or call anything. :func:`plain` accepts only the opcodes that build lists,
-  dictionaries, text, numbers, booleans and ``None``. For any input, it either returns a value built from
-  these types or raises :class:`PickledError`. No list or dictionary in the result is contained in two others.
+- **PICKLE-1** No pickle can import or call anything. For any input, :func:`plain` raises
+  :class:`PickledError`, or returns lists, dictionaries, text, numbers, booleans and ``None``. No container in
+  the result is contained in two others.
 - **PICKLE-2** :data:`MAX_OPERATIONS` limits time and memory. The caller limits the size of the input.
 """
 
@@ -43,17 +39,16 @@ MAX_CONTAINERS = 1 << 19
 
 MAX_ENTRIES = 20_000
 MAX_NAME = 1024
-"""Maximum length of a name or a type, in characters."""
 
 MAX_NUMBER = 1 << 63
 MAX_DIMENSIONS = 64
-"""Maximum number of dimensions of a tensor, as in torch. This limit also bounds the product of the sizes."""
+"""Maximum number of dimensions of a tensor, as in torch. Also bounds the product of the sizes."""
 
 _PICKLE = b"\x80"
 """First byte of a pickle. No JSON document starts with this byte."""
 
 _MAJOR = "2"
-"""Major version of the format. Torch increases this version when an existing field changes."""
+"""Torch increases this version when an existing field changes."""
 
 MAX_OPERATIONS = 1_000_000
 """Maximum number of opcodes plus copied items. A record of 2,000 entries without stacks needs 110,000."""
@@ -78,17 +73,13 @@ _NAMES = {
     "all_to_all_single": "all_to_all",
     "ALLTOALL_BASE": "all_to_all",
 }
-"""Maps the variants of an operation to a common name, because ranks may call different variants for the same
-collective.
-"""
+"""Common name for variants, because ranks may call different variants for the same collective."""
 
 _SAME_ON_ALL_RANKS = frozenset(("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"))
 """Operations whose input has the same element count and element type on all ranks."""
 
 
 class Damage(str, Enum):
-    """Kinds of unusable records."""
-
     TOO_LARGE = "too large"
     NOT_JSON = "not JSON"
     NOT_PLAIN = "not a pickle of plain values"
@@ -98,12 +89,7 @@ class Damage(str, Enum):
 
 
 class FlightRecordError(ValueError):
-    """The bytes are not a flight record.
-
-    Args:
-        damage: kind of the problem.
-        where: path of the invalid field, such as ``entries[3].state``, or details of the problem.
-    """
+    """The bytes are not a flight record. ``where`` is the path of the invalid field, or details."""
 
     def __init__(self, damage: Damage, where: str) -> None:
         self.damage = damage
@@ -120,16 +106,14 @@ class State(str, Enum):
 
 
 class Entry(NamedTuple):
-    """A collective or point-to-point operation of one rank."""
-
     backend: str
-    """Lower-case name of the backend: ``gloo``, ``nccl``. Empty if the record does not name it."""
+    """Lower case: ``gloo``, ``nccl``. Empty if the record does not name it."""
     operation: str
-    """Name of the operation without the backend, such as ``all_reduce`` or ``send 0->1``."""
+    """Operation without the backend, such as ``all_reduce`` or ``send 0->1``."""
     group_id: int
-    """Number of the process group in this process. A group that is created later has a larger number."""
+    """Number of the group in this process. A group that is created later has a larger number."""
     group_name: str
-    """Name of the process group. All ranks of the group use the same name."""
+    """The same on all ranks of the group."""
     group_description: str
     collective_seq_id: int
     """Number of the collective in its group, starting at 1."""
@@ -142,36 +126,22 @@ class Entry(NamedTuple):
 
     @property
     def is_complete(self) -> bool:
-        """True if the operation has completed, according to the flight record.
-
-        For gloo, which has no device events, the state stays ``scheduled`` and only ``retired`` changes. For
-        other backends, an operation that is retired but not completed has timed out.
+        """For gloo, which has no device events, only ``retired`` changes. With other backends, an operation
+        that is retired but not completed has timed out.
         """
         return self.state is State.COMPLETED or (self.retired and self.backend == "gloo")
 
 
 class FlightRecord(NamedTuple):
-    """The latest operations of one rank, in the order in which the rank called them."""
-
     entries: tuple[Entry, ...]
     is_truncated: bool
     """True if older entries were overwritten, because torch's buffer was full."""
     members: Mapping[str, tuple[int, ...]]
-    """Global ranks of each process group, by the name of the group, if the record contains them. A record of
-    gloo contains no global ranks: its only group has no name, and its ranks are relative to the group.
-    """
+    """Global ranks by group name. gloo's records have one nameless group, with ranks relative to it."""
 
 
 def parse(data: bytes) -> FlightRecord:
-    """Parse the flight record of one rank.
-
-    Args:
-        data: JSON or a pickle, as written by torch. Unknown fields are ignored. A pickle is parsed by
-            :mod:`.pickled` and never unpickled.
-
-    Raises:
-        FlightRecordError: the data is incomplete, too large, or not a flight record.
-    """
+    """Parse torch's JSON or pickle. Raise :class:`FlightRecordError` if it is incomplete or too large."""
     if len(data) > MAX_BYTES:
         raise FlightRecordError(Damage.TOO_LARGE, f"{len(data)} bytes")
     try:
@@ -240,9 +210,7 @@ def _number(record: dict[str, Any], field: str) -> int:
 
 
 def _members(config: object) -> dict[str, tuple[int, ...]]:
-    """Return the ranks of each named process group. The flight record contains the ranks as text, such as
-    ``[0, 1]``.
-    """
+    """The flight record contains the ranks as text, such as ``[0, 1]``."""
     members = {}
     for name, raw in _of(dict, config, "pg_config").items():
         group = _of(dict, raw, "pg_config")
@@ -258,20 +226,13 @@ def _members(config: object) -> dict[str, tuple[int, ...]]:
 
 
 class _EntryReader:
-    """Converts the entries of one record. Checks each distinct value only once, because most entries repeat
-    the same sizes and types.
-    """
+    """Checks each distinct value only once, because most entries repeat the same sizes and types."""
 
     def __init__(self) -> None:
         self._sizes: dict[str, Sizes] = {}
         self._names: dict[str, tuple[str, str]] = {}
 
     def read(self, raw: object, index: int) -> Entry:
-        """Convert the entry with this index.
-
-        Raises:
-            FlightRecordError: a field is missing or has a wrong type.
-        """
         entry = _of(dict, raw, f"entries[{index}]")
         try:
             return self._convert(entry)
@@ -337,15 +298,11 @@ _STATES = {state.value: state for state in State}
 
 
 class PickledError(ValueError):
-    """Raised if the data is not a pickle that contains only plain values."""
+    """The data is not a pickle of plain values."""
 
 
 def plain(data: bytes) -> object:
-    """Parse a pickle and return its value. Tuples become lists.
-
-    Raises:
-        PickledError: the pickle is damaged or too large, or contains an opcode that this parser rejects.
-    """
+    """Parse a pickle. Tuples become lists. Raise :class:`PickledError` unless it has only plain values."""
     import pickletools
 
     reader = _PickleReader()
@@ -357,8 +314,7 @@ def plain(data: bytes) -> object:
         return reader.result()
     except PickledError:
         raise
-    # `genops` raises `ValueError` for malformed input. The other exceptions mean that an opcode's operand was
-    # missing or had the wrong type.
+    # `genops` raises `ValueError` for malformed input; the others show a missing or wrong operand.
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise PickledError(f"{type(error).__name__}: {error}") from error
 
@@ -371,7 +327,6 @@ class _PickleReader:
         """Total number of items in all copied containers."""
 
     def take(self, name: str, argument: Any) -> None:
-        """Execute one opcode."""
         stack = self._stack
         if name in _VALUES:
             stack.append(argument)
@@ -399,11 +354,8 @@ class _PickleReader:
             raise PickledError(f"it contains the opcode {name}")
 
     def _copy(self, value: Any) -> Any:
-        """Return a memoized value. Copy lists and dictionaries, because a malicious pickle could otherwise
-        append a list to itself.
-
-        Reject nested lists and dictionaries, because copying them repeatedly could create an exponentially
-        large value.
+        """Copy containers, because a malicious pickle could otherwise append a list to itself. Reject nested
+        ones, because copying them repeatedly could create an exponentially large value.
         """
         if type(value) not in (list, dict):
             return value
@@ -423,7 +375,6 @@ class _PickleReader:
         return value
 
     def _marked(self) -> list[Any]:
-        """Pop all values above the topmost mark of the pickle stack, and return them in order."""
         items = []
         while (item := self._stack.pop()) is not _MARK:
             items.append(item)
@@ -448,8 +399,6 @@ def _plain_key(key: Any) -> Any:
 
 
 class Step(NamedTuple):
-    """A collective as recorded by one rank."""
-
     call: Call
     is_complete: bool
     is_started: bool
@@ -457,32 +406,26 @@ class Step(NamedTuple):
 
 
 class GroupSteps(NamedTuple):
-    """One rank's collectives in one process group."""
-
     description: str
     steps: Mapping[int, Step]
-    """Steps, keyed by the collective's sequence number. Never empty."""
+    """Steps by sequence number. Never empty."""
 
 
 class Transfer(NamedTuple):
-    """An incomplete point-to-point operation."""
-
     group: str
     description: str
     """The group's description, as set by the program."""
     peer: int | None
-    """The peer's rank within the group. ``None`` if unknown."""
+    """The peer's rank within the group; ``None`` if unknown."""
 
 
 class RankRecord(NamedTuple):
     """One rank's flight records, reduced to the fields that a diagnosis uses."""
 
     groups: Mapping[tuple[str, str], GroupSteps]
-    """Collectives, keyed by the group's backend and name."""
+    """Collectives by the group's backend and name."""
     members: Mapping[str, tuple[int, ...]] = {}
-    """Global ranks of each process group's members, keyed by group name. Groups whose members are unknown are
-    left out.
-    """
+    """Global ranks by group name. Groups whose members are unknown are left out."""
     transfers: tuple[Transfer, ...] = ()
     is_truncated: bool = False
     """True if torch's buffer was full, so that older operations were overwritten."""
@@ -490,13 +433,10 @@ class RankRecord(NamedTuple):
 
 
 class RankFacts(NamedTuple):
-    """Parsed evidence about one rank."""
-
     rank: int
     node: str
-    """Name of the rank's node. Empty if unknown."""
+    """Empty if unknown."""
     record: RankRecord | NoRecord
-    """The reduced flight records, or the reason why there are none."""
     frames: tuple[Frame, ...] = ()
     """The main thread's stack frames, innermost first. Empty if the stack is unknown."""
 
@@ -504,12 +444,9 @@ class RankFacts(NamedTuple):
 def reduced(
     records: Sequence[FlightRecord], groups: Mapping[str, Sequence[int]], *, has_raised: bool
 ) -> RankRecord:
-    """Reduce one rank's flight records.
+    """Reduce one rank's flight records, one from each of torch's recorders.
 
-    Args:
-        records: the rank's flight records, one from each of torch's recorders.
-        groups: global ranks of each process group's members, keyed by group name, as reported by the worker.
-        has_raised: true if the rank's program raised an exception before the records were taken.
+    ``has_raised``: the program raised an exception before the records were taken.
     """
     drafts = _drafts(records)
     transfers = tuple(
@@ -522,8 +459,8 @@ def reduced(
     )
     if has_raised:
         for draft in drafts.values():
-            # Mark the last collective as incomplete, because it may have failed and caused the exception. The
-            # record cannot show this, because torch marks failed and completed collectives alike.
+            # The last collective may have failed and caused the exception. The record cannot show this,
+            # because torch marks failed and completed collectives alike.
             last = max(draft.steps)
             draft.steps[last] = draft.steps[last]._replace(is_complete=False)
     members = {name: tuple(sorted(set(ranks))) for name, ranks in groups.items()}
@@ -540,10 +477,6 @@ def reduced(
 
 
 class _Draft(NamedTuple):
-    """Collectives that one rank has called in one process group. Filled while the flight records are being
-    read.
-    """
-
     group_id: int
     description: str
     steps: dict[int, Step]
@@ -559,8 +492,7 @@ def _drafts(records: Sequence[FlightRecord]) -> dict[tuple[str, str], _Draft]:
             key = entry.backend, entry.group_name
             draft = drafts.get(key)
             if draft is None or entry.group_id > draft.group_id:
-                # Keep only the latest group with this name, because a program that recreates its groups
-                # reuses their names.
+                # A program that recreates its groups reuses their names, so keep the latest group.
                 draft = drafts[key] = _Draft(entry.group_id, entry.group_description, {})
             if entry.group_id == draft.group_id:
                 draft.steps[entry.collective_seq_id] = reader.read(
@@ -570,21 +502,13 @@ def _drafts(records: Sequence[FlightRecord]) -> dict[tuple[str, str], _Draft]:
 
 
 class _CallReader:
-    """Converts the entries of a flight record to :class:`Step` objects. Equal calls share one object, because
-    most entries repeat an earlier call.
-    """
+    """Shares one object for equal calls, because most entries repeat an earlier call."""
 
     def __init__(self) -> None:
         self._calls: dict[tuple[str, Sizes, tuple[str, ...]], Call] = {}
 
     def read(self, entry: Entry, earlier: Step | None) -> Step:
-        """Convert an entry to a step.
-
-        Args:
-            entry: the entry.
-            earlier: step built from the earlier entries of the same collective, because a coalesced
-                collective has several entries; ``None`` if this is the first entry.
-        """
+        """``earlier`` comes from earlier entries of a coalesced collective; ``None`` for its first entry."""
         key = entry.operation, entry.input_sizes, entry.input_dtypes
         call = self._calls.get(key)
         if call is None:
@@ -603,9 +527,7 @@ class _CallReader:
 
 
 def _peer(operation: str) -> int | None:
-    """Parse the peer's rank within the group from the name of an operation, such as ``send 0->1`` or
-    ``recv 0<-1``. Return ``None`` if the name contains no rank.
-    """
+    """Parse the peer's rank in the group from ``send 0->1`` or ``recv 0<-1``."""
     for arrow in ("->", "<-"):
         _, found, peer = operation.partition(arrow)
         if found and peer.isascii() and peer.isdigit() and len(peer) < 10:

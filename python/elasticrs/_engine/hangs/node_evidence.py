@@ -1,11 +1,8 @@
-"""Encodes and decodes the flight records and stacks of one node's ranks, so that nodes can exchange them.
-
-The encoding is compressed JSON. Each distinct value is stored once in a table: ranks that have made the same
-calls, or whose main threads have the same stack, share a table entry.
+"""Encodes the evidence about one node's ranks, for other nodes, as compressed JSON that shares equal values.
 
 - **NODE-1** An encoding never exceeds the requested number of bytes. If necessary, the earliest collectives
   and the outermost stack frames are left out.
-- **NODE-2** For any input, :func:`decode` either returns facts whose fields have the declared types or raises
+- **NODE-2** For any input, :func:`decode` returns facts whose fields have the declared types, or raises
   :class:`NodeEvidenceError`. :data:`MAX_DECODED` and :data:`MAX_STEPS` limit its time and memory.
 """
 
@@ -27,7 +24,7 @@ if TYPE_CHECKING:
 
 VERSION = 1
 MAX_DECODED = 4 << 20
-"""Maximum size of the JSON in bytes. Also the maximum total number of ranks in all member lists."""
+"""Maximum size of the JSON in bytes, and maximum total number of ranks in all member lists."""
 
 MAX_STEPS = 100_000
 """Maximum total number of collectives in one encoding."""
@@ -41,23 +38,16 @@ _COMPLETE, _STARTED = 1, 2
 
 
 class NodeEvidenceError(ValueError):
-    """Raised if bytes are not a valid encoding of flight records and stacks."""
+    """The bytes are not valid evidence."""
 
 
 # --- encoding ---
 
 
 def encode(facts: Sequence[RankFacts], *, max_bytes: int, max_steps: int) -> bytes | None:
-    """Encode the flight records and stacks of one node's ranks.
+    """Encode one node's facts; ``None`` if ``max_bytes`` or :data:`MAX_DECODED` is too small.
 
-    Args:
-        facts: facts about each rank. All ranks must belong to the same node.
-        max_bytes: maximum size of the encoding in bytes.
-        max_steps: maximum number of collectives to keep per rank and group, at least 1. The latest
-            collectives are kept. The first incomplete collective is kept even if it is not among them.
-
-    Returns:
-        The encoding; ``None`` if even the shortest encoding exceeds ``max_bytes`` or :data:`MAX_DECODED`.
+    ``max_steps`` limits the collectives per rank and group, to the latest ones and the first incomplete one.
     """
     while True:
         steps, frames = max(1, max_steps), MAX_FRAMES if max_steps > 1 else _FEWEST_FRAMES
@@ -71,8 +61,6 @@ def encode(facts: Sequence[RankFacts], *, max_bytes: int, max_steps: int) -> byt
 
 
 class _Encoder:
-    """Builds the JSON document, including the tables that store each distinct value once."""
-
     def __init__(self, max_steps: int, max_frames: int) -> None:
         self._max_steps, self._max_frames = max_steps, max_frames
         self._calls: dict[Call, int] = {}
@@ -110,11 +98,7 @@ class _Encoder:
         return self._records.setdefault(json.dumps(fields), len(self._records))
 
     def _runs(self, group: GroupSteps) -> list[list[int]]:
-        """Return the collectives of a process group in run-length encoding.
-
-        Each run is a list of four numbers: the first sequence number, the number of collectives, the index of
-        their call in the table of distinct calls, and the flags.
-        """
+        """Return runs of the first sequence number, the length, the index of the call, and the flags."""
         numbers = sorted(group.steps)
         kept = numbers[-self._max_steps :]
         first = next((seq for seq in numbers if not group.steps[seq].is_complete), kept[0])
@@ -141,7 +125,8 @@ class _Encoder:
 
 
 def _ranges(ranks: Sequence[int]) -> list[list[int]]:
-    """Compress ascending ranks into ranges, each a list of the first rank, the last rank, and the step.
+    """Compress ascending ranks into lists of the first rank, the last rank, and the step.
+
     Evenly spaced ranks, such as those of a process group in a device mesh, need only one range.
     """
     found: list[list[int]] = []
@@ -159,16 +144,10 @@ def _ranges(ranks: Sequence[int]) -> list[list[int]]:
 
 
 def decode(encoded: bytes) -> list[RankFacts]:
-    """Decode the flight records and stacks of one node's ranks.
-
-    Raises:
-        NodeEvidenceError: the bytes are not a valid encoding of this version, or the decoded data exceeds a
-            limit.
-    """
+    """Raise :class:`NodeEvidenceError` if the bytes are not a valid encoding, or exceed a limit."""
     try:
         return _Decoder(_document(encoded)).facts()
-    # The decoder checks the types of values itself. It relies on Python's own exceptions for missing keys,
-    # lists of the wrong length, and indexes out of range.
+    # The decoder relies on Python's exceptions for missing keys, wrong lengths, and indexes out of range.
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
         raise NodeEvidenceError(f"{type(error).__name__}: {error}") from error
 
@@ -188,9 +167,7 @@ def _document(encoded: bytes) -> dict[str, Any]:
 
 
 class _Decoder:
-    """Validates a JSON document and converts it to flight records and stacks. Converts each distinct record
-    only once.
-    """
+    """Validates a JSON document. Converts each distinct record only once."""
 
     def __init__(self, document: dict[str, Any]) -> None:
         self._document = document

@@ -1,7 +1,6 @@
-"""Parses and merges the stacks of ranks.
+"""Parses and merges the output of ``faulthandler`` or ``py-spy dump``, alone or in the agent's hang files.
 
-The input is the output of ``faulthandler`` or ``py-spy dump``, alone or in one of the agent's hang files. A
-diagnosis uses only the main thread, because differences between the ranks' background threads are irrelevant.
+A diagnosis uses only the main thread, because differences between background threads are irrelevant.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ MAX_TEXT = 1 << 20
 
 MAX_FRAMES = 200
 _MAX_NUMBER = 10
-"""Maximum number of digits of a line number."""
 
 _FRAME = re.compile(rf' *File "(.*)", line (\d{{1,{_MAX_NUMBER}}}) in (.+)')
 _SPIED = re.compile(rf"    (\S.*?) \((.*):(\d{{1,{_MAX_NUMBER}}})\)")
@@ -34,19 +32,15 @@ _WAITING = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_funct
 
 
 def main_thread(text: str) -> tuple[Frame, ...]:
-    """Return the main thread's frames, innermost first. Return an empty tuple if the text contains no
-    stack.
-    """
+    """Return the main thread's frames, innermost first; empty if the text contains no stack."""
     return next(threads(text), ())
 
 
 def threads(text: str) -> Iterator[tuple[Frame, ...]]:
-    """Iterate over the stacks of all threads, starting with the main thread. A stack is a tuple of frames,
-    innermost first.
+    """Iterate over the stacks of all threads, innermost frame first, starting with the main thread.
 
-    In the output of ``faulthandler``, the main thread is the thread marked as current or, if no thread is
-    marked, the last thread. In the output of ``py-spy``, it is the thread named ``MainThread`` or, if no
-    thread has this name, the first thread.
+    It is the thread that ``faulthandler`` marks as current, else its last thread, and in the output of
+    ``py-spy`` the thread named ``MainThread``, else the first thread.
     """
     lines = text[:MAX_TEXT].splitlines()
     headers = [number for number, line in enumerate(lines) if _HEADER.match(line)]
@@ -60,19 +54,15 @@ def threads(text: str) -> Iterator[tuple[Frame, ...]]:
 
 
 def abort(text: str) -> tuple[tuple[Frame, ...], bool]:
-    """Parse the output of ``faulthandler`` about an abort of the process.
+    """Parse ``faulthandler``'s output about an abort: the main thread's frames, innermost first, and a flag.
 
-    Returns:
-        The main thread's frames, innermost first, and a flag. The flag is true if a thread that runs Python
-        code has aborted the process. If the flag is false, a native thread may have aborted the process, such
-        as a thread of gloo or NCCL.
+    If the flag is false, a native thread, such as one of gloo or NCCL, may have aborted the process.
     """
     stacks = text[-MAX_TEXT:].rpartition(_ABORTED)[2]
     return main_thread(stacks), any(line.startswith("Current thread 0x") for line in stacks.splitlines())
 
 
 def frame_of(line: str) -> Frame | None:
-    """Parse a line of ``faulthandler`` output. Return ``None`` if the line does not describe a frame."""
     written = _FRAME.fullmatch(line)
     return None if written is None else Frame(written[1], int(written[2]), written[3])
 
@@ -90,17 +80,12 @@ def _frames(lines: Sequence[str], header: int, *, is_spied: bool) -> tuple[Frame
 
 def _spied_frame(line: str) -> Frame | None:
     spied = _SPIED.fullmatch(line)
-    # Remove the class name, because `faulthandler` writes only the function name.
+    # `faulthandler` writes only the function name, without the class.
     return None if spied is None else Frame(spied[2], int(spied[3]), spied[1].rpartition(".")[2])
 
 
 def merge(stacks: Mapping[int, tuple[Frame, ...]]) -> tuple[MergedStack, ...]:
-    """Return each distinct stack once, with its ranks. Stacks are sorted by frequency, most frequent first,
-    and then by the lowest rank.
-
-    Args:
-        stacks: frames by rank. Empty stacks are left out.
-    """
+    """Return each distinct stack, except empty ones, with its ranks, sorted by frequency and lowest rank."""
     by_frames: dict[tuple[Frame, ...], list[int]] = {}
     for rank in sorted(stacks):
         if stacks[rank]:
@@ -110,12 +95,10 @@ def merge(stacks: Mapping[int, tuple[Frame, ...]]) -> tuple[MergedStack, ...]:
 
 
 def waits_for_ranks(frames: Sequence[Frame]) -> bool:
-    """Return true if the stack shows that the thread waits for other ranks, in a communication call of
-    ``torch.distributed`` or in a backward pass.
+    """Return true if the thread is in a communication call of ``torch.distributed`` or in a backward pass.
 
-    Only the library frames that are called from the innermost function of the program count. Frames further
-    out may also be in ``torch.distributed``, for example the launcher of the program or the wrapper of a
-    model. False does not prove that the thread is not waiting, because ``Work.wait`` has no Python frame.
+    Only the frames inside the program's innermost function count, because ``torch.distributed`` further out
+    may be the launcher or a model's wrapper. ``Work.wait`` has no Python frame, so false proves nothing.
     """
     for number, frame in enumerate(frames):
         if not is_library(frame):
@@ -129,37 +112,28 @@ def waits_for_ranks(frames: Sequence[Frame]) -> bool:
 
 
 def program_frame(frames: Sequence[Frame]) -> Frame | None:
-    """Return the innermost frame outside of installed packages and the standard library. ``None`` if there is
-    no such frame.
-    """
+    """Return the innermost frame outside of installed packages and the standard library, if any."""
     return next((frame for frame in frames if not is_library(frame)), None)
 
 
 def place(frames: Sequence[Frame]) -> str:
-    """Describe the position of a thread, such as ``load (train.py:71)``.
-
-    If the thread is inside a library, also name the calling line of the program, as in ``__next__
-    (dataloader.py:741), called at train.py:71``.
-    """
+    """Describe a position, such as ``load (train.py:71)`` or ``next (lib.py:7), called at train.py:71``."""
     own = program_frame(frames)
     if own is None or own == frames[0]:
         return short(frames[0])
     inner = frames[: list(frames).index(own)]
-    # Skip the function that torch wraps around each collective.
     called = next((frame for frame in reversed(inner) if not frame.file.endswith(_WRAPPER)), inner[-1])
     return f"{short(called)}, called at {line(own)}"
 
 
 def is_library(frame: Frame) -> bool:
-    """Return true if the file of a frame belongs to an installed package or to the standard library."""
     return any(part in frame.file for part in LIBRARIES)
 
 
 def short(frame: Frame) -> str:
-    """Return a short form of a frame, such as ``step (train.py:88)``."""
+    """Return a short form, such as ``step (train.py:88)``."""
     return printable(f"{frame.function} ({os.path.basename(frame.file)}:{frame.line})")
 
 
 def line(frame: Frame) -> str:
-    """Return the file name and line of a frame, such as ``train.py:71``."""
     return printable(f"{os.path.basename(frame.file)}:{frame.line}")
