@@ -16,5 +16,5 @@ MEMORY_LIMIT = 50.0
 
 
 def are_gpus_visible(environ: Mapping[str, str]) -> bool:
-    """Load no library, because this is called at every launch."""
+    """Check the device file. Load no library, because this is called at every launch."""
     return os.path.exists(DEVICE) and environ.get("CUDA_VISIBLE_DEVICES") not in {"", "-1"}

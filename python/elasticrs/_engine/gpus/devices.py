@@ -56,7 +56,7 @@ class UnknownDeviceError(CountError):
 
 
 def cpu_count() -> int:
-    """As torchrun does, count the CPUs in the affinity mask of this process."""
+    """Count the CPUs in the affinity mask of this process, as torchrun does."""
     return len(os.sched_getaffinity(0))
 
 
@@ -289,7 +289,7 @@ def _ask_torch(word: str, environ: Mapping[str, str]) -> Count | None:
 
 
 def _has_extensions() -> bool:
-    """``import torch`` loads its extensions, which may define further types of devices."""
+    """Find extensions, which ``import torch`` loads, and which may define further types of devices."""
     from importlib.metadata import entry_points
 
     return bool(entry_points(group="torch.backends"))

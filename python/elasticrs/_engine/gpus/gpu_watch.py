@@ -346,7 +346,7 @@ def _open_log(path: str) -> int | None:
 
 
 def main(kernel_log: str, kernel_pid_namespace: str) -> int:
-    """``kernel_pid_namespace`` is the pid namespace to which the kernel log's pids belong."""
+    """Run the program. ``kernel_pid_namespace`` is the namespace of the kernel log's pids."""
     own = os.readlink("/proc/self/ns/pid")
     try:
         GpuWatch(kernel_log, has_kernel_pids=own == kernel_pid_namespace).run()

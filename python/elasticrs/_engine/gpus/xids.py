@@ -91,7 +91,7 @@ def parse(record: str) -> LogRecord | None:
 
 
 def meaning(code: int, detail: str = "") -> Meaning:
-    """The recommended action for Xids 144 to 150 and 154 depends on the driver's text ``detail``."""
+    """Look up an Xid. The action for Xids 144 to 150 and 154 depends on the driver's text ``detail``."""
     _load()
     entry = _known.get(code)
     if entry is None:

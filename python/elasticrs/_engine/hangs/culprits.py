@@ -65,7 +65,7 @@ class Blame(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Names the ranks, such as ``ranks 1, 2`` or ``undecided, candidates: ranks 0, 1``."""
+        """Names of the ranks, such as ``ranks 1, 2`` or ``undecided, candidates: ranks 0, 1``."""
         ranks = ranks_text(self.ranks)
         return ranks if self.is_decided else f"undecided, candidates: {ranks}"
 
@@ -92,8 +92,8 @@ def decide_failure(
 ) -> Blame | None:
     """Decide which ranks are to blame for a failed collective, if ``rank`` failed first.
 
-    ``may_be_innocent``: native code has aborted this rank, perhaps in a collective. Return ``None`` if no
-    evidence speaks against blaming the rank.
+    ``may_be_innocent`` is true if native code has aborted this rank, perhaps in a collective. Return ``None``
+    if no evidence speaks against blaming the rank.
     """
     found = decided(diagnosis)
     if found is not None:

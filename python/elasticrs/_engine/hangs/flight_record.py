@@ -210,7 +210,7 @@ def _number(record: dict[str, Any], field: str) -> int:
 
 
 def _members(config: object) -> dict[str, tuple[int, ...]]:
-    """The flight record contains the ranks as text, such as ``[0, 1]``."""
+    """Parse the ranks of each named group, which the record contains as text, such as ``[0, 1]``."""
     members = {}
     for name, raw in _of(dict, config, "pg_config").items():
         group = _of(dict, raw, "pg_config")
@@ -446,7 +446,7 @@ def reduced(
 ) -> RankRecord:
     """Reduce one rank's flight records, one from each of torch's recorders.
 
-    ``has_raised``: the program raised an exception before the records were taken.
+    ``has_raised`` is true if the program raised an exception before the records were taken.
     """
     drafts = _drafts(records)
     transfers = tuple(
@@ -508,7 +508,7 @@ class _CallReader:
         self._calls: dict[tuple[str, Sizes, tuple[str, ...]], Call] = {}
 
     def read(self, entry: Entry, earlier: Step | None) -> Step:
-        """``earlier`` comes from earlier entries of a coalesced collective; ``None`` for its first entry."""
+        """Convert an entry. ``earlier`` comes from earlier entries of a coalesced collective, if any."""
         key = entry.operation, entry.input_sizes, entry.input_dtypes
         call = self._calls.get(key)
         if call is None:

@@ -157,7 +157,7 @@ def _facts(attempt: Attempt, stopped_ns: int | None = None, *, has_stacks: bool 
 
 
 def _facts_of_failure(attempt: Attempt) -> list[RankFacts]:
-    """The agent requested the records after the failure, or NCCL's watchdog wrote them."""
+    """Read the records that the agent requested after the failure, or that NCCL's watchdog wrote."""
     oldest = time.time() - _MAX_AGE
     deadline = time.monotonic() + _TIME_LIMIT
     facts = []

@@ -105,7 +105,7 @@ class EventRecorder(Observer):
             self._record_watchdog("kill worker process", claim)
 
     def hung(self, event: _core.WorkerHung) -> None:
-        """The next event shows whether this node or another node detected the hang."""
+        """Store the event, because the next one shows whether this node or another detected the hang."""
         self._hung = event
 
     def killed(self, attempt: Attempt, event: _core.WorkersKilled) -> None:
@@ -308,7 +308,7 @@ def _reason(result: JobResult, error: BaseException | None) -> str | None:
 
 
 def _ends(attempt: Attempt, *, succeeded: bool) -> Iterator[tuple[WorkerRanks, str, ProcessFailure | None]]:
-    """As in torch, a stopped worker is ``FAILED`` if the signal killed it, and ``TERMINATED`` otherwise."""
+    """Yield final states. As in torch, a stopped worker is ``TERMINATED`` unless the signal killed it."""
     if succeeded:
         yield from ((ranks, "SUCCEEDED", None) for ranks in attempt.plan.ranks)
         return

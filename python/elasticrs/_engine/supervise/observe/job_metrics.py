@@ -73,7 +73,7 @@ class MetricRecorder(Observer):
             _measured("LocalElasticAgent._stop_workers", now - attempt.stamps["failure_seen"] / 1e9)
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:
-        """If a signal or an exception ended the run, publish only its duration."""
+        """Publish the run's metrics; only its duration if a signal or an exception ended it."""
         has_run = error is None and result.signum is None
         _measured("SimpleElasticAgent.run", time.monotonic() - self._began, succeeded=has_run)
         if not has_run:
