@@ -27,15 +27,11 @@ _SUBMODULES = (
 def lazy(
     module: str, name: str, homes: Mapping[str, tuple[str, ...]], submodules: tuple[str, ...] = ()
 ) -> Any:
-    """Import the module that defines an attribute of a package, and return the attribute. Called by the
-    packages' ``__getattr__`` functions on first access.
-
-    Torch's packages import their submodules immediately, so that a program can use
-    ``elastic.multiprocessing.errors`` after importing only the package. The packages of elasticrs import a
-    submodule when it is first used.
+    """Import and return an attribute of a package whose submodules are imported on first access, unlike
+    torch's.
 
     Args:
-        module: full name of the module.
+        module: full name of the package.
         name: name of the attribute.
         homes: names that other modules define, by the full name of the defining module.
         submodules: submodules of the package.
@@ -54,5 +50,5 @@ def lazy(
 
 
 def __getattr__(name: str) -> Any:
-    # Import submodules lazily, because the command line and workers that only use `record` must start fast.
+    # Import lazily, because the command line and workers that only use `record` must start fast.
     return lazy(__name__, name, _HOMES, _SUBMODULES)

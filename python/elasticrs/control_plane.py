@@ -1,7 +1,5 @@
-"""Debug server in a worker, which returns the worker's stacks and its flight recorder on request.
-
-The server itself is part of torch (HTTP on a Unix socket; ``GET /handler/``, ``POST /handler/ping``). Torch
-is imported only if ``TORCH_WORKER_SERVER_SOCKET`` requests the server. The agent does not set this variable.
+"""Torch's debug server in a worker, which returns stacks and the flight recorder over HTTP on a Unix socket.
+Torch is imported only if ``TORCH_WORKER_SERVER_SOCKET`` requests it. The agent does not set this variable.
 """
 
 from __future__ import annotations
@@ -26,15 +24,10 @@ TORCH_WORKER_SERVER_SOCKET = "TORCH_WORKER_SERVER_SOCKET"
 
 
 def worker_main() -> _WorkerMain:
-    """Wrap the main function of a worker: run the debug server while the function runs, and record its
+    """Return a decorator or context manager for a worker's main code: run the debug server and record the
     failure.
 
-    Decorate a function with ``@worker_main()``, or put its code in a ``with worker_main():`` block.
-    Exceptions in this code are recorded. Torch only records an exception that is raised when the context
-    manager is created.
-
-    Returns:
-        A decorator that is also a context manager.
+    Torch only records an exception that is raised when the context manager is created.
     """
     return _WorkerMain()
 
@@ -66,8 +59,7 @@ class _WorkerMain:
         traceback: TracebackType | None,
     ) -> None:
         _shutdown(self._server)
-        # Do not record a `ChildFailedError`. It means that this worker has launched a job itself, and that
-        # the job has written its own error file.
+        # This worker has launched a job itself, and the job has written its own error file.
         if isinstance(error, Exception) and not isinstance(error, ChildFailedError):
             self._handler.record_exception(error)
 

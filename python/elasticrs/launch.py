@@ -1,7 +1,5 @@
-"""Entry points ``python -m elasticrs.launch`` and ``elasticrun``. The functions have the same names as in
+"""Entry points ``python -m elasticrs.launch`` and ``elasticrun``, with the functions of
 ``torch.distributed.launch``.
-
-The implementation is in :mod:`.command_line`.
 """
 
 from __future__ import annotations
@@ -14,17 +12,14 @@ _program = "/" + (sys.argv or [""])[0]
 _is_command = __name__ == "__main__" or _program.endswith(("/elasticrun", "/elasticrs/__main__.py"))
 _ends_by_sigint = _is_command and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
 if _is_command:
-    # Block signals until the handlers are installed, because a stop signal during the imports would kill this
-    # process without a report.
+    # A stop signal during the imports would kill this process without a report.
     _held = _signal.SIGTERM, _signal.SIGHUP, _signal.SIGQUIT, _signal.SIGUSR1, _signal.SIGUSR2
     _before = _signal.pthread_sigmask(_signal.SIG_BLOCK, _held)
 if _ends_by_sigint:
-    # Until the signal handlers are installed, let Ctrl-C kill this process directly instead of raising
-    # `KeyboardInterrupt`, which would print a traceback.
+    # Let Ctrl-C kill this process until then, because `KeyboardInterrupt` would print a traceback.
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 if _is_command:
-    # Run the garbage collector less often, because the agent creates hardly any reference cycles. The default
-    # threshold of 700 objects costs 2 ms per launch.
+    # The agent creates hardly any reference cycles, and the default threshold of 700 costs 2 ms per launch.
     gc.set_threshold(20_000)
 
 from elasticrs import lazy  # noqa: E402
@@ -38,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> object:
-    # Import argparse lazily, because `elasticrun` does not use it.
+    # `elasticrun` does not use argparse.
     return lazy(__name__, name, {"elasticrs.run": ("get_args_parser", "run")})
 
 
@@ -46,10 +41,9 @@ def main(args: Sequence[str] | None = None) -> None:
     """Launch a job and wait until it has finished.
 
     Args:
-        args: command line without the program name. With a command line, the job runs as in :func:`launch`,
-            and every failure raises an exception. If ``None``, the calling process is the launcher: this
-            function reads ``sys.argv``, prints errors, and exits with the launcher's exit code if that is not
-            0.
+        args: command line without the program name; every failure then raises an exception, as in
+            :func:`launch`. If ``None``, the calling process is the launcher: this function reads
+            ``sys.argv``, prints errors, and exits with the launcher's exit code if that is not 0.
 
     Raises:
         ChildFailedError: workers failed.
@@ -67,10 +61,8 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
-    """Parse a command line. As with argparse, an invalid command line raises ``SystemExit`` with exit code 2.
-
-    Args:
-        args: arguments without the program name; ``sys.argv[1:]`` if ``None``.
+    """Parse ``args`` (``sys.argv[1:]`` if ``None``). A mistake raises ``SystemExit`` with exit code 2, as in
+    argparse.
     """
     from elasticrs.run import get_args_parser
 

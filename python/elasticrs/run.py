@@ -1,13 +1,8 @@
-"""Entry point of ``python -m elasticrs.run``, with the functions that torch's own launcher
-(``torch.distributed.run``) provides.
+"""Entry point of ``python -m elasticrs.run``, with the functions of ``torch.distributed.run``, for programs
+that extend torchrun: they use its parser, fill in a namespace and call :func:`run`, or call :func:`main`.
 
-This module is for programs that extend torchrun. They use its parser, fill in a namespace and call
-:func:`run`, or pass a list of arguments to :func:`main`. The command line itself uses
-:mod:`elasticrs.launch`, which does not need argparse.
-
-A namespace has the same contents as in torchrun: options that torchrun stores as text (``nnodes``, ``tee``,
-…) are checked when the namespace is used. If a program has created the namespace itself, options may be
-missing, and values may be numbers instead of text.
+The namespace is that of torchrun: options that it stores as text (``nnodes``, ``tee``, …) are checked when
+the namespace is used. Options may be missing, and values may be numbers instead of text.
 """
 
 from __future__ import annotations
@@ -63,23 +58,20 @@ _ANY_PORT = "localhost:0"
 
 def __getattr__(name: str) -> object:
     if name == "metadata":
-        # Provide `metadata`, because some programs patch `metadata.entry_points` of torchrun's module to add
-        # `--logs-specs` classes.
+        # Some programs patch `metadata.entry_points` of torchrun's module to add `--logs-specs` classes.
         return importlib.import_module("importlib.metadata")
     return lazy(__name__, name, _HOMES)
 
 
 def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
-    """Parse a command line. As with argparse, an invalid command line raises ``SystemExit`` with exit code 2.
-
-    Args:
-        args: arguments without the program name; ``sys.argv[1:]`` if ``None``.
+    """Parse ``args`` (``sys.argv[1:]`` if ``None``). A mistake raises ``SystemExit`` with exit code 2, as in
+    argparse.
     """
     return get_args_parser().parse_args(args)
 
 
 def parse_min_max_nnodes(nnodes: str) -> tuple[int, int]:
-    """Parse ``N`` or ``MIN:MAX``. Return the minimum and maximum number of nodes.
+    """Return the minimum and maximum number of nodes of ``N`` or ``MIN:MAX``.
 
     Raises:
         RuntimeError: the text has more than two parts.
@@ -91,7 +83,6 @@ def parse_min_max_nnodes(nnodes: str) -> tuple[int, int]:
 
 
 def _check_parts(nnodes: str) -> None:
-    # Raise the same errors as torch: RuntimeError for too many parts, and ValueError for every other mistake.
     if nnodes.count(":") > 1:
         raise RuntimeError(f'nnodes={nnodes} is not in "MIN:MAX" format')
 
@@ -100,8 +91,8 @@ def determine_local_world_size(nproc_per_node: str | int) -> int:
     """Convert a value of ``--nproc-per-node`` to the number of workers on this machine.
 
     Args:
-        nproc_per_node: a number, ``cpu``, ``gpu``, ``xpu``, ``auto``, or the name of a device from an
-            extension of torch.
+        nproc_per_node: a number, ``cpu``, ``gpu``, ``xpu``, ``auto``, or the name of a device of a torch
+            extension.
 
     Raises:
         ValueError: this machine has no such device, or the word is unknown.
@@ -117,9 +108,7 @@ def determine_local_world_size(nproc_per_node: str | int) -> int:
 
 
 def get_rdzv_endpoint(args: Any) -> str:
-    """Return the rendezvous endpoint. For ``static`` without an endpoint, use the address and port
-    of rank 0.
-    """
+    """Return the rendezvous endpoint: for ``static`` without one, the address and port of rank 0."""
     if args.rdzv_backend == "static" and not args.rdzv_endpoint:
         port = defaults.DEFAULT_MASTER_PORT if args.master_port is None else args.master_port
         return f"{args.master_addr}:{port}"
@@ -127,23 +116,17 @@ def get_rdzv_endpoint(args: Any) -> str:
 
 
 def get_use_env(args: Any) -> bool:
-    """Return true if workers read their local rank from the environment instead of a ``--local-rank``
-    argument. This is the default if ``args`` has no ``use_env``.
+    """Return true if workers read their local rank from the environment (the default), not from
+    ``--local-rank``.
     """
     return bool(getattr(args, OLD_LAUNCHERS, True))
 
 
 def config_from_args(args: Any) -> tuple[LaunchConfig, Callable[..., Any] | str, list[str]]:
-    """Convert an argparse namespace into the arguments of :class:`~elasticrs.launcher.api.elastic_launch`.
+    """Convert a namespace into the arguments of :class:`~elasticrs.launcher.api.elastic_launch`: the
+    configuration, the function or program, and its arguments.
 
-    As in torch, ``OMP_NUM_THREADS`` is set in this process if there are several workers and the variable is
-    not set.
-
-    Args:
-        args: namespace from :func:`parse_args`, or a similar one.
-
-    Returns:
-        The configuration, the function or program, and its arguments.
+    As in torch, ``OMP_NUM_THREADS`` is set in this process if there are several workers and it is not set.
 
     Raises:
         RuntimeError: ``nnodes`` has more than two parts.
@@ -157,7 +140,6 @@ def config_from_args(args: Any) -> tuple[LaunchConfig, Callable[..., Any] | str,
     if "OMP_NUM_THREADS" not in os.environ and nproc > 1:
         _say(values, "OMP_NUM_THREADS is not set: each worker gets 1 thread; set it to what your job needs")
         os.environ["OMP_NUM_THREADS"] = "1"
-    # Copy the options that share a name with a field of `LaunchConfig`, as most of them do.
     names = {field.name for field in fields(LaunchConfig)} & {option.dest for option in OPTIONS}
     configuration = LaunchConfig(**{
         **{name: getattr(values, name) for name in names},
@@ -178,18 +160,10 @@ def config_from_args(args: Any) -> tuple[LaunchConfig, Callable[..., Any] | str,
 
 
 def run(args: Any) -> None:
-    """Run a job until it finishes.
+    """Run a job until it finishes. The errors are those of :func:`main`, except for ``SystemExit``.
 
-    Args:
-        args: namespace, as for :func:`config_from_args`. As in torch, this function changes the namespace. It
-            sets the rendezvous options for ``standalone`` and for a job with only default options, and it
-            sets a missing ``master_port`` to 29500.
-
-    Raises:
-        ChildFailedError: workers failed.
-        RuntimeError: ``nnodes`` has more than two parts.
-        SignalException: a signal asked the job to stop.
-        ValueError: a value is invalid.
+    As in torch, ``args`` is changed: the rendezvous options are set for ``standalone`` and for a job with
+    only default options, and a missing ``master_port`` becomes 29500.
     """
     from elasticrs.launcher.api import elastic_launch
 
@@ -209,19 +183,8 @@ def run(args: Any) -> None:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Launch a job and wait until it finishes. This is torchrun's entry point.
-
-    Args:
-        args: command line without the program name. If ``None``, the calling process is the launcher: this
-            function reads ``sys.argv``, prints errors, and exits with the launcher's exit code if that is not
-            0.
-
-    Raises:
-        ChildFailedError: workers failed.
-        RuntimeError: ``--nnodes`` has more than two parts.
-        SignalException: a signal asked the job to stop.
-        SystemExit: the command line has a mistake, or the launcher failed.
-        ValueError: a value is invalid, or options cannot be combined.
+    """Launch a job and wait until it finishes; see :func:`elasticrs.launch.main`. This is torchrun's entry
+    point.
     """
     if args is not None:
         from elasticrs.multiprocessing.errors import record
@@ -245,7 +208,7 @@ def _values(args: Any) -> Namespace:
             except ValueError as error:
                 raise UsageError(f"{option.flag}: got {value!r}, expected {error}") from None
         found[option.dest] = value
-    # Keep signal names, because the launcher's API expects names instead of numbers.
+    # The launcher's API expects names instead of numbers.
     found["signals_to_handle"] = getattr(args, "signals_to_handle", None) or defaults.DEFAULT_SIGNALS
     found["signals_to_forward"] = getattr(args, "signals_to_forward", None)
     script = getattr(args, "training_script", "")
@@ -255,8 +218,7 @@ def _values(args: Any) -> Namespace:
 
 def _health_check_server(values: Namespace) -> HealthCheckServer | None:
     if values.health_check_port is None:
-        # Open no server here, because the agent opens the health check server itself if
-        # `TORCHELASTIC_HEALTH_CHECK_PORT` is set.
+        # The agent opens this server itself if `TORCHELASTIC_HEALTH_CHECK_PORT` is set.
         return None
     from elasticrs._engine.supervise.observe.observer_factory import open_server
 
@@ -270,7 +232,7 @@ def _rdzv_configs(values: Namespace) -> dict[str, Any]:
     if values.rdzv_backend == "static":
         configs["rank"] = values.node_rank
     elif values.node_rank != 0:
-        # Order the nodes by their node ranks, which torch ignores for this back end.
+        # Torch ignores node ranks for this back end.
         configs.setdefault("order_hint", values.node_rank)
     if values.drain is not None:
         configs["drain"] = values.drain

@@ -1,14 +1,10 @@
 """Redirects imports of ``torch.distributed.elastic`` to elasticrs, for code that cannot be edited.
 
-The redirection needs ``ELASTICRS_ALIAS=1`` and the hook that ``python -m elasticrs.alias install`` installs.
-In every interpreter with this variable, including spawned workers, these names then refer to the modules of
-elasticrs: ``torch.distributed.elastic`` and ``torch.distributed.launcher`` with all their submodules,
-``torch.distributed.run`` and ``torch.distributed.launch``. Each module is a single object with two names, so
-classes compare equal, and a patch under one name is visible under the other name.
-
-The package ``torchelastic`` from 2019 and 2020 is redirected to :mod:`elasticrs.train` in the same way. Its
-modules for launching, agents, events, multiprocessing, timers and utilities later became part of torch. They
-are redirected to the elasticrs modules that replace these parts of torch.
+If ``ELASTICRS_ALIAS=1`` and the hook of ``python -m elasticrs.alias install`` is installed, torch's
+``distributed.elastic``, ``distributed.launcher``, ``distributed.run`` and ``distributed.launch`` are second
+names of the modules of elasticrs, so classes compare equal and patches are visible under both names. The
+package ``torchelastic`` of 2019 and 2020 is redirected to :mod:`elasticrs.train` and the modules that later
+became part of torch.
 
 This module runs at the start of each interpreter, so it imports no module that is not already loaded.
 """
@@ -29,7 +25,7 @@ _TORCH = "torch.distributed"
 _COMMANDS = (f"{_TORCH}.launcher", f"{_TORCH}.run", f"{_TORCH}.launch")
 _ELASTIC = f"{_TORCH}.elastic"
 _OF_2019 = "torchelastic"
-# Modules of torchelastic that have a different name in elasticrs, mapped to that name.
+# Modules of torchelastic that have a different name in elasticrs.
 _MOVED = {
     f"{_OF_2019}.checkpoint.file_system_checkpoint": "elasticrs.train.checkpoint.files",
     f"{_OF_2019}.distributed.collectives": "elasticrs.train.distributed",
@@ -60,9 +56,7 @@ _RENDEZVOUS = f"{_ELASTIC}.rendezvous."
 
 
 def _is_kept(name: str) -> bool:
-    """Return true for modules of torch that are not redirected, because the modules of elasticrs with these
-    names are torch's own.
-    """
+    """Return true for modules that are not redirected, because those of elasticrs are torch's own."""
     if not name.startswith(_RENDEZVOUS):
         return False
     from elasticrs.rendezvous import TORCHS
@@ -71,8 +65,8 @@ def _is_kept(name: str) -> bool:
 
 
 def our_name(name: str) -> str | None:
-    """Return the full name of the elasticrs module that replaces a torch or torchelastic module; ``None`` if
-    elasticrs does not replace it.
+    """Return the full name of the module that replaces one of torch or torchelastic; ``None`` if there is
+    none.
     """
     if _is_kept(name):
         return None
@@ -91,14 +85,13 @@ def activate() -> None:
     """Redirect all later imports in this interpreter. Idempotent.
 
     Raises:
-        RuntimeError: torch's own modules are already loaded and would stay in use beside the elasticrs
-            modules.
+        RuntimeError: torch's own modules are already loaded and would stay in use.
     """
     if is_active():
         return
     if loaded := sorted(name for name in sys.modules if our_name(name) is not None):
         raise RuntimeError(f"{loaded[0]} has already been imported; activate elasticrs.alias before that")
-    # Insert this finder at the front, so that Python tries it before the finder of torch's own files.
+    # Python must try this finder before the finder of torch's own files.
     sys.meta_path.insert(0, _Finder())
 
 
@@ -114,8 +107,7 @@ class _Finder:
             return _torchs_own(fullname) if _is_kept(fullname) else None
         parent = name.rpartition(".")[0]
         if parent and parent not in sys.modules:
-            # Elasticrs has not replaced the parent package, so let Python find the module in torch's own
-            # package.
+            # The parent package is torch's own, so let Python find the module there.
             return None
         from importlib.machinery import ModuleSpec
         from importlib.util import find_spec
@@ -128,16 +120,13 @@ class _Finder:
         spec = ModuleSpec(fullname, loader, origin=original.origin)  # type: ignore[arg-type]
         spec.submodule_search_locations = original.submodule_search_locations
         if submodules and spec.submodule_search_locations is None:
-            # Set a search path, because importlib looks for submodules only in modules that have a
-            # `__path__`.
+            # importlib looks for submodules only in modules that have a `__path__`.
             spec.submodule_search_locations = []
         return spec
 
 
 def _torchs_own(fullname: str) -> ModuleSpec | None:
-    """Find a module that exists only in torch. Search torch's folders explicitly, because the parent package
-    belongs to elasticrs and its search path does not contain the module.
-    """
+    """Find a module that exists only in torch. Its parent package is elasticrs's, so search torch's folders."""
     from importlib.machinery import PathFinder
 
     below = fullname.split(".")[2:-1]
@@ -146,7 +135,7 @@ def _torchs_own(fullname: str) -> ModuleSpec | None:
 
 
 class _Loader:
-    """Import loader that makes an existing module available under a second name, and does not change it."""
+    """Makes an existing module available under a second name."""
 
     def __init__(self, name: str, spec: ModuleSpec, submodules: Sequence[str]) -> None:
         self._name = name
@@ -161,19 +150,16 @@ class _Loader:
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # The module has already run. Restore its `__spec__`, because importlib has replaced it with the spec
-        # of the alias.
+        # Restore `__spec__`, which importlib has replaced with the spec of the alias.
         module.__spec__ = self._spec
         for name in self._submodules:
-            # Import the submodules now, because programs use them as attributes without importing them.
+            # Programs use submodules as attributes without importing them.
             __import__(name)
         if _TORCH not in sys.modules:
-            # `module` belongs to torchelastic, because `torch.distributed` has not been imported. Skip the
-            # imports below, because only modules of torch need them.
+            # `module` belongs to torchelastic, which does not need the imports below.
             return
         for name in (_ELASTIC, _COMMANDS[0]):
-            # Import these modules now, as torch's own modules do, because programs use them as attributes of
-            # `torch.distributed` without importing them.
+            # As in torch, these are attributes of `torch.distributed` without an import.
             if name not in sys.modules:
                 __import__(name)
 
@@ -181,8 +167,7 @@ class _Loader:
         from importlib.abc import InspectLoader
         from importlib.util import find_spec
 
-        # Use a separate module for `torch.distributed.launch`, because only this launcher adds the local rank
-        # to the script's arguments.
+        # Only torch's `launch` adds the local rank to the script's arguments.
         name = "elasticrs.alias.launch" if fullname == f"{_TORCH}.launch" else self._name
         spec = find_spec(name)
         loader = spec.loader if spec else None

@@ -17,7 +17,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-# Python runs `.pth` files in the order of their names. This name sorts after `elasticrs.pth`, which may put
+# Python runs `.pth` files in the order of their names. This one sorts after `elasticrs.pth`, which may put
 # elasticrs on the path.
 FILE = "elasticrs_alias.pth"
 _ACTIVATE = """
@@ -35,16 +35,14 @@ else:
     sys.elasticrs_alias_is_missing = False
     activate()
 """
-# Content of the `.pth` file: a single line that starts with `import`, because Python runs only such lines.
+# A single line that starts with `import`, because Python runs only such lines of a `.pth` file.
 LINE = f'import os, sys; os.environ.get("ELASTICRS_ALIAS") == "1" and exec({_ACTIVATE!r}, {{"sys": sys}})\n'
 _PROBE = "import sys; from elasticrs.alias import is_active; sys.exit(not is_active())"
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the action that ``args`` names, and return the exit code. ``args`` defaults to ``sys.argv[1:]``.
-
-    The exit code is 0 for success, 1 if the action failed or ``status`` finds no hook, and 2 for a mistake in
-    the command line.
+    """Run the action that ``args`` (``sys.argv[1:]`` by default) names. Return the exit code: 0 for success,
+    1 if the action failed or ``status`` finds no hook, and 2 for a mistake in the command line.
     """
     args = sys.argv[1:] if args is None else args
     actions: dict[str, Callable[[], int]] = {"install": install, "uninstall": uninstall, "status": status}

@@ -1,7 +1,5 @@
-"""Main program of ``python -m torch.distributed.launch`` if the alias for torch's modules is active.
-
-As in torch, each script gets ``--local-rank=N`` before its arguments, unless ``--use-env`` is given.
-Everything else is the same as in :mod:`elasticrs.launch`.
+"""Main program of ``python -m torch.distributed.launch`` if the alias for torch's modules is active. Unless
+``--use-env`` is given, each script gets ``--local-rank=N`` before its arguments, as in torch.
 """
 
 from __future__ import annotations
@@ -15,14 +13,11 @@ from elasticrs._engine.job.config import UsageError
 
 
 def with_local_rank(argv: list[str]) -> list[str]:
-    """Return the command line (without the program) with the ``--local-rank`` argument that old scripts
-    expect.
-    """
+    """Return the command line with the ``--local-rank`` argument that old scripts expect."""
     try:
         args = parse(argv, os.environ)
     except (UsageError, TextRequested):
-        # Return the arguments unchanged, because the launcher parses them again. The launcher then reports
-        # the usage error or prints the requested text.
+        # The launcher parses the arguments again, and then reports the error or prints the requested text.
         return argv
     if args.use_env:
         return argv

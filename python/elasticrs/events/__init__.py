@@ -1,10 +1,10 @@
-"""Events of a job, with the same names, order and JSON format as in torch. Unlike in torch, the timestamps
-are set. The job continues if an event cannot be written.
+"""Events of a job, with torch's names, order and JSON format, and with timestamps (torch's are 0). See
+``docs/events.md``.
 
 >>> from elasticrs import events
 >>> events.record(events.Event("my.event", events.EventSource.WORKER), destination="console")
 
-The events of the agent itself, and their schema, are in ``docs/events.md``.
+The job continues if an event cannot be written.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ __all__ = [
 
 
 class RoleRanks(Protocol):
-    """Interface of an object with a worker's ranks, such as :class:`.WorkerRanks` or
-    torch's ``Worker``.
-    """
+    """Interface of an object with a worker's ranks, such as :class:`.WorkerRanks` or torch's ``Worker``."""
 
     @property
     def local_rank(self) -> int: ...
@@ -51,7 +49,7 @@ class RoleRanks(Protocol):
 
 
 STATUS = "torchelastic.worker.status."
-"""Prefix of the name of a status event. The prefix is followed by the state of the agent or the worker."""
+"""Prefix of the name of a status event, followed by the state of the agent or the worker."""
 
 _ORDER = (
     *("run_id", "global_rank", "group_rank", "worker_id", "role", "hostname", "state", "total_run_time"),
@@ -75,11 +73,8 @@ def _get_or_create_logger(destination: str = "null") -> logging.Logger:
 
 
 def record(event: Event, destination: str = "null") -> None:
-    """Send an event to a destination.
-
-    Args:
-        event: event to record. If its timestamp is 0, the current time is used.
-        destination: see :func:`get_logging_handler`.
+    """Send an event to a destination; see :func:`get_logging_handler`. A timestamp of 0 becomes the current
+    time.
 
     Raises:
         KeyError: the destination does not exist.
@@ -87,8 +82,7 @@ def record(event: Event, destination: str = "null") -> None:
     """
     if event.timestamp == 0:
         event = replace(event, timestamp=time.time_ns() // 1_000_000)
-    # Detect a worker failure in a watchdog event by the event's name, because the event's `state` is the
-    # state of the agent.
+    # The `state` of a watchdog's event is the agent's, so recognize the worker's failure by the event's name.
     is_failure = event.metadata.get("state") == "FAILED" or event.name in _FAILURES_OF_WATCHDOGS
     _get_or_create_logger(destination).info(event.serialize(), extra={"is_failure": is_failure})
 
@@ -100,9 +94,7 @@ def status_metadata(
     hostname: EventMetadataValue = None,
     **known: EventMetadataValue,
 ) -> dict[str, EventMetadataValue]:
-    """Return the metadata of a job event, in torch's order. Unknown values are ``None``. If ``hostname`` is
-    ``None``, look up the host name.
-    """
+    """Return the metadata of a job event, in torch's order. ``hostname=None`` looks up the host name."""
     known |= {"state": state, "hostname": hostname or fq_hostname(), "metadata": json.dumps(inner)}
     return {**{name: known.get(name) for name in _ORDER}, **known}
 
@@ -136,8 +128,7 @@ def construct_and_record_rdzv_event(
     Args:
         run_id: name of the job.
         message: what happened.
-        node_state: state of the node. If it is FAILED, the event includes the exception that is being
-            handled.
+        node_state: state of the node. If FAILED, the event includes the exception that is being handled.
         name: name of the activity; by default the calling function.
         hostname: host name of the node; by default that of this machine.
         pid: pid of the agent; ``None`` for the current process.

@@ -72,20 +72,7 @@ class NodeState(str, Enum):
 
 @dataclass
 class RdzvEvent(_Serialized):
-    """An event of a rendezvous, as in torch.
-
-    Args:
-        name: activity, as ``file:function``.
-        run_id: name of the job.
-        message: what happened.
-        hostname: host name of the node.
-        pid: pid of the agent.
-        node_state: state of the node.
-        master_endpoint: endpoint of the rendezvous, if known.
-        rank: rank of the node, if known.
-        local_id: local id of the node in the rendezvous, if known.
-        error_trace: traceback of an error.
-    """
+    """An event of a rendezvous, as in torch. ``name`` is the activity, as ``file:function``."""
 
     name: str
     run_id: str
@@ -100,13 +87,7 @@ class RdzvEvent(_Serialized):
 
     @staticmethod
     def deserialize(data: str | RdzvEvent) -> RdzvEvent:
-        """Parse an event from its JSON text. Return an event object unchanged.
-
-        Raises:
-            ValueError: the text is not JSON.
-            KeyError: the state is missing or unknown.
-            TypeError: a field is missing or unknown.
-        """
+        """Parse an event; see :meth:`Event.deserialize`. ``KeyError``: the state is missing or unknown."""
         if isinstance(data, RdzvEvent):
             return data
         fields = json.loads(data)
@@ -121,11 +102,12 @@ _known: dict[int, str] = {}
 
 
 def fq_hostname() -> str:
-    """Return the fully qualified name of this machine from the resolver, or the kernel's host name if the
-    resolver is too slow. Within a process, the result never changes.
+    """Return the fully qualified name of this machine, or the kernel's host name if the resolver is too slow.
+
+    Within a process, the result never changes.
     """
     with _lock:
-        # Resolve the name again in a forked child, because it may be in another network namespace.
+        # A forked child may be in another network namespace.
         pid = os.getpid()
         if pid not in _known:
             _known.clear()
@@ -135,7 +117,7 @@ def fq_hostname() -> str:
 
 def _ask(patience: float) -> str:
     found: list[str] = []
-    # Use a daemon thread, so that a hanging resolver does not keep the process alive.
+    # A hanging resolver must not keep the process alive.
     asker = threading.Thread(target=lambda: found.append(socket.getfqdn()), name="fq-hostname", daemon=True)
     asker.start()
     asker.join(patience)

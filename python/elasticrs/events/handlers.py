@@ -1,7 +1,5 @@
-"""Destinations of events. Each destination is a :mod:`logging` handler with a name.
-
-``_log_handlers`` is torch's table, which users may change. Other destinations are ``file:PATH`` and handlers
-of packages that provide a handler factory in the entry point group ``elasticrs.event_handlers``.
+"""Destinations of events: :mod:`logging` handlers by name, in ``_log_handlers`` (torch's table, which users
+may change), ``file:PATH``, or from the entry point group ``elasticrs.event_handlers``.
 """
 
 from __future__ import annotations
@@ -36,8 +34,8 @@ _FILE = "file:"
 _SLOW = "slow"
 
 _PATIENCE = 2.0
-"""Maximum number of seconds to wait for queued lines when flushing or exiting. The wait is limited because
-the reader of the console may be stopped, and a file system may hang.
+"""Seconds to wait for queued lines when flushing or exiting. The console's reader may be stopped, or a file
+system hang.
 """
 
 _WAITING = 10_000
@@ -66,8 +64,7 @@ class ConsoleHandler(_StreamHandler):
         try:
             descriptor = self.stream.fileno()
         except (OSError, ValueError):
-            # The program has replaced `sys.stderr` with an object that has no descriptor, so write the text
-            # to that object.
+            # The program has replaced `sys.stderr` with an object that has no descriptor.
             super().emit(record)
             return
         if self._console is None or self._owner != os.getpid():
@@ -84,11 +81,10 @@ class ConsoleHandler(_StreamHandler):
 
 
 class LineFileHandler(logging.Handler):
-    """Handler that appends events to a file in JSON Lines format. Each event is a single ``write``, and
-    failure events are flushed to disk.
+    """Appends events to a file in JSON Lines format. Each event is a single ``write``; failures are flushed
+    to disk.
 
-    Writing may block, because file systems may hang. An agent therefore writes in a background thread; see
-    :meth:`write_behind`.
+    Writing may block, because file systems may hang; see :meth:`write_behind`.
 
     Args:
         path: path of the file. A new file gets mode 0644; an existing one is appended to.
@@ -100,7 +96,7 @@ class LineFileHandler(logging.Handler):
     def __init__(self, path: str) -> None:
         super().__init__()
         self._path = path
-        # Open without blocking, because a FIFO may have no reader.
+        # A FIFO may have no reader.
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
         self._fd = os.open(path, flags, 0o644)
         self._complaints: set[str] = set()
@@ -108,16 +104,15 @@ class LineFileHandler(logging.Handler):
         self._agents = 0
 
     def write_behind(self) -> None:
-        """Write events in a background thread from now on. Each call needs a matching call of
-        :meth:`write_through`. The last matching call stops the thread.
-        """
+        """Write events in a background thread until as many calls of :meth:`write_through` have followed."""
         self._agents += 1
         if self._behind is None or not self._behind.is_ours:
             self._behind = LineQueue(self._write)
 
     def write_through(self) -> None:
-        """Undo one call of :meth:`write_behind`, and wait until all lines are written or a time limit
-        expires. Undoing the last call also stops the background thread, unless the thread hangs.
+        """Undo one :meth:`write_behind`, and wait until all lines are written or a time limit expires.
+
+        The last call also stops the background thread, unless the thread hangs.
         """
         self._agents -= 1
         behind = self._behind
@@ -212,11 +207,8 @@ MOST = 10_000
 
 
 class LineQueue:
-    """Queue of lines, and a thread that writes them. A thread is needed, because a write may block forever.
-
-    Args:
-        write: writes a line. The second argument is true if the line must be flushed to disk. Only the thread
-            calls this function.
+    """Queue of lines, and a thread that writes them, because ``write`` (line, whether to flush to disk) may
+    block.
     """
 
     def __init__(self, write: Callable[[bytes, bool], None]) -> None:
@@ -229,9 +221,7 @@ class LineQueue:
 
     @property
     def is_ours(self) -> bool:
-        """True in the process that created this object. False in a forked child, because the child does not
-        inherit the thread.
-        """
+        """False in a forked child, which does not inherit the thread."""
         return self._owner == os.getpid()
 
     def put(self, line: bytes, is_failure: bool) -> bool:
@@ -264,7 +254,6 @@ class LineQueue:
             return len(self._lines)
 
     def end(self) -> None:
-        """Wait until all lines are written, and then stop the thread."""
         with self._news:
             self._is_ending = True
             self._news.notify_all()
@@ -281,6 +270,6 @@ class LineQueue:
                 line, is_failure = self._lines[0]
             self._write(line, is_failure)
             with self._news:
-                # Remove the line only after it is written, so that it counts as unwritten until then.
+                # Until it is written, the line counts as unwritten.
                 self._lines.popleft()
                 self._news.notify_all()

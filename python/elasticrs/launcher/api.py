@@ -1,7 +1,7 @@
 """Launch jobs from Python, with torch's names and signatures (``torch.distributed.launcher``).
 
-This module can be used inside a host application, because it installs no signal handlers outside of the main
-thread, and never touches the application's own children.
+It can be used inside a host application: it installs no signal handlers outside of the main thread, and never
+touches the application's own children.
 """
 
 from __future__ import annotations
@@ -49,9 +49,8 @@ _log = logging.getLogger("elasticrs.agent")
 @dataclass
 @with_settings
 class LaunchConfig(WorkerSettings, UnresolvedSettings):
-    """Configuration of a job, with torch's fields and defaults. The keyword-only fields do not exist in
-    torch. See :class:`.WorkerSettings` and
-    :class:`.UnresolvedSettings`.
+    """Configuration of a job, with torch's fields and defaults. The keyword-only fields, which torch does not
+    have, are described in :class:`.WorkerSettings` and :class:`.UnresolvedSettings`.
 
     Args:
         min_nodes: minimum number of nodes.
@@ -65,8 +64,7 @@ class LaunchConfig(WorkerSettings, UnresolvedSettings):
         rdzv_configs: settings of the rendezvous.
         rdzv_timeout: value for ``rdzv_configs["timeout"]``, in seconds; -1 for the default of 900.
         max_restarts: number of restarts before the job fails.
-        monitor_interval: seconds between two polls by a user-defined agent class. The agent of elasticrs does
-            not poll.
+        monitor_interval: seconds between two polls by an agent class of the user.
         start_method: start method of function workers: ``spawn``, ``fork`` or ``forkserver``.
         log_line_prefix_template: template of the prefix of tee'd lines.
         metrics_cfg: configuration for :func:`elasticrs.metrics.initialize_metrics`.
@@ -74,7 +72,7 @@ class LaunchConfig(WorkerSettings, UnresolvedSettings):
         event_log_handler: destination of events; see :func:`elasticrs.events.get_logging_handler`.
         numa_options: binding of the workers to CPUs; see :class:`.NumaOptions`.
         signals_to_handle: names of signals that stop the job, separated by commas.
-        duplicate_stdout_filters: texts to search for. Tee'd lines that contain one of them are also copied to
+        duplicate_stdout_filters: tee'd lines that contain one of these texts are also copied to
             ``filtered_stdout.log``.
         duplicate_stderr_filters: the same for standard error and ``filtered_stderr.log``.
         virtual_local_rank: true if each worker sees only its own GPU, and has local rank 0.
@@ -131,7 +129,6 @@ class LaunchConfig(WorkerSettings, UnresolvedSettings):
 
 
 _OF_WORKERS = {each.name for each in fields(LaunchConfig)} & {each.name for each in fields(WorkerSpec)}
-"""Names of the worker settings that :class:`LaunchConfig` and :class:`WorkerSpec` have in common."""
 
 
 class elastic_launch:  # noqa: N801 -- torch's name
@@ -173,17 +170,15 @@ def launch_agent(
         health_check_server: see :class:`~elasticrs.agent.server.LocalElasticAgent`.
 
     Returns:
-        Return values of the functions on this node, by global rank. The values are ``None`` for programs.
+        Return values of the functions on this node, by global rank; ``None`` for programs.
 
     Raises:
-        ChildFailedError: workers failed. This exception is an :class:`elasticrs.errors.JobFailedError`, which
-            contains the verdict and the exit code.
-        RuntimeError: the workers could not be started. This exception is also an
-            :class:`elasticrs.errors.JobFailedError`.
+        ChildFailedError: workers failed. Also a :class:`elasticrs.errors.JobFailedError` with verdict and
+            exit code.
+        RuntimeError: the workers could not be started. Also a :class:`elasticrs.errors.JobFailedError`.
         SignalException: a signal stopped the job.
         ValueError: the configuration is invalid.
-        SystemExit: this process is a worker that is still importing the main module, because the main module
-            has no ``__name__`` guard.
+        SystemExit: this process is a worker that imports a main module without a ``__name__`` guard.
     """
     refuse_while_main_is_imported()
     if not config.run_id:
@@ -217,8 +212,7 @@ def launch_agent(
         health_check_server=health_check_server,
         signals_to_handle=config.signals_to_handle,
     )
-    # As in torch, set the variable for agents and process contexts that this program or its children create
-    # later.
+    # As in torch, this applies to agents and contexts that this program or its children create later.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
     alive_callback = getattr(health_check_server, "alive_callback", None)
     if isinstance(alive_callback, _AliveCallbackProxy):
@@ -242,9 +236,7 @@ def launch_agent(
 
 
 def run_agent(agent: LocalElasticAgent, destination: str) -> RunResult:
-    """Run the agent and record the last event of the job, which describes its outcome. As in torch, the
-    launcher records this event.
-    """
+    """Run the agent and record the job's outcome as the last event, as torch's launcher does."""
     try:
         result = agent.run()
     except Exception:
@@ -256,9 +248,10 @@ def run_agent(agent: LocalElasticAgent, destination: str) -> RunResult:
 
 @contextmanager
 def shut_down_after(handler: RendezvousHandler) -> Iterator[None]:
-    """Return a context manager that shuts down the rendezvous handler after the job. After a signal, the
-    handler stays open, because shutting it down would stop the job on all nodes. Errors of the handler only
-    cause a warning, because the job's outcome is already known.
+    """Shut down the handler after the block, but not after a signal, because that would stop the job on all
+    nodes.
+
+    Errors of the handler only cause a warning, because the job's outcome is already known.
     """
     is_signalled = False
     try:

@@ -1,9 +1,5 @@
-"""Run command-line jobs whose rendezvous handler must be polled.
-
-Such a handler comes from a package (``--rdzv-backend`` is the name of an entry point, or of a handler that a
-program has registered), or is ``c10d`` with ``store_type=file``. The agent uses torch's polling loop with the
-workers of the command line; see :class:`~elasticrs.agent.server.LocalElasticAgent`. Imported only for such
-jobs.
+"""Run command-line jobs with torch's polling loop, because their rendezvous handler must be polled. Such a
+handler comes from a package or a program, or is ``c10d`` with ``store_type=file``.
 """
 
 from __future__ import annotations
@@ -45,14 +41,9 @@ _DEFAULT_TIMEOUT = 900
 def run_by_handler(
     job: JobSpec, console: Console, signals: SignalPipe | None, write: Callable[[str], object]
 ) -> int:
-    """Run the job to completion, and return the exit code.
+    """Run the job to completion, and return the exit code. ``write`` prints the failure report.
 
-    Args:
-        job: job to run.
-        console: prints lines for the user.
-        signals: caught signals. This function handles the signals that have already arrived. Later signals
-            raise exceptions.
-        write: prints the failure report.
+    Signals that have already arrived are handled here; later ones raise exceptions.
 
     Raises:
         UsageError: the handler rejects the settings.
@@ -67,7 +58,7 @@ def run_by_handler(
     logger.addHandler(lines)
 
     def stop_for_a_while(_signum: int, _frame: FrameType | None) -> None:
-        # Handle only SIGTSTP here, because the other signals have handlers that raise exceptions.
+        # The other signals have handlers that raise exceptions.
         if signals is not None and signal.SIGTSTP in signals.take():
             if agent is None:
                 suspend(None, signals)
@@ -118,8 +109,7 @@ def _make_agent(
         job.nproc,
         handler,
         entrypoint=job.entry_point,
-        # Drop the time window of `max_restarts`, because `LocalElasticAgent` does not support a window. The
-        # launcher has already warned the user.
+        # `LocalElasticAgent` does not support the time window. The launcher has warned the user.
         max_restarts=int(job.max_restarts),
         monitor_interval=job.monitor_interval,
         local_addr=job.local_addr,
@@ -129,7 +119,7 @@ def _make_agent(
     )
     agent = LocalElasticAgent(
         spec,
-        # Required by the constructor but unused, because the workers choose their own log files.
+        # Required but unused, because the workers choose their own log files.
         DefaultLogsSpecs(os.devnull),
         exit_barrier_timeout=job.exit_barrier_timeout,
         shutdown_timeout=job.shutdown_timeout,

@@ -1,11 +1,10 @@
-"""Metrics API with the same names as in torch: :func:`put_metric`, :func:`prof`, handlers and groups.
+"""Metrics, with torch's names. ``docs/metrics.md`` describes the agent's own metrics.
 
 >>> from elasticrs import metrics
 >>> metrics.configure(metrics.ConsoleMetricHandler(), group="mine")
 >>> metrics.put_metric("batches", 3, "mine")  # doctest: +SKIP
 
-As in torch, the module ``elasticrs.metrics.static_init`` is imported if it exists. It may define its own
-:func:`initialize_metrics`. The agent's own metrics are described in ``docs/metrics.md``.
+As in torch, a module ``elasticrs.metrics.static_init``, if it exists, may define :func:`initialize_metrics`.
 """
 
 from __future__ import annotations
@@ -45,11 +44,7 @@ __all__ = [
 
 
 def initialize_metrics(cfg: MetricsConfig | None = None) -> None:
-    """Do nothing. As in torch, the launcher calls this hook before the agent runs, and users may override it.
-
-    Args:
-        cfg: the launcher's ``metrics_cfg``.
-    """
+    """Do nothing. The launcher calls this hook with its ``metrics_cfg`` before the agent runs, as in torch."""
 
 
 try:

@@ -1,7 +1,5 @@
-"""Torch's metrics API. A metric is a named number in a group, and each group has a handler.
-
-Every number is passed to the group's handler and to all sinks of this process. An example of a sink is the
-registry behind ``/metrics`` of a health check server.
+"""Torch's metrics API: a metric is a named number in a group. Numbers go to the group's handler and to all
+sinks of this process, such as the registry behind ``/metrics``.
 """
 
 from __future__ import annotations
@@ -35,14 +33,7 @@ __all__ = [
 
 
 class MetricData(NamedTuple):
-    """One value of a metric.
-
-    Attributes:
-        timestamp: seconds since 1970.
-        group_name: group of the metric.
-        name: name of the metric in the group.
-        value: value of the metric.
-    """
+    """One value of a metric. ``timestamp`` is in seconds since 1970."""
 
     timestamp: float
     group_name: str
@@ -51,11 +42,7 @@ class MetricData(NamedTuple):
 
 
 class MetricsConfig:
-    """Settings for :func:`elasticrs.metrics.initialize_metrics`.
-
-    Args:
-        params: settings by name.
-    """
+    """Settings for :func:`elasticrs.metrics.initialize_metrics`, by name."""
 
     __slots__ = ["params"]
 
@@ -83,29 +70,18 @@ class ConsoleMetricHandler(MetricHandler):
 class NullMetricHandler(MetricHandler):
     """Drops all values."""
 
-    def emit(self, metric_data: MetricData) -> None:
-        """Drop the value."""
+    def emit(self, metric_data: MetricData) -> None: ...
 
 
 class MetricStream:
-    """A group and its handler.
-
-    Args:
-        group_name: the group.
-        handler: handler for the group's values.
-    """
+    """A group and its handler."""
 
     def __init__(self, group_name: str, handler: MetricHandler) -> None:
         self.group_name = group_name
         self.handler = handler
 
     def add_value(self, metric_name: str, metric_value: float) -> None:
-        """Add one value.
-
-        Args:
-            metric_name: name of the metric in the group.
-            metric_value: value of the metric.
-        """
+        """Add one value of the metric."""
         for sink in _sinks:
             sink(self.group_name, metric_name, float(metric_value))
         self.handler.emit(MetricData(time.time(), self.group_name, metric_name, metric_value))
@@ -117,12 +93,7 @@ _sinks: tuple[Callable[[str, str, float], None], ...] = ()
 
 
 def configure(handler: MetricHandler, group: str | None = None) -> None:
-    """Set the handler of a group.
-
-    Args:
-        handler: new handler.
-        group: name of the group; ``None`` for all groups that have no handler.
-    """
+    """Set the handler of a group, or of all groups that have no handler if ``group`` is ``None``."""
     global _default_metrics_handler  # noqa: PLW0603 -- process-wide, as in torch
     if group is None:
         _default_metrics_handler = handler
@@ -131,9 +102,7 @@ def configure(handler: MetricHandler, group: str | None = None) -> None:
 
 
 def add_sink(sink: Callable[[str, str, float], None]) -> None:
-    """Add a sink, which receives the group, name and value of every metric of this process. This function
-    does not exist in torch.
-    """
+    """Add a sink for the group, name and value of every metric of this process. Not available in torch."""
     global _sinks  # noqa: PLW0603 -- process-wide
     _sinks = (*_sinks, sink)
 
@@ -145,7 +114,7 @@ def remove_sink(sink: Callable[[str, str, float], None]) -> None:
 
 
 def has_listener(group: str) -> bool:
-    """Return true if the group has a handler or a sink. This function does not exist in torch."""
+    """Return true if the group has a handler or a sink. Not available in torch."""
     return bool(_sinks) or not isinstance(
         _metrics_map.get(group, _default_metrics_handler), NullMetricHandler
     )
@@ -164,15 +133,11 @@ def _get_metric_name(fn: Callable[..., Any]) -> str:
 
 
 def prof(fn: Callable[..., Any] | None = None, group: str = "torchelastic") -> Any:
-    """Decorate a function to record metrics for each call: ``NAME.success`` or ``NAME.failure`` (always 1),
-    and ``NAME.duration.ms``.
+    """Decorate a function to record ``NAME.success`` or ``NAME.failure`` (always 1) and ``NAME.duration.ms``
+    of calls.
 
-    Works with and without arguments: ``@prof`` and ``@prof(group="mine")``. The name of a method includes its
-    class. The name of a function includes the last part of its module.
-
-    Args:
-        fn: the function.
-        group: group of the metrics.
+    Works as ``@prof`` and ``@prof(group="mine")``. The name of a method includes its class, and that of a
+    function the last part of its module.
     """
 
     def wrap(function: F) -> F:
@@ -199,11 +164,7 @@ def _measured(function: F, key: str, group: str) -> F:
 
 
 def profile(group: str | None = None) -> Callable[[F], F]:
-    """Deprecated: use :func:`prof`.
-
-    Args:
-        group: group of the metrics.
-    """
+    """Deprecated: use :func:`prof`."""
     warnings.warn("Deprecated, use `@prof` instead", FutureWarning, stacklevel=2)
 
     def wrap(function: F) -> F:
@@ -213,24 +174,12 @@ def profile(group: str | None = None) -> Callable[[F], F]:
 
 
 def put_metric(metric_name: str, metric_value: float, metric_group: str = "torchelastic") -> None:
-    """Publish a value.
-
-    Args:
-        metric_name: name of the metric in the group.
-        metric_value: value of the metric.
-        metric_group: the group.
-    """
+    """Publish a value in a group."""
     getStream(metric_group).add_value(metric_name, metric_value)
 
 
 def publish_metric(metric_group: str, metric_name: str, metric_value: float) -> None:
-    """Deprecated: use :func:`put_metric`.
-
-    Args:
-        metric_group: the group.
-        metric_name: name of the metric in the group.
-        metric_value: value of the metric.
-    """
+    """Deprecated: use :func:`put_metric`."""
     warnings.warn(
         "Deprecated, use `put_metric(metric_group)(metric_name, metric_value)` instead",
         FutureWarning,
@@ -240,9 +189,5 @@ def publish_metric(metric_group: str, metric_name: str, metric_value: float) -> 
 
 
 def get_elapsed_time_ms(start_time_in_seconds: float) -> int:
-    """Return the elapsed time in whole milliseconds.
-
-    Args:
-        start_time_in_seconds: start time, in seconds since 1970.
-    """
+    """Return the milliseconds since a time that is given in seconds since 1970."""
     return int((time.time() - start_time_in_seconds) * 1000)

@@ -54,12 +54,10 @@ def start_processes(
     duplicate_stdout_filters: list[str] | None = None,
     duplicate_stderr_filters: list[str] | None = None,
 ) -> PContext:
-    """Start one copy of a program or function for each local rank. If a copy cannot be started, stop the
-    others.
+    """Start one copy of a program or function for each local rank, or none.
 
-    This function may be called from any thread, but it handles signals only in the main thread.
-    :meth:`PContext.close` kills all remaining processes. :meth:`PContext.wait` calls it when all workers have
-    exited.
+    Can be called from any thread, but handles signals only in the main thread. :meth:`PContext.close`, which
+    :meth:`PContext.wait` calls at the end, kills all remaining processes.
 
     Args:
         name: name in the prefix of the processes' lines on the console.
@@ -70,17 +68,16 @@ def start_processes(
         log_line_prefixes: prefixes by local rank, instead of ``[<name><local_rank>]:``.
         start_method: start method of functions: ``spawn``, ``fork`` or ``forkserver``.
         numa_options: binding of the processes to CPUs.
-        duplicate_stdout_filters: texts to search for. Tee'd lines that contain any of them are also copied to
+        duplicate_stdout_filters: tee'd lines that contain one of these texts are also copied to
             ``filtered_stdout.log``.
         duplicate_stderr_filters: the same for standard error and ``filtered_stderr.log``.
 
     Raises:
-        RuntimeError: ``args`` or ``envs`` does not contain each local rank, or the processes could not be
-            started. If the program does not exist or is not executable, the exception is also a
-            ``FileNotFoundError`` or ``PermissionError``.
+        RuntimeError: ``args`` or ``envs`` lacks a local rank, or the processes could not be started. If the
+            program does not exist or is not executable, it is also a ``FileNotFoundError`` or
+            ``PermissionError``.
         ValueError: the start method is unknown.
-        SystemExit: this process is a worker that is still importing the main module, because the main module
-            has no ``__name__`` guard.
+        SystemExit: this process is a worker that imports a main module without a ``__name__`` guard.
     """
     from elasticrs._engine.workers.functions import interrupts
     from elasticrs.multiprocessing import api
@@ -93,7 +90,7 @@ def start_processes(
     filters = (duplicate_stdout_filters, duplicate_stderr_filters)
     context: PContext | None = None
     try:
-        # A signal that arrives inside this block raises its exception at the end of the block.
+        # A signal inside this block raises its exception at the end of the block.
         with interrupts.held():
             if isinstance(entrypoint, str):
                 context = api.SubprocessContext(name, entrypoint, args, envs, *logs, numa_options, *filters)
@@ -102,8 +99,7 @@ def start_processes(
                     name, entrypoint, args, envs, start_method, *logs, numa_options, *filters
                 )
             context.start()
-        # Return inside the `try`, so that the context is also closed if a signal arrives just before the
-        # return.
+        # A signal may arrive just before the return, so return inside the `try`, which closes the context.
         return context
     except BaseException:
         if context is not None:
@@ -112,6 +108,6 @@ def start_processes(
 
 
 def __getattr__(name: str) -> object:
-    # Import the API lazily, because workers need only the error classes of this package.
+    # Workers need only the error classes of this package.
     homes = {"elasticrs.multiprocessing.api": (*__all__, "_validate_full_rank")}
     return lazy(__name__, name, homes, _SUBMODULES)

@@ -1,9 +1,7 @@
-"""Start worker processes and redirect their output. The public names are the same as in torch.
+"""Start worker processes and redirect their output, with torch's names.
 
-Differences from torch: The directory of an attempt is never deleted. Torch deletes the directory of an
-earlier round that had the same restart count. Local ranks may have several digits. Signal handlers are
-restored at the end. After a failure, the core stops the other processes at once, in parallel and with a
-single deadline, and kills their descendants as well.
+Unlike in torch, no attempt's directory is deleted, local ranks may have several digits, signal handlers are
+restored at the end, and the core stops all processes and their descendants in parallel with one deadline.
 """
 
 from __future__ import annotations
@@ -51,16 +49,13 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 IS_WINDOWS = False
-"""Constant that exists in torch's module, for programs that read it."""
+"""Constant of torch's module, for programs that read it."""
 
 _NO_HANDLERS = (
     "Failed to register signal handlers since torchelastic is running on a child thread. "
     "This could lead to orphaned worker processes if the torchrun is terminated."
 )
-"""Torch's warning about missing signal handlers. The text is the same as in torch, because programs and tests
-compare it. The warning is for subclasses that start processes themselves. The core stops the workers of this
-package's own classes, even if this process is killed.
-"""
+"""Torch's text, which tests compare. The warning is for subclasses that start processes themselves."""
 
 _HOMES = {
     "elasticrs.multiprocessing.contexts": ("MultiprocessContext", "SubprocessContext", "_wrap"),
@@ -71,17 +66,12 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # Import these classes lazily, because their modules import this one.
+    # Their modules import this one.
     return lazy(__name__, name, _HOMES)
 
 
 class SignalException(Exception):  # noqa: N818 -- torch's name
-    """Raised when a signal asks the program to stop the workers.
-
-    Args:
-        msg: message for the user.
-        sigval: signal that was received.
-    """
+    """Raised when the signal ``sigval`` asks the program to stop the workers."""
 
     def __init__(self, msg: str, sigval: signal.Signals) -> None:
         super().__init__(msg)
@@ -98,10 +88,8 @@ class Std(IntFlag):
 
     @classmethod
     def from_str(cls, vm: str) -> Std | dict[int, Std]:
-        """Parse ``"3"`` (a value for all ranks) or ``"0:3,1:0"`` (a value for each local rank).
-
-        Raises:
-            ValueError: the text has another form.
+        """Parse ``"3"`` (a value for all ranks) or ``"0:3,1:0"`` (values by local rank). Raise ``ValueError``
+        otherwise.
         """
         try:
             found = parse_streams(vm)
@@ -113,12 +101,7 @@ class Std(IntFlag):
 
 
 def to_map(val_or_map: Std | Mapping[int, Std], local_world_size: int) -> dict[int, Std]:
-    """Return the streams for each local rank. Ranks that are missing from the mapping get ``NONE``.
-
-    Args:
-        val_or_map: streams for all ranks, or streams by local rank.
-        local_world_size: number of workers.
-    """
+    """Return the streams for each local rank. Ranks that are missing from a mapping get ``NONE``."""
     if isinstance(val_or_map, Std):
         return dict.fromkeys(range(local_world_size), val_or_map)
     return {local_rank: val_or_map.get(local_rank, Std.NONE) for local_rank in range(local_world_size)}
@@ -161,12 +144,8 @@ class LogsSpecs(ABC):
 
     @abstractmethod
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Return the log files of an attempt. This method is called once per attempt, before the workers are
-        started.
-
-        Args:
-            envs: variables that the agent adds to the environment, by local rank. This method adds
-                ``TORCHELASTIC_ERROR_FILE`` to them.
+        """Return the log files of an attempt, before its workers are started. Add ``TORCHELASTIC_ERROR_FILE``
+        to ``envs``, the variables that the agent adds to the environment, by local rank.
         """
 
     @property
@@ -176,9 +155,7 @@ class LogsSpecs(ABC):
 
 
 class DefaultLogsSpecs(LogsSpecs):
-    """Default implementation of :class:`LogsSpecs`.
-
-    ``<log_dir>/<run_id>_<host>_XXXX/attempt_<n>/<local_rank>/{stdout.log,stderr.log,error.json}``
+    """Chooses ``<log_dir>/<run_id>_<host>_XXXX/attempt_<n>/<local_rank>/{stdout.log,stderr.log,error.json}``.
 
     Raises:
         NotADirectoryError: ``log_dir`` is a file.
@@ -203,7 +180,6 @@ class DefaultLogsSpecs(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        """Base directory of the log files."""
         return str(self._root_log_dir)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
@@ -221,9 +197,7 @@ class DefaultLogsSpecs(LogsSpecs):
         return LogsDest(**found)
 
     def _remove_if_empty(self, attempt: str | None = None) -> None:
-        """Remove the base directory if it is temporary and contains no files. If ``attempt`` is given, remove
-        only that attempt's folder and its empty parents.
-        """
+        """Remove the base directory, or the attempt's, if it is temporary and contains no files."""
         if self._is_temporary:
             logs.remove_if_empty(attempt or self.root_log_dir, levels=2 if attempt else 0)
 
@@ -237,7 +211,7 @@ class DefaultLogsSpecs(LogsSpecs):
         if self._run_log_dir is None:
             run_id = env.get("TORCHELASTIC_RUN_ID", "").replace(os.sep, "_")
             self._run_log_dir = logs.make_private_directory(self.root_log_dir, logs.run_prefix(run_id))
-        # Recreate the folder if it is missing, because an earlier job may have removed the empty folder.
+        # An earlier job may have removed the empty folder.
         logs.make_again(self._run_log_dir, is_temporary=self._is_temporary)
         attempt = os.path.join(self._run_log_dir, f"attempt_{env.get('TORCHELASTIC_RESTART_COUNT', '0')}")
         if os.path.exists(attempt) and env.get("ELASTICRS_ROUND"):
@@ -275,13 +249,12 @@ class RunProcsResult:
     stderrs: dict[int, str] = field(default_factory=dict)
 
     def is_failed(self) -> bool:
-        """Return true if a process failed."""
         return len(self.failures) > 0
 
 
 def _terminate_process_handler(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001 -- signal handler's signature
-    """Raise :class:`SignalException`, but defer it while it could cause an event to be lost. If the program
-    is already cleaning up after an earlier :class:`SignalException`, speed up the clean-up instead.
+    """Raise :class:`SignalException`, but not while an event could get lost. Speed up a clean-up that is
+    running.
     """
     if _clean_ups:
         hurry, requests = _clean_ups[-1]
@@ -306,12 +279,7 @@ def _validate_full_rank(d: dict[int, Any], nprocs: int, what: str) -> None:
 def get_std_cm(
     std_rd: str, redirect_fn: Callable[[str], AbstractContextManager[None]]
 ) -> AbstractContextManager[None]:
-    """Return a context manager that redirects a stream to a file; it does nothing if no file is given.
-
-    Args:
-        std_rd: path of the file; empty for no redirection.
-        redirect_fn: function such as :func:`~elasticrs.multiprocessing.redirects.redirect_stdout`.
-    """
+    """Return a context manager that calls ``redirect_fn`` for a file, or does nothing if ``std_rd`` is empty."""
     return redirect_fn(std_rd) if std_rd else nullcontext()
 
 
@@ -320,13 +288,13 @@ caught_signals = interrupts.CaughtSignals()
 
 
 _clean_ups: list[tuple[Callable[[], None], StopRequests]] = []
-"""Functions that speed up the current clean-ups. The last function belongs to the innermost clean-up."""
+"""Functions that speed up the current clean-ups; the last one belongs to the innermost clean-up."""
 
 
 @contextmanager
 def clean_up(hurry: Callable[[], None]) -> Iterator[None]:
-    """Return a context manager to use while closing a :class:`PContext`. If the program is already handling a
-    :class:`SignalException`, another stop signal calls ``hurry`` instead of raising an exception.
+    """Call ``hurry`` instead of raising another :class:`SignalException` if a stop signal arrives in the
+    block.
     """
     error = sys.exc_info()[1]
     while error is not None and not isinstance(error, SignalException):
@@ -376,7 +344,7 @@ class PContext(ABC):
             file.
         logs_specs: destination of the output.
         log_line_prefixes: prefixes by local rank, instead of ``[<name><local_rank>]:``.
-        duplicate_stdout_filters: texts to search for. Tee'd lines that contain any of them are also copied to
+        duplicate_stdout_filters: tee'd lines that contain one of these texts are also copied to
             ``filtered_stdout.log``.
         duplicate_stderr_filters: the same for standard error and ``filtered_stderr.log``.
 
@@ -384,7 +352,7 @@ class PContext(ABC):
         RuntimeError: ``logs_specs`` returned no file for a local rank.
     """
 
-    # Declare this attribute in the class, so that mocks of the class have it.
+    # Mocks of the class need this attribute.
     _caught: list[int] = []  # noqa: RUF012 -- `__init__` sets it for each object
 
     def __init__(
@@ -417,14 +385,13 @@ class PContext(ABC):
         self._stdout_tail = TailLog(name, stdouts, sys.stdout, self._prefixes)
         self._stderr_tail = TailLog(name, stderrs, sys.stderr, self._prefixes)
         self._tail_logs = [self._stdout_tail, self._stderr_tail]
-        # User-defined classes that were written for older releases may lack these fields.
+        # User-defined classes for older releases may lack these fields.
         filtered = [getattr(logs_dest, name, "") for name in ("filtered_stdout", "filtered_stderr")]
         self.filtered_stdout = self._copy(stdouts, filtered[0], duplicate_stdout_filters)
         self.filtered_stderr = self._copy(stderrs, filtered[1], duplicate_stderr_filters)
 
     def _copy(self, files: dict[int, str], path: str, needles: list[str] | None) -> TextIO | None:
-        # Do not copy lines if the copy's path is below `/dev/null`, where no file can be created. Torch fails
-        # in this case.
+        # No file can be created below `/dev/null`. Torch fails in this case.
         if not needles or not path or path.startswith(os.devnull + os.sep):
             return None
         copy = open(path, "a", encoding="utf-8", errors="replace", buffering=1)  # noqa: SIM115 -- see `close`
@@ -433,9 +400,8 @@ class PContext(ABC):
         return copy
 
     def start(self) -> None:
-        """Start the processes. In the main thread, also install the signal handlers.
-
-        The handlers raise :class:`SignalException` for the signals in ``TORCHELASTIC_SIGNALS_TO_HANDLE``.
+        """Start the processes. In the main thread, the signals in ``TORCHELASTIC_SIGNALS_TO_HANDLE`` raise
+        :class:`SignalException` from now on.
         """
         with interrupts.held():
             if threading.current_thread() is threading.main_thread():
@@ -448,33 +414,26 @@ class PContext(ABC):
                 tail_log.start()
 
     @abstractmethod
-    def _start(self) -> None:
-        """Start the processes."""
+    def _start(self) -> None: ...
 
     @abstractmethod
     def _poll(self) -> RunProcsResult | None:
-        """Return the result if a process has failed or all processes have succeeded. Otherwise, return
-        ``None``.
-        """
+        """Return the result if a process has failed or all have succeeded; otherwise ``None``."""
 
     @abstractmethod
     def pids(self) -> dict[int, int]:
         """Return the process ids by local rank."""
 
     @abstractmethod
-    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
-        """Stop the processes; see :meth:`close`."""
+    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None: ...
 
     def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
         """Wait until all processes have succeeded, or until one has failed and the others have been stopped.
+        Return ``None`` if processes are still running.
 
         Args:
             timeout: seconds to wait; 0 polls once, and a negative number waits without limit.
-            period: seconds between polls in a subclass that only has ``_poll``. The classes of this package
-                do not poll.
-
-        Returns:
-            The result, or ``None`` if processes are still running.
+            period: seconds between polls in a subclass that only has ``_poll``.
 
         Raises:
             SignalException: a signal arrived. The processes are still running until :meth:`close` is called.
@@ -496,7 +455,7 @@ class PContext(ABC):
 
         Args:
             death_sig: signal to send first; SIGTERM if ``None``.
-            timeout: seconds until SIGKILL. All processes share this deadline.
+            timeout: seconds until SIGKILL, for all processes together.
         """
         with interrupts.held():
             try:
@@ -525,17 +484,12 @@ _UNGUARDED = (
 
 
 def refuse_while_main_is_imported() -> None:
-    """Exit with a one-line message if this process is a worker that is still importing the main module.
+    """Exit with one line and exit code 1 if this process is a worker that is still importing the main module.
 
-    Function workers that are started with ``spawn`` or ``forkserver`` import the main module of their parent.
-    Without a guard in that module, each worker would launch workers itself. Python's own check detects this
-    only after the launch has started, and then each worker prints a long traceback.
-
-    Raises:
-        SystemExit: this process is such a worker. The exception contains the message, and the exit code is 1.
+    Without a ``__name__`` guard, each ``spawn`` or ``forkserver`` worker would launch workers itself.
+    Python's own check comes after the launch has started, and prints a long traceback for each worker.
     """
-    # Look up `multiprocessing.process` without importing it, because the launch path imports as little as
-    # possible. A worker that is importing the main module has already loaded `multiprocessing.process`.
+    # The launch path imports as little as possible. Such a worker has already loaded the module.
     process = sys.modules.get("multiprocessing.process")
     if process is not None and getattr(process.current_process(), "_inheriting", False):
         sys.exit(_UNGUARDED)

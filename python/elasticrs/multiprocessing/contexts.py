@@ -1,4 +1,4 @@
-"""The two concrete subclasses of :class:`~elasticrs.multiprocessing.api.PContext`: one for programs, one for
+"""The two concrete subclasses of :class:`~elasticrs.multiprocessing.api.PContext`, for programs and
 functions.
 """
 
@@ -38,17 +38,13 @@ if TYPE_CHECKING:
 __all__ = ["MultiprocessContext", "SubprocessContext"]
 
 _LOOK = 0.1
-"""Seconds between polls of programs that were started by a user's handlers."""
+"""Seconds between polls of programs that a user's handlers have started."""
 
 _KILL_LIMIT = 10.0
-"""Maximum number of seconds to wait for programs after SIGKILL, because a program may hang in the kernel."""
+"""Seconds to wait for programs after SIGKILL, because a program may hang in the kernel."""
 
 
 class _SupervisedContext(PContext):
-    """Base class of :class:`SubprocessContext` and :class:`MultiprocessContext`. ``how`` contains the
-    positional arguments of :class:`PContext`.
-    """
-
     def __init__(self, *how: Any, numa_options: NumaOptions | None = None) -> None:
         super().__init__(*how)
         self._numa_options = numa_options
@@ -56,9 +52,7 @@ class _SupervisedContext(PContext):
         self._result: RunProcsResult | None = None
 
     def _show_by_core(self) -> None:
-        """Let the core copy the processes' output to the console. Skip ``sys.stdout`` or ``sys.stderr`` if
-        the program has replaced it.
-        """
+        """Let the core copy the output to those standard streams that the program has not replaced."""
         self._streams: list[LogStream] = []
         replaced = replaced_streams()
         for to, tail_log in ((1, self._stdout_tail), (2, self._stderr_tail)):
@@ -79,8 +73,7 @@ class _SupervisedContext(PContext):
         for line in processes.take_trouble():
             logger.warning("%s", line)
         if self._result is None and processes.log.end is not None:
-            # Close everything before unpickling the return values, because unpickling runs user code, which
-            # may raise an exception.
+            # Unpickling the return values runs user code, which may raise an exception.
             self.close()
             self._result = self._make_result(processes)
         return self._result
@@ -123,8 +116,8 @@ class _SupervisedContext(PContext):
         return dict(enumerate(self._processes().log.pids))
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-        """Stop all processes; see the base class. If a :class:`SignalException` is being handled, a further
-        stop signal raises no exception. Instead, it cuts the wait of ``timeout`` seconds short.
+        """Stop all processes. While a :class:`SignalException` is handled, a further stop signal ends the
+        wait early.
         """
         with clean_up(self._hurry):
             super().close(death_sig, timeout)
@@ -145,11 +138,8 @@ class _SupervisedContext(PContext):
 class SubprocessContext(_SupervisedContext):
     """Context whose processes run a program. See :class:`PContext` for the arguments.
 
-    If ``api.get_subprocess_handler`` was replaced, the programs are run by the objects that the replacement
-    returns; see :class:`ForeignPrograms`.
-
-    Attributes:
-        subprocess_handlers: handlers by local rank.
+    ``subprocess_handlers`` are the handlers by local rank. They come from ``api.get_subprocess_handler`` if
+    the program has replaced it.
     """
 
     def __init__(
@@ -249,13 +239,10 @@ class SubprocessContext(_SupervisedContext):
 class MultiprocessContext(_SupervisedContext):
     """Context whose processes run a function. See :class:`PContext` for the arguments.
 
-    As in torch, processes that were stopped because another process had failed are not listed as failures.
+    As in torch, processes that were stopped because another one failed are not listed as failures.
 
     Args:
-        start_method: ``spawn``, ``fork`` or ``forkserver``.
-
-    Raises:
-        ValueError: the start method is unknown.
+        start_method: ``spawn``, ``fork`` or ``forkserver``. ``ValueError`` is raised for other values.
     """
 
     def __init__(
@@ -331,9 +318,7 @@ def _wrap(
     queue_finished_reading_event: Any,
     numa_options: NumaOptions | None = None,
 ) -> None:
-    """Run a function in the calling process, as the worker with this local rank. elasticrs does not use this
-    function; it exists for programs that call torch's function of the same name.
-    """
+    """Run a function in this process as a worker, for programs that call torch's function of this name."""
     from elasticrs.multiprocessing.errors import record
     from elasticrs.multiprocessing.redirects import redirect_stderr, redirect_stdout
 
@@ -357,15 +342,12 @@ def replaced_factory() -> Callable[..., Any] | None:
 
 
 class ForeignPrograms(Record):
-    """Programs of a :class:`PContext` that are run by the user's replacement for ``get_subprocess_handler``,
-    which torch supports too.
+    """Programs that the user's replacement for ``get_subprocess_handler`` runs, as in torch.
 
-    The replacement returns handlers. A handler has an attribute ``proc`` like :class:`subprocess.Popen`, and
-    a method ``close(death_sig)``. The programs are not children of the core, so they are polled, and each
-    handler is responsible for the descendants of its program.
+    A handler has ``proc``, like :class:`subprocess.Popen`, and ``close(death_sig)``, and is responsible for
+    descendants. The programs are polled, because they are not children of the core.
 
     Attributes:
-        handlers: handlers by local rank.
         exits: exit code, and monotonic time at which the exit was seen, by local rank, in the order of the
             exits.
         sent: last signal that was sent to the program, by local rank.
@@ -378,9 +360,7 @@ class ForeignPrograms(Record):
     sent: dict[int, int] = fresh(factory=dict)
 
     def start(self, make: Callable[..., Any]) -> None:
-        """Start all programs by calling ``make``, which has the signature of ``get_subprocess_handler``. If
-        this method fails, call :meth:`stop` to stop the programs that it has started.
-        """
+        """Start all programs. If this fails, the caller has to call :meth:`stop`."""
         context = self.context
         for rank in range(context.nprocs):
             self.handlers[rank] = make(
@@ -403,9 +383,8 @@ class ForeignPrograms(Record):
         return len(self.exits) == len(self.handlers) or any(code for code, _ in self.exits.values())
 
     def stop(self, death_sig: signal.Signals, timeout: float) -> None:
-        """Send a signal to the running programs, wait up to ``timeout`` seconds, and kill the remaining ones
-        with SIGKILL. If a program does not exit within :data:`_KILL_LIMIT` seconds after SIGKILL, stop
-        waiting for it.
+        """Signal the running programs, and kill them after ``timeout`` seconds. Leave them behind after
+        :data:`_KILL_LIMIT`.
         """
         self._send(death_sig)
         deadline = time.monotonic() + timeout
@@ -425,7 +404,6 @@ class ForeignPrograms(Record):
         self.has_ended()
 
     def kill(self) -> None:
-        """Send SIGKILL to the programs that are still running."""
         self._send(signal.SIGKILL)
 
     def _send(self, signum: signal.Signals) -> None:

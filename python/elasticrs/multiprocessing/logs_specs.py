@@ -1,7 +1,5 @@
-"""Support for ``--logs-specs NAME``, which selects a user-defined class that chooses the workers' log files.
-
-Packages register such classes in the entry point groups ``elasticrs.logs_specs`` and ``torchrun.logs_specs``.
-The first group takes precedence. The name ``default`` stands for :class:`DefaultLogsSpecs`.
+"""Support for ``--logs-specs NAME``: a class that chooses the log files, from the entry point group
+``elasticrs.logs_specs`` or else ``torchrun.logs_specs``.
 """
 
 from __future__ import annotations
@@ -26,11 +24,7 @@ _TORCHS = "torch.distributed.elastic.multiprocessing.api"
 
 
 def make_logs_specs(settings: LogSettings, nproc: int) -> LogsSpecs:
-    """Create an instance of the chosen ``LogsSpecs`` class, with the same arguments as in torch.
-
-    Raises:
-        UsageError: the name is unknown, or the class cannot be loaded or instantiated.
-    """
+    """Create an instance of the chosen class, with torch's arguments. Raise ``UsageError`` if that fails."""
     chosen = specs_class(settings.logs_specs or "default")
     std = _std_of(chosen)
     ranks = settings.local_ranks_filter
@@ -51,14 +45,13 @@ def attempt_logs(specs: LogsSpecs) -> Callable[[str, dict[int, dict[str, str]]],
 
     def paths_of_attempt(_name: str, variables: dict[int, dict[str, str]]) -> LogPaths:
         destination: Any = specs.reify(variables)
-        # User-defined classes that were written for older releases may lack the fields for filtered output.
+        # User-defined classes for older releases may lack the fields for filtered output.
         return LogPaths.taken_from(
             destination,
             error_files={
                 rank: _regular(own.get("TORCHELASTIC_ERROR_FILE", "")) for rank, own in variables.items()
             },
-            # The files are known to be new only with the default class, because a user's class may reuse a
-            # directory for several attempts.
+            # A user's class may reuse a directory for several attempts.
             are_new=getattr(specs.reify, "__func__", None) is DefaultLogsSpecs.reify,
         )
 
@@ -66,17 +59,13 @@ def attempt_logs(specs: LogsSpecs) -> Callable[[str, dict[int, dict[str, str]]],
 
 
 def _regular(error_file: str) -> str:
-    # Ignore the path of a device, because the agent cannot read an error file from it or create files beside
-    # it.
+    # The agent cannot read an error file from a device or create files beside it.
     return error_file if error_file and may_be_replaced(error_file) else ""
 
 
 def specs_class(name: str) -> Any:
-    """Return the ``LogsSpecs`` class registered under this name. The name ``default`` means elasticrs's own
-    class.
-
-    Raises:
-        UsageError: no class with this name is installed, or it cannot be loaded.
+    """Return the ``LogsSpecs`` class with this name. Raise ``UsageError`` if it is not installed or cannot be
+    loaded.
     """
     from importlib import metadata
 
@@ -85,8 +74,7 @@ def specs_class(name: str) -> Any:
     for group in GROUPS:
         entries = known.select(group=group)
         names |= entries.names
-        # Do not look up `default` among the entry points, because torch registers its own class under this
-        # name.
+        # Torch registers its own class as `default`.
         if name in entries.names and name != "default":
             try:
                 return entries[name].load()

@@ -1,6 +1,4 @@
-"""Redirection of this process's standard output and standard error to files, at the file descriptor level.
-The functions have the same names as in torch.
-"""
+"""Redirection of this process's standard streams at the file descriptor level, with torch's names."""
 
 from __future__ import annotations
 
@@ -29,8 +27,8 @@ libc = get_libc()
 
 @contextmanager
 def redirect(std: str, to_file: str) -> Iterator[None]:
-    """Return a context manager that redirects a stream to a file. This includes the output of C code and
-    child processes.
+    """Return a context manager that redirects a stream to a file, including output of C code and child
+    processes.
 
     Args:
         std: ``"stdout"`` or ``"stderr"``.

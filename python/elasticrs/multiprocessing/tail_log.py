@@ -1,11 +1,8 @@
-"""Copy lines of growing files, with a prefix, to any object that has a ``write`` method.
+"""Copy lines of growing files, with a prefix, to an object with a ``write`` method: for programs that use
+:class:`TailLog`, and for a ``sys.stdout`` without a file descriptor (in a notebook).
 
-The class and the function have the same names as in torch.
-
-The output of an agent's workers is printed by the core, not by this module. This module is for programs that
-use :class:`TailLog` themselves, and for a ``sys.stdout`` without a file descriptor (in a notebook).
-Differences from torch: one thread copies all files, only whole lines are copied, the last line always ends
-with a newline, and stopping does not wait for another interval once the producer has finished.
+Unlike in torch, one thread copies all files, only whole lines are copied, the last line always ends with a
+newline, and stopping does not wait for another interval.
 """
 
 from __future__ import annotations
@@ -32,8 +29,6 @@ _LONGEST_LINE = 1 << 20
 
 
 class _File(Record):
-    """A growing file whose lines are copied. It may not exist yet."""
-
     header: str
     path: str
     dst: TextIO
@@ -95,8 +90,7 @@ def tail_logfile(
         dst: object to which the lines are written.
         finished: event that is set when the producer has written everything.
         interval_sec: seconds between two reads.
-        log_line_filter: function that returns true for lines to copy; all lines are copied if ``None`` (in
-            torch: no lines).
+        log_line_filter: function that returns true for lines to copy; ``None`` for all (in torch: no) lines.
 
     Raises:
         OSError: the file cannot be read.
@@ -105,8 +99,7 @@ def tail_logfile(
     try:
         is_finished = False
         while not is_finished:
-            # Check `finished` before reading, so that the last read includes everything written before
-            # `finished` was set.
+            # The last read must include everything written before `finished` was set.
             is_finished = finished.is_set()
             while followed.advance():
                 continue
@@ -118,11 +111,10 @@ def tail_logfile(
 
 
 class TailLog:
-    """Copier of growing files to an object such as ``sys.stdout``. It runs in a thread between :meth:`start`
-    and :meth:`stop`.
+    """Copies growing files to an object such as ``sys.stdout`` in a thread.
 
     Args:
-        name: name that is part of the default prefix of a line: ``[name0]:`` for the file with index 0.
+        name: name in the default prefix of a line: ``[name0]:`` for the file with index 0.
         log_files: paths by index. The files may not exist yet.
         dst: object to which the lines are written; ``None`` to drop them.
         log_line_prefixes: custom prefixes by index.
@@ -148,7 +140,7 @@ class TailLog:
         self._finished = Event()
         self._future: Future[None] | None = None
         self._stopped = False
-        # The executor does not create its thread until the first task is submitted.
+        # The executor creates its thread for the first task.
         self._threadpool = (
             ThreadPoolExecutor(1, thread_name_prefix=f"{type(self).__qualname__}_{name}")
             if self._log_files
@@ -188,7 +180,7 @@ class TailLog:
         while not is_finished:
             is_finished = self._finished.is_set()
             began = time.monotonic()
-            # Read a chunk of each file in turn, so that a file with a lot of new data does not delay the
+            # Read one chunk of each file in turn, so that a file with a lot of new data does not delay the
             # others.
             while self._each(files, _File.advance):
                 if is_finished or time.monotonic() - began < self._interval_sec:
@@ -199,7 +191,7 @@ class TailLog:
         self._each(files, _File.finish)
 
     def _each(self, files: dict[int, _File], act: Callable[[_File], bool | None]) -> bool:
-        # Process all files first, because `any` on a generator would stop at the first true result.
+        # `any` on a generator would stop at the first true result.
         news = [self._try(files, index, act) for index in list(files)]
         return any(news)
 
@@ -214,9 +206,7 @@ class TailLog:
 
 
 def replaced_streams() -> dict[int, TextIO]:
-    """Return the standard streams that the program has replaced, keyed by file descriptor (1 or 2). A stream
-    counts as replaced if it no longer writes to that descriptor.
-    """
+    """Return the standard streams that no longer write to their descriptor, keyed by it (1 or 2)."""
     found = {1: sys.stdout, 2: sys.stderr}
     return {fd: stream for fd, stream in found.items() if stream is not None and _descriptor_of(stream) != fd}
 

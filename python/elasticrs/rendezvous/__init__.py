@@ -44,8 +44,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    # Import the registry from the module that registers all handlers. Otherwise, callers could get a registry
-    # without handlers.
+    # This module registers all handlers, and the registry without it would be empty.
     "elasticrs.rendezvous.registry": ("rendezvous_handler_registry", "_register_out_of_tree_handlers"),
     "elasticrs.rendezvous.api": tuple(__all__),
 }
@@ -59,8 +58,6 @@ _SUBMODULES = ("api", "etcd_rendezvous", "registry", "static_tcp_rendezvous", *T
 
 
 class _TorchsModules:
-    """Finder and loader of the modules in :data:`TORCHS`."""
-
     @classmethod
     def find_spec(cls, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:  # noqa: ARG003 -- the import system passes all
         package, _, name = fullname.rpartition(".")
@@ -86,5 +83,5 @@ sys.meta_path.append(_TorchsModules)
 
 
 def __getattr__(name: str) -> object:
-    # Import these names lazily, because the command line imports this package but needs none of them.
+    # The command line imports this package but needs none of these names.
     return lazy(__name__, name, _HOMES, _SUBMODULES)

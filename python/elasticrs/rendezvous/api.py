@@ -1,8 +1,4 @@
-"""Torch's rendezvous interfaces: errors, handler, parameters, registry.
-
-Names, signatures and error messages are those of ``torch.distributed.elastic.rendezvous.api``. Handlers that
-were written for torch therefore work here, and so do torch's tests, which compare the messages.
-"""
+"""Torch's rendezvous interfaces, with its names, signatures and error messages (torch's tests compare them)."""
 
 from __future__ import annotations
 
@@ -18,11 +14,7 @@ class RendezvousError(Exception):
 
 
 class RendezvousClosedError(RendezvousError):
-    """The rendezvous is closed because the job has finished or failed.
-
-    Attributes:
-        has_failed: true if the job is known to have failed.
-    """
+    """The rendezvous is closed because the job has finished, or has failed (``has_failed``)."""
 
     has_failed = False
 
@@ -47,9 +39,7 @@ _TORCHS = "torch.distributed.elastic.rendezvous.api"
 
 
 def is_kind(error: BaseException, kind: type[RendezvousError]) -> bool:
-    """Return true if the error is an instance of ``kind`` or of torch's class with that name. Handlers from
-    other packages may raise torch's errors.
-    """
+    """Return true for an instance of ``kind`` or of torch's class with that name, which handlers may raise."""
     return isinstance(error, kind) or any(
         (each.__module__, each.__name__) == (_TORCHS, kind.__name__) for each in type(error).__mro__
     )
@@ -57,12 +47,7 @@ def is_kind(error: BaseException, kind: type[RendezvousError]) -> bool:
 
 @dataclass
 class RendezvousStoreInfo:
-    """Address of the workers' store.
-
-    Args:
-        master_addr: host of the node with rank 0.
-        master_port: port of the store on that host.
-    """
+    """Address of the workers' store, which is on the node with rank 0."""
 
     MASTER_ADDR_KEY: ClassVar[str] = "MASTER_ADDR"
     MASTER_PORT_KEY: ClassVar[str] = "MASTER_PORT"
@@ -73,15 +58,14 @@ class RendezvousStoreInfo:
     def build(
         rank: int, store: Any, local_addr: str | None, server_port: int | None = None
     ) -> RendezvousStoreInfo:
-        """Agree on the address of the workers' store. Rank 0 publishes it in the shared store, and every node
-        reads it from there.
+        """Agree on the address of the workers' store. Rank 0 publishes it in the shared store for all nodes.
 
         Args:
             rank: rank of this node.
             store: shared store, with the methods ``set`` and ``get`` for bytes.
             local_addr: address of this node; its fully qualified name if ``None``.
-            server_port: port of the workers' store. If ``None``, rank 0 chooses a free port, and reserves it
-                as long as the result exists.
+            server_port: port of the workers' store. If ``None``, rank 0 reserves a free port as long as the
+                result exists.
         """
         held = None
         if rank == 0:
@@ -98,7 +82,6 @@ class RendezvousStoreInfo:
         port = int(store.get(RendezvousStoreInfo.MASTER_PORT_KEY).decode())
         found = RendezvousStoreInfo(addr, port)
         if held is not None:
-            # Keep the port reserved as long as this object exists.
             weakref.finalize(found, held.close)
         return found
 
@@ -107,8 +90,7 @@ class RendezvousInfo:
     """One node's result of a completed rendezvous.
 
     Args:
-        store: store that the nodes share. On a single node, this process serves the store, and starts the
-            server on first use.
+        store: store that the nodes share. On a single node, this process serves it from the first use on.
         rank: rank of this node.
         world_size: number of nodes.
         bootstrap_store_info: address of the workers' store.
@@ -184,11 +166,7 @@ class RendezvousHandler(ABC):
 
     @abstractmethod
     def shutdown(self) -> bool:
-        """Close the rendezvous, and release this node's resources.
-
-        Returns:
-            True if the rendezvous was closed.
-        """
+        """Close the rendezvous, and release this node's resources. Return true if the rendezvous was closed."""
 
 
 class RendezvousParameters:
@@ -241,11 +219,8 @@ class RendezvousParameters:
         return self.config.get(key, default)
 
     def get_as_bool(self, key: str, default: bool | None = None) -> bool | None:
-        """Return a setting as a Boolean. ``1``, ``true``, ``t``, ``yes`` and ``y`` are true; ``0``,
-        ``false``, ``f``, ``no`` and ``n`` are false, all in upper or lower case.
-
-        Raises:
-            ValueError: the setting has another value.
+        """Return a setting as a Boolean: ``1``, ``true``, ``t``, ``yes``, ``y``, or ``0``, ``false``, ``f``,
+        ``no``, ``n``, in upper or lower case. Raise ``ValueError`` for other values.
         """
         value = self.get(key, default)
         if value is None or isinstance(value, bool):
@@ -261,11 +236,7 @@ class RendezvousParameters:
         )
 
     def get_as_int(self, key: str, default: int | None = None) -> int | None:
-        """Return a setting as an integer.
-
-        Raises:
-            ValueError: the setting is not an integer.
-        """
+        """Return a setting as an integer. Raise ``ValueError`` if it is not one."""
         value = self.get(key, default)
         if value is None:
             return None
@@ -287,11 +258,7 @@ class RendezvousHandlerRegistry:
         self._registry: dict[str, RendezvousHandlerCreator] = {}
 
     def register(self, backend: str, creator: RendezvousHandlerCreator) -> None:
-        """Register a backend. Registering the same creator again under the same name has no effect.
-
-        Args:
-            backend: name of the backend.
-            creator: function that creates a handler from parameters.
+        """Register a function that creates handlers. Registering the same one again has no effect.
 
         Raises:
             ValueError: the name is empty, or is registered with another creator.
@@ -310,14 +277,11 @@ class RendezvousHandlerRegistry:
         return backend in self._registry
 
     def names(self) -> list[str]:
-        """Return the names of all registered backends. This method does not exist in torch."""
+        """Return the names of all registered backends. Not available in torch."""
         return list(self._registry)
 
     def create_handler(self, params: RendezvousParameters) -> RendezvousHandler:
         """Create a handler.
-
-        Args:
-            params: parameters, including the name of the backend.
 
         Raises:
             ValueError: no backend with this name is registered.

@@ -1,17 +1,15 @@
 """Elastic rendezvous with torch's handler interface, for agents that poll for waiting nodes.
 
-The agent of elasticrs does not poll: it uses :attr:`ElasticRendezvousHandler.rendezvous` and reacts to
-events. An agent that was written for torch stops its workers, calls ``next_rendezvous`` before it starts new
-ones, and polls ``num_nodes_waiting``. Both kinds of agents use the same state machine.
+The agent of elasticrs reacts to events of :attr:`ElasticRendezvousHandler.rendezvous` instead. Both kinds of
+agents use the same state machine.
 
 - **POLL-1** One thread handles the events of the store and the timers, so that the node takes part in the
-  rendezvous (and may lead it) while its agent is busy with workers. All other events are passed to the state
-  machine by the threads that call the handler.
+  rendezvous (and may lead it) while its agent is busy. All other events come from the threads that call the
+  handler.
 - **POLL-2** All work is done under one lock, which is released only while a thread waits. Waiting threads are
   notified of every change.
-- **POLL-3** An agent requests the next round only while it has no workers. The call therefore means that the
-  workers of the last round have exited. If that round is still running, the call means that its workers have
-  failed on this node.
+- **POLL-3** An agent requests the next round only while it has no workers. If the last round is still
+  running, the request means that its workers have failed on this node.
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ _ERRORS: dict[str, type[RendezvousError]] = {
 }
 
 _MANY = 2**31 - 1
-"""Maximum number of restarts. It is never reached, because an agent that polls counts restarts itself."""
+"""Maximum number of restarts; never reached, because an agent that polls counts restarts itself."""
 
 _TICK = 60.0
 _LAST_WORD = 1.0
@@ -76,15 +74,12 @@ class ElasticRendezvousHandler(RendezvousHandler):
     Args:
         rendezvous: description of the rendezvous.
         backend: name of the back end that the user has given.
-        on_stop: function that is called as soon as a round in which this node takes part has ended. The
-            thread that receives the event calls this function under a lock, so the function must neither
-            block nor call this object.
+        on_stop: called as soon as a round in which this node takes part has ended, under a lock. It must
+            neither block nor call this object.
 
     Attributes:
-        rendezvous: description of the rendezvous, as passed.
         round: number of the last round that :meth:`next_rendezvous` has returned; 0 before the first round.
-        kept: state that is kept between the runs of an agent, for agents that use :attr:`rendezvous` directly
-            and do not call this handler.
+        kept: state that is kept between the runs of an agent that uses :attr:`rendezvous` directly.
     """
 
     def __init__(
@@ -124,13 +119,9 @@ class ElasticRendezvousHandler(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the next round. The caller must not have any workers at that time.
 
-        If a round is running, and :meth:`num_nodes_waiting` has not reported a change, then the call means
-        that workers of this node have failed. In that case, the round ends for all nodes.
-
-        Returns:
-            The rank, the number of nodes, the address of the workers' store, and a store that the nodes of
-            the round share. The shared store has the interface of torch's ``Store``, and is closed when the
-            next round starts on this node.
+        If a round is running, and :meth:`num_nodes_waiting` has not reported a change, then workers of this
+        node have failed, and the round ends for all nodes. The store in the result has the interface of
+        torch's ``Store``, and is closed when the next round starts on this node.
 
         Raises:
             RendezvousClosedError: the job has ended.
@@ -151,8 +142,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
             while True:
                 self._raise_the_end()
                 if self._is_to_stop:
-                    # Request the next round, because the current round ended before `next_rendezvous`
-                    # returned.
+                    # The current round ended before `next_rendezvous` returned.
                     self._without_workers()
                 elif self._start is not None:
                     start, self._start, self._runs = self._start, None, True
@@ -163,11 +153,11 @@ class ElasticRendezvousHandler(RendezvousHandler):
                     self._news.wait()
 
     def num_nodes_waiting(self) -> int:
-        """Return a positive number if the round has ended. The agent should then stop its workers and request
-        the next round.
+        """Return a positive number if the round has ended. The agent should then stop its workers and join
+        the next.
 
-        Torch returns the number of waiting nodes. With elasticrs, a round can also end without waiting nodes,
-        because a node was lost or its workers have failed.
+        Unlike in torch, a round can also end without waiting nodes, because a node was lost or its workers
+        failed.
         """
         with self._news:
             if self._outcome is not None:
@@ -187,9 +177,8 @@ class ElasticRendezvousHandler(RendezvousHandler):
                 self._close_job(self._driver)
 
     def leave(self) -> None:
-        """Leave the job, and let the other nodes continue. The current round ends for all nodes, but this is
-        a planned change and not a failure. After that, :meth:`next_rendezvous` raises
-        :class:`RendezvousClosedError`. This method does not exist in torch.
+        """Leave the job as a planned change, which ends the round for all nodes. :meth:`next_rendezvous` then
+        raises :class:`RendezvousClosedError`. Not available in torch.
         """
         with self._news:
             if self._driver is not None and self._outcome is None:
@@ -197,19 +186,16 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     def ask_for_round(self, reason: str) -> None:
         """End the current round for all nodes as a planned change, in which no worker has failed and no node
-        leaves. This has no effect between rounds. The method does not exist in torch.
-
-        Args:
-            reason: short reason that is shown to the users of all nodes.
+        leaves. No effect between rounds. Users see the short ``reason`` on all nodes. Not available in
+        torch.
         """
         with self._news:
             if self._driver is not None and self._outcome is None:
                 self._tell(self._driver, messages.AskForRound(reason))
 
     def open_job_store(self) -> Store:
-        """Open a store that all nodes of the job share across rounds. The caller has to close it.
-
-        Torch does not have this method.
+        """Open a store that all nodes of the job share across rounds. The caller has to close it. Not
+        available in torch.
 
         Raises:
             DistNetworkError: the store cannot be reached.
@@ -222,20 +208,17 @@ class ElasticRendezvousHandler(RendezvousHandler):
         return driver.store.open_job_store()
 
     def set_succeeded(self) -> None:
-        """Record that this node's workers have finished and that all their processes have exited. After that,
-        :meth:`shutdown` does not end the job for the other nodes. This method does not exist in torch.
+        """Record that this node's workers have finished and that all their processes have exited.
+        :meth:`shutdown` then does not end the job for the other nodes. Not available in torch.
         """
         with self._news:
             self._has_succeeded = self._runs and not self._is_to_stop
 
     def shutdown(self) -> bool:
-        """Leave the job. End the job for all nodes if it has not succeeded on this node. All workers of the
-        caller must have exited before the call.
+        """Leave the job. End the job for all nodes if it has not succeeded on this node. All workers must
+        have exited.
 
-        Waits until the other nodes can see the end, for at most about ``close_timeout`` seconds.
-
-        Returns:
-            True if the other nodes can see the end.
+        Return true if the other nodes can see the end, for which this waits about ``close_timeout`` seconds.
         """
         with self._news:
             self._is_shut = True
@@ -253,9 +236,8 @@ class ElasticRendezvousHandler(RendezvousHandler):
         return knows
 
     def _leave_kept_store(self) -> bool:
-        """If this process hosts the store, wait for at most ``close_timeout`` seconds until the other nodes
-        have read the outcome of the last run. Then close the store. Return true if all nodes have read the
-        outcome.
+        """If this process hosts the store, let the other nodes read the outcome before closing the store, for
+        at most ``close_timeout`` seconds. Return true if all nodes have read it.
         """
         deadline = time.monotonic() + self.rendezvous.settings.close_timeout
         while (is_needed := self.kept.is_needed()) and time.monotonic() < deadline:
@@ -288,7 +270,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     def _tell(self, driver: Driver, *events: messages.Event) -> None:
         self._take(driver.tell(*events))
-        # Wake the event thread, because there may be a new timer or a new connection to wait for.
+        # There may be a new timer or a new connection to wait for.
         os.eventfd_write(self._wake, 1)
 
     def _without_workers(self) -> None:
@@ -381,8 +363,8 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     def _work(self) -> None:
         with self._news:
-            # Exit if another thread already runs this method. `next_rendezvous` starts a second thread if an
-            # exception interrupted an earlier call before the first thread set `self._thread`.
+            # Another thread may run this method, if an exception interrupted `next_rendezvous` before
+            # `self._thread` was set.
             if self._thread is not None or self._driver is None:
                 return
             self._thread = threading.current_thread()

@@ -1,6 +1,4 @@
-"""Classes named like those of torch's original etcd rendezvous. They run the elastic rendezvous, with etcd as
-its store.
-"""
+"""Classes of torch's original etcd rendezvous. They run the elastic rendezvous, with etcd as its store."""
 
 from __future__ import annotations
 
@@ -18,8 +16,7 @@ __all__ = ["EtcdRendezvous", "EtcdRendezvousHandler", "create_rdzv_handler"]
 
 
 class EtcdRendezvous:
-    """Description of a rendezvous over etcd (address, job and number of nodes), to be passed to
-    :class:`EtcdRendezvousHandler`.
+    """Description of a rendezvous over etcd, for :class:`EtcdRendezvousHandler`.
 
     Args:
         client: a client of python-etcd. Only its address and protocol are used.
@@ -58,23 +55,14 @@ class EtcdRendezvous:
 
 
 class EtcdRendezvousHandler(ElasticRendezvousHandler):
-    """Handler of the elastic rendezvous, created from an :class:`EtcdRendezvous`.
-
-    Args:
-        rdzv_impl: description of the rendezvous.
-        local_addr: address of this node.
-    """
+    """Handler of the elastic rendezvous for the node with address ``local_addr``."""
 
     def __init__(self, rdzv_impl: EtcdRendezvous, local_addr: str | None = None) -> None:
         super().__init__(rdzv_impl.rendezvous.replaced(local_addr=local_addr), "etcd")
 
 
 def create_rdzv_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """Create a handler for the back end ``etcd``.
-
-    Raises:
-        ValueError: a setting is invalid.
-    """
+    """Create a handler for the back end ``etcd``. Raise ``ValueError`` if a setting is invalid."""
     from elasticrs.rendezvous.registry import get_rendezvous_handler
 
     return get_rendezvous_handler(params)

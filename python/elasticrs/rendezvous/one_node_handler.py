@@ -29,10 +29,9 @@ _HOST = "127.0.0.1"
 class OneNodeRendezvous(RendezvousHandler):
     """Rendezvous handler for a single-node job, with any back end.
 
-    With ``static`` and an endpoint, the workers get the address and port of the endpoint, and rank 0 hosts
-    their store. Otherwise every round has a new store, which this process serves until the next round. With
-    ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` this process does not serve a store but reserves a new port for
-    rank 0 until the next round.
+    With ``static`` and an endpoint, rank 0 hosts the workers' store there. Otherwise, this process serves a
+    new store in every round, or, with ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``, reserves a new port for rank
+    0.
 
     Attributes:
         store_port: port of the workers' store in the current round; ``None`` if the endpoint sets the port.
@@ -67,15 +66,13 @@ class OneNodeRendezvous(RendezvousHandler):
         return self._port is None and agent_hosts_store(os.environ)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Start the next round and return it immediately, because there are no other nodes. See
-        :class:`RendezvousHandler`.
-        """
+        """Start the next round and return it immediately, because there are no other nodes."""
         address = self.next_served_by(None)
         return RendezvousInfo(self.open_shared_store(), 0, 1, address)
 
     def open_shared_store(self) -> Store:
-        """Return the store of the current round. Keys set in other rounds are not visible in it. Its server
-        is started on first use, because most single-node jobs never use the store.
+        """Return the current round's own store, whose server starts on first use, because most jobs never
+        need it.
         """
         if self._store is None:
             from elasticrs._engine.nodes.transport.store import Requests
@@ -87,11 +84,11 @@ class OneNodeRendezvous(RendezvousHandler):
     def _connect(self) -> NativeSession:
         from elasticrs.store import DistNetworkError
 
-        # Require a token, because other users of this machine can also connect to the port.
+        # Other users of this machine can also connect to the port.
         token = os.urandom(16)
         try:
             if self._server is not None:
-                # Close the server that an earlier call has started but could not connect to.
+                # An earlier call has started this server but could not connect to it.
                 self._server.close()
             self._server = Server([(_HOST, 0)], run_id=self._run_id, token=token)
             client = Client(_HOST, self._server.port, run_id=self._run_id, token=token, stall_timeout=None)
@@ -100,12 +97,9 @@ class OneNodeRendezvous(RendezvousHandler):
             raise DistNetworkError(f"the store of this node cannot be served: {error}") from error
 
     def next_served_by(self, supervisor: _core.Supervisor | None) -> RendezvousStoreInfo:
-        """Start the next round, and return the address of its workers' store. Agents call this method instead
-        of :meth:`next_rendezvous`, because they need only the address.
+        """Start the next round, and return only the address of its workers' store.
 
-        Args:
-            supervisor: serves the store and passes on its messages to the user. If ``None``, a new thread
-                serves the store.
+        ``supervisor`` serves the store and reports its messages; if ``None``, a new thread serves it.
 
         Raises:
             RendezvousClosedError: the rendezvous was closed with :meth:`set_closed`.
@@ -129,7 +123,7 @@ class OneNodeRendezvous(RendezvousHandler):
         self._is_closed = True
 
     def num_nodes_waiting(self) -> int:
-        """Return 0, because a single-node job has no other nodes. See :class:`RendezvousHandler`."""
+        """Return 0, because a single-node job has no other nodes."""
         return 0
 
     def get_run_id(self) -> str:

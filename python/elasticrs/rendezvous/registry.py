@@ -1,10 +1,8 @@
-"""Find the rendezvous handler for a backend by its name. Handlers come from elasticrs, from programs that
-register them, and from installed packages.
+"""Find the rendezvous handler for a backend by its name. Packages register handlers in the entry point groups
+``elasticrs.rendezvous_handlers`` and ``torchrun.handlers``, searched in this order.
 
-A package registers handlers in the entry point groups ``elasticrs.rendezvous_handlers`` and
-``torchrun.handlers``, which are searched in this order. As in torch, an entry point is a function without
-arguments that returns a creator. An entry point is loaded only when its backend is requested, so that a
-broken package does not affect programs that use another backend.
+As in torch, an entry point is a function without arguments that returns a creator. It is loaded only when its
+backend is requested, so that a broken package does not affect programs that use another backend.
 """
 
 from __future__ import annotations
@@ -26,8 +24,8 @@ GROUPS = ("elasticrs.rendezvous_handlers", "torchrun.handlers")
 
 
 def get_rendezvous_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """Create a handler of the backend named in ``params``. The backend may be part of elasticrs, or may have
-    been registered by a program or an installed package.
+    """Create a handler of the backend named in ``params``, which elasticrs, the program or a package has
+    registered.
 
     Raises:
         ValueError: the backend does not exist or cannot be loaded, or the settings are invalid.
@@ -37,10 +35,8 @@ def get_rendezvous_handler(params: RendezvousParameters) -> RendezvousHandler:
 
 
 def find_backend(name: str, words: Words) -> None:
-    """Make sure that a backend is registered. If it is not, look for it in the installed packages.
-
-    Raises:
-        ValueError: no backend has this name, or its package cannot be loaded.
+    """Look for a backend in the installed packages, unless it is registered. Raise ``ValueError`` if that
+    fails.
     """
     if rendezvous_handler_registry.is_registered(name) or _register_from_package(name, words):
         return
@@ -68,10 +64,7 @@ def _register_from_package(name: str, words: Words) -> bool:
 
 
 def _register_out_of_tree_handlers() -> None:
-    """Register the handlers of all installed packages, as torch does when it is imported.
-
-    Log a warning for each handler that cannot be loaded.
-    """
+    """Register the handlers of all packages, as importing torch does. Warn if a handler cannot be loaded."""
     from importlib import metadata
 
     for name in {entry.name for group in GROUPS for entry in metadata.entry_points(group=group)}:
@@ -106,7 +99,7 @@ def _create_c10d(params: RendezvousParameters) -> RendezvousHandler:
     if not is_in_file(params.config):
         return _create(params)
     if path := params.endpoint.strip():
-        # Check that the file can be opened, because torch would retry for minutes.
+        # Torch would retry for minutes if the file cannot be opened.
         try:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
         except OSError as error:
@@ -117,7 +110,7 @@ def _create_c10d(params: RendezvousParameters) -> RendezvousHandler:
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-    # Torch's functions accept an instance of our class, because both classes have the same interface.
+    # Our class has the same interface as torch's.
     theirs: Any = params
     backend, store = create_backend(theirs)
     handler: Any = create_handler(store, backend, theirs)

@@ -1,6 +1,4 @@
-"""Handler for the static rendezvous, in which the user assigns a rank to each node. The names in this module
-are the same as in torch.
-"""
+"""Torch's names for the static rendezvous, in which the user assigns a rank to each node."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ def _asked(name: str) -> Any:
 
 
 class StaticTCPRendezvous(RendezvousHandler):
-    """Handler of the backend ``static``. Wraps the handler that the registry creates for this backend.
+    """Handler of the backend ``static``.
 
     Args:
         master_addr: host of the node with rank 0.
@@ -62,8 +60,8 @@ class StaticTCPRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """True if the agent serves the workers' store. False if the port is not 0, because the worker with
-        rank 0 then serves the store. In torch, the port does not matter.
+        """True only if the port is 0. Otherwise, the worker with rank 0 serves the store. In torch, the port
+        does not matter.
         """
         return self._handler.use_agent_store
 
@@ -78,11 +76,8 @@ class StaticTCPRendezvous(RendezvousHandler):
 
 
 def create_rdzv_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """Create a handler of the backend ``static`` from rendezvous parameters.
-
-    Args:
-        params: parameters with an endpoint that includes a port, the setting ``rank``, and optionally the
-            setting ``timeout`` in seconds (600 by default).
+    """Create a handler of the backend ``static``. Settings: ``rank``, and ``timeout`` in seconds (600 by
+    default).
 
     Raises:
         ValueError: the endpoint, its port or the rank is missing.

@@ -1,7 +1,4 @@
-"""Public interface of the rendezvous store: a server, and a client similar to torch's ``Store``.
-
-``python -m elasticrs.store`` starts a server. :func:`connect` returns a :class:`Store` that uses it.
-"""
+"""Server of the rendezvous store (``python -m elasticrs.store``), and a client similar to torch's ``Store``."""
 
 from elasticrs._engine.nodes.transport.store import (
     DistError,

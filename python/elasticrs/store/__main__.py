@@ -81,16 +81,15 @@ def _serve(server: Server, stop: socket.socket) -> signal.Signals | None:
 
 def _say(line: str) -> None:
     try:
-        # Write without a buffer. After an error, the interpreter would flush a buffer at exit and fail again.
+        # After an error, the interpreter would flush a buffer at exit and fail again.
         os.write(2, f"elasticrs store: {line}\n".encode(errors="backslashreplace"))
     except OSError:
-        # Ignore a failed write to stderr, for example after the terminal was closed, because the store must
-        # still notify its clients.
+        # The store must still notify its clients if stderr was closed.
         return
 
 
 def _signals() -> list[signal.Signals]:
-    """Return the signals that stop the server. SIGHUP is excluded if it is ignored, as under ``nohup``."""
+    """Return the signals that stop the server, without SIGHUP if it is ignored, as under ``nohup``."""
     stays = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGTERM, signal.SIGINT, *([] if stays else [signal.SIGHUP])]
 
@@ -117,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.set_wakeup_fd(wake.fileno())
         for signum in _signals():
             signal.signal(signum, lambda *_: None)
-        # Raise the limit on file descriptors, because each client needs one.
+        # Each client needs a file descriptor.
         raise_descriptor_limit()
         has_state = bool(args.state) and os.path.exists(args.state) and os.path.getsize(args.state) > 0
         try:

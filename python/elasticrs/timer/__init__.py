@@ -1,7 +1,6 @@
-"""Expiration timers, which kill a worker if a code block takes too long.
+"""Expiration timers, which kill a worker if a code block takes too long, as in torch.
 
-The interface is the same as in ``torch.distributed.elastic.timer``. In a worker that was started with
-``TORCHELASTIC_ENABLE_FILE_TIMER=1``::
+In a worker that was started with ``TORCHELASTIC_ENABLE_FILE_TIMER=1``::
 
     timer.configure(timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"]))
 
@@ -9,9 +8,7 @@ The interface is the same as in ``torch.distributed.elastic.timer``. In a worker
         loss.backward()
 
 The agent kills this worker and restarts the group if the block takes more than a minute. With
-``--hang-timeout``, timers are not needed, because calling ``timer.heartbeat(step)`` in each step is enough.
-Importing this package is cheap, because it does not load the native code of elasticrs, and loads few modules
-that the interpreter has not loaded at startup.
+``--hang-timeout``, calling ``timer.heartbeat(step)`` in each step is enough. Importing this package is cheap.
 """
 
 from elasticrs import lazy
@@ -42,6 +39,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    # Load the server only on demand, because workers use only the clients.
+    # Workers use only the clients.
     homes = {"elasticrs.timer.file_server": ("FileTimerServer",)}
     return lazy(__name__, name, homes, ("debug_info_logging",))

@@ -50,20 +50,11 @@ class TimerClient(ABC):
 
     @abstractmethod
     def acquire(self, scope_id: str, expiration_time: float) -> None:
-        """Start a timer. It replaces any earlier timer with the same name.
-
-        Args:
-            scope_id: name of the timer.
-            expiration_time: expiration in seconds since 1970.
-        """
+        """Start a timer, or restart it, that expires at a time in seconds since 1970."""
 
     @abstractmethod
     def release(self, scope_id: str) -> None:
-        """Stop the timer with this name.
-
-        Args:
-            scope_id: name of the timer.
-        """
+        """Stop the timer with this name."""
 
 
 class RequestQueue(ABC):
@@ -75,12 +66,7 @@ class RequestQueue(ABC):
 
     @abstractmethod
     def get(self, size: int, timeout: float) -> list[TimerRequest]:
-        """Remove and return requests.
-
-        Args:
-            size: maximum number of requests to take.
-            timeout: seconds to wait for requests.
-        """
+        """Remove and return at most ``size`` requests, waiting up to ``timeout`` seconds."""
 
 
 class TimerServer(ABC):
@@ -89,8 +75,7 @@ class TimerServer(ABC):
 
     Args:
         request_queue: source of requests.
-        max_interval: maximum number of seconds to wait for a request. An expired timer is noticed after this
-            time at the latest.
+        max_interval: seconds after which an expired timer is noticed at the latest.
         daemon: true if the process may exit while the thread runs.
     """
 
@@ -104,36 +89,19 @@ class TimerServer(ABC):
 
     @abstractmethod
     def register_timers(self, timer_requests: list[TimerRequest]) -> None:
-        """Register or release timers. A negative expiration time releases a timer.
-
-        Args:
-            timer_requests: requests in order.
-        """
+        """Register timers, or release those with a negative expiration time, in order."""
 
     @abstractmethod
     def clear_timers(self, worker_ids: set[Any]) -> None:
-        """Remove all timers of these workers.
-
-        Args:
-            worker_ids: ids of the workers.
-        """
+        """Remove all timers of these workers."""
 
     @abstractmethod
     def get_expired_timers(self, deadline: float) -> dict[Any, list[TimerRequest]]:
-        """Return the timers that have expired, by worker.
-
-        Args:
-            deadline: time in seconds since 1970. Timers that expire then or earlier are due.
-        """
+        """Return the timers that expire at ``deadline`` (seconds since 1970) or earlier, by worker."""
 
     @abstractmethod
     def _reap_worker(self, worker_id: Any) -> bool:
-        """Kill a worker.
-
-        Returns:
-            True if the worker was killed. If false, the server retries. If this method raises an exception,
-            the server does not retry.
-        """
+        """Kill a worker. Return false to retry. After an exception, the server does not retry."""
 
     def start(self) -> None:
         """Start the server thread."""
@@ -169,7 +137,7 @@ class TimerServer(ABC):
                 self._run_watchdog()
             except Exception:  # noqa: PERF203 -- the loop must continue
                 _logger().exception("the timer server could not handle its requests; retrying")
-                # Pause before retrying, because a permanent error would otherwise keep a core busy.
+                # A permanent error would otherwise keep a core busy.
                 time.sleep(min(self._max_interval, 0.1))
 
     def _run_watchdog(self) -> None:
@@ -196,11 +164,7 @@ _timer_client: TimerClient | None = None
 
 
 def configure(timer_client: TimerClient) -> None:
-    """Set the client that :class:`expires` uses in this process.
-
-    Args:
-        timer_client: client that sends requests to the server.
-    """
+    """Set the client that :class:`expires` uses in this process."""
     global _timer_client  # noqa: PLW0603 -- process-wide, as in torch
     _timer_client = timer_client
     from elasticrs._engine.inside.flight import answer_with_stacks
@@ -213,9 +177,7 @@ _live: dict[tuple[int, str], list[float]] = {}
 """Deadlines of the running blocks of all threads, by client and scope."""
 
 places: dict[tuple[int, str], str] = {}
-"""File and line of the block that was entered last, by client and scope. There is no entry if the scope
-itself is the file and line.
-"""
+"""``FILE#LINE`` of the block that was entered last, by client and scope, unless that is the scope."""
 
 
 def _forget(key: tuple[int, str]) -> None:
@@ -224,8 +186,7 @@ def _forget(key: tuple[int, str]) -> None:
 
 
 def _forget_live() -> None:
-    # Reset the state in a forked child. The running blocks belong to the parent, and the lock may be held by
-    # a thread that exists only in the parent.
+    # The running blocks belong to the parent, and a thread that exists only there may hold the lock.
     global _lock  # noqa: PLW0603 -- a held lock has to be replaced
     _lock = RLock()
     _live.clear()
@@ -239,12 +200,10 @@ class expires:  # noqa: N801 -- torch's name
     """Context manager and decorator for a block with a time limit: ``with expires(after=60): …``,
     ``@expires(after=60)``.
 
-    If the time limit expires, the server may kill this worker. Blocks can be nested, and can be entered again
-    by recursive functions or several threads. They do not suppress exceptions. If several running blocks have
-    the same scope, the earliest deadline applies.
-
-    Unlike in torch, the default scope is the caller's line. In torch, all blocks have the same default scope,
-    a line of ``contextlib``, so an inner block stops the timer of the outer block.
+    If the time limit expires, the server may kill this worker. Blocks can be nested, and entered again by
+    recursive functions or several threads. If several running blocks have the same scope, the earliest
+    deadline applies. In torch, all blocks have the same default scope, so an inner block stops the timer of
+    the outer one.
 
     Args:
         after: time limit in seconds, from the start of the block.
@@ -319,16 +278,12 @@ class expires:  # noqa: N801 -- torch's name
 
 
 class SteadyClock:
-    """Clock that is unaffected by wall-clock steps. Its time is the wall-clock time at its creation plus the
-    monotonic time elapsed since then.
-    """
+    """Clock that starts with the wall clock's time, and is unaffected by its later steps."""
 
     __slots__ = ("_monotonic", "_wall")
 
     TOLERANCE = 0.05
-    """Differences up to this number of seconds do not count as a step of the wall clock, because the two
-    clocks cannot be read at the same instant.
-    """
+    """Seconds of difference that are no step, because the clocks cannot be read at the same instant."""
 
     def __init__(self) -> None:
         self._wall, self._monotonic = time.time(), time.monotonic()
@@ -338,10 +293,7 @@ class SteadyClock:
         return self._wall + time.monotonic() - self._monotonic
 
     def steady(self, expiration_time: float) -> float:
-        """Convert an expiration time from the wall clock to this clock, both in seconds since 1970. The
-        caller must have just computed the expiration time, because the conversion uses the clocks' current
-        difference.
-        """
+        """Convert an expiration time that was just computed from the wall clock to this clock."""
         step = time.time() - self.now()
         return expiration_time if abs(step) < self.TOLERANCE else expiration_time - step
 

@@ -10,12 +10,7 @@ __all__ = ["log_debug_info_for_expired_timers"]
 
 
 def log_debug_info_for_expired_timers(run_id: str, expired_timers: Mapping[int, Sequence[str]]) -> None:
-    """Log the expired timers, as torch does.
-
-    Args:
-        run_id: name of the job.
-        expired_timers: requests in JSON, by pid. If there are none, nothing is logged.
-    """
+    """Log the expired timers (requests in JSON, by pid) of a job, if any, as torch does."""
     if expired_timers:
         from logging import getLogger
 

@@ -1,11 +1,10 @@
-"""Timer client that writes requests to a FIFO. It works with an elasticrs agent, with
-:class:`FileTimerServer`, and with torch's server.
+"""Timer client that writes requests to a FIFO, for an elasticrs agent, :class:`FileTimerServer`, or torch's
+server.
 
-**Writing.** Under an elasticrs agent, which sets ``ELASTICRS_TIMER_FILE``, the FIFO stays open, and each
-record is written with a single ``write``. Without such an agent, the FIFO is opened for each record, because
-torch's server expires no timers while a writer has the FIFO open. Writing never blocks. If the pipe is full,
-a request is dropped and counted. A *release* is kept and sent again, because the server would kill a healthy
-worker if the release were lost.
+Under an elasticrs agent (``ELASTICRS_TIMER_FILE``), the FIFO stays open. Otherwise it is opened for each
+record, because torch's server expires no timers while a writer has it open. Each record is a single
+``write``, which never blocks. If the pipe is full, a request is dropped and counted, but a *release* is sent
+again, because the server would otherwise kill a healthy worker.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ __all__ = ["FileTimerClient", "FileTimerRequest", "FileTimerServer"]  # noqa: F8
 _PIPE_BUF = 4096
 _ATTEMPTS, _PAUSE = 10, 0.1
 _FAR = 1e11
-"""Latest possible expiration, in seconds since 1970. Later and infinite times are replaced by this value."""
+"""Latest possible expiration, in seconds since 1970. It replaces later and infinite times."""
 
 
 _HOMES = {
@@ -90,20 +89,15 @@ class FileTimerRequest(TimerRequest):
 
 
 class FileTimerClient(TimerClient):
-    """Timer client that sends requests through a FIFO. It can be used by several threads and by forked
-    children.
+    """Sends requests through a FIFO. It can be used by several threads and by forked children.
 
     As in torch, the first request raises an exception if no server reads the FIFO after a second of retries.
-    If the server disappears later, requests are only counted as dropped. Under an elasticrs agent, a missing
-    server never raises an exception.
+    Later, or under an elasticrs agent, requests are only counted in ``dropped``.
 
     Args:
         file_path: path of the FIFO; in a worker, ``os.environ["TORCHELASTIC_TIMER_FILE"]``.
         signal: signal to send to the worker when a timer expires. If it is 0 or less, the expiration is only
             reported.
-
-    Attributes:
-        dropped: number of requests that were dropped.
     """
 
     def __init__(self, file_path: str, signal: int = _signal.SIGKILL) -> None:
@@ -119,7 +113,7 @@ class FileTimerClient(TimerClient):
         self._forked()
 
     def acquire(self, scope_id: str, expiration_time: float) -> None:
-        """Start a timer. It replaces any earlier timer with the same name.
+        """Start a timer, or restart it.
 
         Raises:
             ValueError: the expiration time is NaN.
@@ -152,13 +146,11 @@ class FileTimerClient(TimerClient):
             self._fd = -1
 
     def __del__(self) -> None:
-        # Do not acquire the lock: after a fork, it may be held by a thread that does not exist in this
-        # process.
+        # Do not lock: after a fork, a thread that does not exist in this process may hold the lock.
         if getattr(self, "_fd", -1) >= 0 and self._fd_is_ours():
             os.close(self._fd)
 
     def _send_request(self, request: FileTimerRequest) -> None:
-        """Send a request. The method's name is the same as in torch."""
         self._check_process()
         self._write(request.to_json().encode() + b"\n", is_release=request.expiration_time < 0)
 
@@ -169,9 +161,7 @@ class FileTimerClient(TimerClient):
             self._forked()
 
     def _forked(self) -> None:
-        """Reset the lock, the thread and the queue of unsent timer releases in a forked child, because they
-        belong to the parent.
-        """
+        """The lock, the thread and the unsent releases belong to the parent."""
         self._pid = os.getpid()
         self._lock = RLock()
         self._pending: list[bytes] = []
@@ -194,7 +184,7 @@ class FileTimerClient(TimerClient):
         if len(line) > _PIPE_BUF:
             raise RuntimeError(f"a timer request has at most {_PIPE_BUF} bytes, this one has {len(line)}")
         with self._lock:
-            # Send pending releases first, because a late release could stop a newer timer with the same name.
+            # A late release could stop a newer timer with the same name.
             if self._flush() and self._put(line):
                 return
             if is_release:
@@ -204,8 +194,8 @@ class FileTimerClient(TimerClient):
                 self._drop("the pipe is full")
 
     def _put(self, line: bytes) -> bool:
-        """Write a line, or drop it if no process has the FIFO open for reading. Return false if the pipe is
-        full and the write must be retried.
+        """Write a line, or drop it if the FIFO has no reader. Return false to retry, because the pipe is
+        full.
         """
         fd = self._open()
         if fd < 0:
@@ -224,11 +214,8 @@ class FileTimerClient(TimerClient):
         return True
 
     def _open(self) -> int:
-        """Open the FIFO if necessary, and return its descriptor. Return -1 if no process has it open for
-        reading.
-
-        Raises:
-            BrokenPipeError: no server has read the FIFO so far.
+        """Return the descriptor of the FIFO, or -1 if it has no reader. Raise ``BrokenPipeError`` if it never
+        had one.
         """
         if self._fd_is_ours():
             return self._fd
@@ -252,8 +239,8 @@ class FileTimerClient(TimerClient):
         return -1
 
     def _fd_is_ours(self) -> bool:
-        """Return true if the descriptor still refers to the FIFO that this client opened. A program that
-        daemonizes closes all descriptors, and the number may since have been reused for another file.
+        """Return true if the descriptor is still the FIFO, because a program that daemonizes closes all
+        descriptors.
         """
         if self._fd < 0:
             return False
@@ -286,9 +273,7 @@ class FileTimerClient(TimerClient):
             Thread(target=self._retry, name="FileTimerClient", daemon=True).start()
 
     def _retry(self) -> None:
-        """Retry until all queued timer releases have been written to the pipe. Before each retry, wait until
-        the pipe has free space.
-        """
+        """Retry, whenever the pipe has free space, until all queued releases have been written."""
         from select import POLLOUT, poll
 
         while True:
@@ -299,7 +284,7 @@ class FileTimerClient(TimerClient):
                 try:
                     fd = os.open(self._file_path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
                 except OSError:
-                    # Discard the queued timer releases, because no server is left to receive them.
+                    # No server is left to receive the releases.
                     self._pending.clear()
                     continue
             try:

@@ -24,12 +24,11 @@ _MAX_TIMERS = 16384
 
 
 class FileTimerServer(DescendantTimers):
-    """Server that kills descendants of this process whose timers have expired.
+    """Server that kills descendants of this process whose timers have expired, but **never this process
+    itself**.
 
-    Differences from torch: a timer expires when it is due, not up to ``max_interval`` later. Only this user
-    can access the FIFO. An existing file at ``file_path`` is an error, unless it is such a FIFO of this user
-    without a reader. Only descendants of this process are ever signalled, and **never this process itself**.
-    :meth:`stop` waits until the thread has finished.
+    Unlike in torch, a timer expires when it is due, only this user can access the FIFO, and :meth:`stop`
+    waits until the thread has finished. A FIFO of this user without a reader may exist at ``file_path``.
 
     Args:
         file_path: path at which the FIFO is created.
@@ -100,11 +99,7 @@ class FileTimerServer(DescendantTimers):
 
     @staticmethod
     def is_process_running(pid: int) -> bool:
-        """Return true if a process with this pid exists and this process is permitted to signal it.
-
-        Args:
-            pid: pid above 0 of any process.
-        """
+        """Return true if a process with this pid exists and this process is permitted to signal it."""
         try:
             os.kill(pid, 0)
         except (OSError, OverflowError):
@@ -125,7 +120,7 @@ class FileTimerServer(DescendantTimers):
                 self._run_watchdog()
             except Exception:
                 _logger().exception("the timer server could not handle its requests; retrying")
-                # Pause before retrying, because a permanent error would otherwise keep a core busy.
+                # A permanent error would otherwise keep a core busy.
                 time.sleep(min(self._max_interval, 0.1))
             self._last_progress_time = int(time.time())
             if run_once:
@@ -139,8 +134,7 @@ class FileTimerServer(DescendantTimers):
         self._forget(self._descendants.forget_the_dead())
 
     def _run_watchdog(self) -> None:
-        # Read all pending requests before expiring timers, because the requests may release or restart timers
-        # that are due.
+        # The pending requests may release or restart timers that are due.
         self.register_timers(self._get_requests())
         all_expired = self.get_expired_timers(self._clock.now())
         file_based_local_timer.log_debug_info_for_expired_timers(
@@ -160,9 +154,7 @@ class FileTimerServer(DescendantTimers):
                 return
 
     def _reap_worker(self, worker_pid: int, signal: int) -> bool:
-        """Send a signal to a descendant. Return false if it could not be sent or the process is not a
-        descendant.
-        """
+        """Send a signal to a descendant. Return false if that is not possible."""
         if not self._descendants.bind(worker_pid):
             _logger().warning("pid %s has ended, or is not a descendant of this process", worker_pid)
             return False
@@ -172,23 +164,19 @@ class FileTimerServer(DescendantTimers):
 
     def _get_requests(self) -> list[FileTimerRequest]:
         records, complaints = self._fifo.read()
-        # Count every record, even from a process that has exited. Otherwise, the count would depend on
-        # whether the process exits before or after its record is read.
+        # Count every record, even from a process that has exited, so that the count does not depend on
+        # timing.
         self._request_count += len(records)
         for complaint in complaints:
             _logger().warning("%s", complaint)
         return [request for record in records if self._may_ask(request := FileTimerRequest(*record))]
 
     def _may_ask(self, request: FileTimerRequest) -> bool:
-        """Return true if a request may be processed: it must release a timer or come from a descendant of
-        this process.
-
-        Any other request usually comes from a process that has already exited.
-        """
+        """Return true if a request releases a timer or comes from a descendant. Others have usually exited."""
         pid = request.worker_pid
         if request.expiration_time < 0 or self._descendants.bind(pid):
             return True
-        # Warn about a process that still exists: it is not a descendant, so it must not be signalled.
+        # A process that still exists is not a descendant, so it must not be signalled.
         if not self._has_refused and self.is_process_running(pid):
             self._has_refused = True
             _logger().warning(
@@ -199,11 +187,6 @@ class FileTimerServer(DescendantTimers):
         return False
 
     def register_timers(self, timer_requests: list[FileTimerRequest]) -> None:
-        """Register or release timers. A negative expiration time releases a timer.
-
-        Args:
-            timer_requests: requests in order.
-        """
         for request in timer_requests:
             key = (request.worker_pid, request.scope_id)
             if request.expiration_time < 0:
@@ -213,11 +196,7 @@ class FileTimerServer(DescendantTimers):
                 self._timers[key] = request
 
     def clear_timers(self, worker_pids: set[int]) -> None:
-        """Remove all timers of these processes, and of all processes that have exited.
-
-        Args:
-            worker_pids: pids of the workers.
-        """
+        """Remove all timers of these processes, and of all processes that have exited."""
         self._forget(
             {pid for pid, _ in self._timers if pid in worker_pids or not self.is_process_running(pid)}
         )

@@ -1,6 +1,4 @@
-"""Timer client and server that communicate through a ``multiprocessing.Queue``. All workers must be
-descendants of the server's process.
-"""
+"""Timers over a ``multiprocessing.Queue``. All workers must be descendants of the server's process."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ _SLICE = 1.0
 
 
 class Descendants:
-    """Holds a pidfd for each descendant. A pidfd never refers to another process that later gets the same
-    pid.
-    """
+    """Holds a pidfd for each descendant, because a pid may be reused."""
 
     def __init__(self) -> None:
         self._pidfds: dict[int, int] = {}
@@ -34,9 +30,8 @@ class Descendants:
         return self._pidfds.values()
 
     def bind(self, pid: int, started: int = 0) -> bool:
-        """Open and hold a pidfd of a process. Return false if the process has exited or is not a descendant
-        of the current process. ``started`` is its start time (:func:`started_at`), or 0 if unknown. ``pid``
-        may be any value, because it comes from an unchecked request.
+        """Hold a pidfd of a process. Return false if it has exited or is not a descendant of the current
+        process. ``started`` is its start time (:func:`started_at`), or 0 if unknown. ``pid`` is unchecked.
         """
         if pid not in self._pidfds:
             try:
@@ -50,12 +45,11 @@ class Descendants:
         return True
 
     def holds(self, pid: int) -> bool:
-        """Return true if this object holds a pidfd of the process."""
         return pid in self._pidfds
 
     def send(self, pid: int, signum: int) -> bool:
-        """Send a signal to a process whose pidfd is held. Return true if the signal was sent or the process
-        has already exited.
+        """Send a signal to a process whose pidfd is held. Return true if it was sent or the process has
+        exited.
         """
         import signal
 
@@ -82,15 +76,12 @@ class Descendants:
         return dead
 
     def close(self) -> None:
-        """Close all pidfds."""
         while self._pidfds:
             os.close(self._pidfds.popitem()[1])
 
 
 class DescendantTimers:
-    """Base class of timer servers without an agent. Holds the live timers by pid and scope, and a pidfd for
-    each process that owns timers.
-    """
+    """Base class of timer servers without an agent. Holds the live timers by pid and scope."""
 
     def __init__(self, *how: Any) -> None:
         super().__init__(*how)
@@ -99,11 +90,6 @@ class DescendantTimers:
         self._clock = SteadyClock()
 
     def get_expired_timers(self, deadline: float) -> dict[Any, list[Any]]:
-        """Return the timers that have expired, by pid.
-
-        Args:
-            deadline: time in seconds since 1970. Timers that expire then or earlier are due.
-        """
         expired: dict[Any, list[Any]] = {}
         for (pid, _), timer in self._timers.items():
             if timer.expiration_time <= deadline:
@@ -120,9 +106,7 @@ class DescendantTimers:
 
 
 def descends_from_us(pid: int) -> bool:
-    """Return true if the process is alive and a descendant of the current process, but not the current
-    process itself.
-    """
+    """Return true for a live descendant of the current process, but not for the current process itself."""
     own = os.getpid()
     for _ in range(64):
         if pid <= 1 or pid == own:
@@ -132,7 +116,7 @@ def descends_from_us(pid: int) -> bool:
             return False
         parent = int(fields[1])
         if parent == own:
-            # A process whose main thread has exited appears as a zombie, even if its other threads are still
+            # A process whose main thread has exited appears as a zombie, even if other threads are still
             # running.
             return fields[0] not in (b"Z", b"X") or int(fields[17]) > 1
         pid = parent
@@ -140,9 +124,7 @@ def descends_from_us(pid: int) -> bool:
 
 
 class LocalTimerRequest(TimerRequest):
-    """Timer request with the pid and the start time of its sender. The start time shows whether the pid has
-    been reused since the request was sent.
-    """
+    """Timer request with its sender's start time, which shows whether the pid has been reused."""
 
     __slots__ = ("start_time",)
     __hash__ = None  # mutable, so not hashable
@@ -153,11 +135,7 @@ class LocalTimerRequest(TimerRequest):
 
 
 class LocalTimerClient(TimerClient):
-    """Timer client for :class:`LocalTimerServer`.
-
-    Args:
-        mp_queue: ``multiprocessing.Queue`` of the server.
-    """
+    """Timer client for :class:`LocalTimerServer`, with the server's ``multiprocessing.Queue``."""
 
     def __init__(self, mp_queue: Any) -> None:
         super().__init__()
@@ -172,11 +150,7 @@ class LocalTimerClient(TimerClient):
 
 
 class MultiprocessingRequestQueue(RequestQueue):
-    """Request queue that reads from a ``multiprocessing.Queue``.
-
-    Args:
-        mp_queue: queue to read from.
-    """
+    """Request queue that reads from a ``multiprocessing.Queue``."""
 
     def __init__(self, mp_queue: Any) -> None:
         super().__init__()
@@ -199,12 +173,10 @@ class MultiprocessingRequestQueue(RequestQueue):
 
 
 class LocalTimerServer(DescendantTimers, TimerServer):
-    """Timer server that kills descendants of this process whose timers have expired.
+    """Server that kills descendants of this process whose timers have expired, but never this process itself.
 
-    Differences from torch: a timer expires when it is due, not up to ``max_interval`` later. Steps of the
-    wall clock have no effect. Only descendants of this process are ever signalled, never this process itself.
-    The timers of a process are removed when it exits, so that another process that gets the same pid is not
-    affected.
+    Unlike in torch, a timer expires when it is due. Steps of the wall clock have no effect. The timers of a
+    process are removed when it exits, because its pid may be reused.
 
     Args:
         mp_queue: ``multiprocessing.Queue`` of the clients.
@@ -248,8 +220,7 @@ class LocalTimerServer(DescendantTimers, TimerServer):
         return max(self._max_interval, 2 * _SLICE)
 
     def _seconds_to_wait(self) -> float:
-        # Keep the wait short so that the server stops promptly, because only a request can interrupt the
-        # wait.
+        # Only a request can interrupt the wait, and the server has to stop promptly.
         return min(self._max_interval, self._seconds_until_due(), _SLICE)
 
     def _now(self) -> float:

@@ -1,7 +1,5 @@
-"""Run a job as a loop that applies a train step to a state. After a failure, the workers repeat only one
-step, and healthy workers keep running. The API has the same names as torchelastic 0.1.
-
-Importing this package does not import torch.
+"""Run a job as a loop that applies a train step to a state, with the names of torchelastic 0.1. A failure
+costs one step, and healthy workers keep running. Does not import torch.
 """
 
 from __future__ import annotations
@@ -47,6 +45,5 @@ _SUBMODULES = (
 
 
 def __getattr__(name: str) -> object:
-    # Import the modules on first use, because some of them import the rendezvous module. A program with its
-    # own coordinator does not need the rendezvous module.
+    # Some modules import the rendezvous module, which a program with its own coordinator does not need.
     return lazy(__name__, name, _HOMES, _SUBMODULES)

@@ -24,17 +24,15 @@ _stores: list[Any] = []
 
 
 class AgentCoordinator(CoordinatorP2P):
-    """Coordinator that finds the other workers through environment variables set by the agent.
+    """Coordinator that finds the other workers through the agent's environment variables.
 
-    The training script needs no address.
+    A worker repeats a failed step. With ``--on-failure replace``, the agent replaces a worker that exits;
+    otherwise, it restarts all.
 
     Args:
         c10d_backend: Backend of the default process group, such as ``"gloo"``.
         process_group_timeout: Timeout of a collective, in milliseconds.
         coordinator_pg_timeout: Time limit for all workers to reach :meth:`barrier`, in milliseconds.
-
-    A worker always repeats a step that has failed. With ``--on-failure replace``, the agent also replaces a
-    worker that exits. Otherwise, it restarts all workers in that case.
 
     Raises:
         RuntimeError: This process was not started by an agent.
@@ -50,11 +48,7 @@ class AgentCoordinator(CoordinatorP2P):
 
 
 def agent_place() -> MeetingPlace:
-    """Return the rendezvous settings that this process received from its agent.
-
-    Raises:
-        RuntimeError: This process was not started by an agent.
-    """
+    """Return the agent's rendezvous settings. Raise ``RuntimeError`` if no agent started this process."""
     url = os.environ.get(URL_VARIABLE)
     if url is None:
         return _place_of_restarted_workers()
@@ -67,11 +61,10 @@ def agent_place() -> MeetingPlace:
 
 @cache
 def _place_of_restarted_workers() -> MeetingPlace:
-    """Return the rendezvous settings of a worker whose agent hosts no coordination store. In this case, rank
-    0 hosts the store.
+    """Return the settings of a worker whose rank 0 hosts the store, because the agent hosts none.
 
-    The other ranks read the port and the token from torch's ``env://`` store. The result is cached, because
-    the next rendezvous changes the environment variables that locate torch's store.
+    Cached, because the next rendezvous changes the variables that locate torch's ``env://`` store, from which
+    the other ranks read the port and the token.
     """
     if not all(name in os.environ for name in _OF_EVERY_WORKER):
         raise RuntimeError(
@@ -82,13 +75,13 @@ def _place_of_restarted_workers() -> MeetingPlace:
 
     store, rank, world = next(distributed.rendezvous("env://"))  # type: ignore[attr-defined]
     if rank == 0:
-        # Keep the socket bound, because another process could otherwise take the port.
+        # Another process could otherwise take the port.
         held = bind(0)
         _stores.append(held)
         port = held.getsockname()[1]
         store.set(_PLACE_KEY, f"{port} {os.urandom(16).hex()}")
     port, token = store.get(_PLACE_KEY).decode().split()
-    # Keep the store object alive. On rank 0 it may contain the server, from which other ranks may still read.
+    # On rank 0, the store object may contain the server, from which other ranks may still read.
     _stores.append(store)
     host = os.environ["MASTER_ADDR"]
     job = quote(os.environ.get("TORCHELASTIC_RUN_ID") or "job", safe="")

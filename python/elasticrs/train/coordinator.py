@@ -1,6 +1,4 @@
-"""Interface of coordinators, which run the rendezvous between a job's workers, and the exceptions that end
-the training loop or make it repeat a step.
-"""
+"""Interface of coordinators, and the exceptions that end the training loop or make it repeat a step."""
 
 from __future__ import annotations
 
@@ -40,12 +38,14 @@ class Coordinator(ABC):
     """Runs the rendezvous between a job's workers. Determines when the training loop starts a new round,
     saves, or stops.
 
+    The results of the ``should`` methods that the loop calls after every step must be the same on all
+    workers.
+
     Attributes:
         rounds_before: Number of earlier rounds of the job that this worker knows of.
         takes_requests: True if this coordinator implements :meth:`request` and the related methods.
         others_come_back: True if a worker that exits is replaced. False if its agent restarts all workers.
-        keeps_final_state: True if this coordinator can pass the final state to workers that start after the
-            training has ended.
+        keeps_final_state: True if workers that start after the training has ended can get the final state.
     """
 
     rounds_before: int = 0
@@ -58,8 +58,8 @@ class Coordinator(ABC):
         """Destroy the previous round's process group, and wait for the next rendezvous round.
 
         Returns:
-            A store (``torch.distributed.Store``) that the workers of the round share, the rank of this
-            worker, and the number of workers.
+            A ``torch.distributed.Store`` that the workers of the round share, this worker's rank, and the
+            number of workers.
 
         Raises:
             StopException: the job is closed.
@@ -71,55 +71,42 @@ class Coordinator(ABC):
         """Create the default process group for the current rendezvous round."""
 
     def barrier(self) -> None:  # noqa: B027 -- optional to override
-        """Wait until all workers of the round have called this method. The wait has a separate time limit and
-        does not use the round's process group.
+        """Wait until all workers of the round have called this, with a separate time limit and without the
+        process group.
 
         Raises:
             RuntimeError: a worker did not arrive in time. Raised on all workers.
         """
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the numbers passed by all workers, ordered by rank. All workers must call this method
-        together, with the same number of integers.
-
-        Args:
-            numbers: numbers of this worker.
+        """Return the numbers of all workers, ordered by rank. All must call this together, with equally many
+        integers.
         """
         from elasticrs.train.distributed import all_gather_longs
 
         return all_gather_longs(numbers)
 
     def alone(self) -> AbstractContextManager[None]:
-        """Return a context manager for work that this worker does alone, without collectives. The work has no
-        time limit.
-        """
+        """Return a context manager for work that this worker does alone, without collectives and time limit."""
         return nullcontext()
 
     def should_save_checkpoint(self) -> bool:
-        """Return true if the job's environment requests a checkpoint. The loop calls this after every step,
-        and the result must be the same on all workers.
-        """
+        """Return true if the job's environment requests a checkpoint. Called after every step."""
         return False
 
     @abstractmethod
     def should_rendezvous(self, state: State) -> bool:
-        """Return true if the workers must start a new rendezvous round, for example to admit new workers. The
-        loop calls this after every step, and the result must be the same on all workers.
-
-        Args:
-            state: state after the step.
+        """Return true if the workers must start a new round, for example to admit workers. Called after every
+        step.
         """
 
     def request(self, *, leave: bool) -> None:
-        """Record that a checkpoint was requested from this worker. Do nothing else, because signal handlers
-        call this method.
+        """Record that a checkpoint was requested from this worker, and nothing else, because signal handlers
+        call this.
 
         All workers then save after the same step, before the next round: :meth:`should_rendezvous` and
-        :meth:`should_save_before_meeting` return true.
-
-        Args:
-            leave: true if this worker has to leave the job after saving. :meth:`should_leave` then returns
-                true.
+        :meth:`should_save_before_meeting` return true. If ``leave`` is true, so does :meth:`should_leave` on
+        this worker.
         """
         raise NotImplementedError
 
@@ -129,36 +116,26 @@ class Coordinator(ABC):
         return True
 
     def should_save_before_meeting(self) -> bool:
-        """Return true if a requested checkpoint must be saved now. The loop calls this after
-        :meth:`should_rendezvous` has returned true, and the result must be the same on all workers.
+        """Return true if a requested checkpoint must be saved now. Called after :meth:`should_rendezvous`
+        returned true.
         """
         return False
 
     def saved(self, is_saved: bool) -> None:  # noqa: B027 -- optional to override
-        """Report that a requested checkpoint has been saved or has failed. The training loop calls this
-        method on all workers before the next round.
-
-        Args:
-            is_saved: true if the checkpoint was written.
-        """
+        """Report whether a requested checkpoint was written. Called on all workers before the next round."""
 
     def should_leave(self) -> bool:
-        """Return true if this worker must leave the job now. The loop calls this after
-        :meth:`should_rendezvous` has returned true.
+        """Return true if this worker must leave the job now. Called after :meth:`should_rendezvous` returned
+        true.
         """
         return False
 
     def was_broken_off(self, *, is_meeting: bool) -> bool:  # noqa: ARG002 -- used by subclasses
         """Return true if this worker's error was caused by the loss of a member or by the end of the round.
 
-        The loop calls this after a step or a rendezvous raised a retryable error, before this worker leaves
-        the round. The call may wait briefly for the store to report a lost member.
-
-        The limit for such errors is higher than ``max_failures``, because the worker that caused the error
-        counts it as its own failure.
-
-        Args:
-            is_meeting: True if the error was raised before ``sync``.
+        Called after a retryable error, in which case the store may take a moment to report a lost member.
+        Such errors have a higher limit than ``max_failures``, because the worker that caused them counts its
+        own failure. ``is_meeting`` is true before ``sync``.
         """
         return False
 
@@ -167,17 +144,16 @@ class Coordinator(ABC):
         """Return true if the job has finished."""
 
     def announce_end(self) -> None:  # noqa: B027 -- optional to override
-        """Announce that this worker has no more data. The loop calls this before the worker's last
-        :meth:`rendezvous_barrier`.
+        """Announce that this worker has no more data, before its last :meth:`rendezvous_barrier`.
 
-        The coordinator must make sure that the other workers finish the steps that this worker has finished,
-        and that they do not wait for this worker in a later step.
+        The other workers must finish the steps that this worker has finished, and not wait for it in a later
+        step.
         """
 
     def keep_final_state(self, content: memoryview | None, *, in_checkpoint: bool) -> None:  # noqa: B027 -- optional to override
         """Keep the final state for workers that start after training has finished.
 
-        The loop calls this on all workers when they have the same state, before :meth:`signal_training_done`.
+        Called on all workers when they have the same state, before :meth:`signal_training_done`.
 
         Args:
             content: Bytes that ``State.save`` wrote. ``None`` if this worker has no copy.
@@ -185,9 +161,7 @@ class Coordinator(ABC):
         """
 
     def final_state(self) -> FinalState | None:
-        """Return the final state of a job that finished without this worker.
-
-        ``None`` if there is no final state, for instance because this coordinator does not keep final states.
+        """Return the final state of a job that finished without this worker; ``None`` if there is none.
 
         Raises:
             NonRetryableException: This worker cannot get the final state.
@@ -196,36 +170,24 @@ class Coordinator(ABC):
 
     @abstractmethod
     def signal_training_done(self) -> None:
-        """Close the job permanently. Workers that join later receive
-        :class:`~elasticrs.train.StopException`.
-        """
+        """Close the job permanently. Workers that join later receive :class:`~elasticrs.train.StopException`."""
 
     def monitor_progress(self, state: State, worker_stats: WorkerStats | None) -> None:  # noqa: B027 -- optional to override
-        """Look for workers that are slower than the others. The loop calls this after every step.
-
-        Args:
-            state: state after the step.
-            worker_stats: statistics that the step returned.
+        """Look for workers that are slower than the others, from the statistics of a step. Called after every
+        step.
         """
 
     def report_progress(self, state: State) -> None:  # noqa: B027 -- optional to override
-        """Report that a step is complete. The loop calls this before the next step.
-
-        Args:
-            state: state after the step.
-        """
+        """Report that a step is complete. Called before the next step."""
 
     def on_error(self, e: Exception) -> None:  # noqa: B027 -- optional to override
-        """React to an exception from a training step or a rendezvous. The training loop calls this method
-        before its own error handling.
-
-        Args:
-            e: the error.
+        """React to an exception from a training step or a rendezvous. Called before the loop's own error
+        handling.
         """
 
     def leave(self) -> None:  # noqa: B027 -- optional to override
-        """Leave the job, so that the other workers stop waiting for this worker. The loop calls this when an
-        exception ends it.
+        """Leave the job when an exception ends the loop, so that the other workers stop waiting for this
+        worker.
         """
 
 
@@ -234,22 +196,17 @@ class StopException(Exception):  # noqa: N818 -- torchelastic's name
 
 
 class NonRetryableException(NonRetryable):
-    """Raised by a train step for an error that another attempt would repeat. The launcher then ends the job,
-    as with :class:`elasticrs.errors.NonRetryable`.
-    """
+    """Raised by a train step to end the job, as with :class:`elasticrs.errors.NonRetryable`."""
 
 
 class CannotContinueError(NonRetryableException):
-    """Raised by the loop when this process cannot continue training. Other workers may continue, and another
-    attempt of the job may succeed.
-    """
+    """Raised if this process cannot continue. Other workers or another attempt of the job may succeed."""
 
     may_succeed_later = True
 
 
 class RetryableException(RuntimeError):  # noqa: N818 -- named like the others
-    """Raised by a train step that must be repeated. The step is rolled back, and all workers start a new
-    rendezvous round.
+    """Raised by a train step that must be rolled back and repeated after a new rendezvous round.
 
     Any other ``RuntimeError`` has the same effect, because PyTorch raises it when a collective fails.
     """

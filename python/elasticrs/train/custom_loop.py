@@ -44,10 +44,9 @@ def on_change(callback: Callable[[Stop], None] | None = None, init_method: str |
             job.close()                                  # end the job for all workers
 
     Args:
-        callback: Called on a separate thread with a :class:`.Stop` as
-            soon as a round ends for this worker. A framework can use it to abort communication that this
-            library does not know about. The callback must not raise. If the attribute ``planned`` of the
-            argument is true, no worker has failed and nothing needs to be aborted.
+        callback: Called on a separate thread with a :class:`.Stop` as soon as a round ends for this worker,
+            to abort communication that this library does not know about, unless the change is ``planned``.
+            Must not raise.
         init_method: Rendezvous URL, as for :class:`~elasticrs.train.p2p.CoordinatorP2P`. ``None`` to use the
             settings from the agent.
 
@@ -67,9 +66,6 @@ def on_change(callback: Callable[[Stop], None] | None = None, init_method: str |
 class Participant:
     """Membership of a worker in a job, created by :func:`on_change`. When a ``with`` block ends without a
     call of :meth:`close`, the worker leaves the job and the other workers continue.
-
-    Args:
-        member: membership in the rendezvous.
     """
 
     def __init__(self, member: Membership) -> None:
@@ -77,8 +73,7 @@ class Participant:
         self._is_over = False
 
     def meet(self) -> Round:
-        """Destroy the process group, wait for the next rendezvous round, and return it. The round contains
-        the rank, the world size, and the address of the workers' store.
+        """Destroy the process group, wait for the next round, and return it.
 
         Raises:
             RendezvousError: this worker cannot join another round. The error is a
@@ -88,15 +83,10 @@ class Participant:
         return self._member.meet()
 
     def init_process_group(self, backend: str, timeout: float = 10.0) -> None:
-        """Create a default process group whose collectives can be aborted.
+        """Create a default process group whose collectives can be aborted, as those of further groups.
 
-        Groups that the program creates with ``torch.distributed`` until the next :meth:`meet` can be aborted
-        as well. If you create the default group in another way, do so inside
-        ``with round.connections.recorded()``. Otherwise its collectives cannot be aborted.
-
-        Args:
-            backend: Backend of the group, such as ``"gloo"``.
-            timeout: Timeout of a collective, in seconds.
+        A default group that is created otherwise needs ``with round.connections.recorded()``. ``timeout`` is
+        the timeout of a collective, in seconds.
 
         Raises:
             RuntimeError: The round has ended. Call :meth:`meet` again.
@@ -119,8 +109,8 @@ class Participant:
         return self._member.passed()
 
     def announce_end(self) -> None:
-        """Announce that training has finished on this worker. The other workers finish the same number of
-        steps before they leave the round.
+        """Announce that this worker has finished. The others finish the same number of steps before they
+        leave.
         """
         self._member.announce_end()
 

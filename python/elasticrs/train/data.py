@@ -1,6 +1,4 @@
-"""Iterators and samplers for train steps. ``CyclingIterator`` and ``ElasticDistributedSampler`` are named as
-in torchelastic. ``Shares`` loses no samples when workers join or leave.
-"""
+"""Iterators and samplers for train steps. ``Shares`` loses no samples when workers join or leave."""
 
 from __future__ import annotations
 
@@ -19,22 +17,20 @@ __all__ = ["CyclingIterator", "ElasticDistributedSampler", "Shares"]
 
 
 def __getattr__(name: str) -> object:
-    # Import the sampler on first use, because its module imports torch.
+    # The sampler's module imports torch.
     return lazy(__name__, name, {"elasticrs.utils.data": ("ElasticDistributedSampler",)})
 
 
 class Shares(Iterator[list[int]]):
     """Iterator over the sample indices that one worker reads in each step of an epoch.
 
-    All workers take the same number of steps. Each step takes the next ``batch_size`` samples for each
-    worker, in an order that depends only on the epoch and the seed. The last step divides the remaining
-    samples, so some workers get fewer samples or none. A worker without samples still takes part in the
-    collectives of the step.
+    Each step takes the next ``batch_size`` samples for each worker, in an order that depends only on the
+    epoch and the seed. The last step divides the remaining samples, so a worker may get none, but it still
+    takes part in the collectives.
 
-    The position in the epoch is a single number, which is the same for all workers and does not depend on the
-    world size. Keep this number in the training state, and advance it with :meth:`after` when a step is
-    complete. A ``DataLoader`` accepts this object as its ``batch_sampler`` and may read ahead. Its
-    ``collate_fn`` has to accept an empty share.
+    The position in the epoch is a number that does not depend on the world size. Keep it in the training
+    state, and advance it with :meth:`after` when a step is complete. A ``DataLoader`` accepts this object as
+    its ``batch_sampler`` and may read ahead. Its ``collate_fn`` has to accept an empty share.
 
     Args:
         size: number of samples in the dataset.
@@ -42,7 +38,7 @@ class Shares(Iterator[list[int]]):
         world_size: number of workers.
         rank: rank of this worker.
         start: number of samples of this epoch that all workers together have already used.
-        epoch: number of the epoch, which determines the order together with ``seed``.
+        epoch: number of the epoch.
         shuffle: false to keep the order of the dataset.
         seed: seed for the order.
 
@@ -84,11 +80,8 @@ class Shares(Iterator[list[int]]):
         return list(step[self._rank :: self._world_size])
 
     def after(self, place: int) -> int:
-        """Return the position in the epoch after a step: the number of samples that all workers together have
-        used.
-
-        Args:
-            place: position at the start of the step.
+        """Return the position in the epoch after a step that starts at ``place``: the number of samples that
+        all workers together have used.
         """
         return min(place + self._per_step, len(self._order))
 

@@ -1,7 +1,8 @@
 """Collectives for :meth:`elasticrs.train.State.sync`. All workers must call each collective together.
 
-Without a process group, or in a group with a single worker, a collective returns this worker's own data. CPU
-tensors are copied to the GPU and back if the group uses NCCL.
+Without a process group, or with a single worker, the result is this worker's own data. CPU tensors are copied
+to the GPU and back if the group uses NCCL. ``src_rank`` is the rank that sends its value; other ranks' values
+are ignored.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _LARGE = 8 << 20
 
 
 def _distributed() -> Any:
-    # Return `Any`, because type checkers consider the names in `torch.distributed` private.
+    # Type checkers consider the names in `torch.distributed` private.
     import torch.distributed
 
     return torch.distributed
@@ -51,12 +52,7 @@ def get_rank() -> int:
 
 
 def convert_to_distributed_tensor(tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
-    """Return a tensor that the process group can send, and the tensor's original device: ``"cpu"`` or
-    ``"gpu"``.
-
-    Args:
-        tensor: tensor on any device.
-    """
+    """Return a tensor that the process group can send, and the original device: ``"cpu"`` or ``"gpu"``."""
     origin = "gpu" if tensor.is_cuda else "cpu"
     if origin == "cpu" and _distributed().get_backend() == "nccl":
         tensor = tensor.cuda()
@@ -64,12 +60,7 @@ def convert_to_distributed_tensor(tensor: torch.Tensor) -> tuple[torch.Tensor, s
 
 
 def convert_to_normal_tensor(tensor: torch.Tensor, orig_device: str) -> torch.Tensor:
-    """Move a tensor back to its original device.
-
-    Args:
-        tensor: tensor that was sent or received.
-        orig_device: device that :func:`convert_to_distributed_tensor` returned.
-    """
+    """Move a tensor back to the device that :func:`convert_to_distributed_tensor` returned."""
     return tensor.cpu() if tensor.is_cuda and orig_device == "cpu" else tensor
 
 
@@ -80,12 +71,7 @@ def _broadcast(tensor: torch.Tensor, src: int) -> torch.Tensor:
 
 
 def broadcast_long(value: int, src_rank: int = 0) -> int:
-    """Broadcast an integer from one worker to all workers. Return the broadcast value.
-
-    Args:
-        value: Value of this worker. It is used only on the source rank.
-        src_rank: Rank that sends its value.
-    """
+    """Broadcast an integer from one worker to all workers, and return it."""
     import torch
 
     if not is_distributed_training_run():
@@ -94,23 +80,12 @@ def broadcast_long(value: int, src_rank: int = 0) -> int:
 
 
 def broadcast_bool(value: bool, src_rank: int = 0) -> bool:
-    """Broadcast a boolean from one worker to all workers. Return the broadcast value.
-
-    Args:
-        value: Value of this worker. It is used only on the source rank.
-        src_rank: Rank that sends its value.
-    """
+    """Broadcast a boolean from one worker to all workers, and return it."""
     return bool(broadcast_long(int(value), src_rank))
 
 
 def broadcast_float_list(float_list: Sequence[float], src_rank: int = 0) -> list[float]:
-    """Broadcast a list of floats from one worker to all workers. Return the broadcast list.
-
-    Args:
-        float_list: List of this worker. It is used only on the source rank. The lists may have different
-            lengths.
-        src_rank: Rank that sends its list.
-    """
+    """Broadcast a list of floats from one worker to all workers, and return it. The lengths may differ."""
     import torch
 
     if not is_distributed_training_run():
@@ -122,13 +97,10 @@ def broadcast_float_list(float_list: Sequence[float], src_rank: int = 0) -> list
 
 
 def broadcast_model(model: torch.nn.Module | int, src_rank: int | torch.nn.Module = 0) -> None:
-    """Broadcast a model's parameters from one worker to all workers, in place. Buffers are not sent.
+    """Broadcast a model's parameters in place, but not its buffers. Their shapes must be the same on every
+    worker.
 
     Positional arguments may come in either order, because torchelastic 0.1 takes the rank first.
-
-    Args:
-        model: Model to send or to overwrite. It must have the same parameter shapes on every worker.
-        src_rank: Rank that sends its parameters.
     """
     if isinstance(model, int):
         model, src_rank = src_rank, model
@@ -147,18 +119,9 @@ def broadcast_model(model: torch.nn.Module | int, src_rank: int | torch.nn.Modul
 
 
 def broadcast_binary(data: Any, src_rank: int = 0) -> Any:
-    """Broadcast bytes from one worker to all workers, and return them. Large data is sent in chunks.
+    """Broadcast bytes in chunks: a ``numpy.ndarray`` or a tensor of type ``uint8``, which all workers get.
 
-    Args:
-        data: A ``numpy.ndarray`` or a tensor of type ``uint8``. Only the source's data is used; ``None`` is
-            allowed on all other workers.
-        src_rank: Rank that sends its data.
-
-    Returns:
-        An array or a tensor. On every worker, it has the type that the source passed.
-
-    Raises:
-        TypeError: This worker passed an object of another type.
+    Other ranks than the source may pass ``None``. ``TypeError`` is raised for other types.
     """
     import torch
 
@@ -169,10 +132,9 @@ def broadcast_binary(data: Any, src_rank: int = 0) -> Any:
         return data
     mine = torch.empty(0, dtype=torch.uint8)
     if data is not None:
-        # Copy a read-only array. Tensors cannot be read-only, so torch would warn.
+        # Tensors cannot be read-only, so torch would warn.
         mine = torch.as_tensor(data if is_tensor or data.flags.writeable else data.copy())
-    # Encode the type in the sign of the length: -1 - n for an array of n bytes, and n for a tensor of n
-    # bytes.
+    # -1 - n stands for an array of n bytes, and n for a tensor of n bytes.
     length = broadcast_long(mine.numel() if is_tensor else -1 - mine.numel(), src_rank)
     if get_rank() != src_rank:
         mine = torch.empty(length if length >= 0 else -1 - length, dtype=torch.uint8)
@@ -186,11 +148,7 @@ def broadcast_binary(data: Any, src_rank: int = 0) -> Any:
 
 
 def all_gather_longs(values: Sequence[int]) -> list[list[int]]:
-    """Return the integers of all workers, ordered by rank. All workers must pass equally many integers.
-
-    Args:
-        values: integers of this worker.
-    """
+    """Return the integers of all workers, ordered by rank. All workers must pass equally many integers."""
     import torch
 
     if not is_distributed_training_run():
@@ -203,14 +161,7 @@ def all_gather_longs(values: Sequence[int]) -> list[list[int]]:
 
 
 def all_gather_return_max_long(value: int) -> tuple[int, int]:
-    """Return the rank of the worker with the largest value, and that value. If several workers share it,
-    return the lowest of their ranks.
-
-    With a single worker, the rank is 0.
-
-    Args:
-        value: value of this worker.
-    """
+    """Return the lowest rank with the largest value, and that value."""
     values = [each for (each,) in all_gather_longs([value])]
     largest = max(values)
     return values.index(largest), largest

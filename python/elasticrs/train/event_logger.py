@@ -18,11 +18,8 @@ class EventLogHandler(ABC):
 
     @abstractmethod
     def log_event(self, event_name: str, message: str | None = None) -> None:
-        """Handle one event.
-
-        Args:
-            event_name: name of the event, such as ``rendezvous_succeeded``.
-            message: JSON object with the host name, the pid, the rank and further details.
+        """Handle one event, such as ``rendezvous_succeeded``. ``message`` is a JSON object with the host
+        name, the pid, the rank and further details.
         """
 
 
@@ -37,28 +34,19 @@ class ConsoleEventLogHandler(EventLogHandler):
 class NullEventLogHandler(EventLogHandler):
     """Drops all events."""
 
-    def log_event(self, event_name: str, message: str | None = None) -> None:
-        """Drop the event."""
+    def log_event(self, event_name: str, message: str | None = None) -> None: ...
 
 
 _handlers: dict[str | None, EventLogHandler] = {None: NullEventLogHandler()}
 
 
 def configure(handler: EventLogHandler, group: str | None = None) -> None:
-    """Set the event handler for one group of events, or the default handler.
-
-    Args:
-        handler: Handler that receives the events from now on.
-        group: Name of the group. ``None`` sets the default handler, which receives the events of
-            ``elasticrs.train`` and of all groups without a handler.
+    """Set the event handler for a group. ``None`` sets the default handler, which receives the events of
+    ``elasticrs.train`` and of all groups without a handler.
     """
     _handlers[group] = handler
 
 
 def get_event_logger(group: str | None = None) -> EventLogHandler:
-    """Return the event handler of a group. If the group has none, return the default handler.
-
-    Args:
-        group: Name of the group. ``None`` for the default handler.
-    """
+    """Return the event handler of a group, or the default handler if ``group`` is ``None`` or has none."""
     return _handlers.get(group, _handlers[None])

@@ -1,6 +1,4 @@
-"""Send the events of a job's workers to the event handler, and to a destination of
-:mod:`elasticrs.events`.
-"""
+"""Send the events of a job's workers to the event handler, and to a destination of :mod:`elasticrs.events`."""
 
 from __future__ import annotations
 
@@ -12,19 +10,15 @@ from elasticrs.train.event_logger import NullEventLogHandler, get_event_logger
 __all__ = ["record"]
 
 DESTINATION = "ELASTICRS_TRAIN_EVENTS"
-"""Environment variable with a destination for :func:`elasticrs.events.record`, such as ``console`` or
-``file:PATH``.
-"""
+"""Variable with a destination for :func:`elasticrs.events.record`, such as ``console`` or ``file:PATH``."""
 
 
 def record(name: str, rank: int, **more: str | float | bool | None) -> None:
-    """Record an event of this worker.
+    """Record an event of this worker, with further details in ``more``.
 
-    Args:
-        name: name of the event: ``rendezvous_started``, ``rendezvous_succeeded``, ``rendezvous_closed``,
-            ``rendezvous_failed_timeout``, ``rendezvous_failed`` or ``train_step_runtime_error``.
-        rank: rank of this worker in the round; -1 outside a round.
-        more: further details of the event.
+    ``name`` is ``rendezvous_started``, ``rendezvous_succeeded``, ``rendezvous_closed``,
+    ``rendezvous_failed_timeout``, ``rendezvous_failed`` or ``train_step_runtime_error``, and ``rank`` is -1
+    outside a round.
     """
     handler, destination = get_event_logger(), os.environ.get(DESTINATION)
     if destination is None and isinstance(handler, NullEventLogHandler):

@@ -14,18 +14,14 @@ def start_fault_injection_thread(fault_injection_rate: float, interval_in_sec: f
     """Start a thread that kills this process with SIGKILL at a random time.
 
     Args:
-        fault_injection_rate: Probability of a kill in each interval, from 0 to 1.
-        interval_in_sec: Length of an interval, in seconds.
-
-    Raises:
-        ValueError: The rate is not between 0 and 1, or the interval is not positive.
+        fault_injection_rate: Probability of a kill in each interval, from 0 to 1. ``ValueError`` otherwise.
+        interval_in_sec: Length of an interval, in seconds, above 0.
     """
     if not 0 <= fault_injection_rate <= 1:
         raise ValueError(f"fault_injection_rate: got {fault_injection_rate}, expected 0 to 1")
     if not interval_in_sec > 0:
         raise ValueError(f"interval_in_sec: got {interval_in_sec}, expected more than 0")
-    # Use a random number generator that ignores seeds, because workers with the same seed would otherwise all
-    # be killed at the same time.
+    # Ignore seeds, because workers with the same seed would all be killed at the same time.
     numbers, pause = random.SystemRandom(), threading.Event()
 
     def run() -> None:

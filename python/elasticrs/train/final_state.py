@@ -1,16 +1,14 @@
 """Final state of a job, for workers that start after training has finished.
 
-Each worker keeps a copy of the final state in memory and serves it over HTTP. For each rank, the coordination
-store holds the URL and digest of the copy, and the *place* of the worker. The place names the worker's
-position under its agent. A replacement worker has the same place as its predecessor, so it finds its own rank
-in the store, as well as the copies.
+Each worker serves a copy over HTTP. For each rank, the store holds the copy's URL and digest, and the
+worker's *place* under its agent, by which a replacement finds its predecessor's rank.
 
 - **FINAL-1** all workers publish their copies before the job is closed, so a worker that finds the job closed
   also finds the copies.
 - **FINAL-2** a downloaded copy is used only if its digest equals the digest in the store.
 - **FINAL-3** the download succeeds if at least one worker that has a copy can send it.
-- **FINAL-4** no two living processes have the same rank: a replacement gets the rank of its predecessor in
-  the same place, and a process in a new place gets a rank that no process has had.
+- **FINAL-4** no two living processes have the same rank: a process in a new place gets a rank that no process
+  has had.
 """
 
 from __future__ import annotations
@@ -48,31 +46,23 @@ if TYPE_CHECKING:
 _log = logging.getLogger("elasticrs.train")
 
 CONNECT_TIMEOUT = 3.0
-"""Timeout for connecting to one worker, in seconds, because a node that is down does not refuse connections.
-"""
+"""Timeout for connecting to one worker, in seconds. A node that is down does not refuse connections."""
 
 PROBED_TOGETHER = 32
-"""Number of workers that are contacted at the same time, so that waiting for dead workers costs little time.
-"""
+"""Number of workers that are contacted at the same time, because some may be dead."""
 
 TRANSFER_TIMEOUT = 30.0
 """Timeout in seconds for a transfer that receives no data."""
 
 MIN_RATE = 1 << 20
-"""Minimum average rate of a transfer, in bytes per second. The time limit of a transfer is its size divided
-by this rate, plus :data:`TRANSFER_TIMEOUT`.
-"""
+"""Minimum average rate of a transfer, in bytes per second, apart from :data:`TRANSFER_TIMEOUT`."""
 
 _END, _SEAT, _LATE = "end", "seat/", "late"
 
 
 class Late(Value):
-    """Rank and final state for a process that starts after training has finished.
-
-    Args:
-        rank: rank of this process.
-        world_size: number of workers in the last round, or a larger number if this process has a new rank.
-        final: final state of the job.
+    """Rank and final state for a process that starts after training has finished. ``world_size`` is that of
+    the last round, or larger if this process has a new rank.
     """
 
     rank: int
@@ -81,11 +71,7 @@ class Late(Value):
 
 
 def place_of(environ: Mapping[str, str]) -> str | None:
-    """Return a name that identifies this worker's position on its node. A replacement worker started by the
-    same agent gets the same name.
-
-    ``None`` if the worker has no agent.
-    """
+    """Return the name that an agent's worker and its replacements share; ``None`` without an agent."""
     mark, local_rank = environ.get(VARIABLE, "").partition(":")[0], environ.get("LOCAL_RANK")
     return f"{mark} {local_rank}" if mark and local_rank else None
 
@@ -100,38 +86,19 @@ def publish(
     *,
     in_checkpoint: bool,
 ) -> None:
-    """Serve a copy of the job's final training state over HTTP. Publish the copy's URL and digest in the
-    store.
+    """Serve a copy (``content``, if this worker has one), and publish its URL and digest in the store.
 
-    Args:
-        store: store of the job.
-        place: place of this worker, from :func:`place_of`.
-        rank: rank of this worker in the last round.
-        world_size: number of workers in the last round.
-        content: copy to serve. ``None`` if this worker has no copy.
-        near: host and port of another worker. The copy is served on the interface with a route to that host.
-        in_checkpoint: true if the newest checkpoint holds the final state.
-
-    Raises:
-        DistError: the store cannot be reached.
-        OSError: the copy cannot be served.
+    The copy is served on the interface with a route to ``near``, another worker's host and port. Raise
+    ``DistError`` if the store cannot be reached, and ``OSError`` if the copy cannot be served.
     """
     _take_seat(store, place, rank, content, near)
     store.set(_END, json.dumps({"world_size": world_size, "in_checkpoint": in_checkpoint}))
 
 
 def join_late(store: Store, place: str | None, *, is_protected: bool) -> Late | None:
-    """Get the job's final state and a rank for this process, then serve the state to other processes. Return
-    ``None`` if no worker has published a final state.
+    """Get the job's final state and a rank, then serve the state; ``None`` if no worker has published one.
 
-    Args:
-        store: store of the job.
-        place: place of this worker, from :func:`place_of`.
-        is_protected: true if the store accepts only clients that know the job's token.
-
-    Raises:
-        DistError: the store cannot be reached.
-        OSError: the state cannot be served.
+    ``is_protected``: the store accepts only clients that know the job's token. Errors: see :func:`publish`.
     """
     if not store.check([_END]):
         return None
@@ -173,9 +140,7 @@ class _Server(ThreadingTCPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 -- signature of the base class
-        """Log a single line instead of the traceback that the base class would write to the
-        worker's stderr.
-        """
+        """Log one line. The base class would write a traceback to the worker's stderr."""
         error = sys.exc_info()[1]
         _log.warning(
             "the final state could not be sent to %s: %s: %s", client_address[0], type(error).__name__, error
@@ -187,13 +152,11 @@ class _Server6(_Server):
 
 
 _servers: list[_Server] = []
-"""The HTTP server that serves this process's copy of the final state; empty if there is none."""
+"""The server of this process's copy of the final state, if any."""
 
 
 def _serve(content: memoryview, near: tuple[str, int]) -> str:
-    """Serve a copy of the job's final training state over HTTP until this process exits, and return the
-    copy's URL. Stop serving any older copy.
-    """
+    """Serve a copy until this process exits, instead of any older one. Return its URL."""
     secret = f"/{secrets.token_urlsafe(32)}"
 
     class Handler(BaseHTTPRequestHandler):
@@ -209,7 +172,7 @@ def _serve(content: memoryview, near: tuple[str, int]) -> str:
             self.wfile.write(content)
 
         def log_message(self, *_: object) -> None:
-            """Suppress the access log, because it would go to the worker's stderr."""
+            """The access log would go to the worker's stderr."""
 
     stop_serving()
     family, local = _address_towards(near)
@@ -231,13 +194,9 @@ def stop_serving() -> None:
 def serving_address(near: str, local: str) -> tuple[str, str]:
     """Return the address to listen on and the address to publish.
 
-    If the name of the other worker's machine resolves to a loopback address, both workers run on the same
-    machine. In this case, publish the name and not the address, because other machines cannot use a loopback
-    address but can resolve the name.
-
-    Args:
-        near: host of another worker, as other machines know it.
-        local: local address that this machine uses to reach that host.
+    ``near`` is another worker's host, as other machines know it, and ``local`` the local address of the route
+    to it. If ``near`` resolves to a loopback address, both workers run on the same machine. Publish the name
+    then, because other machines cannot use a loopback address.
     """
     if ipaddress.ip_address(local).is_loopback and near != "localhost":
         with suppress(ValueError):
@@ -255,11 +214,11 @@ def _address_towards(near: tuple[str, int]) -> tuple[int, str]:
 
 
 def _fetch(seats: list[dict[str, Any]]) -> tuple[bytes | None, tuple[str, int] | None]:
-    """Download a copy of the final state from a living worker. Return the copy, and the worker's host and
-    port. Both are ``None`` if no worker could send a copy.
+    """Download a copy from a living worker. Return it and the worker's host and port; both ``None`` if that
+    fails.
     """
     found = [seat for seat in seats if seat["url"]]
-    # Shuffle, so that replacements that start at the same time do not all download from one worker.
+    # Replacements that start at the same time must not all download from one worker.
     random.shuffle(found)
     for begin in range(0, len(found), PROBED_TOGETHER):
         for seat in _living(found[begin : begin + PROBED_TOGETHER]):
@@ -274,7 +233,7 @@ def _living(seats: list[dict[str, Any]]) -> list[dict[str, Any]]:
         try:
             socket.create_connection(_server_of(seat), CONNECT_TIMEOUT).close()
         except OSError:
-            # Skip this worker. It has probably exited, as most workers do soon after training finishes.
+            # Most workers exit soon after training finishes.
             return False
         return True
 
@@ -288,16 +247,13 @@ def _server_of(seat: dict[str, Any]) -> tuple[str, int]:
 
 
 def _download(seat: dict[str, Any]) -> bytes | None:
-    """Download the copy of the final state that a worker serves. Return ``None`` if the worker does not send
-    all of it in time.
-    """
+    """Download a worker's copy; ``None`` if the worker does not send all of it in time."""
     connection = http.client.HTTPConnection(*_server_of(seat), timeout=CONNECT_TIMEOUT)
     timer: threading.Timer | None = None
     try:
         connection.connect()
         connection.sock.settimeout(TRANSFER_TIMEOUT)
-        # Limit the duration of the whole transfer, because the socket's own timeout restarts with each
-        # received byte.
+        # The socket's own timeout restarts with each received byte.
         limit = TRANSFER_TIMEOUT + seat["size"] / MIN_RATE
         timer = threading.Timer(limit, _shut, (connection.sock,))
         timer.start()
@@ -319,8 +275,7 @@ def _shut(connected: socket.socket) -> None:
 
 
 def _after_fork_in_child() -> None:
-    # Close the server's socket in the child. Otherwise, if the parent died, the child would keep the port
-    # open without answering requests.
+    # If the parent died, the child would keep the port open without answering requests.
     while _servers:
         _servers.pop().server_close()
 

@@ -1,18 +1,14 @@
 """Process groups whose collectives can be aborted by a watching thread.
 
-Gloo has no working abort: a thread that waits in a collective keeps waiting until the timeout. Shutting down
-the TCP connections of the group does end the wait. :class:`Connections` records the connections by inode
-while a group is created, and :meth:`Connections.shut` shuts them down from any thread. The collective then
-raises at once, here and on the peers.
-
-While a thread creates a group, it may wait for a peer to connect. If that peer has died, there is no
-connection to shut down, so :meth:`Connections.knock` connects in place of the peer.
+Gloo has no working abort, but shutting down the TCP connections of a group ends the wait at once, here and on
+the peers. :class:`Connections` records them by inode while a group is created. If a peer has died before it
+connected, :meth:`Connections.knock` connects in its place.
 
 - **GROUPS-1** a listening socket is never shut down, because gloo ends the process if ``accept`` fails.
 - **GROUPS-2** other threads may close and reuse a descriptor at any moment. Therefore it is duplicated, the
   inode of the duplicate is checked, and only the duplicate is shut down and closed.
-- **GROUPS-3** connections that other threads open while a group is created are left alone. They are shut down
-  only as a last resort, by :meth:`Connections.shut_others`, and the caller of this method logs a warning.
+- **GROUPS-3** connections that other threads open while a group is created are shut down only as a last
+  resort, by :meth:`Connections.shut_others`, whose caller logs a warning.
 - **GROUPS-4** torch's counter for group names is reset before each group. Otherwise, after a failed attempt,
   ranks would use different prefixes in the store and never find each other.
 """
@@ -42,10 +38,9 @@ if TYPE_CHECKING:
 
 _ESTABLISHED, _SYN_SENT, _CLOSE_WAIT, _LISTEN = 1, 2, 8, 10
 LAST_RESORT = 4.0
-"""Seconds that the main thread may take to stop creating a process group in a broken round. After that, all
-other connections that were opened during the creation are shut down as well, although they may belong to
-unrelated code. The time is longer than :data:`CONNECT_TIMEOUT`, because an attempt to connect to the store
-cannot be aborted.
+"""Seconds that the main thread may take to stop creating a group in a broken round, before
+:meth:`shut_others`. Longer than :data:`CONNECT_TIMEOUT`, because connecting to the store cannot be
+aborted.
 """
 
 _TALKING = {_ESTABLISHED, _SYN_SENT, _CLOSE_WAIT}
@@ -53,11 +48,7 @@ _TALKING = {_ESTABLISHED, _SYN_SENT, _CLOSE_WAIT}
 
 
 class Connections:
-    """TCP connections of this process's process groups. All methods may be called from any thread.
-
-    Args:
-        store_port: port of the store through which the groups are created. ``None`` if it is not known.
-    """
+    """TCP connections of this process's groups, which use the store at ``store_port``, if known. Thread-safe."""
 
     def __init__(self, store_port: int | None = None) -> None:
         self._store_port = store_port
@@ -70,9 +61,8 @@ class Connections:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Context manager that records the sockets of the process group created inside its block.
-
-        Sockets that other threads open meanwhile are recorded separately, see :meth:`_is_of_group`.
+        """Record the sockets of the group that is created in the block. Others are told apart by
+        :meth:`_is_of_group`.
         """
         self._before = before = set(_sockets())
         self._recording_since = time.monotonic()
@@ -90,8 +80,7 @@ class Connections:
         """Return true if gloo opened this socket, or if it is a connection to the round's store.
 
         Gloo sets ``SO_REUSEADDR`` even on client sockets, before it connects them, and never sets
-        close-on-exec. Python and nearly every client library set close-on-exec, and no client has a reason
-        for ``SO_REUSEADDR``.
+        close-on-exec. Nearly every client library does the opposite.
         """
         try:
             is_kept_by_exec = not fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
@@ -107,11 +96,7 @@ class Connections:
         return False
 
     def are_intact(self) -> bool:
-        """Return true if all recorded connections of the process groups are still open, which means that no
-        peer has exited.
-
-        Return false if the state of the connections is unknown.
-        """
+        """Return true if all recorded connections are known to be open, so that no peer has exited."""
         try:
             sockets = _sockets()
         except OSError:
@@ -119,11 +104,11 @@ class Connections:
         return all(inode in sockets and _is_connected(sockets[inode], inode) for inode in self._connected)
 
     def leave_to_parent(self, ports: set[int]) -> None:
-        """In a forked child, replace the inherited copies of the recorded connections, and of all connections
-        that use one of the given ports, with ``/dev/null``. Otherwise, if the parent were killed, the
-        connections would stay open, and the parent's peers would not notice the death until the children have
-        exited as well. The descriptor numbers stay in use, because objects copied from the parent may still
-        close them.
+        """In a forked child, replace the recorded connections, and those that use one of the ports, with
+        ``/dev/null``.
+
+        Otherwise, the parent's peers would not notice its death until the children have exited as well.
+        Objects copied from the parent may still close the descriptors.
         """
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for inode, fd in _sockets().items():
@@ -132,18 +117,10 @@ class Connections:
         os.close(null)
 
     def knock(self, world_size: int) -> int:
-        """Unblock the main thread if it waits for a dead peer while a gloo process group is created. For each
-        peer, connect to the socket on which gloo waits for the peers, so that the wait ends. Send the number
-        of the peer first, as gloo peers do.
+        """Unblock the main thread if it waits for a dead peer while a gloo group is created. Connect once to
+        the socket on which gloo waits, for each peer, and send the peer's number, as gloo peers do.
 
-        Each listener is visited only once. Do nothing if this process could run out of file descriptors, or
-        if gloo uses a transport other than TCP.
-
-        Args:
-            world_size: number of workers in the group.
-
-        Returns:
-            Number of listeners that were visited.
+        Do nothing if file descriptors could run out, or without TCP. Return the number of listeners visited.
         """
         before, sockets = self._before, _sockets()
         room = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
@@ -162,7 +139,7 @@ class Connections:
         return count
 
     def shut(self) -> int:
-        """Shut down the connections of the process groups. Return how many connections were shut down."""
+        """Shut down the connections of the process groups. Return their number."""
         before, recorded = self._before, self._recorded
         return sum(
             _shut(fd, inode)
@@ -172,26 +149,18 @@ class Connections:
         )
 
     def needs_last_resort(self, began: float, limit: float) -> bool:
-        """Return true if :meth:`shut` has not unblocked the main thread in time.
+        """Return true if :meth:`shut`, first called at ``began``, has not unblocked the main thread in time.
 
-        Args:
-            began: time of the first call of :meth:`shut` for this round.
-            limit: seconds after which the caller ends this process.
+        ``limit``: seconds after which the caller ends this process.
         """
         now, since = time.monotonic(), self._recording_since
         if since is not None:
             return now - max(began, since) > LAST_RESORT
-        # Allow more time than during the creation of a process group, because the main thread may be running
-        # a long training step.
+        # Outside of the creation of a group, the main thread may be running a long training step.
         return now - began > limit / 2
 
     def shut_others(self) -> list[str]:
-        """As a last resort, also shut down the connections that other threads and libraries opened while a
-        group was created.
-
-        Returns:
-            Addresses of the peers of these connections.
-        """
+        """Shut down the connections that other threads opened meanwhile, too. Return their peers' addresses."""
         before, recorded, peers = self._before, self._recorded, []
         for inode, fd in _sockets().items():
             is_new = before is not None and inode not in before
@@ -225,9 +194,7 @@ def _ports(fd: int) -> set[int]:
 
 @contextmanager
 def _duplicate(fd: int, inode: int) -> Iterator[tuple[socket.socket, int] | None]:
-    """Yield a duplicate of a TCP socket, and its TCP state. Yield ``None`` if the descriptor no longer refers
-    to the socket with this inode.
-    """
+    """Yield a duplicate of a TCP socket, and its TCP state; ``None`` if the inode is no longer the same."""
     try:
         duplicate = socket.socket(fileno=os.dup(fd))
     except OSError:
@@ -284,28 +251,23 @@ def _knock(address: tuple[int, Any], count: int) -> None:
 # --- groups ---
 
 MEETING_TIMEOUT = 10.0
-"""Base time limit in seconds for creating a group. Each worker of the group adds 0.1 seconds to the limit. A
-limit is needed because a peer may die before it connects, and then there is no connection that could be shut
-down.
+"""Time limit in seconds for creating a group, plus 0.1 s for each worker. A peer may die before it connects,
+and then there is no connection to shut down.
 """
 
 CONNECT_TIMEOUT = 3.0
-"""Time limit in seconds for connecting torch's client to a store that has just accepted a connection. If the
-store has exited in the meantime, the client keeps retrying and cannot be interrupted. It must give up before
-this worker is considered stuck.
+"""Time limit in seconds for connecting torch's client. It retries without interruption if the store has
+exited, and must give up before this worker is considered stuck.
 """
 
 
 def connect(host: str, port: int, is_broken: Callable[[], bool]) -> Any:
-    """Wait until the store at this address accepts connections, and return torch's client for it.
-
-    Raises:
-        RuntimeError: the round has ended, or the store did not accept connections in time.
+    """Wait until the store accepts connections, and return torch's client for it. ``RuntimeError``: round
+    over, or timeout.
     """
     deadline = time.monotonic() + MEETING_TIMEOUT
     while True:
-        # Wait until the store accepts connections before creating torch's client. That client would retry
-        # until its timeout and cannot be interrupted.
+        # Torch's client would retry until its timeout and cannot be interrupted.
         try:
             socket.create_connection((host, port), 1.0).close()
             break
@@ -325,22 +287,17 @@ def connect(host: str, port: int, is_broken: Callable[[], bool]) -> Any:
 
 
 _hooks: list[Any] = []
-"""The ``sys.excepthook`` that torch set when it created the process group, and the previous hook. Empty if
-there is no group.
-"""
+"""The ``sys.excepthook`` that torch set with the process group, and the previous hook."""
 
 
 _helper: list[Any] = []
-"""Torch's original function for creating a process group. Empty unless :func:`record_further_groups` has
-replaced it.
-"""
+"""Torch's original function for creating a group, if :func:`record_further_groups` has replaced it."""
 
 
 def record_further_groups(connections: Connections) -> None:
-    """Record the connections of all process groups that the program creates before the next :func:`destroy`.
+    """Record the connections of all groups that the program creates before the next :func:`destroy`.
 
-    This wraps the internal function with which torch creates every process group, including those of a device
-    mesh.
+    This wraps torch's internal function for every process group, including those of a device mesh.
     """
     from torch.distributed import distributed_c10d as c10d
 
@@ -358,17 +315,12 @@ def record_further_groups(connections: Connections) -> None:
 
 
 def create(backend: str, store: Any, rank: int, world_size: int, timeout: datetime.timedelta) -> None:
-    """Create the default process group. Creation has a short timeout, and ``timeout`` applies to the group's
-    collectives.
-
-    Raises:
-        RuntimeError: the group could not be created.
-    """
+    """Create the default process group, soon or not at all; ``timeout`` is that of its collectives."""
     from torch import distributed
 
     if "nccl" in backend:
-        # Keep torch's NCCL watchdog from ending the process after an abort (see torch's documentation of
-        # `_abort_process_group`). Under an agent, the variable is already set.
+        # Keep torch's NCCL watchdog from ending the process after an abort (see `_abort_process_group` in
+        # torch).
         os.environ.setdefault(NCCL_ENDS_PROCESSES, "0")
     _reset_names()
     hook = sys.excepthook
@@ -382,7 +334,6 @@ def create(backend: str, store: Any, rank: int, world_size: int, timeout: dateti
 
 
 def destroy() -> None:
-    """Destroy all process groups of this process."""
     from torch import distributed
 
     if _helper:
@@ -390,20 +341,16 @@ def destroy() -> None:
     if distributed.is_initialized():
         distributed.destroy_process_group()
     if _hooks and sys.excepthook is _hooks[0]:
-        # Remove torch's hook, which prefixes each line with "[rank0]:". Otherwise each new group would add a
-        # hook, and the old hooks would print the rank of an earlier round.
+        # Each new group would otherwise add a hook, and the old ones print the rank of an earlier round.
         sys.excepthook = _hooks[1]
     _hooks.clear()
     _reset_names()
 
 
 def abort() -> None:
-    """Abort the collectives of all NCCL groups. Can be called from any thread, and makes the main thread's
-    collective raise an error.
+    """Abort the collectives of all NCCL groups, from any thread, so that the main thread's raises an error.
 
-    All groups are aborted in a single call, because communicators that are aborted one by one wait for each
-    other. A single call is enough, because the abort does not depend on the peers. The abort has no effect on
-    gloo groups, whose connections are shut down instead.
+    Communicators that are aborted one by one wait for each other. Gloo's connections are shut down instead.
     """
     from torch import distributed
 
@@ -425,17 +372,14 @@ _COLLECTIVES = (
 )
 """Collectives that raise an error in a process that a worker forks in training, such as a data loader.
 
-Such a child is not a worker. It has a copy of the process group, but the connections belong to its parent and
-the threads of the group do not exist in the child, so a collective would block forever.
+The connections belong to the parent and the threads do not exist, so a collective would block forever.
 """
 
 _forks: dict[str, Any] = {"count": 0, "parent": 0, "is_watched": False, "kept": []}
 
 
 def fork_depth() -> int:
-    """Return the fork depth of this process: 0 in the process that first called :func:`watch_forks`, 1 in its
-    forked children, and so on.
-    """
+    """Return 0 in the process that first called :func:`watch_forks`, 1 in its forked children, and so on."""
     found: int = _forks["count"]
     return found
 
@@ -462,15 +406,14 @@ def _in_child() -> None:
     if group is None:
         return
     refusing = _refusing(group)
-    # Register the new group in torch's tables like the old one, so that queries for the rank, size or backend
-    # still work.
+    # Queries for the rank, size or backend must still work.
     for table in (
         *(c10d._world.pg_map, c10d._world.pg_names, c10d._world.pg_group_ranks),
         *(c10d._world.pg_backend_config, c10d._world.pg_to_tag),
     ):
         if group in table:
             table[refusing] = table[group]
-    # Keep the old group alive. Its destructor would wait for threads that do not exist in this process.
+    # The old group's destructor would wait for threads that do not exist in this process.
     _forks["kept"].append(group)
     c10d.GroupMember.WORLD = refusing
 

@@ -1,6 +1,4 @@
-"""Measure the training loop: metrics in the group ``torchelastic``, and a heartbeat after each step in which
-the program has sent none, for ``--hang-timeout``.
-"""
+"""Metrics of the training loop, and a heartbeat after each step in which the program has sent none."""
 
 from __future__ import annotations
 
@@ -21,7 +19,6 @@ _METHODS = (
     *("should_rendezvous", "should_stop_training", "announce_end", "signal_training_done"),
     *("monitor_progress", "report_progress", "on_error"),
 )
-"""Names of the coordinator methods whose calls are measured."""
 
 
 class Times:
@@ -32,13 +29,11 @@ class Times:
         self.inner: float | None = None
 
     def put(self, name: str, began: float) -> None:
-        """Publish the duration of an activity that has just finished. ``began`` is its start time."""
+        """Publish the duration of an activity that began at ``began``."""
         metrics.put_metric(f"{name}.duration.ms", int((time.perf_counter() - began) * 1000), GROUP)
 
     def end_turn(self) -> None:
-        """Publish the duration of the whole iteration, and that of the inner loop over steps if it has
-        started.
-        """
+        """Publish the duration of the iteration, and of the inner loop over steps if it has started."""
         if self.inner is not None:
             self.put("inner_train_loop", self.inner)
         self.put("outer_train_loop", self._outer)
@@ -63,13 +58,11 @@ _are_watched: bool | None = None
 
 
 def begin_meeting() -> None:
-    """Suspend the heartbeat time limit until the next step has finished, because workers that hang in a
-    rendezvous are detected by other means.
-
-    After the last rendezvous, the limit stays suspended, because training has no further steps.
+    """Suspend the heartbeat time limit until a step has finished, because a hanging rendezvous is detected
+    otherwise.
     """
     global _is_meeting  # noqa: PLW0603 -- process-wide, like the heartbeats
-    # Do nothing before the first heartbeat, because until then only the time limit for the start applies.
+    # Before the first heartbeat, only the time limit for the start applies.
     if _count > 0 and not _is_meeting:
         _is_meeting = True
         _meeting.__enter__()
@@ -79,8 +72,7 @@ def step_is_done() -> None:
     """Send a heartbeat, unless the program has already sent one during the step."""
     global _is_meeting, _count, _are_watched  # noqa: PLW0603 -- see above
     if _are_watched is None:
-        # Read the environment here, because this module may have been imported in the nursery (the parent
-        # process) before it forked this worker.
+        # The nursery may have imported this module before it forked this worker.
         _are_watched = "ELASTICRS_HEARTBEAT" in os.environ
     if not _are_watched:
         return

@@ -1,9 +1,8 @@
 """Convert the rendezvous URL of a job's workers to settings of :mod:`.protocol`.
 
 ``elasticrs://HOST:PORT/JOB?min_workers=2&max_workers=4`` names a built-in coordination store, and
-``etcd://HOST:PORT/JOB?…`` a store in etcd. The URL may contain ``min_workers``, ``max_workers`` and every key
-of ``--rdzv-conf``. ``max_workers`` defaults to ``min_workers``. ``timeout`` means ``join_timeout``, as in
-torchelastic 0.1.
+``etcd://HOST:PORT/JOB?…`` a store in etcd. Every key of ``--rdzv-conf`` is allowed. ``max_workers`` defaults
+to ``min_workers``, and ``timeout`` means ``join_timeout``, as in torchelastic 0.1.
 """
 
 from __future__ import annotations
@@ -28,33 +27,20 @@ _EXPECTED = "elasticrs://HOST:PORT/JOB?min_workers=N&max_workers=M or etcd://HOS
 _MANY = 2**31 - 1
 
 KEEP_ALIVE = "0.4"
-"""Seconds between two keep-alives. A worker may miss five of them. The interval is shorter than an agent's,
-because the store cannot always detect the death of a worker before its lease expires: if the process had
-unread data, the kernel resets the connection, and a reset does not prove that the process is dead. A worker
-that is wrongly considered lost costs the other workers at most one step.
+"""Seconds between two keep-alives, of which a worker may miss five. Shorter than an agent's, because a reset
+connection (unread data) does not prove the death of a worker, so its lease must expire. A worker that is
+wrongly considered lost costs the others at most one step.
 """
 
 MEMBER_VARIABLE = "ELASTICRS_TRAIN_MEMBER"
-"""Environment variable with the agent's name for this worker and, if this worker is a replacement, the name
-of the worker that it replaces.
-"""
+"""Variable with the agent's name for this worker and, for a replacement, the name of its predecessor."""
 
 JOB_VARIABLE = "ELASTICRS_TRAIN_JOB"
-"""Environment variable with the job name that the workers use in the store. The job name in the URL is the
-one that the agents use.
-"""
+"""Variable with the job name that the workers use in the store. The URL has the agents' one."""
 
 
 class MeetingPlace(Value):
-    """Settings from a rendezvous URL.
-
-    Args:
-        url: the URL.
-        rendezvous: settings of the rendezvous.
-        backend: name of the rendezvous backend.
-        stuck_timeout: see :class:`~elasticrs.train.membership.Membership`.
-        notices: messages for the user.
-    """
+    """Settings from a rendezvous URL. ``notices`` are messages for the user."""
 
     url: str
     rendezvous: Rendezvous
@@ -71,11 +57,10 @@ def parse(
     *,
     may_host: bool = True,
 ) -> MeetingPlace:
-    """Parse a rendezvous URL.
+    """Parse a rendezvous URL. Raise ``UsageError`` with one line for the user if it is invalid.
 
-    Some settings have different defaults than in a rendezvous of nodes. Any number of consecutive lost rounds
-    is allowed, because the training loop counts failures without progress. The rendezvous waits until a hung
-    worker has exited. Leases are shorter.
+    Unlike nodes, workers may lose any number of consecutive rounds, because the training loop counts failures
+    without progress. The rendezvous waits until a hung worker has exited. Leases are shorter.
 
     Args:
         url: rendezvous URL.
@@ -83,9 +68,6 @@ def parse(
         most: maximum number of workers, if it is less than ``max_workers``.
         source: name of the option or variable that holds the URL, for error messages.
         may_host: true if this process may host the store.
-
-    Raises:
-        UsageError: The URL is invalid. The text is one line for the user.
     """
     words = Words(
         source, f"{source}: the address", "min_workers:max_workers", "rank", f"{source}: the job", source
@@ -95,8 +77,7 @@ def parse(
     except ValueError as error:
         raise UsageError(f"{source}: got {url!r}: {error}") from None
     if "#" in url:
-        # Reject '#', because a URL parser would treat all settings after it as a fragment and ignore them
-        # silently.
+        # A URL parser would silently ignore all settings after a '#'.
         raise UsageError(f"{source}: got {url!r} with a '#', expected '%23' in its place")
     backend = _SCHEMES.get(parts.scheme)
     if backend is None or not parts.netloc:

@@ -1,17 +1,15 @@
 """Membership of a worker in a job's rendezvous, over any number of rounds.
 
-When a member dies, its session with the coordination store ends, and the store notifies the other members
-within about a millisecond. In each worker, a watching thread then aborts the collective of the main thread
-(:mod:`~elasticrs.train.groups`), and all workers start a new round. If no worker has failed, no step is
-aborted: all workers leave the round after an agreed step (:mod:`~elasticrs.train.state_machine`).
+When a member dies, the store notifies the others within about a millisecond. In each worker, a watching
+thread then aborts the main thread's collective (:mod:`~elasticrs.train.groups`), and all start a new round.
+If no worker has failed, all leave the round after an agreed step (:mod:`~elasticrs.train.state_machine`).
 
 - **MEMBER-1** a step sends no message: :meth:`Membership.passed` only reads memory.
-- **MEMBER-2** the watching thread shuts down connections until the main thread is *out* of the round, which
-  means that it has requested the next round. The watching thread never raises an exception in user code.
-- **MEMBER-3** if the main thread is not out of the round in time, the process exits. The other workers, or an
-  agent, continue without it.
-- **MEMBER-4** a forked child does not take part in the rendezvous, and holds none of its parent's
-  connections.
+- **MEMBER-2** the watching thread shuts down connections until the main thread has requested the next round.
+  The watching thread never raises an exception in user code.
+- **MEMBER-3** if the main thread does not do so in time, the process exits, and the others continue without
+  it.
+- **MEMBER-4** a forked child takes no part in the rendezvous, and holds none of its parent's connections.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ _log = logging.getLogger("elasticrs.train")
 
 STUCK_TIMEOUT = 10.0
 """Seconds that the main thread may take to leave a broken round, in addition to twice the longest time
-between two step boundaries so far. So the process never exits during a step of normal length.
+between two step boundaries so far, so that the process never exits during a step of normal length.
 """
 
 _FIRST_SPAN = 25.0
@@ -57,13 +55,11 @@ _AGREE_TIMEOUT = 10.0
 """Time limit in seconds for the watching threads of all workers to agree on a step."""
 
 _END_TIMEOUT = 5.0
-"""Maximum number of seconds to wait for other workers, or for a thread, when this worker leaves a round or
-the job.
-"""
+"""Seconds to wait for other workers, or for a thread, when this worker leaves a round or the job."""
 
 _NEWS_TIMEOUT = 0.1
-"""Seconds to wait after an error for the store to report a lost member. The store usually needs a few
-milliseconds. If the report is late, the error is counted as this worker's own, which does little harm.
+"""Seconds to wait after an error for the store to report a lost member, which usually takes milliseconds.
+After a late report, the error counts as this worker's own, which does little harm.
 """
 
 
@@ -90,19 +86,16 @@ class Round(Record):
 
 
 class Membership:
-    """Membership of one worker in a job's rendezvous. Always use the same thread to request rounds and count
-    steps.
+    """Membership of one worker in a job's rendezvous. One thread must request all rounds and count steps.
 
     Args:
         rendezvous: settings of the rendezvous.
         backend: name of the rendezvous backend.
-        on_change: function that the watching thread calls first when a round of this worker ends. Its errors
-            are logged.
+        on_change: called first by the watching thread when a round ends. Its errors are logged.
         stuck_timeout: see :data:`STUCK_TIMEOUT`.
 
     Attributes:
-        abort: function that aborts communication other than the recorded connections, such as NCCL
-            communicators. The watching thread calls it once for each broken round.
+        abort: called once by the watching thread for each broken round, to abort NCCL communicators.
         page: memory page in which the agent, if there is one, sees each round and the end of training.
     """
 
@@ -120,8 +113,7 @@ class Membership:
         self._on_change = on_change
         self._stuck_timeout = stuck_timeout
         self._is_alone = self._has_failed = False
-        # Keep a reference to the condition's lock, because every training step acquires it. Acquiring it
-        # through the condition takes twice as long.
+        # Every training step acquires the lock, which takes twice as long through the condition.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._round: Round | None = None
@@ -153,19 +145,17 @@ class Membership:
     def meet(self) -> Round:
         """Leave the current round and wait for the next one. Destroy the process groups before calling this.
 
-        Sets ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, so that no code uses the values of
-        an earlier round. The address is that of a store with torch's protocol, which this library serves
-        (``TORCHELASTIC_USE_AGENT_STORE``).
+        Sets ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``. The store there has torch's
+        protocol (``TORCHELASTIC_USE_AGENT_STORE``).
 
         Raises:
-            RendezvousError: this worker cannot join another round, because the job is closed, too few workers
-                joined, or the store does not respond.
+            RendezvousError: the job is closed, too few workers joined, or the store does not respond.
             RuntimeError: this process was forked from a worker.
         """
         if self._pid != os.getpid():
             raise RuntimeError("this process was forked from a worker, so it cannot join the training")
         with self._changed:
-            # Reset `self._round`, so that the watching thread ignores the previous round.
+            # The watching thread must ignore the previous round.
             self._round = None
         if self._thread is None:
             self._is_over = False
@@ -191,8 +181,8 @@ class Membership:
         if self.page is not None:
             self.page.place(current.rank, current.world_size, current.number)
         with suppress(DistError):
-            # Ignore an error, because this key is optional. Without it, the other workers do not wait for
-            # this worker when they leave the round.
+            # Without this optional key, the other workers do not wait for this worker when they leave the
+            # round.
             current.board.hold(f"here/{current.rank}")
         self._since = time.monotonic()
         with self._changed:
@@ -201,9 +191,8 @@ class Membership:
         return current
 
     def passed(self) -> bool:
-        """Record the end of a training step, and return true if this worker must now leave the round.
-
-        This may block while the workers agree on the step of a planned change.
+        """Count a step. Return true if this worker must now leave the round. May block while the workers
+        agree on the step.
         """
         with self._lock:
             current, now = self._round, time.monotonic()
@@ -220,16 +209,11 @@ class Membership:
             return verdict == "leave"
 
     def was_broken_off(self, *, is_meeting: bool) -> bool:
-        """Return true if the loss or failure of another worker ended the round and caused this worker's
-        error.
+        """Return true if another worker's loss or failure ended the round and caused this worker's error.
 
-        While all connections of the process groups are open, no other member can have caused the error. If a
-        connection was closed, wait for the store's report that a member is lost. The store may not notice the
-        loss until the member's lease expires.
-
-        Args:
-            is_meeting: true if the process groups are still being created, so their connections prove
-                nothing.
+        While all connections are open, no other member can have caused it, except if the groups are still
+        being created (``is_meeting``). Otherwise, wait for the store's report of a lost member, whose lease
+        may have to expire.
         """
         current = self._round
         if current is None:
@@ -244,26 +228,23 @@ class Membership:
             return self._changed.wait_for(lambda: self.is_broken, timeout)
 
     def ask_for_round(self, reason: str, *, saves: bool) -> None:
-        """Request a new round although no worker has failed. All workers agree on a step, and leave the
-        current round after that step.
+        """Request a new round without a failure: all workers leave the round after an agreed step.
 
-        Args:
-            reason: a few words for the log.
-            saves: true if the workers have to save a checkpoint after that step.
+        ``reason``: a few words for the log. ``saves``: save a checkpoint after that step.
         """
         current = self._round
         if current is None:
             return
         if saves:
             with suppress(DistError):
-                # Set this key before requesting the round, because rank 0 may read the key right afterwards.
+                # Rank 0 may read the key right after the request.
                 current.board.set("save", "")
         self._handler.ask_for_round(reason)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Context manager for a block without collectives. While the block runs, the process is not killed
-        for being slow to leave a broken rendezvous round.
+        """During the block, which has no collectives, do not kill the process for being slow to leave a
+        broken round.
         """
         self._is_alone = True
         try:
@@ -286,8 +267,8 @@ class Membership:
             return self.has_left_as_agreed and current is not None and current.step.saves
 
     def wait_for_others(self) -> None:
-        """Wait until all living workers have left this round, but at most 5 seconds. Until then, workers may
-        still read data from each other.
+        """Wait up to 5 s until all living workers have left this round, because they may still read from each
+        other.
         """
         current = self._round
         if current is not None:
@@ -295,21 +276,14 @@ class Membership:
                 _wait_for_all(current)
 
     def announce_end(self) -> None:
-        """Announce that this worker has finished training. The other workers stop after the same number of
-        steps. The round ends when this worker requests the next round.
-        """
+        """Announce that this worker has finished training. The others stop after the same number of steps."""
         current = self._round
         if current is not None:
             with suppress(DistError):
                 current.board.compare_set("done", "", str(current.step.done))
 
     def keep_final_state(self, content: memoryview | None, *, in_checkpoint: bool) -> None:
-        """Publish the final state. Workers that start after the end of the training can load it.
-
-        Args:
-            content: copy to serve to these workers. ``None`` if this worker has no copy.
-            in_checkpoint: true if the newest checkpoint holds the final state.
-        """
+        """Publish the final state for workers that start later. See :meth:`.Coordinator.keep_final_state`."""
         from elasticrs.train import final_state
 
         current = self._round
@@ -328,9 +302,9 @@ class Membership:
             )
 
     def join_late(self) -> Late | None:
-        """Join a job that has already finished. Return a rank for this process and the job's final state.
+        """Return a rank and the final state of a job that has finished, and set ``RANK`` and ``WORLD_SIZE``.
 
-        Set ``RANK`` and ``WORLD_SIZE``. Return ``None`` if no worker has published a final state.
+        ``None`` if no worker has published a final state.
 
         Raises:
             DistError: The store cannot be reached.
@@ -354,9 +328,7 @@ class Membership:
         return None if self.page is None else final_state.place_of(os.environ)
 
     def leave(self) -> None:
-        """Leave the job immediately. The other workers abort their current step and continue without this
-        worker.
-        """
+        """Leave the job at once. The other workers abort their current step and continue without this worker."""
         has_left = self.has_left_as_agreed
         with self._changed:
             current, self._round = self._round, None
@@ -364,15 +336,14 @@ class Membership:
             with suppress(DistError):
                 current.board.set("gone", "")
         if self._thread is None:
-            # This worker has never joined a round, or has already left the job.
             return
         self._handler.leave()
-        # Finish in the background. The thread runs until the store has recorded that this worker has left. If
-        # this worker hosts the store, the thread also waits until no other worker needs it.
+        # The thread runs until the store knows of the leave and, if this worker hosts it, no other worker
+        # needs it.
         farewell = threading.Thread(target=self._farewell, name="elasticrs-farewell", daemon=True)
         farewell.start()
         if has_left:
-            # Wait for the thread, because this process is about to exit and would kill the thread.
+            # This process is about to exit and would kill the thread.
             farewell.join(_END_TIMEOUT)
 
     def _farewell(self) -> None:
@@ -381,13 +352,11 @@ class Membership:
         self._end_thread()
 
     def shutdown(self) -> None:
-        """Leave the round and release all resources. Close the job if it is still running and this worker has
-        not left it. If this worker hosts the coordination store, wait up to about ``close_timeout`` seconds
-        until the other workers have read the job's outcome.
+        """Leave the round, close the job unless this worker has left it, and release all resources. A host of
+        the store waits about ``close_timeout`` seconds until the others have read the outcome.
 
-        All workers call this after the last barrier. This method first waits up to 5 s until the other
-        workers have passed the barrier, because closing the job aborts their collectives, and because rank 0
-        hosts the store of the round.
+        All workers call this after the last barrier, and wait up to 5 s until the others have passed it,
+        because closing the job aborts their collectives, and because rank 0 hosts the store of the round.
         """
         self._finish()
         with self._changed:
@@ -401,10 +370,7 @@ class Membership:
         self._end_thread()
 
     def _end_thread(self) -> None:
-        """Stop the watching thread, and wait at most :data:`_END_TIMEOUT` for it to exit.
-
-        The thread first completes its current work.
-        """
+        """Stop the watching thread after its current work, and wait at most :data:`_END_TIMEOUT` for it."""
         with self._changed:
             thread, self._thread, self._is_over = self._thread, None, True
             self._changed.notify_all()
@@ -412,7 +378,7 @@ class Membership:
             thread.join(_END_TIMEOUT)
 
     def _finish(self) -> None:
-        """Notify the agent that this worker may exit now. Skip this if the job has failed."""
+        """Notify the agent that this worker may exit now, unless the job has failed."""
         if self.page is not None and not self._has_failed:
             self.page.finish()
 
@@ -468,8 +434,8 @@ class Membership:
             self._changed.notify_all()
 
     def _left_as_agreed(self, current: Round) -> bool:
-        """Agree with the other workers on the step after which all leave the round, and wait until the main
-        thread has left it. Return false if that fails, for example because a worker dies.
+        """Leave the round after an agreed step. Return false if that fails, for example because a worker
+        dies.
         """
         try:
             return self._agree(current)
@@ -505,8 +471,8 @@ class Membership:
         return True
 
     def _await_end(self, current: Round) -> None:
-        """If another worker has finished, wait until this worker has completed the same number of steps, or
-        until a worker has died.
+        """If another worker has finished, wait until this one has completed the same steps, or a worker has
+        died.
         """
         with suppress(DistError):
             if self._is_in(current) and current.board.check(["done"]):
@@ -514,8 +480,7 @@ class Membership:
         seen: set[str] = set()
         silent_since: float | None = None
         while self._is_in(current) and current.step.done < (current.step.at or AT_ONCE):
-            # Check for dead peers, because a peer that dies now may leave this worker in a collective
-            # forever.
+            # A peer that dies now may leave this worker in a collective forever.
             try:
                 keys = set(current.board.list_keys())
             except DistError:
@@ -546,7 +511,7 @@ class Membership:
                 if connections.needs_last_resort(began, limit):
                     _shut_others(current)
             except Exception:
-                # Retry until the deadline, because the error may be temporary, such as `EMFILE`.
+                # The error may be temporary, such as `EMFILE`.
                 if not is_told:
                     _log.exception("round %s: a collective could not be interrupted yet", current.number)
                 is_told = True
@@ -570,8 +535,8 @@ def _shut_others(current: Round) -> None:
 
 
 def _has_lost(seen: set[str], keys: set[str]) -> bool:
-    """Return true if a worker died before it left the round. The store then no longer has the worker's
-    ``here`` key, and has no ``out`` key for that worker.
+    """Return true if a worker died before it left the round: its ``here`` key is gone, without an ``out``
+    key.
     """
     return any(each.replace("here/", "out/") not in keys for each in seen - keys)
 
@@ -589,9 +554,7 @@ def _wait_for_all(current: Round) -> None:
 
 
 def _pause(current: Round) -> float:
-    """Return how many seconds to wait between two polls of the board (the store for messages between
-    members).
-    """
+    """Return the seconds between two polls of the board."""
     return 0.002 * current.world_size  # Poll less often with more workers, because each of them polls.
 
 

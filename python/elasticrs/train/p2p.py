@@ -44,20 +44,17 @@ _trained: set[tuple[str, str]] = set()
 
 
 def _rate_of(stats: WorkerStats) -> float | None:
-    """Return the progress rate in the worker's statistics. Return ``None`` if it is unknown, infinite or NaN,
-    because such a rate cannot be compared or written as JSON.
-    """
+    """Return the finite progress rate in the statistics; ``None`` if there is none."""
     rate = stats.get_progress_rate()
     return None if rate is None or not math.isfinite(rate) else float(rate)
 
 
 class CoordinatorP2P(Coordinator):
-    """Coordinator that makes each worker a member of the rendezvous given by a URL. See
-    :mod:`elasticrs.train.meeting_url`.
+    """Coordinator whose workers meet at a rendezvous URL; see :mod:`elasticrs.train.meeting_url`.
 
-    With ``elasticrs://``, the first worker on the machine that the URL names hosts the coordination store,
-    and the job ends when that process exits. If workers may die, host the store with ``python -m
-    elasticrs.store``, with etcd, or with an agent (:class:`~elasticrs.train.agent.AgentCoordinator`).
+    With ``elasticrs://``, the first worker on the URL's machine hosts the store, and the job ends when that
+    process exits. If workers may die, host the store with ``python -m elasticrs.store``, etcd, or an agent
+    (:class:`~elasticrs.train.agent.AgentCoordinator`).
 
     Args:
         c10d_backend: backend of the default process group, such as ``"gloo"``.
@@ -69,10 +66,9 @@ class CoordinatorP2P(Coordinator):
     Attributes:
         rank: rank in the current round; -1 before the first round.
         world_size: number of workers in the current round.
-        is_worker_straggler: true if this worker was much slower than the fastest worker at the last
-            comparison.
-        last_relative_prog_rate: rate of this worker divided by the rate of the fastest worker at the last
-            comparison. The attribute does not exist until this worker has reported a rate.
+        is_worker_straggler: true if this worker was much slower than the fastest one at the last comparison.
+        last_relative_prog_rate: rate of this worker divided by that of the fastest; missing before the first
+            report.
         stop_training: true if the job is closed.
 
     Raises:
@@ -123,16 +119,14 @@ class CoordinatorP2P(Coordinator):
         self._final: FinalState | None = None
         self._job = place.rendezvous.endpoint, place.rendezvous.job or place.rendezvous.run_id
         self._member = Membership(place.rendezvous, place.backend, stuck_timeout=place.stuck_timeout)
-        # If an agent started this process, report training progress to it, even if the program uses its own
-        # rendezvous URL.
+        # The program may use its own URL under an agent.
         self._member.page = page_of(os.environ)
         if "nccl" in c10d_backend:
             self._member.abort = groups.abort
 
     def rendezvous_barrier(self) -> tuple[Any, int, int]:
-        """Destroy the previous round's process groups, and wait for the next rendezvous round.
-
-        Each call sets ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` in the environment.
+        """Join the next round; see the base class. Sets ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
+        ``MASTER_PORT``.
 
         Raises:
             StopException: the job is closed.
@@ -161,8 +155,7 @@ class CoordinatorP2P(Coordinator):
                 self._join_late()
             self._member.shutdown()
             if error.has_failed:
-                # Raise an error, because the job has failed. Without an error, the training loop would return
-                # this worker's current state as the result of the training.
+                # The training loop would return this worker's current state as the result of the training.
                 raise CannotContinueError(f"the training has failed: {error}") from error
             self.stop_training = True
             raise StopException(str(error)) from error
@@ -183,11 +176,7 @@ class CoordinatorP2P(Coordinator):
             self._final, self.rank, self.world_size = late.final, late.rank, late.world_size
 
     def init_process_group(self) -> None:
-        """Create the default process group.
-
-        Raises:
-            RuntimeError: the round has ended. Call :meth:`rendezvous_barrier` for the next one.
-        """
+        """Create the default process group. Raise ``RuntimeError`` if the round has ended."""
         current = self._member.round
         if current is None:
             raise RuntimeError("there is no round: call rendezvous_barrier() first")
@@ -197,26 +186,16 @@ class CoordinatorP2P(Coordinator):
         groups.record_further_groups(current.connections)
 
     def barrier(self) -> None:
-        """Wait until all workers of this round have called this method.
-
-        Raises:
-            RuntimeError: the round has ended, or a worker did not arrive in time.
+        """Wait until all workers have called this. Raise ``RuntimeError`` if the round has ended, or at a
+        timeout.
         """
         self._gather("")
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Exchange numbers with all workers, and return each worker's numbers, ordered by rank. All workers
-        must call this together.
-
-        Raises:
-            RuntimeError: see :meth:`barrier`.
-        """
         return [json.loads(each) for each in self._gather(json.dumps(list(numbers)))]
 
     def _gather(self, own: str) -> list[bytes]:
-        """Exchange texts through the round's store, and return the texts of all workers, ordered by rank.
-        Collectives are not used, because they could interfere with the collectives of a training step.
-        """
+        """Return the texts of all workers by rank, over the store, because a step may be using collectives."""
         if self._store is None:
             raise RuntimeError("there is no round: call rendezvous_barrier() first")
         last, self._gathered = self._gathered, self._gathered + 1
@@ -225,23 +204,19 @@ class CoordinatorP2P(Coordinator):
         store.set(keys[self.rank], own)
         store.wait(keys, datetime.timedelta(milliseconds=self.coordinator_pg_timeout))
         found: list[bytes] = store.multi_get(keys)
-        # Delete this worker's key of the previous exchange. No worker still reads it, because all workers
-        # have reached this exchange.
+        # All workers have reached this exchange, so none still reads the key of the previous one.
         store.delete_key(f"elasticrs/{last}/{self.rank}")
         return found
 
     def should_rendezvous(self, state: State) -> bool:  # noqa: ARG002 -- the loop's interface
-        """Return true if this worker must leave the round now. The reason is a lost member, or an agreement
-        to admit new workers or save a checkpoint. If nothing has changed, the call only reads memory.
+        """Return true if this worker must leave the round now. If nothing has changed, the call only reads
+        memory.
         """
         if self._is_asked or (self._member.page is not None and self._member.page.is_asked):
             self._ask_the_others()
         return self._member.passed()
 
     def was_broken_off(self, *, is_meeting: bool) -> bool:
-        """Return true if this worker's error was caused by the loss of a member or by the end of
-        the round.
-        """
         return self._member.was_broken_off(is_meeting=is_meeting)
 
     # --- requested checkpoints ---
@@ -253,14 +228,11 @@ class CoordinatorP2P(Coordinator):
         return self._member.round is not None
 
     def request(self, *, leave: bool) -> None:
-        """Record that a checkpoint was requested from this worker."""
         self._leaves = self._leaves or leave
         self._is_asked = True
 
     def _ask_the_others(self) -> None:
-        """Ask all workers to leave the round after the same step. They do so to save a checkpoint, or to let
-        this worker leave the job.
-        """
+        """Ask all workers to leave the round after the same step."""
         page = self._member.page
         has_manager = get_checkpoint_manager() is not None
         if not has_manager:
@@ -270,8 +242,8 @@ class CoordinatorP2P(Coordinator):
                     "called",
                     self.rank,
                 )
-            # Discard the request, because no checkpoint can be saved. A worker that is leaving the job keeps
-            # the request, because the round must still end, and warns only once.
+            # No checkpoint can be saved. A leaving worker keeps the request, because the round must end,
+            # and warns once.
             self._was_told = self._leaves
             self._is_asked = self._leaves
             if page is not None:
@@ -279,22 +251,19 @@ class CoordinatorP2P(Coordinator):
         now = time.monotonic()
         if now < self._ask_again_at or not (has_manager or self._leaves):
             return
-        # Schedule a retry, because the request is lost if the store cannot be reached now.
+        # The request is lost if the store cannot be reached now.
         self._ask_again_at = now + ASK_AGAIN
         reason = "rank {} leaves" if self._leaves else "a checkpoint was requested from rank {}"
         self._member.ask_for_round(reason.format(self.rank), saves=has_manager)
 
     def should_save_before_meeting(self) -> bool:
         saves = self._member.saves
-        # Record the number of the latest request before the save, because the save may be too early for
-        # requests that arrive later.
+        # The save may be too early for requests that arrive later.
         self._serves = 0 if self._member.page is None else self._member.page.asked
         return saves
 
     def saved(self, is_saved: bool) -> None:
-        """Report to the agent whether the requested checkpoint was saved, then wait until all living workers
-        have left the round.
-        """
+        """Report the result to the agent, then wait until all living workers have left the round."""
         if self._member.page is not None:
             self._member.page.serve(self._serves, "saved" if is_saved else "failed")
         self._is_asked, self._has_saved = self._leaves, True
@@ -311,22 +280,20 @@ class CoordinatorP2P(Coordinator):
         return self.stop_training
 
     def announce_end(self) -> None:
-        """Announce that this worker has no more data. The other workers stop after the same number of steps.
-        Then all workers start a final round.
+        """Announce that this worker has no more data. All workers start a final round after the same number
+        of steps.
         """
         self._member.announce_end()
 
     keeps_final_state = True
 
     def keep_final_state(self, content: memoryview | None, *, in_checkpoint: bool) -> None:
-        """Keep the final state for workers that start after training has finished."""
         _trained.add(self._job)
         self._member.keep_final_state(content, in_checkpoint=in_checkpoint)
 
     def final_state(self) -> FinalState | None:
-        """Return the final state of a job that finished before this worker joined it.
-
-        ``None`` if no worker has published a final state.
+        """Return the final state of a job that finished before this worker joined it; ``None`` if there is
+        none.
 
         Raises:
             NonRetryableException: This process has already trained in this job, and cannot train in it again.
@@ -339,18 +306,17 @@ class CoordinatorP2P(Coordinator):
         return self._final
 
     def signal_training_done(self) -> None:
-        """Close the job. Workers that join later receive the final state, or fail if it is not available."""
         self.stop_training = True
         _trained.add(self._job)
         self._member.shutdown()
         groups.destroy()
 
     def monitor_progress(self, state: State, worker_stats: WorkerStats | None) -> None:  # noqa: ARG002
-        """Compare the rates of all workers every :attr:`MONITOR_PROGRESS_FREQ` steps. Set
-        :attr:`is_worker_straggler` to true if this worker is much slower than the fastest worker.
+        """Compare the rates of all workers every :attr:`MONITOR_PROGRESS_FREQ` steps; set
+        :attr:`is_worker_straggler`.
 
-        The comparison costs two messages to the store in a thousand steps, or about 0.3 µs for each step. It
-        does not use the collectives of the step.
+        The comparison uses no collectives, and costs two messages to the store, or about 0.3 µs for each
+        step.
         """
         page = self._member.page
         if page is not None and page.stepped() and worker_stats is not None:
@@ -376,8 +342,6 @@ class CoordinatorP2P(Coordinator):
             record("train_step_runtime_error", self.rank)
 
     def leave(self) -> None:
-        """Leave the job, so that the other workers continue without this worker. Destroy the
-        process groups.
-        """
+        """Leave the job and destroy the process groups. The other workers continue."""
         self._member.leave()
         groups.destroy()

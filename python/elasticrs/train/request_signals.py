@@ -1,13 +1,12 @@
 """Handle SIGTERM and SIGUSR1 in a training worker, as requests for a checkpoint.
 
-By default, SIGTERM ends a Python process at once, in the middle of a step. With this module, a worker first
-completes its step, saves a checkpoint together with the other workers, and leaves the job. Then it ends
-itself with SIGTERM. After SIGUSR1, a worker saves a checkpoint in the same way, but stays in the job.
+By default, SIGTERM ends a process in the middle of a step. With this module, a worker completes its step,
+saves a checkpoint with the others, leaves the job, and ends itself. After SIGUSR1, it saves and stays.
 
 - **SIGNALS-1** a handler that the program has set, in any language, is not replaced. The handlers of this
   module are removed when the training is over, and in forked children.
-- **SIGNALS-2** a second SIGTERM ends the worker at once. The first SIGTERM also ends the worker if no round
-  forms within :data:`MEETING_LIMIT`.
+- **SIGNALS-2** a second SIGTERM ends the worker at once, as does the first if no round forms within
+  :data:`MEETING_LIMIT`.
 """
 
 from __future__ import annotations
@@ -27,9 +26,8 @@ if TYPE_CHECKING:
     from elasticrs.train.coordinator import Coordinator
 
 MEETING_LIMIT = 5.0
-"""Time limit in seconds for a worker that was asked to leave. If such a worker has been in no round for this
-long, it exits without waiting for the other workers, because they may be leaving as well and may never form a
-round again.
+"""Seconds without a round after which a worker that was asked to leave exits alone, because the other workers
+may be leaving as well and never form a round again.
 """
 
 _TICK = 0.25
@@ -37,11 +35,7 @@ _ASKING = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class RequestSignals:
-    """Context manager that passes SIGTERM and SIGUSR1 on to a coordinator. Works only in the main thread.
-
-    Args:
-        coordinator: coordinator that receives the requests, if it supports them.
-    """
+    """Context manager that passes the signals on to a coordinator. Works only in the main thread."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
@@ -77,7 +71,7 @@ class RequestSignals:
             if self._is_over.wait(_TICK):
                 return
             left = limit if self._coordinator.has_round else left - _TICK
-        # Send a second SIGTERM. The handler in the main thread then ends the process.
+        # The handler in the main thread then ends the process.
         os.kill(os.getpid(), signal.SIGTERM)
 
     def end_process(self) -> None:
@@ -90,10 +84,9 @@ class RequestSignals:
 
 
 def is_default(signum: int) -> bool:
-    """Return true if a signal has its default action, so it is neither caught nor ignored.
+    """Return true if a signal has its default action.
 
-    The answer comes from the kernel, because Python does not know of handlers that native code has installed.
-    Without ``/proc``, only handlers that Python knows of are considered.
+    Python does not know of native handlers, so the answer comes from ``/proc``, if there is one.
     """
     if signal.getsignal(signum) != signal.SIG_DFL:
         return False

@@ -1,6 +1,4 @@
-"""Implement ``train`` and ``run_train``, by executing the actions chosen by
-:mod:`elasticrs.train.state_machine`.
-"""
+"""Implement ``train`` and ``run_train``, by executing the actions of :mod:`elasticrs.train.state_machine`."""
 
 from __future__ import annotations
 
@@ -31,22 +29,18 @@ __all__ = ["run_train", "to_generator", "train"]
 _log = logging.getLogger("elasticrs.train")
 
 MAX_FAILURES = 10
-"""Default limit for consecutive failures without progress, after which a worker gives up. The limit of
-torchelastic 0.1 was 100, but a step that has failed ten times is unlikely to succeed later.
+"""Default limit for consecutive failures without progress, after which a worker gives up (torchelastic 0.1:
+100).
 """
 
 _SHOWN = 120
-"""Maximum number of characters of the error message of an aborted collective that are shown. Longer messages
-are cut, because they say little about the cause.
-"""
+"""Maximum number of characters of the error message of an aborted collective that are shown."""
 
 _NOTHING = object()
 _END = object()
 
 _MISTAKES = (NonRetryableException, NotImplementedError, RecursionError)
-"""Exceptions that are never retried, because a retry cannot succeed. The last two types are subclasses of
-``RuntimeError``.
-"""
+"""Exceptions that are never retried. The last two types are subclasses of ``RuntimeError``."""
 
 
 def train(
@@ -61,8 +55,7 @@ def train(
 
     A step that raises a retryable exception is rolled back. The workers then start a new round and continue
     from the most advanced state. All workers return the same state. A worker that starts after the training
-    has ended gets the final state from a worker that is still alive or from the final checkpoint. It fails if
-    neither exists.
+    has ended gets it from a living worker or from the final checkpoint, or fails.
 
     Args:
         elastic_coordinator: coordinator that runs the rendezvous of the workers.
@@ -70,8 +63,8 @@ def train(
             ``None``). It raises ``StopIteration`` when this worker has run out of data.
         state: initial state of the job.
         retryable: types of exceptions that are retried. A failed collective raises a ``RuntimeError``.
-        max_failures: number of consecutive failures without a completed step after which this worker gives
-            up. ``None`` for 10.
+        max_failures: number of consecutive failures without a completed step before this worker gives up; 10
+            if ``None``.
 
     Raises:
         NonRetryableException: This process cannot continue.
@@ -107,19 +100,8 @@ def run_train(
 ) -> Any:
     """Run a training loop like :func:`train`, but with a generator function instead of the train step.
 
-    Args:
-        coordinator: coordinator that runs the rendezvous of the workers.
-        train_step_gen: generator function that takes the state, changes it in place, and yields
-            ``(state, worker_stats)`` after each step. It is called again after each rendezvous.
-        state: initial state of the job.
-        retryable: types of exceptions that are retried.
-        max_failures: number of consecutive failures without a completed step after which this worker gives
-            up. ``None`` for 10.
-
-    Raises:
-        NonRetryableException: This process cannot continue.
-        RuntimeError: There were too many failures without progress.
-        TypeError: An argument or a yielded value has the wrong type.
+    ``train_step_gen`` takes the state, changes it in place, and yields ``(state, worker_stats)`` after each
+    step. It is called again after each rendezvous. Other arguments and errors: see :func:`train`.
     """
 
     def steps(state: State) -> Iterator[Any]:
@@ -146,10 +128,6 @@ def to_generator(
 ) -> Callable[[Any], Iterator[tuple[Any, WorkerStats | None]]]:
     """Return a generator function for :func:`run_train` that calls a train step until it raises
     ``StopIteration``.
-
-    Args:
-        train_step_fn: function that changes the state in place and returns the state and the worker's
-            statistics (or ``None``).
     """
 
     def steps(state: Any) -> Iterator[tuple[Any, WorkerStats | None]]:
@@ -164,10 +142,8 @@ def to_generator(
 
 
 def _require_saving(state: State) -> None:
-    """Raise TypeError if a checkpoint manager is set but this state cannot be saved.
-
-    Check this before the training starts, because otherwise the error would occur only at the first
-    checkpoint.
+    """Raise TypeError now, and not at the first checkpoint, if a manager is set but the state cannot be
+    saved.
     """
     if get_checkpoint_manager() is not None and (reason := why_not_saved(state)) is not None:
         raise TypeError(f"set_checkpoint_manager was called, but {reason}")
@@ -234,15 +210,13 @@ class _Run:
                             return self._state
                         event = effects[action]() or event
         except BaseException as error:
-            # Leave the job on any exception, even an interrupt. Otherwise, the other workers would wait for
-            # this worker if the program caught the exception.
-            #
-            # A forked child must not leave, because its parent is still in the job.
+            # The other workers would wait for this worker if the program caught the exception, even an
+            # interrupt. A forked child must not leave, because its parent is still in the job.
             if self._forks == groups.fork_depth():
                 self._plain.leave()
             if isinstance(error, SystemExit) and not error.code:
-                # Replace the exit with an error. The agent would take exit code 0 to mean that the worker has
-                # finished, and the other workers would wait for it.
+                # The agent would take exit code 0 to mean that the worker has finished, and the others
+                # would wait for it.
                 raise CannotContinueError("the program has ended in the middle of the training") from error
             raise
         finally:
@@ -278,7 +252,6 @@ class _Run:
             return self._judge(error)
 
     def _listen(self) -> None:
-        """Measure this round only if a handler is registered for the metrics."""
         if self._times is not None:
             self._times.end_turn()
         if metrics.has_listener(GROUP):
@@ -294,15 +267,13 @@ class _Run:
         own.has_manager, own.is_loaded = manager is not None, self._is_loaded
         own.at_the_end, own.next_round = self._loop.at_the_end, random.SystemRandom().randrange(1, 2**62)
         if not is_torchelastic_program():
-            # Skip the last sync only in programs for torchelastic 0.1. Other programs need it, because some
-            # values, such as BatchNorm buffers, differ between ranks even after the same step.
+            # Programs for other releases need the last sync, because BatchNorm buffers differ between ranks.
             own.next_step = 0
         numbers = self._coordinator.exchange([int(number) for number in own.values()])
         self._votes = [Vote(*each) for each in numbers]
         if trouble := disagreement(self._votes):
             with suppress(RuntimeError):
-                # Wait for the other workers before raising. If this worker exited now, it would abort their
-                # exchange of votes.
+                # An exit now would abort the other workers' exchange of votes.
                 self._coordinator.barrier()
             raise CannotContinueError(trouble)
         self._vote = Vote(last_round=self._votes[0].next_round)
@@ -312,9 +283,8 @@ class _Run:
         try:
             if not any(vote.is_loaded for vote in self._votes):
                 self._begin_state()
-            # Skip `sync` if all workers ran out of data in the same step, because every worker already has
-            # the state after that step. Calling `sync` could also fail, because programs often create a data
-            # loader in `sync`, which fails without data.
+            # Every worker already has the last state. `sync` could also fail, because programs create data
+            # loaders in it, which fail without data.
             if not have_ended_together(self._votes):
                 began = time.perf_counter()
                 self._state.sync(self._world_size, self._rank)
@@ -336,9 +306,7 @@ class _Run:
             return self._judge(error)
 
     def _begin_state(self) -> None:
-        """Load the newest checkpoint, if there is one, because no worker holds a state from this run of the
-        job.
-        """
+        """Load the newest checkpoint, if any, because no worker holds a state from this run of the job."""
         is_found = self._checkpoints is not None and self._checkpoints.load_checkpoint(
             self._state, self._rank
         )
@@ -350,13 +318,8 @@ class _Run:
     # --- the final state ---
 
     def _keep_final_state(self) -> None:
-        """Make the final state available to workers that start after training has finished.
-
-        Save the state in a checkpoint if there is a checkpoint manager. Otherwise, each worker keeps a copy
-        in memory. The loop calls this before it closes the job.
-
-        Raises:
-            CheckpointError: The checkpoint could not be written.
+        """Save the final state in a checkpoint, or keep a copy in memory without a manager, before the job is
+        closed.
         """
         in_checkpoint = False
         if self._checkpoints is not None:
@@ -365,8 +328,8 @@ class _Run:
                 in_checkpoint = self._checkpoints.save_checkpoint(self._state, self._rank)
             self._is_stored = in_checkpoint
             if not in_checkpoint:
-                # All workers raise this error, because each of them knows that the save has failed. Another
-                # attempt continues from the last checkpoint.
+                # All workers know that the save has failed. Another attempt continues from the last
+                # checkpoint.
                 raise CheckpointError(
                     "the final checkpoint could not be written (rank 0 has logged why), so the result of the "
                     "training would be lost"
@@ -382,7 +345,7 @@ class _Run:
         try:
             self._state.save(stream)
         except Exception:
-            # Only log the error, because training itself has succeeded.
+            # Training itself has succeeded.
             _log.warning(
                 "rank %d: the final state cannot be saved: a worker that is replaced now cannot get it from"
                 " this one",
@@ -393,11 +356,7 @@ class _Run:
         return stream.getbuffer()
 
     def _come_late(self) -> Event:
-        """Load the final state of a finished job, unless this worker already has it.
-
-        Raises:
-            NonRetryableException: The final state is not available.
-        """
+        """Load the final state of a finished job, unless this worker already has it."""
         final = None if self._is_final else self._plain.final_state()
         if final is None:
             if not (self._is_final or self._is_loaded):
@@ -459,8 +418,7 @@ class _Run:
             return self._judge(error)
 
     def _save_if_due(self, checkpoints: CheckpointSaver) -> bool | None:
-        # Call both `should_save_checkpoint` methods on every worker, even if the first returns true, because
-        # each may count its calls.
+        # Call both methods on every worker, because each may count its calls.
         is_asked = self._coordinator.should_save_checkpoint()
         is_due = self._state.should_save_checkpoint(self._rank) or is_asked
         vote = self._vote
@@ -473,13 +431,10 @@ class _Run:
         return None
 
     def _leave_round(self, is_saved: bool | None) -> Event:
-        """Leave the round, after saving a checkpoint if one was requested.
+        """Leave the round, after saving a requested checkpoint unless the step's own has been saved
+        (``is_saved``).
 
         All workers have completed this step, so the step is not rolled back if the save is aborted.
-
-        Args:
-            is_saved: true if a checkpoint was saved after this step, false if saving failed. ``None`` if no
-                checkpoint was due.
         """
         coordinator, self._snapshot = self._coordinator, _NOTHING
         if self._checkpoints is not None and coordinator.should_save_before_meeting():
@@ -498,7 +453,7 @@ class _Run:
 
     def _judge(self, error: Exception) -> Event:
         if self._forks != groups.fork_depth():
-            # Do not call the coordinator in a forked child, because it belongs to the parent.
+            # The coordinator belongs to the parent.
             self._error = (
                 error
                 if isinstance(error, NonRetryableException)
@@ -520,7 +475,7 @@ class _Run:
             "interrupted by other workers: " if is_broken_off else "",
             type(error).__name__,
             textwrap.shorten(str(error), _SHOWN) if is_broken_off else error,
-            # Print the traceback for the first failure only, because a retried step can fail many times.
+            # A retried step can fail many times.
             exc_info=None if is_broken_off or self._loop.failures else error,
         )
         return Event.BROKEN_OFF if is_broken_off else Event.FAILED
@@ -531,8 +486,7 @@ class _Run:
             if self._snapshot is not _NOTHING and self._snapshot is not None:
                 self._state.apply_snapshot(self._snapshot)
         except Exception as error:
-            # Raise the error: rolling back has failed halfway, so the state is neither the old one nor the
-            # new one.
+            # Rolling back has failed halfway, so the state is neither the old one nor the new one.
             self._plain.on_error(error)
             raise
 
@@ -546,7 +500,7 @@ class _Run:
         try:
             self._coordinator.signal_training_done()
         except Exception as error:
-            # Only log the error, because all workers already have the final state.
+            # All workers already have the final state.
             _log.warning("the job could not be closed: %s: %s", type(error).__name__, error)
 
     def _give_up(self) -> Event:

@@ -15,75 +15,52 @@ _log = logging.getLogger("elasticrs.train")
 
 class State(ABC):
     """Base class for everything that a train step changes. The constructor must create the same state on
-    every worker, using only the job's arguments and without communication.
+    every worker, from the job's arguments and without communication.
     """
 
     @abstractmethod
     def sync(self, world_size: int, rank: int) -> None:
         """Synchronize the state with the other workers, and adapt it to the number of workers.
 
-        All workers call this together at the start of each round. Usually, the worker with the most advanced
-        state sends it to all other workers, and every worker recreates the model's wrapper, the optimizer and
-        the data loader.
-
-        Args:
-            world_size: number of workers.
-            rank: rank of this worker.
+        All workers call this together at the start of each round. Usually, the most advanced worker sends its
+        state to all, and every worker recreates the model's wrapper, the optimizer and the data loader.
         """
 
     def capture_snapshot(self) -> Any:
-        """Return an in-memory copy of the state, to undo a failed step. Called before every step.
-
-        Return ``None`` to disable the rollback. The changes of a step that failed halfway then remain. A
-        snapshot is never written to disk, so it may omit values that a step does not change.
+        """Return an in-memory copy of what a step changes, to undo a failed step. Called before every step.
+        With ``None``, there is no rollback.
         """
         return None
 
     def apply_snapshot(self, snapshot: Any) -> None:
-        """Restore the values from a snapshot. The caller then calls :meth:`sync`.
-
-        Args:
-            snapshot: result of :meth:`capture_snapshot`, from this object or from an object in another
-                process.
+        """Restore a snapshot of this object, or of an object in another process. :meth:`sync` is called
+        afterwards.
         """
         if snapshot is not None:
             raise NotImplementedError(f"{type(self).__name__} has capture_snapshot, but no apply_snapshot")
 
     def state_dict(self) -> Any:
-        """Return everything that a new process needs to continue training: the weights, the optimizer's state
-        and the progress. A dictionary of ``state_dict`` results is typical.
+        """Return everything that a new process needs to continue: weights, optimizer state and progress.
 
-        The result is stored in checkpoints, and in the copies of the final state for workers that start after
-        the training has ended. Tensors, numbers, strings and plain containers can be loaded without running
-        code.
-
-        For programs written for torchelastic 0.1, which had no such method, the default is
-        :meth:`capture_snapshot`.
+        Stored in checkpoints, and in the final state for late workers. Tensors, numbers, strings and plain
+        containers can be loaded without running code. The default is :meth:`capture_snapshot`, for programs
+        for torchelastic 0.1.
         """
         if is_torchelastic_program():
             return self.capture_snapshot()
         raise NotImplementedError(f"{type(self).__name__} has no state_dict")
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Restore a state that :meth:`state_dict` returned, possibly in another process.
-
-        :meth:`sync` is called afterwards, unless the training has already ended.
-
-        Args:
-            state_dict: result of :meth:`state_dict`, for example from a checkpoint.
+        """Restore a state that :meth:`state_dict` returned, possibly in another process. :meth:`sync` is
+        called afterwards, unless the training has already ended.
         """
         if not is_torchelastic_program():
             raise NotImplementedError(f"{type(self).__name__} has no load_state_dict")
         self.apply_snapshot(state_dict)
 
     def save(self, stream: IO[bytes]) -> None:
-        """Write the result of :meth:`state_dict` with ``torch.save``.
-
-        Args:
-            stream: stream to write to.
-
-        Raises:
-            TypeError: The state cannot be saved.
+        """Write the result of :meth:`state_dict` with ``torch.save``. ``TypeError``: the state cannot be
+        saved.
         """
         import torch
 
@@ -93,43 +70,28 @@ class State(ABC):
         torch.save(content, stream)
 
     def load(self, stream: IO[bytes]) -> None:
-        """Read what :meth:`save` wrote, and pass it to :meth:`load_state_dict`.
+        """Pass what :meth:`save` wrote to a seekable stream to :meth:`load_state_dict`.
 
-        Content that ``torch.load`` accepts with ``weights_only=True`` is read that way. Other content is
-        unpickled, which can run code from the file, and a warning says so. The final state that another
-        worker sends is unpickled only if the job has a token. GPU tensors are loaded onto the
-        current GPU of this process, regardless of the rank that saved them, or into main memory if this
-        process has no GPU.
-
-        Args:
-            stream: seekable stream to read from.
+        Content that ``torch.load`` rejects with ``weights_only=True`` is unpickled with a warning, because
+        that can run code. Another worker's final state is unpickled only if the job has a token. GPU tensors
+        are loaded onto this process's current GPU, or into main memory if it has none.
         """
         _load(self, stream, may_run_code=True)
 
     def should_save_checkpoint(self, rank: int) -> bool:  # noqa: ARG002 -- used by subclasses
-        """Return true if it is time for a checkpoint. The loop calls this after every step if a checkpoint
-        manager is set.
+        """Return true if it is time for a checkpoint. Called after every step if a checkpoint manager is set.
 
         All workers must return the same value, because they all wait until the checkpoint is written.
-
-        Args:
-            rank: rank of this worker.
         """
         return False
 
 
 def load_from_peer(state: State, stream: IO[bytes], *, is_protected: bool) -> None:
-    """Load a state that another worker has sent.
+    """Load what another worker's :meth:`State.save` wrote.
 
-    Args:
-        state: state to load into.
-        stream: stream with what :meth:`State.save` wrote.
-        is_protected: true if only processes that know the job's token could have chosen the content. If
-            false, :meth:`State.load` accepts only tensors and plain containers. A ``load`` that the program
-            overrides is not restricted.
-
-    Raises:
-        UnpicklingError: the content holds other objects, and ``is_protected`` is false.
+    Unless ``is_protected`` (only processes with the job's token could have chosen it), :meth:`State.load`
+    accepts only tensors and plain containers, and raises ``UnpicklingError`` otherwise. A ``load`` that the
+    program overrides is not restricted.
     """
     if type(state).load is State.load:
         _load(state, stream, may_run_code=is_protected)
@@ -141,8 +103,7 @@ def _load(state: State, stream: IO[bytes], *, may_run_code: bool) -> None:
     import torch
 
     def on_this_gpu(storage: Any, location: str) -> Any:
-        # Map tensors to this rank's own GPU. Another rank may have saved them on a GPU that this rank
-        # must not use.
+        # Another rank may have saved tensors on a GPU that this rank must not use.
         if not location.startswith("cuda"):
             return None  # torch's default
         return storage.cuda(torch.cuda.current_device()) if torch.cuda.is_available() else storage
@@ -168,12 +129,7 @@ def _load(state: State, stream: IO[bytes], *, may_run_code: bool) -> None:
 
 
 def why_not_saved(state: State) -> str | None:
-    """Return a message that says why the state cannot be saved or loaded, and how to fix it. Return ``None``
-    if it can be saved and loaded.
-
-    Args:
-        state: state of the job.
-    """
+    """Return why the state cannot be saved or loaded, and how to fix it; ``None`` if it can."""
     kind, is_old = type(state), is_torchelastic_program()
     saves = ("state_dict", "save", *(("capture_snapshot",) if is_old else ()))
     loads = ("load_state_dict", "load", *(("apply_snapshot",) if is_old else ()))
@@ -191,7 +147,7 @@ def why_not_saved(state: State) -> str | None:
 
 
 def is_torchelastic_program() -> bool:
-    """Return true if this program was written for torchelastic 0.1, which means that it imports
-    ``torchelastic``. Such a program may define ``capture_snapshot`` instead of ``state_dict``.
+    """Return true if this program imports ``torchelastic``, so ``capture_snapshot`` may stand for
+    ``state_dict``.
     """
     return "torchelastic" in sys.modules

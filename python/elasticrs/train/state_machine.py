@@ -1,36 +1,29 @@
-"""Decide what the training loop does next, and when workers leave a round. All functions are pure:
-no I/O, no clock, no random numbers.
-
-:func:`step` takes a state and an event, and returns the next state and a sequence of actions.
+"""Decide what the training loop does next, and when workers leave a round. All functions are pure.
 
 Invariants, each checked by a property test:
 
 - **TRAIN-1** after every failure, the snapshot from before the failed step or rendezvous is applied before
-  the workers start a new round. A ``sync`` that has returned is not undone: the received state is kept.
-- **TRAIN-2** after a failure or a rendezvous, no step starts before a ``sync`` of all workers. So no
-  committed step of any worker is lost, because the most advanced state wins.
-- **TRAIN-3** the loop gives up after ``max_failures`` failures of this worker without a committed step in
-  between, and not earlier. An aborted collective is usually caused by another worker, which counts its
-  failure itself. So :data:`OF_OTHERS` times as many aborted collectives are allowed. This worker is then
-  still running when the failing worker gives up.
+  the workers start a new round. A ``sync`` that has returned is not undone.
+- **TRAIN-2** after a failure or a rendezvous, no step starts before a ``sync`` of all workers, where the most
+  advanced state wins. So no committed step is lost.
+- **TRAIN-3** the loop gives up after exactly ``max_failures`` failures of this worker without a committed
+  step in between. An aborted collective is usually another worker's failure, so :data:`OF_OTHERS` times as
+  many are allowed, and this worker outlives the failing one.
 - **TRAIN-4** once a worker knows that the data has run out, it takes no further step. It returns only after
   one more rendezvous with a ``sync``, so that all workers return the same state. Programs for torchelastic
-  0.1 skip that ``sync`` if all workers are at the same step
-  (:func:`have_ended_together`).
-- **TRAIN-5** a worker that was asked to leave does so only after a step that all workers have completed, so
-  no step is rolled back because of it.
+  0.1 skip that ``sync`` if all workers are at the same step (:func:`have_ended_together`).
+- **TRAIN-5** a worker that was asked to leave does so only after a step that all workers have completed.
 
-If a worker joins or leaves the job and no worker has failed, all workers leave the round after the same step
-(:class:`LeaveStep`). Each worker counts the step boundaries that it has passed. A worker that is notified of
-the change sets a cap, which is two boundaries ahead, and publishes it. All workers leave at the largest cap.
-A worker that reaches its own cap before the largest cap is known waits there.
+On a change without a failure, all workers leave the round after the same step (:class:`LeaveStep`). Each
+worker counts its step boundaries. When notified, it publishes a cap, two boundaries ahead. All leave at the
+largest cap, and a worker at its own cap waits until that one is known.
 
 - **LEAVE-1** no worker passes its own cap before the leave step is known. So no worker is ever past the leave
   step, however slow threads and network are.
 - **LEAVE-2** a single worker publishes the leave step together with the decision about saving a checkpoint
   there, as one value. So either all workers save, or none.
-- **LEAVE-3** caps are published by the watching threads, not by the training loop. So all caps are published
-  even while workers wait at their caps.
+- **LEAVE-3** the watching threads publish the caps, so all caps are published even while workers wait at
+  them.
 """
 
 from __future__ import annotations
@@ -51,8 +44,6 @@ OF_OTHERS = 100
 
 
 class Event(Enum):
-    """Event that a worker reports to its state machine."""
-
     BEGIN = "begin"
     MET = "met"
     MET_AT_THE_END = "met, and some worker's data have ended"
@@ -69,8 +60,6 @@ class Event(Enum):
 
 
 class Action(Enum):
-    """Action that this worker executes."""
-
     MEET = "meet"
     SYNC = "sync"
     STEP = "step"
@@ -98,8 +87,7 @@ class Loop(Value):
     at_the_end: bool = False
 
 
-# Look up these enum members only once, because attribute access on an enum takes longer than the rest of an
-# idle iteration.
+# Attribute access on an enum takes longer than the rest of an idle iteration.
 STEPPED = Event.STEPPED
 ONE_STEP = (Action.STEP,)
 _MEET = (Action.MEET,)
@@ -143,26 +131,22 @@ def _after_failure(loop: Loop) -> tuple[Loop, tuple[Action, ...]]:
 
 
 class Vote(Record):
-    """Information that a worker sends to all others at the start of a round, as a list of integers. A flag is
-    1 if it is set and 0 otherwise.
+    """Information that a worker sends to all others at the start of a round, as a list of integers.
 
-    No votes are sent during a round, so a disagreement first shows as a failure: if one worker saves a
-    checkpoint after a step and another worker does not, the first worker waits for the others, and the next
-    collective of the second worker fails. All workers then start a new round, where :func:`disagreement`
-    finds the reason.
+    If only some workers save a checkpoint, their peers' next collective fails, and :func:`disagreement` finds
+    the reason in the next round.
 
     Args:
-        has_manager: flag that is set if the worker has a checkpoint manager.
-        is_loaded: flag that is set if the state of the worker belongs to this run of the job, so it loads no
-            checkpoint.
-        at_the_end: flag that is set if the worker knows that a worker has run out of data.
+        has_manager: true if the worker has a checkpoint manager.
+        is_loaded: true if the worker's state belongs to this run of the job, so it loads no checkpoint.
+        at_the_end: true if the worker knows that a worker has run out of data.
         next_round: random number. The number of rank 0 becomes the name of the new round.
-        last_round: name of the worker's last round. 0 if it has been in no round.
+        last_round: name of the worker's last round; 0 if it has been in no round.
         asked: number of calls of ``should_save_checkpoint`` in the last round.
-        said_yes: number of the last of these calls that returned true, counted from 1. 0 if none did.
-        is_saving: flag that is set if that call was followed by a save that the worker has not completed.
-        next_step: number of the step that comes next in the last round, counted from 1. 0 if the worker did
-            not complete the sync of that round, or if the program was not written for torchelastic 0.1.
+        said_yes: number of the last of these calls that returned true, counted from 1; 0 if none did.
+        is_saving: true if that call was followed by a save that the worker has not completed.
+        next_step: number of the next step in the last round, counted from 1; 0 without a completed sync, and
+            in programs that were not written for torchelastic 0.1.
     """
 
     has_manager: int = 0
@@ -177,14 +161,10 @@ class Vote(Record):
 
 
 def have_ended_together(votes: Sequence[Vote]) -> bool:
-    """Return true if all workers are at the same step and one has run out of data. Always false for programs
-    that were not written for torchelastic 0.1.
+    """Return true if all workers are at the same step and one has run out of data, in a torchelastic 0.1
+    program.
 
-    It is enough that one worker ran out of data, because the others may have left the round before they tried
-    to take the next step.
-
-    Args:
-        votes: votes of all workers, by rank.
+    The others may have left the round before they tried to take the next step.
     """
     first = votes[0]
     return (
@@ -195,12 +175,7 @@ def have_ended_together(votes: Sequence[Vote]) -> bool:
 
 
 def disagreement(votes: Sequence[Vote]) -> str | None:
-    """Return a message if the workers disagree about the checkpoint manager or about when to save; ``None``
-    if they agree.
-
-    Args:
-        votes: votes of all workers, by rank.
-    """
+    """Return a message if the workers disagree about the checkpoint manager or about when to save."""
     if len({vote.has_manager for vote in votes}) > 1:
         with_one = [rank for rank, vote in enumerate(votes) if vote.has_manager]
         without = [rank for rank, vote in enumerate(votes) if not vote.has_manager]
@@ -209,8 +184,7 @@ def disagreement(votes: Sequence[Vote]) -> str | None:
         if not first.is_saving:
             continue
         peers = [vote for vote in votes if vote.last_round == first.last_round]
-        # Ignore workers whose last save is later, because they must also have taken part in the save that
-        # `first` has not completed.
+        # A worker whose last save is later must have taken part in the save that `first` has not completed.
         against = [vote for vote in peers if vote.asked >= first.said_yes > vote.said_yes]
         if against:
             return (
@@ -225,9 +199,8 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 AHEAD = 2
-"""Number of step boundaries from a worker's current boundary to its cap. A distance of one would be equally
-safe. With two, the watching threads have the rest of the current step and the whole next step to agree, so
-that usually no worker has to wait.
+"""Step boundaries from a worker's current one to its cap. One would be safe. With two, the watching threads
+have the next step to agree, so that usually no worker has to wait.
 """
 
 AT_ONCE = 0
@@ -235,8 +208,7 @@ AT_ONCE = 0
 
 
 class LeaveStep(Record):
-    """Progress of one worker within a round, and the step after which it leaves. The owner protects this
-    object with a lock.
+    """Progress of one worker within a round, and the step after which it leaves. The owner locks this object.
 
     Args:
         done: number of boundaries that the worker has passed.
@@ -252,37 +224,28 @@ class LeaveStep(Record):
     saves: bool = False
 
     def verdict(self) -> Verdict:
-        """Return the action of this worker at the current step boundary: ``go`` (continue), ``wait`` or
-        ``leave``.
-        """
+        """Return the action at the current step boundary: ``go`` (continue), ``wait`` or ``leave``."""
         if self.at is not None:
             return "leave" if self.done >= self.at else "go"
         return "wait" if self.cap is not None and self.done >= self.cap else "go"
 
     def set_cap(self) -> int:
-        """Return the step at which this worker waits until all workers have agreed when to leave the round.
-        The first call chooses this step.
-        """
+        """Return the cap. The first call chooses it."""
         if self.cap is None:
             self.cap = self.done + AHEAD
         return self.cap
 
 
 def agreed(caps: list[int]) -> int:
-    """Return the step after which all workers leave the round: the maximum of ``caps``, the steps at which
-    the workers wait for the decision. No worker has passed the maximum.
-    """
+    """Return the leave step, the largest cap. No worker has passed it."""
     return max(caps)
 
 
 def said(at: int, *, saves: bool) -> str:
-    """Encode the step after which all workers leave the round, and whether they save a checkpoint at that
-    step. The result is one string, because both values must be published together.
-    """
+    """Encode the leave step and whether to save in one string, because they must be published together."""
     return f"{at} saving" if saves else str(at)
 
 
 def heard(text: str) -> tuple[int, bool]:
-    """Decode the step and the checkpoint flag from a string that :func:`said` returned."""
     at, _, saving = text.partition(" ")
     return int(at), bool(saving)

@@ -12,21 +12,14 @@ class WorkerStats(ABC):
 
     @abstractmethod
     def get_progress_rate(self) -> float | None:
-        """Return a number that is larger for faster workers, such as samples per second; ``None``
-        if unknown.
-        """
+        """Return a number that is larger for faster workers, such as samples per second; ``None`` if unknown."""
 
 
 class SimpleWorkerStats(WorkerStats):
-    """Statistics with a given progress rate.
-
-    Args:
-        progress_rate: number that is larger for a faster worker; ``None`` if it is not known.
-    """
+    """Statistics with a given progress rate."""
 
     def __init__(self, progress_rate: float | None) -> None:
         self.progress_rate = progress_rate
 
     def get_progress_rate(self) -> float | None:
-        """Return the rate."""
         return self.progress_rate

@@ -14,11 +14,7 @@ __all__ = ["get_env_variable_or_raise", "get_socket_with_port", "macros"]
 
 
 def get_env_variable_or_raise(env_name: str) -> str:
-    """Return the value of an environment variable.
-
-    Raises:
-        ValueError: the variable is not set.
-    """
+    """Return the value of an environment variable. Raise ``ValueError`` if it is not set."""
     value = os.environ.get(env_name)
     if value is None:
         raise ValueError(f"Environment variable {env_name} expected, but not set")
@@ -26,7 +22,7 @@ def get_env_variable_or_raise(env_name: str) -> str:
 
 
 def get_socket_with_port() -> socket.socket:
-    """Return a socket that reserves a free port. See
+    """Return a socket that reserves a free port; see
     :func:`elasticrs.utils.distributed.get_socket_with_port`.
     """
     from elasticrs.utils.distributed import get_socket_with_port as bound

@@ -36,14 +36,12 @@ def create_c10d_store(
     Args:
         is_server: true if this process hosts the store.
         server_addr: host name of the server.
-        server_port: port of the server; -1 for any free port. If another process takes the port first,
-            another free port is tried.
+        server_port: port of the server; -1 for any free port.
         world_size: number of workers that connect.
         timeout: time limit in seconds for connecting, and for each operation.
         wait_for_workers: true to return only when all workers have connected.
-        retries: maximum number of free ports to try.
-        use_libuv: ignored and deprecated, as in torch. The environment variable ``USE_LIBUV`` is used
-            instead.
+        retries: maximum number of free ports to try, in case another process takes one first.
+        use_libuv: ignored and deprecated, as in torch, which reads the variable ``USE_LIBUV`` instead.
 
     Raises:
         ValueError: there are several processes but no port was given.
@@ -52,7 +50,7 @@ def create_c10d_store(
     """
     import torch.distributed
 
-    # Use `Any`, because type checkers consider the names in `torch.distributed` private.
+    # Type checkers consider the names in `torch.distributed` private.
     dist: Any = torch.distributed
 
     if use_libuv is not None:
@@ -105,8 +103,8 @@ def get_free_port() -> int:
 
 
 def get_socket_with_port() -> socket.socket:
-    """Return a socket that reserves a free port on all IPv6 and IPv4 addresses. It does not listen, and
-    closing it frees the port.
+    """Return a socket that reserves a free port on all IPv6 and IPv4 addresses until closed. It does not
+    listen.
 
     Raises:
         RuntimeError: no port is free, or file descriptors have run out.

@@ -11,10 +11,8 @@ from elasticrs.utils.log_level import get_log_level
 
 
 def get_logger(name: str | None = None) -> logging.Logger:
-    """Return a logger with the level from ``LOGLEVEL``, or ``WARNING`` if that is not set.
-
-    Args:
-        name: name of the logger; ``None`` for the name of the calling module.
+    """Return a logger (named after the caller's module if ``None``) with the level ``LOGLEVEL``, or
+    ``WARNING``.
 
     Raises:
         ValueError: ``LOGLEVEL`` is not a valid level.
@@ -25,12 +23,7 @@ def get_logger(name: str | None = None) -> logging.Logger:
 
 
 def _derive_module_name(depth: int = 1) -> str | None:
-    """Return the name of a caller's module, or its file name if it has no module. If the call stack is too
-    short, warn and return ``None``.
-
-    Args:
-        depth: 1 for the caller, 2 for the caller's caller.
-    """
+    """Return the module or file name of a caller (1: the caller); warn and return ``None`` if there is none."""
     frame = inspect.currentframe()
     for _ in range(depth):
         frame = None if frame is None else frame.f_back

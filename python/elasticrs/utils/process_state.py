@@ -8,14 +8,10 @@ __all__ = ["is_uninterruptible_state", "read_proc_state"]
 
 
 def read_proc_state(pid: int) -> str | None:
-    """Return the letter for a process's state, such as ``R``, ``S``, ``D`` or ``Z``; ``None`` if it cannot be
-    read.
-    """
+    """Return a process's state, such as ``R``, ``S``, ``D`` or ``Z``; ``None`` if it cannot be read."""
     return read_state(pid) or None
 
 
 def is_uninterruptible_state(state: str | None) -> bool:
-    """Return true if this state is uninterruptible sleep. A process in this state cannot be killed until the
-    kernel wakes it.
-    """
+    """Return true for uninterruptible sleep, in which a process cannot be killed."""
     return state is not None and state.startswith("D")

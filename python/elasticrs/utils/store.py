@@ -1,7 +1,5 @@
-"""Collective operations on any store with the methods of torch's ``Store``.
-
-The store receives the same calls in the same order as in torch, so that agents of elasticrs and of torch can
-take part in the same operation.
+"""Collective operations on any store with the methods of torch's ``Store``, with the same calls in the same
+order as in torch, so that agents of both can take part.
 """
 
 from __future__ import annotations
@@ -29,13 +27,8 @@ _ANYTHING = "<val_ignored>"
 
 @contextmanager
 def store_timeout(store: Any, timeout: float) -> Iterator[None]:
-    """Set the timeout of a store within a ``with`` block.
-
-    Unlike in torch, the previous timeout is also restored after an exception.
-
-    Args:
-        store: store with ``timeout`` and ``set_timeout``.
-        timeout: time limit in seconds.
+    """Set the timeout of a store, in seconds, within a block. Unlike in torch, an exception restores the
+    previous one too.
     """
     former = store.timeout
     store.set_timeout(timedelta(seconds=timeout))
@@ -48,13 +41,7 @@ def store_timeout(store: Any, timeout: float) -> Iterator[None]:
 def get_all(store: Any, rank: int, prefix: str, world_size: int) -> list[bytes]:
     """Wait until the keys ``<prefix>0``, ``<prefix>1`` and so on exist. Return their values in order.
 
-    Rank 0 returns last, because it may host the store.
-
-    Args:
-        store: store that all ranks share.
-        rank: rank of the caller.
-        prefix: prefix of the keys.
-        world_size: number of keys and of callers.
+    ``rank`` is the caller's. Rank 0 returns last, because it may host the store.
     """
     values: list[bytes] = store.multi_get([f"{prefix}{number}" for number in range(world_size)])
     all_have_read = _barrier_nonblocking(store, world_size, f"{prefix}/finished")
@@ -80,9 +67,6 @@ def synchronize(
         world_size: number of ranks that take part.
         key_prefix: prefix of the keys. Use each prefix only once, because the values stay in the store.
         timeout: time limit in seconds.
-
-    Returns:
-        The value of each rank.
     """
     with store_timeout(store, timeout):
         store.set(f"{key_prefix}{rank}", data)
@@ -107,13 +91,13 @@ def barrier(
         barrier_timeout: time limit in seconds.
         rank: rank of the caller. If given, rank 0 finds the missing ranks and names them in its error.
         rank_tracing_decoder: function that returns the name of a rank for that error.
-        trace_timeout: time limit in seconds for each rank when rank 0 searches for missing ranks. After the
-            first missing rank, rank 0 uses a shorter limit.
+        trace_timeout: time limit in seconds to wait for the first missing rank. Rank 0 waits less for the
+            others.
 
     Raises:
         AssertionError: a decoder was given without a rank.
-        DistStoreError: not all ranks arrived in time. With a store of another package, such as torch, the
-            exception has that package's class.
+        DistStoreError: not all ranks arrived in time. With another package's store, the class is that
+            package's.
     """
     if rank is None and rank_tracing_decoder is not None:
         raise AssertionError("Tracing requires rank information")
@@ -163,8 +147,7 @@ def _missing_ranks(
     for other in range(1, world_size):
         if len(missing) >= _MAX_TRACE_MISSING_RANKS:
             break
-        # After the first missing rank, wait only briefly for each further rank, because all ranks have
-        # already had the full timeout to arrive.
+        # All ranks have already had the full timeout to arrive.
         patience = timedelta(milliseconds=1) if missing else timedelta(seconds=trace_timeout)
         try:
             store.wait([f"{key_prefix}{other}{_TRACE}"], patience)

@@ -1,10 +1,4 @@
-"""Torch's ``LocalElasticAgent``: the agent that runs the functions or programs of one node, with torch's
-arguments and hooks.
-
-If the user has not replaced any hook or the rendezvous handler, the agent waits for events, as the command
-line does (:class:`~elasticrs.agent.server.local_job.EventRunner`). Otherwise, the agent calls torch's
-hooks, which poll the workers. The workers are started in the same way in both cases.
-"""
+"""Torch's ``LocalElasticAgent``. It waits for events, unless the user has replaced a hook of torch."""
 
 from __future__ import annotations
 
@@ -82,25 +76,21 @@ class LocalElasticAgent(SimpleElasticAgent):
     """Agent that runs the workers of one node.
 
     If a subclass overrides one of torch's hooks, or if the rendezvous handler is not from this package,
-    torch's polling loop is used (:class:`SimpleElasticAgent`), which calls all hooks; see
-    :func:`why_hooks_decide`.
+    torch's polling loop calls all hooks; see :func:`why_hooks_decide`. If a value is ``None``, it comes from
+    the environment.
 
     Args:
         spec: specification of the workers.
         logs_specs: destination of the workers' output.
         start_method: start method of functions: ``spawn``, ``fork`` or ``forkserver``.
-        exit_barrier_timeout: seconds to wait for other nodes at the end. If ``None``, the value comes from
-            the environment; the default is 300.
+        exit_barrier_timeout: seconds to wait for other nodes at the end; 300 by default.
         log_line_prefix_template: template of the prefix of tee'd lines.
-        shutdown_timeout: seconds between the stop signal and SIGKILL. If ``None``, the value comes from the
-            environment; the default is 30.
-        health_check_server: any object with methods ``start`` and ``stop``. It is started before the workers
-            and stopped after them.
+        shutdown_timeout: seconds between the stop signal and SIGKILL; 30 by default.
+        health_check_server: object with ``start`` and ``stop``, which is started before the workers and
+            stopped after them.
         uninterruptible_state_timeout: seconds that a worker may spend in uninterruptible sleep before the job
-            fails. If ``None``, the value comes from ``TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT``. If 0 or
-            negative, the state is not checked.
-        signals_to_handle: names of signals. If ``None``, the value comes from
-            ``TORCHELASTIC_SIGNALS_TO_HANDLE``; the default is SIGTERM, SIGINT, SIGHUP and SIGQUIT.
+            fails. If 0 or negative, the state is not checked.
+        signals_to_handle: names of signals; SIGTERM, SIGINT, SIGHUP and SIGQUIT by default.
 
     Raises:
         ValueError: an argument is not supported by this release, or a name is not a signal.
@@ -145,8 +135,8 @@ class LocalElasticAgent(SimpleElasticAgent):
             RendezvousError: the rendezvous failed or is closed.
             RuntimeError: the workers could not be started. If a program does not exist or is not executable,
                 the exception is also a ``FileNotFoundError`` or ``PermissionError``.
-            ValueError: the machine's limits do not allow this number of workers, or ``on_failure`` requests
-                that workers are replaced individually, which is not possible here.
+            ValueError: the machine's limits do not allow this number of workers, or workers cannot be
+                replaced individually as ``on_failure`` requests.
         """
         why = why_hooks_decide(self)
         if why is not None and self._worker_group.spec.on_failure == "replace":
@@ -178,12 +168,12 @@ class LocalElasticAgent(SimpleElasticAgent):
                 self._health_check_server.stop()
 
     def request_checkpoint(self) -> None:
-        """Request a checkpoint from the workers, which must use :func:`elasticrs.train.train`. Can be called
-        from any thread. Torch has no such method.
+        """Request a checkpoint from the workers, which must use :func:`elasticrs.train.train`. Not available
+        in torch.
 
-        All workers of the job, on all nodes, save at the end of the same step, usually the second step from
-        now. The agent prints a line when the checkpoint was saved or could not be saved. A request stays
-        pending if a worker fails. A single checkpoint fulfils all requests that are pending at the same time.
+        All workers of the job save at the end of the same step, usually the second step from now. The agent
+        prints the outcome. A request stays pending if a worker fails, and one checkpoint fulfils all pending
+        requests. Can be called from any thread.
 
         Raises:
             RuntimeError: no running worker can receive the request. ``on_failure="replace"`` is needed.
@@ -195,7 +185,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         checkpoints.ask()
 
     def _pass_on(self, signum: int) -> None:
-        # Skip a user-supplied `PContext`, because it cannot pass the signal on to the workers.
+        # A `PContext` of the user cannot pass the signal on to the workers.
         if isinstance(self._pcontext, PolledWorkers):
             self._pcontext.pass_on(signum)
 
@@ -211,9 +201,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         check_limits(spec.local_world_size, spec.hang_timeout, os.environ)
 
     def _rendezvous_settings(self) -> Rendezvous | None:
-        """Return the settings with which the agent can run the handler's rendezvous in its own event loop.
-        Return ``None`` if the handler has no such settings.
-        """
+        """Return the settings for the event loop; ``None`` if the handler must be polled."""
         rendezvous: Rendezvous | None = getattr(self._worker_group.spec.rdzv_handler, "rendezvous", None)
         if rendezvous is None:
             return None
@@ -223,10 +211,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         return rendezvous.replaced(settings=settings)
 
     def _setup_healthcheck(self) -> None:
-        """Start the caller's health check server, or the server that ``TORCHELASTIC_HEALTH_CHECK_PORT``
-        configures.
-
-        Called once, before the first rendezvous. Torch calls this method before each start of workers.
+        """Start the health check server. Called once, before the first rendezvous (in torch: before each
+        start).
         """
         if self._health_check_server is None:
             try:
@@ -238,7 +224,6 @@ class LocalElasticAgent(SimpleElasticAgent):
                 Console(log_prefix=self._worker_group.spec.log_prefix).say(f"no health check server: {error}")
         ours = self._server_of_ours()
         if ours is not None and why_hooks_decide(self) is None:
-            # The agent's event loop answers the health check requests.
             ours.open()
         elif self._health_check_server is not None:
             if ours is not None:
@@ -266,15 +251,12 @@ class LocalElasticAgent(SimpleElasticAgent):
         if result.is_failed() and not result.failures and attempt is not None:
             from elasticrs._engine.supervise.failures.failed_attempt import failures
 
-            # No worker caused the failure. For example, the nursery may have died. Report the workers that
-            # failed as a consequence.
+            # No worker caused the failure (the nursery may have died). Report the workers that failed as a
+            # consequence.
             result.failures = failures(attempt)
         return result
 
     def _tell_restart(self, state: WorkerState) -> None:
-        """Report a restart. If a worker caused the restart, the observers report it, because they know the
-        worker's rank and the reason. Otherwise, the base class logs the restart.
-        """
         left, workers = self._remaining_restarts, self._pcontext
         if not (isinstance(workers, PolledWorkers) and workers.announce(left)):
             super()._tell_restart(state)
@@ -309,8 +291,8 @@ class LocalElasticAgent(SimpleElasticAgent):
                 "the worker ids %s are not those of the processes that were started: %s", ids, pcontext.pids()
             )
             return RunResult(WorkerState.UNKNOWN)
-        # If a worker has failed, the other workers are being stopped. Wait until they have exited, because
-        # the result must contain their exit codes.
+        # After a failure, wait for the workers that are being stopped, because the result contains their
+        # exit codes.
         with self._progress.within("_monitor_workers", self._shutdown_timeout if pcontext.has_failed else 0):
             found = pcontext.wait(-1 if pcontext.has_failed else 0)
         if found is None:
@@ -336,8 +318,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         overdue = self._sleepers.look(pcontext.pids())
         if not overdue:
             return RunResult(WorkerState.HEALTHY)
-        # Allow no restart, because a process in uninterruptible sleep may hold kernel resources that its
-        # replacement would need.
+        # Allow no restart, because a process in uninterruptible sleep may hold kernel resources.
         self._remaining_restarts = 0
         _log.error(
             "%s; no restart follows", phrases.asleep(overdue, self._local.uninterruptible_state_timeout)
@@ -352,22 +333,18 @@ _HOOKS = (
     *("_restart_workers", "_shutdown", "_start_workers", "_stop_workers", "record_duration"),
 )
 _OWN_HOOKS = {name: getattr(LocalElasticAgent, name) for name in _HOOKS}
-"""The original hooks, for comparison: a hook may have been replaced in a subclass, in the class or in an
-object.
-"""
+"""The original hooks, for comparison: a hook may have been replaced in a subclass, the class or an object."""
 
 
 def _name_command(spec: WorkerSpec) -> None:
-    """Pass the command of the workers to the rendezvous, because all nodes have to run the same command. Do
-    nothing if the rendezvous is not from this package.
-    """
+    """Pass the workers' command to the rendezvous, because all nodes have to run the same command."""
     handler: Any = spec.rdzv_handler
     if spec.entrypoint is None or not hasattr(handler, "rendezvous"):
         return
     from elasticrs._engine.nodes.protocol import rendezvous as nodes
 
     rendezvous = handler.rendezvous
-    # Check the type, because a handler of another package may have an attribute of this name.
+    # A handler of another package may have an attribute of this name.
     if not isinstance(rendezvous, nodes.Rendezvous):
         return
 
@@ -384,14 +361,12 @@ def _name_command(spec: WorkerSpec) -> None:
 
 
 def _policy_without_effect(spec: WorkerSpec) -> list[str]:
-    """Return the names of restart policy settings that the program has changed but that torch's
-    loop ignores.
-    """
+    """Return the changed restart policy settings that torch's loop ignores."""
     names = ("restart_delay", "max_same_failures", "fatal_exit_codes", "exit_codes", "max_excluded_nodes")
     found = [
         name
         for name in names
-        # Check the type, because programs may pass a mock specification, whose fields are mocks.
+        # The fields of a mock specification are mocks.
         if isinstance(value := getattr(spec, name, None), (str, int))
         and value != getattr(defaults.WorkerSettings, name)
     ]
@@ -401,10 +376,10 @@ def _policy_without_effect(spec: WorkerSpec) -> list[str]:
 
 
 def why_hooks_decide(agent: LocalElasticAgent) -> str | None:
-    """Return why the agent must use its polling hooks, or ``None`` if it can use the event-driven loop.
+    """Return why the agent must use its polling hooks; ``None`` if it can use the event-driven loop.
 
-    A hook may be replaced in a subclass, in the class or in an object. The event-driven loop also requires a
-    rendezvous handler from this package. A handler with a back end that the user has written must be polled.
+    A hook may be replaced in a subclass, in the class or in an object. A rendezvous handler must be polled if
+    it is not from this package or if the user has written its back end.
     """
     if agent._local.made is not None:
         return "the command line has chosen a handler that is polled"

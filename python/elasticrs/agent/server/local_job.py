@@ -1,6 +1,4 @@
-"""The job of torch's agent class: made of a :class:`WorkerSpec` and the arguments of the agent, and run by
-:func:`.run_job`, as a job of the command line.
-"""
+"""The job of torch's agent class, run by :func:`.run_job` like a job of the command line."""
 
 from __future__ import annotations
 
@@ -45,14 +43,10 @@ if TYPE_CHECKING:
 
 
 class LocalJob:
-    """Settings of one agent's job. See :class:`~elasticrs.agent.server.LocalElasticAgent` for the arguments.
+    """Settings of one agent's job. See :class:`~elasticrs.agent.server.LocalElasticAgent` for arguments and
+    errors.
 
-    Attributes:
-        made: configuration and workers that the command line has already created; ``None`` if this object
-            creates them.
-
-    Raises:
-        ValueError: an argument is not supported by this release, or a name is not a signal or module.
+    ``made``: configuration and workers that the command line has already created, or ``None``.
     """
 
     def __init__(
@@ -73,8 +67,7 @@ class LocalJob:
             self.signals = defaults.parse_signals(self._signal_names)
         except ValueError as error:
             raise ValueError(f"signals_to_handle: expected {error}") from None
-        # Check the type, because programs may pass a `Mock(spec=WorkerSpec)`, whose fields are mocks. A real
-        # `WorkerSpec` has already validated its fields.
+        # The fields of a `Mock(spec=WorkerSpec)` are mocks. A real `WorkerSpec` has validated its fields.
         forwarded = spec.signals_to_forward if isinstance(spec.signals_to_forward, str) else None
         self._forwarded = defaults.forwarded_by_name(forwarded, self.signals)
         if uninterruptible_state_timeout is None:
@@ -92,9 +85,7 @@ class LocalJob:
 
     @property
     def forwarded(self) -> tuple[int, ...]:
-        """Signals to pass on to the workers. By default, signals for which the program has its own handler
-        are not passed on.
-        """
+        """Signals to pass on. By default, not those for which the program has its own handler."""
         if self._forwarded is not None:
             return self._forwarded
         found = defaults.forwarded_signals(None, self.signals)
@@ -102,13 +93,10 @@ class LocalJob:
 
     @property
     def prefix_template(self) -> str | None:
-        """Template for the prefix of tee'd lines, or ``None`` for the default prefix."""
         return self._prefix_template or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
 
     def config(self, rendezvous: Rendezvous | None = None) -> JobSpec:
-        """Return the job. ``rendezvous`` is that of a job on several nodes whose agent uses the event-driven
-        loop.
-        """
+        """Return the job. ``rendezvous`` is given only for several nodes and the event-driven loop."""
         if self.made is not None:
             return self.made[0]
         spec = self._spec
@@ -145,13 +133,10 @@ class LocalJob:
         )
 
     def workers(self, job: JobSpec) -> Workers:
-        """Return the object that starts the workers for an agent whose hooks decide."""
         return make_workers(job, own_consoles()) if self.made is None else self.made[1]
 
     def observers(self) -> Sequence[Observer]:
-        """Return the observer that prints the workers' tee'd lines to the streams with which the program has
-        replaced ``sys.stdout`` and ``sys.stderr``, if it has.
-        """
+        """Return the observer that prints tee'd lines to replaced ``sys.stdout`` and ``sys.stderr``, if any."""
         streams = replaced_streams()
         return [ReplacedConsole(streams, self._spec.role, self.prefix_template)] if streams else []
 
@@ -170,7 +155,7 @@ def _entry(spec: WorkerSpec, start_method: str) -> Entry:
 
 
 def _preload(spec: WorkerSpec, start_method: str) -> Preload | None:
-    # Check the type, because programs may pass a mock specification, whose fields are mocks.
+    # The fields of a mock specification are mocks.
     if not isinstance(spec.warm, str) or spec.warm == "off":
         return None
     from elasticrs._engine.workers import warm
@@ -182,9 +167,7 @@ def _preload(spec: WorkerSpec, start_method: str) -> Preload | None:
 
 
 class ReplacedConsole(Observer):
-    """Observer for a program that has replaced ``sys.stdout`` or ``sys.stderr``. Copies the workers' console
-    output to the program's own streams while the workers run.
-    """
+    """Copies the workers' console output to the streams with which the program has replaced its own."""
 
     def __init__(self, streams: Mapping[int, TextIO], role: str, template: str | None) -> None:
         self._streams = streams
@@ -193,7 +176,6 @@ class ReplacedConsole(Observer):
         self._tails: list[TailLog] = []
 
     def prepared(self, attempt: Attempt) -> None:
-        """Start copying from the log files of the attempt."""
         self._stop()
         paths = attempt.paths
         prefixes = line_prefixes(self._template, attempt.plan.ranks)
@@ -203,11 +185,9 @@ class ReplacedConsole(Observer):
             self._tails.append(TailLog(self._role, files, stream, prefixes).start())
 
     def over(self, attempt: Attempt, outcome: str) -> None:  # noqa: ARG002 -- the base class's signature
-        """Copy the remaining lines and stop, because the exited workers write no further lines."""
         self._stop()
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:  # noqa: ARG002 -- as above
-        """Copy the remaining lines at the end of the job."""
         self._stop()
 
     def _stop(self) -> None:
@@ -216,16 +196,9 @@ class ReplacedConsole(Observer):
 
 
 class EventRunner(Record):
-    """Runs a job once.
+    """Runs a job once. ``group`` is the user's worker group, which the runner keeps up to date.
 
-    Args:
-        group: the user's worker group, which the runner keeps up to date.
-        local: settings and workers of this node.
-        rendezvous: rendezvous of several nodes; ``None`` for a single node.
-        server: open health check server, for which the agent's loop answers requests; ``None`` if there is no
-            server.
-        restarts: number of charged restarts.
-        agent: the agent that runs the job; ``None`` before the run.
+    ``rendezvous`` is ``None`` for a single node; ``restarts`` is the number of charged restarts.
     """
 
     _group: WorkerGroup
@@ -236,15 +209,13 @@ class EventRunner(Record):
     agent: Agent | None = None
 
     def run(self) -> RunResult:
-        """Run the job; see :meth:`elasticrs.agent.server.LocalElasticAgent.run`."""
         job = self._local.config(self._rendezvous)
         if job.is_multi_node and self._group.spec.rdzv_handler.is_closed():
             raise RendezvousClosedError(f"the rendezvous of job {job.run_id} is closed")
         signals = catch_signals((*job.signals, *job.forwarded))
         console = Console(log_prefix=job.log_prefix, is_one_of_several=job.is_multi_node)
         if signals is None:
-            # Print a line instead of issuing a Python warning, because the program may turn warnings into
-            # errors.
+            # Print a line, because the program may turn Python warnings into errors.
             console.say("signals are not handled, because the job does not run in the main thread")
         decisions = self._decisions(job, console)
         try:
@@ -311,9 +282,7 @@ class EventRunner(Record):
 
 
 def _plan(group: WorkerGroup, handler: OneNodeRendezvous, supervisor: _core.Supervisor) -> Plan:
-    """Plan an attempt of a single-node job. The handler, which gives the addresses, stays open, because the
-    agent may run again.
-    """
+    """Plan an attempt of a single-node job. The handler stays open, because the agent may run again."""
     bootstrap = handler.next_served_by(supervisor)
     plan = Plan(
         assign([NodeShare(group.spec.role, group.spec.local_world_size)], 0),

@@ -1,8 +1,5 @@
-"""Workers and signals of an agent whose hooks decide when the workers are started and stopped.
-
-A hook starts the workers, polls them, waits for events, or stops them. The tracker records and reports
-everything else, as in :mod:`.loop`. Frameworks that access the internals of an agent know this
-object as ``_pcontext``.
+"""Workers and signals of an agent whose hooks start, poll and stop the workers. Frameworks know the object as
+``_pcontext``.
 """
 
 from __future__ import annotations
@@ -57,9 +54,7 @@ _PHASES: dict[str | None, machine.Phase] = {
 
 
 class PolledWorkers:
-    """Starts, monitors and stops the workers of one agent, one attempt at a time. ``name`` is the name of the
-    job, as in torch's ``PContext``.
-    """
+    """Starts, monitors and stops the workers of one agent, one attempt at a time."""
 
     def __init__(
         self, job: JobSpec, workers: Workers, console: Console, observers: Sequence[Observer] = ()
@@ -75,13 +70,10 @@ class PolledWorkers:
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def suspend(self, signals: SignalPipe) -> None:
-        """Suspend the workers and this process after Ctrl-Z, until the process is continued. Can be called in
-        a signal handler.
-        """
+        """Suspend the workers and this process until SIGCONT. Can be called in a signal handler."""
         when_safe(lambda: suspend(self._tracker.supervisor if self._tracker.is_open else None, signals))
 
     def pass_on(self, signum: int) -> None:
-        """Pass a signal on to the workers. Do nothing if no workers are running."""
         self._tracker.forward(signum, are_running=self._has_started and self.is_running)
 
     def start(self, plan: Plan, restarts: int) -> dict[int, int]:
@@ -104,8 +96,7 @@ class PolledWorkers:
             try:
                 tracker.start(tracker.begin(action, plan))
             except BaseException:
-                # Record the end of the attempt here, because no event follows a failed call of
-                # `tracker.start`.
+                # No event follows a failed call of `tracker.start`.
                 self._ended = machine.GroupEnded("failed")
                 self._release_plan()
                 raise
@@ -119,9 +110,7 @@ class PolledWorkers:
         return self.pids()
 
     def announce(self, restarts_left: int) -> bool:
-        """Announce a restart to the observers, which print a line once the workers have been started. Return
-        false and do nothing if no worker failure caused the restart.
-        """
+        """Announce a restart to the observers. Return false if no worker failure caused it."""
         if self.has_failed:
             self._tracker.observers.acting(machine.AnnounceRestart(restarts_left), None)
         return self.has_failed
@@ -131,7 +120,6 @@ class PolledWorkers:
             self.attempt.plan.close()
 
     def pids(self) -> dict[int, int]:
-        """Return the pids of the current workers, by local rank."""
         return dict(enumerate(self._result.attempts[-1].pids)) if self._result.attempts else {}
 
     @property
@@ -151,13 +139,9 @@ class PolledWorkers:
         return attempt is not None and attempt.first_failure is not None
 
     def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:  # noqa: ARG002 -- torch's signature
-        """Wait until all workers have exited, and return the result. Return ``None`` if workers are still
-        running.
+        """Wait until all workers have exited, and return the result; ``None`` if workers are still running.
 
-        Args:
-            timeout: seconds to wait; 0 handles only pending events, and a negative number waits without
-                limit.
-            period: unused. Torch polls with this period, in seconds.
+        ``timeout`` is in seconds; 0 handles only pending events, and a negative number waits without limit.
         """
         deadline = None if timeout < 0 else time.monotonic() + timeout
         while self.is_running:
@@ -179,7 +163,6 @@ class PolledWorkers:
             self._pump(left)
 
     def close(self, death_sig: signal.Signals | None = None, timeout: float = 30) -> None:
-        """Stop the workers and wait until they have exited. Do nothing if they have already exited."""
         if self._tracker.is_open and self.is_running:
             self._tracker.stop(machine.Stop(int(death_sig or signal.SIGTERM), timeout))
             self._note_events()
@@ -187,9 +170,7 @@ class PolledWorkers:
             self._release_plan()
 
     def release(self) -> None:
-        """Kill the remaining processes and close the supervisor, because no further workers are started.
-        Idempotent.
-        """
+        """Kill the remaining processes and close the supervisor. Idempotent."""
         bell, self._bell = self._bell, -1
         try:
             if self._tracker.is_open:
@@ -204,7 +185,7 @@ class PolledWorkers:
             tracker.drain()
         finally:
             self._release_plan()
-            # Set the phase and the exit code first, because observers read them.
+            # Observers read the phase and the exit code.
             outcome = None if self._ended is None else self._ended.outcome
             self._result.phase = _PHASES.get(outcome, machine.Phase.FAILED)
             self._result.exit_code = int(outcome != "succeeded")
@@ -260,9 +241,7 @@ class PolledWorkers:
 def start_by(
     start_processes: Callable[..., PContext], spec: WorkerSpec, local: LocalJob, plan: Plan, restarts: int
 ) -> GivenContext:
-    """Start the workers of an attempt by calling the user's function, with the same arguments that torch's
-    agent passes.
-    """
+    """Start the workers of an attempt with the user's function, which gets the same arguments as in torch."""
     template = local.prefix_template
     try:
         context = start_processes(
@@ -287,8 +266,8 @@ def start_by(
 
 
 class GivenContext:
-    """Wrapper around the process context that the user's ``start_processes`` has returned. Keeps the workers'
-    port reserved until the context is closed, and forwards all other attributes to the context.
+    """Wraps the context that the user's ``start_processes`` returned, and reserves the workers' port until
+    closed.
 
     Failures are reported only after all workers have exited.
     """
@@ -305,13 +284,10 @@ class GivenContext:
         return getattr(self._context, name)
 
     def wait_for_news(self, seconds: float) -> None:
-        """Sleep for ``seconds`` between two polls of the workers. Polling is necessary, because no event
-        reports the exit of a worker.
-        """
+        """Sleep, because no event reports the exit of a worker."""
         time.sleep(seconds)
 
     def close(self, death_sig: signal.Signals | None = None, timeout: float = 30) -> None:
-        """Stop the workers, and release the port that was reserved for them. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             try:
@@ -320,7 +296,6 @@ class GivenContext:
                 self._plan.close()
 
     def release(self) -> None:
-        """Stop the remaining workers."""
         self.close()
 
 
@@ -333,18 +308,13 @@ def raised_signals(
     forwarded: Iterable[int] = (),
     pass_on: Callable[[int], object] = lambda _: None,
 ) -> Iterator[None]:
-    """Raise :class:`SignalException` in the main thread when a signal requests a stop while the block runs,
-    as torch's agent does, because an exception interrupts even a blocking hook. Restore the previous signal
-    handlers afterwards. A repeated signal that is not a new request (see :class:`.StopRequests`) raises
-    nothing.
+    """Raise :class:`SignalException` in the main thread when a signal requests a stop during the block, as
+    torch does.
 
-    Outside of the main thread, log a warning and install no handler. Forked children get the previous
-    handlers.
-
-    Args:
-        signums: signals to catch. Ignored signals stay ignored.
-        forwarded: further signals. They raise nothing; ``pass_on`` is called with the signal number.
-        pass_on: function for the signals in ``forwarded``.
+    An exception interrupts even a blocking hook. A repeated signal that is not a new request (see
+    :class:`.StopRequests`) raises nothing. Ignored signals stay ignored. The signals in ``forwarded`` are
+    given to ``pass_on``. Outside of the main thread, log a warning and install no handler. Forked children
+    get the previous handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         _log.warning("signals are not handled, because the job does not run in the main thread")

@@ -1,8 +1,4 @@
-"""Torch's base classes for agents, including their events and metrics. Users can subclass them.
-
-:class:`SimpleElasticAgent` calls the hooks of a subclass in torch's order, and polls the workers every
-``monitor_interval`` seconds. :class:`~elasticrs.agent.server.LocalElasticAgent` waits for events instead.
-"""
+"""Torch's base classes for agents, including their events and metrics."""
 
 from __future__ import annotations
 
@@ -77,11 +73,10 @@ class ElasticAgent(ABC):
 class SimpleElasticAgent(ElasticAgent):
     """Agent whose subclass defines how workers are started, monitored and stopped.
 
-    The hooks and their order are the same as in torch. Hooks that were written for an older release of torch
-    work as well, because ``_stop_workers`` and ``_shutdown`` get only the arguments that they accept.
-
-    A health check server can call ``_get_alive_time`` to detect a hook that hangs (``docs/metrics.md``). A
-    hook that takes long can report progress with ``_tell_progress``.
+    Calls the hooks in torch's order, and polls the workers every ``monitor_interval`` seconds.
+    ``_stop_workers`` and ``_shutdown`` get only the arguments that they accept, because the hooks differ
+    between releases of torch. A hook that takes long can report progress with ``_tell_progress``, so that a
+    health check (``_get_alive_time``) does not consider it hung.
 
     Args:
         spec: specification of the workers.
@@ -114,7 +109,6 @@ class SimpleElasticAgent(ElasticAgent):
 
     @property
     def _store(self) -> Any:
-        """Store of the current round, or the store that a subclass has set instead."""
         return self._worker_group.store if self._given_store is None else self._given_store
 
     @_store.setter
@@ -138,9 +132,7 @@ class SimpleElasticAgent(ElasticAgent):
 
     @abstractmethod
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
-        """Send ``death_sig`` to workers that are still running, and release all resources. A subclass may
-        omit ``timeout``, because some releases of torch do not have this parameter.
-        """
+        """Send ``death_sig`` to running workers, and release all resources. A subclass may omit ``timeout``."""
 
     @prof
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
@@ -171,9 +163,9 @@ class SimpleElasticAgent(ElasticAgent):
     def _assign_worker_ranks(
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        """Assign ranks to the workers. The nodes exchange the ranks over the store. The store is not needed
-        if there is a single node, or if ``TORCH_ELASTIC_WORKER_IDENTICAL=1`` declares that all nodes have the
-        same workers.
+        """Assign ranks to the workers, over the store if there are several nodes.
+        ``TORCH_ELASTIC_WORKER_IDENTICAL=1`` declares that all nodes have the same workers, so that no
+        store is needed.
         """
         own = NodeShare(spec.role, spec.local_world_size)
         if group_world_size == 1 or os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL", "0") == "1":
@@ -210,15 +202,12 @@ class SimpleElasticAgent(ElasticAgent):
         """Run the workers; see :class:`ElasticAgent`. Always call ``_shutdown`` afterwards.
 
         Raises:
-            SignalException: a signal asked the agent to stop. ``_shutdown`` has sent the signal to the
-                workers.
+            SignalException: a signal asked the agent to stop. ``_shutdown`` has sent it to the workers.
         """
         return self._run_and_shut_down(partial(self._invoke_run, role))
 
     def _run_and_shut_down(self, invoke: Callable[[], RunResult], *, is_observed: bool = False) -> RunResult:
-        """Run the workers, and always call ``_shutdown`` afterwards. If ``is_observed`` is true, observers
-        record the events and metrics.
-        """
+        """If ``is_observed`` is true, observers record the events and metrics."""
         started = time.monotonic()
         is_shut_down = False
         try:
@@ -240,8 +229,7 @@ class SimpleElasticAgent(ElasticAgent):
                 if not is_kind(error, RendezvousError):
                     self._tell_failure(error)
                 raise
-            # Return a result even though torch's agent returns `None` after a graceful exit, because torch's
-            # own launcher cannot handle `None`.
+            # Torch's agent returns `None` after a graceful exit, which torch's own launcher cannot handle.
             _log.info("%s", error)
             self._worker_group.state = WorkerState.SUCCEEDED
             return RunResult(WorkerState.SUCCEEDED)
@@ -252,9 +240,8 @@ class SimpleElasticAgent(ElasticAgent):
             self._total_execution_time = int(time.monotonic() - started)
 
     def _tell_failure(self, found: RunResult | Exception) -> None:
-        """If the rendezvous handler has a method ``set_failed``, pass it the reason for the failure. The
-        handler reports the reason to the other nodes when it is shut down. Torch's handlers have no such
-        method.
+        """Pass the reason to the handler's ``set_failed``, if it has one (torch's have none), for the other
+        nodes.
         """
         set_failed = getattr(self._worker_group.spec.rdzv_handler, "set_failed", None)
         if set_failed is not None:
@@ -265,7 +252,7 @@ class SimpleElasticAgent(ElasticAgent):
             try:
                 _call(self._shutdown, sigval, timeout=self._shutdown_timeout)
             except SignalException:
-                # A second stop request arrived, so kill the workers now.
+                # This is a second stop request.
                 _call(self._shutdown, signal.SIGKILL, timeout=0)
                 raise
 
@@ -281,26 +268,24 @@ class SimpleElasticAgent(ElasticAgent):
             put_metric(f"workers.{group.spec.role}.remaining_restarts", self._remaining_restarts)
             put_metric(f"workers.{group.spec.role}.{result.state.name.lower()}", 1)
             if result.state == WorkerState.SUCCEEDED:
-                # Treat `None` as success, because torch's hook and users' hooks may return `None`.
+                # Treat `None` as success, because torch's hook and users' hooks may return it.
                 with self._progress.within("_exit_barrier", self._exit_barrier_timeout):
                     is_over = self._exit_barrier() is not False
                 if is_over:
                     return result
-                # Another node has failed, so all workers restart.
                 self._restart_workers(group)
             elif result.state in {WorkerState.UNHEALTHY, WorkerState.FAILED}:
                 if self._remaining_restarts <= 0:
                     with self._progress.within("_stop_workers", self._shutdown_timeout):
                         _call(self._stop_workers, group)
                     group.state = WorkerState.FAILED
-                    # Return FAILED, because torch's launcher does not treat UNHEALTHY as a failure.
+                    # Torch's launcher does not treat UNHEALTHY as a failure.
                     return RunResult(WorkerState.FAILED, result.return_values, result.failures)
                 self._remaining_restarts -= 1
                 self._tell_restart(result.state)
                 self._restart_workers(group)
             elif result.state == WorkerState.HEALTHY:
-                # Restart the workers so that a waiting node can join. This restart is not charged to the
-                # restart budget.
+                # Restart so that a waiting node can join. This restart is not charged to the restart budget.
                 with self._progress.within("num_nodes_waiting", 0):
                     are_waiting = group.spec.rdzv_handler.num_nodes_waiting() > 0
                 if are_waiting:
@@ -320,25 +305,22 @@ class SimpleElasticAgent(ElasticAgent):
         return time.time() - self._progress.overdue()[0]
 
     def _tell_progress(self, seconds: float = 0.0) -> None:
-        """Report that a long-running hook is still making progress. The hook must report again or finish
-        within ``seconds``. Can be called from any thread.
+        """Report progress. The hook must report again or finish within ``seconds``. Can be called from any
+        thread.
 
         Not available in torch.
         """
         self._progress.tell(seconds)
 
     def _pause(self, seconds: float) -> None:
-        """Wait before the next check of the workers. An override may return early when an event arrives.
-
-        Not available in torch.
+        """Wait before the next check. An override may return early when an event arrives. Not available in
+        torch.
         """
         time.sleep(seconds)
 
     def _exit_barrier(self) -> bool | None:
-        """Wait until all nodes have finished, for at most ``exit_barrier_timeout`` seconds.
-
-        Returns:
-            ``False`` if the round has ended for another reason. Torch's hook returns nothing.
+        """Wait until all nodes have finished, for at most ``exit_barrier_timeout`` seconds. Return ``False``
+        if the round has ended for another reason. Torch's hook returns nothing.
         """
         group = self._worker_group
         handler = group.spec.rdzv_handler
@@ -349,11 +331,11 @@ class SimpleElasticAgent(ElasticAgent):
             return True
         self._in_exit_barrier = True
         try:
-            # A handler without `set_succeeded`, such as torch's, also counts new nodes in
-            # `num_nodes_waiting`. Do not check this number, because a new node is no reason to restart.
+            # Torch's handlers have no `set_succeeded` and also count new nodes, which are no reason to
+            # restart.
             return self._wait_for_others(group, watches=set_succeeded is not None)
         except RuntimeError as error:
-            # As in torch, ignore the error. The work is done, and the node that hosted the store may already
+            # Ignore the error, as torch does: the work is done, and the node that hosted the store may
             # have exited.
             _log.warning("the store was lost in the exit barrier: %s", error)
             return True
@@ -377,13 +359,11 @@ class SimpleElasticAgent(ElasticAgent):
     # --- events and metrics ---
 
     def get_event_failed(self) -> Event:
-        """Return the event that reports this agent's failure. It contains the exception that is currently
-        being handled.
-        """
+        """Return the event of this agent's failure, which contains the exception that is being handled."""
         return self._construct_event("FAILED", EventSource.AGENT, raw_error=traceback.format_exc())
 
     def get_event_succeeded(self) -> Event:
-        """Return the event that reports this agent's success."""
+        """Return the event of this agent's success."""
         return self._construct_event("SUCCEEDED", EventSource.AGENT)
 
     @contextmanager
@@ -413,9 +393,8 @@ class SimpleElasticAgent(ElasticAgent):
     def _get_worker_state(self, worker: Worker, result: RunResult) -> str:
         has_failed = worker.global_rank in result.failures
         if result.state in {WorkerState.UNHEALTHY, WorkerState.FAILED} and not has_failed:
-            # The worker was stopped because other workers failed.
             return "TERMINATED"
-        # Accept a result without return values, because programs have none and a subclass may omit them.
+        # Programs have no return values, and a subclass may omit them.
         if has_failed or worker.global_rank in result.return_values or not result.return_values:
             return result.state.value
         raise ValueError(f"Unknown worker: {worker.global_rank}")
@@ -483,9 +462,7 @@ def _first_failure(found: RunResult | Exception) -> str:
 
 
 def _call(method: Callable[..., Any], *arguments: Any, **named: Any) -> None:
-    """Call a hook that may have been written for another release of torch. Pass each argument in ``named``
-    only if the hook accepts it.
-    """
+    """Call a hook, and pass each argument in ``named`` only if the hook accepts it (torch's releases differ)."""
     taken = inspect.signature(method).parameters
     kinds = {each.kind for each in taken.values()}
     if inspect.Parameter.VAR_KEYWORD not in kinds or "timeout" not in named:
@@ -500,10 +477,9 @@ _RANKS = "torchelastic/assigned_ranks/"
 def exchange_ranks(store: Any, group_rank: int, group_world_size: int, own: NodeShare) -> NodeRanks:
     """Agree with the other nodes on the ranks of all workers. The timeout of the shared store applies.
 
-    The keys and the JSON format are torch's, so that agents of torch can take part in the same round.
-    ``torchelastic/role_info/<group_rank>`` holds the data that a node contributes,
-    ``torchelastic/assigned_ranks/<group_rank>`` holds the assignment that the first node computes, and
-    ``torchelastic/agent/terminal_state/`` is the barrier at the end.
+    The keys and the JSON format are torch's, so that agents of torch can take part:
+    ``torchelastic/role_info/<group_rank>`` holds the data of a node, and
+    ``torchelastic/assigned_ranks/<group_rank>`` the assignment by the first node.
     """
     told = _RoleInstanceInfo(own.role, group_rank, own.local_world_size)
     store.set(f"{_INFO}{group_rank}", told.serialize().decode())
@@ -521,9 +497,7 @@ def exchange_ranks(store: Any, group_rank: int, group_world_size: int, own: Node
 
 
 def begin_exit_barrier(store: Any, group_world_size: int) -> str:
-    """Report to the other nodes that this node has finished. Return the key that is set once all nodes have
-    finished.
-    """
+    """Report that this node has finished. Return the key that is set once all nodes have finished."""
     return _barrier_nonblocking(store, group_world_size, _TERMINAL_STATE_SYNC_ID)
 
 
@@ -532,15 +506,14 @@ __all__ = ["START_ALLOWANCE", "UNLIMITED", "Progress"]
 UNLIMITED = inf
 
 START_ALLOWANCE = 600.0
-"""Seconds that the start of workers may take. This may include waiting for machines or downloading images."""
+"""Seconds that the start of workers may take, which may include waiting for machines or downloads."""
 
 
 class Progress:
-    """Current activity of an agent, and its deadline for reporting progress.
+    """Current activity of an agent, and its deadline for reporting progress, for the health check server's
+    thread.
 
-    The agent's thread writes this state, and its health check server reads it. A running hook cannot be asked
-    for its progress. The agent knows only the time of the call and the maximum time for which the hook may
-    block. Activities that may wait without limit, such as a rendezvous, have no deadline.
+    Activities that may wait without limit, such as a rendezvous, have no deadline.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -549,26 +522,20 @@ class Progress:
 
     @contextmanager
     def within(self, name: str, allowance: float) -> Iterator[None]:
-        """Return a context manager for the call of a hook. The hook must finish or report progress within
-        ``allowance`` seconds.
-
-        Activities can be nested. When an inner activity ends, the full allowance of the outer activity starts
-        again.
+        """Expect the block to finish or report progress within ``allowance`` seconds. When an inner activity
+        ends, the full allowance of the outer one starts again.
         """
         outer = self._place
         try:
             self._place = _Place(name, allowance, self._clock() + allowance)
             yield
         finally:
-            # Do not rely on inner activities to restore `_place`, because an exception from a signal handler
-            # may have interrupted them.
+            # An exception from a signal handler may have kept inner activities from restoring `_place`.
             self._place = outer
             self.renew()
 
     def tell(self, seconds: float = 0.0) -> None:
-        """Report progress of the current activity. The next report is due in ``seconds``. Can be called from
-        any thread.
-        """
+        """Report progress. The next report is due in ``seconds``. Can be called from any thread."""
         place = self._place
         if place is not None:
             place.silent_until = self._clock() + seconds
@@ -580,8 +547,8 @@ class Progress:
             self.tell(place.allowance)
 
     def overdue(self) -> tuple[float, str | None]:
-        """Return the number of seconds by which a progress report is overdue (0 if it is not), and the name
-        of the current activity. Can be called from any thread.
+        """Return by how many seconds a report is overdue (0: not), and the activity. Can be called from any
+        thread.
         """
         place = self._place
         if place is None:
@@ -590,8 +557,6 @@ class Progress:
 
 
 class _Place(Record):
-    """What an agent is doing. The agent must report progress before the time ``silent_until``."""
-
     name: str
     allowance: float
     silent_until: float

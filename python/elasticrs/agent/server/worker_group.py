@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 def with_settings(made: type[T]) -> type[T]:
-    """Prepare a class for ``@dataclass``: move the fields of its base classes to the end and make them
-    keyword-only, so that torch's fields keep their positions.
+    """Make inherited fields of a future dataclass keyword-only and last, so that torch's keep their
+    positions.
     """
     made.__annotations__["_"] = KW_ONLY
     for base in made.__bases__:
@@ -40,8 +40,7 @@ def with_settings(made: type[T]) -> type[T]:
 @with_settings
 class WorkerSpec(WorkerSettings, UnresolvedSettings):
     """Specification of the workers of one node. Its keyword-only fields, which torch does not have, are
-    described in :class:`.WorkerSettings` and
-    :class:`.UnresolvedSettings`.
+    described in :class:`.WorkerSettings` and :class:`.UnresolvedSettings`.
 
     Args:
         role: role of the workers.
@@ -57,14 +56,13 @@ class WorkerSpec(WorkerSettings, UnresolvedSettings):
         local_addr: address of this node.
         event_log_handler: destination of events; see :func:`elasticrs.events.get_logging_handler`.
         numa_options: binding of the workers to CPUs; see :class:`.NumaOptions`.
-        duplicate_stdout_filters: texts to search for. Tee'd lines that contain one of them are also copied to
+        duplicate_stdout_filters: tee'd lines that contain one of these texts are also copied to
             ``filtered_stdout.log``.
         duplicate_stderr_filters: the same for standard error.
         virtual_local_rank: true if each worker sees only its own GPU, and has local rank 0.
 
     Raises:
-        AssertionError: the number of workers or the interval is not positive, or the entrypoint is missing
-            (as in torch).
+        AssertionError: the number of workers or the interval is not positive, or there is no entrypoint.
         ValueError: a setting is invalid.
     """
 
@@ -146,10 +144,8 @@ class WorkerState(str, Enum):
 
 
 class WorkerGroup:
-    """The workers of one node, with the data of their current round.
-
-    Attributes:
-        store: store that the nodes of the round share, with torch's interface.
+    """The workers of one node, and the data of their current round, such as the ``store`` that its nodes
+    share.
     """
 
     workers: list[Worker]
@@ -177,18 +173,14 @@ class WorkerGroup:
         self._store, self._open_store = store, None
 
     def take_plan(self, plan: Plan, open_store: Callable[[], Any]) -> None:
-        """Copy the plan of the next attempt into this group, so that other code can read the plan. If the
-        specification sets an address or port for the workers' store, it overrides the plan. Torch has no such
-        method.
+        """Copy the plan of the next attempt into this group. Not available in torch.
 
-        Args:
-            plan: plan of the next attempt.
-            open_store: opens the store that the nodes of the round share. It is called when the store is
-                first used.
+        ``open_store`` opens the store that the nodes share, on first use. An address or port in the
+        specification overrides the plan's.
         """
         plan.master_addr = self.spec.master_addr or plan.master_addr
         if self.spec.master_port:
-            # The user has chosen the port, so the worker with rank 0 hosts the store on this port.
+            # The worker with rank 0 hosts the store on a port that the user has chosen.
             plan.master_port, plan.use_agent_store = self.spec.master_port, False
         self._store, self._open_store = None, open_store
         self.group_rank, self.group_world_size = plan.ranks[0].group_rank, plan.ranks[0].group_world_size
@@ -198,9 +190,7 @@ class WorkerGroup:
             worker.world_size, worker.role_world_size = own.world_size, own.role_world_size
 
     def plan(self) -> Plan:
-        """Create the plan of an attempt from the ranks and addresses that the rendezvous has assigned.
-
-        Not available in torch.
+        """Create the plan of an attempt from the results of the rendezvous. Not available in torch.
 
         Raises:
             RuntimeError: there has been no rendezvous.
@@ -222,7 +212,7 @@ class WorkerGroup:
                 raise RendezvousError("the rendezvous gave no port for the workers' store")
             port = StorePort(is_served=False)
             self.master_port = port.number
-        # If the user has chosen the port, the worker with rank 0 hosts the store on this port.
+        # The worker with rank 0 hosts the store on a port that the user has chosen.
         use_agent_store = spec.rdzv_handler.use_agent_store and spec.master_port is None
         address = self.master_addr or "localhost"
         return Plan(ranks, address, self.master_port, port, use_agent_store=use_agent_store)
@@ -236,10 +226,10 @@ class RunResult:
         state: state of the group; SUCCEEDED or FAILED at the end.
         return_values: return values of the workers' functions.
         failures: failures of the failed workers.
-        verdict: verdict on the failure, as in :class:`elasticrs.errors.JobFailedError`; ``None`` if the
-            workers did not fail, or if the agent's polling hooks decided about restarts.
+        verdict: verdict on the failure, as in :class:`elasticrs.errors.JobFailedError`; ``None`` if no worker
+            failed, or if the agent's polling hooks decided about restarts.
         exit_code: exit code of the launcher for this failure; ``None`` if ``verdict`` is ``None``.
-        reason: reason why the workers were not restarted; ``None`` if the failures alone explain it.
+        reason: why the workers were not restarted; ``None`` if the failures alone explain it.
     """
 
     state: WorkerState
@@ -257,9 +247,7 @@ class RunResult:
 
 @dataclass(repr=False, eq=False)
 class _RoleInstanceInfo:
-    """Data about a node's workers that its agent sends to the other agents of a round, in torch's JSON
-    format.
-    """
+    """Data about a node's workers that its agent sends to the other agents, in torch's JSON format."""
 
     role: str
     rank: int
@@ -282,6 +270,5 @@ class _RoleInstanceInfo:
 
     @staticmethod
     def find_role_boundaries(roles_infos: Sequence[_RoleInstanceInfo], role: str) -> tuple[int, int]:
-        """Return the first and the last index of a role in a list, or (-1, -1) if the role is missing."""
         places = [place for place, info in enumerate(roles_infos) if info.role == role]
         return (places[0], places[-1]) if places else (-1, -1)

@@ -1,11 +1,7 @@
-"""Failures of workers. A worker reports its failure to the agent, and the agent reports it to its own parent
-process.
+"""Failures of workers, with torch's names, file format and report layout.
 
-A worker writes its exception to an error file, either by the hook in :mod:`elasticrs._engine.inside` or
-because its function is decorated with :func:`record`. The agent turns the file into a
-:class:`ProcessFailure`, adds information from the kernel, and raises :class:`ChildFailedError`, whose text is
-the failure report. The names, the file format and the layout of the report are the same as in torch.
-
+A worker writes its exception to an error file (:mod:`elasticrs._engine.inside` or :func:`record`). The agent
+makes it a :class:`ProcessFailure` and raises :class:`ChildFailedError`, whose text is the failure report.
 Workers import this module, so it imports nothing that is needed only after a failure.
 """
 
@@ -38,15 +34,14 @@ __all__ = [
 def record(fn: Callable[_P, _R], error_handler: ErrorHandler | None = None) -> Callable[_P, _R | None]:
     """Decorate the main function of a worker to write its exceptions to the error file.
 
-    Needed only if the worker is a function, for which the hook of elasticrs does not run, or if the program
-    uses its own error handler. As in torch, the decorated function returns ``None`` after ``SystemExit(0)``,
-    and other exceptions that are not a subclass of ``Exception`` are not recorded. For a
-    :class:`ChildFailedError`, the error file of the root cause is copied.
+    Needed only for workers that are functions, and for an error handler of the program. As in torch, the
+    decorated function returns ``None`` after ``SystemExit(0)``, and other exceptions that are no
+    ``Exception`` are not recorded. For a :class:`ChildFailedError`, the error file of the root cause is
+    copied.
 
     Args:
         fn: function to decorate.
-        error_handler: handler that writes the error file; the result of :func:`get_error_handler` if
-            ``None``.
+        error_handler: handler that writes the error file; :func:`get_error_handler` by default.
     """
     handler = error_handler or get_error_handler()
 
@@ -68,8 +63,7 @@ def record(fn: Callable[_P, _R], error_handler: ErrorHandler | None = None) -> C
         except Exception as error:
             handler.record_exception(error)
             raise
-        # Call this outside of the `try` block, because an error in `record_success` is not a failure of the
-        # function.
+        # Outside of the `try`: an error in `record_success` is not a failure of the function.
         handler.record_success()
         return result
 

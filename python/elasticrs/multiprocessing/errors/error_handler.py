@@ -1,7 +1,5 @@
-"""Write a worker's exception to the file named by ``TORCHELASTIC_ERROR_FILE``.
-
-The class and the methods that subclasses override are the same as in torch. There are two deliberate
-differences: files are written completely or not at all, and an unreadable error file never hides the failure.
+"""Write a worker's exception to ``TORCHELASTIC_ERROR_FILE``. Unlike in torch, files are written completely or
+not at all, and an unreadable error file never hides the failure.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ _SHOWN = 1 << 16
 
 
 def __getattr__(name: str) -> Any:
-    # Import `logging` lazily, because a worker that never fails does not need it.
+    # A worker that never fails does not need `logging`.
     if name == "logger":
         import logging
 
@@ -37,16 +35,13 @@ def _logger() -> logging.Logger:
 
 
 def _debug(text: str, *args: object) -> None:
-    # Do not import `logging` for a debug message. DEBUG cannot be enabled if no other module has imported
-    # `logging`.
+    # DEBUG cannot be enabled if no other module has imported `logging`.
     if "logging" in sys.modules:
         _logger().debug(text, *args)
 
 
 class ErrorHandler:
-    """Handler that records exceptions as JSON. Subclasses override :meth:`initialize` and
-    :meth:`record_exception`.
-    """
+    """Records exceptions as JSON. Subclasses override :meth:`initialize` and :meth:`record_exception`."""
 
     _fn_name: str | None = None
 
@@ -55,20 +50,18 @@ class ErrorHandler:
         return os.environ.get("TORCHELASTIC_ERROR_FILE")
 
     def set_entrypoint_fn_name(self, fn_name: str | None) -> None:
-        """Set the qualified name of the decorated function. ``@record`` calls this before
-        :meth:`initialize`.
-        """
+        """Set the qualified name of the decorated function. ``@record`` calls this before :meth:`initialize`."""
         self._fn_name = fn_name
 
     def initialize(self) -> None:
         """Enable :mod:`faulthandler` for all threads. ``@record`` calls this before the function runs.
 
-        Under an elasticrs agent, the stacks of a crash are written to a file, and the failure report shows
-        them. Otherwise, they are written to stderr, as in torch.
+        Under an elasticrs agent, the stacks of a crash go to a file and into the failure report; otherwise to
+        stderr.
         """
         import faulthandler
 
-        # Import the hook now, because `record_exception` needs it and a later import could be interrupted.
+        # `record_exception` needs the hook, and a later import could be interrupted.
         from elasticrs._engine.inside.flight import answer_with_stacks
         from elasticrs._engine.inside.hook import sitecustomize  # noqa: F401
 
@@ -82,11 +75,7 @@ class ErrorHandler:
             _warn(f"Unable to enable fault handler. {type(error).__name__}: {error}")
 
     def record_exception(self, e: BaseException) -> None:
-        """Write the exception to the error file, if a path is configured.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Write the exception to the error file, if a path is configured. ``OSError``: it cannot be written."""
         if self._fn_name:
             _debug("recording an exception of %s", self._fn_name)
         path = self._get_error_file_path()
@@ -101,21 +90,16 @@ class ErrorHandler:
             _debug("%s has returned", self._fn_name)
 
     def maybe_enrich_signal_failure_message(self, message: str, error_file: str) -> str:  # noqa: ARG002
-        """Return the message to report for a worker that was killed by a signal. The default implementation
-        returns ``message`` unchanged.
+        """Return the message to report for a worker that was killed by a signal: by default, ``message``.
 
-        Args:
-            message: default message of the report.
-            error_file: path of the worker's error file, whose folder also contains its logs, or ``"<N/A>"``.
+        ``error_file`` is the path of the worker's error file, beside its logs, or ``"<N/A>"``.
         """
         return message
 
     def override_error_code_in_rootcause_data(
         self, rootcause_error_file: str, rootcause_error: dict[str, Any], error_code: int = 0
     ) -> None:
-        """Add the exit code to the contents of a worker's error file, because the worker itself cannot know
-        its exit code.
-        """
+        """Add the exit code, which the worker cannot know, to the contents of its error file."""
         message = rootcause_error.get("message")
         if isinstance(message, dict):
             message["errorCode"] = error_code
@@ -125,10 +109,8 @@ class ErrorHandler:
             )
 
     def dump_error_file(self, rootcause_error_file: str, error_code: int = 0) -> None:
-        """Copy a worker's error file to this process's own error file, for the parent process.
-
-        If the worker's file cannot be read, log an error. Torch raises an exception here, which would hide
-        the failure.
+        """Copy a worker's error file to this process's own error file, for the parent process. If the file
+        cannot be read, log an error. Torch raises an exception, which would hide the failure.
         """
         import json
 
@@ -161,9 +143,8 @@ class ErrorHandler:
             _warn(f"Unable to write error to file. {type(error).__name__}: {error}")
 
     def _rm(self, my_error_file: str) -> None:
-        """Log and remove an existing error file at this path. Remove it only if it is a regular file.
-
-        A child of the worker may have written the file, because children inherit ``TORCHELASTIC_ERROR_FILE``.
+        """Log and remove an existing regular file. A child of the worker may have written it, because
+        children inherit ``TORCHELASTIC_ERROR_FILE``.
         """
         from elasticrs._engine.inside.error_file import may_be_replaced
 
@@ -177,7 +158,7 @@ class ErrorHandler:
         _logger().warning("%s exists and is replaced; it contained:\n%s", my_error_file, contents)
         try:
             os.remove(my_error_file)
-        # The file cannot be removed (it may be bind-mounted). The caller overwrites it.
+        # The caller overwrites a file that cannot be removed (it may be bind-mounted).
         except OSError as error:
             _logger().info("%s could not be removed: %s", my_error_file, error)
 

@@ -1,6 +1,4 @@
-"""Function that returns the default error handler. To use a different handler, patch
-``elasticrs.multiprocessing.errors.get_error_handler``.
-"""
+"""Default error handler. Programs may patch ``elasticrs.multiprocessing.errors.get_error_handler``."""
 
 from elasticrs.multiprocessing.errors.error_handler import ErrorHandler
 

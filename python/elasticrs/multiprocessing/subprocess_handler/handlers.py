@@ -26,4 +26,4 @@ def get_subprocess_handler(
 
 
 _OWN = get_subprocess_handler
-"""The original function. If ``get_subprocess_handler`` is a different function, a program has replaced it."""
+"""The original function, to detect that a program has replaced it."""

@@ -17,26 +17,21 @@ __all__ = ["SubprocessHandler"]
 
 
 class SubprocessHandler:
-    """Handler that runs a program in a new session. The program's descendants are killed when it exits. After
-    a successful exit, they first get a few seconds to finish.
+    """Runs a program in a new session. When it exits, its descendants are killed, after a successful exit
+    with a few seconds' delay.
 
-    The first ``poll``, ``wait`` or ``close`` after the exit closes the file descriptors. Otherwise, they are
-    closed when this object is deleted, which also kills remaining processes.
-
-    Differences from torch: output is appended to files, and ``proc`` is not a :class:`subprocess.Popen` but
-    has its ``pid``, ``poll``, ``wait``, ``returncode`` and ``send_signal``.
+    Unlike in torch, output is appended to files, and ``proc`` has only :class:`subprocess.Popen`'s ``pid``,
+    ``poll``, ``wait``, ``returncode`` and ``send_signal``. File descriptors are closed by the first ``poll``,
+    ``wait`` or ``close`` after the exit, or with this object, which also kills remaining processes.
 
     Args:
         entrypoint: path or name of the program.
         args: arguments, which are converted to strings.
         env: variables that are added to the environment of this process.
         stdout: path of a file for standard output; this process's standard output if empty or ``None``.
-        stderr: path of a file for standard error; this process's standard error if empty or ``None``.
+        stderr: the same for standard error.
         local_rank_id: local rank of the program.
         numa_options: binding of the program to CPUs.
-
-    Attributes:
-        proc: process that runs the program.
 
     Raises:
         RuntimeError: the program could not be started.
@@ -75,9 +70,5 @@ class SubprocessHandler:
         return handler
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
-        """Send a signal to the program's process group. Do not wait for the program to exit.
-
-        Args:
-            death_sig: signal to send; SIGTERM if ``None``.
-        """
+        """Send a signal (SIGTERM if ``None``) to the program's process group, without waiting."""
         self.proc.send_signal(death_sig or signal.SIGTERM)

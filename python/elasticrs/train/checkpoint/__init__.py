@@ -1,6 +1,4 @@
-"""Save checkpoints of the training state, so that it survives the loss of all workers. Nothing is saved until
-:func:`set_checkpoint_manager` is called.
-"""
+"""Save checkpoints of the training state, once :func:`set_checkpoint_manager` has been called."""
 
 from __future__ import annotations
 

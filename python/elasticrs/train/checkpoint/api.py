@@ -1,6 +1,4 @@
-"""Checkpoint API with the names of torchelastic 0.1. It can also be used by loops that do not use
-``train``.
-"""
+"""Checkpoint API of torchelastic 0.1, also for loops without ``train``."""
 
 from __future__ import annotations
 
@@ -38,7 +36,6 @@ class CheckpointUtil:
         coordinator: Coordinator that the loop uses.
 
     Attributes:
-        coordinator: Coordinator that the loop uses.
         checkpoint_manager: Manager that was set when this object was created. ``None`` if there was none.
         checkpoint_loaded: True if this worker has a state of this job, so that no checkpoint needs to be
             loaded.
@@ -50,17 +47,11 @@ class CheckpointUtil:
         self.checkpoint_loaded = False
 
     def load_checkpoint(self, state: State, rank: int) -> State:
-        """Load the newest checkpoint into ``state``, unless ``checkpoint_loaded`` is true on any worker.
+        """Load the newest checkpoint into ``state`` on rank 0, unless ``checkpoint_loaded`` is true on any
+        worker.
 
-        All workers must call this together. Only rank 0 loads the checkpoint. Call ``state.sync`` afterwards
-        to send the state to the other workers.
-
-        Args:
-            state: State to load the checkpoint into.
-            rank: Rank of this worker.
-
-        Returns:
-            The ``state`` argument.
+        All workers must call this together, and then ``state.sync``, which sends the state to them. Return
+        ``state``.
 
         Raises:
             CheckpointError: The checkpoint cannot be used. Raised on all workers.
@@ -72,34 +63,25 @@ class CheckpointUtil:
         return state
 
     def set_checkpoint_loaded(self) -> None:
-        """Record that this worker has the current state of the training, so that :meth:`load_checkpoint` does
-        not overwrite the state. Call this method after ``state.sync``.
+        """Record, after ``state.sync``, that this worker has the current state, which :meth:`load_checkpoint`
+        keeps.
         """
         self.checkpoint_loaded = True
 
     def save_checkpoint(self, state: State, rank: int) -> None:
-        """Save the state if ``should_save_checkpoint`` of the coordinator or of the state returns true. All
-        workers must call this method together.
-
-        Args:
-            state: State to save.
-            rank: Rank of this worker.
+        """Save the state if the coordinator's or the state's ``should_save_checkpoint`` returns true, on all
+        workers together.
         """
         if self.checkpoint_manager is None:
             return
-        # Call both `should_save_checkpoint` methods on every worker, even if the first returns true, because
-        # each may count its calls.
+        # Call both methods on every worker, because each may count its calls.
         is_asked = self.coordinator.should_save_checkpoint()
         if state.should_save_checkpoint(rank) or is_asked:
             CheckpointSaver(self.coordinator).save_checkpoint(state, rank)
 
 
 class CheckpointBarrier:
-    """Context manager that waits for all workers when its block ends.
-
-    Args:
-        rank: Rank of this worker.
-    """
+    """Context manager that waits for all workers when its block ends."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

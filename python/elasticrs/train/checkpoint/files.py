@@ -1,12 +1,10 @@
 """Store checkpoints in a directory. Each checkpoint is a subdirectory named by its number.
 
-- **SAVE-1** a checkpoint gets its number only when all its data is on disk, by renaming its directory. Until
-  then, the directory has a different kind of name. The next writer removes directories that dead writers left
-  behind.
+- **SAVE-1** a directory is renamed to its number when all its data is on disk. Before, its name is of another
+  kind, and the next writer removes it if its writer has died.
 - **SAVE-2** the length and checksum of every stream are recorded, and checked before the stream is read.
-- **SAVE-3** the newest complete checkpoint is used. A damaged checkpoint is logged and skipped. A checkpoint
-  of another job, or in a newer format, is an error, because users would not expect an older checkpoint to be
-  loaded instead.
+- **SAVE-3** the newest complete checkpoint is used. A damaged one is logged and skipped. One of another job,
+  or in a newer format, is an error, because users would not expect an older checkpoint instead.
 """
 
 from __future__ import annotations
@@ -35,22 +33,17 @@ _UNFINISHED = "unfinished-"
 _BLOCK = 1 << 20
 
 
-class _TornError(CheckpointError):
-    """A checkpoint is incomplete or damaged."""
+class _TornError(CheckpointError): ...
 
 
 class FileSystemCheckpointManager(CheckpointManager):
-    """Checkpoint manager that stores checkpoints in a directory.
-
-    Every worker that may become rank 0 must be able to read the directory.
+    """Checkpoint manager that stores checkpoints in a directory, which every possible rank 0 must be able to
+    read.
 
     Args:
         checkpoint_dir: Directory for the checkpoints. It is created if it does not exist.
         job: Job name to store in the checkpoints. Checkpoints with another job name are rejected.
-        keep: Number of newest checkpoints to keep. ``None`` to keep all.
-
-    Raises:
-        ValueError: ``keep`` is less than 1.
+        keep: Number of newest checkpoints to keep, at least 1. ``None`` to keep all.
     """
 
     def __init__(
@@ -65,7 +58,6 @@ class FileSystemCheckpointManager(CheckpointManager):
 
     @prof
     def create_checkpoint(self) -> Checkpoint:
-        """Return a new checkpoint. The caller writes its streams, then commits it."""
         self._remove_unfinished()
         return _New(self)
 
@@ -114,11 +106,8 @@ class FileSystemCheckpointManager(CheckpointManager):
         return found
 
     def place(self, unfinished: str) -> str:
-        """Rename a complete directory to the next checkpoint number and return its path. Then remove old
-        checkpoints.
-
-        If an old checkpoint cannot be removed, log a warning and do not raise, because the new checkpoint is
-        complete.
+        """Rename a complete directory to the next checkpoint number and return its path. Remove old
+        checkpoints; if one cannot be removed, only log a warning, because the new one is complete.
         """
         numbers = self._numbers()
         number = numbers[0] + 1 if numbers else 0
@@ -128,8 +117,7 @@ class FileSystemCheckpointManager(CheckpointManager):
                 os.rename(unfinished, path)
                 break
             except OSError:
-                # Another process has just written a checkpoint with this number. Keep both by taking the next
-                # number.
+                # Another process has just written a checkpoint with this number. Keep both.
                 if not os.path.exists(path):
                     raise
                 number += 1
@@ -145,7 +133,6 @@ class FileSystemCheckpointManager(CheckpointManager):
             _log.warning("checkpoint %s was written, but %s cannot be removed: %s", new, old, error)
 
     def manifest(self, files: dict[str, Any]) -> dict[str, Any]:
-        """Return the manifest of a checkpoint with these streams."""
         return {"format": FORMAT, "job": self._job, "streams": files}
 
     def _path(self, number: int) -> str:
@@ -156,7 +143,7 @@ class FileSystemCheckpointManager(CheckpointManager):
         return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
     def _remove(self, path: str) -> None:
-        # Rename the directory before removing it, because a partly removed checkpoint must not look complete.
+        # A partly removed checkpoint must not look complete.
         gone = tempfile.mkdtemp(prefix=_UNFINISHED, dir=self.directory)
         os.rename(path, gone)
         shutil.rmtree(gone, ignore_errors=True)
@@ -164,8 +151,7 @@ class FileSystemCheckpointManager(CheckpointManager):
     def _remove_unfinished(self) -> None:
         for name in os.listdir(self.directory):
             path = os.path.join(self.directory, name)
-            # A writer keeps its directory locked until it exits, so a lock can be acquired only on an
-            # abandoned directory.
+            # A writer keeps its directory locked until it exits.
             if name.startswith(_UNFINISHED) and (lock := _lock(path)) is not None:
                 shutil.rmtree(path, ignore_errors=True)
                 os.close(lock)
@@ -238,18 +224,12 @@ class _Committed(Checkpoint):
         self._verify(key)
         return open(os.path.join(self._path, _file_of(key)), "rb")
 
-    def commit(self) -> None:
-        """Do nothing, because the checkpoint is already committed."""
+    def commit(self) -> None: ...
 
-    def discard(self) -> None:
-        """Do nothing, because committed checkpoints are kept."""
+    def discard(self) -> None: ...
 
     def verify(self) -> None:
-        """Check every stream against its recorded length and checksum.
-
-        Raises:
-            _TornError: a stream differs.
-        """
+        """Check every stream against its recorded length and checksum."""
         for key in self._streams:
             self._verify(key)
 
@@ -304,9 +284,7 @@ def _flush(directory: str) -> None:
 
 
 def _lock(path: str) -> int | None:
-    """Lock a directory and return the descriptor that holds the lock. Return ``None`` if another process
-    holds the lock, or if the directory cannot be opened or locked.
-    """
+    """Lock a directory and return the descriptor that holds the lock; ``None`` if that is not possible."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:

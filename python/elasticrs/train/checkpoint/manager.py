@@ -1,6 +1,4 @@
-"""Base classes for checkpoint storage, this process's checkpoint manager, and the saving and loading of
-checkpoints together with the other workers.
-"""
+"""Base classes for checkpoint storage, and the saving and loading together with the other workers."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def commit(self) -> None:
-        """Commit the checkpoint: make everything written so far visible. Idempotent."""
+        """Make everything written so far visible as a checkpoint. Idempotent."""
 
     @abstractmethod
     def discard(self) -> None:
@@ -78,10 +76,8 @@ _manager: CheckpointManager | None = None
 
 
 def set_checkpoint_manager(checkpoint_manager: CheckpointManager | None) -> None:
-    """Set the checkpoint manager of this process. All workers must call this before training starts.
-
-    Args:
-        checkpoint_manager: Manager that saves and loads the checkpoints. ``None`` to disable checkpoints.
+    """Set the checkpoint manager of this process (``None``: no checkpoints), on all workers before training
+    starts.
     """
     global _manager  # noqa: PLW0603 -- process-wide
     _manager = checkpoint_manager
@@ -102,12 +98,7 @@ _MAX_REASON = 500
 
 
 class CheckpointSaver:
-    """Saves and loads the state of a training loop. Rank 0 reads and writes, and the other workers receive
-    the state through ``sync``.
-
-    Args:
-        coordinator: coordinator of the loop.
-    """
+    """Saves and loads the state of a training loop on rank 0. The other workers receive it through ``sync``."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
@@ -116,23 +107,14 @@ class CheckpointSaver:
     def load_checkpoint(self, state: State, rank: int) -> bool:
         """Load the newest checkpoint, if any, on rank 0. All workers must call this together.
 
-        Args:
-            state: State to load the checkpoint into.
-            rank: Rank of this worker.
-
-        Returns:
-            True if rank 0 loaded a checkpoint.
-
-        Raises:
-            CheckpointError: The checkpoint cannot be used. Raised on all workers.
+        Return true if rank 0 loaded one. Raise ``CheckpointError`` on all workers if it cannot be used.
         """
         found, trouble, reason = 0, None, b""
         if rank == 0:
             try:
                 found = int(load_newest(state))
             except Exception as error:
-                # Send the error to the other workers before raising it, because they wait for a message from
-                # rank 0.
+                # The other workers wait for a message from rank 0.
                 trouble, reason = error, f"{type(error).__name__}: {error}".encode()[:_MAX_REASON]
                 found = -len(reason)
         found = self._coordinator.exchange([found])[0][0]
@@ -145,17 +127,9 @@ class CheckpointSaver:
 
     @prof
     def save_checkpoint(self, state: State, rank: int) -> bool:
-        """Write a checkpoint. All workers must call this together, and the call returns when rank 0 has
-        finished.
+        """Write a checkpoint. All workers must call this together, and wait until rank 0 has finished.
 
-        If the disk fails, the checkpoint is skipped, a message is logged, and the job continues.
-
-        Args:
-            state: State to write.
-            rank: Rank of this worker.
-
-        Returns:
-            True if rank 0 wrote the checkpoint. All workers get the same result.
+        Return, on all workers, whether rank 0 wrote it. If the disk fails, log a message and continue.
         """
         is_saved = False
         if rank == 0 and (manager := get_checkpoint_manager()) is not None:
@@ -165,14 +139,8 @@ class CheckpointSaver:
 
 
 def load_newest(state: State) -> bool:
-    """Load the newest checkpoint in this process. Return false if there is no checkpoint or no checkpoint
-    manager.
-
-    Args:
-        state: State to load the checkpoint into.
-
-    Raises:
-        CheckpointError: The checkpoint cannot be used.
+    """Load the newest checkpoint. Return false if there is none, or no manager. ``CheckpointError``: it
+    cannot be used.
     """
     manager = get_checkpoint_manager()
     checkpoint = None if manager is None else manager.get_latest_checkpoint()
@@ -184,9 +152,7 @@ def load_newest(state: State) -> bool:
 
 
 def _save(manager: CheckpointManager, state: State) -> bool:
-    """Save a state. Return false if the disk failed. Raise any other error, because it is a bug in the
-    program.
-    """
+    """Save a state. Return false if the disk failed. Any other error is a bug in the program."""
     failed: list[OSError] = []
     try:
         checkpoint = manager.create_checkpoint()
@@ -206,10 +172,8 @@ def _save(manager: CheckpointManager, state: State) -> bool:
 
 
 def _os_error(error: BaseException | None) -> OSError | None:
-    """Return the exception itself if it is an OSError, otherwise the first OSError in its chain of causes, or
-    ``None``.
-
-    ``__context__`` is ignored, because such an exception was only being handled when this one was raised.
+    """Return the first OSError in the exception's chain of causes. ``__context__`` is no cause, only an
+    earlier error.
     """
     seen: list[BaseException] = []
     while error is not None and error not in seen:

@@ -36,7 +36,7 @@ class RendezvousParameters(Value):
         run_id: name of the job.
         min_workers: minimum number of workers.
         max_workers: maximum number of workers.
-        config: additional settings as ``KEY=VALUE,KEY=VALUE``. ``None`` for no additional settings.
+        config: additional settings as ``KEY=VALUE,KEY=VALUE``, or ``None``.
 
     Raises:
         ValueError: the numbers of workers or the additional settings are invalid.
@@ -70,13 +70,8 @@ class RendezvousParameters(Value):
 
 
 def get_rendezvous(rdzv_params: RendezvousParameters) -> ElasticRendezvousHandler:
-    """Return a rendezvous handler for a worker that uses no coordinator.
-
-    Args:
-        rdzv_params: parameters of the rendezvous.
-
-    Raises:
-        ValueError: the parameters are invalid.
+    """Return a rendezvous handler for a worker without a coordinator. ``ValueError``: the parameters are
+    invalid.
     """
     from elasticrs.rendezvous.elastic_handler import ElasticRendezvousHandler
     from elasticrs.train.meeting_url import parse

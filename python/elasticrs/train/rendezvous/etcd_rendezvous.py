@@ -1,6 +1,4 @@
-"""Classes for a rendezvous over etcd, named as in torchelastic. Programs that use an ``etcd://`` URL need not
-import this module.
-"""
+"""Torchelastic's classes for a rendezvous over etcd. An ``etcd://`` URL does not need this module."""
 
 from __future__ import annotations
 

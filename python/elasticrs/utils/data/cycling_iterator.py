@@ -11,14 +11,9 @@ _T = TypeVar("_T")
 
 
 class CyclingIterator(Iterator[_T]):
-    """Iterator over several epochs. A function provides each epoch's items.
+    """Iterator over epochs from ``start_epoch`` to ``n - 1``. ``generator_fn`` returns the items of an epoch.
 
     Unlike in torch, empty epochs are skipped without recursion.
-
-    Args:
-        n: number of the first epoch that is not included.
-        generator_fn: returns the iterator for an epoch.
-        start_epoch: first epoch.
     """
 
     def __init__(self, n: int, generator_fn: Callable[[int], Iterator[_T]], start_epoch: int = 0) -> None:

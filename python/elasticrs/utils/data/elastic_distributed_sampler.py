@@ -18,11 +18,7 @@ __all__ = ["ElasticDistributedSampler"]
 class ElasticDistributedSampler(DistributedSampler[Any]):
     """Distributes the items from ``start_index`` onwards over the ranks. The order depends only on the epoch.
 
-    Args:
-        dataset: dataset of a fixed size.
-        num_replicas: number of ranks; ``None`` for the size of the process group.
-        rank: rank of the caller; ``None`` for its rank in the process group.
-        start_index: index of the first item.
+    ``num_replicas`` and ``rank`` default to those of the process group.
 
     Raises:
         TypeError: the dataset has no size.
@@ -51,8 +47,7 @@ class ElasticDistributedSampler(DistributedSampler[Any]):
         generator.manual_seed(self.epoch)
         left = torch.randperm(self._size - self.start_index, generator=generator)
         indices: list[int] = left.add(self.start_index).tolist()
-        # Repeat items until every rank gets equally many. Unlike torch, repeat more than once if there are
-        # fewer items than ranks.
+        # Repeat items until every rank gets equally many, even (unlike torch) with fewer items than ranks.
         while len(indices) < self.total_size:
             indices += indices[: self.total_size - len(indices)]
         return iter(indices[self.rank : self.total_size : self.num_replicas])
