@@ -27,17 +27,13 @@ _SUBMODULES = (
 def lazy(
     module: str, name: str, homes: Mapping[str, tuple[str, ...]], submodules: tuple[str, ...] = ()
 ) -> Any:
-    """Import and return an attribute of a package whose submodules are imported on first access, unlike
-    torch's.
+    """Import an attribute of a package on first access, and return it. Torch imports all submodules at once.
 
     Args:
         module: full name of the package.
-        name: name of the attribute.
+        name: name of the attribute. ``AttributeError`` is raised if there is none.
         homes: names that other modules define, by the full name of the defining module.
         submodules: submodules of the package.
-
-    Raises:
-        AttributeError: the module has no attribute with this name.
     """
     import sys
 

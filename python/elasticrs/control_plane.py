@@ -1,6 +1,4 @@
-"""Torch's debug server in a worker, which returns stacks and the flight recorder over HTTP on a Unix socket.
-Torch is imported only if ``TORCH_WORKER_SERVER_SOCKET`` requests it. The agent does not set this variable.
-"""
+"""Torch's debug server in a worker, for ``TORCH_WORKER_SERVER_SOCKET``. The agent does not set it."""
 
 from __future__ import annotations
 
@@ -24,11 +22,7 @@ TORCH_WORKER_SERVER_SOCKET = "TORCH_WORKER_SERVER_SOCKET"
 
 
 def worker_main() -> _WorkerMain:
-    """Return a decorator or context manager for a worker's main code: run the debug server and record the
-    failure.
-
-    Torch only records an exception that is raised when the context manager is created.
-    """
+    """Run the debug server during a function or ``with`` block, and record its failure (unlike in torch)."""
     return _WorkerMain()
 
 

@@ -1,6 +1,4 @@
-"""Entry points ``python -m elasticrs.launch`` and ``elasticrun``, with the functions of
-``torch.distributed.launch``.
-"""
+"""Entry points ``python -m elasticrs.launch`` and ``elasticrun``, with torch's function names."""
 
 from __future__ import annotations
 
@@ -41,9 +39,9 @@ def main(args: Sequence[str] | None = None) -> None:
     """Launch a job and wait until it has finished.
 
     Args:
-        args: command line without the program name; every failure then raises an exception, as in
-            :func:`launch`. If ``None``, the calling process is the launcher: this function reads
-            ``sys.argv``, prints errors, and exits with the launcher's exit code if that is not 0.
+        args: command line without the program name. If ``None``, this process is the launcher: read
+            ``sys.argv``, print errors, and exit with the launcher's exit code if that is not 0, instead of
+            raising.
 
     Raises:
         ChildFailedError: workers failed.
@@ -61,9 +59,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
-    """Parse ``args`` (``sys.argv[1:]`` if ``None``). A mistake raises ``SystemExit`` with exit code 2, as in
-    argparse.
-    """
+    """Parse ``args`` (``sys.argv[1:]`` if ``None``). A mistake raises ``SystemExit(2)``, as in argparse."""
     from elasticrs.run import get_args_parser
 
     parser = get_args_parser()
@@ -77,12 +73,8 @@ def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
 
 
 def launch(args: Any) -> None:
-    """Run the job described by a namespace from :func:`parse_args`.
-
-    Unless ``use_env`` is set, ``--local-rank=N`` is inserted before the arguments of the script.
-
-    Raises:
-        ValueError: the program is not a Python script and ``use_env`` is not set (as in torch).
+    """Run a job. As in torch, scripts get ``--local-rank=N``, and programs must be scripts, unless
+    ``use_env`` is set in the namespace. Otherwise, raise ``ValueError``.
     """
     from elasticrs.run import run
 

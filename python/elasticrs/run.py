@@ -1,8 +1,8 @@
-"""Entry point of ``python -m elasticrs.run``, with the functions of ``torch.distributed.run``, for programs
-that extend torchrun: they use its parser, fill in a namespace and call :func:`run`, or call :func:`main`.
+"""``python -m elasticrs.run``, with the functions of ``torch.distributed.run``, for programs that extend
+torchrun.
 
-The namespace is that of torchrun: options that it stores as text (``nnodes``, ``tee``, …) are checked when
-the namespace is used. Options may be missing, and values may be numbers instead of text.
+In a namespace, as in torchrun, options such as ``nnodes`` and ``tee`` are text that is checked when it is
+used. Options may be missing, and values may be numbers instead of text.
 """
 
 from __future__ import annotations
@@ -64,9 +64,7 @@ def __getattr__(name: str) -> object:
 
 
 def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
-    """Parse ``args`` (``sys.argv[1:]`` if ``None``). A mistake raises ``SystemExit`` with exit code 2, as in
-    argparse.
-    """
+    """Parse ``args`` (``sys.argv[1:]`` if ``None``). A mistake raises ``SystemExit(2)``, as in argparse."""
     return get_args_parser().parse_args(args)
 
 
@@ -88,11 +86,10 @@ def _check_parts(nnodes: str) -> None:
 
 
 def determine_local_world_size(nproc_per_node: str | int) -> int:
-    """Convert a value of ``--nproc-per-node`` to the number of workers on this machine.
+    """Return the number of workers on this machine for a value of ``--nproc-per-node``.
 
     Args:
-        nproc_per_node: a number, ``cpu``, ``gpu``, ``xpu``, ``auto``, or the name of a device of a torch
-            extension.
+        nproc_per_node: number, ``cpu``, ``gpu``, ``xpu``, ``auto``, or a device of a torch extension.
 
     Raises:
         ValueError: this machine has no such device, or the word is unknown.
@@ -116,15 +113,12 @@ def get_rdzv_endpoint(args: Any) -> str:
 
 
 def get_use_env(args: Any) -> bool:
-    """Return true if workers read their local rank from the environment (the default), not from
-    ``--local-rank``.
-    """
+    """Return true (by default) if workers get their local rank in a variable, not in ``--local-rank``."""
     return bool(getattr(args, OLD_LAUNCHERS, True))
 
 
 def config_from_args(args: Any) -> tuple[LaunchConfig, Callable[..., Any] | str, list[str]]:
-    """Convert a namespace into the arguments of :class:`~elasticrs.launcher.api.elastic_launch`: the
-    configuration, the function or program, and its arguments.
+    """Return the configuration, the function or program, and its arguments for ``elastic_launch``.
 
     As in torch, ``OMP_NUM_THREADS`` is set in this process if there are several workers and it is not set.
 
@@ -162,8 +156,8 @@ def config_from_args(args: Any) -> tuple[LaunchConfig, Callable[..., Any] | str,
 def run(args: Any) -> None:
     """Run a job until it finishes. The errors are those of :func:`main`, except for ``SystemExit``.
 
-    As in torch, ``args`` is changed: the rendezvous options are set for ``standalone`` and for a job with
-    only default options, and a missing ``master_port`` becomes 29500.
+    As in torch, ``args`` is changed: rendezvous options for ``standalone`` and jobs with only default
+    options, and 29500 as a missing ``master_port``.
     """
     from elasticrs.launcher.api import elastic_launch
 
@@ -183,9 +177,7 @@ def run(args: Any) -> None:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Launch a job and wait until it finishes; see :func:`elasticrs.launch.main`. This is torchrun's entry
-    point.
-    """
+    """Launch a job and wait until it finishes; see :func:`elasticrs.launch.main`."""
     if args is not None:
         from elasticrs.multiprocessing.errors import record
 

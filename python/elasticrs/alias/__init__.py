@@ -1,11 +1,7 @@
-"""Redirects imports of ``torch.distributed.elastic`` to elasticrs, for code that cannot be edited.
+"""Redirects imports of ``torch.distributed.elastic``, ``.launcher``, ``.run`` and ``.launch``, and of
+``torchelastic`` from 2019 and 2020, for code that cannot be edited, if ``ELASTICRS_ALIAS=1``.
 
-If ``ELASTICRS_ALIAS=1`` and the hook of ``python -m elasticrs.alias install`` is installed, torch's
-``distributed.elastic``, ``distributed.launcher``, ``distributed.run`` and ``distributed.launch`` are second
-names of the modules of elasticrs, so classes compare equal and patches are visible under both names. The
-package ``torchelastic`` of 2019 and 2020 is redirected to :mod:`elasticrs.train` and the modules that later
-became part of torch.
-
+Each module is a single object with two names, so classes compare equal, and patches are visible under both.
 This module runs at the start of each interpreter, so it imports no module that is not already loaded.
 """
 
@@ -65,9 +61,7 @@ def _is_kept(name: str) -> bool:
 
 
 def our_name(name: str) -> str | None:
-    """Return the full name of the module that replaces one of torch or torchelastic; ``None`` if there is
-    none.
-    """
+    """Return the full name of the module that replaces one of torch or torchelastic, or ``None``."""
     if _is_kept(name):
         return None
     for theirs, ours in _OURS.items():
@@ -82,11 +76,7 @@ def is_active() -> bool:
 
 
 def activate() -> None:
-    """Redirect all later imports in this interpreter. Idempotent.
-
-    Raises:
-        RuntimeError: torch's own modules are already loaded and would stay in use.
-    """
+    """Redirect all later imports. Raise ``RuntimeError`` if torch's own modules are already loaded."""
     if is_active():
         return
     if loaded := sorted(name for name in sys.modules if our_name(name) is not None):
@@ -126,7 +116,7 @@ class _Finder:
 
 
 def _torchs_own(fullname: str) -> ModuleSpec | None:
-    """Find a module that exists only in torch. Its parent package is elasticrs's, so search torch's folders."""
+    """Find a module that exists only in torch. Its parent is elasticrs's, so search torch's folders."""
     from importlib.machinery import PathFinder
 
     below = fullname.split(".")[2:-1]

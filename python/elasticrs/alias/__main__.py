@@ -17,8 +17,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-# Python runs `.pth` files in the order of their names. This one sorts after `elasticrs.pth`, which may put
-# elasticrs on the path.
+# Python runs `.pth` files by name. `elasticrs.pth`, which comes before, may put elasticrs on the path.
 FILE = "elasticrs_alias.pth"
 _ACTIVATE = """
 try:
@@ -41,9 +40,7 @@ _PROBE = "import sys; from elasticrs.alias import is_active; sys.exit(not is_act
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the action that ``args`` (``sys.argv[1:]`` by default) names. Return the exit code: 0 for success,
-    1 if the action failed or ``status`` finds no hook, and 2 for a mistake in the command line.
-    """
+    """Run an action. Return the exit code: 1 after a failure or without a hook, 2 for a usage error."""
     args = sys.argv[1:] if args is None else args
     actions: dict[str, Callable[[], int]] = {"install": install, "uninstall": uninstall, "status": status}
     if list(args) in (["-h"], ["--help"]):

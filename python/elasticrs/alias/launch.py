@@ -1,6 +1,4 @@
-"""Main program of ``python -m torch.distributed.launch`` if the alias for torch's modules is active. Unless
-``--use-env`` is given, each script gets ``--local-rank=N`` before its arguments, as in torch.
-"""
+"""Alias of ``python -m torch.distributed.launch``, which passes ``--local-rank=N`` to each script."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
-"""Events of a job, with torch's names, order and JSON format, and with timestamps (torch's are 0). See
-``docs/events.md``.
+"""Events of a job, with torch's names and JSON format, and with timestamps. See ``docs/events.md``.
 
 >>> from elasticrs import events
 >>> events.record(events.Event("my.event", events.EventSource.WORKER), destination="console")
-
-The job continues if an event cannot be written.
 """
 
 from __future__ import annotations
@@ -73,8 +70,7 @@ def _get_or_create_logger(destination: str = "null") -> logging.Logger:
 
 
 def record(event: Event, destination: str = "null") -> None:
-    """Send an event to a destination; see :func:`get_logging_handler`. A timestamp of 0 becomes the current
-    time.
+    """Send an event to a destination; see :func:`get_logging_handler`.
 
     Raises:
         KeyError: the destination does not exist.
@@ -123,7 +119,7 @@ def construct_and_record_rdzv_event(
     local_id: int | None = None,
     rank: int | None = None,
 ) -> None:
-    """Create and record a rendezvous event. Do nothing if the destination's handler is a ``NullHandler``.
+    """Create and record a rendezvous event, unless the destination's handler is a ``NullHandler``.
 
     Args:
         run_id: name of the job.

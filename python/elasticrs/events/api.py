@@ -34,11 +34,7 @@ class _Serialized:
 class Event(_Serialized):
     """An event of a job, as in torch.
 
-    Args:
-        name: name of the event, such as ``torchelastic.worker.status.FAILED``.
-        source: source of the event.
-        timestamp: milliseconds since 1970; 0 for the time at which the event is recorded (torch keeps the 0).
-        metadata: further data of the event.
+    ``timestamp`` is in milliseconds since 1970; 0 stands for the time of recording (torch keeps the 0).
     """
 
     name: str
@@ -102,10 +98,7 @@ _known: dict[int, str] = {}
 
 
 def fq_hostname() -> str:
-    """Return the fully qualified name of this machine, or the kernel's host name if the resolver is too slow.
-
-    Within a process, the result never changes.
-    """
+    """Return this machine's fully qualified name, or the kernel's name if the resolver is too slow."""
     with _lock:
         # A forked child may be in another network namespace.
         pid = os.getpid()

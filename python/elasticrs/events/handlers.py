@@ -1,6 +1,4 @@
-"""Destinations of events: :mod:`logging` handlers by name, in ``_log_handlers`` (torch's table, which users
-may change), ``file:PATH``, or from the entry point group ``elasticrs.event_handlers``.
-"""
+"""Destinations of events: :mod:`logging` handlers by name. As in torch, users may change the table."""
 
 from __future__ import annotations
 
@@ -34,9 +32,7 @@ _FILE = "file:"
 _SLOW = "slow"
 
 _PATIENCE = 2.0
-"""Seconds to wait for queued lines when flushing or exiting. The console's reader may be stopped, or a file
-system hang.
-"""
+"""Seconds to wait for queued lines. The console's reader may be stopped, or a file system may hang."""
 
 _WAITING = 10_000
 """Maximum number of lines that wait for a console. Further lines are dropped."""
@@ -81,10 +77,7 @@ class ConsoleHandler(_StreamHandler):
 
 
 class LineFileHandler(logging.Handler):
-    """Appends events to a file in JSON Lines format. Each event is a single ``write``; failures are flushed
-    to disk.
-
-    Writing may block, because file systems may hang; see :meth:`write_behind`.
+    """Appends events to a JSON Lines file, each with a single ``write``. Failures are flushed to disk.
 
     Args:
         path: path of the file. A new file gets mode 0644; an existing one is appended to.
@@ -110,10 +103,7 @@ class LineFileHandler(logging.Handler):
             self._behind = LineQueue(self._write)
 
     def write_through(self) -> None:
-        """Undo one :meth:`write_behind`, and wait until all lines are written or a time limit expires.
-
-        The last call also stops the background thread, unless the thread hangs.
-        """
+        """Undo one :meth:`write_behind`, and wait for the lines. The last call also stops the thread."""
         self._agents -= 1
         behind = self._behind
         if behind is None or not behind.is_ours:
@@ -173,7 +163,8 @@ def get_logging_handler(destination: str = "null") -> logging.Handler:
     """Return the handler of a destination, creating it on first use.
 
     Args:
-        destination: a name in ``_log_handlers``, ``file:PATH``, or the name of an entry point.
+        destination: a name in ``_log_handlers``, ``file:PATH``, or an entry point in
+            ``elasticrs.event_handlers``.
 
     Raises:
         UnknownDestinationError: the destination does not exist.
@@ -207,9 +198,7 @@ MOST = 10_000
 
 
 class LineQueue:
-    """Queue of lines, and a thread that writes them, because ``write`` (line, whether to flush to disk) may
-    block.
-    """
+    """Queue of lines, and a thread that writes them (and flushes failures), because that may block."""
 
     def __init__(self, write: Callable[[bytes, bool], None]) -> None:
         self._write = write

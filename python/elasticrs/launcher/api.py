@@ -1,8 +1,4 @@
-"""Launch jobs from Python, with torch's names and signatures (``torch.distributed.launcher``).
-
-It can be used inside a host application: it installs no signal handlers outside of the main thread, and never
-touches the application's own children.
-"""
+"""Launch jobs from Python, with torch's names. The application's own children are never touched."""
 
 from __future__ import annotations
 
@@ -49,8 +45,10 @@ _log = logging.getLogger("elasticrs.agent")
 @dataclass
 @with_settings
 class LaunchConfig(WorkerSettings, UnresolvedSettings):
-    """Configuration of a job, with torch's fields and defaults. The keyword-only fields, which torch does not
-    have, are described in :class:`.WorkerSettings` and :class:`.UnresolvedSettings`.
+    """Configuration of a job, with torch's fields and defaults.
+
+    :class:`.WorkerSettings` and :class:`.UnresolvedSettings` describe the keyword-only fields, which torch
+    does not have.
 
     Args:
         min_nodes: minimum number of nodes.
@@ -72,14 +70,12 @@ class LaunchConfig(WorkerSettings, UnresolvedSettings):
         event_log_handler: destination of events; see :func:`elasticrs.events.get_logging_handler`.
         numa_options: binding of the workers to CPUs; see :class:`.NumaOptions`.
         signals_to_handle: names of signals that stop the job, separated by commas.
-        duplicate_stdout_filters: tee'd lines that contain one of these texts are also copied to
-            ``filtered_stdout.log``.
+        duplicate_stdout_filters: texts that select tee'd lines to copy to ``filtered_stdout.log`` as well.
         duplicate_stderr_filters: the same for standard error and ``filtered_stderr.log``.
         virtual_local_rank: true if each worker sees only its own GPU, and has local rank 0.
-        shutdown_timeout: seconds between the stop signal and SIGKILL. If ``None``, the value comes from
-            ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT``; the default is 30.
-        exit_barrier_timeout: seconds to wait for other nodes at the end. If ``None``, the value comes from
-            ``rdzv_configs`` or ``TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT``; the default is 300.
+        shutdown_timeout: seconds between stop signal and SIGKILL; from the environment (30) if ``None``.
+        exit_barrier_timeout: seconds to wait for other nodes at the end; from ``rdzv_configs`` or the
+            environment (300) if ``None``.
 
     Raises:
         ValueError: a time is negative, or a setting is invalid.
@@ -132,13 +128,7 @@ _OF_WORKERS = {each.name for each in fields(LaunchConfig)} & {each.name for each
 
 
 class elastic_launch:  # noqa: N801 -- torch's name
-    """Runs a function or a program as a distributed job: ``elastic_launch(config, function)(*arguments)``.
-
-    Args:
-        config: configuration of the job.
-        entrypoint: program, or function that can be imported by name.
-        health_check_server: see :class:`~elasticrs.agent.server.LocalElasticAgent`.
-    """
+    """Runs a job: ``elastic_launch(config, entrypoint)(*args)``. See :func:`launch_agent`."""
 
     def __init__(
         self,
@@ -165,7 +155,7 @@ def launch_agent(
 
     Args:
         config: configuration of the job. If its ``run_id`` is empty, it is set to a random name.
-        entrypoint: function or program that the workers run.
+        entrypoint: program, or function that can be imported by name.
         args: arguments of the entrypoint.
         health_check_server: see :class:`~elasticrs.agent.server.LocalElasticAgent`.
 
@@ -173,9 +163,9 @@ def launch_agent(
         Return values of the functions on this node, by global rank; ``None`` for programs.
 
     Raises:
-        ChildFailedError: workers failed. Also a :class:`elasticrs.errors.JobFailedError` with verdict and
-            exit code.
-        RuntimeError: the workers could not be started. Also a :class:`elasticrs.errors.JobFailedError`.
+        ChildFailedError: workers failed. It is also an :class:`elasticrs.errors.JobFailedError`.
+        RuntimeError: the workers could not be started. It is also an
+            :class:`elasticrs.errors.JobFailedError`.
         SignalException: a signal stopped the job.
         ValueError: the configuration is invalid.
         SystemExit: this process is a worker that imports a main module without a ``__name__`` guard.
@@ -248,11 +238,7 @@ def run_agent(agent: LocalElasticAgent, destination: str) -> RunResult:
 
 @contextmanager
 def shut_down_after(handler: RendezvousHandler) -> Iterator[None]:
-    """Shut down the handler after the block, but not after a signal, because that would stop the job on all
-    nodes.
-
-    Errors of the handler only cause a warning, because the job's outcome is already known.
-    """
+    """Shut down the handler after the block, except after a signal, because that would stop all nodes."""
     is_signalled = False
     try:
         yield

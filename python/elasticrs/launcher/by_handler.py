@@ -1,6 +1,4 @@
-"""Run command-line jobs with torch's polling loop, because their rendezvous handler must be polled. Such a
-handler comes from a package or a program, or is ``c10d`` with ``store_type=file``.
-"""
+"""Run command-line jobs whose rendezvous handler must be polled: a package's, or ``store_type=file``."""
 
 from __future__ import annotations
 
@@ -41,13 +39,7 @@ _DEFAULT_TIMEOUT = 900
 def run_by_handler(
     job: JobSpec, console: Console, signals: SignalPipe | None, write: Callable[[str], object]
 ) -> int:
-    """Run the job to completion, and return the exit code. ``write`` prints the failure report.
-
-    Signals that have already arrived are handled here; later ones raise exceptions.
-
-    Raises:
-        UsageError: the handler rejects the settings.
-    """
+    """Run the job to completion, and return the exit code. ``UsageError``: invalid settings."""
     if job.event_log_handler != "null":
         check_destination(job.event_log_handler)
     workers = make_workers(job)

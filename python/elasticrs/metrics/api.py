@@ -1,6 +1,4 @@
-"""Torch's metrics API: a metric is a named number in a group. Numbers go to the group's handler and to all
-sinks of this process, such as the registry behind ``/metrics``.
-"""
+"""Torch's metrics API. Each group of metrics has a handler, and sinks get the values of all groups."""
 
 from __future__ import annotations
 
@@ -133,11 +131,10 @@ def _get_metric_name(fn: Callable[..., Any]) -> str:
 
 
 def prof(fn: Callable[..., Any] | None = None, group: str = "torchelastic") -> Any:
-    """Decorate a function to record ``NAME.success`` or ``NAME.failure`` (always 1) and ``NAME.duration.ms``
-    of calls.
+    """Decorate a function to record ``NAME.success`` or ``NAME.failure`` (1 per call) and
+    ``NAME.duration.ms``.
 
-    Works as ``@prof`` and ``@prof(group="mine")``. The name of a method includes its class, and that of a
-    function the last part of its module.
+    Works as ``@prof`` and ``@prof(group="mine")``. NAME includes a method's class, or a function's module.
     """
 
     def wrap(function: F) -> F:

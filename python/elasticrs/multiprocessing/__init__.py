@@ -54,10 +54,8 @@ def start_processes(
     duplicate_stdout_filters: list[str] | None = None,
     duplicate_stderr_filters: list[str] | None = None,
 ) -> PContext:
-    """Start one copy of a program or function for each local rank, or none.
-
-    Can be called from any thread, but handles signals only in the main thread. :meth:`PContext.close`, which
-    :meth:`PContext.wait` calls at the end, kills all remaining processes.
+    """Start one copy of a program or function for each local rank, or none, and handle signals in the main
+    thread.
 
     Args:
         name: name in the prefix of the processes' lines on the console.
@@ -68,13 +66,12 @@ def start_processes(
         log_line_prefixes: prefixes by local rank, instead of ``[<name><local_rank>]:``.
         start_method: start method of functions: ``spawn``, ``fork`` or ``forkserver``.
         numa_options: binding of the processes to CPUs.
-        duplicate_stdout_filters: tee'd lines that contain one of these texts are also copied to
-            ``filtered_stdout.log``.
+        duplicate_stdout_filters: texts that select tee'd lines to copy to ``filtered_stdout.log`` as well.
         duplicate_stderr_filters: the same for standard error and ``filtered_stderr.log``.
 
     Raises:
         RuntimeError: ``args`` or ``envs`` lacks a local rank, or the processes could not be started. If the
-            program does not exist or is not executable, it is also a ``FileNotFoundError`` or
+            program does not exist or cannot be executed, it is also a ``FileNotFoundError`` or
             ``PermissionError``.
         ValueError: the start method is unknown.
         SystemExit: this process is a worker that imports a main module without a ``__name__`` guard.

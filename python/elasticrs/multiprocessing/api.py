@@ -1,7 +1,7 @@
 """Start worker processes and redirect their output, with torch's names.
 
-Unlike in torch, no attempt's directory is deleted, local ranks may have several digits, signal handlers are
-restored at the end, and the core stops all processes and their descendants in parallel with one deadline.
+Unlike in torch, no attempt's directory is deleted, signal handlers are restored at the end, and all processes
+and their descendants are stopped in parallel with one deadline.
 """
 
 from __future__ import annotations
@@ -88,9 +88,7 @@ class Std(IntFlag):
 
     @classmethod
     def from_str(cls, vm: str) -> Std | dict[int, Std]:
-        """Parse ``"3"`` (a value for all ranks) or ``"0:3,1:0"`` (values by local rank). Raise ``ValueError``
-        otherwise.
-        """
+        """Parse ``"3"`` (for all ranks) or ``"0:3,1:0"`` (by local rank). Raise ``ValueError`` otherwise."""
         try:
             found = parse_streams(vm)
         except ValueError as error:
@@ -144,9 +142,7 @@ class LogsSpecs(ABC):
 
     @abstractmethod
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Return the log files of an attempt, before its workers are started. Add ``TORCHELASTIC_ERROR_FILE``
-        to ``envs``, the variables that the agent adds to the environment, by local rank.
-        """
+        """Return the log files of an attempt, and add ``TORCHELASTIC_ERROR_FILE`` to the workers' ``envs``."""
 
     @property
     @abstractmethod
@@ -155,10 +151,9 @@ class LogsSpecs(ABC):
 
 
 class DefaultLogsSpecs(LogsSpecs):
-    """Chooses ``<log_dir>/<run_id>_<host>_XXXX/attempt_<n>/<local_rank>/{stdout.log,stderr.log,error.json}``.
+    """``<log_dir>/<run_id>_<host>_XXXX/attempt_<n>/<local_rank>/{stdout.log,stderr.log,error.json}``.
 
-    Raises:
-        NotADirectoryError: ``log_dir`` is a file.
+    ``NotADirectoryError``: ``log_dir`` is a file.
     """
 
     def __init__(
@@ -253,9 +248,7 @@ class RunProcsResult:
 
 
 def _terminate_process_handler(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001 -- signal handler's signature
-    """Raise :class:`SignalException`, but not while an event could get lost. Speed up a clean-up that is
-    running.
-    """
+    """Raise :class:`SignalException`, unless an event could get lost or a clean-up is running."""
     if _clean_ups:
         hurry, requests = _clean_ups[-1]
         if requests.is_new(signum, time.monotonic()):
@@ -279,7 +272,7 @@ def _validate_full_rank(d: dict[int, Any], nprocs: int, what: str) -> None:
 def get_std_cm(
     std_rd: str, redirect_fn: Callable[[str], AbstractContextManager[None]]
 ) -> AbstractContextManager[None]:
-    """Return a context manager that calls ``redirect_fn`` for a file, or does nothing if ``std_rd`` is empty."""
+    """Return ``redirect_fn(std_rd)``, or a context manager that does nothing if the path is empty."""
     return redirect_fn(std_rd) if std_rd else nullcontext()
 
 
@@ -293,9 +286,7 @@ _clean_ups: list[tuple[Callable[[], None], StopRequests]] = []
 
 @contextmanager
 def clean_up(hurry: Callable[[], None]) -> Iterator[None]:
-    """Call ``hurry`` instead of raising another :class:`SignalException` if a stop signal arrives in the
-    block.
-    """
+    """Call ``hurry`` if a stop signal arrives in a block that handles a :class:`SignalException`."""
     error = sys.exc_info()[1]
     while error is not None and not isinstance(error, SignalException):
         error = error.__context__
@@ -336,20 +327,8 @@ def _release(caught: list[int]) -> None:
 class PContext(ABC):
     """Base class for a group of processes that are started, monitored and stopped together.
 
-    Args:
-        name: name in the prefix of the processes' lines on the console.
-        entrypoint: function or program to run.
-        args: arguments by local rank.
-        envs: variables added to the environment, by local rank. ``logs_specs`` adds the path of the error
-            file.
-        logs_specs: destination of the output.
-        log_line_prefixes: prefixes by local rank, instead of ``[<name><local_rank>]:``.
-        duplicate_stdout_filters: tee'd lines that contain one of these texts are also copied to
-            ``filtered_stdout.log``.
-        duplicate_stderr_filters: the same for standard error and ``filtered_stderr.log``.
-
-    Raises:
-        RuntimeError: ``logs_specs`` returned no file for a local rank.
+    The arguments are those of :func:`elasticrs.multiprocessing.start_processes`. Raise ``RuntimeError`` if
+    ``logs_specs`` returns no file for a local rank.
     """
 
     # Mocks of the class need this attribute.
@@ -400,9 +379,7 @@ class PContext(ABC):
         return copy
 
     def start(self) -> None:
-        """Start the processes. In the main thread, the signals in ``TORCHELASTIC_SIGNALS_TO_HANDLE`` raise
-        :class:`SignalException` from now on.
-        """
+        """Start the processes. In the main thread, the handled signals now raise :class:`SignalException`."""
         with interrupts.held():
             if threading.current_thread() is threading.main_thread():
                 names = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE") or DEFAULT_SIGNALS
@@ -428,15 +405,17 @@ class PContext(ABC):
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None: ...
 
     def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
-        """Wait until all processes have succeeded, or until one has failed and the others have been stopped.
-        Return ``None`` if processes are still running.
+        """Wait until all processes have succeeded, or one has failed and the others have been stopped.
 
         Args:
             timeout: seconds to wait; 0 polls once, and a negative number waits without limit.
             period: seconds between polls in a subclass that only has ``_poll``.
 
+        Returns:
+            The result, or ``None`` if processes are still running.
+
         Raises:
-            SignalException: a signal arrived. The processes are still running until :meth:`close` is called.
+            SignalException: a signal arrived. The processes run until :meth:`close` is called.
         """
         deadline = time.monotonic() + timeout if timeout >= 0 else None
         while True:
@@ -451,11 +430,9 @@ class PContext(ABC):
         time.sleep(seconds)
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-        """Stop all processes and their descendants, and release all resources. Idempotent.
+        """Stop all processes and their descendants. Idempotent.
 
-        Args:
-            death_sig: signal to send first; SIGTERM if ``None``.
-            timeout: seconds until SIGKILL, for all processes together.
+        ``death_sig`` (SIGTERM if ``None``) is followed by SIGKILL after ``timeout`` seconds for all.
         """
         with interrupts.held():
             try:
@@ -486,8 +463,7 @@ _UNGUARDED = (
 def refuse_while_main_is_imported() -> None:
     """Exit with one line and exit code 1 if this process is a worker that is still importing the main module.
 
-    Without a ``__name__`` guard, each ``spawn`` or ``forkserver`` worker would launch workers itself.
-    Python's own check comes after the launch has started, and prints a long traceback for each worker.
+    Without a ``__name__`` guard there, each worker would launch workers itself. Python's check comes later.
     """
     # The launch path imports as little as possible. Such a worker has already loaded the module.
     process = sys.modules.get("multiprocessing.process")

@@ -1,6 +1,4 @@
-"""The two concrete subclasses of :class:`~elasticrs.multiprocessing.api.PContext`, for programs and
-functions.
-"""
+"""The two concrete subclasses of :class:`~elasticrs.multiprocessing.api.PContext`."""
 
 from __future__ import annotations
 
@@ -116,9 +114,7 @@ class _SupervisedContext(PContext):
         return dict(enumerate(self._processes().log.pids))
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-        """Stop all processes. While a :class:`SignalException` is handled, a further stop signal ends the
-        wait early.
-        """
+        """Stop all processes. A further stop signal during a :class:`SignalException` ends the wait early."""
         with clean_up(self._hurry):
             super().close(death_sig, timeout)
 
@@ -136,11 +132,7 @@ class _SupervisedContext(PContext):
 
 
 class SubprocessContext(_SupervisedContext):
-    """Context whose processes run a program. See :class:`PContext` for the arguments.
-
-    ``subprocess_handlers`` are the handlers by local rank. They come from ``api.get_subprocess_handler`` if
-    the program has replaced it.
-    """
+    """Context whose processes run a program; see :class:`PContext`. ``subprocess_handlers`` is by rank."""
 
     def __init__(
         self,
@@ -237,12 +229,10 @@ class SubprocessContext(_SupervisedContext):
 
 
 class MultiprocessContext(_SupervisedContext):
-    """Context whose processes run a function. See :class:`PContext` for the arguments.
+    """Context whose processes run a function. See :class:`PContext`.
 
-    As in torch, processes that were stopped because another one failed are not listed as failures.
-
-    Args:
-        start_method: ``spawn``, ``fork`` or ``forkserver``. ``ValueError`` is raised for other values.
+    ``start_method`` is ``spawn``, ``fork`` or ``forkserver``; otherwise, raise ``ValueError``. As in torch,
+    processes that were stopped because another one failed are not listed as failures.
     """
 
     def __init__(
@@ -342,14 +332,12 @@ def replaced_factory() -> Callable[..., Any] | None:
 
 
 class ForeignPrograms(Record):
-    """Programs that the user's replacement for ``get_subprocess_handler`` runs, as in torch.
+    """Programs run by the user's replacement for ``get_subprocess_handler``, which torch supports too.
 
-    A handler has ``proc``, like :class:`subprocess.Popen`, and ``close(death_sig)``, and is responsible for
-    descendants. The programs are polled, because they are not children of the core.
+    They are no children of the core, so they are polled, and their handlers are responsible for descendants.
 
     Attributes:
-        exits: exit code, and monotonic time at which the exit was seen, by local rank, in the order of the
-            exits.
+        exits: exit code and monotonic time of observation, by local rank, in the order of the exits.
         sent: last signal that was sent to the program, by local rank.
     """
 
@@ -383,9 +371,7 @@ class ForeignPrograms(Record):
         return len(self.exits) == len(self.handlers) or any(code for code, _ in self.exits.values())
 
     def stop(self, death_sig: signal.Signals, timeout: float) -> None:
-        """Signal the running programs, and kill them after ``timeout`` seconds. Leave them behind after
-        :data:`_KILL_LIMIT`.
-        """
+        """Signal the programs, and kill them after ``timeout`` seconds, without waiting forever."""
         self._send(death_sig)
         deadline = time.monotonic() + timeout
         for handler in self.handlers.values():

@@ -1,6 +1,4 @@
-"""Support for ``--logs-specs NAME``: a class that chooses the log files, from the entry point group
-``elasticrs.logs_specs`` or else ``torchrun.logs_specs``.
-"""
+"""Support for ``--logs-specs NAME``: a class that an installed package provides as an entry point."""
 
 from __future__ import annotations
 
@@ -64,9 +62,7 @@ def _regular(error_file: str) -> str:
 
 
 def specs_class(name: str) -> Any:
-    """Return the ``LogsSpecs`` class with this name. Raise ``UsageError`` if it is not installed or cannot be
-    loaded.
-    """
+    """Return the ``LogsSpecs`` class with this name. Raise ``UsageError`` if it cannot be loaded."""
     from importlib import metadata
 
     known = metadata.entry_points()

@@ -27,16 +27,11 @@ libc = get_libc()
 
 @contextmanager
 def redirect(std: str, to_file: str) -> Iterator[None]:
-    """Return a context manager that redirects a stream to a file, including output of C code and child
-    processes.
-
-    Args:
-        std: ``"stdout"`` or ``"stderr"``.
-        to_file: path of the file, which is truncated first, as in torch.
+    """Redirect ``"stdout"`` or ``"stderr"``, also of C code and child processes, to a file during the block.
 
     Raises:
         ValueError: the name is unknown.
-        OSError: the file cannot be opened.
+        OSError: the file, which is truncated first as in torch, cannot be opened.
     """
     if std not in DESCRIPTORS:
         raise ValueError(f"unknown standard stream <{std}>, must be one of {set(DESCRIPTORS)}")

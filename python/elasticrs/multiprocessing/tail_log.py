@@ -1,8 +1,7 @@
-"""Copy lines of growing files, with a prefix, to an object with a ``write`` method: for programs that use
-:class:`TailLog`, and for a ``sys.stdout`` without a file descriptor (in a notebook).
+"""Copy lines of growing files, with a prefix, to any object with a ``write`` method.
 
 Unlike in torch, one thread copies all files, only whole lines are copied, the last line always ends with a
-newline, and stopping does not wait for another interval.
+newline, and stopping does not wait for another interval. The core prints the output of an agent's workers.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def tail_logfile(
     interval_sec: float,
     log_line_filter: Callable[[str], bool] | None = None,
 ) -> None:
-    """Copy the lines of a file until the process that writes it has finished.
+    """Copy the lines of a file until ``finished`` is set. Raise ``OSError`` if the file cannot be read.
 
     Args:
         header: prefix of every line.
@@ -91,9 +90,6 @@ def tail_logfile(
         finished: event that is set when the producer has written everything.
         interval_sec: seconds between two reads.
         log_line_filter: function that returns true for lines to copy; ``None`` for all (in torch: no) lines.
-
-    Raises:
-        OSError: the file cannot be read.
     """
     followed = _File(header, file, dst, log_line_filter)
     try:
@@ -111,12 +107,11 @@ def tail_logfile(
 
 
 class TailLog:
-    """Copies growing files to an object such as ``sys.stdout`` in a thread.
+    """Copies growing files to ``dst`` (``None``: nowhere), such as ``sys.stdout``, in a thread.
 
     Args:
         name: name in the default prefix of a line: ``[name0]:`` for the file with index 0.
         log_files: paths by index. The files may not exist yet.
-        dst: object to which the lines are written; ``None`` to drop them.
         log_line_prefixes: custom prefixes by index.
         interval_sec: seconds between two reads.
         log_line_filter: function that returns true for lines to copy.
@@ -180,8 +175,7 @@ class TailLog:
         while not is_finished:
             is_finished = self._finished.is_set()
             began = time.monotonic()
-            # Read one chunk of each file in turn, so that a file with a lot of new data does not delay the
-            # others.
+            # Read one chunk of each file in turn, so that a lot of new data does not delay the others.
             while self._each(files, _File.advance):
                 if is_finished or time.monotonic() - began < self._interval_sec:
                     continue

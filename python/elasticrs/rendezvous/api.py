@@ -1,4 +1,4 @@
-"""Torch's rendezvous interfaces, with its names, signatures and error messages (torch's tests compare them)."""
+"""Torch's rendezvous interfaces, with its names, signatures and error messages, which its tests compare."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _TORCHS = "torch.distributed.elastic.rendezvous.api"
 
 
 def is_kind(error: BaseException, kind: type[RendezvousError]) -> bool:
-    """Return true for an instance of ``kind`` or of torch's class with that name, which handlers may raise."""
+    """Return true for an instance of ``kind`` or of torch's class of that name, which handlers may raise."""
     return isinstance(error, kind) or any(
         (each.__module__, each.__name__) == (_TORCHS, kind.__name__) for each in type(error).__mro__
     )
@@ -64,8 +64,7 @@ class RendezvousStoreInfo:
             rank: rank of this node.
             store: shared store, with the methods ``set`` and ``get`` for bytes.
             local_addr: address of this node; its fully qualified name if ``None``.
-            server_port: port of the workers' store. If ``None``, rank 0 reserves a free port as long as the
-                result exists.
+            server_port: port; if ``None``, rank 0 reserves a free one as long as the result exists.
         """
         held = None
         if rank == 0:
@@ -87,14 +86,7 @@ class RendezvousStoreInfo:
 
 
 class RendezvousInfo:
-    """One node's result of a completed rendezvous.
-
-    Args:
-        store: store that the nodes share. On a single node, this process serves it from the first use on.
-        rank: rank of this node.
-        world_size: number of nodes.
-        bootstrap_store_info: address of the workers' store.
-    """
+    """One node's result of a rendezvous. On a single node, this process serves the store when used."""
 
     def __init__(
         self, store: Any, rank: int, world_size: int, bootstrap_store_info: RendezvousStoreInfo | None
@@ -166,7 +158,7 @@ class RendezvousHandler(ABC):
 
     @abstractmethod
     def shutdown(self) -> bool:
-        """Close the rendezvous, and release this node's resources. Return true if the rendezvous was closed."""
+        """Close the rendezvous, and release this node's resources. Return true if it was closed."""
 
 
 class RendezvousParameters:
@@ -219,9 +211,7 @@ class RendezvousParameters:
         return self.config.get(key, default)
 
     def get_as_bool(self, key: str, default: bool | None = None) -> bool | None:
-        """Return a setting as a Boolean: ``1``, ``true``, ``t``, ``yes``, ``y``, or ``0``, ``false``, ``f``,
-        ``no``, ``n``, in upper or lower case. Raise ``ValueError`` for other values.
-        """
+        """Return a setting such as ``yes``, ``t`` or ``0`` as a Boolean. Raise ``ValueError`` for others."""
         value = self.get(key, default)
         if value is None or isinstance(value, bool):
             return value
@@ -258,11 +248,7 @@ class RendezvousHandlerRegistry:
         self._registry: dict[str, RendezvousHandlerCreator] = {}
 
     def register(self, backend: str, creator: RendezvousHandlerCreator) -> None:
-        """Register a function that creates handlers. Registering the same one again has no effect.
-
-        Raises:
-            ValueError: the name is empty, or is registered with another creator.
-        """
+        """Register a backend, once. Raise ``ValueError`` if the name is empty or has another creator."""
         if not backend:
             raise ValueError("The rendezvous backend name must be a non-empty string.")
         current = self._registry.setdefault(backend, creator)

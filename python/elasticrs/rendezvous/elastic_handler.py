@@ -1,10 +1,8 @@
-"""Elastic rendezvous with torch's handler interface, for agents that poll for waiting nodes.
-
-The agent of elasticrs reacts to events of :attr:`ElasticRendezvousHandler.rendezvous` instead. Both kinds of
-agents use the same state machine.
+"""Elastic rendezvous with torch's handler interface, for agents that poll for waiting nodes. The agent of
+elasticrs drives the same state machine with events.
 
 - **POLL-1** One thread handles the events of the store and the timers, so that the node takes part in the
-  rendezvous (and may lead it) while its agent is busy. All other events come from the threads that call the
+  rendezvous (and may lead it) while its agent is busy. Other events come from the threads that call the
   handler.
 - **POLL-2** All work is done under one lock, which is released only while a thread waits. Waiting threads are
   notified of every change.
@@ -74,8 +72,8 @@ class ElasticRendezvousHandler(RendezvousHandler):
     Args:
         rendezvous: description of the rendezvous.
         backend: name of the back end that the user has given.
-        on_stop: called as soon as a round in which this node takes part has ended, under a lock. It must
-            neither block nor call this object.
+        on_stop: called under a lock when a round of this node has ended. It must neither block nor call this
+            object.
 
     Attributes:
         round: number of the last round that :meth:`next_rendezvous` has returned; 0 before the first round.
@@ -108,9 +106,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """True if an agent serves the workers' store. False with the back end ``static`` or with
-        ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``, because the worker with rank 0 then serves the store.
-        """
+        """False with ``static`` or ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``, where rank 0 hosts the store."""
         return self._use_agent_store
 
     def get_run_id(self) -> str:
@@ -119,9 +115,9 @@ class ElasticRendezvousHandler(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the next round. The caller must not have any workers at that time.
 
-        If a round is running, and :meth:`num_nodes_waiting` has not reported a change, then workers of this
-        node have failed, and the round ends for all nodes. The store in the result has the interface of
-        torch's ``Store``, and is closed when the next round starts on this node.
+        If a round is running without a reported change, workers of this node have failed, and the round ends
+        for all nodes. The returned store, with the interface of torch's ``Store``, is closed at the start of
+        this node's next round.
 
         Raises:
             RendezvousClosedError: the job has ended.
@@ -153,11 +149,9 @@ class ElasticRendezvousHandler(RendezvousHandler):
                     self._news.wait()
 
     def num_nodes_waiting(self) -> int:
-        """Return a positive number if the round has ended. The agent should then stop its workers and join
-        the next.
+        """Return a positive number if the round has ended and the agent should stop its workers.
 
-        Unlike in torch, a round can also end without waiting nodes, because a node was lost or its workers
-        failed.
+        Unlike in torch, the reason may also be a lost node or a failure of its workers.
         """
         with self._news:
             if self._outcome is not None:
@@ -177,25 +171,25 @@ class ElasticRendezvousHandler(RendezvousHandler):
                 self._close_job(self._driver)
 
     def leave(self) -> None:
-        """Leave the job as a planned change, which ends the round for all nodes. :meth:`next_rendezvous` then
-        raises :class:`RendezvousClosedError`. Not available in torch.
+        """Leave the job as a planned change, which ends the round for all nodes. Not available in torch.
+
+        :meth:`next_rendezvous` then raises :class:`RendezvousClosedError`.
         """
         with self._news:
             if self._driver is not None and self._outcome is None:
                 self._tell(self._driver, messages.Leave(f"node {node_name()} leaves"))
 
     def ask_for_round(self, reason: str) -> None:
-        """End the current round for all nodes as a planned change, in which no worker has failed and no node
-        leaves. No effect between rounds. Users see the short ``reason`` on all nodes. Not available in
-        torch.
+        """End the current round, if any, for all nodes without a failure. Not available in torch.
+
+        Users see the short ``reason`` on all nodes.
         """
         with self._news:
             if self._driver is not None and self._outcome is None:
                 self._tell(self._driver, messages.AskForRound(reason))
 
     def open_job_store(self) -> Store:
-        """Open a store that all nodes of the job share across rounds. The caller has to close it. Not
-        available in torch.
+        """Open a store for all nodes and rounds of the job, which the caller closes. Not available in torch.
 
         Raises:
             DistNetworkError: the store cannot be reached.
@@ -208,17 +202,16 @@ class ElasticRendezvousHandler(RendezvousHandler):
         return driver.store.open_job_store()
 
     def set_succeeded(self) -> None:
-        """Record that this node's workers have finished and that all their processes have exited.
-        :meth:`shutdown` then does not end the job for the other nodes. Not available in torch.
-        """
+        """Let :meth:`shutdown` leave the job to the other nodes, after success here. Not in torch."""
         with self._news:
             self._has_succeeded = self._runs and not self._is_to_stop
 
     def shutdown(self) -> bool:
-        """Leave the job. End the job for all nodes if it has not succeeded on this node. All workers must
-        have exited.
+        """Leave the job. End it for all nodes if it has not succeeded on this node. All workers must have
+        exited.
 
-        Return true if the other nodes can see the end, for which this waits about ``close_timeout`` seconds.
+        Wait about ``close_timeout`` seconds until the other nodes can see the end, and return whether they
+        can.
         """
         with self._news:
             self._is_shut = True
@@ -236,9 +229,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
         return knows
 
     def _leave_kept_store(self) -> bool:
-        """If this process hosts the store, let the other nodes read the outcome before closing the store, for
-        at most ``close_timeout`` seconds. Return true if all nodes have read it.
-        """
+        """Close the store that this process hosts. Return true if all nodes have read the outcome."""
         deadline = time.monotonic() + self.rendezvous.settings.close_timeout
         while (is_needed := self.kept.is_needed()) and time.monotonic() < deadline:
             time.sleep(_FAREWELL_TICK)
@@ -363,8 +354,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     def _work(self) -> None:
         with self._news:
-            # Another thread may run this method, if an exception interrupted `next_rendezvous` before
-            # `self._thread` was set.
+            # A second thread is started if an exception interrupts `next_rendezvous` early.
             if self._thread is not None or self._driver is None:
                 return
             self._thread = threading.current_thread()
@@ -380,8 +370,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
                 poll = select.poll()
                 for fd in fds:
                     poll.register(fd, select.POLLIN)
-                # Round up, because a timer that is due in less than a millisecond would otherwise cause a
-                # busy loop.
+                # Round up, because a timer due in less than 1 ms would otherwise cause a busy loop.
                 poll.poll(int(seconds * 1000) + 1)
                 with suppress(BlockingIOError):
                     os.eventfd_read(self._wake)

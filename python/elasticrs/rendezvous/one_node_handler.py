@@ -30,11 +30,7 @@ class OneNodeRendezvous(RendezvousHandler):
     """Rendezvous handler for a single-node job, with any back end.
 
     With ``static`` and an endpoint, rank 0 hosts the workers' store there. Otherwise, this process serves a
-    new store in every round, or, with ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``, reserves a new port for rank
-    0.
-
-    Attributes:
-        store_port: port of the workers' store in the current round; ``None`` if the endpoint sets the port.
+    new store in every round, or, with ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``, reserves a port for rank 0.
 
     Raises:
         ValueError: the job may have more than one node, or the endpoint is malformed.
@@ -71,9 +67,7 @@ class OneNodeRendezvous(RendezvousHandler):
         return RendezvousInfo(self.open_shared_store(), 0, 1, address)
 
     def open_shared_store(self) -> Store:
-        """Return the current round's own store, whose server starts on first use, because most jobs never
-        need it.
-        """
+        """Return the current round's own store. Its server starts on first use, which is rare."""
         if self._store is None:
             from elasticrs._engine.nodes.transport.store import Requests
             from elasticrs.store import Store
@@ -99,11 +93,9 @@ class OneNodeRendezvous(RendezvousHandler):
     def next_served_by(self, supervisor: _core.Supervisor | None) -> RendezvousStoreInfo:
         """Start the next round, and return only the address of its workers' store.
 
-        ``supervisor`` serves the store and reports its messages; if ``None``, a new thread serves it.
-
-        Raises:
-            RendezvousClosedError: the rendezvous was closed with :meth:`set_closed`.
-            OSError: no port is free, or file descriptors have run out.
+        The store is served by ``supervisor``, which reports its messages, or by a new thread if ``None``.
+        Raise ``RendezvousClosedError`` after :meth:`set_closed`, and ``OSError`` without a free port or
+        descriptor.
         """
         if self._is_closed:
             raise RendezvousClosedError(f"the rendezvous of job {self._run_id} is closed")

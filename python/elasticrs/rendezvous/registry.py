@@ -1,8 +1,8 @@
-"""Find the rendezvous handler for a backend by its name. Packages register handlers in the entry point groups
-``elasticrs.rendezvous_handlers`` and ``torchrun.handlers``, searched in this order.
+"""Find the rendezvous handler for a backend: of elasticrs, the program, or an entry point of an installed
+package in ``elasticrs.rendezvous_handlers`` or ``torchrun.handlers``, in this order.
 
 As in torch, an entry point is a function without arguments that returns a creator. It is loaded only when its
-backend is requested, so that a broken package does not affect programs that use another backend.
+backend is requested, because it may be broken.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ GROUPS = ("elasticrs.rendezvous_handlers", "torchrun.handlers")
 
 
 def get_rendezvous_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """Create a handler of the backend named in ``params``, which elasticrs, the program or a package has
-    registered.
+    """Create a handler of the backend named in ``params``.
 
     Raises:
         ValueError: the backend does not exist or cannot be loaded, or the settings are invalid.
@@ -35,9 +34,7 @@ def get_rendezvous_handler(params: RendezvousParameters) -> RendezvousHandler:
 
 
 def find_backend(name: str, words: Words) -> None:
-    """Look for a backend in the installed packages, unless it is registered. Raise ``ValueError`` if that
-    fails.
-    """
+    """Look for an unregistered backend in the installed packages. Raise ``ValueError`` if that fails."""
     if rendezvous_handler_registry.is_registered(name) or _register_from_package(name, words):
         return
     from importlib import metadata

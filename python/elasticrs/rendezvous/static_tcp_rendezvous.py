@@ -20,7 +20,7 @@ def _asked(name: str) -> Any:
 
 
 class StaticTCPRendezvous(RendezvousHandler):
-    """Handler of the backend ``static``.
+    """Handler of the backend ``static``. Raise ``ValueError`` if the endpoint or a number is invalid.
 
     Args:
         master_addr: host of the node with rank 0.
@@ -29,9 +29,6 @@ class StaticTCPRendezvous(RendezvousHandler):
         world_size: number of nodes.
         run_id: name of the job.
         timeout: seconds to wait until all nodes have joined.
-
-    Raises:
-        ValueError: the endpoint or a number is invalid.
     """
 
     def __init__(
@@ -60,9 +57,7 @@ class StaticTCPRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """True only if the port is 0. Otherwise, the worker with rank 0 serves the store. In torch, the port
-        does not matter.
-        """
+        """False, unless the port is 0 (unlike in torch), because rank 0 hosts the workers' store."""
         return self._handler.use_agent_store
 
     next_rendezvous = _asked("next_rendezvous")
@@ -76,11 +71,9 @@ class StaticTCPRendezvous(RendezvousHandler):
 
 
 def create_rdzv_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """Create a handler of the backend ``static``. Settings: ``rank``, and ``timeout`` in seconds (600 by
-    default).
+    """Create a ``static`` handler. Settings: ``rank``, and ``timeout`` in seconds (600 by default).
 
-    Raises:
-        ValueError: the endpoint, its port or the rank is missing.
+    Raise ``ValueError`` if the endpoint, its port or the rank is missing.
     """
     if "rank" not in params.config:
         raise ValueError("rank is absent in RendezvousParameters. Try add --node-rank to the cmd request")

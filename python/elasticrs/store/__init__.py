@@ -1,4 +1,4 @@
-"""Server of the rendezvous store (``python -m elasticrs.store``), and a client similar to torch's ``Store``."""
+"""Server of the rendezvous store (``python -m elasticrs.store``), and a client similar to torch's."""
 
 from elasticrs._engine.nodes.transport.store import (
     DistError,

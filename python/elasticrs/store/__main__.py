@@ -1,9 +1,7 @@
-"""Run the rendezvous store as a separate process, outside the training nodes: ``python -m elasticrs.store``.
+"""Run the rendezvous store as a separate process: ``python -m elasticrs.store``.
 
-Prints a line with its address once it accepts connections. SIGTERM, SIGINT and SIGHUP shut the store down
-cleanly, with one line of output and exit code 0. After an internal error, or if its state cannot be read or
-written, the store exits with exit code 1. Invalid arguments are reported in one line on stderr, with exit
-code 2.
+Prints its address once it accepts connections. The exit code is 0 after SIGTERM, SIGINT or SIGHUP, 1 after an
+internal error or if its state cannot be read or written, and 2 for invalid arguments.
 """
 
 from __future__ import annotations

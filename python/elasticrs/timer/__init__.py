@@ -7,8 +7,8 @@ In a worker that was started with ``TORCHELASTIC_ENABLE_FILE_TIMER=1``::
     with timer.expires(after=60, scope="step"):
         loss.backward()
 
-The agent kills this worker and restarts the group if the block takes more than a minute. With
-``--hang-timeout``, calling ``timer.heartbeat(step)`` in each step is enough. Importing this package is cheap.
+The agent then restarts the group after a minute. With ``--hang-timeout``, ``timer.heartbeat(step)`` is
+enough.
 """
 
 from elasticrs import lazy

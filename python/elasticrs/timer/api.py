@@ -70,8 +70,7 @@ class RequestQueue(ABC):
 
 
 class TimerServer(ABC):
-    """Base class of timer servers. A background thread reads requests and kills workers whose timers have
-    expired.
+    """Base class of timer servers, with a thread that kills workers whose timers have expired.
 
     Args:
         request_queue: source of requests.
@@ -197,13 +196,11 @@ os.register_at_fork(after_in_child=_forget_live)
 
 
 class expires:  # noqa: N801 -- torch's name
-    """Context manager and decorator for a block with a time limit: ``with expires(after=60): …``,
-    ``@expires(after=60)``.
+    """Time limit for a block or function: ``with expires(after=60): …``, ``@expires(after=60)``.
 
-    If the time limit expires, the server may kill this worker. Blocks can be nested, and entered again by
-    recursive functions or several threads. If several running blocks have the same scope, the earliest
-    deadline applies. In torch, all blocks have the same default scope, so an inner block stops the timer of
-    the outer one.
+    When it expires, the server may kill this worker. Blocks can be nested, and entered again by recursive
+    functions or several threads. Running blocks with the same scope have one timer, with the earliest
+    deadline. In torch, this is the case for all blocks without a scope.
 
     Args:
         after: time limit in seconds, from the start of the block.

@@ -1,10 +1,9 @@
-"""Timer client that writes requests to a FIFO, for an elasticrs agent, :class:`FileTimerServer`, or torch's
-server.
+"""Timer client that writes requests to a FIFO, for an elasticrs agent or another server.
 
-Under an elasticrs agent (``ELASTICRS_TIMER_FILE``), the FIFO stays open. Otherwise it is opened for each
-record, because torch's server expires no timers while a writer has it open. Each record is a single
-``write``, which never blocks. If the pipe is full, a request is dropped and counted, but a *release* is sent
-again, because the server would otherwise kill a healthy worker.
+Without an elasticrs agent (``ELASTICRS_TIMER_FILE``), the FIFO is opened for each record, because torch's
+server expires no timers while a writer has it open. Each record is a single ``write``, which never blocks. If
+the pipe is full, a request is dropped, but a *release* is sent again, because a healthy worker would be
+killed.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def __getattr__(name: str) -> Any:
 
 
 class FileTimerRequest(TimerRequest):
-    """Timer request that also names the signal to send when the timer expires.
+    """Timer request with the signal to send when it expires.
 
     Args:
         worker_pid: pid of the worker.
@@ -96,8 +95,7 @@ class FileTimerClient(TimerClient):
 
     Args:
         file_path: path of the FIFO; in a worker, ``os.environ["TORCHELASTIC_TIMER_FILE"]``.
-        signal: signal to send to the worker when a timer expires. If it is 0 or less, the expiration is only
-            reported.
+        signal: signal that an expiration sends to the worker. If 0 or less, it is only reported.
     """
 
     def __init__(self, file_path: str, signal: int = _signal.SIGKILL) -> None:
@@ -194,9 +192,7 @@ class FileTimerClient(TimerClient):
                 self._drop("the pipe is full")
 
     def _put(self, line: bytes) -> bool:
-        """Write a line, or drop it if the FIFO has no reader. Return false to retry, because the pipe is
-        full.
-        """
+        """Write a line, or drop it if the FIFO has no reader. Return false if the pipe is full."""
         fd = self._open()
         if fd < 0:
             return True
@@ -214,9 +210,7 @@ class FileTimerClient(TimerClient):
         return True
 
     def _open(self) -> int:
-        """Return the descriptor of the FIFO, or -1 if it has no reader. Raise ``BrokenPipeError`` if it never
-        had one.
-        """
+        """Return the FIFO's descriptor, or -1 without a reader (if never: ``BrokenPipeError``)."""
         if self._fd_is_ours():
             return self._fd
         attempts = 1 if self._met_server else _ATTEMPTS
@@ -239,9 +233,7 @@ class FileTimerClient(TimerClient):
         return -1
 
     def _fd_is_ours(self) -> bool:
-        """Return true if the descriptor is still the FIFO, because a program that daemonizes closes all
-        descriptors.
-        """
+        """Return true if the descriptor is still the FIFO. Daemonizing closes all descriptors."""
         if self._fd < 0:
             return False
         try:

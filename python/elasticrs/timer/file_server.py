@@ -24,23 +24,18 @@ _MAX_TIMERS = 16384
 
 
 class FileTimerServer(DescendantTimers):
-    """Server that kills descendants of this process whose timers have expired, but **never this process
-    itself**.
+    """Kills descendants of this process whose timers have expired, but **never this process itself**.
 
     Unlike in torch, a timer expires when it is due, only this user can access the FIFO, and :meth:`stop`
-    waits until the thread has finished. A FIFO of this user without a reader may exist at ``file_path``.
+    waits until the thread has finished.
 
     Args:
-        file_path: path at which the FIFO is created.
+        file_path: path of the FIFO. ``OSError`` is raised if it cannot be created, or if another file exists.
         run_id: name of the job, for the log.
         max_interval: maximum number of seconds between iterations of the thread.
         daemon: true if the process may exit while the thread runs.
-        log_event: called with ``"watchdog started"``, ``"watchdog stopped"``, ``"timer expired"`` or ``"kill
-            worker process"``. For the last two, the request is passed as well.
-
-    Raises:
-        FileExistsError: another file exists at ``file_path``.
-        OSError: the FIFO cannot be created.
+        log_event: called with ``"watchdog started"``, ``"watchdog stopped"``, or, with the request, ``"timer
+            expired"`` or ``"kill worker process"``.
     """
 
     def __init__(
@@ -164,15 +159,14 @@ class FileTimerServer(DescendantTimers):
 
     def _get_requests(self) -> list[FileTimerRequest]:
         records, complaints = self._fifo.read()
-        # Count every record, even from a process that has exited, so that the count does not depend on
-        # timing.
+        # Count every record, even from a process that has exited, to be independent of timing.
         self._request_count += len(records)
         for complaint in complaints:
             _logger().warning("%s", complaint)
         return [request for record in records if self._may_ask(request := FileTimerRequest(*record))]
 
     def _may_ask(self, request: FileTimerRequest) -> bool:
-        """Return true if a request releases a timer or comes from a descendant. Others have usually exited."""
+        """Return true for a release or a request of a descendant. Others have usually exited."""
         pid = request.worker_pid
         if request.expiration_time < 0 or self._descendants.bind(pid):
             return True

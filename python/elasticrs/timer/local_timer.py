@@ -30,9 +30,7 @@ class Descendants:
         return self._pidfds.values()
 
     def bind(self, pid: int, started: int = 0) -> bool:
-        """Hold a pidfd of a process. Return false if it has exited or is not a descendant of the current
-        process. ``started`` is its start time (:func:`started_at`), or 0 if unknown. ``pid`` is unchecked.
-        """
+        """Hold a pidfd. Return false unless it is a running descendant with this start time, if known."""
         if pid not in self._pidfds:
             try:
                 pidfd = os.pidfd_open(pid)
@@ -48,9 +46,7 @@ class Descendants:
         return pid in self._pidfds
 
     def send(self, pid: int, signum: int) -> bool:
-        """Send a signal to a process whose pidfd is held. Return true if it was sent or the process has
-        exited.
-        """
+        """Send a signal to a process whose pidfd is held. Return true also if it has exited."""
         import signal
 
         try:
@@ -116,8 +112,7 @@ def descends_from_us(pid: int) -> bool:
             return False
         parent = int(fields[1])
         if parent == own:
-            # A process whose main thread has exited appears as a zombie, even if other threads are still
-            # running.
+            # A process without its main thread appears as a zombie, even if other threads run.
             return fields[0] not in (b"Z", b"X") or int(fields[17]) > 1
         pid = parent
     return False
@@ -173,7 +168,7 @@ class MultiprocessingRequestQueue(RequestQueue):
 
 
 class LocalTimerServer(DescendantTimers, TimerServer):
-    """Server that kills descendants of this process whose timers have expired, but never this process itself.
+    """Kills descendants of this process whose timers have expired, but never this process itself.
 
     Unlike in torch, a timer expires when it is due. Steps of the wall clock have no effect. The timers of a
     process are removed when it exits, because its pid may be reused.

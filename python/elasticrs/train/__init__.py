@@ -1,6 +1,4 @@
-"""Run a job as a loop that applies a train step to a state, with the names of torchelastic 0.1. A failure
-costs one step, and healthy workers keep running. Does not import torch.
-"""
+"""Run a job as a loop over train steps, in which a failure costs one step. Does not import torch."""
 
 from __future__ import annotations
 

@@ -63,8 +63,7 @@ def agent_place() -> MeetingPlace:
 def _place_of_restarted_workers() -> MeetingPlace:
     """Return the settings of a worker whose rank 0 hosts the store, because the agent hosts none.
 
-    Cached, because the next rendezvous changes the variables that locate torch's ``env://`` store, from which
-    the other ranks read the port and the token.
+    Cached, because the next rendezvous changes the variables of torch's ``env://`` store, which is read here.
     """
     if not all(name in os.environ for name in _OF_EVERY_WORKER):
         raise RuntimeError(

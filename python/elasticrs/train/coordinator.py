@@ -35,11 +35,8 @@ class FinalState(Value):
 
 
 class Coordinator(ABC):
-    """Runs the rendezvous between a job's workers. Determines when the training loop starts a new round,
-    saves, or stops.
-
-    The results of the ``should`` methods that the loop calls after every step must be the same on all
-    workers.
+    """Runs the rendezvous between a job's workers, and determines when the loop starts a new round, saves, or
+    stops. The answers to the loop's questions after a step must be the same on all workers.
 
     Attributes:
         rounds_before: Number of earlier rounds of the job that this worker knows of.
@@ -55,11 +52,7 @@ class Coordinator(ABC):
 
     @abstractmethod
     def rendezvous_barrier(self) -> tuple[Any, int, int]:
-        """Destroy the previous round's process group, and wait for the next rendezvous round.
-
-        Returns:
-            A ``torch.distributed.Store`` that the workers of the round share, this worker's rank, and the
-            number of workers.
+        """Destroy the previous process group, wait for the next round, and return its store, rank and size.
 
         Raises:
             StopException: the job is closed.
@@ -71,23 +64,16 @@ class Coordinator(ABC):
         """Create the default process group for the current rendezvous round."""
 
     def barrier(self) -> None:  # noqa: B027 -- optional to override
-        """Wait until all workers of the round have called this, with a separate time limit and without the
-        process group.
-
-        Raises:
-            RuntimeError: a worker did not arrive in time. Raised on all workers.
-        """
+        """Wait for all workers without the process group. Raise ``RuntimeError`` on all after a timeout."""
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the numbers of all workers, ordered by rank. All must call this together, with equally many
-        integers.
-        """
+        """Return the numbers of all workers, ordered by rank. All call this together, with equally many."""
         from elasticrs.train.distributed import all_gather_longs
 
         return all_gather_longs(numbers)
 
     def alone(self) -> AbstractContextManager[None]:
-        """Return a context manager for work that this worker does alone, without collectives and time limit."""
+        """Return a context manager for work of this worker alone, without collectives or time limit."""
         return nullcontext()
 
     def should_save_checkpoint(self) -> bool:
@@ -96,17 +82,14 @@ class Coordinator(ABC):
 
     @abstractmethod
     def should_rendezvous(self, state: State) -> bool:
-        """Return true if the workers must start a new round, for example to admit workers. Called after every
-        step.
-        """
+        """Return true if the workers must start a new round. Called after every step."""
 
     def request(self, *, leave: bool) -> None:
-        """Record that a checkpoint was requested from this worker, and nothing else, because signal handlers
-        call this.
+        """Record that a checkpoint was requested, and nothing else, because signal handlers call this.
 
-        All workers then save after the same step, before the next round: :meth:`should_rendezvous` and
-        :meth:`should_save_before_meeting` return true. If ``leave`` is true, so does :meth:`should_leave` on
-        this worker.
+        All workers then save after the same step: :meth:`should_rendezvous` and
+        :meth:`should_save_before_meeting` return true, and with ``leave``, :meth:`should_leave` on this
+        worker.
         """
         raise NotImplementedError
 
@@ -116,26 +99,22 @@ class Coordinator(ABC):
         return True
 
     def should_save_before_meeting(self) -> bool:
-        """Return true if a requested checkpoint must be saved now. Called after :meth:`should_rendezvous`
-        returned true.
-        """
+        """Return true if a requested checkpoint must be saved now, before the next round."""
         return False
 
     def saved(self, is_saved: bool) -> None:  # noqa: B027 -- optional to override
         """Report whether a requested checkpoint was written. Called on all workers before the next round."""
 
     def should_leave(self) -> bool:
-        """Return true if this worker must leave the job now. Called after :meth:`should_rendezvous` returned
-        true.
-        """
+        """Return true if this worker must leave the job now, instead of joining the next round."""
         return False
 
     def was_broken_off(self, *, is_meeting: bool) -> bool:  # noqa: ARG002 -- used by subclasses
         """Return true if this worker's error was caused by the loss of a member or by the end of the round.
 
-        Called after a retryable error, in which case the store may take a moment to report a lost member.
-        Such errors have a higher limit than ``max_failures``, because the worker that caused them counts its
-        own failure. ``is_meeting`` is true before ``sync``.
+        Called after a retryable error, and may wait for the store's report. Such errors have a higher limit
+        than ``max_failures``, because the worker that caused them counts its own. ``is_meeting`` is true
+        before ``sync``.
         """
         return False
 
@@ -146,14 +125,11 @@ class Coordinator(ABC):
     def announce_end(self) -> None:  # noqa: B027 -- optional to override
         """Announce that this worker has no more data, before its last :meth:`rendezvous_barrier`.
 
-        The other workers must finish the steps that this worker has finished, and not wait for it in a later
-        step.
+        The other workers must finish the steps that this worker has finished, and no more.
         """
 
     def keep_final_state(self, content: memoryview | None, *, in_checkpoint: bool) -> None:  # noqa: B027 -- optional to override
-        """Keep the final state for workers that start after training has finished.
-
-        Called on all workers when they have the same state, before :meth:`signal_training_done`.
+        """Keep the final state, for workers that start later, before :meth:`signal_training_done`.
 
         Args:
             content: Bytes that ``State.save`` wrote. ``None`` if this worker has no copy.
@@ -170,25 +146,19 @@ class Coordinator(ABC):
 
     @abstractmethod
     def signal_training_done(self) -> None:
-        """Close the job permanently. Workers that join later receive :class:`~elasticrs.train.StopException`."""
+        """Close the job permanently. Workers that join later receive :class:`StopException`."""
 
     def monitor_progress(self, state: State, worker_stats: WorkerStats | None) -> None:  # noqa: B027 -- optional to override
-        """Look for workers that are slower than the others, from the statistics of a step. Called after every
-        step.
-        """
+        """Look for slow workers, by the statistics of a step. Called after every step."""
 
     def report_progress(self, state: State) -> None:  # noqa: B027 -- optional to override
         """Report that a step is complete. Called before the next step."""
 
     def on_error(self, e: Exception) -> None:  # noqa: B027 -- optional to override
-        """React to an exception from a training step or a rendezvous. Called before the loop's own error
-        handling.
-        """
+        """React to an exception from a step or a rendezvous, before the loop handles it."""
 
     def leave(self) -> None:  # noqa: B027 -- optional to override
-        """Leave the job when an exception ends the loop, so that the other workers stop waiting for this
-        worker.
-        """
+        """Leave the job, because an exception ends the loop. The others must not wait for this worker."""
 
 
 class StopException(Exception):  # noqa: N818 -- torchelastic's name
@@ -206,7 +176,4 @@ class CannotContinueError(NonRetryableException):
 
 
 class RetryableException(RuntimeError):  # noqa: N818 -- named like the others
-    """Raised by a train step that must be rolled back and repeated after a new rendezvous round.
-
-    Any other ``RuntimeError`` has the same effect, because PyTorch raises it when a collective fails.
-    """
+    """Raised by a train step, like any other ``RuntimeError``, to repeat it after a new rendezvous round."""

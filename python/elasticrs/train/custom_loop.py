@@ -45,10 +45,9 @@ def on_change(callback: Callable[[Stop], None] | None = None, init_method: str |
 
     Args:
         callback: Called on a separate thread with a :class:`.Stop` as soon as a round ends for this worker,
-            to abort communication that this library does not know about, unless the change is ``planned``.
-            Must not raise.
-        init_method: Rendezvous URL, as for :class:`~elasticrs.train.p2p.CoordinatorP2P`. ``None`` to use the
-            settings from the agent.
+            to abort communication unknown to this library, unless the change is ``planned``. Must not raise.
+        init_method: Rendezvous URL, as for :class:`~elasticrs.train.p2p.CoordinatorP2P`. ``None``: the
+            agent's.
 
     Raises:
         RuntimeError: This process was not started by an agent.
@@ -64,9 +63,7 @@ def on_change(callback: Callable[[Stop], None] | None = None, init_method: str |
 
 
 class Participant:
-    """Membership of a worker in a job, created by :func:`on_change`. When a ``with`` block ends without a
-    call of :meth:`close`, the worker leaves the job and the other workers continue.
-    """
+    """Membership of a worker in a job, which leaves the job without :meth:`close` after a ``with`` block."""
 
     def __init__(self, member: Membership) -> None:
         self._member = member
@@ -76,20 +73,17 @@ class Participant:
         """Destroy the process group, wait for the next round, and return it.
 
         Raises:
-            RendezvousError: this worker cannot join another round. The error is a
-                :class:`~elasticrs.rendezvous.api.RendezvousClosedError` if the job has ended.
+            RendezvousError: this worker cannot join. A ``RendezvousClosedError`` means that the job has
+                ended.
         """
         groups.destroy()
         return self._member.meet()
 
     def init_process_group(self, backend: str, timeout: float = 10.0) -> None:
-        """Create a default process group whose collectives can be aborted, as those of further groups.
+        """Create a default process group whose collectives (``timeout`` in seconds) can be aborted.
 
-        A default group that is created otherwise needs ``with round.connections.recorded()``. ``timeout`` is
-        the timeout of a collective, in seconds.
-
-        Raises:
-            RuntimeError: The round has ended. Call :meth:`meet` again.
+        A default group that is created otherwise needs ``with round.connections.recorded()``. Raise
+        ``RuntimeError`` if the round has ended, and :meth:`meet` is due.
         """
         current = self._member.round
         if current is None:
@@ -103,15 +97,14 @@ class Participant:
         groups.record_further_groups(current.connections)
 
     def passed(self) -> bool:
-        """Count a completed step. Return true if it is time to :meth:`meet` again. The call sends no message,
-        but may block while the workers agree on their last step in this round.
+        """Count a completed step. Return true if it is time to :meth:`meet` again.
+
+        The call sends no message, but may block while the workers agree on their last step.
         """
         return self._member.passed()
 
     def announce_end(self) -> None:
-        """Announce that this worker has finished. The others finish the same number of steps before they
-        leave.
-        """
+        """Announce that this worker has finished. The others finish the same number of steps."""
         self._member.announce_end()
 
     def close(self) -> None:

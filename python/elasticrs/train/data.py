@@ -24,13 +24,11 @@ def __getattr__(name: str) -> object:
 class Shares(Iterator[list[int]]):
     """Iterator over the sample indices that one worker reads in each step of an epoch.
 
-    Each step takes the next ``batch_size`` samples for each worker, in an order that depends only on the
-    epoch and the seed. The last step divides the remaining samples, so a worker may get none, but it still
-    takes part in the collectives.
-
-    The position in the epoch is a number that does not depend on the world size. Keep it in the training
-    state, and advance it with :meth:`after` when a step is complete. A ``DataLoader`` accepts this object as
-    its ``batch_sampler`` and may read ahead. Its ``collate_fn`` has to accept an empty share.
+    Each step takes the next ``batch_size`` samples for each worker, in an order that depends only on epoch
+    and seed. The last step divides the rest, so a worker may get none. The position in the epoch is a number
+    that does not depend on the world size. Keep it in the training state, and advance it with :meth:`after`.
+    A ``DataLoader`` accepts this object as its ``batch_sampler``. Its ``collate_fn`` has to accept an empty
+    share.
 
     Args:
         size: number of samples in the dataset.
@@ -80,9 +78,7 @@ class Shares(Iterator[list[int]]):
         return list(step[self._rank :: self._world_size])
 
     def after(self, place: int) -> int:
-        """Return the position in the epoch after a step that starts at ``place``: the number of samples that
-        all workers together have used.
-        """
+        """Return the position in the epoch after the step at ``place``, in samples of all workers."""
         return min(place + self._per_step, len(self._order))
 
     def __len__(self) -> int:

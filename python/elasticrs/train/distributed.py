@@ -1,8 +1,7 @@
 """Collectives for :meth:`elasticrs.train.State.sync`. All workers must call each collective together.
 
-Without a process group, or with a single worker, the result is this worker's own data. CPU tensors are copied
-to the GPU and back if the group uses NCCL. ``src_rank`` is the rank that sends its value; other ranks' values
-are ignored.
+Without a process group, or with a single worker, the result is this worker's own data. NCCL groups copy CPU
+tensors to the GPU and back. Only the value of the worker ``src_rank`` is sent.
 """
 
 from __future__ import annotations
@@ -97,8 +96,7 @@ def broadcast_float_list(float_list: Sequence[float], src_rank: int = 0) -> list
 
 
 def broadcast_model(model: torch.nn.Module | int, src_rank: int | torch.nn.Module = 0) -> None:
-    """Broadcast a model's parameters in place, but not its buffers. Their shapes must be the same on every
-    worker.
+    """Broadcast a model's parameters, but not its buffers, in place. All workers must have the same shapes.
 
     Positional arguments may come in either order, because torchelastic 0.1 takes the rank first.
     """
@@ -119,9 +117,10 @@ def broadcast_model(model: torch.nn.Module | int, src_rank: int | torch.nn.Modul
 
 
 def broadcast_binary(data: Any, src_rank: int = 0) -> Any:
-    """Broadcast bytes in chunks: a ``numpy.ndarray`` or a tensor of type ``uint8``, which all workers get.
+    """Broadcast a ``uint8`` array or tensor. Other ranks than the source may pass ``None``.
 
-    Other ranks than the source may pass ``None``. ``TypeError`` is raised for other types.
+    Raises:
+        TypeError: this worker passed an object of another type.
     """
     import torch
 

@@ -18,9 +18,7 @@ class EventLogHandler(ABC):
 
     @abstractmethod
     def log_event(self, event_name: str, message: str | None = None) -> None:
-        """Handle one event, such as ``rendezvous_succeeded``. ``message`` is a JSON object with the host
-        name, the pid, the rank and further details.
-        """
+        """Handle one event, such as ``rendezvous_succeeded``, with its details as a JSON object."""
 
 
 class ConsoleEventLogHandler(EventLogHandler):
@@ -41,9 +39,7 @@ _handlers: dict[str | None, EventLogHandler] = {None: NullEventLogHandler()}
 
 
 def configure(handler: EventLogHandler, group: str | None = None) -> None:
-    """Set the event handler for a group. ``None`` sets the default handler, which receives the events of
-    ``elasticrs.train`` and of all groups without a handler.
-    """
+    """Set a group's handler, or (``None``) the default handler, which ``elasticrs.train`` itself uses."""
     _handlers[group] = handler
 
 

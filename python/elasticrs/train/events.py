@@ -1,4 +1,4 @@
-"""Send the events of a job's workers to the event handler, and to a destination of :mod:`elasticrs.events`."""
+"""Send the events of a job's workers to the event handler, and to a destination of ``elasticrs.events``."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ DESTINATION = "ELASTICRS_TRAIN_EVENTS"
 
 
 def record(name: str, rank: int, **more: str | float | bool | None) -> None:
-    """Record an event of this worker, with further details in ``more``.
+    """Record an event with the details in ``more``. ``rank`` is -1 outside a round.
 
-    ``name`` is ``rendezvous_started``, ``rendezvous_succeeded``, ``rendezvous_closed``,
-    ``rendezvous_failed_timeout``, ``rendezvous_failed`` or ``train_step_runtime_error``, and ``rank`` is -1
-    outside a round.
+    Names: ``rendezvous_started``, ``rendezvous_succeeded``, ``rendezvous_closed``,
+    ``rendezvous_failed_timeout``, ``rendezvous_failed``, ``train_step_runtime_error``.
     """
     handler, destination = get_event_logger(), os.environ.get(DESTINATION)
     if destination is None and isinstance(handler, NullEventLogHandler):

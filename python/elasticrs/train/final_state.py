@@ -3,12 +3,11 @@
 Each worker serves a copy over HTTP. For each rank, the store holds the copy's URL and digest, and the
 worker's *place* under its agent, by which a replacement finds its predecessor's rank.
 
-- **FINAL-1** all workers publish their copies before the job is closed, so a worker that finds the job closed
-  also finds the copies.
+- **FINAL-1** all copies are published before the job is closed, so a worker that finds the job closed finds
+  them.
 - **FINAL-2** a downloaded copy is used only if its digest equals the digest in the store.
 - **FINAL-3** the download succeeds if at least one worker that has a copy can send it.
-- **FINAL-4** no two living processes have the same rank: a process in a new place gets a rank that no process
-  has had.
+- **FINAL-4** no two living processes have the same rank: a process in a new place gets a new rank.
 """
 
 from __future__ import annotations
@@ -61,9 +60,7 @@ _END, _SEAT, _LATE = "end", "seat/", "late"
 
 
 class Late(Value):
-    """Rank and final state for a process that starts after training has finished. ``world_size`` is that of
-    the last round, or larger if this process has a new rank.
-    """
+    """Rank and final state for a late process. A new rank makes ``world_size`` larger."""
 
     rank: int
     world_size: int
@@ -86,19 +83,19 @@ def publish(
     *,
     in_checkpoint: bool,
 ) -> None:
-    """Serve a copy (``content``, if this worker has one), and publish its URL and digest in the store.
+    """Serve a copy of the final state, if any, and publish it in the store. Raise ``DistError`` or
+    ``OSError``.
 
-    The copy is served on the interface with a route to ``near``, another worker's host and port. Raise
-    ``DistError`` if the store cannot be reached, and ``OSError`` if the copy cannot be served.
+    The server listens on the interface with a route to ``near``, another worker's host and port.
     """
     _take_seat(store, place, rank, content, near)
     store.set(_END, json.dumps({"world_size": world_size, "in_checkpoint": in_checkpoint}))
 
 
 def join_late(store: Store, place: str | None, *, is_protected: bool) -> Late | None:
-    """Get the job's final state and a rank, then serve the state; ``None`` if no worker has published one.
+    """Get a rank and the final state, if one was published, and serve it. Raise ``DistError`` or ``OSError``.
 
-    ``is_protected``: the store accepts only clients that know the job's token. Errors: see :func:`publish`.
+    ``is_protected``: the store accepts only clients that know the job's token.
     """
     if not store.check([_END]):
         return None
@@ -194,9 +191,8 @@ def stop_serving() -> None:
 def serving_address(near: str, local: str) -> tuple[str, str]:
     """Return the address to listen on and the address to publish.
 
-    ``near`` is another worker's host, as other machines know it, and ``local`` the local address of the route
-    to it. If ``near`` resolves to a loopback address, both workers run on the same machine. Publish the name
-    then, because other machines cannot use a loopback address.
+    ``local`` is the local address of the route to another worker, ``near``. If that is a loopback address,
+    publish the machine's name instead, which other machines can resolve.
     """
     if ipaddress.ip_address(local).is_loopback and near != "localhost":
         with suppress(ValueError):
@@ -214,9 +210,7 @@ def _address_towards(near: tuple[str, int]) -> tuple[int, str]:
 
 
 def _fetch(seats: list[dict[str, Any]]) -> tuple[bytes | None, tuple[str, int] | None]:
-    """Download a copy from a living worker. Return it and the worker's host and port; both ``None`` if that
-    fails.
-    """
+    """Download a copy from a living worker. Return it and the worker's address, or ``None`` for both."""
     found = [seat for seat in seats if seat["url"]]
     # Replacements that start at the same time must not all download from one worker.
     random.shuffle(found)

@@ -1,16 +1,16 @@
 """Process groups whose collectives can be aborted by a watching thread.
 
-Gloo has no working abort, but shutting down the TCP connections of a group ends the wait at once, here and on
-the peers. :class:`Connections` records them by inode while a group is created. If a peer has died before it
-connected, :meth:`Connections.knock` connects in its place.
+Gloo has no working abort, but shutting down a group's TCP connections ends the wait at once, here and on the
+peers. :class:`Connections` records them by inode while a group is created. :meth:`Connections.knock` connects
+in place of a peer that has died before it connected.
 
 - **GROUPS-1** a listening socket is never shut down, because gloo ends the process if ``accept`` fails.
-- **GROUPS-2** other threads may close and reuse a descriptor at any moment. Therefore it is duplicated, the
-  inode of the duplicate is checked, and only the duplicate is shut down and closed.
-- **GROUPS-3** connections that other threads open while a group is created are shut down only as a last
-  resort, by :meth:`Connections.shut_others`, whose caller logs a warning.
-- **GROUPS-4** torch's counter for group names is reset before each group. Otherwise, after a failed attempt,
-  ranks would use different prefixes in the store and never find each other.
+- **GROUPS-2** other threads may close and reuse a descriptor at any moment. Therefore it is duplicated, and
+  only a duplicate with the right inode is shut down and closed.
+- **GROUPS-3** other connections that are opened while a group is created are shut down only as a last resort
+  (:meth:`Connections.shut_others`), with a warning.
+- **GROUPS-4** torch's counter for group names is reset before each group, because ranks with different
+  prefixes in the store would never find each other after a failed attempt.
 """
 
 from __future__ import annotations
@@ -38,17 +38,14 @@ if TYPE_CHECKING:
 
 _ESTABLISHED, _SYN_SENT, _CLOSE_WAIT, _LISTEN = 1, 2, 8, 10
 LAST_RESORT = 4.0
-"""Seconds that the main thread may take to stop creating a group in a broken round, before
-:meth:`shut_others`. Longer than :data:`CONNECT_TIMEOUT`, because connecting to the store cannot be
-aborted.
-"""
+"""Seconds until :meth:`shut_others`. More than :data:`CONNECT_TIMEOUT`, which cannot be aborted."""
 
 _TALKING = {_ESTABLISHED, _SYN_SENT, _CLOSE_WAIT}
 """TCP states in which a shutdown aborts communication. LISTEN is excluded because of GROUPS-1."""
 
 
 class Connections:
-    """TCP connections of this process's groups, which use the store at ``store_port``, if known. Thread-safe."""
+    """TCP connections of this process's groups, whose store is at ``store_port``, if known. Thread-safe."""
 
     def __init__(self, store_port: int | None = None) -> None:
         self._store_port = store_port
@@ -61,9 +58,7 @@ class Connections:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record the sockets of the group that is created in the block. Others are told apart by
-        :meth:`_is_of_group`.
-        """
+        """Record the sockets of the group that is created in the block (:meth:`_is_of_group`)."""
         self._before = before = set(_sockets())
         self._recording_since = time.monotonic()
         try:
@@ -79,8 +74,7 @@ class Connections:
     def _is_of_group(self, fd: int, inode: int) -> bool:
         """Return true if gloo opened this socket, or if it is a connection to the round's store.
 
-        Gloo sets ``SO_REUSEADDR`` even on client sockets, before it connects them, and never sets
-        close-on-exec. Nearly every client library does the opposite.
+        Unlike nearly every client library, gloo sets ``SO_REUSEADDR`` and never close-on-exec.
         """
         try:
             is_kept_by_exec = not fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
@@ -104,11 +98,9 @@ class Connections:
         return all(inode in sockets and _is_connected(sockets[inode], inode) for inode in self._connected)
 
     def leave_to_parent(self, ports: set[int]) -> None:
-        """In a forked child, replace the recorded connections, and those that use one of the ports, with
-        ``/dev/null``.
+        """Replace a forked child's connections of groups, and those on the ports, with ``/dev/null``.
 
-        Otherwise, the parent's peers would not notice its death until the children have exited as well.
-        Objects copied from the parent may still close the descriptors.
+        Otherwise, the parent's peers would not notice its death while a child lives.
         """
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for inode, fd in _sockets().items():
@@ -117,10 +109,10 @@ class Connections:
         os.close(null)
 
     def knock(self, world_size: int) -> int:
-        """Unblock the main thread if it waits for a dead peer while a gloo group is created. Connect once to
-        the socket on which gloo waits, for each peer, and send the peer's number, as gloo peers do.
+        """Unblock the main thread if it waits for dead peers while a gloo group is created: connect once for
+        each peer, and send its number, as gloo peers do. Return the number of listeners visited.
 
-        Do nothing if file descriptors could run out, or without TCP. Return the number of listeners visited.
+        Do nothing if file descriptors could run out, or without TCP.
         """
         before, sockets = self._before, _sockets()
         room = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
@@ -149,10 +141,7 @@ class Connections:
         )
 
     def needs_last_resort(self, began: float, limit: float) -> bool:
-        """Return true if :meth:`shut`, first called at ``began``, has not unblocked the main thread in time.
-
-        ``limit``: seconds after which the caller ends this process.
-        """
+        """Return true if :meth:`shut`, first called at ``began``, has not unblocked the main thread."""
         now, since = time.monotonic(), self._recording_since
         if since is not None:
             return now - max(began, since) > LAST_RESORT
@@ -160,7 +149,7 @@ class Connections:
         return now - began > limit / 2
 
     def shut_others(self) -> list[str]:
-        """Shut down the connections that other threads opened meanwhile, too. Return their peers' addresses."""
+        """Shut down other connections that were opened meanwhile. Return the addresses of their peers."""
         before, recorded, peers = self._before, self._recorded, []
         for inode, fd in _sockets().items():
             is_new = before is not None and inode not in before
@@ -251,20 +240,14 @@ def _knock(address: tuple[int, Any], count: int) -> None:
 # --- groups ---
 
 MEETING_TIMEOUT = 10.0
-"""Time limit in seconds for creating a group, plus 0.1 s for each worker. A peer may die before it connects,
-and then there is no connection to shut down.
-"""
+"""Seconds for creating a group, plus 0.1 s per worker. A peer that dies early can only be timed out."""
 
 CONNECT_TIMEOUT = 3.0
-"""Time limit in seconds for connecting torch's client. It retries without interruption if the store has
-exited, and must give up before this worker is considered stuck.
-"""
+"""Seconds for connecting torch's client, which retries without interruption if the store has exited."""
 
 
 def connect(host: str, port: int, is_broken: Callable[[], bool]) -> Any:
-    """Wait until the store accepts connections, and return torch's client for it. ``RuntimeError``: round
-    over, or timeout.
-    """
+    """Wait until the store accepts connections (or ``RuntimeError``), and return torch's client for it."""
     deadline = time.monotonic() + MEETING_TIMEOUT
     while True:
         # Torch's client would retry until its timeout and cannot be interrupted.
@@ -295,10 +278,7 @@ _helper: list[Any] = []
 
 
 def record_further_groups(connections: Connections) -> None:
-    """Record the connections of all groups that the program creates before the next :func:`destroy`.
-
-    This wraps torch's internal function for every process group, including those of a device mesh.
-    """
+    """Record the connections of all groups, including a device mesh's, that the program creates."""
     from torch.distributed import distributed_c10d as c10d
 
     helper = getattr(c10d, "_new_process_group_helper", None)
@@ -319,8 +299,7 @@ def create(backend: str, store: Any, rank: int, world_size: int, timeout: dateti
     from torch import distributed
 
     if "nccl" in backend:
-        # Keep torch's NCCL watchdog from ending the process after an abort (see `_abort_process_group` in
-        # torch).
+        # Keep torch's NCCL watchdog from ending the process (see torch's `_abort_process_group`).
         os.environ.setdefault(NCCL_ENDS_PROCESSES, "0")
     _reset_names()
     hook = sys.excepthook
@@ -348,9 +327,9 @@ def destroy() -> None:
 
 
 def abort() -> None:
-    """Abort the collectives of all NCCL groups, from any thread, so that the main thread's raises an error.
+    """Abort the collectives of all NCCL groups from any thread. Gloo's connections are shut down instead.
 
-    Communicators that are aborted one by one wait for each other. Gloo's connections are shut down instead.
+    One call for all, because communicators that are aborted one by one wait for each other.
     """
     from torch import distributed
 
@@ -370,10 +349,7 @@ _COLLECTIVES = (
     *("recv_anysource", "reduce", "reduce_scatter", "_reduce_scatter_base"),
     *("reduce_scatter_tensor_coalesced", "scatter", "send"),
 )
-"""Collectives that raise an error in a process that a worker forks in training, such as a data loader.
-
-The connections belong to the parent and the threads do not exist, so a collective would block forever.
-"""
+"""Collectives that raise an error in a forked child of a worker, where they would block forever."""
 
 _forks: dict[str, Any] = {"count": 0, "parent": 0, "is_watched": False, "kept": []}
 

@@ -58,9 +58,7 @@ _are_watched: bool | None = None
 
 
 def begin_meeting() -> None:
-    """Suspend the heartbeat time limit until a step has finished, because a hanging rendezvous is detected
-    otherwise.
-    """
+    """Suspend the heartbeat limit until a step has finished. Hangs in a rendezvous are detected otherwise."""
     global _is_meeting  # noqa: PLW0603 -- process-wide, like the heartbeats
     # Before the first heartbeat, only the time limit for the start applies.
     if _count > 0 and not _is_meeting:

@@ -1,8 +1,7 @@
-"""Convert the rendezvous URL of a job's workers to settings of :mod:`.protocol`.
+"""Convert a rendezvous URL of workers to settings of :mod:`.protocol`.
 
-``elasticrs://HOST:PORT/JOB?min_workers=2&max_workers=4`` names a built-in coordination store, and
-``etcd://HOST:PORT/JOB?…`` a store in etcd. Every key of ``--rdzv-conf`` is allowed. ``max_workers`` defaults
-to ``min_workers``, and ``timeout`` means ``join_timeout``, as in torchelastic 0.1.
+``elasticrs://HOST:PORT/JOB?min_workers=2`` or ``etcd://…`` may have every key of ``--rdzv-conf``.
+``max_workers`` defaults to ``min_workers``. ``timeout`` means ``join_timeout``, as in torchelastic 0.1.
 """
 
 from __future__ import annotations
@@ -27,9 +26,8 @@ _EXPECTED = "elasticrs://HOST:PORT/JOB?min_workers=N&max_workers=M or etcd://HOS
 _MANY = 2**31 - 1
 
 KEEP_ALIVE = "0.4"
-"""Seconds between two keep-alives, of which a worker may miss five. Shorter than an agent's, because a reset
-connection (unread data) does not prove the death of a worker, so its lease must expire. A worker that is
-wrongly considered lost costs the others at most one step.
+"""Seconds between two keep-alives, of which five may be missed. Shorter than an agent's, because a reset
+connection is no proof of death, so that the lease must expire. A false loss costs one step.
 """
 
 MEMBER_VARIABLE = "ELASTICRS_TRAIN_MEMBER"
@@ -59,12 +57,12 @@ def parse(
 ) -> MeetingPlace:
     """Parse a rendezvous URL. Raise ``UsageError`` with one line for the user if it is invalid.
 
-    Unlike nodes, workers may lose any number of consecutive rounds, because the training loop counts failures
-    without progress. The rendezvous waits until a hung worker has exited. Leases are shorter.
+    Unlike nodes, workers may lose any number of consecutive rounds, wait until a hung worker has exited, and
+    have shorter leases.
 
     Args:
         url: rendezvous URL.
-        environ: environment variables that hold the token and the name that the agent gave this worker.
+        environ: environment variables with the token and this worker's name.
         most: maximum number of workers, if it is less than ``max_workers``.
         source: name of the option or variable that holds the URL, for error messages.
         may_host: true if this process may host the store.

@@ -1,14 +1,13 @@
 """Membership of a worker in a job's rendezvous, over any number of rounds.
 
-When a member dies, the store notifies the others within about a millisecond. In each worker, a watching
-thread then aborts the main thread's collective (:mod:`~elasticrs.train.groups`), and all start a new round.
-If no worker has failed, all leave the round after an agreed step (:mod:`~elasticrs.train.state_machine`).
+When a member dies, the store notifies the others within about a millisecond. Each worker's watching thread
+then aborts the main thread's collective (:mod:`~elasticrs.train.groups`), and all start a new round. Without
+a failure, all leave the round after an agreed step (:mod:`~elasticrs.train.state_machine`).
 
 - **MEMBER-1** a step sends no message: :meth:`Membership.passed` only reads memory.
 - **MEMBER-2** the watching thread shuts down connections until the main thread has requested the next round.
   The watching thread never raises an exception in user code.
-- **MEMBER-3** if the main thread does not do so in time, the process exits, and the others continue without
-  it.
+- **MEMBER-3** if the main thread is late, the process exits, and the others continue without it.
 - **MEMBER-4** a forked child takes no part in the rendezvous, and holds none of its parent's connections.
 """
 
@@ -43,9 +42,7 @@ __all__ = ["Membership", "Round"]
 _log = logging.getLogger("elasticrs.train")
 
 STUCK_TIMEOUT = 10.0
-"""Seconds that the main thread may take to leave a broken round, in addition to twice the longest time
-between two step boundaries so far, so that the process never exits during a step of normal length.
-"""
+"""Seconds to leave a broken round, plus twice the longest time between two step boundaries so far."""
 
 _FIRST_SPAN = 25.0
 """Initial longest time between two step boundaries, in seconds, because the first step may compile code."""
@@ -58,9 +55,7 @@ _END_TIMEOUT = 5.0
 """Seconds to wait for other workers, or for a thread, when this worker leaves a round or the job."""
 
 _NEWS_TIMEOUT = 0.1
-"""Seconds to wait after an error for the store to report a lost member, which usually takes milliseconds.
-After a late report, the error counts as this worker's own, which does little harm.
-"""
+"""Seconds to wait for the store's report of a lost member. After a late report, the error counts as own."""
 
 
 class Round(Record):
@@ -89,14 +84,12 @@ class Membership:
     """Membership of one worker in a job's rendezvous. One thread must request all rounds and count steps.
 
     Args:
-        rendezvous: settings of the rendezvous.
-        backend: name of the rendezvous backend.
         on_change: called first by the watching thread when a round ends. Its errors are logged.
         stuck_timeout: see :data:`STUCK_TIMEOUT`.
 
     Attributes:
         abort: called once by the watching thread for each broken round, to abort NCCL communicators.
-        page: memory page in which the agent, if there is one, sees each round and the end of training.
+        page: memory page in which the agent, if any, sees each round and the end of training.
     """
 
     def __init__(
@@ -143,10 +136,9 @@ class Membership:
         return stop is not None and stop.round >= current.number and not stop.planned
 
     def meet(self) -> Round:
-        """Leave the current round and wait for the next one. Destroy the process groups before calling this.
+        """Leave the current round and wait for the next one. Destroy the process groups first.
 
-        Sets ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``. The store there has torch's
-        protocol (``TORCHELASTIC_USE_AGENT_STORE``).
+        Sets ``RANK``, ``WORLD_SIZE``, and the store's ``MASTER_ADDR`` and ``MASTER_PORT``.
 
         Raises:
             RendezvousError: the job is closed, too few workers joined, or the store does not respond.
@@ -181,8 +173,7 @@ class Membership:
         if self.page is not None:
             self.page.place(current.rank, current.world_size, current.number)
         with suppress(DistError):
-            # Without this optional key, the other workers do not wait for this worker when they leave the
-            # round.
+            # Without this optional key, the other workers do not wait for this worker.
             current.board.hold(f"here/{current.rank}")
         self._since = time.monotonic()
         with self._changed:
@@ -191,9 +182,7 @@ class Membership:
         return current
 
     def passed(self) -> bool:
-        """Count a step. Return true if this worker must now leave the round. May block while the workers
-        agree on the step.
-        """
+        """Count a step, maybe wait for an agreement, and return true if this worker must leave the round."""
         with self._lock:
             current, now = self._round, time.monotonic()
             if current is None:
@@ -211,9 +200,8 @@ class Membership:
     def was_broken_off(self, *, is_meeting: bool) -> bool:
         """Return true if another worker's loss or failure ended the round and caused this worker's error.
 
-        While all connections are open, no other member can have caused it, except if the groups are still
-        being created (``is_meeting``). Otherwise, wait for the store's report of a lost member, whose lease
-        may have to expire.
+        That is not possible while all connections are open, unless groups are being created (``is_meeting``).
+        Otherwise, wait for the store's report, because a lease may have to expire.
         """
         current = self._round
         if current is None:
@@ -228,10 +216,7 @@ class Membership:
             return self._changed.wait_for(lambda: self.is_broken, timeout)
 
     def ask_for_round(self, reason: str, *, saves: bool) -> None:
-        """Request a new round without a failure: all workers leave the round after an agreed step.
-
-        ``reason``: a few words for the log. ``saves``: save a checkpoint after that step.
-        """
+        """Request a new round after an agreed step, maybe with a checkpoint. ``reason`` is logged."""
         current = self._round
         if current is None:
             return
@@ -243,9 +228,7 @@ class Membership:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """During the block, which has no collectives, do not kill the process for being slow to leave a
-        broken round.
-        """
+        """Do not kill the process for being slow during the block, which has no collectives."""
         self._is_alone = True
         try:
             yield
@@ -267,9 +250,7 @@ class Membership:
             return self.has_left_as_agreed and current is not None and current.step.saves
 
     def wait_for_others(self) -> None:
-        """Wait up to 5 s until all living workers have left this round, because they may still read from each
-        other.
-        """
+        """Wait up to 5 s for living workers to leave this round, because they may read from each other."""
         current = self._round
         if current is not None:
             with suppress(DistError):
@@ -302,9 +283,7 @@ class Membership:
             )
 
     def join_late(self) -> Late | None:
-        """Return a rank and the final state of a job that has finished, and set ``RANK`` and ``WORLD_SIZE``.
-
-        ``None`` if no worker has published a final state.
+        """Return a rank and the final state, if any, of a finished job. Set ``RANK`` and ``WORLD_SIZE``.
 
         Raises:
             DistError: The store cannot be reached.
@@ -328,7 +307,7 @@ class Membership:
         return None if self.page is None else final_state.place_of(os.environ)
 
     def leave(self) -> None:
-        """Leave the job at once. The other workers abort their current step and continue without this worker."""
+        """Leave the job at once. The other workers abort their current step and continue."""
         has_left = self.has_left_as_agreed
         with self._changed:
             current, self._round = self._round, None
@@ -338,8 +317,7 @@ class Membership:
         if self._thread is None:
             return
         self._handler.leave()
-        # The thread runs until the store knows of the leave and, if this worker hosts it, no other worker
-        # needs it.
+        # The thread runs until the store knows of the leave and needs no host for other workers.
         farewell = threading.Thread(target=self._farewell, name="elasticrs-farewell", daemon=True)
         farewell.start()
         if has_left:
@@ -352,11 +330,11 @@ class Membership:
         self._end_thread()
 
     def shutdown(self) -> None:
-        """Leave the round, close the job unless this worker has left it, and release all resources. A host of
-        the store waits about ``close_timeout`` seconds until the others have read the outcome.
+        """Leave the round, close the job unless this worker has left it, and release all resources.
 
-        All workers call this after the last barrier, and wait up to 5 s until the others have passed it,
-        because closing the job aborts their collectives, and because rank 0 hosts the store of the round.
+        All workers call this after the last barrier, and wait up to 5 s for the others to pass it, because
+        closing the job aborts their collectives. A host of the store waits about ``close_timeout`` seconds
+        longer.
         """
         self._finish()
         with self._changed:
@@ -434,9 +412,7 @@ class Membership:
             self._changed.notify_all()
 
     def _left_as_agreed(self, current: Round) -> bool:
-        """Leave the round after an agreed step. Return false if that fails, for example because a worker
-        dies.
-        """
+        """Leave the round after an agreed step. Return false if that fails, such as after a death."""
         try:
             return self._agree(current)
         except DistError as error:
@@ -471,9 +447,7 @@ class Membership:
         return True
 
     def _await_end(self, current: Round) -> None:
-        """If another worker has finished, wait until this one has completed the same steps, or a worker has
-        died.
-        """
+        """If a worker has finished, wait until this one has done the same steps, or a worker has died."""
         with suppress(DistError):
             if self._is_in(current) and current.board.check(["done"]):
                 self._set_leave_step(current, int(current.board.get("done")))
@@ -535,9 +509,7 @@ def _shut_others(current: Round) -> None:
 
 
 def _has_lost(seen: set[str], keys: set[str]) -> bool:
-    """Return true if a worker died before it left the round: its ``here`` key is gone, without an ``out``
-    key.
-    """
+    """Return true if a worker died in the round: its ``here`` key is gone, without an ``out`` key."""
     return any(each.replace("here/", "out/") not in keys for each in seen - keys)
 
 

@@ -52,8 +52,8 @@ def _rate_of(stats: WorkerStats) -> float | None:
 class CoordinatorP2P(Coordinator):
     """Coordinator whose workers meet at a rendezvous URL; see :mod:`elasticrs.train.meeting_url`.
 
-    With ``elasticrs://``, the first worker on the URL's machine hosts the store, and the job ends when that
-    process exits. If workers may die, host the store with ``python -m elasticrs.store``, etcd, or an agent
+    With ``elasticrs://``, the first worker on the URL's machine hosts the store, and the job ends when it
+    exits. If workers may die, use ``python -m elasticrs.store``, etcd, or an agent
     (:class:`~elasticrs.train.agent.AgentCoordinator`).
 
     Args:
@@ -67,8 +67,7 @@ class CoordinatorP2P(Coordinator):
         rank: rank in the current round; -1 before the first round.
         world_size: number of workers in the current round.
         is_worker_straggler: true if this worker was much slower than the fastest one at the last comparison.
-        last_relative_prog_rate: rate of this worker divided by that of the fastest; missing before the first
-            report.
+        last_relative_prog_rate: this worker's rate, divided by that of the fastest; set by the first report.
         stop_training: true if the job is closed.
 
     Raises:
@@ -125,8 +124,7 @@ class CoordinatorP2P(Coordinator):
             self._member.abort = groups.abort
 
     def rendezvous_barrier(self) -> tuple[Any, int, int]:
-        """Join the next round; see the base class. Sets ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
-        ``MASTER_PORT``.
+        """Join the next round, and set ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``.
 
         Raises:
             StopException: the job is closed.
@@ -186,16 +184,14 @@ class CoordinatorP2P(Coordinator):
         groups.record_further_groups(current.connections)
 
     def barrier(self) -> None:
-        """Wait until all workers have called this. Raise ``RuntimeError`` if the round has ended, or at a
-        timeout.
-        """
+        """Wait for all workers. Raise ``RuntimeError`` at a timeout or if the round has ended."""
         self._gather("")
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         return [json.loads(each) for each in self._gather(json.dumps(list(numbers)))]
 
     def _gather(self, own: str) -> list[bytes]:
-        """Return the texts of all workers by rank, over the store, because a step may be using collectives."""
+        """Return all workers' texts by rank, over the store. A step may be using collectives."""
         if self._store is None:
             raise RuntimeError("there is no round: call rendezvous_barrier() first")
         last, self._gathered = self._gathered, self._gathered + 1
@@ -209,9 +205,7 @@ class CoordinatorP2P(Coordinator):
         return found
 
     def should_rendezvous(self, state: State) -> bool:  # noqa: ARG002 -- the loop's interface
-        """Return true if this worker must leave the round now. If nothing has changed, the call only reads
-        memory.
-        """
+        """Return true if this worker must leave the round now. Only reads memory if nothing has changed."""
         if self._is_asked or (self._member.page is not None and self._member.page.is_asked):
             self._ask_the_others()
         return self._member.passed()
@@ -242,8 +236,7 @@ class CoordinatorP2P(Coordinator):
                     "called",
                     self.rank,
                 )
-            # No checkpoint can be saved. A leaving worker keeps the request, because the round must end,
-            # and warns once.
+            # A leaving worker keeps the request, because the round must end, and warns once.
             self._was_told = self._leaves
             self._is_asked = self._leaves
             if page is not None:
@@ -280,9 +273,7 @@ class CoordinatorP2P(Coordinator):
         return self.stop_training
 
     def announce_end(self) -> None:
-        """Announce that this worker has no more data. All workers start a final round after the same number
-        of steps.
-        """
+        """Announce that this worker has no more data. All start a final round after the same step."""
         self._member.announce_end()
 
     keeps_final_state = True
@@ -292,11 +283,10 @@ class CoordinatorP2P(Coordinator):
         self._member.keep_final_state(content, in_checkpoint=in_checkpoint)
 
     def final_state(self) -> FinalState | None:
-        """Return the final state of a job that finished before this worker joined it; ``None`` if there is
-        none.
+        """Return the final state of a job that finished before this worker joined it, if any.
 
         Raises:
-            NonRetryableException: This process has already trained in this job, and cannot train in it again.
+            NonRetryableException: This process has already trained in this job, and cannot do so again.
         """
         if self._job in _trained:
             raise CannotContinueError(
@@ -312,11 +302,10 @@ class CoordinatorP2P(Coordinator):
         groups.destroy()
 
     def monitor_progress(self, state: State, worker_stats: WorkerStats | None) -> None:  # noqa: ARG002
-        """Compare the rates of all workers every :attr:`MONITOR_PROGRESS_FREQ` steps; set
-        :attr:`is_worker_straggler`.
+        """Compare the rates of all workers, and set :attr:`is_worker_straggler`.
 
-        The comparison uses no collectives, and costs two messages to the store, or about 0.3 µs for each
-        step.
+        This uses no collectives, and costs 0.3 µs per step: two messages every :attr:`MONITOR_PROGRESS_FREQ`
+        steps.
         """
         page = self._member.page
         if page is not None and page.stepped() and worker_stats is not None:

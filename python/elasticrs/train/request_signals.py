@@ -1,12 +1,11 @@
 """Handle SIGTERM and SIGUSR1 in a training worker, as requests for a checkpoint.
 
-By default, SIGTERM ends a process in the middle of a step. With this module, a worker completes its step,
-saves a checkpoint with the others, leaves the job, and ends itself. After SIGUSR1, it saves and stays.
+By default, SIGTERM ends a process in the middle of a step. Here, the worker completes its step, saves a
+checkpoint with the others, leaves the job, and ends itself. After SIGUSR1, it saves and stays.
 
-- **SIGNALS-1** a handler that the program has set, in any language, is not replaced. The handlers of this
-  module are removed when the training is over, and in forked children.
-- **SIGNALS-2** a second SIGTERM ends the worker at once, as does the first if no round forms within
-  :data:`MEETING_LIMIT`.
+- **SIGNALS-1** a handler that the program has set, in any language, is not replaced. This module's handlers
+  are removed when the training is over, and in forked children.
+- **SIGNALS-2** a second SIGTERM ends the worker at once, and so does a :data:`MEETING_LIMIT` without a round.
 """
 
 from __future__ import annotations
@@ -26,9 +25,7 @@ if TYPE_CHECKING:
     from elasticrs.train.coordinator import Coordinator
 
 MEETING_LIMIT = 5.0
-"""Seconds without a round after which a worker that was asked to leave exits alone, because the other workers
-may be leaving as well and never form a round again.
-"""
+"""Seconds without a round after which a leaving worker exits alone, because the others may leave as well."""
 
 _TICK = 0.25
 _ASKING = (signal.SIGTERM, signal.SIGUSR1)
@@ -84,10 +81,7 @@ class RequestSignals:
 
 
 def is_default(signum: int) -> bool:
-    """Return true if a signal has its default action.
-
-    Python does not know of native handlers, so the answer comes from ``/proc``, if there is one.
-    """
+    """Return true for the default action. Python does not know native handlers, but ``/proc`` does."""
     if signal.getsignal(signum) != signal.SIG_DFL:
         return False
     try:

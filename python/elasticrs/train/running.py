@@ -29,9 +29,7 @@ __all__ = ["run_train", "to_generator", "train"]
 _log = logging.getLogger("elasticrs.train")
 
 MAX_FAILURES = 10
-"""Default limit for consecutive failures without progress, after which a worker gives up (torchelastic 0.1:
-100).
-"""
+"""Default limit for consecutive failures without progress (torchelastic 0.1: 100)."""
 
 _SHOWN = 120
 """Maximum number of characters of the error message of an aborted collective that are shown."""
@@ -63,14 +61,12 @@ def train(
             ``None``). It raises ``StopIteration`` when this worker has run out of data.
         state: initial state of the job.
         retryable: types of exceptions that are retried. A failed collective raises a ``RuntimeError``.
-        max_failures: number of consecutive failures without a completed step before this worker gives up; 10
-            if ``None``.
+        max_failures: number of consecutive failures before this worker gives up; 10 if ``None``.
 
     Raises:
         NonRetryableException: This process cannot continue.
         RuntimeError: There were too many failures without progress.
-        TypeError: An argument or the result of the step has the wrong type, or a checkpoint manager is set
-            but the state cannot be saved.
+        TypeError: A type is wrong, or a checkpoint manager is set but the state cannot be saved.
     """
 
     def steps(state: State) -> Iterator[Any]:
@@ -101,7 +97,7 @@ def run_train(
     """Run a training loop like :func:`train`, but with a generator function instead of the train step.
 
     ``train_step_gen`` takes the state, changes it in place, and yields ``(state, worker_stats)`` after each
-    step. It is called again after each rendezvous. Other arguments and errors: see :func:`train`.
+    step. It is called again after each rendezvous.
     """
 
     def steps(state: State) -> Iterator[Any]:
@@ -126,9 +122,7 @@ def run_train(
 def to_generator(
     train_step_fn: Callable[[Any], tuple[Any, WorkerStats | None]],
 ) -> Callable[[Any], Iterator[tuple[Any, WorkerStats | None]]]:
-    """Return a generator function for :func:`run_train` that calls a train step until it raises
-    ``StopIteration``.
-    """
+    """Return a generator function for :func:`run_train` that calls a step until ``StopIteration``."""
 
     def steps(state: Any) -> Iterator[tuple[Any, WorkerStats | None]]:
         while True:
@@ -142,9 +136,7 @@ def to_generator(
 
 
 def _require_saving(state: State) -> None:
-    """Raise TypeError now, and not at the first checkpoint, if a manager is set but the state cannot be
-    saved.
-    """
+    """Raise TypeError before the first checkpoint, if a manager is set but the state cannot be saved."""
     if get_checkpoint_manager() is not None and (reason := why_not_saved(state)) is not None:
         raise TypeError(f"set_checkpoint_manager was called, but {reason}")
 
@@ -210,13 +202,12 @@ class _Run:
                             return self._state
                         event = effects[action]() or event
         except BaseException as error:
-            # The other workers would wait for this worker if the program caught the exception, even an
-            # interrupt. A forked child must not leave, because its parent is still in the job.
+            # The others would wait for this worker if the program caught an exception or an interrupt. The
+            # parent of a forked child is still in the job.
             if self._forks == groups.fork_depth():
                 self._plain.leave()
             if isinstance(error, SystemExit) and not error.code:
-                # The agent would take exit code 0 to mean that the worker has finished, and the others
-                # would wait for it.
+                # Exit code 0 would mean that the worker has finished.
                 raise CannotContinueError("the program has ended in the middle of the training") from error
             raise
         finally:
@@ -283,8 +274,7 @@ class _Run:
         try:
             if not any(vote.is_loaded for vote in self._votes):
                 self._begin_state()
-            # Every worker already has the last state. `sync` could also fail, because programs create data
-            # loaders in it, which fail without data.
+            # All have the last state, and a `sync` that creates data loaders would fail without data.
             if not have_ended_together(self._votes):
                 began = time.perf_counter()
                 self._state.sync(self._world_size, self._rank)
@@ -318,9 +308,7 @@ class _Run:
     # --- the final state ---
 
     def _keep_final_state(self) -> None:
-        """Save the final state in a checkpoint, or keep a copy in memory without a manager, before the job is
-        closed.
-        """
+        """Save the final state in a checkpoint, or keep it in memory if there is no manager."""
         in_checkpoint = False
         if self._checkpoints is not None:
             in_checkpoint = all(flag for (flag,) in self._coordinator.exchange([int(self._is_stored)]))
@@ -328,8 +316,7 @@ class _Run:
                 in_checkpoint = self._checkpoints.save_checkpoint(self._state, self._rank)
             self._is_stored = in_checkpoint
             if not in_checkpoint:
-                # All workers know that the save has failed. Another attempt continues from the last
-                # checkpoint.
+                # All workers know that. Another attempt continues from the last checkpoint.
                 raise CheckpointError(
                     "the final checkpoint could not be written (rank 0 has logged why), so the result of the "
                     "training would be lost"
@@ -431,10 +418,9 @@ class _Run:
         return None
 
     def _leave_round(self, is_saved: bool | None) -> Event:
-        """Leave the round, after saving a requested checkpoint unless the step's own has been saved
-        (``is_saved``).
+        """Leave the round, with a requested checkpoint unless ``is_saved`` reports the step's own.
 
-        All workers have completed this step, so the step is not rolled back if the save is aborted.
+        All workers have completed the step, so it is not rolled back if the save is aborted.
         """
         coordinator, self._snapshot = self._coordinator, _NOTHING
         if self._checkpoints is not None and coordinator.should_save_before_meeting():

@@ -14,9 +14,7 @@ _log = logging.getLogger("elasticrs.train")
 
 
 class State(ABC):
-    """Base class for everything that a train step changes. The constructor must create the same state on
-    every worker, from the job's arguments and without communication.
-    """
+    """Everything that a train step changes. The constructor must create the same state on every worker."""
 
     @abstractmethod
     def sync(self, world_size: int, rank: int) -> None:
@@ -27,41 +25,32 @@ class State(ABC):
         """
 
     def capture_snapshot(self) -> Any:
-        """Return an in-memory copy of what a step changes, to undo a failed step. Called before every step.
-        With ``None``, there is no rollback.
-        """
+        """Return a copy of what a step changes, to undo a failed step, or ``None`` for no rollback."""
         return None
 
     def apply_snapshot(self, snapshot: Any) -> None:
-        """Restore a snapshot of this object, or of an object in another process. :meth:`sync` is called
-        afterwards.
-        """
+        """Restore a snapshot, maybe of another process. :meth:`sync` is called afterwards."""
         if snapshot is not None:
             raise NotImplementedError(f"{type(self).__name__} has capture_snapshot, but no apply_snapshot")
 
     def state_dict(self) -> Any:
-        """Return everything that a new process needs to continue: weights, optimizer state and progress.
+        """Return everything that a new process needs: weights, optimizer state and progress.
 
-        Stored in checkpoints, and in the final state for late workers. Tensors, numbers, strings and plain
-        containers can be loaded without running code. The default is :meth:`capture_snapshot`, for programs
-        for torchelastic 0.1.
+        Checkpoints and the final state contain it. Tensors, numbers, strings and plain containers can be
+        loaded without running code. Programs for torchelastic 0.1 have :meth:`capture_snapshot`, the default.
         """
         if is_torchelastic_program():
             return self.capture_snapshot()
         raise NotImplementedError(f"{type(self).__name__} has no state_dict")
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Restore a state that :meth:`state_dict` returned, possibly in another process. :meth:`sync` is
-        called afterwards, unless the training has already ended.
-        """
+        """Restore what :meth:`state_dict` returned, maybe in another process, before a :meth:`sync`."""
         if not is_torchelastic_program():
             raise NotImplementedError(f"{type(self).__name__} has no load_state_dict")
         self.apply_snapshot(state_dict)
 
     def save(self, stream: IO[bytes]) -> None:
-        """Write the result of :meth:`state_dict` with ``torch.save``. ``TypeError``: the state cannot be
-        saved.
-        """
+        """Write :meth:`state_dict` with ``torch.save``. Raise ``TypeError`` if that is not possible."""
         import torch
 
         content = self.state_dict()
@@ -70,19 +59,16 @@ class State(ABC):
         torch.save(content, stream)
 
     def load(self, stream: IO[bytes]) -> None:
-        """Pass what :meth:`save` wrote to a seekable stream to :meth:`load_state_dict`.
+        """Read what :meth:`save` wrote to a seekable stream, and pass it to :meth:`load_state_dict`.
 
         Content that ``torch.load`` rejects with ``weights_only=True`` is unpickled with a warning, because
-        that can run code. Another worker's final state is unpickled only if the job has a token. GPU tensors
-        are loaded onto this process's current GPU, or into main memory if it has none.
+        that can run code, but another worker's only if the job has a token. GPU tensors are loaded onto this
+        process's current GPU, or into main memory if it has none.
         """
         _load(self, stream, may_run_code=True)
 
     def should_save_checkpoint(self, rank: int) -> bool:  # noqa: ARG002 -- used by subclasses
-        """Return true if it is time for a checkpoint. Called after every step if a checkpoint manager is set.
-
-        All workers must return the same value, because they all wait until the checkpoint is written.
-        """
+        """Return true, on all workers, if it is time for a checkpoint. Called after every step."""
         return False
 
 
@@ -90,8 +76,7 @@ def load_from_peer(state: State, stream: IO[bytes], *, is_protected: bool) -> No
     """Load what another worker's :meth:`State.save` wrote.
 
     Unless ``is_protected`` (only processes with the job's token could have chosen it), :meth:`State.load`
-    accepts only tensors and plain containers, and raises ``UnpicklingError`` otherwise. A ``load`` that the
-    program overrides is not restricted.
+    raises ``UnpicklingError`` for objects that are not tensors or plain containers.
     """
     if type(state).load is State.load:
         _load(state, stream, may_run_code=is_protected)
@@ -147,7 +132,5 @@ def why_not_saved(state: State) -> str | None:
 
 
 def is_torchelastic_program() -> bool:
-    """Return true if this program imports ``torchelastic``, so ``capture_snapshot`` may stand for
-    ``state_dict``.
-    """
+    """Return true if this program imports ``torchelastic``, and may have no ``state_dict`` methods."""
     return "torchelastic" in sys.modules

@@ -15,15 +15,13 @@ Invariants, each checked by a property test:
 - **TRAIN-5** a worker that was asked to leave does so only after a step that all workers have completed.
 
 On a change without a failure, all workers leave the round after the same step (:class:`LeaveStep`). Each
-worker counts its step boundaries. When notified, it publishes a cap, two boundaries ahead. All leave at the
-largest cap, and a worker at its own cap waits until that one is known.
+worker counts its step boundaries, and publishes a cap, two boundaries ahead. All leave at the largest cap.
 
-- **LEAVE-1** no worker passes its own cap before the leave step is known. So no worker is ever past the leave
-  step, however slow threads and network are.
+- **LEAVE-1** no worker passes its own cap before the leave step is known, so no worker is ever past that
+  step.
 - **LEAVE-2** a single worker publishes the leave step together with the decision about saving a checkpoint
   there, as one value. So either all workers save, or none.
-- **LEAVE-3** the watching threads publish the caps, so all caps are published even while workers wait at
-  them.
+- **LEAVE-3** the watching threads publish the caps, even while workers wait at them.
 """
 
 from __future__ import annotations
@@ -131,10 +129,7 @@ def _after_failure(loop: Loop) -> tuple[Loop, tuple[Action, ...]]:
 
 
 class Vote(Record):
-    """Information that a worker sends to all others at the start of a round, as a list of integers.
-
-    If only some workers save a checkpoint, their peers' next collective fails, and :func:`disagreement` finds
-    the reason in the next round.
+    """Integers that a worker sends to all others at the start of a round, to find a :func:`disagreement`.
 
     Args:
         has_manager: true if the worker has a checkpoint manager.
@@ -145,8 +140,8 @@ class Vote(Record):
         asked: number of calls of ``should_save_checkpoint`` in the last round.
         said_yes: number of the last of these calls that returned true, counted from 1; 0 if none did.
         is_saving: true if that call was followed by a save that the worker has not completed.
-        next_step: number of the next step in the last round, counted from 1; 0 without a completed sync, and
-            in programs that were not written for torchelastic 0.1.
+        next_step: number of the next step in the last round, counted from 1; 0 if not synchronized, or in a
+            program that was not written for torchelastic 0.1.
     """
 
     has_manager: int = 0
@@ -161,11 +156,7 @@ class Vote(Record):
 
 
 def have_ended_together(votes: Sequence[Vote]) -> bool:
-    """Return true if all workers are at the same step and one has run out of data, in a torchelastic 0.1
-    program.
-
-    The others may have left the round before they tried to take the next step.
-    """
+    """Return true if a torchelastic 0.1 program's workers are at the same step, and one has no data."""
     first = votes[0]
     return (
         first.next_step > 0
@@ -199,9 +190,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 AHEAD = 2
-"""Step boundaries from a worker's current one to its cap. One would be safe. With two, the watching threads
-have the next step to agree, so that usually no worker has to wait.
-"""
+"""Boundaries from a worker's current one to its cap. With one, workers would often have to wait."""
 
 AT_ONCE = 0
 """Leave step of a broken round: workers leave such a round immediately."""
@@ -212,7 +201,7 @@ class LeaveStep(Record):
 
     Args:
         done: number of boundaries that the worker has passed.
-        cap: boundary that the worker does not pass before the leave step is known; ``None`` if no change is
+        cap: boundary that the worker does not pass before the leave step is known; ``None``: no change is
             due.
         at: the leave step; ``None`` if it is not known.
         saves: true if all workers save a checkpoint at the leave step.

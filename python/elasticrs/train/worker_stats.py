@@ -12,7 +12,7 @@ class WorkerStats(ABC):
 
     @abstractmethod
     def get_progress_rate(self) -> float | None:
-        """Return a number that is larger for faster workers, such as samples per second; ``None`` if unknown."""
+        """Return a number that is larger for faster workers, such as samples per second, or ``None``."""
 
 
 class SimpleWorkerStats(WorkerStats):

@@ -22,9 +22,7 @@ def get_env_variable_or_raise(env_name: str) -> str:
 
 
 def get_socket_with_port() -> socket.socket:
-    """Return a socket that reserves a free port; see
-    :func:`elasticrs.utils.distributed.get_socket_with_port`.
-    """
+    """Return a socket that reserves a free port; see :mod:`elasticrs.utils.distributed`."""
     from elasticrs.utils.distributed import get_socket_with_port as bound
 
     return bound()

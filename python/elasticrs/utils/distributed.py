@@ -103,8 +103,7 @@ def get_free_port() -> int:
 
 
 def get_socket_with_port() -> socket.socket:
-    """Return a socket that reserves a free port on all IPv6 and IPv4 addresses until closed. It does not
-    listen.
+    """Return a socket that reserves a port on all IPv6 and IPv4 addresses until closed, without listening.
 
     Raises:
         RuntimeError: no port is free, or file descriptors have run out.

@@ -11,8 +11,7 @@ from elasticrs.utils.log_level import get_log_level
 
 
 def get_logger(name: str | None = None) -> logging.Logger:
-    """Return a logger (named after the caller's module if ``None``) with the level ``LOGLEVEL``, or
-    ``WARNING``.
+    """Return a logger (by default, the calling module's) with the level ``LOGLEVEL``, or else ``WARNING``.
 
     Raises:
         ValueError: ``LOGLEVEL`` is not a valid level.
@@ -23,7 +22,7 @@ def get_logger(name: str | None = None) -> logging.Logger:
 
 
 def _derive_module_name(depth: int = 1) -> str | None:
-    """Return the module or file name of a caller (1: the caller); warn and return ``None`` if there is none."""
+    """Return the module or file name of a caller (1: the caller), or warn and return ``None``."""
     frame = inspect.currentframe()
     for _ in range(depth):
         frame = None if frame is None else frame.f_back

@@ -1,6 +1,4 @@
-"""Collective operations on any store with the methods of torch's ``Store``, with the same calls in the same
-order as in torch, so that agents of both can take part.
-"""
+"""Collective operations on any store like torch's ``Store``, with the same calls as in torch's agent."""
 
 from __future__ import annotations
 
@@ -27,9 +25,7 @@ _ANYTHING = "<val_ignored>"
 
 @contextmanager
 def store_timeout(store: Any, timeout: float) -> Iterator[None]:
-    """Set the timeout of a store, in seconds, within a block. Unlike in torch, an exception restores the
-    previous one too.
-    """
+    """Set a store's timeout, in seconds, during a block. Torch does not restore it after an exception."""
     former = store.timeout
     store.set_timeout(timedelta(seconds=timeout))
     try:
@@ -39,7 +35,7 @@ def store_timeout(store: Any, timeout: float) -> Iterator[None]:
 
 
 def get_all(store: Any, rank: int, prefix: str, world_size: int) -> list[bytes]:
-    """Wait until the keys ``<prefix>0``, ``<prefix>1`` and so on exist. Return their values in order.
+    """Return the values of ``<prefix>0``, ``<prefix>1`` and so on, once all keys exist.
 
     ``rank`` is the caller's. Rank 0 returns last, because it may host the store.
     """
@@ -91,13 +87,11 @@ def barrier(
         barrier_timeout: time limit in seconds.
         rank: rank of the caller. If given, rank 0 finds the missing ranks and names them in its error.
         rank_tracing_decoder: function that returns the name of a rank for that error.
-        trace_timeout: time limit in seconds to wait for the first missing rank. Rank 0 waits less for the
-            others.
+        trace_timeout: seconds to wait for the first missing rank. Rank 0 waits less for the others.
 
     Raises:
         AssertionError: a decoder was given without a rank.
-        DistStoreError: not all ranks arrived in time. With another package's store, the class is that
-            package's.
+        DistStoreError: not all ranks arrived in time. With another package's store, it is that package's.
     """
     if rank is None and rank_tracing_decoder is not None:
         raise AssertionError("Tracing requires rank information")

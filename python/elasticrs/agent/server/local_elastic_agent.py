@@ -75,9 +75,8 @@ _OWN_START = start_processes
 class LocalElasticAgent(SimpleElasticAgent):
     """Agent that runs the workers of one node.
 
-    If a subclass overrides one of torch's hooks, or if the rendezvous handler is not from this package,
-    torch's polling loop calls all hooks; see :func:`why_hooks_decide`. If a value is ``None``, it comes from
-    the environment.
+    Torch's polling loop calls all hooks if a subclass overrides one, or if the rendezvous handler is not from
+    this package. A value of ``None`` is replaced from the environment.
 
     Args:
         spec: specification of the workers.
@@ -86,10 +85,10 @@ class LocalElasticAgent(SimpleElasticAgent):
         exit_barrier_timeout: seconds to wait for other nodes at the end; 300 by default.
         log_line_prefix_template: template of the prefix of tee'd lines.
         shutdown_timeout: seconds between the stop signal and SIGKILL; 30 by default.
-        health_check_server: object with ``start`` and ``stop``, which is started before the workers and
-            stopped after them.
-        uninterruptible_state_timeout: seconds that a worker may spend in uninterruptible sleep before the job
-            fails. If 0 or negative, the state is not checked.
+        health_check_server: object with ``start`` (called before the workers) and ``stop`` (called after
+            them).
+        uninterruptible_state_timeout: seconds of uninterruptible sleep of a worker before the job fails. If 0
+            or negative, the state is not checked.
         signals_to_handle: names of signals; SIGTERM, SIGINT, SIGHUP and SIGQUIT by default.
 
     Raises:
@@ -134,9 +133,8 @@ class LocalElasticAgent(SimpleElasticAgent):
             SignalException: a signal asked the agent to stop. The workers have been stopped.
             RendezvousError: the rendezvous failed or is closed.
             RuntimeError: the workers could not be started. If a program does not exist or is not executable,
-                the exception is also a ``FileNotFoundError`` or ``PermissionError``.
-            ValueError: the machine's limits do not allow this number of workers, or workers cannot be
-                replaced individually as ``on_failure`` requests.
+                it is also a ``FileNotFoundError`` or ``PermissionError``.
+            ValueError: the machine's limits, or the restart policy, do not fit these workers.
         """
         why = why_hooks_decide(self)
         if why is not None and self._worker_group.spec.on_failure == "replace":
@@ -168,12 +166,10 @@ class LocalElasticAgent(SimpleElasticAgent):
                 self._health_check_server.stop()
 
     def request_checkpoint(self) -> None:
-        """Request a checkpoint from the workers, which must use :func:`elasticrs.train.train`. Not available
-        in torch.
+        """Request a checkpoint from all workers of the job, which must use :func:`elasticrs.train.train`.
 
-        All workers of the job save at the end of the same step, usually the second step from now. The agent
-        prints the outcome. A request stays pending if a worker fails, and one checkpoint fulfils all pending
-        requests. Can be called from any thread.
+        They save at the end of the same step, usually the second from now. The agent prints the outcome. A
+        request survives failed workers. Can be called from any thread. Not available in torch.
 
         Raises:
             RuntimeError: no running worker can receive the request. ``on_failure="replace"`` is needed.
@@ -211,9 +207,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         return rendezvous.replaced(settings=settings)
 
     def _setup_healthcheck(self) -> None:
-        """Start the health check server. Called once, before the first rendezvous (in torch: before each
-        start).
-        """
+        """Start the health check server before the first rendezvous. Torch calls this before each start."""
         if self._health_check_server is None:
             try:
                 made = server_of_environment(os.environ, self._get_alive_time)
@@ -251,8 +245,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         if result.is_failed() and not result.failures and attempt is not None:
             from elasticrs._engine.supervise.failures.failed_attempt import failures
 
-            # No worker caused the failure (the nursery may have died). Report the workers that failed as a
-            # consequence.
+            # No worker caused the failure. Report the workers that failed as a consequence.
             result.failures = failures(attempt)
         return result
 
@@ -291,8 +284,7 @@ class LocalElasticAgent(SimpleElasticAgent):
                 "the worker ids %s are not those of the processes that were started: %s", ids, pcontext.pids()
             )
             return RunResult(WorkerState.UNKNOWN)
-        # After a failure, wait for the workers that are being stopped, because the result contains their
-        # exit codes.
+        # Wait for the workers that are being stopped, because the result contains their exit codes.
         with self._progress.within("_monitor_workers", self._shutdown_timeout if pcontext.has_failed else 0):
             found = pcontext.wait(-1 if pcontext.has_failed else 0)
         if found is None:
@@ -378,8 +370,7 @@ def _policy_without_effect(spec: WorkerSpec) -> list[str]:
 def why_hooks_decide(agent: LocalElasticAgent) -> str | None:
     """Return why the agent must use its polling hooks; ``None`` if it can use the event-driven loop.
 
-    A hook may be replaced in a subclass, in the class or in an object. A rendezvous handler must be polled if
-    it is not from this package or if the user has written its back end.
+    A hook may be replaced in a subclass, the class or an object, and the back end may be a user's.
     """
     if agent._local.made is not None:
         return "the command line has chosen a handler that is polled"

@@ -43,11 +43,7 @@ if TYPE_CHECKING:
 
 
 class LocalJob:
-    """Settings of one agent's job. See :class:`~elasticrs.agent.server.LocalElasticAgent` for arguments and
-    errors.
-
-    ``made``: configuration and workers that the command line has already created, or ``None``.
-    """
+    """Settings of one agent's job. See :class:`~elasticrs.agent.server.LocalElasticAgent` for arguments."""
 
     def __init__(
         self,
@@ -136,7 +132,7 @@ class LocalJob:
         return make_workers(job, own_consoles()) if self.made is None else self.made[1]
 
     def observers(self) -> Sequence[Observer]:
-        """Return the observer that prints tee'd lines to replaced ``sys.stdout`` and ``sys.stderr``, if any."""
+        """Return the observer that prints tee'd lines to replaced standard streams, if there are any."""
         streams = replaced_streams()
         return [ReplacedConsole(streams, self._spec.role, self.prefix_template)] if streams else []
 
@@ -196,10 +192,7 @@ class ReplacedConsole(Observer):
 
 
 class EventRunner(Record):
-    """Runs a job once. ``group`` is the user's worker group, which the runner keeps up to date.
-
-    ``rendezvous`` is ``None`` for a single node; ``restarts`` is the number of charged restarts.
-    """
+    """Runs a job once, and keeps ``group``, the user's worker group, up to date."""
 
     _group: WorkerGroup
     _local: LocalJob

@@ -1,6 +1,4 @@
-"""Workers and signals of an agent whose hooks start, poll and stop the workers. Frameworks know the object as
-``_pcontext``.
-"""
+"""Workers and signals of an agent whose hooks decide. Frameworks know the object as ``_pcontext``."""
 
 from __future__ import annotations
 
@@ -77,12 +75,7 @@ class PolledWorkers:
         self._tracker.forward(signum, are_running=self._has_started and self.is_running)
 
     def start(self, plan: Plan, restarts: int) -> dict[int, int]:
-        """Start all workers, or none of them. Return their pids by local rank.
-
-        Raises:
-            RuntimeError: the workers could not be started, or previous workers cannot be killed.
-            Exception: a function of the user cannot be pickled.
-        """
+        """Start all workers, or raise ``RuntimeError`` and start none. Return their pids by local rank."""
         if self._ended is not None and self._ended.stuck_ranks:
             raise RuntimeError(phrases.not_restarted(phrases.stuck(self._ended.stuck_ranks)))
         tracker = self._tracker
@@ -139,10 +132,7 @@ class PolledWorkers:
         return attempt is not None and attempt.first_failure is not None
 
     def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:  # noqa: ARG002 -- torch's signature
-        """Wait until all workers have exited, and return the result; ``None`` if workers are still running.
-
-        ``timeout`` is in seconds; 0 handles only pending events, and a negative number waits without limit.
-        """
+        """Wait for the result, at most ``timeout`` seconds (negative: no limit); ``None`` if there is none."""
         deadline = None if timeout < 0 else time.monotonic() + timeout
         while self.is_running:
             left = None if deadline is None else deadline - time.monotonic()
@@ -266,11 +256,7 @@ def start_by(
 
 
 class GivenContext:
-    """Wraps the context that the user's ``start_processes`` returned, and reserves the workers' port until
-    closed.
-
-    Failures are reported only after all workers have exited.
-    """
+    """Wraps the context of the user's ``start_processes``. Reserves the workers' port until it is closed."""
 
     has_failed = False
     attempt = None
@@ -308,13 +294,12 @@ def raised_signals(
     forwarded: Iterable[int] = (),
     pass_on: Callable[[int], object] = lambda _: None,
 ) -> Iterator[None]:
-    """Raise :class:`SignalException` in the main thread when a signal requests a stop during the block, as
-    torch does.
+    """Raise :class:`SignalException` in the main thread when a signal requests a stop during the block, as in
+    torch.
 
-    An exception interrupts even a blocking hook. A repeated signal that is not a new request (see
-    :class:`.StopRequests`) raises nothing. Ignored signals stay ignored. The signals in ``forwarded`` are
-    given to ``pass_on``. Outside of the main thread, log a warning and install no handler. Forked children
-    get the previous handlers.
+    A repeated signal that is not a new request (see :class:`.StopRequests`) raises nothing. Ignored signals
+    stay ignored. Signals in ``forwarded`` are given to ``pass_on``. Other threads only log a warning, and
+    forked children get the previous handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         _log.warning("signals are not handled, because the job does not run in the main thread")

@@ -71,19 +71,17 @@ class ElasticAgent(ABC):
 
 
 class SimpleElasticAgent(ElasticAgent):
-    """Agent whose subclass defines how workers are started, monitored and stopped.
+    """Agent whose subclass defines how workers are started, monitored and stopped, with torch's hooks and
+    order.
 
-    Calls the hooks in torch's order, and polls the workers every ``monitor_interval`` seconds.
-    ``_stop_workers`` and ``_shutdown`` get only the arguments that they accept, because the hooks differ
-    between releases of torch. A hook that takes long can report progress with ``_tell_progress``, so that a
-    health check (``_get_alive_time``) does not consider it hung.
+    ``_stop_workers`` and ``_shutdown`` get only the arguments that they accept, because torch's releases
+    differ. A hook that takes long can call ``_tell_progress``, so that health checks do not consider it hung.
 
     Args:
         spec: specification of the workers.
-        exit_barrier_timeout: seconds to wait for other nodes at the end. If ``None``, the value comes from
-            the environment; the default is 300.
-        shutdown_timeout: seconds between the stop signal and SIGKILL. If ``None``, the value comes from the
-            environment; the default is 30.
+        exit_barrier_timeout: seconds to wait for other nodes at the end; from the environment (300) if
+            ``None``.
+        shutdown_timeout: seconds between stop signal and SIGKILL; from the environment (30) if ``None``.
     """
 
     def __init__(
@@ -132,7 +130,7 @@ class SimpleElasticAgent(ElasticAgent):
 
     @abstractmethod
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
-        """Send ``death_sig`` to running workers, and release all resources. A subclass may omit ``timeout``."""
+        """Send ``death_sig`` to running workers and release all resources. ``timeout`` may be omitted."""
 
     @prof
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
@@ -163,10 +161,7 @@ class SimpleElasticAgent(ElasticAgent):
     def _assign_worker_ranks(
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        """Assign ranks to the workers, over the store if there are several nodes.
-        ``TORCH_ELASTIC_WORKER_IDENTICAL=1`` declares that all nodes have the same workers, so that no
-        store is needed.
-        """
+        """Assign ranks to the workers, over the store only if nodes may differ from each other."""
         own = NodeShare(spec.role, spec.local_world_size)
         if group_world_size == 1 or os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL", "0") == "1":
             ranks = node_ranks([own] * group_world_size)[group_rank]
@@ -199,11 +194,7 @@ class SimpleElasticAgent(ElasticAgent):
 
     @prof
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
-        """Run the workers; see :class:`ElasticAgent`. Always call ``_shutdown`` afterwards.
-
-        Raises:
-            SignalException: a signal asked the agent to stop. ``_shutdown`` has sent it to the workers.
-        """
+        """Run the workers, and always call ``_shutdown`` afterwards. See :class:`ElasticAgent`."""
         return self._run_and_shut_down(partial(self._invoke_run, role))
 
     def _run_and_shut_down(self, invoke: Callable[[], RunResult], *, is_observed: bool = False) -> RunResult:
@@ -240,9 +231,7 @@ class SimpleElasticAgent(ElasticAgent):
             self._total_execution_time = int(time.monotonic() - started)
 
     def _tell_failure(self, found: RunResult | Exception) -> None:
-        """Pass the reason to the handler's ``set_failed``, if it has one (torch's have none), for the other
-        nodes.
-        """
+        """Pass the reason for the other nodes to the handler's ``set_failed``, which torch's have not."""
         set_failed = getattr(self._worker_group.spec.rdzv_handler, "set_failed", None)
         if set_failed is not None:
             set_failed(_first_failure(found))
@@ -298,30 +287,19 @@ class SimpleElasticAgent(ElasticAgent):
         _log.warning("the workers are %s; restarting, %d of %d left", state.name, left, most)
 
     def _get_alive_time(self) -> float:
-        """Return the time of the last progress, in seconds since 1970. Can be called from any thread.
-
-        The result is the current time, unless a hook has exceeded its time limit.
-        """
+        """Return the time of the last progress in seconds since 1970, or now if no hook is late."""
         return time.time() - self._progress.overdue()[0]
 
     def _tell_progress(self, seconds: float = 0.0) -> None:
-        """Report progress. The hook must report again or finish within ``seconds``. Can be called from any
-        thread.
-
-        Not available in torch.
-        """
+        """Report progress, from any thread. The next report is due in ``seconds``. Not available in torch."""
         self._progress.tell(seconds)
 
     def _pause(self, seconds: float) -> None:
-        """Wait before the next check. An override may return early when an event arrives. Not available in
-        torch.
-        """
+        """Wait before the next check. An override may return early. Not available in torch."""
         time.sleep(seconds)
 
     def _exit_barrier(self) -> bool | None:
-        """Wait until all nodes have finished, for at most ``exit_barrier_timeout`` seconds. Return ``False``
-        if the round has ended for another reason. Torch's hook returns nothing.
-        """
+        """Wait until all nodes have finished. Return ``False`` if the round has ended for another reason."""
         group = self._worker_group
         handler = group.spec.rdzv_handler
         set_succeeded = getattr(handler, "set_succeeded", None)
@@ -331,12 +309,10 @@ class SimpleElasticAgent(ElasticAgent):
             return True
         self._in_exit_barrier = True
         try:
-            # Torch's handlers have no `set_succeeded` and also count new nodes, which are no reason to
-            # restart.
+            # Torch's handlers also count new nodes, which are no reason to restart.
             return self._wait_for_others(group, watches=set_succeeded is not None)
         except RuntimeError as error:
-            # Ignore the error, as torch does: the work is done, and the node that hosted the store may
-            # have exited.
+            # As in torch: the work is done, and the node that hosted the store may have exited.
             _log.warning("the store was lost in the exit barrier: %s", error)
             return True
         finally:
@@ -462,7 +438,7 @@ def _first_failure(found: RunResult | Exception) -> str:
 
 
 def _call(method: Callable[..., Any], *arguments: Any, **named: Any) -> None:
-    """Call a hook, and pass each argument in ``named`` only if the hook accepts it (torch's releases differ)."""
+    """Call a hook with those arguments in ``named`` that it accepts, because torch's releases differ."""
     taken = inspect.signature(method).parameters
     kinds = {each.kind for each in taken.values()}
     if inspect.Parameter.VAR_KEYWORD not in kinds or "timeout" not in named:
@@ -475,11 +451,9 @@ _RANKS = "torchelastic/assigned_ranks/"
 
 
 def exchange_ranks(store: Any, group_rank: int, group_world_size: int, own: NodeShare) -> NodeRanks:
-    """Agree with the other nodes on the ranks of all workers. The timeout of the shared store applies.
+    """Agree with the other nodes on the ranks of all workers, with torch's keys and JSON format.
 
-    The keys and the JSON format are torch's, so that agents of torch can take part:
-    ``torchelastic/role_info/<group_rank>`` holds the data of a node, and
-    ``torchelastic/assigned_ranks/<group_rank>`` the assignment by the first node.
+    Agents of torch can take part. The timeout of the shared store applies.
     """
     told = _RoleInstanceInfo(own.role, group_rank, own.local_world_size)
     store.set(f"{_INFO}{group_rank}", told.serialize().decode())
@@ -510,11 +484,7 @@ START_ALLOWANCE = 600.0
 
 
 class Progress:
-    """Current activity of an agent, and its deadline for reporting progress, for the health check server's
-    thread.
-
-    Activities that may wait without limit, such as a rendezvous, have no deadline.
-    """
+    """Current activity of an agent, and its deadline for reporting progress, if it has one."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -522,9 +492,7 @@ class Progress:
 
     @contextmanager
     def within(self, name: str, allowance: float) -> Iterator[None]:
-        """Expect the block to finish or report progress within ``allowance`` seconds. When an inner activity
-        ends, the full allowance of the outer one starts again.
-        """
+        """Expect the block to finish or report progress within ``allowance`` seconds, plus inner blocks."""
         outer = self._place
         try:
             self._place = _Place(name, allowance, self._clock() + allowance)
@@ -547,9 +515,7 @@ class Progress:
             self.tell(place.allowance)
 
     def overdue(self) -> tuple[float, str | None]:
-        """Return by how many seconds a report is overdue (0: not), and the activity. Can be called from any
-        thread.
-        """
+        """Return by how many seconds a report is overdue, and the activity. Can be called from any thread."""
         place = self._place
         if place is None:
             return 0.0, None

@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 
 
 def with_settings(made: type[T]) -> type[T]:
-    """Make inherited fields of a future dataclass keyword-only and last, so that torch's keep their
-    positions.
-    """
+    """Make a future dataclass's inherited fields keyword-only, so that torch's keep their positions."""
     made.__annotations__["_"] = KW_ONLY
     for base in made.__bases__:
         made.__annotations__ |= base.__annotations__
@@ -39,27 +37,20 @@ def with_settings(made: type[T]) -> type[T]:
 @dataclass
 @with_settings
 class WorkerSpec(WorkerSettings, UnresolvedSettings):
-    """Specification of the workers of one node. Its keyword-only fields, which torch does not have, are
-    described in :class:`.WorkerSettings` and :class:`.UnresolvedSettings`.
+    """Specification of the workers of one node.
+
+    :class:`.WorkerSettings` and :class:`.UnresolvedSettings` describe the keyword-only fields, which torch
+    does not have, and :class:`~elasticrs.launcher.LaunchConfig` those that are not listed here.
 
     Args:
-        role: role of the workers.
         local_world_size: number of workers on this node.
         rdzv_handler: rendezvous handler of this node.
         fn: deprecated name of ``entrypoint``.
         entrypoint: function or program that the workers run.
         args: arguments of the entrypoint.
-        max_restarts: number of restarts before the job fails.
         monitor_interval: seconds between two polls of the workers by :class:`SimpleElasticAgent`.
         master_port: port of the workers' store; determined by the rendezvous if ``None``.
         master_addr: address of the workers' store; determined by the rendezvous if ``None``.
-        local_addr: address of this node.
-        event_log_handler: destination of events; see :func:`elasticrs.events.get_logging_handler`.
-        numa_options: binding of the workers to CPUs; see :class:`.NumaOptions`.
-        duplicate_stdout_filters: tee'd lines that contain one of these texts are also copied to
-            ``filtered_stdout.log``.
-        duplicate_stderr_filters: the same for standard error.
-        virtual_local_rank: true if each worker sees only its own GPU, and has local rank 0.
 
     Raises:
         AssertionError: the number of workers or the interval is not positive, or there is no entrypoint.
@@ -144,9 +135,7 @@ class WorkerState(str, Enum):
 
 
 class WorkerGroup:
-    """The workers of one node, and the data of their current round, such as the ``store`` that its nodes
-    share.
-    """
+    """The workers of one node, and the data of their current round."""
 
     workers: list[Worker]
     group_rank: int | None = None
@@ -173,11 +162,7 @@ class WorkerGroup:
         self._store, self._open_store = store, None
 
     def take_plan(self, plan: Plan, open_store: Callable[[], Any]) -> None:
-        """Copy the plan of the next attempt into this group. Not available in torch.
-
-        ``open_store`` opens the store that the nodes share, on first use. An address or port in the
-        specification overrides the plan's.
-        """
+        """Copy the plan of the next attempt. A port or address that the user has chosen overrides it."""
         plan.master_addr = self.spec.master_addr or plan.master_addr
         if self.spec.master_port:
             # The worker with rank 0 hosts the store on a port that the user has chosen.
@@ -190,12 +175,7 @@ class WorkerGroup:
             worker.world_size, worker.role_world_size = own.world_size, own.role_world_size
 
     def plan(self) -> Plan:
-        """Create the plan of an attempt from the results of the rendezvous. Not available in torch.
-
-        Raises:
-            RuntimeError: there has been no rendezvous.
-            RendezvousError: the rendezvous returned no port.
-        """
+        """Create an attempt's plan. Raise ``RuntimeError`` without a rendezvous. Not available in torch."""
         spec = self.spec
         if self.group_rank is None or self.group_world_size is None:
             raise RuntimeError("workers are started before a rendezvous")
@@ -226,8 +206,8 @@ class RunResult:
         state: state of the group; SUCCEEDED or FAILED at the end.
         return_values: return values of the workers' functions.
         failures: failures of the failed workers.
-        verdict: verdict on the failure, as in :class:`elasticrs.errors.JobFailedError`; ``None`` if no worker
-            failed, or if the agent's polling hooks decided about restarts.
+        verdict: see :class:`elasticrs.errors.JobFailedError`; ``None`` without a failure, or with polling
+            hooks.
         exit_code: exit code of the launcher for this failure; ``None`` if ``verdict`` is ``None``.
         reason: why the workers were not restarted; ``None`` if the failures alone explain it.
     """

@@ -1,8 +1,7 @@
 """Failures of workers, with torch's names, file format and report layout.
 
-A worker writes its exception to an error file (:mod:`elasticrs._engine.inside` or :func:`record`). The agent
-makes it a :class:`ProcessFailure` and raises :class:`ChildFailedError`, whose text is the failure report.
-Workers import this module, so it imports nothing that is needed only after a failure.
+A worker writes its exception to an error file, from which the agent makes a :class:`ProcessFailure` and a
+:class:`ChildFailedError`. Workers import this module, so it imports nothing that only failures need.
 """
 
 from __future__ import annotations
@@ -32,16 +31,11 @@ __all__ = [
 
 
 def record(fn: Callable[_P, _R], error_handler: ErrorHandler | None = None) -> Callable[_P, _R | None]:
-    """Decorate the main function of a worker to write its exceptions to the error file.
+    """Decorate a worker's main function to write its exceptions to the error file with ``error_handler``.
 
-    Needed only for workers that are functions, and for an error handler of the program. As in torch, the
-    decorated function returns ``None`` after ``SystemExit(0)``, and other exceptions that are no
-    ``Exception`` are not recorded. For a :class:`ChildFailedError`, the error file of the root cause is
-    copied.
-
-    Args:
-        fn: function to decorate.
-        error_handler: handler that writes the error file; :func:`get_error_handler` by default.
+    Programs need this only for a handler of their own. As in torch, the decorated function returns ``None``
+    after ``SystemExit(0)``, only an ``Exception`` is recorded, and for a :class:`ChildFailedError`, the error
+    file of the root cause is copied.
     """
     handler = error_handler or get_error_handler()
 

@@ -1,6 +1,4 @@
-"""Write a worker's exception to ``TORCHELASTIC_ERROR_FILE``. Unlike in torch, files are written completely or
-not at all, and an unreadable error file never hides the failure.
-"""
+"""Write a worker's exception to ``TORCHELASTIC_ERROR_FILE``, completely or (unlike torch) not at all."""
 
 from __future__ import annotations
 
@@ -50,14 +48,13 @@ class ErrorHandler:
         return os.environ.get("TORCHELASTIC_ERROR_FILE")
 
     def set_entrypoint_fn_name(self, fn_name: str | None) -> None:
-        """Set the qualified name of the decorated function. ``@record`` calls this before :meth:`initialize`."""
+        """Set the qualified name of the decorated function. Called before :meth:`initialize`."""
         self._fn_name = fn_name
 
     def initialize(self) -> None:
-        """Enable :mod:`faulthandler` for all threads. ``@record`` calls this before the function runs.
+        """Enable :mod:`faulthandler` for all threads, before the function runs.
 
-        Under an elasticrs agent, the stacks of a crash go to a file and into the failure report; otherwise to
-        stderr.
+        Under an elasticrs agent, the failure report contains the stacks. Otherwise, they go to stderr.
         """
         import faulthandler
 
@@ -75,7 +72,7 @@ class ErrorHandler:
             _warn(f"Unable to enable fault handler. {type(error).__name__}: {error}")
 
     def record_exception(self, e: BaseException) -> None:
-        """Write the exception to the error file, if a path is configured. ``OSError``: it cannot be written."""
+        """Write the exception to the error file, if there is a path. Raise ``OSError`` if that fails."""
         if self._fn_name:
             _debug("recording an exception of %s", self._fn_name)
         path = self._get_error_file_path()
@@ -90,7 +87,7 @@ class ErrorHandler:
             _debug("%s has returned", self._fn_name)
 
     def maybe_enrich_signal_failure_message(self, message: str, error_file: str) -> str:  # noqa: ARG002
-        """Return the message to report for a worker that was killed by a signal: by default, ``message``.
+        """Return the message for a worker that a signal has killed: by default, ``message``.
 
         ``error_file`` is the path of the worker's error file, beside its logs, or ``"<N/A>"``.
         """
@@ -109,9 +106,7 @@ class ErrorHandler:
             )
 
     def dump_error_file(self, rootcause_error_file: str, error_code: int = 0) -> None:
-        """Copy a worker's error file to this process's own error file, for the parent process. If the file
-        cannot be read, log an error. Torch raises an exception, which would hide the failure.
-        """
+        """Copy a worker's error file to this process's own one. Only log an error if it cannot be read."""
         import json
 
         from elasticrs._engine.failures.failure import load_object
@@ -143,9 +138,7 @@ class ErrorHandler:
             _warn(f"Unable to write error to file. {type(error).__name__}: {error}")
 
     def _rm(self, my_error_file: str) -> None:
-        """Log and remove an existing regular file. A child of the worker may have written it, because
-        children inherit ``TORCHELASTIC_ERROR_FILE``.
-        """
+        """Log and remove an existing regular file, which a child of the worker may have written."""
         from elasticrs._engine.inside.error_file import may_be_replaced
 
         if not os.path.isfile(my_error_file) or not may_be_replaced(my_error_file):

@@ -17,24 +17,19 @@ __all__ = ["SubprocessHandler"]
 
 
 class SubprocessHandler:
-    """Runs a program in a new session. When it exits, its descendants are killed, after a successful exit
-    with a few seconds' delay.
+    """Runs a program in a new session, and kills its descendants when it exits.
 
     Unlike in torch, output is appended to files, and ``proc`` has only :class:`subprocess.Popen`'s ``pid``,
-    ``poll``, ``wait``, ``returncode`` and ``send_signal``. File descriptors are closed by the first ``poll``,
-    ``wait`` or ``close`` after the exit, or with this object, which also kills remaining processes.
+    ``poll``, ``wait``, ``returncode`` and ``send_signal``. Deleting this object kills remaining processes.
 
     Args:
-        entrypoint: path or name of the program.
+        entrypoint: path or name of the program. ``RuntimeError`` is raised if it cannot be started.
         args: arguments, which are converted to strings.
         env: variables that are added to the environment of this process.
         stdout: path of a file for standard output; this process's standard output if empty or ``None``.
         stderr: the same for standard error.
         local_rank_id: local rank of the program.
         numa_options: binding of the program to CPUs.
-
-    Raises:
-        RuntimeError: the program could not be started.
     """
 
     def __init__(

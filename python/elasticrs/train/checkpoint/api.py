@@ -29,16 +29,14 @@ __all__ = [
 
 
 class CheckpointUtil:
-    """Loads and saves checkpoints in a training loop that does not use ``train``. Only rank 0 reads and
-    writes them.
+    """Loads and saves checkpoints on rank 0 in a training loop that does not use ``train``.
 
     Args:
         coordinator: Coordinator that the loop uses.
 
     Attributes:
         checkpoint_manager: Manager that was set when this object was created. ``None`` if there was none.
-        checkpoint_loaded: True if this worker has a state of this job, so that no checkpoint needs to be
-            loaded.
+        checkpoint_loaded: True if this worker has a state of this job, and needs no checkpoint.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
@@ -47,14 +45,11 @@ class CheckpointUtil:
         self.checkpoint_loaded = False
 
     def load_checkpoint(self, state: State, rank: int) -> State:
-        """Load the newest checkpoint into ``state`` on rank 0, unless ``checkpoint_loaded`` is true on any
-        worker.
-
-        All workers must call this together, and then ``state.sync``, which sends the state to them. Return
+        """Load the newest checkpoint into ``state`` on rank 0, unless a worker has loaded one. Return
         ``state``.
 
-        Raises:
-            CheckpointError: The checkpoint cannot be used. Raised on all workers.
+        All workers must call this together, and then ``state.sync``. Raise ``CheckpointError`` on all workers
+        if the checkpoint cannot be used.
         """
         if self.checkpoint_manager is not None and not any(
             is_loaded for (is_loaded,) in self.coordinator.exchange([int(self.checkpoint_loaded)])
@@ -63,15 +58,11 @@ class CheckpointUtil:
         return state
 
     def set_checkpoint_loaded(self) -> None:
-        """Record, after ``state.sync``, that this worker has the current state, which :meth:`load_checkpoint`
-        keeps.
-        """
+        """Record, after ``state.sync``, that :meth:`load_checkpoint` must keep this worker's state."""
         self.checkpoint_loaded = True
 
     def save_checkpoint(self, state: State, rank: int) -> None:
-        """Save the state if the coordinator's or the state's ``should_save_checkpoint`` returns true, on all
-        workers together.
-        """
+        """Save the state if the coordinator or the state asks for it, on all workers together."""
         if self.checkpoint_manager is None:
             return
         # Call both methods on every worker, because each may count its calls.

@@ -1,10 +1,10 @@
 """Store checkpoints in a directory. Each checkpoint is a subdirectory named by its number.
 
-- **SAVE-1** a directory is renamed to its number when all its data is on disk. Before, its name is of another
-  kind, and the next writer removes it if its writer has died.
+- **SAVE-1** a directory is renamed to its number when all its data is on disk. Before that, the next writer
+  removes it if its own writer has died.
 - **SAVE-2** the length and checksum of every stream are recorded, and checked before the stream is read.
-- **SAVE-3** the newest complete checkpoint is used. A damaged one is logged and skipped. One of another job,
-  or in a newer format, is an error, because users would not expect an older checkpoint instead.
+- **SAVE-3** the newest complete checkpoint is used. A damaged one is skipped with a log message. One of
+  another job, or in a newer format, is an error, because users would not expect an older checkpoint instead.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ class _TornError(CheckpointError): ...
 
 
 class FileSystemCheckpointManager(CheckpointManager):
-    """Checkpoint manager that stores checkpoints in a directory, which every possible rank 0 must be able to
-    read.
+    """Checkpoint manager that stores checkpoints in a directory, which every possible rank 0 can read.
 
     Args:
         checkpoint_dir: Directory for the checkpoints. It is created if it does not exist.
@@ -63,21 +62,12 @@ class FileSystemCheckpointManager(CheckpointManager):
 
     @prof
     def get_checkpoint(self, sequence_id: int) -> Checkpoint:
-        """Return the committed checkpoint with this number.
-
-        Raises:
-            CheckpointError: the checkpoint does not exist, is damaged, belongs to another job, or has a newer
-                format.
-        """
+        """Return a committed checkpoint. Raise ``CheckpointError`` if it is missing or cannot be used."""
         return _Committed(self._path(sequence_id), self._job)
 
     @prof
     def get_latest_checkpoint(self) -> Checkpoint | None:
-        """Return the newest complete checkpoint; ``None`` if there is none.
-
-        Raises:
-            CheckpointError: all checkpoints are damaged, or this job cannot use the newest complete one.
-        """
+        """Return the newest complete checkpoint, if any. Raise ``CheckpointError`` if none can be used."""
         numbers = self._numbers()
         for number in numbers:
             checkpoint = self._whole(number)
@@ -106,9 +96,7 @@ class FileSystemCheckpointManager(CheckpointManager):
         return found
 
     def place(self, unfinished: str) -> str:
-        """Rename a complete directory to the next checkpoint number and return its path. Remove old
-        checkpoints; if one cannot be removed, only log a warning, because the new one is complete.
-        """
+        """Rename a directory to the next number and return its path. Remove old checkpoints if possible."""
         numbers = self._numbers()
         number = numbers[0] + 1 if numbers else 0
         while True:

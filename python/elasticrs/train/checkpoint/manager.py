@@ -76,9 +76,7 @@ _manager: CheckpointManager | None = None
 
 
 def set_checkpoint_manager(checkpoint_manager: CheckpointManager | None) -> None:
-    """Set the checkpoint manager of this process (``None``: no checkpoints), on all workers before training
-    starts.
-    """
+    """Set the checkpoint manager of this process, or none, on all workers before training starts."""
     global _manager  # noqa: PLW0603 -- process-wide
     _manager = checkpoint_manager
 
@@ -98,16 +96,17 @@ _MAX_REASON = 500
 
 
 class CheckpointSaver:
-    """Saves and loads the state of a training loop on rank 0. The other workers receive it through ``sync``."""
+    """Saves and loads the state of a training loop on rank 0. Other workers receive it through ``sync``."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
 
     @prof
     def load_checkpoint(self, state: State, rank: int) -> bool:
-        """Load the newest checkpoint, if any, on rank 0. All workers must call this together.
+        """Load the newest checkpoint on rank 0, with all workers. Return true if rank 0 loaded one.
 
-        Return true if rank 0 loaded one. Raise ``CheckpointError`` on all workers if it cannot be used.
+        Raises:
+            CheckpointError: the checkpoint cannot be used. Raised on all workers.
         """
         found, trouble, reason = 0, None, b""
         if rank == 0:
@@ -127,10 +126,7 @@ class CheckpointSaver:
 
     @prof
     def save_checkpoint(self, state: State, rank: int) -> bool:
-        """Write a checkpoint. All workers must call this together, and wait until rank 0 has finished.
-
-        Return, on all workers, whether rank 0 wrote it. If the disk fails, log a message and continue.
-        """
+        """Write a checkpoint on rank 0 while all workers wait. Return false on all if the disk fails."""
         is_saved = False
         if rank == 0 and (manager := get_checkpoint_manager()) is not None:
             with self._coordinator.alone():
@@ -139,9 +135,7 @@ class CheckpointSaver:
 
 
 def load_newest(state: State) -> bool:
-    """Load the newest checkpoint. Return false if there is none, or no manager. ``CheckpointError``: it
-    cannot be used.
-    """
+    """Load the newest checkpoint, if any. Raise ``CheckpointError`` if it cannot be used."""
     manager = get_checkpoint_manager()
     checkpoint = None if manager is None else manager.get_latest_checkpoint()
     if checkpoint is None:
@@ -172,9 +166,7 @@ def _save(manager: CheckpointManager, state: State) -> bool:
 
 
 def _os_error(error: BaseException | None) -> OSError | None:
-    """Return the first OSError in the exception's chain of causes. ``__context__`` is no cause, only an
-    earlier error.
-    """
+    """Return the first OSError among the exception and its causes (not its ``__context__``)."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         if isinstance(error, OSError):

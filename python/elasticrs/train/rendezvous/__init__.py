@@ -28,7 +28,7 @@ RendezvousTimeoutException = api.RendezvousTimeoutError
 
 
 class RendezvousParameters(Value):
-    """Parameters of a rendezvous.
+    """Parameters of a rendezvous. Raise ``ValueError`` if the numbers of workers or the settings are invalid.
 
     Args:
         rdzv_backend: scheme of the rendezvous URL: ``elasticrs`` or ``etcd``.
@@ -37,9 +37,6 @@ class RendezvousParameters(Value):
         min_workers: minimum number of workers.
         max_workers: maximum number of workers.
         config: additional settings as ``KEY=VALUE,KEY=VALUE``, or ``None``.
-
-    Raises:
-        ValueError: the numbers of workers or the additional settings are invalid.
     """
 
     rdzv_backend: str
@@ -70,9 +67,7 @@ class RendezvousParameters(Value):
 
 
 def get_rendezvous(rdzv_params: RendezvousParameters) -> ElasticRendezvousHandler:
-    """Return a rendezvous handler for a worker without a coordinator. ``ValueError``: the parameters are
-    invalid.
-    """
+    """Return a handler for a worker without a coordinator. Raise ``ValueError`` for invalid parameters."""
     from elasticrs.rendezvous.elastic_handler import ElasticRendezvousHandler
     from elasticrs.train.meeting_url import parse
 

@@ -11,10 +11,7 @@ _T = TypeVar("_T")
 
 
 class CyclingIterator(Iterator[_T]):
-    """Iterator over epochs from ``start_epoch`` to ``n - 1``. ``generator_fn`` returns the items of an epoch.
-
-    Unlike in torch, empty epochs are skipped without recursion.
-    """
+    """Iterator over epochs ``start_epoch`` to ``n - 1``. ``generator_fn`` returns the items of an epoch."""
 
     def __init__(self, n: int, generator_fn: Callable[[int], Iterator[_T]], start_epoch: int = 0) -> None:
         self._n = n

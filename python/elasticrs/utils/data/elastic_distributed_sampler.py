@@ -18,11 +18,8 @@ __all__ = ["ElasticDistributedSampler"]
 class ElasticDistributedSampler(DistributedSampler[Any]):
     """Distributes the items from ``start_index`` onwards over the ranks. The order depends only on the epoch.
 
-    ``num_replicas`` and ``rank`` default to those of the process group.
-
-    Raises:
-        TypeError: the dataset has no size.
-        ValueError: ``start_index`` is beyond the end of the dataset.
+    ``num_replicas`` and ``rank`` default to those of the process group. Raise ``TypeError`` if the dataset
+    has no size, and ``ValueError`` if ``start_index`` is beyond its end.
     """
 
     def __init__(
