@@ -27,14 +27,7 @@ _SUBMODULES = (
 def lazy(
     module: str, name: str, homes: Mapping[str, tuple[str, ...]], submodules: tuple[str, ...] = ()
 ) -> Any:
-    """Import an attribute of a package on first access, and return it. Torch imports all submodules at once.
-
-    Args:
-        module: full name of the package.
-        name: name of the attribute. ``AttributeError`` is raised if there is none.
-        homes: names that other modules define, by the full name of the defining module.
-        submodules: submodules of the package.
-    """
+    """Import an attribute of a package on first access. ``homes``: names by the module that defines them."""
     import sys
 
     home = next((home for home, names in homes.items() if name in names), None)

@@ -22,7 +22,10 @@ TORCH_WORKER_SERVER_SOCKET = "TORCH_WORKER_SERVER_SOCKET"
 
 
 def worker_main() -> _WorkerMain:
-    """Run the debug server during a function or ``with`` block, and record its failure (unlike in torch)."""
+    """Run torch's debug server during a worker's main code, and record the failure of that code.
+
+    Use ``@worker_main()`` or ``with worker_main():``. Torch does not record failures of the code.
+    """
     return _WorkerMain()
 
 

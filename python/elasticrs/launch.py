@@ -14,7 +14,7 @@ if _is_command:
     _held = _signal.SIGTERM, _signal.SIGHUP, _signal.SIGQUIT, _signal.SIGUSR1, _signal.SIGUSR2
     _before = _signal.pthread_sigmask(_signal.SIG_BLOCK, _held)
 if _ends_by_sigint:
-    # Let Ctrl-C kill this process until then, because `KeyboardInterrupt` would print a traceback.
+    # Let Ctrl-C kill this process during the imports, because it would otherwise print a traceback.
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 if _is_command:
     # The agent creates hardly any reference cycles, and the default threshold of 700 costs 2 ms per launch.
@@ -39,9 +39,8 @@ def main(args: Sequence[str] | None = None) -> None:
     """Launch a job and wait until it has finished.
 
     Args:
-        args: command line without the program name. If ``None``, this process is the launcher: read
-            ``sys.argv``, print errors, and exit with the launcher's exit code if that is not 0, instead of
-            raising.
+        args: command line without the program name. If ``None``, this process is the launcher: it reads
+            ``sys.argv``, prints errors, and exits with the exit code of the job if that is not 0.
 
     Raises:
         ChildFailedError: workers failed.
@@ -73,8 +72,9 @@ def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
 
 
 def launch(args: Any) -> None:
-    """Run a job. As in torch, scripts get ``--local-rank=N``, and programs must be scripts, unless
-    ``use_env`` is set in the namespace. Otherwise, raise ``ValueError``.
+    """Run the job of a namespace from :func:`parse_args`.
+
+    As in torch, without ``use_env``, scripts get ``--local-rank=N``, and other programs raise ``ValueError``.
     """
     from elasticrs.run import run
 

@@ -1,5 +1,4 @@
-"""``python -m elasticrs.run``, with the functions of ``torch.distributed.run``, for programs that extend
-torchrun.
+"""``python -m elasticrs.run``, with torch's functions, for programs that extend torchrun.
 
 In a namespace, as in torchrun, options such as ``nnodes`` and ``tee`` are text that is checked when it is
 used. Options may be missing, and values may be numbers instead of text.
@@ -86,7 +85,7 @@ def _check_parts(nnodes: str) -> None:
 
 
 def determine_local_world_size(nproc_per_node: str | int) -> int:
-    """Return the number of workers on this machine for a value of ``--nproc-per-node``.
+    """Convert a value of ``--nproc-per-node`` to the number of workers on this machine.
 
     Args:
         nproc_per_node: number, ``cpu``, ``gpu``, ``xpu``, ``auto``, or a device of a torch extension.

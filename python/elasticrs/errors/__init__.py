@@ -14,8 +14,8 @@ __all__ = ["JobFailedError", "NonRetryable"]
 class NonRetryable(Exception):  # noqa: N818 -- the name says what the launcher does
     """Raised by a worker for an error that another attempt would repeat, such as an invalid configuration.
 
-    The launcher stops the job on all nodes and restarts no worker, also if the exception is a ``__cause__``
-    or in a group.
+    The launcher then stops the job on all nodes and restarts no worker. The same applies to a subclass, to an
+    exception that has ``NonRetryable`` as its ``__cause__``, and to an exception group that contains one.
     """
 
 

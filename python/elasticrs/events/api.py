@@ -32,10 +32,7 @@ class _Serialized:
 
 @dataclass
 class Event(_Serialized):
-    """An event of a job, as in torch.
-
-    ``timestamp`` is in milliseconds since 1970; 0 stands for the time of recording (torch keeps the 0).
-    """
+    """An event, as in torch. ``timestamp`` is in ms since 1970; 0 becomes the time of recording."""
 
     name: str
     source: EventSource
@@ -83,7 +80,7 @@ class RdzvEvent(_Serialized):
 
     @staticmethod
     def deserialize(data: str | RdzvEvent) -> RdzvEvent:
-        """Parse an event; see :meth:`Event.deserialize`. ``KeyError``: the state is missing or unknown."""
+        """Parse an event from its JSON text. See :meth:`Event.deserialize`."""
         if isinstance(data, RdzvEvent):
             return data
         fields = json.loads(data)

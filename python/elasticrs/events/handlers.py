@@ -1,4 +1,4 @@
-"""Destinations of events: :mod:`logging` handlers by name. As in torch, users may change the table."""
+"""Destinations of events: :mod:`logging` handlers by name, in a table that users may change."""
 
 from __future__ import annotations
 
@@ -80,10 +80,8 @@ class LineFileHandler(logging.Handler):
     """Appends events to a JSON Lines file, each with a single ``write``. Failures are flushed to disk.
 
     Args:
-        path: path of the file. A new file gets mode 0644; an existing one is appended to.
-
-    Raises:
-        OSError: the file cannot be opened. The error is ``ENXIO`` for a FIFO without a reader.
+        path: path of the file, created with mode 0644. ``OSError`` is raised if it cannot be opened, with
+            ``ENXIO`` for a FIFO without a reader.
     """
 
     def __init__(self, path: str) -> None:
@@ -138,7 +136,6 @@ class LineFileHandler(logging.Handler):
             _log.warning("events cannot be written to %s: %s", self._path, what)
 
     def flush(self) -> None:
-        """Wait until all lines are written, or until a time limit expires."""
         if self._behind is not None and self._behind.is_ours:
             self._behind.wait(0.0 if _SLOW in self._complaints else _PATIENCE)
 
@@ -163,8 +160,7 @@ def get_logging_handler(destination: str = "null") -> logging.Handler:
     """Return the handler of a destination, creating it on first use.
 
     Args:
-        destination: a name in ``_log_handlers``, ``file:PATH``, or an entry point in
-            ``elasticrs.event_handlers``.
+        destination: a name in ``_log_handlers``, ``file:PATH``, or an entry point of a package.
 
     Raises:
         UnknownDestinationError: the destination does not exist.

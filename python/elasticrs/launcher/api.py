@@ -45,10 +45,9 @@ _log = logging.getLogger("elasticrs.agent")
 @dataclass
 @with_settings
 class LaunchConfig(WorkerSettings, UnresolvedSettings):
-    """Configuration of a job, with torch's fields and defaults.
+    """Configuration of a job, with torch's fields and defaults. ``ValueError``: a setting is invalid.
 
-    :class:`.WorkerSettings` and :class:`.UnresolvedSettings` describe the keyword-only fields, which torch
-    does not have.
+    For the keyword-only fields, see :class:`.WorkerSettings` and :class:`.UnresolvedSettings`.
 
     Args:
         min_nodes: minimum number of nodes.
@@ -74,11 +73,7 @@ class LaunchConfig(WorkerSettings, UnresolvedSettings):
         duplicate_stderr_filters: the same for standard error and ``filtered_stderr.log``.
         virtual_local_rank: true if each worker sees only its own GPU, and has local rank 0.
         shutdown_timeout: seconds between stop signal and SIGKILL; from the environment (30) if ``None``.
-        exit_barrier_timeout: seconds to wait for other nodes at the end; from ``rdzv_configs`` or the
-            environment (300) if ``None``.
-
-    Raises:
-        ValueError: a time is negative, or a setting is invalid.
+        exit_barrier_timeout: seconds to wait for other nodes; from ``rdzv_configs`` or the environment (300).
     """
 
     min_nodes: int
@@ -141,7 +136,6 @@ class elastic_launch:  # noqa: N801 -- torch's name
         self._health_check_server = health_check_server
 
     def __call__(self, *args: Any) -> dict[int, Any]:
-        """Run the job, and pass ``args`` to the entrypoint. See :func:`launch_agent`."""
         return launch_agent(self._config, self._entrypoint, list(args), self._health_check_server)
 
 
@@ -151,21 +145,17 @@ def launch_agent(
     args: list[Any],
     health_check_server: HealthCheckServer | None = None,
 ) -> dict[int, Any]:
-    """Run this node's agent until the job has finished.
+    """Run this node's agent until the job has finished. Return the functions' results by global rank.
 
     Args:
         config: configuration of the job. If its ``run_id`` is empty, it is set to a random name.
-        entrypoint: program, or function that can be imported by name.
+        entrypoint: program (whose results are ``None``), or function that can be imported by name.
         args: arguments of the entrypoint.
         health_check_server: see :class:`~elasticrs.agent.server.LocalElasticAgent`.
 
-    Returns:
-        Return values of the functions on this node, by global rank; ``None`` for programs.
-
     Raises:
         ChildFailedError: workers failed. It is also an :class:`elasticrs.errors.JobFailedError`.
-        RuntimeError: the workers could not be started. It is also an
-            :class:`elasticrs.errors.JobFailedError`.
+        RuntimeError: the workers could not be started. It is also a ``JobFailedError``.
         SignalException: a signal stopped the job.
         ValueError: the configuration is invalid.
         SystemExit: this process is a worker that imports a main module without a ``__name__`` guard.

@@ -131,8 +131,7 @@ def _get_metric_name(fn: Callable[..., Any]) -> str:
 
 
 def prof(fn: Callable[..., Any] | None = None, group: str = "torchelastic") -> Any:
-    """Decorate a function to record ``NAME.success`` or ``NAME.failure`` (1 per call) and
-    ``NAME.duration.ms``.
+    """Decorate a function to record ``NAME.success`` or ``.failure`` (1 per call) and ``.duration.ms``.
 
     Works as ``@prof`` and ``@prof(group="mine")``. NAME includes a method's class, or a function's module.
     """

@@ -54,8 +54,7 @@ def start_processes(
     duplicate_stdout_filters: list[str] | None = None,
     duplicate_stderr_filters: list[str] | None = None,
 ) -> PContext:
-    """Start one copy of a program or function for each local rank, or none, and handle signals in the main
-    thread.
+    """Start a program or function for each local rank, or none. Only the main thread handles signals.
 
     Args:
         name: name in the prefix of the processes' lines on the console.
@@ -71,7 +70,7 @@ def start_processes(
 
     Raises:
         RuntimeError: ``args`` or ``envs`` lacks a local rank, or the processes could not be started. If the
-            program does not exist or cannot be executed, it is also a ``FileNotFoundError`` or
+            program does not exist or is not executable, it is also a ``FileNotFoundError`` or
             ``PermissionError``.
         ValueError: the start method is unknown.
         SystemExit: this process is a worker that imports a main module without a ``__name__`` guard.

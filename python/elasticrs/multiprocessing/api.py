@@ -66,7 +66,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # Their modules import this one.
+    # Import lazily, because these modules import this one.
     return lazy(__name__, name, _HOMES)
 
 
@@ -142,7 +142,7 @@ class LogsSpecs(ABC):
 
     @abstractmethod
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Return the log files of an attempt, and add ``TORCHELASTIC_ERROR_FILE`` to the workers' ``envs``."""
+        """Return the log files of an attempt, and add ``TORCHELASTIC_ERROR_FILE`` to the variables."""
 
     @property
     @abstractmethod
@@ -151,9 +151,9 @@ class LogsSpecs(ABC):
 
 
 class DefaultLogsSpecs(LogsSpecs):
-    """``<log_dir>/<run_id>_<host>_XXXX/attempt_<n>/<local_rank>/{stdout.log,stderr.log,error.json}``.
+    """Files ``<log_dir>/<run_id>_<host>_XXXX/attempt_<n>/<local_rank>/{stdout.log,stderr.log,error.json}``.
 
-    ``NotADirectoryError``: ``log_dir`` is a file.
+    Raise ``NotADirectoryError`` if ``log_dir`` is a file.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ class RunProcsResult:
 
 
 def _terminate_process_handler(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001 -- signal handler's signature
-    """Raise :class:`SignalException`, unless an event could get lost or a clean-up is running."""
+    """Raise :class:`SignalException` when no event can get lost. Speed up a clean-up that is running."""
     if _clean_ups:
         hurry, requests = _clean_ups[-1]
         if requests.is_new(signum, time.monotonic()):
@@ -327,8 +327,7 @@ def _release(caught: list[int]) -> None:
 class PContext(ABC):
     """Base class for a group of processes that are started, monitored and stopped together.
 
-    The arguments are those of :func:`elasticrs.multiprocessing.start_processes`. Raise ``RuntimeError`` if
-    ``logs_specs`` returns no file for a local rank.
+    The arguments are those of :func:`start_processes`. Raise ``RuntimeError`` if ``logs_specs`` lacks a rank.
     """
 
     # Mocks of the class need this attribute.
@@ -430,9 +429,11 @@ class PContext(ABC):
         time.sleep(seconds)
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-        """Stop all processes and their descendants. Idempotent.
+        """Stop all processes and their descendants, and release all resources. Idempotent.
 
-        ``death_sig`` (SIGTERM if ``None``) is followed by SIGKILL after ``timeout`` seconds for all.
+        Args:
+            death_sig: signal to send first; SIGTERM if ``None``.
+            timeout: seconds until SIGKILL, for all processes together.
         """
         with interrupts.held():
             try:
@@ -461,9 +462,9 @@ _UNGUARDED = (
 
 
 def refuse_while_main_is_imported() -> None:
-    """Exit with one line and exit code 1 if this process is a worker that is still importing the main module.
+    """Exit with a one-line message if this process is a worker that is still importing the main module.
 
-    Without a ``__name__`` guard there, each worker would launch workers itself. Python's check comes later.
+    Without a ``__name__`` guard, each worker would launch workers. Python's own check comes too late.
     """
     # The launch path imports as little as possible. Such a worker has already loaded the module.
     process = sys.modules.get("multiprocessing.process")

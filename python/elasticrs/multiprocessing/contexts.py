@@ -182,8 +182,6 @@ class SubprocessContext(_SupervisedContext):
             rank: SubprocessHandler.of_group(self._group, rank, command) for rank, command in commands.items()
         }
 
-    # --- programs started by a user's handlers ---
-
     def _poll(self) -> RunProcsResult | None:
         if self._foreign is None:
             return super()._poll()
@@ -326,19 +324,14 @@ def _wrap(
 
 
 def replaced_factory() -> Callable[..., Any] | None:
-    """Return the user's replacement for ``get_subprocess_handler``; ``None`` if there is none."""
     found: Callable[..., Any] = api.get_subprocess_handler
     return None if found is getattr(handlers, "_OWN", None) else found
 
 
 class ForeignPrograms(Record):
-    """Programs run by the user's replacement for ``get_subprocess_handler``, which torch supports too.
+    """Programs run by the user's replacement for ``get_subprocess_handler``, which are polled.
 
-    They are no children of the core, so they are polled, and their handlers are responsible for descendants.
-
-    Attributes:
-        exits: exit code and monotonic time of observation, by local rank, in the order of the exits.
-        sent: last signal that was sent to the program, by local rank.
+    ``exits`` holds each exit code and the monotonic time at which it was seen, in order.
     """
 
     context: PContext

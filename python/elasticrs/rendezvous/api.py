@@ -86,7 +86,7 @@ class RendezvousStoreInfo:
 
 
 class RendezvousInfo:
-    """One node's result of a rendezvous. On a single node, this process serves the store when used."""
+    """One node's result of a completed rendezvous. On a single node, the store starts on first use."""
 
     def __init__(
         self, store: Any, rank: int, world_size: int, bootstrap_store_info: RendezvousStoreInfo | None
@@ -211,7 +211,9 @@ class RendezvousParameters:
         return self.config.get(key, default)
 
     def get_as_bool(self, key: str, default: bool | None = None) -> bool | None:
-        """Return a setting such as ``yes``, ``t`` or ``0`` as a Boolean. Raise ``ValueError`` for others."""
+        """Return a setting as a Boolean: ``1``, ``true``, ``t``, ``yes``, ``y``, or ``0``, ``false``, ``f``,
+        ``no``, ``n``, in upper or lower case. Raise ``ValueError`` for other values.
+        """
         value = self.get(key, default)
         if value is None or isinstance(value, bool):
             return value

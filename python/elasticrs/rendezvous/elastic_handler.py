@@ -67,13 +67,14 @@ _FAREWELL_TICK = 0.01
 
 class ElasticRendezvousHandler(RendezvousHandler):
     """Handler for the back ends ``c10d``, ``elasticrs`` and ``etcd``, and for ``static`` with several nodes.
-    All methods may be called from any thread.
+
+    All methods may be called from any thread. Torch has no ``leave``, ``ask_for_round``, ``open_job_store``
+    and ``set_succeeded``.
 
     Args:
         rendezvous: description of the rendezvous.
         backend: name of the back end that the user has given.
-        on_stop: called under a lock when a round of this node has ended. It must neither block nor call this
-            object.
+        on_stop: called under a lock at the end of a round. It must neither block nor call this object.
 
     Attributes:
         round: number of the last round that :meth:`next_rendezvous` has returned; 0 before the first round.
@@ -115,9 +116,9 @@ class ElasticRendezvousHandler(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the next round. The caller must not have any workers at that time.
 
-        If a round is running without a reported change, workers of this node have failed, and the round ends
-        for all nodes. The returned store, with the interface of torch's ``Store``, is closed at the start of
-        this node's next round.
+        If a round is running, and :meth:`num_nodes_waiting` has not reported a change, workers of this node
+        have failed, and the round ends for all nodes. The store in the result has the interface of torch's
+        ``Store``, and is closed when the next round starts on this node.
 
         Raises:
             RendezvousClosedError: the job has ended.
@@ -149,10 +150,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
                     self._news.wait()
 
     def num_nodes_waiting(self) -> int:
-        """Return a positive number if the round has ended and the agent should stop its workers.
-
-        Unlike in torch, the reason may also be a lost node or a failure of its workers.
-        """
+        """Return a positive number if the round has ended, even if (unlike in torch) no node waits."""
         with self._news:
             if self._outcome is not None:
                 return int(self._outcome.kind != "succeeded")
@@ -171,25 +169,19 @@ class ElasticRendezvousHandler(RendezvousHandler):
                 self._close_job(self._driver)
 
     def leave(self) -> None:
-        """Leave the job as a planned change, which ends the round for all nodes. Not available in torch.
-
-        :meth:`next_rendezvous` then raises :class:`RendezvousClosedError`.
-        """
+        """Leave the job as a planned change: the round ends for all nodes, and this handler is closed."""
         with self._news:
             if self._driver is not None and self._outcome is None:
                 self._tell(self._driver, messages.Leave(f"node {node_name()} leaves"))
 
     def ask_for_round(self, reason: str) -> None:
-        """End the current round, if any, for all nodes without a failure. Not available in torch.
-
-        Users see the short ``reason`` on all nodes.
-        """
+        """End the current round, if any, as a planned change. All nodes show the short ``reason``."""
         with self._news:
             if self._driver is not None and self._outcome is None:
                 self._tell(self._driver, messages.AskForRound(reason))
 
     def open_job_store(self) -> Store:
-        """Open a store for all nodes and rounds of the job, which the caller closes. Not available in torch.
+        """Open a store for all nodes and rounds of the job. The caller has to close it.
 
         Raises:
             DistNetworkError: the store cannot be reached.
@@ -202,16 +194,14 @@ class ElasticRendezvousHandler(RendezvousHandler):
         return driver.store.open_job_store()
 
     def set_succeeded(self) -> None:
-        """Let :meth:`shutdown` leave the job to the other nodes, after success here. Not in torch."""
+        """Record that the workers succeeded and exited, so that :meth:`shutdown` stops no other node."""
         with self._news:
             self._has_succeeded = self._runs and not self._is_to_stop
 
     def shutdown(self) -> bool:
-        """Leave the job. End it for all nodes if it has not succeeded on this node. All workers must have
-        exited.
+        """Leave the job, and end it for all nodes without success here. All workers must have exited.
 
-        Wait about ``close_timeout`` seconds until the other nodes can see the end, and return whether they
-        can.
+        Return true if the other nodes can see the end, after about ``close_timeout`` seconds at most.
         """
         with self._news:
             self._is_shut = True

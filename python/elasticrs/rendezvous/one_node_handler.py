@@ -62,7 +62,6 @@ class OneNodeRendezvous(RendezvousHandler):
         return self._port is None and agent_hosts_store(os.environ)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Start the next round and return it immediately, because there are no other nodes."""
         address = self.next_served_by(None)
         return RendezvousInfo(self.open_shared_store(), 0, 1, address)
 
@@ -93,9 +92,8 @@ class OneNodeRendezvous(RendezvousHandler):
     def next_served_by(self, supervisor: _core.Supervisor | None) -> RendezvousStoreInfo:
         """Start the next round, and return only the address of its workers' store.
 
-        The store is served by ``supervisor``, which reports its messages, or by a new thread if ``None``.
-        Raise ``RendezvousClosedError`` after :meth:`set_closed`, and ``OSError`` without a free port or
-        descriptor.
+        The store is served by ``supervisor``, or by a new thread if ``None``. Raise ``OSError`` without a
+        free port or descriptor, and ``RendezvousClosedError`` after :meth:`set_closed`.
         """
         if self._is_closed:
             raise RendezvousClosedError(f"the rendezvous of job {self._run_id} is closed")
@@ -115,7 +113,6 @@ class OneNodeRendezvous(RendezvousHandler):
         self._is_closed = True
 
     def num_nodes_waiting(self) -> int:
-        """Return 0, because a single-node job has no other nodes."""
         return 0
 
     def get_run_id(self) -> str:

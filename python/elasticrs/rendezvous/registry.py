@@ -24,11 +24,7 @@ GROUPS = ("elasticrs.rendezvous_handlers", "torchrun.handlers")
 
 
 def get_rendezvous_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """Create a handler of the backend named in ``params``.
-
-    Raises:
-        ValueError: the backend does not exist or cannot be loaded, or the settings are invalid.
-    """
+    """Create a handler of the backend in ``params``. Raise ``ValueError`` if that is not possible."""
     find_backend(params.backend, PYTHON)
     return rendezvous_handler_registry.create_handler(params)
 

@@ -57,7 +57,7 @@ class StaticTCPRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """False, unless the port is 0 (unlike in torch), because rank 0 hosts the workers' store."""
+        """False unless the port is 0, because rank 0 hosts the workers' store on a given port."""
         return self._handler.use_agent_store
 
     next_rendezvous = _asked("next_rendezvous")

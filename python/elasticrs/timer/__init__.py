@@ -7,8 +7,7 @@ In a worker that was started with ``TORCHELASTIC_ENABLE_FILE_TIMER=1``::
     with timer.expires(after=60, scope="step"):
         loss.backward()
 
-The agent then restarts the group after a minute. With ``--hang-timeout``, ``timer.heartbeat(step)`` is
-enough.
+The agent then restarts the group. With ``--hang-timeout``, ``timer.heartbeat(step)`` is enough.
 """
 
 from elasticrs import lazy

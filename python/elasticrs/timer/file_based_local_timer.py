@@ -1,9 +1,8 @@
 """Timer client that writes requests to a FIFO, for an elasticrs agent or another server.
 
 Without an elasticrs agent (``ELASTICRS_TIMER_FILE``), the FIFO is opened for each record, because torch's
-server expires no timers while a writer has it open. Each record is a single ``write``, which never blocks. If
-the pipe is full, a request is dropped, but a *release* is sent again, because a healthy worker would be
-killed.
+server expires no timers while a writer has it open. A write never blocks. If the pipe is full, a request is
+dropped, but a *release* is sent again, because a healthy worker would be killed.
 """
 
 from __future__ import annotations
@@ -152,14 +151,12 @@ class FileTimerClient(TimerClient):
         self._check_process()
         self._write(request.to_json().encode() + b"\n", is_release=request.expiration_time < 0)
 
-    # --- per-process state ---
-
     def _check_process(self) -> None:
         if self._pid != os.getpid():
             self._forked()
 
     def _forked(self) -> None:
-        """The lock, the thread and the unsent releases belong to the parent."""
+        """Reset the lock, the thread and the unsent releases, which belong to the parent."""
         self._pid = os.getpid()
         self._lock = RLock()
         self._pending: list[bytes] = []
@@ -168,8 +165,6 @@ class FileTimerClient(TimerClient):
         if self._keeps_open:
             started = started_at("self")
             self._start_time = f', "start_time": {started}' if started else ""
-
-    # --- writing ---
 
     def _send(self, scope_id: str, expiration_time: float, signal: int, extra: str) -> None:
         line = (
@@ -210,7 +205,7 @@ class FileTimerClient(TimerClient):
         return True
 
     def _open(self) -> int:
-        """Return the FIFO's descriptor, or -1 without a reader (if never: ``BrokenPipeError``)."""
+        """Return the FIFO's descriptor; -1 without a reader, or ``BrokenPipeError`` if it never had one."""
         if self._fd_is_ours():
             return self._fd
         attempts = 1 if self._met_server else _ATTEMPTS
@@ -247,8 +242,6 @@ class FileTimerClient(TimerClient):
         if not self._warned:
             self._warned = True
             _logger().warning("a timer request was dropped (further ones are only counted): %s", why)
-
-    # --- pending releases ---
 
     def _flush(self) -> bool:
         while self._pending:

@@ -155,8 +155,6 @@ class FileTimerServer(DescendantTimers):
             return False
         return self._descendants.send(worker_pid, signal)
 
-    # --- requests ---
-
     def _get_requests(self) -> list[FileTimerRequest]:
         records, complaints = self._fifo.read()
         # Count every record, even from a process that has exited, to be independent of timing.

@@ -26,17 +26,8 @@ _stores: list[Any] = []
 class AgentCoordinator(CoordinatorP2P):
     """Coordinator that finds the other workers through the agent's environment variables.
 
-    A worker repeats a failed step. With ``--on-failure replace``, the agent replaces a worker that exits;
-    otherwise, it restarts all.
-
-    Args:
-        c10d_backend: Backend of the default process group, such as ``"gloo"``.
-        process_group_timeout: Timeout of a collective, in milliseconds.
-        coordinator_pg_timeout: Time limit for all workers to reach :meth:`barrier`, in milliseconds.
-
-    Raises:
-        RuntimeError: This process was not started by an agent.
-        ValueError: The two timeouts contradict each other.
+    With ``--on-failure replace``, the agent replaces a worker that exits; otherwise, it restarts all. Raise
+    ``RuntimeError`` without an agent. See :class:`~elasticrs.train.p2p.CoordinatorP2P` for the arguments.
     """
 
     def __init__(

@@ -88,8 +88,7 @@ class Coordinator(ABC):
         """Record that a checkpoint was requested, and nothing else, because signal handlers call this.
 
         All workers then save after the same step: :meth:`should_rendezvous` and
-        :meth:`should_save_before_meeting` return true, and with ``leave``, :meth:`should_leave` on this
-        worker.
+        :meth:`should_save_before_meeting` return true, as does :meth:`should_leave` with ``leave``.
         """
         raise NotImplementedError
 
@@ -112,9 +111,9 @@ class Coordinator(ABC):
     def was_broken_off(self, *, is_meeting: bool) -> bool:  # noqa: ARG002 -- used by subclasses
         """Return true if this worker's error was caused by the loss of a member or by the end of the round.
 
-        Called after a retryable error, and may wait for the store's report. Such errors have a higher limit
-        than ``max_failures``, because the worker that caused them counts its own. ``is_meeting`` is true
-        before ``sync``.
+        Called after a retryable error, and may wait for the store's report. The worker that caused the error
+        counts it, so others have a higher limit than ``max_failures``. ``is_meeting`` is true before
+        ``sync``.
         """
         return False
 
@@ -137,11 +136,7 @@ class Coordinator(ABC):
         """
 
     def final_state(self) -> FinalState | None:
-        """Return the final state of a job that finished without this worker; ``None`` if there is none.
-
-        Raises:
-            NonRetryableException: This worker cannot get the final state.
-        """
+        """Return a finished job's final state, if any. Raise ``NonRetryableException`` if it is lost."""
         return None
 
     @abstractmethod

@@ -46,8 +46,7 @@ def on_change(callback: Callable[[Stop], None] | None = None, init_method: str |
     Args:
         callback: Called on a separate thread with a :class:`.Stop` as soon as a round ends for this worker,
             to abort communication unknown to this library, unless the change is ``planned``. Must not raise.
-        init_method: Rendezvous URL, as for :class:`~elasticrs.train.p2p.CoordinatorP2P`. ``None``: the
-            agent's.
+        init_method: Rendezvous URL, as for :class:`CoordinatorP2P`. ``None`` for the agent's.
 
     Raises:
         RuntimeError: This process was not started by an agent.
@@ -63,7 +62,7 @@ def on_change(callback: Callable[[Stop], None] | None = None, init_method: str |
 
 
 class Participant:
-    """Membership of a worker in a job, which leaves the job without :meth:`close` after a ``with`` block."""
+    """Membership of a worker in a job. At the end of a ``with`` block, only this worker leaves the job."""
 
     def __init__(self, member: Membership) -> None:
         self._member = member
@@ -73,8 +72,7 @@ class Participant:
         """Destroy the process group, wait for the next round, and return it.
 
         Raises:
-            RendezvousError: this worker cannot join. A ``RendezvousClosedError`` means that the job has
-                ended.
+            RendezvousError: this worker cannot join; ``RendezvousClosedError`` if the job has ended.
         """
         groups.destroy()
         return self._member.meet()

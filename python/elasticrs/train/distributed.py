@@ -117,7 +117,7 @@ def broadcast_model(model: torch.nn.Module | int, src_rank: int | torch.nn.Modul
 
 
 def broadcast_binary(data: Any, src_rank: int = 0) -> Any:
-    """Broadcast a ``uint8`` array or tensor. Other ranks than the source may pass ``None``.
+    """Broadcast a NumPy array or tensor of type ``uint8``. Other ranks than the source may pass ``None``.
 
     Raises:
         TypeError: this worker passed an object of another type.

@@ -3,8 +3,7 @@
 Each worker serves a copy over HTTP. For each rank, the store holds the copy's URL and digest, and the
 worker's *place* under its agent, by which a replacement finds its predecessor's rank.
 
-- **FINAL-1** all copies are published before the job is closed, so a worker that finds the job closed finds
-  them.
+- **FINAL-1** all copies are published before the job is closed, so late workers find them.
 - **FINAL-2** a downloaded copy is used only if its digest equals the digest in the store.
 - **FINAL-3** the download succeeds if at least one worker that has a copy can send it.
 - **FINAL-4** no two living processes have the same rank: a process in a new place gets a new rank.
@@ -83,8 +82,7 @@ def publish(
     *,
     in_checkpoint: bool,
 ) -> None:
-    """Serve a copy of the final state, if any, and publish it in the store. Raise ``DistError`` or
-    ``OSError``.
+    """Serve a copy of the final state, if any, and publish it. Raise ``DistError`` or ``OSError``.
 
     The server listens on the interface with a route to ``near``, another worker's host and port.
     """
@@ -128,9 +126,6 @@ def _take_seat(
         url, digest, size = _serve(content, near), hashlib.sha256(content).hexdigest(), len(content)
     seat = {"place": place or "", "url": url, "sha256": digest, "size": size}
     store.set(f"{_SEAT}{rank}", json.dumps(seat))
-
-
-# --- copies ---
 
 
 class _Server(ThreadingTCPServer):
@@ -181,7 +176,6 @@ def _serve(content: memoryview, near: tuple[str, int]) -> str:
 
 
 def stop_serving() -> None:
-    """Stop the HTTP server and free the final state that it serves. Idempotent."""
     while _servers:
         server = _servers.pop()
         server.shutdown()

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _ESTABLISHED, _SYN_SENT, _CLOSE_WAIT, _LISTEN = 1, 2, 8, 10
 LAST_RESORT = 4.0
-"""Seconds until :meth:`shut_others`. More than :data:`CONNECT_TIMEOUT`, which cannot be aborted."""
+"""Seconds before :meth:`shut_others`; above :data:`CONNECT_TIMEOUT`, because connecting cannot be aborted."""
 
 _TALKING = {_ESTABLISHED, _SYN_SENT, _CLOSE_WAIT}
 """TCP states in which a shutdown aborts communication. LISTEN is excluded because of GROUPS-1."""
@@ -237,8 +237,6 @@ def _knock(address: tuple[int, Any], count: int) -> None:
             visitor.sendall(struct.pack("=q", number))
 
 
-# --- groups ---
-
 MEETING_TIMEOUT = 10.0
 """Seconds for creating a group, plus 0.1 s per worker. A peer that dies early can only be timed out."""
 
@@ -295,7 +293,7 @@ def record_further_groups(connections: Connections) -> None:
 
 
 def create(backend: str, store: Any, rank: int, world_size: int, timeout: datetime.timedelta) -> None:
-    """Create the default process group, soon or not at all; ``timeout`` is that of its collectives."""
+    """Create the default process group within a short time limit. ``timeout`` is for collectives."""
     from torch import distributed
 
     if "nccl" in backend:
@@ -368,7 +366,6 @@ def not_a_worker() -> str:
 
 
 def watch_forks() -> None:
-    """Start to detect forks of this process. Idempotent."""
     _forks["parent"] = os.getpid()
     if not _forks["is_watched"]:
         _forks["is_watched"] = True

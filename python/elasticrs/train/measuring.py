@@ -22,8 +22,6 @@ _METHODS = (
 
 
 class Times:
-    """Measures the durations of one iteration of the outer training loop."""
-
     def __init__(self) -> None:
         self._outer = time.perf_counter()
         self.inner: float | None = None
@@ -33,15 +31,12 @@ class Times:
         metrics.put_metric(f"{name}.duration.ms", int((time.perf_counter() - began) * 1000), GROUP)
 
     def end_turn(self) -> None:
-        """Publish the duration of the iteration, and of the inner loop over steps if it has started."""
         if self.inner is not None:
             self.put("inner_train_loop", self.inner)
         self.put("outer_train_loop", self._outer)
 
 
 class Measured:
-    """Wraps a coordinator and measures the duration of its methods."""
-
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
         for name in _METHODS:

@@ -27,7 +27,7 @@ _MANY = 2**31 - 1
 
 KEEP_ALIVE = "0.4"
 """Seconds between two keep-alives, of which five may be missed. Shorter than an agent's, because a reset
-connection is no proof of death, so that the lease must expire. A false loss costs one step.
+connection does not prove a death, so the lease must expire. A false loss costs one step.
 """
 
 MEMBER_VARIABLE = "ELASTICRS_TRAIN_MEMBER"
@@ -58,14 +58,7 @@ def parse(
     """Parse a rendezvous URL. Raise ``UsageError`` with one line for the user if it is invalid.
 
     Unlike nodes, workers may lose any number of consecutive rounds, wait until a hung worker has exited, and
-    have shorter leases.
-
-    Args:
-        url: rendezvous URL.
-        environ: environment variables with the token and this worker's name.
-        most: maximum number of workers, if it is less than ``max_workers``.
-        source: name of the option or variable that holds the URL, for error messages.
-        may_host: true if this process may host the store.
+    have shorter leases. ``most`` limits ``max_workers``, and ``source`` names the option in messages.
     """
     words = Words(
         source, f"{source}: the address", "min_workers:max_workers", "rank", f"{source}: the job", source

@@ -59,16 +59,7 @@ _NEWS_TIMEOUT = 0.1
 
 
 class Round(Record):
-    """A rendezvous round, as seen by one member.
-
-    Args:
-        number: number of the round, counted from 1.
-        rank: rank of this worker.
-        world_size: number of workers.
-        master_addr, master_port: address of the workers' store.
-        board: store through which the watching threads of the members exchange messages.
-        connections: connections of the process groups.
-    """
+    """A rendezvous round, counted from 1. Watching threads exchange messages through the ``board``."""
 
     number: int
     rank: int
@@ -124,7 +115,6 @@ class Membership:
 
     @property
     def round(self) -> Round | None:
-        """The rendezvous round that this worker is in; ``None`` between rounds."""
         return self._round
 
     @property
@@ -283,13 +273,7 @@ class Membership:
             )
 
     def join_late(self) -> Late | None:
-        """Return a rank and the final state, if any, of a finished job. Set ``RANK`` and ``WORLD_SIZE``.
-
-        Raises:
-            DistError: The store cannot be reached.
-            OSError: The copy cannot be served to other workers.
-            RendezvousError: This process has not joined the rendezvous, or has left it.
-        """
+        """Return a finished job's rank and final state, if any. Raise ``DistError`` or ``OSError``."""
         from elasticrs.train import final_state
 
         rendezvous = self._handler.rendezvous
@@ -317,7 +301,7 @@ class Membership:
         if self._thread is None:
             return
         self._handler.leave()
-        # The thread runs until the store knows of the leave and needs no host for other workers.
+        # The thread runs until the store has recorded the leave and other workers no longer need this host.
         farewell = threading.Thread(target=self._farewell, name="elasticrs-farewell", daemon=True)
         farewell.start()
         if has_left:
@@ -333,8 +317,7 @@ class Membership:
         """Leave the round, close the job unless this worker has left it, and release all resources.
 
         All workers call this after the last barrier, and wait up to 5 s for the others to pass it, because
-        closing the job aborts their collectives. A host of the store waits about ``close_timeout`` seconds
-        longer.
+        closing aborts their collectives. A host of the store waits about ``close_timeout`` seconds longer.
         """
         self._finish()
         with self._changed:
@@ -412,7 +395,7 @@ class Membership:
             self._changed.notify_all()
 
     def _left_as_agreed(self, current: Round) -> bool:
-        """Leave the round after an agreed step. Return false if that fails, such as after a death."""
+        """Leave the round after an agreed step. Return false if that fails, for example if a worker dies."""
         try:
             return self._agree(current)
         except DistError as error:
@@ -526,7 +509,6 @@ def _wait_for_all(current: Round) -> None:
 
 
 def _pause(current: Round) -> float:
-    """Return the seconds between two polls of the board."""
     return 0.002 * current.world_size  # Poll less often with more workers, because each of them polls.
 
 

@@ -184,7 +184,6 @@ class CoordinatorP2P(Coordinator):
         groups.record_further_groups(current.connections)
 
     def barrier(self) -> None:
-        """Wait for all workers. Raise ``RuntimeError`` at a timeout or if the round has ended."""
         self._gather("")
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
@@ -212,8 +211,6 @@ class CoordinatorP2P(Coordinator):
 
     def was_broken_off(self, *, is_meeting: bool) -> bool:
         return self._member.was_broken_off(is_meeting=is_meeting)
-
-    # --- requested checkpoints ---
 
     takes_requests = True
 
@@ -273,7 +270,6 @@ class CoordinatorP2P(Coordinator):
         return self.stop_training
 
     def announce_end(self) -> None:
-        """Announce that this worker has no more data. All start a final round after the same step."""
         self._member.announce_end()
 
     keeps_final_state = True
@@ -302,11 +298,7 @@ class CoordinatorP2P(Coordinator):
         groups.destroy()
 
     def monitor_progress(self, state: State, worker_stats: WorkerStats | None) -> None:  # noqa: ARG002
-        """Compare the rates of all workers, and set :attr:`is_worker_straggler`.
-
-        This uses no collectives, and costs 0.3 µs per step: two messages every :attr:`MONITOR_PROGRESS_FREQ`
-        steps.
-        """
+        """Every :attr:`MONITOR_PROGRESS_FREQ` steps, compare rates and set :attr:`is_worker_straggler`."""
         page = self._member.page
         if page is not None and page.stepped() and worker_stats is not None:
             page.tell_rate(_rate_of(worker_stats))
@@ -326,11 +318,9 @@ class CoordinatorP2P(Coordinator):
             _log.warning("rank %s is a straggler: its rate is %s, the best one is %s", self.rank, rate, best)
 
     def on_error(self, e: Exception) -> None:
-        """Record a ``RuntimeError`` as an event."""
         if isinstance(e, RuntimeError):
             record("train_step_runtime_error", self.rank)
 
     def leave(self) -> None:
-        """Leave the job and destroy the process groups. The other workers continue."""
         self._member.leave()
         groups.destroy()

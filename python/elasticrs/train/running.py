@@ -202,12 +202,12 @@ class _Run:
                             return self._state
                         event = effects[action]() or event
         except BaseException as error:
-            # The others would wait for this worker if the program caught an exception or an interrupt. The
-            # parent of a forked child is still in the job.
+            # The others would wait for this worker if the program caught an interrupt. A parent is still
+            # in the job.
             if self._forks == groups.fork_depth():
                 self._plain.leave()
             if isinstance(error, SystemExit) and not error.code:
-                # Exit code 0 would mean that the worker has finished.
+                # To the agent, exit code 0 would mean that the worker has finished.
                 raise CannotContinueError("the program has ended in the middle of the training") from error
             raise
         finally:
@@ -216,8 +216,6 @@ class _Run:
             self._error = None
             if self._times is not None:
                 self._times.end_turn()
-
-    # --- rendezvous ---
 
     def _meet(self) -> Event:
         self._error, self._snapshot, self._is_meeting = None, _NOTHING, False
@@ -258,7 +256,7 @@ class _Run:
         own.has_manager, own.is_loaded = manager is not None, self._is_loaded
         own.at_the_end, own.next_round = self._loop.at_the_end, random.SystemRandom().randrange(1, 2**62)
         if not is_torchelastic_program():
-            # Programs for other releases need the last sync, because BatchNorm buffers differ between ranks.
+            # Only torchelastic 0.1 programs skip the last sync. BatchNorm buffers may differ between ranks.
             own.next_step = 0
         numbers = self._coordinator.exchange([int(number) for number in own.values()])
         self._votes = [Vote(*each) for each in numbers]
@@ -274,7 +272,7 @@ class _Run:
         try:
             if not any(vote.is_loaded for vote in self._votes):
                 self._begin_state()
-            # All have the last state, and a `sync` that creates data loaders would fail without data.
+            # All workers have the last state, and a `sync` that creates data loaders would fail without data.
             if not have_ended_together(self._votes):
                 began = time.perf_counter()
                 self._state.sync(self._world_size, self._rank)
@@ -305,8 +303,6 @@ class _Run:
             where = "the newest checkpoint" if is_found else "the beginning"
             _log.warning("no worker is left that holds the state of the last round: starting from %s", where)
 
-    # --- the final state ---
-
     def _keep_final_state(self) -> None:
         """Save the final state in a checkpoint, or keep it in memory if there is no manager."""
         in_checkpoint = False
@@ -316,7 +312,7 @@ class _Run:
                 in_checkpoint = self._checkpoints.save_checkpoint(self._state, self._rank)
             self._is_stored = in_checkpoint
             if not in_checkpoint:
-                # All workers know that. Another attempt continues from the last checkpoint.
+                # All workers raise this error. Another attempt continues from the last checkpoint.
                 raise CheckpointError(
                     "the final checkpoint could not be written (rank 0 has logged why), so the result of the "
                     "training would be lost"
@@ -332,7 +328,7 @@ class _Run:
         try:
             self._state.save(stream)
         except Exception:
-            # Training itself has succeeded.
+            # Only log, because training itself has succeeded.
             _log.warning(
                 "rank %d: the final state cannot be saved: a worker that is replaced now cannot get it from"
                 " this one",
@@ -370,8 +366,6 @@ class _Run:
             )
         _log.warning("%s: the final state was loaded", ended)
         return Event.ENDED
-
-    # --- a step ---
 
     def _step(self) -> Event:
         coordinator = self._coordinator
@@ -435,11 +429,9 @@ class _Run:
         self._coordinator.leave()
         self._signals.end_process()
 
-    # --- error handling ---
-
     def _judge(self, error: Exception) -> Event:
         if self._forks != groups.fork_depth():
-            # The coordinator belongs to the parent.
+            # A forked child must not use the parent's coordinator.
             self._error = (
                 error
                 if isinstance(error, NonRetryableException)
@@ -461,7 +453,7 @@ class _Run:
             "interrupted by other workers: " if is_broken_off else "",
             type(error).__name__,
             textwrap.shorten(str(error), _SHOWN) if is_broken_off else error,
-            # A retried step can fail many times.
+            # Print one traceback, because a retried step can fail many times.
             exc_info=None if is_broken_off or self._loop.failures else error,
         )
         return Event.BROKEN_OFF if is_broken_off else Event.FAILED
@@ -486,7 +478,7 @@ class _Run:
         try:
             self._coordinator.signal_training_done()
         except Exception as error:
-            # All workers already have the final state.
+            # Only log, because all workers already have the final state.
             _log.warning("the job could not be closed: %s: %s", type(error).__name__, error)
 
     def _give_up(self) -> Event:

@@ -156,7 +156,7 @@ class Vote(Record):
 
 
 def have_ended_together(votes: Sequence[Vote]) -> bool:
-    """Return true if a torchelastic 0.1 program's workers are at the same step, and one has no data."""
+    """Return true if a torchelastic 0.1 program's workers are at one step, and one has run out of data."""
     first = votes[0]
     return (
         first.next_step > 0

@@ -85,10 +85,9 @@ class LocalElasticAgent(SimpleElasticAgent):
         exit_barrier_timeout: seconds to wait for other nodes at the end; 300 by default.
         log_line_prefix_template: template of the prefix of tee'd lines.
         shutdown_timeout: seconds between the stop signal and SIGKILL; 30 by default.
-        health_check_server: object with ``start`` (called before the workers) and ``stop`` (called after
-            them).
-        uninterruptible_state_timeout: seconds of uninterruptible sleep of a worker before the job fails. If 0
-            or negative, the state is not checked.
+        health_check_server: object with ``start`` (called before the workers) and ``stop`` (after them).
+        uninterruptible_state_timeout: seconds that a worker may spend in uninterruptible sleep before the job
+            fails. If 0 or negative, the state is not checked.
         signals_to_handle: names of signals; SIGTERM, SIGINT, SIGHUP and SIGQUIT by default.
 
     Raises:
@@ -134,7 +133,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             RendezvousError: the rendezvous failed or is closed.
             RuntimeError: the workers could not be started. If a program does not exist or is not executable,
                 it is also a ``FileNotFoundError`` or ``PermissionError``.
-            ValueError: the machine's limits, or the restart policy, do not fit these workers.
+            ValueError: the machine's limits or ``on_failure`` do not allow these workers.
         """
         why = why_hooks_decide(self)
         if why is not None and self._worker_group.spec.on_failure == "replace":
@@ -235,8 +234,6 @@ class LocalElasticAgent(SimpleElasticAgent):
         server = self._health_check_server
         is_ours = isinstance(server, OurServer) and type(server).start is OurServer.start
         return server if isinstance(server, OurServer) and is_ours else None
-
-    # --- torch's hooks, for the polling loop ---
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
         self._check_limits()
@@ -370,7 +367,7 @@ def _policy_without_effect(spec: WorkerSpec) -> list[str]:
 def why_hooks_decide(agent: LocalElasticAgent) -> str | None:
     """Return why the agent must use its polling hooks; ``None`` if it can use the event-driven loop.
 
-    A hook may be replaced in a subclass, the class or an object, and the back end may be a user's.
+    A hook may be replaced in a subclass, the class or an object. A back end of the user must be polled.
     """
     if agent._local.made is not None:
         return "the command line has chosen a handler that is polled"

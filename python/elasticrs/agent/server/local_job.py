@@ -192,7 +192,7 @@ class ReplacedConsole(Observer):
 
 
 class EventRunner(Record):
-    """Runs a job once, and keeps ``group``, the user's worker group, up to date."""
+    """Runs a job once, and keeps the user's worker group up to date."""
 
     _group: WorkerGroup
     _local: LocalJob

@@ -122,7 +122,6 @@ class PolledWorkers:
 
     @property
     def is_running(self) -> bool:
-        """True if a worker of the current attempt, or one of its descendants, is still running."""
         return bool(self._result.attempts) and self._ended is None
 
     @property
@@ -132,7 +131,7 @@ class PolledWorkers:
         return attempt is not None and attempt.first_failure is not None
 
     def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:  # noqa: ARG002 -- torch's signature
-        """Wait for the result, at most ``timeout`` seconds (negative: no limit); ``None`` if there is none."""
+        """Wait ``timeout`` seconds (negative: no limit) for the result, and return it, or ``None``."""
         deadline = None if timeout < 0 else time.monotonic() + timeout
         while self.is_running:
             left = None if deadline is None else deadline - time.monotonic()
@@ -294,8 +293,7 @@ def raised_signals(
     forwarded: Iterable[int] = (),
     pass_on: Callable[[int], object] = lambda _: None,
 ) -> Iterator[None]:
-    """Raise :class:`SignalException` in the main thread when a signal requests a stop during the block, as in
-    torch.
+    """Raise :class:`SignalException` in the main thread when a signal requests a stop during the block.
 
     A repeated signal that is not a new request (see :class:`.StopRequests`) raises nothing. Ignored signals
     stay ignored. Signals in ``forwarded`` are given to ``pass_on``. Other threads only log a warning, and

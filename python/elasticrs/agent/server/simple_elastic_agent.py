@@ -71,16 +71,14 @@ class ElasticAgent(ABC):
 
 
 class SimpleElasticAgent(ElasticAgent):
-    """Agent whose subclass defines how workers are started, monitored and stopped, with torch's hooks and
-    order.
+    """Agent whose subclass defines how workers are started, monitored and stopped, as in torch.
 
     ``_stop_workers`` and ``_shutdown`` get only the arguments that they accept, because torch's releases
     differ. A hook that takes long can call ``_tell_progress``, so that health checks do not consider it hung.
 
     Args:
         spec: specification of the workers.
-        exit_barrier_timeout: seconds to wait for other nodes at the end; from the environment (300) if
-            ``None``.
+        exit_barrier_timeout: seconds to wait for other nodes; from the environment (300) if ``None``.
         shutdown_timeout: seconds between stop signal and SIGKILL; from the environment (30) if ``None``.
     """
 
@@ -231,7 +229,7 @@ class SimpleElasticAgent(ElasticAgent):
             self._total_execution_time = int(time.monotonic() - started)
 
     def _tell_failure(self, found: RunResult | Exception) -> None:
-        """Pass the reason for the other nodes to the handler's ``set_failed``, which torch's have not."""
+        """Pass the reason to the handler's ``set_failed``, if any, which reports it to the other nodes."""
         set_failed = getattr(self._worker_group.spec.rdzv_handler, "set_failed", None)
         if set_failed is not None:
             set_failed(_first_failure(found))
@@ -241,7 +239,7 @@ class SimpleElasticAgent(ElasticAgent):
             try:
                 _call(self._shutdown, sigval, timeout=self._shutdown_timeout)
             except SignalException:
-                # This is a second stop request.
+                # A second stop request.
                 _call(self._shutdown, signal.SIGKILL, timeout=0)
                 raise
 
@@ -331,8 +329,6 @@ class SimpleElasticAgent(ElasticAgent):
                 break
             time.sleep(min(group.spec.monitor_interval, _BARRIER_PERIOD, left))
         return True
-
-    # --- events and metrics ---
 
     def get_event_failed(self) -> Event:
         """Return the event of this agent's failure, which contains the exception that is being handled."""

@@ -206,8 +206,7 @@ class RunResult:
         state: state of the group; SUCCEEDED or FAILED at the end.
         return_values: return values of the workers' functions.
         failures: failures of the failed workers.
-        verdict: see :class:`elasticrs.errors.JobFailedError`; ``None`` without a failure, or with polling
-            hooks.
+        verdict: see :class:`elasticrs.errors.JobFailedError`; ``None`` without failure or with polling hooks.
         exit_code: exit code of the launcher for this failure; ``None`` if ``verdict`` is ``None``.
         reason: why the workers were not restarted; ``None`` if the failures alone explain it.
     """

@@ -45,11 +45,9 @@ class CheckpointUtil:
         self.checkpoint_loaded = False
 
     def load_checkpoint(self, state: State, rank: int) -> State:
-        """Load the newest checkpoint into ``state`` on rank 0, unless a worker has loaded one. Return
-        ``state``.
+        """Load the newest checkpoint into ``state`` on rank 0, unless a worker has loaded one, and return it.
 
-        All workers must call this together, and then ``state.sync``. Raise ``CheckpointError`` on all workers
-        if the checkpoint cannot be used.
+        All workers must call this together, and then ``state.sync``. ``CheckpointError`` is raised on all.
         """
         if self.checkpoint_manager is not None and not any(
             is_loaded for (is_loaded,) in self.coordinator.exchange([int(self.checkpoint_loaded)])

@@ -217,7 +217,6 @@ class _Committed(Checkpoint):
     def discard(self) -> None: ...
 
     def verify(self) -> None:
-        """Check every stream against its recorded length and checksum."""
         for key in self._streams:
             self._verify(key)
 

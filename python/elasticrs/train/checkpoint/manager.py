@@ -103,11 +103,7 @@ class CheckpointSaver:
 
     @prof
     def load_checkpoint(self, state: State, rank: int) -> bool:
-        """Load the newest checkpoint on rank 0, with all workers. Return true if rank 0 loaded one.
-
-        Raises:
-            CheckpointError: the checkpoint cannot be used. Raised on all workers.
-        """
+        """Load a checkpoint on rank 0, and return whether it did, or raise ``CheckpointError`` on all."""
         found, trouble, reason = 0, None, b""
         if rank == 0:
             try:
