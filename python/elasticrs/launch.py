@@ -10,7 +10,7 @@ _program = "/" + (sys.argv or [""])[0]
 _is_command = __name__ == "__main__" or _program.endswith(("/elasticrun", "/elasticrs/__main__.py"))
 _ends_by_sigint = _is_command and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
 if _is_command:
-    # A stop signal during the imports would kill this process without a report.
+    # Block signals, because one during the imports would kill this process without a report.
     _held = _signal.SIGTERM, _signal.SIGHUP, _signal.SIGQUIT, _signal.SIGUSR1, _signal.SIGUSR2
     _before = _signal.pthread_sigmask(_signal.SIG_BLOCK, _held)
 if _ends_by_sigint:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> object:
-    # `elasticrun` does not use argparse.
+    # Import lazily, because `elasticrun` does not use argparse.
     return lazy(__name__, name, {"elasticrs.run": ("get_args_parser", "run")})
 
 

@@ -20,5 +20,5 @@ class NonRetryable(Exception):  # noqa: N818 -- the name says what the launcher 
 
 
 def __getattr__(name: str) -> object:
-    # Workers need only `NonRetryable`.
+    # Import lazily, because workers need only `NonRetryable`.
     return lazy(__name__, name, {"elasticrs._engine.failures.errors": ("JobFailedError",)})

@@ -32,7 +32,7 @@ class _Serialized:
 
 @dataclass
 class Event(_Serialized):
-    """An event, as in torch. ``timestamp`` is in ms since 1970; 0 becomes the time of recording."""
+    """An event, as in torch. ``timestamp`` is in milliseconds since 1970; 0 becomes the time of recording."""
 
     name: str
     source: EventSource

@@ -87,7 +87,7 @@ class LineFileHandler(logging.Handler):
     def __init__(self, path: str) -> None:
         super().__init__()
         self._path = path
-        # A FIFO may have no reader.
+        # Open without blocking, because a FIFO may have no reader.
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
         self._fd = os.open(path, flags, 0o644)
         self._complaints: set[str] = set()

@@ -12,5 +12,5 @@ __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
 
 
 def __getattr__(name: str) -> object:
-    # The command line imports this package and must not load `dataclasses`.
+    # Import lazily, because the command line imports this package and must not load `dataclasses`.
     return lazy(__name__, name, {"elasticrs.launcher.api": tuple(__all__)}, ("api",))

@@ -45,7 +45,7 @@ _log = logging.getLogger("elasticrs.agent")
 @dataclass
 @with_settings
 class LaunchConfig(WorkerSettings, UnresolvedSettings):
-    """Configuration of a job, with torch's fields and defaults. ``ValueError``: a setting is invalid.
+    """Configuration of a job, with torch's fields and defaults. A wrong setting raises ``ValueError``.
 
     For the keyword-only fields, see :class:`.WorkerSettings` and :class:`.UnresolvedSettings`.
 

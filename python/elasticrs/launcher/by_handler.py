@@ -39,7 +39,7 @@ _DEFAULT_TIMEOUT = 900
 def run_by_handler(
     job: JobSpec, console: Console, signals: SignalPipe | None, write: Callable[[str], object]
 ) -> int:
-    """Run the job to completion, and return the exit code. ``UsageError``: invalid settings."""
+    """Run the job, and return the exit code. Raise ``UsageError`` if the settings are invalid."""
     if job.event_log_handler != "null":
         check_destination(job.event_log_handler)
     workers = make_workers(job)

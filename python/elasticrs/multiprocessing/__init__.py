@@ -104,6 +104,6 @@ def start_processes(
 
 
 def __getattr__(name: str) -> object:
-    # Workers need only the error classes of this package.
+    # Import lazily, because workers need only the error classes of this package.
     homes = {"elasticrs.multiprocessing.api": (*__all__, "_validate_full_rank")}
     return lazy(__name__, name, homes, _SUBMODULES)

@@ -71,7 +71,7 @@ class _SupervisedContext(PContext):
         for line in processes.take_trouble():
             logger.warning("%s", line)
         if self._result is None and processes.log.end is not None:
-            # Unpickling the return values runs user code, which may raise an exception.
+            # Close first, because unpickling the return values runs user code, which may raise.
             self.close()
             self._result = self._make_result(processes)
         return self._result

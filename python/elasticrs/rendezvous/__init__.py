@@ -83,5 +83,5 @@ sys.meta_path.append(_TorchsModules)
 
 
 def __getattr__(name: str) -> object:
-    # The command line imports this package but needs none of these names.
+    # Import lazily, because the command line imports this package but needs none of these names.
     return lazy(__name__, name, _HOMES, _SUBMODULES)

@@ -81,6 +81,7 @@ class RendezvousStoreInfo:
         port = int(store.get(RendezvousStoreInfo.MASTER_PORT_KEY).decode())
         found = RendezvousStoreInfo(addr, port)
         if held is not None:
+            # Keep the port reserved as long as this object exists.
             weakref.finalize(found, held.close)
         return found
 
@@ -211,8 +212,8 @@ class RendezvousParameters:
         return self.config.get(key, default)
 
     def get_as_bool(self, key: str, default: bool | None = None) -> bool | None:
-        """Return a setting as a Boolean: ``1``, ``true``, ``t``, ``yes``, ``y``, or ``0``, ``false``, ``f``,
-        ``no``, ``n``, in upper or lower case. Raise ``ValueError`` for other values.
+        """Return a setting as a Boolean: true for ``1``, ``true``, ``t``, ``yes``, ``y``, and false for ``0``,
+        ``false``, ``f``, ``no``, ``n``, in upper or lower case. Raise ``ValueError`` for other values.
         """
         value = self.get(key, default)
         if value is None or isinstance(value, bool):

@@ -251,7 +251,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     def _tell(self, driver: Driver, *events: messages.Event) -> None:
         self._take(driver.tell(*events))
-        # There may be a new timer or a new connection to wait for.
+        # Wake the event thread, because there may be a new timer or connection to wait for.
         os.eventfd_write(self._wake, 1)
 
     def _without_workers(self) -> None:

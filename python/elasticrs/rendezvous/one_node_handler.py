@@ -77,7 +77,7 @@ class OneNodeRendezvous(RendezvousHandler):
     def _connect(self) -> NativeSession:
         from elasticrs.store import DistNetworkError
 
-        # Other users of this machine can also connect to the port.
+        # Require a token, because other users of this machine can also connect to the port.
         token = os.urandom(16)
         try:
             if self._server is not None:

@@ -92,7 +92,7 @@ def _create_c10d(params: RendezvousParameters) -> RendezvousHandler:
     if not is_in_file(params.config):
         return _create(params)
     if path := params.endpoint.strip():
-        # Torch would retry for minutes if the file cannot be opened.
+        # Check the file first, because torch would retry for minutes.
         try:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
         except OSError as error:

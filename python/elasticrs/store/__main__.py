@@ -79,7 +79,7 @@ def _serve(server: Server, stop: socket.socket) -> signal.Signals | None:
 
 def _say(line: str) -> None:
     try:
-        # After an error, the interpreter would flush a buffer at exit and fail again.
+        # Use no buffer, because the interpreter would flush it at exit and fail again.
         os.write(2, f"elasticrs store: {line}\n".encode(errors="backslashreplace"))
     except OSError:
         # The store must still notify its clients if stderr was closed.

@@ -7,7 +7,8 @@ In a worker that was started with ``TORCHELASTIC_ENABLE_FILE_TIMER=1``::
     with timer.expires(after=60, scope="step"):
         loss.backward()
 
-The agent then restarts the group. With ``--hang-timeout``, ``timer.heartbeat(step)`` is enough.
+If the block takes more than a minute, the agent kills this worker and restarts the group. With
+``--hang-timeout``, call ``timer.heartbeat(step)`` in each step instead.
 """
 
 from elasticrs import lazy
@@ -38,6 +39,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    # Workers use only the clients.
+    # Import lazily, because workers use only the clients.
     homes = {"elasticrs.timer.file_server": ("FileTimerServer",)}
     return lazy(__name__, name, homes, ("debug_info_logging",))

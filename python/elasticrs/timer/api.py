@@ -199,8 +199,8 @@ class expires:  # noqa: N801 -- torch's name
     """Time limit for a block or function: ``with expires(after=60): …``, ``@expires(after=60)``.
 
     When it expires, the server may kill this worker. Blocks can be nested, and entered again by recursive
-    functions or several threads. Running blocks with the same scope have one timer, with the earliest
-    deadline. In torch, this is the case for all blocks without a scope.
+    functions or several threads. Of blocks with the same scope, the earliest deadline applies. In torch, all
+    blocks have the same default scope, and an inner block stops the timer of the outer one.
 
     Args:
         after: time limit in seconds, from the start of the block.

@@ -2,7 +2,7 @@
 
 Without an elasticrs agent (``ELASTICRS_TIMER_FILE``), the FIFO is opened for each record, because torch's
 server expires no timers while a writer has it open. A write never blocks. If the pipe is full, a request is
-dropped, but a *release* is sent again, because a healthy worker would be killed.
+dropped, but a *release* is sent again, because a healthy worker would be killed without it.
 """
 
 from __future__ import annotations

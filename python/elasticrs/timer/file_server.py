@@ -129,7 +129,7 @@ class FileTimerServer(DescendantTimers):
         self._forget(self._descendants.forget_the_dead())
 
     def _run_watchdog(self) -> None:
-        # The pending requests may release or restart timers that are due.
+        # Read the pending requests first, because they may release or restart timers that are due.
         self.register_timers(self._get_requests())
         all_expired = self.get_expired_timers(self._clock.now())
         file_based_local_timer.log_debug_info_for_expired_timers(

@@ -43,5 +43,5 @@ _SUBMODULES = (
 
 
 def __getattr__(name: str) -> object:
-    # Some modules import the rendezvous module, which a program with its own coordinator does not need.
+    # Import lazily, because a program with its own coordinator needs no rendezvous module.
     return lazy(__name__, name, _HOMES, _SUBMODULES)

@@ -65,7 +65,7 @@ def _place_of_restarted_workers() -> MeetingPlace:
 
     store, rank, world = next(distributed.rendezvous("env://"))  # type: ignore[attr-defined]
     if rank == 0:
-        # Another process could otherwise take the port.
+        # Keep the socket bound, because another process could otherwise take the port.
         held = bind(0)
         _stores.append(held)
         port = held.getsockname()[1]

@@ -124,7 +124,7 @@ class Coordinator(ABC):
     def announce_end(self) -> None:  # noqa: B027 -- optional to override
         """Announce that this worker has no more data, before its last :meth:`rendezvous_barrier`.
 
-        The other workers must finish the steps that this worker has finished, and no more.
+        The other workers must finish the same steps, and may not wait for this worker in a later one.
         """
 
     def keep_final_state(self, content: memoryview | None, *, in_checkpoint: bool) -> None:  # noqa: B027 -- optional to override

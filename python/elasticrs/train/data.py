@@ -17,7 +17,7 @@ __all__ = ["CyclingIterator", "ElasticDistributedSampler", "Shares"]
 
 
 def __getattr__(name: str) -> object:
-    # The sampler's module imports torch.
+    # Import lazily, because the sampler's module imports torch.
     return lazy(__name__, name, {"elasticrs.utils.data": ("ElasticDistributedSampler",)})
 
 

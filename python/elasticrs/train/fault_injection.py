@@ -14,8 +14,8 @@ def start_fault_injection_thread(fault_injection_rate: float, interval_in_sec: f
     """Start a thread that kills this process with SIGKILL at a random time.
 
     Args:
-        fault_injection_rate: Probability of a kill in each interval, from 0 to 1 (or ``ValueError``).
-        interval_in_sec: Length of an interval, in seconds, above 0 (or ``ValueError``).
+        fault_injection_rate: Probability of a kill in each interval, from 0 to 1 (else ``ValueError``).
+        interval_in_sec: Length of an interval, in seconds, above 0 (else ``ValueError``).
     """
     if not 0 <= fault_injection_rate <= 1:
         raise ValueError(f"fault_injection_rate: got {fault_injection_rate}, expected 0 to 1")

@@ -221,7 +221,7 @@ def _living(seats: list[dict[str, Any]]) -> list[dict[str, Any]]:
         try:
             socket.create_connection(_server_of(seat), CONNECT_TIMEOUT).close()
         except OSError:
-            # Most workers exit soon after training finishes.
+            # Skip this worker, because most workers exit soon after training finishes.
             return False
         return True
 

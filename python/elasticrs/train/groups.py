@@ -245,7 +245,7 @@ CONNECT_TIMEOUT = 3.0
 
 
 def connect(host: str, port: int, is_broken: Callable[[], bool]) -> Any:
-    """Wait until the store accepts connections (or ``RuntimeError``), and return torch's client for it."""
+    """Return torch's client once the store accepts connections. Raise ``RuntimeError`` if it does not."""
     deadline = time.monotonic() + MEETING_TIMEOUT
     while True:
         # Torch's client would retry until its timeout and cannot be interrupted.

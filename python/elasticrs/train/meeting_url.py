@@ -34,7 +34,7 @@ MEMBER_VARIABLE = "ELASTICRS_TRAIN_MEMBER"
 """Variable with the agent's name for this worker and, for a replacement, the name of its predecessor."""
 
 JOB_VARIABLE = "ELASTICRS_TRAIN_JOB"
-"""Variable with the job name that the workers use in the store. The URL has the agents' one."""
+"""Variable with the job name that the workers use in the store. The URL has the name that agents use."""
 
 
 class MeetingPlace(Value):

@@ -55,7 +55,7 @@ _END_TIMEOUT = 5.0
 """Seconds to wait for other workers, or for a thread, when this worker leaves a round or the job."""
 
 _NEWS_TIMEOUT = 0.1
-"""Seconds to wait for the store's report of a lost member. After a late report, the error counts as own."""
+"""Seconds to wait for the store's report of a lost member. Without it, the error counts as own."""
 
 
 class Round(Record):
@@ -305,7 +305,7 @@ class Membership:
         farewell = threading.Thread(target=self._farewell, name="elasticrs-farewell", daemon=True)
         farewell.start()
         if has_left:
-            # This process is about to exit and would kill the thread.
+            # Wait, because this process is about to exit and would kill the thread.
             farewell.join(_END_TIMEOUT)
 
     def _farewell(self) -> None:

@@ -241,7 +241,7 @@ class CoordinatorP2P(Coordinator):
         now = time.monotonic()
         if now < self._ask_again_at or not (has_manager or self._leaves):
             return
-        # The request is lost if the store cannot be reached now.
+        # Schedule a retry, because the request is lost if the store cannot be reached now.
         self._ask_again_at = now + ASK_AGAIN
         reason = "rank {} leaves" if self._leaves else "a checkpoint was requested from rank {}"
         self._member.ask_for_round(reason.format(self.rank), saves=has_manager)

@@ -174,7 +174,7 @@ class PolledWorkers:
             tracker.drain()
         finally:
             self._release_plan()
-            # Observers read the phase and the exit code.
+            # Set the phase and the exit code first, because observers read them.
             outcome = None if self._ended is None else self._ended.outcome
             self._result.phase = _PHASES.get(outcome, machine.Phase.FAILED)
             self._result.exit_code = int(outcome != "succeeded")

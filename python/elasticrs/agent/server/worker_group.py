@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def with_settings(made: type[T]) -> type[T]:
-    """Make a future dataclass's inherited fields keyword-only, so that torch's keep their positions."""
+    """Make the inherited fields of a class keyword-only, so that torch's fields keep their positions."""
     made.__annotations__["_"] = KW_ONLY
     for base in made.__bases__:
         made.__annotations__ |= base.__annotations__

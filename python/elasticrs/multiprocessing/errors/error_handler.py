@@ -1,4 +1,4 @@
-"""Write a worker's exception to ``TORCHELASTIC_ERROR_FILE``, completely or (unlike torch) not at all."""
+"""Write a worker's exception to ``TORCHELASTIC_ERROR_FILE``, unlike torch either completely or not at all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHOWN = 1 << 16
 
 
 def __getattr__(name: str) -> Any:
-    # A worker that never fails does not need `logging`.
+    # Import lazily, because a worker that never fails does not need `logging`.
     if name == "logger":
         import logging
 
@@ -33,7 +33,7 @@ def _logger() -> logging.Logger:
 
 
 def _debug(text: str, *args: object) -> None:
-    # DEBUG cannot be enabled if no other module has imported `logging`.
+    # Without `logging`, DEBUG cannot be enabled, so do not import it here.
     if "logging" in sys.modules:
         _logger().debug(text, *args)
 
