@@ -212,8 +212,8 @@ class RendezvousParameters:
         return self.config.get(key, default)
 
     def get_as_bool(self, key: str, default: bool | None = None) -> bool | None:
-        """Return a setting as a Boolean: true for ``1``, ``true``, ``t``, ``yes``, ``y``, and false for ``0``,
-        ``false``, ``f``, ``no``, ``n``, in upper or lower case. Raise ``ValueError`` for other values.
+        """Return a setting as a Boolean: true for ``1``, ``true``, ``t``, ``yes``, ``y``, and false for
+        ``0``, ``false``, ``f``, ``no``, ``n``, in any case. Raise ``ValueError`` for other values.
         """
         value = self.get(key, default)
         if value is None or isinstance(value, bool):

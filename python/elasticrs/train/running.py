@@ -202,8 +202,8 @@ class _Run:
                             return self._state
                         event = effects[action]() or event
         except BaseException as error:
-            # The others would wait for this worker if the program caught an interrupt. A forked child must not
-            # leave, because its parent is still in the job.
+            # The others would wait for this worker if the program caught an interrupt. A forked child must
+            # not leave, because its parent is still in the job.
             if self._forks == groups.fork_depth():
                 self._plain.leave()
             if isinstance(error, SystemExit) and not error.code:
