@@ -113,7 +113,8 @@ def test_the_report_of_a_hang_has_the_stack_and_the_last_heartbeats(run):
     assert "rank      : 1 (local_rank: 1)" in launched.stderr
 
 
-LEAVES = {"fails": "sys.exit(3)", "crashes": "os.kill(os.getpid(), signal.SIGSEGV)"}
+# Not sys.exit, which tells the agent that the program has returned: such a worker is no longer hung.
+LEAVES = {"fails": "os._exit(3)", "crashes": "os.kill(os.getpid(), signal.SIGSEGV)"}
 UNTIL_EXAMINED = """
     import os, signal, sys
     from elasticrs.timer import heartbeat

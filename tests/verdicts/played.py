@@ -363,8 +363,9 @@ class Played:
         result.phase = machine.Phase.FAILED if outcome.kind != "succeeded" else machine.Phase.SUCCEEDED
         result.exit_code = 0 if outcome.kind == "succeeded" else 1
         cause, found_unfit = self._last[place]
-        is_unfit = found_unfit is not None or has_failed_alone(cause, head.failures, agent.name)
-        result.message, result.verdict = outcome.message, verdict_of(outcome, is_unfit=is_unfit)
+        alone = has_failed_alone(cause, head.failures, agent.name)
+        result.verdict = verdict_of(outcome, is_unfit=found_unfit is not None, has_failed_alone=alone)
+        result.message = outcome.message
         if outcome.cause is not None:
             result.first_cause = Cause.decoded(outcome.cause)
         return self._reported(result, head.used)

@@ -9,7 +9,7 @@ from elasticrs.launcher import LaunchConfig, elastic_launch
 
 
 def preload(*argv, **environ):
-    return resolve(parse(argv, environ), {"PATH": "/usr/bin:/bin", **environ}).job.preload
+    return resolve(parse(argv, environ), {"PATH": "/usr/bin:/bin", **environ}).preload
 
 
 @pytest.fixture
@@ -82,9 +82,9 @@ def test_elastic_launch_reports_a_warm_start_without_effect(tmp_path, capfd):
 
 
 def test_the_time_limit_for_imports_can_be_set(script):
-    job = resolve(parse(["--warm=json", script], {}), {"PATH": "/usr/bin:/bin"}).job
+    job = resolve(parse(["--warm=json", script], {}), {"PATH": "/usr/bin:/bin"})
     assert job.warm_timeout == 120.0
-    job = resolve(parse([script], {"PET_WARM_TIMEOUT": "2.5"}), {"PATH": "/usr/bin:/bin"}).job
+    job = resolve(parse([script], {"PET_WARM_TIMEOUT": "2.5"}), {"PATH": "/usr/bin:/bin"})
     assert job.warm_timeout == 2.5
     with pytest.raises(UsageError, match="--warm-timeout: got '0'"):
         parse(["--warm-timeout=0", script], {})

@@ -371,7 +371,9 @@ class SeveralNodes(Decisions):
             self.phase = machine.Phase.STOPPED
             return [machine.Exit(1)]
         # Report an unfit node even if it was not excluded, because it should not run the next job either.
-        verdict = verdict_of(outcome, is_unfit=self._found_unfit is not None or self._has_failed_alone)
+        verdict = verdict_of(
+            outcome, is_unfit=self._found_unfit is not None, has_failed_alone=self._has_failed_alone
+        )
         return [machine.ReportFailure(outcome.message, verdict), machine.Exit(code)]
 
     @property
@@ -385,8 +387,9 @@ def has_failed_alone(cause: Cause | None, history: FailureHistory, node: str) ->
     return is_start_error and is_suspect(history, node)
 
 
-def verdict_of(outcome: messages.Outcome, *, is_unfit: bool = False) -> Verdict:
-    if is_unfit or outcome.kind in ("stuck", "excluded"):
+def verdict_of(outcome: messages.Outcome, *, is_unfit: bool, has_failed_alone: bool) -> Verdict:
+    # A permanent failure is the program's, although this node may often have been the first to fail.
+    if is_unfit or outcome.kind in ("stuck", "excluded") or (has_failed_alone and not outcome.is_permanent):
         return Verdict.UNFIT
     return Verdict.PERMANENT if outcome.is_permanent else Verdict.FAILED
 
