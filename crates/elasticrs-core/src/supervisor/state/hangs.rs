@@ -330,6 +330,9 @@ impl Group {
         if due.iter().any(|action| action.concerns(index, local_rank)) {
             // Treat the worker as running, because actions have no effect on dead workers.
             self.members[index].dead = false;
+            if ends_group && !has_succeeded {
+                self.revive_overdue(&due);
+            }
         }
         if !self.survives(index) {
             return self.carry_out_all(due, &[]);
@@ -343,6 +346,17 @@ impl Group {
                     }
                 }
                 action => self.carry_out(action, &[]),
+            }
+        }
+    }
+
+    /// Treats workers that have exceeded their limit as running, because another failure ends the group before their exits
+    /// are reported. The signal that requests the stacks may have killed them all.
+    fn revive_overdue(&mut self, actions: &[PendingAction]) {
+        for action in actions {
+            let PendingAction::Hung(check) = action else { continue };
+            for overdue in check.late.iter().filter(|overdue| overdue.is_due) {
+                self.members[overdue.rank].dead = false;
             }
         }
     }

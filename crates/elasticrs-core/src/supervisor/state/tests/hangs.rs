@@ -104,6 +104,18 @@ fn a_hang_is_reported_before_the_failure_of_the_hung_worker() {
 }
 
 #[test]
+fn a_hang_is_reported_although_another_worker_that_died_with_the_hung_one_is_reported_first() {
+    let mut group = lingering();
+    let _ = group.on_input(snapshot(0, [Some(0); 4]));
+    let _ = group.on_input(Input::Watch(FOUR_SECONDS));
+    let _ = group.on_input(snapshot(4, [Some(3), Some(3), Some(0), Some(1)]));
+    let _ = group.on_input(LOOK);
+    let _ = group.on_input(Input::Dead(vec![102, 103]));
+    let effects = group.on_input(exited(103, FAILED));
+    assert_eq!(hung(&effects), [2], "rank 3 has not exceeded its limit: {effects:?}");
+}
+
+#[test]
 fn an_expired_timer_is_reported_before_the_exit_that_ends_the_group() {
     let timer = || expired(1, 101, Some(Signal::KILL));
     let mut group = lingering();
