@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from helpers import ports, procs
 from helpers.held import held, thread_of
 from helpers.http_client import get, get_json, port_of, wait_until_answers
 from helpers.launcher import launcher_with
@@ -265,9 +266,32 @@ def test_every_node_shows_the_cause_of_a_failure_on_another_node(launch, worker_
         assert status["cause"]["rank"] == 0
         assert "KeyError: 'first' (worker.py:" in status["cause"]["what"]
     assert sorted(status["last_failure"] is None for status in statuses) == [False, True]
-    # Only the leader reads the names of all nodes from the store.
-    assert [os.uname().nodename] * 2 in [status["nodes"] for status in statuses]
     for pid in pids:
+        os.kill(pid, signal.SIGUSR1)
+    assert [job.wait() for job in jobs] == [0, 0]
+
+
+def test_every_node_lists_the_nodes_of_its_round(launch, worker_script):
+    port = ports.free()
+    command = (*meeting("2:3", port), "--health-check-port=0", worker_script(WAITS))
+    jobs = [launch(*command)]
+    wait_until(lambda: ports.is_listening(port))
+    jobs += [launch(*command) for _ in range(2)]
+
+    def pids_in_round(number):
+        lines = [job.wait_for_lines(r"here \d (\d+) 0\.", number)[-1] for job in jobs]
+        for job in jobs:
+            status = wait_until(partial(status_of, port_of(job)), lambda found: found["nodes"] is not None)
+            assert status["nodes"] == [os.uname().nodename] * len(jobs)
+            assert (status["round"], status["group"]["world_size"]) == (number, len(jobs))
+        return [int(line[1]) for line in lines]
+
+    pids_in_round(1)
+    lost = jobs.pop()
+    lost.signal(signal.SIGKILL)
+    lost.wait()
+    procs.reap_adopted(keep=[job.pid for job in jobs])
+    for pid in pids_in_round(2):
         os.kill(pid, signal.SIGUSR1)
     assert [job.wait() for job in jobs] == [0, 0]
 

@@ -1,4 +1,6 @@
-"""Tests for the port that the rendezvous store and the workers' store use in turn."""
+"""Tests for the port that the rendezvous store and the workers' store use in turn, and for the driver's own
+requests.
+"""
 
 import select
 import socket
@@ -9,8 +11,11 @@ from helpers.rendezvous import rendezvous
 
 from elasticrs._engine.job.restart_policy import RestartSettings
 from elasticrs._engine.nodes import driver as driver_module
-from elasticrs._engine.nodes.driver import PORT_PATIENCE, Driver, LentPort, now
+from elasticrs._engine.nodes.driver import MOST_NAMES, PORT_PATIENCE, Driver, LentPort, now
 from elasticrs._engine.nodes.protocol import messages
+from elasticrs._engine.nodes.protocol.member import Link
+from elasticrs._engine.nodes.protocol.records import Head
+from elasticrs._engine.nodes.transport.coordination import Range
 
 
 class Session:
@@ -134,6 +139,36 @@ def test_a_port_taken_by_another_program_is_reported_once(driver, monkeypatch):
         (text,) = texts
         assert f"port {port} " in text
         assert [type(event) for event in told] == [messages.GroupEnded]
+
+
+def head(form, size=2):
+    return Head("RUNNING", 1, form, size=size)
+
+
+def test_the_names_of_the_nodes_are_requested_once_in_a_round_and_connection(driver, monkeypatch):
+    driver, _, _ = driver
+    sent, member = [], driver._member
+    monkeypatch.setattr(driver.store, "send", sent.append)
+    monkeypatch.setattr(driver.store, "connect", lambda **_: None)
+
+    def requests(form, size=2, *, asks=True):
+        sent.clear()
+        member.link, member.last_head = Link(head=head(form, size)), head(form, size)
+        assert [driver.node_names(asks=asks) for _ in range(2)] == [None, None]
+        return sent[:]
+
+    assert requests("1.1", asks=False) == []
+    (request,) = requests("1.1")
+    assert request.then == [Range(member.keys.table("1.1"), 1)]
+    assert requests("1.1") == []
+    driver._connect()
+    assert requests("1.1") != []
+    assert [each.then[0].limit for each in requests("1.2", MOST_NAMES)] == [10]
+    assert requests("1.3", MOST_NAMES + 1) == []
+    member.link = None
+    member.last_head = head("1.4")
+    assert driver.node_names(asks=True) is None
+    assert sent == []
 
 
 def test_success_is_reported_without_waiting_for_the_port(driver):

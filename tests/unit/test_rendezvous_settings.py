@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from rendezvous.store import Entry
 
 from elasticrs._engine.job.config import UsageError
-from elasticrs._engine.nodes.driver import Timers, drop_stale
-from elasticrs._engine.nodes.protocol.records import Head
+from elasticrs._engine.nodes.driver import Timers, drop_stale, names_of
+from elasticrs._engine.nodes.protocol.records import Head, encode
 from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
 from elasticrs._engine.nodes.transport.coordination import Changes, ConnectionLost, Reply
 from elasticrs._engine.nodes.transport.settings import KEYS, Settings, read_settings
@@ -344,6 +344,31 @@ def test_only_a_closed_head_record_counts_as_the_end_of_the_job():
     other = Changes(2, [Entry("/elasticrs/job/slot/a/1", b"{}", 2, 2)])
     deleted = Changes(3, [Entry(HEAD, None, 1, 3)])
     assert drop_stale([other, deleted, LOST], HEAD) == [LOST]
+
+
+TABLE = "/elasticrs/job/table/5.1/"
+
+
+def table_of_nodes(count, key=TABLE):
+    """Return a table of members with two members in each part, in the order in which a store returns it."""
+    rows = [(f"a{rank}/1", f"node{rank}", "10.0.0.1") for rank in range(count)]
+    parts = {f"{key}{first // 2}": encode(rows[first : first + 2]) for first in range(0, count, 2)}
+    return [Entry(name, parts[name], 7, 7) for name in sorted(parts)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 25])
+def test_the_names_of_a_table_are_in_the_order_of_ranks(count):
+    names = [f"node{rank}" for rank in range(count)]
+    assert names_of(table_of_nodes(count), TABLE, count) == names
+
+
+def test_names_are_unknown_if_the_table_is_missing_or_damaged_or_another_one():
+    table = table_of_nodes(6)
+    assert names_of([], TABLE, 6) is None
+    assert names_of(table[1:], TABLE, 6) is None
+    assert names_of(table_of_nodes(6, TABLE.replace("5.1", "5.2")), TABLE, 6) is None
+    assert names_of([*table[:2], Entry(f"{TABLE}2", b"[[1]]", 7, 7)], TABLE, 6) is None
+    assert names_of([Entry(f"{TABLE}stranger", b"{", 8, 8), *table], TABLE, 6) is not None
 
 
 def test_due_timers_are_returned_once_in_order_of_their_deadlines():

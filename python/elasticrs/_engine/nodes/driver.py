@@ -6,17 +6,21 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 
 from elasticrs._engine.nodes.protocol import messages
-from elasticrs._engine.nodes.protocol.keys import workers_keys
+from elasticrs._engine.nodes.protocol.formation import MEMBERS_PER_TXN
+from elasticrs._engine.nodes.protocol.keys import number_of, workers_keys
 from elasticrs._engine.nodes.protocol.machine import Member, step
 from elasticrs._engine.nodes.protocol.messages import Outcome
-from elasticrs._engine.nodes.protocol.records import Head
+from elasticrs._engine.nodes.protocol.records import DamagedError, Head, table_of
 from elasticrs._engine.nodes.rendezvous_store import CannotHost, KeptState, RendezvousStore
 from elasticrs._engine.nodes.transport.coordination import (
     Changes,
     ConnectionLost,
     Notice,
+    Range,
+    Reply,
     Txn,
     Unwatch,
     Watch,
@@ -25,14 +29,14 @@ from elasticrs._engine.workers.plan import StorePort
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
     from typing import Any
 
     from elasticrs import _core
     from elasticrs._engine.nodes.hosting import Hosting
     from elasticrs._engine.nodes.protocol.messages import Action, Event, LoopAction
     from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
-    from elasticrs._engine.nodes.transport.coordination import StoreEvent
+    from elasticrs._engine.nodes.transport.coordination import Entry, StoreEvent
 
 _FAREWELL = "farewell"
 """Timer that limits how long the store's host waits for other agents to read the job's outcome."""
@@ -41,6 +45,14 @@ _FAREWELL_TICK = "farewell tick"
 _TICK = 0.01
 _PORT = "port"
 """Timer for the next attempt to take the port back from the workers."""
+
+_NAMES = 1 << 62
+"""Tag of the request for the nodes' names. The state machine counts from 1, and ignores this reply."""
+
+MOST_NAMES = 10 * MEMBERS_PER_TXN
+"""Maximum number of nodes whose names are read from the store. The bytes that the store sends grow with the
+square of this number if all agents are asked for their status.
+"""
 
 
 def now() -> float:
@@ -154,6 +166,8 @@ class Driver:
         self._port = LentPort(self.store)
         self._held_back: Event | None = None
         self._is_told = False
+        self._asked_form = ""
+        self._names: list[str] | None = None
 
     @property
     def is_leaving(self) -> bool:
@@ -164,11 +178,23 @@ class Driver:
     def last_head(self) -> Head | None:
         return None if self._member is None else self._member.last_head
 
-    def node_names(self) -> list[str] | None:
-        """Return the names of the round's nodes, by group rank. Only the leader knows them."""
-        leader = None if self._member is None else self._member.leader
-        view = None if leader is None else leader.view
-        return None if view is None else [seat.name for seat in view.seats]
+    def node_names(self, *, asks: bool = False) -> list[str] | None:
+        """Return the names of the round's nodes, by group rank; ``None`` while they are unknown. The leader
+        knows them. Another agent requests them once in a round, when ``asks`` is first true.
+        """
+        member, head = self._member, self.last_head
+        leader = None if member is None else member.leader
+        if leader is not None and leader.view is not None:
+            return [seat.name for seat in leader.view.seats]
+        if member is None or head is None:
+            return None
+        if head.form == self._asked_form:
+            return self._names
+        if asks and member.head is not None and 0 < head.size <= MOST_NAMES:
+            self._asked_form, self._names = head.form, None
+            parts = -(-head.size // MEMBERS_PER_TXN)
+            self.store.send(Txn(_NAMES, [], [Range(member.keys.table(head.form), parts)]))
+        return None
 
     @property
     def job_number(self) -> int:
@@ -209,6 +235,8 @@ class Driver:
         if self._member is None:
             return left
         for event in drop_stale(self.store.take(), self._member.keys.head):
+            if isinstance(event, Reply) and event.tag == _NAMES:
+                self._take_names(event)
             left += [messages.Announce(event.message)] if isinstance(event, Notice) else self.tell(event)
         for name in self._timers.take_due():
             if name == _PORT:
@@ -216,6 +244,11 @@ class Driver:
             else:
                 left += self._farewell(name) or self.tell(messages.TimerFired(name))
         return left
+
+    def _take_names(self, reply: Reply) -> None:
+        (table,), member, head = reply.results, self._member, self.last_head
+        if isinstance(table, Sequence) and member is not None and head is not None:
+            self._names = names_of(table, member.keys.table(head.form), head.size)
 
     def worker_gone(self, name: str) -> None:
         """Delete the registration of a worker whose processes have exited, so that others notice at once."""
@@ -351,6 +384,8 @@ class Driver:
         return ()
 
     def _connect(self) -> Sequence[Event]:
+        if self._names is None:
+            self._asked_form = ""
         was_host = self.store.hosts
         has_part = self._member is not None and self._member.joining.has_seen_round
         lost = self.store.connect(same=has_part)
@@ -373,6 +408,23 @@ class Driver:
         if self._store_port is not None:
             self._store_port.close()
             self._store_port = None
+
+
+def names_of(table: Iterable[Entry], prefix: str, size: int) -> list[str] | None:
+    """Return the names in a round's table of members, by group rank. ``prefix`` is the prefix of the table's
+    keys. Return ``None`` if the table is damaged or does not contain ``size`` members, for example because it
+    was deleted.
+    """
+    parts: dict[int, bytes] = {}
+    for entry in table:
+        index = number_of(entry.key.removeprefix(prefix))
+        if index is not None:
+            parts[index] = entry.value or b""
+    try:
+        names = [seat.name for index in sorted(parts) for seat in table_of(parts[index])]
+    except DamagedError:
+        return None
+    return names if len(names) == size else None
 
 
 def drop_stale(events: list[StoreEvent], head: str) -> list[StoreEvent]:

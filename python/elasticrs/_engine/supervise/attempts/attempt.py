@@ -294,7 +294,7 @@ class JobResult(Record):
     attempts: list[Attempt] = fresh(factory=list)
     read_history: Callable[[], FailureHistory] = FailureHistory
     shared_cause: Callable[[], Mapping[str, Any] | None] = lambda: None
-    node_names: Callable[[], Sequence[str] | None] = lambda: None
+    node_names: Callable[..., Sequence[str] | None] = lambda **_: None
     return_values: dict[int, object] = fresh(factory=dict)
 
     @property

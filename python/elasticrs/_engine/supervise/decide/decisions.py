@@ -64,8 +64,10 @@ class Decisions(ABC):
         """Return the fields of the :class:`.Cause` of the last failed round across all nodes, if any."""
         return None
 
-    def node_names(self) -> Sequence[str] | None:
-        """Return the names of the round's nodes, by group rank; ``None`` if this agent does not know them."""
+    def node_names(self, *, asks: bool = False) -> Sequence[str] | None:  # noqa: ARG002 -- subclasses use it
+        """Return the names of the round's nodes, by group rank; ``None`` if this agent does not know them. If
+        ``asks`` is true, it then requests them in the background.
+        """
         return (os.uname().nodename,)
 
     def read_history(self) -> FailureHistory:

@@ -107,8 +107,8 @@ class SeveralNodes(Decisions):
         head = None if self._driver is None else self._driver.last_head
         return None if head is None else head.cause
 
-    def node_names(self) -> Sequence[str] | None:
-        return None if self._driver is None else self._driver.node_names()
+    def node_names(self, *, asks: bool = False) -> Sequence[str] | None:
+        return None if self._driver is None else self._driver.node_names(asks=asks)
 
     def read_history(self) -> FailureHistory:
         head = None if self._driver is None else self._driver.last_head

@@ -97,6 +97,9 @@ class HealthObserver(Observer):
             if self._no_progress is not None:
                 waits = self._who_waits(attempt, max(beat.at_ns for beat in beats))
                 self._no_progress["what"] += f"; {waits}" if waits else ""
+        if self._result is not None:
+            # Request the names only now, because with many nodes the store sends many bytes for them.
+            self._result.node_names(asks=True)
         # A cause on another node and the time since the last progress change without an event on this node.
         self._is_stale |= self._job.is_multi_node or self._no_progress is not None
         if attempt is not None and (attempt.shown_ranks(), self._budget()) != (
