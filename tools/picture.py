@@ -1,6 +1,6 @@
-"""Draw the parts of the Python package, and which of them use which, from the imports: ``docs/parts.svg``.
+"""Draw the parts of the Python package and the imports between them: ``docs/parts.svg``.
 
-A part stands one floor above the highest part that it uses. An arrow that follows from others is left out:
+A part stands one floor above the highest part that it uses. An arrow that other arrows imply is left out:
 when ``cli`` uses ``supervise`` and ``supervise`` uses ``nodes``, no arrow says that ``cli`` uses ``nodes``.
 
 ``--check`` writes nothing. The exit code is then 1 if the picture differs from the one in the repository.
@@ -26,20 +26,20 @@ Uses = dict[str, set[str]]
 
 
 def parts(graph: grimp.ImportGraph) -> list[str]:
-    """Return the modules of the package and the rooms of the engine, without the extension module."""
+    """Return the public modules and the subpackages of the engine, without the extension module."""
     top = graph.find_children("elasticrs") - {ENGINE, "elasticrs._core"}
     return sorted(top | graph.find_children(ENGINE))
 
 
 def uses(graph: grimp.ImportGraph) -> Uses:
-    """Return which parts import which others, directly. Imports for type checkers count."""
+    """Return the parts that each part imports directly, even if only for type checkers."""
     names = parts(graph)
     return {
         importer: {
             imported
             for imported in names
             if imported != importer
-            and not importer.startswith(ENGINE) > imported.startswith(ENGINE)  # import-linter's part
+            and not importer.startswith(ENGINE) > imported.startswith(ENGINE)  # import-linter checks these
             and graph.direct_import_exists(importer=importer, imported=imported, as_packages=True)
         }
         for importer in names
@@ -47,10 +47,10 @@ def uses(graph: grimp.ImportGraph) -> Uses:
 
 
 def floors(edges: Uses) -> dict[str, int]:
-    """Return the floor of each part, from 0. Every room of the engine is below all public modules.
+    """Return each part's floor, from 0. All subpackages of the engine are below the public modules.
 
     Raises:
-        SystemExit: if parts use each other.
+        SystemExit: the imports form a cycle.
     """
     found: dict[str, int] = {}
 
@@ -72,8 +72,9 @@ def floors(edges: Uses) -> dict[str, int]:
 
 
 def arrows(edges: Uses) -> list[tuple[str, str]]:
-    """Return the uses that do not follow from others. From a public module to the engine, only whether there
-    is one counts, so these are left out.
+    """Return the arrows, as pairs of parts, without those that other arrows imply.
+
+    Imports of the engine by public modules get no arrows.
     """
 
     def reach(part: str) -> set[str]:

@@ -27,7 +27,7 @@ _SUBMODULES = (
 def lazy(
     module: str, name: str, homes: Mapping[str, tuple[str, ...]], submodules: tuple[str, ...] = ()
 ) -> Any:
-    """Import an attribute of a package on first access. ``homes``: names by the module that defines them."""
+    """Import and return a package's attribute. ``homes`` maps each defining module to the names in it."""
     import sys
 
     home = next((home for home, names in homes.items() if name in names), None)

@@ -1251,7 +1251,7 @@ class Compare:
     """A condition of a transaction.
 
     Raises:
-        ValueError: the key has more than 1 KiB.
+        ValueError: the key is longer than 1 KiB.
     """
 
     @staticmethod
@@ -1262,10 +1262,10 @@ class Compare:
         """The key does not exist."""
     @staticmethod
     def created_at(name: str, revision: int) -> Compare:
-        """Revision that created the key. 0: the key is missing."""
+        """The key was created at this revision. Revision 0: the key does not exist."""
     @staticmethod
     def modified_at(name: str, revision: int) -> Compare:
-        """Revision that last changed the key. 0: the key is missing."""
+        """The key was last changed at this revision. Revision 0: the key does not exist."""
     @staticmethod
     def has_value(name: str, value: bytes) -> Compare:
         """The key exists and has this value."""
@@ -1275,7 +1275,7 @@ class Op:
     """An operation of a transaction.
 
     Raises:
-        ValueError: a key has more than 1 KiB.
+        ValueError: a key is longer than 1 KiB.
     """
 
     @staticmethod
@@ -1292,7 +1292,7 @@ class Op:
         """Read a key."""
     @staticmethod
     def range(prefix: str, limit: int) -> Op:
-        """Read the keys with this prefix. Limit 0: all keys."""
+        """Read at most ``limit`` keys with this prefix; 0 reads all of them."""
     @staticmethod
     def predecessor(prefix: str, name: str) -> Op:
         """Read the newest key under ``prefix`` that was created before the key ``name``."""

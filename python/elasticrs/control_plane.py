@@ -1,4 +1,4 @@
-"""Torch's debug server in a worker, for ``TORCH_WORKER_SERVER_SOCKET``. The agent does not set it."""
+"""Torch's debug server in a worker, if the user (not the agent) sets ``TORCH_WORKER_SERVER_SOCKET``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TORCH_WORKER_SERVER_SOCKET = "TORCH_WORKER_SERVER_SOCKET"
 def worker_main() -> _WorkerMain:
     """Run torch's debug server during a worker's main code, and record the failure of that code.
 
-    Use ``@worker_main()`` or ``with worker_main():``. Torch does not record failures of the code.
+    Use ``@worker_main()`` or ``with worker_main():``. Torch's function does not record failures.
     """
     return _WorkerMain()
 
@@ -56,7 +56,7 @@ class _WorkerMain:
         traceback: TracebackType | None,
     ) -> None:
         _shutdown(self._server)
-        # This worker has launched a job itself, and the job has written its own error file.
+        # After a `ChildFailedError`, the job that this worker has launched has written the error file.
         if isinstance(error, Exception) and not isinstance(error, ChildFailedError):
             self._handler.record_exception(error)
 

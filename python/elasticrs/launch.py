@@ -10,14 +10,14 @@ _program = "/" + (sys.argv or [""])[0]
 _is_command = __name__ == "__main__" or _program.endswith(("/elasticrun", "/elasticrs/__main__.py"))
 _ends_by_sigint = _is_command and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
 if _is_command:
-    # Block signals, because one during the imports would kill this process without a report.
+    # Block signals, because a signal during the imports would kill this process without a report.
     _held = _signal.SIGTERM, _signal.SIGHUP, _signal.SIGQUIT, _signal.SIGUSR1, _signal.SIGUSR2
     _before = _signal.pthread_sigmask(_signal.SIG_BLOCK, _held)
 if _ends_by_sigint:
     # Let Ctrl-C kill this process during the imports, because it would otherwise print a traceback.
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 if _is_command:
-    # The agent creates hardly any reference cycles, and the default threshold of 700 costs 2 ms per launch.
+    # The agent creates few reference cycles. The collector's default threshold of 700 costs 2 ms per launch.
     gc.set_threshold(20_000)
 
 from elasticrs import lazy  # noqa: E402

@@ -104,7 +104,7 @@ def determine_local_world_size(nproc_per_node: str | int) -> int:
 
 
 def get_rdzv_endpoint(args: Any) -> str:
-    """Return the rendezvous endpoint: for ``static`` without one, the address and port of rank 0."""
+    """Return the rendezvous endpoint. If ``static`` has none, return the address and port of rank 0."""
     if args.rdzv_backend == "static" and not args.rdzv_endpoint:
         port = defaults.DEFAULT_MASTER_PORT if args.master_port is None else args.master_port
         return f"{args.master_addr}:{port}"
@@ -155,8 +155,8 @@ def config_from_args(args: Any) -> tuple[LaunchConfig, Callable[..., Any] | str,
 def run(args: Any) -> None:
     """Run a job until it finishes. The errors are those of :func:`main`, except for ``SystemExit``.
 
-    As in torch, ``args`` is changed: rendezvous options for ``standalone`` and jobs with only default
-    options, and 29500 as a missing ``master_port``.
+    As in torch, this function changes ``args``. It sets the rendezvous options of ``standalone`` jobs and of
+    jobs that use only default options, and it sets a missing ``master_port`` to 29500.
     """
     from elasticrs.launcher.api import elastic_launch
 

@@ -112,10 +112,10 @@ def test_a_late_node_learns_of_the_success_while_the_store_host_waits(formed):
     agents[1].signal(signal.SIGSTOP)
     job.tell(on(agents[0], workers), SUCCEED)
     (late,) = job.start(agents[1].host)
-    if job.ended(late) == [1]:
-        assert "job job is closed: succeeded at 20" in late.launched.stderr, job.story("no outcome")
-    else:  # The agent joined before the job was closed, waited as a spare, and shares the success.
-        assert job.ended(late) == [0]
+    assert job.ended(late) == [1]
+    # The second text appears if the agent joined before the job was closed, and waited as a spare.
+    outcomes = "job job is closed: succeeded at 20", "succeeded without this node, by another launch on this"
+    assert any(text in late.launched.stderr for text in outcomes), job.story("no outcome")
     assert late.workers() == []
     agents[1].signal(signal.SIGCONT)
     job.ended()

@@ -77,7 +77,7 @@ def test_a_child_that_survives_sigkill_does_not_keep_the_others_alive(monkeypatc
     kill_and_reap, (stuck, other) = procs.kill_and_reap, pids
 
     def survives(child, *timeout):
-        # Only a real state D keeps a process alive, and no test can bring one about.
+        # Pretend that SIGKILL has no effect. Only uninterruptible sleep does that, and no test can cause it.
         if child.pid == stuck:
             raise TimeoutError
         kill_and_reap(child, *timeout)

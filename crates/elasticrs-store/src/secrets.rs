@@ -1,4 +1,5 @@
-//! Secrets of both kinds of store of the agents: HMACs, random bytes, and comparison in constant time.
+//! Functions for secrets: HMACs, random bytes, and a comparison in constant time. The coordination store and the client
+//! of etcd use them.
 
 use std::fmt::Write;
 

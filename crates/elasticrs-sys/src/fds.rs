@@ -23,10 +23,10 @@ const MFD_EXEC: libc::c_uint = 0x10;
 pub struct Inherited(());
 
 impl Inherited {
-    /// Returns the value of this process. Fails with `EALREADY` on a second call.
+    /// Claims the inherited descriptors of this process. Fails with `EALREADY` on a second call.
     ///
-    /// A program claims its inherited descriptors before it opens others, because their numbers do not show which of them
-    /// are inherited.
+    /// Call this before the process opens further descriptors, because a number does not show whether its descriptor was
+    /// inherited.
     pub fn claim() -> nix::Result<Self> {
         static CLAIMED: AtomicBool = AtomicBool::new(false);
         if CLAIMED.swap(true, Ordering::Relaxed) { Err(Errno::EALREADY) } else { Ok(Self(())) }
@@ -46,8 +46,8 @@ impl Inherited {
             // SAFETY: `F_SETFD` does not close the descriptor. If the number is not open, the call fails with EBADF.
             Errno::result(unsafe { libc::fcntl(number, libc::F_SETFD, libc::FD_CLOEXEC) })?;
         }
-        // SAFETY: all descriptors are open, the numbers differ, and this value, which is the only one, gives up its
-        // ownership of the inherited descriptors.
+        // SAFETY: all descriptors are open, and the numbers differ. `self`, the only owner of the inherited descriptors,
+        // is consumed here.
         let taken = numbers.map(|number| unsafe { OwnedFd::from_raw_fd(number) });
         if closes_others {
             close_from(numbers.into_iter().fold(2, RawFd::max) + 1)?;
@@ -67,8 +67,8 @@ fn close_from(first: RawFd) -> io::Result<()> {
         .filter(|&fd| fd >= first)
         .collect();
     for fd in open {
-        // SAFETY: the caller owns the descriptor. The listed descriptor of the directory itself is already closed, so
-        // closing it again only fails with EBADF.
+        // SAFETY: the caller owns the descriptor. The list also contains the descriptor through which `/proc/self/fd` was
+        // read. It is already closed, so closing it again only fails with EBADF.
         unsafe { libc::close(fd) };
     }
     Ok(())

@@ -52,7 +52,7 @@ _RENDEZVOUS = f"{_ELASTIC}.rendezvous."
 
 
 def _is_kept(name: str) -> bool:
-    """Return true for modules that are not redirected, because those of elasticrs are torch's own."""
+    """Return true for a module that is not redirected, because elasticrs uses torch's own module."""
     if not name.startswith(_RENDEZVOUS):
         return False
     from elasticrs.rendezvous import TORCHS
@@ -61,7 +61,7 @@ def _is_kept(name: str) -> bool:
 
 
 def our_name(name: str) -> str | None:
-    """Return the full name of the module that replaces one of torch or torchelastic, or ``None``."""
+    """Return the full name of elasticrs's module for a module of torch or torchelastic, or ``None``."""
     if _is_kept(name):
         return None
     for theirs, ours in _OURS.items():
@@ -116,7 +116,7 @@ class _Finder:
 
 
 def _torchs_own(fullname: str) -> ModuleSpec | None:
-    """Find a module that exists only in torch. Its parent is elasticrs's, so search torch's folders."""
+    """Find a module that exists only in torch. Search torch's folders, as its package is elasticrs's."""
     from importlib.machinery import PathFinder
 
     below = fullname.split(".")[2:-1]

@@ -17,7 +17,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-# Python runs `.pth` files by name. `elasticrs.pth`, which comes before, may put elasticrs on the path.
+# Python runs `.pth` files in order of name: first `elasticrs.pth`, which may put elasticrs on the path.
 FILE = "elasticrs_alias.pth"
 _ACTIVATE = """
 try:
@@ -40,7 +40,7 @@ _PROBE = "import sys; from elasticrs.alias import is_active; sys.exit(not is_act
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run an action. Return 0, 1 (failure, or no hook for ``status``) or 2 (usage error)."""
+    """Run an action. Return 0, 1 (it failed, or ``status`` found no ``.pth`` file) or 2 (usage error)."""
     args = sys.argv[1:] if args is None else args
     actions: dict[str, Callable[[], int]] = {"install": install, "uninstall": uninstall, "status": status}
     if list(args) in (["-h"], ["--help"]):

@@ -1,4 +1,4 @@
-"""Exceptions that control how the launcher reacts to a worker's failure, and its own exceptions."""
+"""Exceptions that control how the launcher reacts to a worker's failure, and exceptions of the launcher."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class _Serialized:
 
 @dataclass
 class Event(_Serialized):
-    """An event, as in torch. ``timestamp`` is in milliseconds since 1970; 0 becomes the time of recording."""
+    """An event, as in torch. ``timestamp`` is in milliseconds since 1970 (0: time of recording)."""
 
     name: str
     source: EventSource
@@ -107,7 +107,7 @@ def fq_hostname() -> str:
 
 def _ask(patience: float) -> str:
     found: list[str] = []
-    # A hanging resolver must not keep the process alive.
+    # Use a daemon thread, so that a hanging resolver does not keep the process alive.
     asker = threading.Thread(target=lambda: found.append(socket.getfqdn()), name="fq-hostname", daemon=True)
     asker.start()
     asker.join(patience)

@@ -95,13 +95,13 @@ class LineFileHandler(logging.Handler):
         self._agents = 0
 
     def write_behind(self) -> None:
-        """Write events in a background thread until as many calls of :meth:`write_through` have followed."""
+        """Write events in a background thread until :meth:`write_through` has been called equally often."""
         self._agents += 1
         if self._behind is None or not self._behind.is_ours:
             self._behind = LineQueue(self._write)
 
     def write_through(self) -> None:
-        """Undo one :meth:`write_behind`, and wait for the lines. The last call also stops the thread."""
+        """Wait until all lines are written. Undo one :meth:`write_behind`; the last call ends the thread."""
         self._agents -= 1
         behind = self._behind
         if behind is None or not behind.is_ours:
@@ -194,7 +194,7 @@ MOST = 10_000
 
 
 class LineQueue:
-    """Queue of lines, and a thread that writes them (and flushes failures), because that may block."""
+    """Queue of lines, and a thread that writes them and flushes failures, because writing may block."""
 
     def __init__(self, write: Callable[[bytes, bool], None]) -> None:
         self._write = write
@@ -255,6 +255,6 @@ class LineQueue:
                 line, is_failure = self._lines[0]
             self._write(line, is_failure)
             with self._news:
-                # Until it is written, the line counts as unwritten.
+                # Remove the line only after writing it, because others wait until the queue is empty.
                 self._lines.popleft()
                 self._news.notify_all()

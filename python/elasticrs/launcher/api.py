@@ -1,4 +1,4 @@
-"""Launch jobs from Python, with torch's names. The application's own children are never touched."""
+"""Launch jobs from Python, with torch's names. Other child processes of the program are left alone."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class LaunchConfig(WorkerSettings, UnresolvedSettings):
         duplicate_stdout_filters: texts that select tee'd lines to copy to ``filtered_stdout.log`` as well.
         duplicate_stderr_filters: the same for standard error and ``filtered_stderr.log``.
         virtual_local_rank: true if each worker sees only its own GPU, and has local rank 0.
-        shutdown_timeout: seconds between stop signal and SIGKILL; from the environment (30) if ``None``.
+        shutdown_timeout: seconds between stop signal and SIGKILL; if ``None``, from the environment, or 30.
         exit_barrier_timeout: seconds to wait for other nodes; from ``rdzv_configs`` or the environment (300).
     """
 
@@ -192,7 +192,7 @@ def launch_agent(
         health_check_server=health_check_server,
         signals_to_handle=config.signals_to_handle,
     )
-    # As in torch, this applies to agents and contexts that this program or its children create later.
+    # As in torch, agents and contexts that this program or its children create later use these signals.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
     alive_callback = getattr(health_check_server, "alive_callback", None)
     if isinstance(alive_callback, _AliveCallbackProxy):
@@ -228,7 +228,7 @@ def run_agent(agent: LocalElasticAgent, destination: str) -> RunResult:
 
 @contextmanager
 def shut_down_after(handler: RendezvousHandler) -> Iterator[None]:
-    """Shut down the handler after the block, except after a signal, because that would stop all nodes."""
+    """Shut down the handler after the block, except after a signal: that would end the job on all nodes."""
     is_signalled = False
     try:
         yield

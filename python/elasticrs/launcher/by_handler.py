@@ -1,4 +1,4 @@
-"""Run command-line jobs whose rendezvous handler must be polled: a package's, or ``store_type=file``."""
+"""Run command-line jobs whose rendezvous must be polled: another package's, or ``store_type=file``."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run_by_handler(
     logger.addHandler(lines)
 
     def stop_for_a_while(_signum: int, _frame: FrameType | None) -> None:
-        # The other signals have handlers that raise exceptions.
+        # Take only SIGTSTP here, because the handlers of the other signals raise exceptions.
         if signals is not None and signal.SIGTSTP in signals.take():
             if agent is None:
                 suspend(None, signals)
@@ -101,7 +101,7 @@ def _make_agent(
         job.nproc,
         handler,
         entrypoint=job.entry_point,
-        # `LocalElasticAgent` does not support the time window. The launcher has warned the user.
+        # `LocalElasticAgent` does not support a time window for restarts. The launcher has warned the user.
         max_restarts=int(job.max_restarts),
         monitor_interval=job.monitor_interval,
         local_addr=job.local_addr,

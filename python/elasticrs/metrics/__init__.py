@@ -44,7 +44,7 @@ __all__ = [
 
 
 def initialize_metrics(cfg: MetricsConfig | None = None) -> None:
-    """Do nothing. The launcher calls this hook before the agent runs, with its ``metrics_cfg``."""
+    """Do nothing. The launcher calls this hook before the agent runs, with ``LaunchConfig.metrics_cfg``."""
 
 
 try:

@@ -72,7 +72,7 @@ class NullMetricHandler(MetricHandler):
 
 
 class MetricStream:
-    """A group and its handler."""
+    """A group of metrics and its handler."""
 
     def __init__(self, group_name: str, handler: MetricHandler) -> None:
         self.group_name = group_name
@@ -100,7 +100,7 @@ def configure(handler: MetricHandler, group: str | None = None) -> None:
 
 
 def add_sink(sink: Callable[[str, str, float], None]) -> None:
-    """Add a sink for the group, name and value of every metric of this process. Not available in torch."""
+    """Call ``sink`` with the group, name and value of every metric from now on. Not available in torch."""
     global _sinks  # noqa: PLW0603 -- process-wide
     _sinks = (*_sinks, sink)
 

@@ -54,7 +54,9 @@ def start_processes(
     duplicate_stdout_filters: list[str] | None = None,
     duplicate_stderr_filters: list[str] | None = None,
 ) -> PContext:
-    """Start a program or function for each local rank, or none. Only the main thread handles signals.
+    """Start a program or function for each local rank. After an error, no process is left.
+
+    Signals are handled only if the caller is the main thread.
 
     Args:
         name: name in the prefix of the processes' lines on the console.
@@ -70,7 +72,7 @@ def start_processes(
 
     Raises:
         RuntimeError: ``args`` or ``envs`` lacks a local rank, or the processes could not be started. If the
-            program does not exist or is not executable, it is also a ``FileNotFoundError`` or
+            program does not exist or is not executable, this error is also a ``FileNotFoundError`` or
             ``PermissionError``.
         ValueError: the start method is unknown.
         SystemExit: this process is a worker that imports a main module without a ``__name__`` guard.

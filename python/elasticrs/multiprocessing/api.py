@@ -192,7 +192,7 @@ class DefaultLogsSpecs(LogsSpecs):
         return LogsDest(**found)
 
     def _remove_if_empty(self, attempt: str | None = None) -> None:
-        """Remove the base directory, or the attempt's, if it is temporary and contains no files."""
+        """Remove the base directory, or ``attempt``, if it is temporary and contains no files."""
         if self._is_temporary:
             logs.remove_if_empty(attempt or self.root_log_dir, levels=2 if attempt else 0)
 
@@ -206,7 +206,7 @@ class DefaultLogsSpecs(LogsSpecs):
         if self._run_log_dir is None:
             run_id = env.get("TORCHELASTIC_RUN_ID", "").replace(os.sep, "_")
             self._run_log_dir = logs.make_private_directory(self.root_log_dir, logs.run_prefix(run_id))
-        # An earlier job may have removed the empty folder.
+        # An earlier job may have removed the empty directory.
         logs.make_again(self._run_log_dir, is_temporary=self._is_temporary)
         attempt = os.path.join(self._run_log_dir, f"attempt_{env.get('TORCHELASTIC_RESTART_COUNT', '0')}")
         if os.path.exists(attempt) and env.get("ELASTICRS_ROUND"):
@@ -248,7 +248,7 @@ class RunProcsResult:
 
 
 def _terminate_process_handler(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001 -- signal handler's signature
-    """Raise :class:`SignalException` when no event can get lost. Speed up a clean-up that is running."""
+    """Raise :class:`SignalException` as soon as that is safe. During a clean-up, only speed it up."""
     if _clean_ups:
         hurry, requests = _clean_ups[-1]
         if requests.is_new(signum, time.monotonic()):
@@ -286,7 +286,7 @@ _clean_ups: list[tuple[Callable[[], None], StopRequests]] = []
 
 @contextmanager
 def clean_up(hurry: Callable[[], None]) -> Iterator[None]:
-    """Call ``hurry`` if a stop signal arrives in a block that handles a :class:`SignalException`."""
+    """In a block that cleans up after a :class:`SignalException`, call ``hurry`` on a further signal."""
     error = sys.exc_info()[1]
     while error is not None and not isinstance(error, SignalException):
         error = error.__context__
@@ -378,7 +378,7 @@ class PContext(ABC):
         return copy
 
     def start(self) -> None:
-        """Start the processes. In the main thread, the handled signals now raise :class:`SignalException`."""
+        """Start the processes. In the main thread, signals raise :class:`SignalException` from now on."""
         with interrupts.held():
             if threading.current_thread() is threading.main_thread():
                 names = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE") or DEFAULT_SIGNALS
@@ -466,7 +466,7 @@ def refuse_while_main_is_imported() -> None:
 
     Without a ``__name__`` guard, each worker would launch workers. Python's own check comes too late.
     """
-    # The launch path imports as little as possible. Such a worker has already loaded the module.
+    # Do not import `multiprocessing`, which is slow: such a worker has already loaded the module.
     process = sys.modules.get("multiprocessing.process")
     if process is not None and getattr(process.current_process(), "_inheriting", False):
         sys.exit(_UNGUARDED)

@@ -114,7 +114,7 @@ class _SupervisedContext(PContext):
         return dict(enumerate(self._processes().log.pids))
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-        """Stop all processes. A further stop signal during a :class:`SignalException` ends the wait early."""
+        """Stop all processes. While a :class:`SignalException` is handled, a signal ends the wait early."""
         with clean_up(self._hurry):
             super().close(death_sig, timeout)
 
@@ -132,7 +132,10 @@ class _SupervisedContext(PContext):
 
 
 class SubprocessContext(_SupervisedContext):
-    """Context whose processes run a program; see :class:`PContext`. ``subprocess_handlers`` is by rank."""
+    """Context whose processes run a program. See :class:`PContext`.
+
+    ``subprocess_handlers`` is keyed by local rank.
+    """
 
     def __init__(
         self,
@@ -329,7 +332,7 @@ def replaced_factory() -> Callable[..., Any] | None:
 
 
 class ForeignPrograms(Record):
-    """Programs run by the user's replacement for ``get_subprocess_handler``, which are polled.
+    """Programs that the user's replacement of ``get_subprocess_handler`` runs. They have to be polled.
 
     ``exits`` holds each exit code and the monotonic time at which it was seen, in order.
     """
@@ -364,7 +367,7 @@ class ForeignPrograms(Record):
         return len(self.exits) == len(self.handlers) or any(code for code, _ in self.exits.values())
 
     def stop(self, death_sig: signal.Signals, timeout: float) -> None:
-        """Signal the programs, and kill them after ``timeout`` seconds, without waiting forever."""
+        """Send ``death_sig`` to the programs, and SIGKILL after ``timeout`` seconds. Do not wait forever."""
         self._send(death_sig)
         deadline = time.monotonic() + timeout
         for handler in self.handlers.values():

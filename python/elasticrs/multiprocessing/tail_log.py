@@ -200,7 +200,7 @@ class TailLog:
 
 
 def replaced_streams() -> dict[int, TextIO]:
-    """Return the standard streams that no longer write to their descriptor, keyed by it (1 or 2)."""
+    """Return the standard streams that the program has replaced, by file descriptor (1 or 2)."""
     found = {1: sys.stdout, 2: sys.stderr}
     return {fd: stream for fd, stream in found.items() if stream is not None and _descriptor_of(stream) != fd}
 

@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    # This module registers all handlers, and the registry without it would be empty.
+    # Importing this module registers all handlers. Without it, the registry would be empty.
     "elasticrs.rendezvous.registry": ("rendezvous_handler_registry", "_register_out_of_tree_handlers"),
     "elasticrs.rendezvous.api": tuple(__all__),
 }

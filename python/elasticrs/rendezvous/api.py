@@ -251,7 +251,7 @@ class RendezvousHandlerRegistry:
         self._registry: dict[str, RendezvousHandlerCreator] = {}
 
     def register(self, backend: str, creator: RendezvousHandlerCreator) -> None:
-        """Register a backend, once. Raise ``ValueError`` if the name is empty or has another creator."""
+        """Register a backend's creator. Raise ``ValueError`` if the name is empty or has another creator."""
         if not backend:
             raise ValueError("The rendezvous backend name must be a non-empty string.")
         current = self._registry.setdefault(backend, creator)

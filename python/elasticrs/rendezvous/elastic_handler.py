@@ -199,9 +199,10 @@ class ElasticRendezvousHandler(RendezvousHandler):
             self._has_succeeded = self._runs and not self._is_to_stop
 
     def shutdown(self) -> bool:
-        """Leave the job, and end it for all nodes without success here. All workers must have exited.
+        """Leave the job, and end it for all nodes unless this node has succeeded.
 
-        Return true if the other nodes can see the end, after about ``close_timeout`` seconds at most.
+        All workers of this node must have exited. Return true if the other nodes can see the end of the job.
+        The call takes about ``close_timeout`` seconds at most.
         """
         with self._news:
             self._is_shut = True

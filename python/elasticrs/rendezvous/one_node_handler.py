@@ -66,7 +66,7 @@ class OneNodeRendezvous(RendezvousHandler):
         return RendezvousInfo(self.open_shared_store(), 0, 1, address)
 
     def open_shared_store(self) -> Store:
-        """Return the current round's own store. Its server starts on first use, which is rare."""
+        """Return the current round's store. Its server starts on first use, because few jobs use it."""
         if self._store is None:
             from elasticrs._engine.nodes.transport.store import Requests
             from elasticrs.store import Store

@@ -1,5 +1,5 @@
-"""Find the rendezvous handler for a backend: of elasticrs, the program, or an entry point of an installed
-package in ``elasticrs.rendezvous_handlers`` or ``torchrun.handlers``, in this order.
+"""Find the rendezvous handler for a backend: first in elasticrs, then in the program, then in the entry
+points ``elasticrs.rendezvous_handlers`` and ``torchrun.handlers`` of installed packages.
 
 As in torch, an entry point is a function without arguments that returns a creator. It is loaded only when its
 backend is requested, because it may be broken.

@@ -88,7 +88,7 @@ class TimerServer(ABC):
 
     @abstractmethod
     def register_timers(self, timer_requests: list[TimerRequest]) -> None:
-        """Register timers, or release those with a negative expiration time, in order."""
+        """Handle requests in order: register a timer, or release it if its expiration time is negative."""
 
     @abstractmethod
     def clear_timers(self, worker_ids: set[Any]) -> None:
@@ -100,7 +100,7 @@ class TimerServer(ABC):
 
     @abstractmethod
     def _reap_worker(self, worker_id: Any) -> bool:
-        """Kill a worker. Return false to retry. After an exception, the server does not retry."""
+        """Kill a worker. After a false result, the server retries; after an exception, it does not."""
 
     def start(self) -> None:
         """Start the server thread."""
@@ -136,7 +136,7 @@ class TimerServer(ABC):
                 self._run_watchdog()
             except Exception:  # noqa: PERF203 -- the loop must continue
                 _logger().exception("the timer server could not handle its requests; retrying")
-                # A permanent error would otherwise keep a core busy.
+                # Sleep, because a permanent error would otherwise keep a CPU core busy.
                 time.sleep(min(self._max_interval, 0.1))
 
     def _run_watchdog(self) -> None:
@@ -275,7 +275,7 @@ class expires:  # noqa: N801 -- torch's name
 
 
 class SteadyClock:
-    """Clock that starts with the wall clock's time, and is unaffected by its later steps."""
+    """Clock that starts at the wall clock's time, but ignores later changes of the wall clock."""
 
     __slots__ = ("_monotonic", "_wall")
 

@@ -90,11 +90,12 @@ class FileTimerClient(TimerClient):
     """Sends requests through a FIFO. It can be used by several threads and by forked children.
 
     As in torch, the first request raises an exception if no server reads the FIFO after a second of retries.
-    Later, or under an elasticrs agent, requests are only counted in ``dropped``.
+    Later requests, and all requests under an elasticrs agent, raise nothing: those that cannot be sent are
+    counted in ``dropped``.
 
     Args:
         file_path: path of the FIFO; in a worker, ``os.environ["TORCHELASTIC_TIMER_FILE"]``.
-        signal: signal that an expiration sends to the worker. If 0 or less, it is only reported.
+        signal: signal that an expiration sends to the worker. If 0 or less, the expiration is only reported.
     """
 
     def __init__(self, file_path: str, signal: int = _signal.SIGKILL) -> None:
@@ -205,7 +206,7 @@ class FileTimerClient(TimerClient):
         return True
 
     def _open(self) -> int:
-        """Return the FIFO's descriptor; -1 without a reader, or ``BrokenPipeError`` if it never had one."""
+        """Open the FIFO. Return -1 if it has no reader; raise ``BrokenPipeError`` if it never had one."""
         if self._fd_is_ours():
             return self._fd
         attempts = 1 if self._met_server else _ATTEMPTS
@@ -228,7 +229,7 @@ class FileTimerClient(TimerClient):
         return -1
 
     def _fd_is_ours(self) -> bool:
-        """Return true if the descriptor is still the FIFO. Daemonizing closes all descriptors."""
+        """Return true if the descriptor still refers to the FIFO. Daemonizing closes all descriptors."""
         if self._fd < 0:
             return False
         try:

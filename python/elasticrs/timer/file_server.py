@@ -115,7 +115,7 @@ class FileTimerServer(DescendantTimers):
                 self._run_watchdog()
             except Exception:
                 _logger().exception("the timer server could not handle its requests; retrying")
-                # A permanent error would otherwise keep a core busy.
+                # Sleep, because a permanent error would otherwise keep a CPU core busy.
                 time.sleep(min(self._max_interval, 0.1))
             self._last_progress_time = int(time.time())
             if run_once:
@@ -157,18 +157,18 @@ class FileTimerServer(DescendantTimers):
 
     def _get_requests(self) -> list[FileTimerRequest]:
         records, complaints = self._fifo.read()
-        # Count every record, even from a process that has exited, to be independent of timing.
+        # Count all records, even from exited processes, so that the count does not depend on timing.
         self._request_count += len(records)
         for complaint in complaints:
             _logger().warning("%s", complaint)
         return [request for record in records if self._may_ask(request := FileTimerRequest(*record))]
 
     def _may_ask(self, request: FileTimerRequest) -> bool:
-        """Return true for a release or a request of a descendant. Others have usually exited."""
+        """Return true if the server may carry out the request: a release, or a descendant's timer."""
         pid = request.worker_pid
         if request.expiration_time < 0 or self._descendants.bind(pid):
             return True
-        # A process that still exists is not a descendant, so it must not be signalled.
+        # Usually, the sender has exited. If it still exists, it is no descendant and must not be signalled.
         if not self._has_refused and self.is_process_running(pid):
             self._has_refused = True
             _logger().warning(

@@ -30,7 +30,7 @@ class Descendants:
         return self._pidfds.values()
 
     def bind(self, pid: int, started: int = 0) -> bool:
-        """Hold a pidfd. Return false unless it is a running descendant with this start time, if known."""
+        """Hold a pidfd. Return false unless ``pid`` is a running descendant with this start time (0: any)."""
         if pid not in self._pidfds:
             try:
                 pidfd = os.pidfd_open(pid)
@@ -46,7 +46,7 @@ class Descendants:
         return pid in self._pidfds
 
     def send(self, pid: int, signum: int) -> bool:
-        """Send a signal to a process whose pidfd is held. Return true also if it has exited."""
+        """Send a signal to a process whose pidfd is held. Return true even if it has exited."""
         import signal
 
         try:

@@ -26,8 +26,9 @@ _stores: list[Any] = []
 class AgentCoordinator(CoordinatorP2P):
     """Coordinator that finds the other workers through the agent's environment variables.
 
-    With ``--on-failure replace``, the agent replaces a worker that exits; otherwise, it restarts all. Raise
-    ``RuntimeError`` without an agent. See :class:`~elasticrs.train.p2p.CoordinatorP2P` for the arguments.
+    With ``--on-failure replace``, the agent replaces a worker that exits; otherwise, it restarts all workers.
+    Raise ``RuntimeError`` without an agent. For the arguments, see
+    :class:`~elasticrs.train.p2p.CoordinatorP2P`.
     """
 
     def __init__(
@@ -52,9 +53,10 @@ def agent_place() -> MeetingPlace:
 
 @cache
 def _place_of_restarted_workers() -> MeetingPlace:
-    """Return the settings of a worker whose rank 0 hosts the store, because the agent hosts none.
+    """Return the rendezvous settings for a job in which rank 0, not the agent, hosts the store.
 
-    Cached, because the next rendezvous changes the variables of torch's ``env://`` store, which is read here.
+    The result is cached, because the next rendezvous changes the variables of torch's ``env://`` store, which
+    are read here.
     """
     if not all(name in os.environ for name in _OF_EVERY_WORKER):
         raise RuntimeError(

@@ -67,7 +67,7 @@ class Coordinator(ABC):
         """Wait for all workers without the process group. Raise ``RuntimeError`` on all after a timeout."""
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the numbers of all workers, ordered by rank. All call this together, with equally many."""
+        """Return all workers' numbers by rank. All workers must call this, with equally many numbers."""
         from elasticrs.train.distributed import all_gather_longs
 
         return all_gather_longs(numbers)
@@ -87,8 +87,8 @@ class Coordinator(ABC):
     def request(self, *, leave: bool) -> None:
         """Record that a checkpoint was requested, and nothing else, because signal handlers call this.
 
-        All workers then save after the same step: :meth:`should_rendezvous` and
-        :meth:`should_save_before_meeting` return true, as does :meth:`should_leave` with ``leave``.
+        All workers then save after the same step. There, :meth:`should_rendezvous` and
+        :meth:`should_save_before_meeting` return true. With ``leave``, :meth:`should_leave` does so, too.
         """
         raise NotImplementedError
 
@@ -111,9 +111,9 @@ class Coordinator(ABC):
     def was_broken_off(self, *, is_meeting: bool) -> bool:  # noqa: ARG002 -- used by subclasses
         """Return true if this worker's error was caused by the loss of a member or by the end of the round.
 
-        Called after a retryable error, and may wait for the store's report. The worker that caused the error
-        counts it, so others have a higher limit than ``max_failures``. ``is_meeting`` is true before
-        ``sync``.
+        Called after a retryable error, and may wait for the store's report. Only the worker that caused the
+        error counts it against ``max_failures``; the limit for other workers is higher. ``is_meeting`` is
+        true if the error came before the round's ``sync``.
         """
         return False
 
@@ -153,7 +153,7 @@ class Coordinator(ABC):
         """React to an exception from a step or a rendezvous, before the loop handles it."""
 
     def leave(self) -> None:  # noqa: B027 -- optional to override
-        """Leave the job, because an exception ends the loop. The others must not wait for this worker."""
+        """Leave the job, because an exception ends the loop. Other workers must not wait for this worker."""
 
 
 class StopException(Exception):  # noqa: N818 -- torchelastic's name

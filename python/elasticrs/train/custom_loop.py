@@ -62,7 +62,7 @@ def on_change(callback: Callable[[Stop], None] | None = None, init_method: str |
 
 
 class Participant:
-    """Membership of a worker in a job. A ``with`` block without :meth:`close` ends only this membership."""
+    """Membership of a worker in a job. A ``with`` block without :meth:`close` does not end the job."""
 
     def __init__(self, member: Membership) -> None:
         self._member = member

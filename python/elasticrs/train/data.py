@@ -25,10 +25,10 @@ class Shares(Iterator[list[int]]):
     """Iterator over the sample indices that one worker reads in each step of an epoch.
 
     Each step takes the next ``batch_size`` samples for each worker, in an order that depends only on epoch
-    and seed. The last step divides the rest, so a worker may get none. The position in the epoch does not
-    depend on the world size. Keep it in the training state, and advance it with :meth:`after`. A
-    ``DataLoader`` accepts this object as its ``batch_sampler``. Its ``collate_fn`` has to accept an empty
-    share.
+    and seed. The last step divides the remaining samples, so a worker may get none. The position in the
+    epoch does not depend on the world size. Keep the position in the training state, and advance it with
+    :meth:`after`. A ``DataLoader`` accepts this object as its ``batch_sampler``. Its ``collate_fn`` has to
+    accept an empty list.
 
     Args:
         size: number of samples in the dataset.

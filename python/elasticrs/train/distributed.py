@@ -1,7 +1,7 @@
 """Collectives for :meth:`elasticrs.train.State.sync`. All workers must call each collective together.
 
 Without a process group, or with a single worker, the result is this worker's own data. NCCL groups copy CPU
-tensors to the GPU and back. Only the value of the worker ``src_rank`` is sent.
+tensors to the GPU and back. A broadcast sends only the value of ``src_rank``.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def broadcast_binary(data: Any, src_rank: int = 0) -> Any:
         return data
     mine = torch.empty(0, dtype=torch.uint8)
     if data is not None:
-        # Tensors cannot be read-only, so torch would warn.
+        # Copy a read-only array, because tensors cannot be read-only, and torch would warn.
         mine = torch.as_tensor(data if is_tensor or data.flags.writeable else data.copy())
     # -1 - n stands for an array of n bytes, and n for a tensor of n bytes.
     length = broadcast_long(mine.numel() if is_tensor else -1 - mine.numel(), src_rank)

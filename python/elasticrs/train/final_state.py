@@ -164,7 +164,7 @@ def _serve(content: memoryview, near: tuple[str, int]) -> str:
             self.wfile.write(content)
 
         def log_message(self, *_: object) -> None:
-            """The access log would go to the worker's stderr."""
+            """Discard the access log, which would go to the worker's stderr."""
 
     stop_serving()
     family, local = _address_towards(near)
@@ -241,7 +241,7 @@ def _download(seat: dict[str, Any]) -> bytes | None:
     try:
         connection.connect()
         connection.sock.settimeout(TRANSFER_TIMEOUT)
-        # The socket's own timeout restarts with each received byte.
+        # Limit the whole download, because the socket's own timeout restarts with each received byte.
         limit = TRANSFER_TIMEOUT + seat["size"] / MIN_RATE
         timer = threading.Timer(limit, _shut, (connection.sock,))
         timer.start()
@@ -263,7 +263,7 @@ def _shut(connected: socket.socket) -> None:
 
 
 def _after_fork_in_child() -> None:
-    # If the parent died, the child would keep the port open without answering requests.
+    # Otherwise, the child would keep the port open after its parent's death, without answering requests.
     while _servers:
         _servers.pop().server_close()
 

@@ -45,7 +45,7 @@ _TALKING = {_ESTABLISHED, _SYN_SENT, _CLOSE_WAIT}
 
 
 class Connections:
-    """TCP connections of this process's groups, whose store is at ``store_port``, if known. Thread-safe."""
+    """TCP connections of the process groups, whose store is at ``store_port`` (if known). Thread-safe."""
 
     def __init__(self, store_port: int | None = None) -> None:
         self._store_port = store_port
@@ -98,7 +98,7 @@ class Connections:
         return all(inode in sockets and _is_connected(sockets[inode], inode) for inode in self._connected)
 
     def leave_to_parent(self, ports: set[int]) -> None:
-        """Replace a forked child's connections of groups, and those on the ports, with ``/dev/null``.
+        """In a forked child, replace the sockets of groups and those on ``ports`` with ``/dev/null``.
 
         Otherwise, the parent's peers would not notice its death while a child lives.
         """
@@ -109,10 +109,10 @@ class Connections:
         os.close(null)
 
     def knock(self, world_size: int) -> int:
-        """Unblock the main thread if it waits for dead peers while a gloo group is created: connect once for
-        each peer, and send its number, as gloo peers do. Return the number of listeners visited.
+        """Unblock the main thread if it waits for dead peers while a gloo group is created.
 
-        Do nothing if file descriptors could run out, or without TCP.
+        Connect once for each peer, and send the peer's number, as gloo does. Return the number of listening
+        sockets that were connected to. Do nothing if file descriptors could run out, or without TCP.
         """
         before, sockets = self._before, _sockets()
         room = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
@@ -149,7 +149,7 @@ class Connections:
         return now - began > limit / 2
 
     def shut_others(self) -> list[str]:
-        """Shut down other connections that were opened meanwhile. Return the addresses of their peers."""
+        """Shut down other connections opened during a group's creation. Return the addresses of the peers."""
         before, recorded, peers = self._before, self._recorded, []
         for inode, fd in _sockets().items():
             is_new = before is not None and inode not in before
@@ -245,7 +245,7 @@ CONNECT_TIMEOUT = 3.0
 
 
 def connect(host: str, port: int, is_broken: Callable[[], bool]) -> Any:
-    """Return torch's client once the store accepts connections. Raise ``RuntimeError`` if it does not."""
+    """Return torch's client once the store is reachable. Raise ``RuntimeError`` if that fails."""
     deadline = time.monotonic() + MEETING_TIMEOUT
     while True:
         # Torch's client would retry until its timeout and cannot be interrupted.
@@ -327,7 +327,7 @@ def destroy() -> None:
 def abort() -> None:
     """Abort the collectives of all NCCL groups from any thread. Gloo's connections are shut down instead.
 
-    One call for all, because communicators that are aborted one by one wait for each other.
+    A single call aborts all groups, because communicators that are aborted one by one wait for each other.
     """
     from torch import distributed
 

@@ -53,7 +53,7 @@ _are_watched: bool | None = None
 
 
 def begin_meeting() -> None:
-    """Suspend the heartbeat limit until a step has finished. Hangs in a rendezvous are detected otherwise."""
+    """Suspend the heartbeat limit until a step has finished, because the rendezvous has its own limits."""
     global _is_meeting  # noqa: PLW0603 -- process-wide, like the heartbeats
     # Before the first heartbeat, only the time limit for the start applies.
     if _count > 0 and not _is_meeting:
@@ -65,7 +65,7 @@ def step_is_done() -> None:
     """Send a heartbeat, unless the program has already sent one during the step."""
     global _is_meeting, _count, _are_watched  # noqa: PLW0603 -- see above
     if _are_watched is None:
-        # The nursery may have imported this module before it forked this worker.
+        # The parent (nursery) process may have imported this module before it forked this worker.
         _are_watched = "ELASTICRS_HEARTBEAT" in os.environ
     if not _are_watched:
         return

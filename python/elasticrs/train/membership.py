@@ -172,7 +172,7 @@ class Membership:
         return current
 
     def passed(self) -> bool:
-        """Count a step, maybe wait for an agreement, and return true if this worker must leave the round."""
+        """Count a step. Return true if this worker must leave the round, after an agreement if necessary."""
         with self._lock:
             current, now = self._round, time.monotonic()
             if current is None:
@@ -212,13 +212,13 @@ class Membership:
             return
         if saves:
             with suppress(DistError):
-                # Rank 0 may read the key right after the request.
+                # Set the key first, because rank 0 may read it right after the request.
                 current.board.set("save", "")
         self._handler.ask_for_round(reason)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Do not kill the process for being slow during the block, which has no collectives."""
+        """Do not end the process for being slow in the block. The block must not use collectives."""
         self._is_alone = True
         try:
             yield
@@ -273,7 +273,7 @@ class Membership:
             )
 
     def join_late(self) -> Late | None:
-        """Return a finished job's rank and final state, if any. Raise ``DistError`` or ``OSError``."""
+        """Return a rank and the final state of a finished job, if any. Raise ``DistError`` or ``OSError``."""
         from elasticrs.train import final_state
 
         rendezvous = self._handler.rendezvous
@@ -437,7 +437,7 @@ class Membership:
         seen: set[str] = set()
         silent_since: float | None = None
         while self._is_in(current) and current.step.done < (current.step.at or AT_ONCE):
-            # A peer that dies now may leave this worker in a collective forever.
+            # Look for dead peers, because a collective with a dead peer may never return.
             try:
                 keys = set(current.board.list_keys())
             except DistError:

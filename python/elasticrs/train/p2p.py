@@ -52,8 +52,8 @@ def _rate_of(stats: WorkerStats) -> float | None:
 class CoordinatorP2P(Coordinator):
     """Coordinator whose workers meet at a rendezvous URL; see :mod:`elasticrs.train.meeting_url`.
 
-    With ``elasticrs://``, the first worker on the URL's machine hosts the store, and the job ends when it
-    exits. If workers may die, use ``python -m elasticrs.store``, etcd, or an agent
+    With ``elasticrs://``, the first worker on the URL's machine hosts the store, and the job ends when that
+    worker exits. If workers may die, use ``python -m elasticrs.store``, etcd, or an agent
     (:class:`~elasticrs.train.agent.AgentCoordinator`).
 
     Args:
@@ -118,7 +118,7 @@ class CoordinatorP2P(Coordinator):
         self._final: FinalState | None = None
         self._job = place.rendezvous.endpoint, place.rendezvous.job or place.rendezvous.run_id
         self._member = Membership(place.rendezvous, place.backend, stuck_timeout=place.stuck_timeout)
-        # The program may use its own URL under an agent.
+        # A program under an agent may use its own URL, so the agent also has to see this membership.
         self._member.page = page_of(os.environ)
         if "nccl" in c10d_backend:
             self._member.abort = groups.abort
@@ -153,7 +153,7 @@ class CoordinatorP2P(Coordinator):
                 self._join_late()
             self._member.shutdown()
             if error.has_failed:
-                # The training loop would return this worker's current state as the result of the training.
+                # After a `StopException`, the loop would return this worker's state as the result.
                 raise CannotContinueError(f"the training has failed: {error}") from error
             self.stop_training = True
             raise StopException(str(error)) from error
@@ -190,7 +190,7 @@ class CoordinatorP2P(Coordinator):
         return [json.loads(each) for each in self._gather(json.dumps(list(numbers)))]
 
     def _gather(self, own: str) -> list[bytes]:
-        """Return all workers' texts by rank, over the store. A step may be using collectives."""
+        """Exchange texts over the store, because a step may be using collectives. Return them by rank."""
         if self._store is None:
             raise RuntimeError("there is no round: call rendezvous_barrier() first")
         last, self._gathered = self._gathered, self._gathered + 1
@@ -248,7 +248,7 @@ class CoordinatorP2P(Coordinator):
 
     def should_save_before_meeting(self) -> bool:
         saves = self._member.saves
-        # The save may be too early for requests that arrive later.
+        # This save fulfils only the requests that have arrived so far.
         self._serves = 0 if self._member.page is None else self._member.page.asked
         return saves
 

@@ -1,11 +1,12 @@
 """Handle SIGTERM and SIGUSR1 in a training worker, as requests for a checkpoint.
 
 By default, SIGTERM ends a process in the middle of a step. Here, the worker completes its step, saves a
-checkpoint with the others, leaves the job, and ends itself. After SIGUSR1, it saves and stays.
+checkpoint with the others, leaves the job, and ends itself. After SIGUSR1, the worker saves and continues.
 
 - **SIGNALS-1** a handler that the program has set, in any language, is not replaced. This module's handlers
   are removed when the training is over, and in forked children.
-- **SIGNALS-2** a second SIGTERM ends the worker at once, and so does a :data:`MEETING_LIMIT` without a round.
+- **SIGNALS-2** a second SIGTERM ends the worker at once. A leaving worker also ends if it is in no round for
+  :data:`MEETING_LIMIT` seconds.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class RequestSignals:
             if self._is_over.wait(_TICK):
                 return
             left = limit if self._coordinator.has_round else left - _TICK
-        # The handler in the main thread then ends the process.
+        # This second SIGTERM makes the handler in the main thread end the process.
         os.kill(os.getpid(), signal.SIGTERM)
 
     def end_process(self) -> None:
@@ -81,7 +82,7 @@ class RequestSignals:
 
 
 def is_default(signum: int) -> bool:
-    """Return true for the default action. Python does not know native handlers, but ``/proc`` does."""
+    """Return true if the signal has its default action. Unlike Python, ``/proc`` knows native handlers."""
     if signal.getsignal(signum) != signal.SIG_DFL:
         return False
     try:

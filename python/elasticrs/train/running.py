@@ -53,7 +53,7 @@ def train(
 
     A step that raises a retryable exception is rolled back. The workers then start a new round and continue
     from the most advanced state. All workers return the same state. A worker that starts after the training
-    has ended gets it from a living worker or from the final checkpoint, or fails.
+    has ended gets it from a living worker or from the final checkpoint. Without either, that worker fails.
 
     Args:
         elastic_coordinator: coordinator that runs the rendezvous of the workers.
@@ -272,7 +272,7 @@ class _Run:
         try:
             if not any(vote.is_loaded for vote in self._votes):
                 self._begin_state()
-            # All workers have the last state, and a `sync` that creates data loaders would fail without data.
+            # If all ended together, all have the last state, and a `sync` with new data loaders would fail.
             if not have_ended_together(self._votes):
                 began = time.perf_counter()
                 self._state.sync(self._world_size, self._rank)
@@ -412,9 +412,9 @@ class _Run:
         return None
 
     def _leave_round(self, is_saved: bool | None) -> Event:
-        """Leave the round, with a requested checkpoint unless ``is_saved`` reports the step's own.
+        """Leave the round. First save a requested checkpoint, unless the step has saved one (``is_saved``).
 
-        All workers have completed the step, so it is not rolled back if the save is aborted.
+        All workers have completed the step, so the step is not rolled back if the save is aborted.
         """
         coordinator, self._snapshot = self._coordinator, _NOTHING
         if self._checkpoints is not None and coordinator.should_save_before_meeting():

@@ -37,7 +37,7 @@ class State(ABC):
         """Return everything that a new process needs: weights, optimizer state and progress.
 
         Checkpoints and the final state contain it. Tensors, numbers, strings and plain containers can be
-        loaded without running code. Programs for torchelastic 0.1 have :meth:`capture_snapshot`, the default.
+        loaded without running code. The default is :meth:`capture_snapshot`, for torchelastic 0.1 programs.
         """
         if is_torchelastic_program():
             return self.capture_snapshot()
@@ -62,8 +62,8 @@ class State(ABC):
         """Read what :meth:`save` wrote to a seekable stream, and pass it to :meth:`load_state_dict`.
 
         Content that ``torch.load`` rejects with ``weights_only=True`` is unpickled with a warning, because
-        that can run code, but another worker's only if the job has a token. GPU tensors are loaded onto this
-        process's current GPU, or into main memory if it has none.
+        unpickling can run code. Another worker's content is unpickled only if the job has a token. GPU
+        tensors are loaded onto this process's current GPU, or into main memory if it has none.
         """
         _load(self, stream, may_run_code=True)
 
@@ -75,8 +75,8 @@ class State(ABC):
 def load_from_peer(state: State, stream: IO[bytes], *, is_protected: bool) -> None:
     """Load what another worker's :meth:`State.save` wrote.
 
-    Unless ``is_protected`` (only processes with the job's token could have chosen it), :meth:`State.load`
-    raises ``UnpicklingError`` for objects that are not tensors or plain containers.
+    ``is_protected``: only processes with the job's token could have chosen the content. Otherwise,
+    :meth:`State.load` raises ``UnpicklingError`` for objects that are not tensors or plain containers.
     """
     if type(state).load is State.load:
         _load(state, stream, may_run_code=is_protected)

@@ -21,7 +21,7 @@ worker counts its step boundaries, and publishes a cap, two boundaries ahead. Al
   step.
 - **LEAVE-2** a single worker publishes the leave step together with the decision about saving a checkpoint
   there, as one value. So either all workers save, or none.
-- **LEAVE-3** the watching threads publish the caps, even while workers wait at them.
+- **LEAVE-3** the watching threads publish the caps, even while their workers wait at a cap.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def barrier(
 
     Raises:
         AssertionError: a decoder was given without a rank.
-        DistStoreError: not all ranks arrived in time. With another package's store, it is that package's.
+        DistStoreError: not all ranks arrived in time. Another package's store raises its own error.
     """
     if rank is None and rank_tracing_decoder is not None:
         raise AssertionError("Tracing requires rank information")

@@ -202,7 +202,8 @@ pub struct Group {
     records: Records,
     /// Exits that are not handled until the members have written their flight records, oldest first. See [`hangs`].
     held: Vec<HeldExit>,
-    /// True if [`Deadline::Kill`] has expired while an excused member was still exiting. See [`Member::is_excused`].
+    /// True if [`Deadline::Kill`] has expired, but a member was not killed because it is still exiting after its
+    /// exception. See [`Member::is_excused`].
     is_overdue: bool,
 }
 

@@ -1,5 +1,7 @@
-//! Starts the worker that a [`ProcessSpec`] describes. Also moves the memory of a warm nursery to huge pages while its
-//! workers run and the nursery is idle, so that later forks have fewer page table entries to copy.
+//! Starts the worker that a [`ProcessSpec`] describes.
+//!
+//! While the workers run, a nursery that has imported the workers' modules (`--warm`) moves its memory to huge pages, so
+//! that later forks have fewer page table entries to copy.
 
 use std::ffi::CString;
 use std::os::fd::{AsFd, AsRawFd, IntoRawFd, OwnedFd};

@@ -141,8 +141,8 @@ pub(super) enum Caller {
     Stranger,
 }
 
-/// Determines the kind of a peer from its first bytes. A connection of [`crate::session::network::is_tcp_store`] counts
-/// as a stranger, although it starts with torch's greeting.
+/// Determines from a peer's first bytes which program it is. [`crate::session::network::is_tcp_store`] starts with the
+/// greeting of torch's clients, but is not such a client, so it gets [`Caller::Stranger`].
 pub(super) fn recognise(bytes: &[u8]) -> Caller {
     let known = bytes.len().min(GREETING.len());
     match bytes[known..] {

@@ -1,5 +1,5 @@
-//! Name resolution and TCP connections, for the clients of both stores. Checks whether a port belongs to a `TCPStore` of
-//! torch instead of to a store of the agents.
+//! Name resolution and TCP connections, for the clients of the coordination store and of etcd. [`is_tcp_store`]
+//! recognizes a port that belongs to torch's `TCPStore`, which users may name by mistake.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};

@@ -1,6 +1,7 @@
 """Parse the command line and the ``PET_*`` environment variables into a :class:`.JobSpec`.
 
-The grammar is argparse's, as far as torchrun's users notice. The words after the script belong to it.
+The grammar is that of argparse, as far as users of torchrun notice. All words after the script's name are
+arguments of the script.
 """
 
 from __future__ import annotations
@@ -32,13 +33,15 @@ _ALIKE = 4
 _MANY = 32
 """Number of workers per CPU above which the launcher warns of a likely mistake."""
 _SCHEDULERS = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST")
-"""Variables of schedulers. Defined here, so that other launches do not import :mod:`.schedulers`."""
+"""Environment variables by which a scheduler is recognized. They are defined here, because a launch without a
+scheduler should not import :mod:`.schedulers`.
+"""
 _REPEATED = frozenset(option.dest for option in OPTIONS if option.repeats)
 _BY_LETTER = {option.short: option for option in OPTIONS if option.short}
 
 
 class TextRequested(Exception):  # noqa: N818 -- not an error
-    """Raised for an option such as ``--help``, which only prints text. ``words`` are its values."""
+    """Raised for an option such as ``--help``, which only prints text. ``words`` are the option's values."""
 
     def __init__(self, what: str, *words: str) -> None:
         super().__init__(what)
@@ -56,7 +59,7 @@ _GONE = {
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Namespace:
-    """Parse the command line, which overrides ``PET_*``. Raises ``UsageError`` and ``TextRequested``."""
+    """Parse the command line; it overrides ``PET_*`` variables. Raise ``UsageError`` or ``TextRequested``."""
     values: dict[str, object] = {}
     script: str | None = None
     rest: list[str] = []
@@ -228,7 +231,7 @@ def _polled(args: Namespace, environ: Mapping[str, str], _grace: float, notices:
     from elasticrs._engine.nodes.describe import COMMAND_LINE
     from elasticrs._engine.nodes.transport.settings import exit_barrier_timeout_of
 
-    # Programs and packages register their own back ends there.
+    # Programs and packages register their own back ends in this registry.
     public("rendezvous.registry.find_backend")(args.rdzv_backend, COMMAND_LINE)
     for option, is_given in (
         ("--master-port", args.master_port is not None),
@@ -330,8 +333,8 @@ def _read(argument: str, arguments: Iterator[str]) -> dict[str, object]:
     found = _BY_LETTER.get(letter)
     if found is None:
         near = _suggestion(argument[1:])
-        # Report only the first letter, because the word may combine short options. Report a word that
-        # resembles a long option as a whole.
+        # The word may combine several short options, so report only its first letter. But report the whole
+        # word if it resembles a long option.
         raise UsageError(f"unknown option {argument if near != _ALL else '-' + letter}{near}")
     if found.is_flag:
         more = _read("-" + tail, arguments) if tail else {}
@@ -341,7 +344,10 @@ def _read(argument: str, arguments: Iterator[str]) -> dict[str, object]:
 
 
 def _help(word: str, *, is_exact: bool) -> TextRequested:
-    """Return the request for help. The word is a topic or, without ``=``, perhaps the script."""
+    """Return the exception for ``--help=WORD`` (``is_exact``) or ``--help WORD``. The word is a topic.
+
+    Without ``=``, the word may also be the script.
+    """
     from elasticrs._engine.cli.help import TOPICS
 
     if is_exact and word not in TOPICS:

@@ -1,4 +1,4 @@
-"""Look for settings without effect, which only cause warnings, and for a missing ``-m`` module."""
+"""Find settings that have no effect (only a warning), and detect that the module of ``-m`` is missing."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def main(
     If ``ends_by_sigint``, SIGINT still has its default action; see :mod:`elasticrs.launch`.
     """
     _open_standard_descriptors()
-    # Install the handlers before the slow imports, because a signal would kill the process without cleanup.
+    # Install the handlers before the slow imports. Until then, a signal kills the process without cleanup.
     signals = _catch_first_signals(ends_by_sigint)
     if signal_mask is not None:
         signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
@@ -168,7 +168,7 @@ def _tell_failure(
         how, more = result.ending
         console.say(how + (f": {headline}" if headline else "") + more)
         if is_read:
-            # Wait, because `say` only queues the line. Do not wait if the report had no reader.
+            # Wait until the line is written, because `say` only queues it. Do not wait without a reader.
             write("")
     return headline
 
@@ -249,7 +249,7 @@ def _write_and_wait(console: Console, signals: SignalPipe | None, others: Sequen
 
 
 def _open_standard_descriptors() -> None:
-    """Open standard descriptors (0 to 2) that are closed, because other files would get their numbers."""
+    """Open closed standard descriptors (0 to 2). Otherwise, the next opened files would get their numbers."""
     # The kernel assigns the lowest free number, so this loop ends once descriptors 0 to 2 are all open.
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
@@ -309,7 +309,9 @@ def _is_in_foreground() -> bool:
 TERMINATION_LOG = "/dev/termination-log"
 
 TERMINATION_LOG_VARIABLE = "ELASTICRS_TERMINATION_LOG"
-"""Variable with another path, for pods that set ``terminationMessagePath``. If empty, write no message."""
+"""Environment variable with the path of the termination log, for pods that set ``terminationMessagePath``. If
+it is empty, no termination message is written.
+"""
 
 
 def _make_report_folder(path: str) -> None:

@@ -37,13 +37,13 @@ COMMON = frozenset(
         *("shutdown-timeout", "hang-timeout"),
     )
 )
-"""Options that plain ``--help`` explains. It only lists the names of the others."""
+"""Options that plain ``--help`` explains. Of all other options, it only lists the names."""
 
 TOPICS = ("all", "rdzv")
 
 
 def help_text(program: str, topic: str = "") -> str:
-    """Return the help for the common options, or for the topic ``all`` or ``rdzv`` (``--rdzv-conf``)."""
+    """Return the help text: common options, ``all`` options, or settings of ``--rdzv-conf`` (``rdzv``)."""
     lines = _settings() if topic == "rdzv" else _overview(program, shows_all=topic == "all")
     return os.linesep.join(lines) + os.linesep
 

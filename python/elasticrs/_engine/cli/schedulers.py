@@ -1,4 +1,4 @@
-"""Detect a job of Slurm or Kubernetes from environment variables, and fill in options that are not set::
+"""Detect a Slurm or Kubernetes job, and fill in unset options, depending on the rendezvous back end::
 
     --standalone, or at most one node     only the number of workers
     c10d, elasticrs                       number of nodes, endpoint, run id, node order, host of the store
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 MAX_DIGITS = 18
-"""Maximum number of digits in a variable. Longer numbers cannot come from a scheduler."""
+"""Maximum number of digits of a number in a variable. Longer numbers cannot come from a scheduler."""
 
 
 WORKER_VARIABLE = "TORCHELASTIC_RUN_ID"
@@ -82,7 +82,7 @@ _DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def slurm_place(environ: Mapping[str, str], pid: int) -> Place:
-    """Describe this process's Slurm job. Its nodes are those of the step, which may be fewer.
+    """Describe this process's Slurm job. Only the nodes of its job step are used, not all nodes of the job.
 
     Outside a step (batch script, ``salloc`` shell), and in a shell of ``srun --pty``, the job uses only this
     node: Slurm starts such a shell on each node, but the user can type in only one.
@@ -99,7 +99,7 @@ def slurm_place(environ: Mapping[str, str], pid: int) -> Place:
 
 
 def _is_in_a_shell(environ: Mapping[str, str], pid: int) -> bool:
-    """Return true in a shell of ``srun --pty``, but false if Slurm has started this process itself."""
+    """Return true if a shell of ``srun --pty`` has started this process, false if Slurm itself has."""
     return "SLURM_PTY_PORT" in environ and _number(environ, "SLURM_TASK_PID") != pid
 
 
@@ -154,7 +154,7 @@ def _problem_of_tasks(environ: Mapping[str, str]) -> str:
 
 
 def _losses(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Warn of variables that make Slurm end the job with a lost node. Its options are not visible here."""
+    """Warn if variables make Slurm end the job when a node is lost. The options of ``srun`` are unknown."""
     lines = []
     if environ.get("SLURM_KILL_BAD_EXIT", "0") not in ("", "0"):
         lines.append("SLURM_KILL_BAD_EXIT ends the job as soon as one node leaves it: set it to 0")
@@ -257,7 +257,7 @@ _OWNED = frozenset(name[4:].lower() for name in (*_OF_KUBEFLOW, "PET_NPROC_PER_N
 
 
 def kubernetes_place(environ: Mapping[str, str]) -> Place | None:
-    """Return the position of this process in a job of Kubernetes, if its kind is supported:
+    """Return this process's position in a Kubernetes job of one of these kinds; ``None`` for any other job:
 
     =====================  ===============================================================================
     Kubeflow Trainer (v2)  ``PET_NNODES``, ``PET_NODE_RANK``, ``PET_MASTER_ADDR``, ``PET_MASTER_PORT``, and
@@ -331,7 +331,7 @@ def _name_in(text: str, suffix: str) -> str:
 
 
 def _pod_workers(environ: Mapping[str, str]) -> int | str | None:
-    """Return the number of GPUs (``gpu`` for MIG slices); ``None`` if the variable does not list them."""
+    """Return the GPU count (``gpu`` for MIG slices); ``None`` if ``NVIDIA_VISIBLE_DEVICES`` lists no GPUs."""
     devices = environ.get("NVIDIA_VISIBLE_DEVICES", "").split(",")
     if devices[0].startswith("MIG-"):
         return "gpu"
@@ -417,8 +417,8 @@ def _meeting(args: Namespace, place: Place, given: Collection[str]) -> dict[str,
         found |= {"master_addr": place.host, "master_port": place.port}
     elif kind == C10D and not is_in_file(args.rdzv_conf):
         found["rdzv_endpoint"] = f"{place.host}:{place.port}"
-        # A host cannot recognize its own address reliably: its name may resolve to several addresses, or to
-        # one that none of its interfaces has.
+        # Tell each node whether it is the host. A host cannot always recognize its own address: its name may
+        # resolve to several addresses, or to one that none of its interfaces has.
         host = {"is_host": "1" if place.node_rank == 0 else "0"}
         found["rdzv_conf"] = {**host, **args.rdzv_conf}
     return found
@@ -434,7 +434,7 @@ def _line(args: Namespace, place: Place, found: Mapping[str, object]) -> str:
         parts.append(f"meeting at {found['rdzv_endpoint']}")
     elif found.get("master_addr") == place.host:
         parts.append(f"meeting at {place.host}:{found.get('master_port', args.master_port)}")
-    # The number for a value such as `gpu` is reported on a separate line.
+    # The number of workers for a word such as `gpu` is reported on a separate line.
     if isinstance(workers := found.get("nproc_per_node"), int):
         parts.append("1 worker on this node" if workers == 1 else f"{workers} workers on this node")
     return f"{place.job}: {', '.join(parts)}" if parts else ""

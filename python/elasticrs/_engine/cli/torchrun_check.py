@@ -1,6 +1,6 @@
 """``elasticrun --check torchrun ARGS…``: describe how elasticrun would run a torchrun command line.
 
-Starts no process, and needs no torch. The differences are those of ``docs/compatibility.md``.
+No process is started, and torch is not needed. ``docs/compatibility.md`` explains the differences.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MODULES = (["torch.distributed.run"], [_OLD_LAUNCHER])
 
 
 class _Command(Value):
-    """A torchrun command line and its job. ``given`` are the options that it or the environment sets."""
+    """A torchrun command line and its job. ``given`` has the options set there or by the environment."""
 
     program: str
     args: Namespace
@@ -172,8 +172,9 @@ _DIFFERENCES = (
 
 
 def check(words: Sequence[str], environ: Mapping[str, str]) -> tuple[str, int]:
-    """Return the text, and the exit code: 2 if elasticrun would not run the job here. Raise ``UsageError`` if
-    the command line is not torchrun's or runs no job.
+    """Return the description, and the exit code: 0, or 2 if elasticrun would not run the job here.
+
+    Raise ``UsageError`` if the command line is not one of torchrun, or if it runs no job.
     """
     program, argv = _program(words)
     try:

@@ -28,11 +28,11 @@ _FAULTS = {_signal.SIGILL, _signal.SIGABRT, _signal.SIGBUS, _signal.SIGFPE, _sig
 """Signals for which :mod:`faulthandler` writes the stack."""
 _STACK_LIMIT = 16384
 _ERROR_FILE_LIMIT = 1 << 20
-"""Limit in bytes for reading an error file, because a restart waits for it. Of a larger file, only the first
-line of the message and the data of elasticrs at the end are used.
+"""Maximum number of bytes to read of an error file, because a restart waits for it. Of a larger file, only
+the first line of the message and the data of elasticrs at the end are used.
 """
 _TEXT_LIMIT = 1 << 16
-"""Maximum number of characters. Longer texts are shortened in the middle."""
+"""Maximum number of characters of a text in an error file. Longer texts are shortened in the middle."""
 _LINE_LIMIT = 1000
 _BEGINNING = rb'\s*\{\s*"message"\s*:\s*(?:\{\s*"message"\s*:\s*)?"'
 _PART_OF_STRING = r'(?:[^"\\]+|\\u[0-9a-fA-F]{4}|\\[^u])*'
@@ -53,7 +53,7 @@ class ProcessFailure:
         seen_ns: time at which the exit was noticed, in monotonic nanoseconds.
         sent_signal: last signal that elasticrs sent to the worker before its exit; ``None`` if it sent none.
         cause: cause of the failure, if neither the worker's error file nor its exit code shows it.
-        how: phrase for :func:`.how_it_failed`; ``None`` to make it from the other facts.
+        how: phrase that :func:`.how_it_failed` returns; ``None`` to derive it from the other arguments.
         note: additional line for the report, for example about the OOM killer.
         log_paths: log files by name of the stream.
         stderr_tail: last lines of the worker's stderr.
@@ -65,7 +65,7 @@ class ProcessFailure:
         error_file_data: contents of the error file.
         message: ``message`` of the error file (text, or torch's nested form), or a text about the exit code.
         timestamp: time of the failure, in seconds since the epoch.
-        recorded_ns: time of the worker's record of its error, in monotonic nanoseconds; ``None`` without one.
+        recorded_ns: when the worker recorded its error, in monotonic nanoseconds; ``None`` if it did not.
         recorded_pid: pid of the process that recorded the error: the worker, or a process that it started.
         exception: qualified name of the recorded exception's type; ``None`` if unknown.
         place: where the exception was raised, such as ``train.py:88``; ``None`` if unknown.
@@ -76,7 +76,7 @@ class ProcessFailure:
         is_lost_peer: true if the exception only reports that another worker is lost or does not answer.
         member: text of the exception that represents an exception group; ``None`` for other exceptions.
         more_members: number of the group's other exceptions.
-        is_retryable: false if another attempt is not worth it, because the worker has raised
+        is_retryable: false if another attempt would be useless, because the worker has raised
             :class:`elasticrs.errors.NonRetryable` or written ``"retryable": false`` to its error file.
         stack: stacks of all threads after a fault such as SIGSEGV, or of a hung thread; ``None`` if unknown.
         more_notes: further lines for the report.
@@ -187,8 +187,8 @@ class ProcessFailure:
                 self._read_mark(each["retryable"])
 
     def _find_exception_behind(self) -> None:
-        """Use the type and place of the original exception, if the recorded one is a group or reports another
-        process's error, because failures with different original exceptions are not equal.
+        """Take type and place of the original exception, if the recorded one is a group or only reports an
+        error of another process. Otherwise, failures with different original exceptions would seem equal.
         """
         extra = self.message.get("extraInfo") if isinstance(self.message, dict) else None
         callstack = extra.get("py_callstack") if isinstance(extra, dict) else None
@@ -205,7 +205,7 @@ class ProcessFailure:
             self.exception = found.exception
 
     def _read_mark(self, value: object) -> None:
-        """Accept strings as well as booleans, because torch writes the values of ``extraInfo`` as strings."""
+        """Read ``retryable``, a boolean or a string. Torch writes the values of ``extraInfo`` as strings."""
         mark = value.strip().lower() if isinstance(value, str) else value
         if mark is False or mark == "false":
             self.is_retryable = False
@@ -264,7 +264,7 @@ class ProcessFailure:
 def failure_of(
     ended: WorkerExited, stdout: str | None, stderr: str | None, error_file: str, **known: Any
 ) -> ProcessFailure:
-    """Read a failed process's files. ``known`` overrides arguments that come from ``ended``."""
+    """Describe a failed process by its exit and its files. ``known`` overrides facts of the exit."""
     is_read = not known.get("unread")
     both = (("stdout", stdout), ("stderr", stderr))
     logs = {stream: path for stream, path in both if path and path != os.devnull}
@@ -284,7 +284,7 @@ def remote_failure(cause: Cause, clock: Clock) -> ProcessFailure:
     failure = ProcessFailure(
         -1 if cause.local_rank is None else cause.local_rank,
         -1 if cause.pid is None else cause.pid,
-        # A known pid without an exit code means that the worker has failed. Without a pid, nothing is known.
+        # A worker with a pid has failed, even if its exit code is unknown. Without a pid, nothing is known.
         1 if cause.exitcode is None and cause.pid is not None else cause.exitcode,
         "",
         seen_ns=None if cause.time_ns is None else clock.to_monotonic(cause.time_ns),
@@ -328,7 +328,7 @@ def message_of(data: Mapping[str, Any]) -> tuple[str | dict[str, Any], int]:
 def load_object(path: str) -> dict[str, Any]:
     """Read a JSON object that another program has written.
 
-    Raise :class:`EmptyFileError` for an empty file, and ``ValueError`` for a large or any other one.
+    Raise :class:`EmptyFileError` for an empty file, and ``ValueError`` if no JSON object is found.
     """
     import json
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 
 OWN_THREAD = "/elasticrs/_engine/inside/flight.py"
-"""End of the path of the code in which elasticrs's own thread in a worker waits. Reports omit its stack."""
+"""Source path in the stack of elasticrs's own thread in a worker. Reports omit the stack of this thread."""
 
 
 def hang_file(error_file: str) -> str:
-    """Return the path to which the agent writes a hung worker's stacks, unique per error file in a folder."""
+    """Return the path for a hung worker's stacks. Workers with different error files have different paths."""
     folder, name = os.path.split(error_file)
     return os.path.join(folder, "hang.txt" if name == "error.json" else f"{name}.hang.txt")
 
 
 def fault_file(error_file: str) -> str:
-    """Return the path for :mod:`faulthandler`. The file stays empty without a fault such as SIGSEGV."""
+    """Return the path to which :mod:`faulthandler` writes after a fault, such as SIGSEGV."""
     return f"{error_file}.fault"
 
 
@@ -25,12 +25,12 @@ def flight_record_file(error_file: str) -> str:
 
 
 def flight_requests_file(error_file: str) -> str:
-    """Return the FIFO that requests a flight record. It exists while a worker's thread reads it."""
+    """Return the path of the FIFO for requests of flight records. It exists while the worker reads it."""
     return f"{error_file}.flight_requests"
 
 
 def flight_dumps(error_file: str) -> str:
-    """Return ``TORCH_FR_DUMP_TEMP_FILE``. NCCL's watchdog appends the rank when a collective times out."""
+    """Return the path for NCCL's watchdog (``TORCH_FR_DUMP_TEMP_FILE``). The watchdog appends the rank."""
     return f"{error_file}.flight_dump_"
 
 
@@ -41,7 +41,7 @@ def error_file_of(error_file: str, pid: int) -> str:
 
 
 def last_bytes(path: str, limit: int) -> bytes:
-    """Return at most ``limit`` bytes; none if the file cannot be read."""
+    """Return the last bytes of a file, at most ``limit``; no bytes if the file cannot be read."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - limit))

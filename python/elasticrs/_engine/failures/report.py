@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _WIDTH = 60
 _MAX_LINES, _MAX_FIRST_LINES = 120, 40
-"""Maximum number of lines of a traceback, and of these lines at its start."""
+"""Maximum number of lines shown of a traceback, and how many of them are from its start."""
 _MAX_LINE = 1000
 _MAX_OTHERS = 12
 _MAX_SAID = 160
@@ -135,8 +135,8 @@ def _others(
 ) -> list[str]:
     """Return a line for each group of failures that are the same except for numbers, such as ports.
 
-    ``ranks`` and ``order`` are sorted by time of failure. ``order`` also has the root cause; the index of a
-    rank in it is the number of its failure in the report.
+    ``ranks`` and ``order`` are sorted by time of failure. ``order`` also contains the root cause.
+    The index of a rank in ``order`` is the number of its failure in the report.
     """
     groups: dict[object, list[int]] = {}
     for rank in ranks:
@@ -230,7 +230,10 @@ def how_it_failed(failure: ProcessFailure) -> str:
 
 
 def _ended_by_itself(failure: ProcessFailure) -> bool:
-    """Return false if elasticrs killed the worker, because it may have been exiting after an exception."""
+    """Return true if a signal killed the worker, unless elasticrs had signalled the worker before.
+
+    A worker that elasticrs had signalled may have been exiting after an exception.
+    """
     return failure.sent_signal is None and bool(failure.signal_number())
 
 

@@ -3,13 +3,14 @@
 - **ROOT-0** The nodes' agreement on a root cause takes precedence over what a single node saw first.
 - **ROOT-1** The root cause is the worker whose exit was noticed first. If times are equal, the first in the
   mapping counts.
-- **ROOT-2** A worker that elasticrs had signalled before it exited is a victim, and the last choice.
+- **ROOT-2** A worker that elasticrs had signalled before it exited is a victim. A victim is chosen only if
+  no other worker failed.
 - **ROOT-3** A worker that recorded an uncaught error *before* the first exit was noticed is not a victim. It
   failed at the time of the record, because with torch, a process often takes longer to exit than its peers
   take to notice its closed connections. A program that runs for another minute has survived the error.
-- **ROOT-4** If a worker exits by itself without an exception (``os._exit``, a crash), exceptions of the five
-  seconds before that only report a lost peer are consequences, because a process closes its connections
-  before the kernel reports its exit.
+- **ROOT-4** If a worker exits by itself without an exception (``os._exit``, a crash), exceptions that
+  only report a lost peer are consequences if they were raised in the five seconds before this exit, because
+  a process closes its connections before the kernel reports its exit.
 - **ROOT-5** If these times are missing (in failures that code written for torch creates), the smallest
   timestamp in seconds counts, as in torch. If timestamps are equal, the first in the mapping counts.
 - **ROOT-6** An exception that only reports a lost or silent peer is a consequence, unless no other worker

@@ -16,5 +16,5 @@ MEMORY_LIMIT = 50.0
 
 
 def are_gpus_visible(environ: Mapping[str, str]) -> bool:
-    """Check the device file. Load no library, because this is called at every launch."""
+    """Return true if NVIDIA GPUs are present and not hidden. No library is loaded, which would take long."""
     return os.path.exists(DEVICE) and environ.get("CUDA_VISIBLE_DEVICES") not in {"", "-1"}

@@ -1,7 +1,8 @@
 """Counts the workers that a node can run, and finds its visible GPUs, without importing torch.
 
-The sources are the driver's files; on Windows Subsystem for Linux, which lacks them, NVML; then torch. NVML,
-which leaves threads and file descriptors behind, and torch, unless it is imported, run in child processes.
+The first source is the driver's files, or NVML on Windows Subsystem for Linux, which lacks these files. The
+second source is torch. NVML runs in a child process, because it leaves threads and file descriptors behind.
+Torch also runs in a child process, unless it is already imported.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ CAPABILITIES = "/proc/driver/nvidia/capabilities"
 WSL_DEVICE = "/dev/dxg"
 """Exists on Windows Subsystem for Linux if the machine has a GPU."""
 CHILD_TIMEOUT = 120.0
-"""Seconds for a child process to import torch, which takes long on a cold network file system."""
+"""Time limit in seconds for a child process to import torch, which is slow on a network file system."""
 SLOW = 5.0
 
 _CUDA, _HIP = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"

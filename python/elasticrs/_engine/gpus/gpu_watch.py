@@ -3,10 +3,11 @@
 
 Requests on standard input and messages on standard output are JSON objects, one per line:
 
-- ``{"begin": N}``: attempt N begins. Its workers do not hold the memory in use. Answer: ``{"begun": N}``.
+- ``{"begin": N}``: attempt N begins. Memory that is in use before does not belong to its workers.
+  Answer: ``{"begun": N}``.
 - ``{"workers": [PID, …]}``: pids of the attempt's workers.
-- ``{"settle": N}``: attempt N is ending. Answer: all Xids, and ``{"settled": N, "held": {GPU: BYTES}}``, the
-  memory that dead workers hold; once more when it is free.
+- ``{"settle": N}``: attempt N is ending. Answer: all Xids, and ``{"settled": N, "held": {GPU: BYTES}}`` with
+  the memory that dead workers hold. If they hold any, the answer is sent again when the memory is free.
 - ``{"xid": {…}, "attempt": N}``: message about a new or changed Xid, with the fields of :class:`.Xid`.
 - ``{"problem": TEXT}``: message about something that cannot be monitored. With ``"is_blind": true``, no more
   messages about memory follow.
@@ -58,7 +59,7 @@ class Workers:
         self.pids: frozenset[int] = frozenset()
 
     def of(self, pid: int) -> int | None:
-        """Return the worker that is this process or one of its ancestors, if any."""
+        """Return the worker that is the process ``pid`` or one of its ancestors, if any."""
         for _ in range(_MAX_ANCESTORS):
             if pid in self.pids:
                 return pid
@@ -194,7 +195,10 @@ class Xids:
         self._changed.clear()
 
     def add(self, gpu: int, code: int, record: xids.LogRecord | None = None) -> None:
-        """Report an Xid if it or its process is new, else count it. NVML's Xids have no ``record``."""
+        """Report an Xid if the Xid or its process is new; otherwise, only count it.
+
+        ``record`` is the record in the kernel log; ``None`` for an Xid that NVML has reported.
+        """
         key = gpu, code
         is_new = key not in self._seen
         if is_new and len(self._seen) >= MAX_XIDS:
@@ -229,7 +233,7 @@ class Xids:
 
 
 class GpuWatch:
-    """Event loop of the main thread. ``has_kernel_pids`` is true if the log's pids are valid here."""
+    """Event loop of the main thread. ``has_kernel_pids``: the kernel log's pids are valid here."""
 
     def __init__(self, kernel_log: str, *, has_kernel_pids: bool) -> None:
         self._workers = Workers()

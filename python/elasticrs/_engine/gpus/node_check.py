@@ -1,8 +1,8 @@
 """Runs the checks that decide whether this node can run workers (``--node-check``).
 
-A check is a command of the user or a module of :func:`main`, run in a child process. The module's ``main``
-returns 0 if the node is fit and 1 if it is unfit. Its last line is the reason. An exception means no answer,
-because a check that fails to run says nothing about the node.
+A check is a user's command or a built-in module (:data:`MODULES`). It runs in a child process. The ``main``
+of a module returns 0 if the node is fit and 1 if it is unfit. The last line of output is the reason. If
+``main`` raises an exception, there is no answer, because a failed check says nothing about the node.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ returns 128 plus the signal number.
 
 
 class NodeCheckResult(Value):
-    """Result of a check: no answer with ``problem``; otherwise, the node is unfit with ``unfit``.
+    """Result of a check. ``problem`` is set if there is no answer, ``unfit`` if the node is unfit.
 
     ``lines`` are the last lines of the output, without the line that became the reason.
     """
@@ -70,7 +70,7 @@ class NodeCheckResult(Value):
 
 class NodeCheck:
     """Runs all checks at once. ``fd`` is readable when they have finished. The constructor raises ``OSError``
-    without file descriptors, and ``RuntimeError`` without threads.
+    if no file descriptor is free, and ``RuntimeError`` if no thread can be started.
 
     A check that exceeds ``timeout`` seconds is killed. That does not prove that the node is broken.
     """
@@ -272,12 +272,12 @@ class NoAnswerError(Exception):
 
 
 def say(line: str) -> None:
-    """Print UTF-8 in any locale. Replace what cannot be encoded, because another program may write it."""
+    """Print a line as UTF-8 in any locale. Replace characters that cannot be encoded."""
     sys.stdout.buffer.write(line.encode("utf-8", "replace") + b"\n")
 
 
 def main(name: str) -> int:
-    """Return 0, :data:`UNFIT` or :data:`NO_ANSWER`."""
+    """Run a built-in health source. Return 0 if the node is fit, :data:`UNFIT` or :data:`NO_ANSWER`."""
     from importlib import import_module
 
     try:

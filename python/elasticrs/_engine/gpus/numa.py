@@ -82,7 +82,7 @@ def cpus_by_local_rank(
 def cpus_of_options(options: NumaOptions | None, nproc: int) -> list[list[int]] | None:
     """Return the CPUs by local rank; ``None`` if workers are not bound.
 
-    Raise ``ValueError`` or ``OSError`` if they cannot be bound, and the options do not allow that.
+    Raise ``ValueError`` or ``OSError`` if binding fails, unless the options allow unbound workers.
     """
     if options is None:
         return None
@@ -113,7 +113,7 @@ class _Machine:
         return _numbers(self._read("devices/system/node", f"node{node}", "cpulist")) & self._allowed
 
     def nodes_of_socket(self, node: int) -> list[int]:
-        """Return the socket's nodes. Nodes without usable CPUs have no known socket."""
+        """Return the NUMA nodes on the node's socket, which is unknown for nodes without usable CPUs."""
         socket = self._socket_of(node)
         if socket is None:
             return [node]

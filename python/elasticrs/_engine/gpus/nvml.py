@@ -148,7 +148,7 @@ class Nvml:
         return number.value
 
     def device(self, index: int) -> Device:
-        """Raise :class:`NvmlError` for an unusable GPU, for example with the code :data:`GPU_IS_LOST`."""
+        """Return a GPU. Raise :class:`NvmlError` if it is unusable, for example with :data:`GPU_IS_LOST`."""
         handle, uuid, pci = ctypes.c_void_p(), ctypes.create_string_buffer(_NAME_SIZE), _Pci()
         self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle))
         self._call("nvmlDeviceGetUUID", handle, uuid, ctypes.c_uint(_NAME_SIZE))
@@ -156,7 +156,7 @@ class Nvml:
         return Device(handle.value or 0, index, uuid.value.decode("ascii", "replace"), pci.address.decode())
 
     def fields(self, device: Device, names: Iterable[int]) -> dict[int, int]:
-        """Omit fields that the GPU or the driver does not support."""
+        """Return the values of fields, without fields that the GPU or the driver does not support."""
         fields = (_Field * len(wanted := tuple(names)))()
         for field, number in zip(fields, wanted, strict=True):
             field.field = number
@@ -208,7 +208,7 @@ class Nvml:
         return current.value == 1
 
     def watch_xids(self, devices: Iterable[Device]) -> XidEvents:
-        """Raise :class:`NvmlError` if none of the GPUs, or the library, supports events."""
+        """Start to receive Xids. Raise :class:`NvmlError` if the library or all of the GPUs lack support."""
         events = ctypes.c_void_p()
         self._call("nvmlEventSetCreate", ctypes.byref(events))
         watched, problem = [], NvmlError("nvmlDeviceRegisterEvents", NOT_SUPPORTED, "there is no GPU")

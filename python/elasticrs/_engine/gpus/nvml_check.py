@@ -67,7 +67,8 @@ def why_unfit(fields: dict[int, int]) -> str | None:
 
     A GPU is unfit if the driver requests a recovery action, or a faulty memory row could not be replaced.
     Older drivers do not report recovery actions. With them, a GPU is also unfit if it has uncorrectable
-    memory errors and a faulty row that will be replaced at the next reset. Either may have been repaired.
+    memory errors and a faulty row that will be replaced at the next reset. One of the two alone is
+    no proof, because the memory may have been repaired.
     """
     action = fields.get(nvml.RECOVERY_ACTION)
     if action in nvml.RECOVERY_ACTIONS and action != 0:
@@ -121,7 +122,7 @@ def main() -> int:
             examine(libraries[0], findings)
         except NvmlError as error:
             problems.append(problem_of(error))
-        # Otherwise, a check that has failed would report that the GPUs are fit.
+        # Catch all exceptions. Otherwise, a check that has failed would report that the GPUs are fit.
         except Exception as error:
             problems.append(f"the check failed ({error!r})")
         finally:

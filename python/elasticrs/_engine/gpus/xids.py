@@ -78,7 +78,7 @@ def address_of(text: str) -> tuple[int, int, int]:
 
 
 def parse(record: str) -> LogRecord | None:
-    """Return ``None`` if the record is not about an Xid."""
+    """Parse a record of the kernel log. Return ``None`` if the record is not about an Xid."""
     found = _RECORD.search(record)
     if found is None:
         return None

@@ -55,10 +55,10 @@ class Matched(NamedTuple):
     no_record: Mapping[int, NoRecord]
     """Ranks without a usable record, including ranks whose records are outdated."""
     usual: Mapping[StuckCollective, Call] = {}
-    """For each mismatch, the call of other groups of the same kind whose earlier calls are equal."""
+    """For each collective whose calls differ, the call that other groups of the same kind made there."""
     progress: Mapping[int, tuple[int, ...]] = {}
-    """Number of collectives that each rank has called in each kind of group. Only kinds count whose groups
-    contain each rank once, as in a mesh. Empty if a rank has no usable record.
+    """Number of collectives that each rank has called in each kind of group. Only kinds whose groups
+    together contain each rank once, as in a mesh, are included. Empty if a rank has no usable record.
     """
 
 
@@ -156,7 +156,8 @@ def _usual_call(
     group: Group, collective: StuckCollective, kinds: Mapping[tuple[str, str], Sequence[Group]]
 ) -> Call | None:
     """Return the call that other groups of the same kind made in place of a mismatch, if their earlier calls
-    equal those of this group. ``None`` if there is none, they differ, or no rank of this group made the call.
+    equal those of this group. Return ``None`` if there is no such group, if these groups made different
+    calls, or if no rank of this group made the call.
     """
     before = {
         seq: step.call
@@ -210,8 +211,8 @@ def _outdated(group: Group, ranks: Mapping[int, RankRecord]) -> set[int]:
 def _mismatch(group: Group) -> dict[int, tuple[Side, ...]]:
     """Return the number of the first collective whose calls differ, and these calls; empty if there is none.
 
-    Ignore it if it has completed on all ranks and the calls of all later collectives match, because the ranks
-    may then have used variants of an operation that this module does not know.
+    Ignore a difference if the collective has completed on all ranks and the calls of all later collectives
+    match, because the ranks may then have used variants of an operation that this module does not know.
     """
     calls: dict[int, dict[Call, list[int]]] = {}
     incomplete = set()

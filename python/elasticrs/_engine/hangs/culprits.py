@@ -9,12 +9,14 @@ for any rank is a *root*. Only roots are blamed, and ranks whose calls do not ma
   gloo does not record point-to-point operations.
 - **CUL-3** The result does not depend on the order of the ranks.
 - **CUL-4** If no other rule finds the culprit, compare the numbers of collectives in each kind of group.
-  Ranks that run the same program can be sorted by them, because a rank that is ahead in one kind is not
-  behind in another. If only one rank contradicts this order, it has skipped, reordered or added a collective.
+  Ranks that run the same program can be sorted by these numbers, because a rank that is ahead in one kind is
+  not behind in another. If only one rank contradicts this order, this rank has skipped, reordered or added a
+  collective.
 - **CUL-5** A rank that gloo has aborted expected less data than another rank sent, so it counts for the
   smaller of two sizes. Calls that do not match can explain an abort. Absent ranks and missing records cannot.
 
-:func:`decide` and :func:`decide_failure` also know the heartbeats. All messages show their decision.
+:func:`decide` and :func:`decide_failure` combine the records with the heartbeats. All messages to the user
+show the decision of these functions.
 
 - **BLAME-1** If the flight records are conclusive, they determine the ranks to blame.
 - **BLAME-2** Otherwise, only candidates are named, except a rank that was stopped by a signal (SIGSTOP),
@@ -77,7 +79,9 @@ def decided(diagnosis: Diagnosis | None) -> Blame | None:
 
 
 def decide(diagnosis: Diagnosis | None, rank: int, ground: str) -> Blame:
-    """Decide which ranks are to blame for a hang. The heartbeats blame ``rank`` for ``WorkerHung.ground``."""
+    """Decide which ranks are to blame for a hang. ``rank`` is the rank that the heartbeats blame,
+    and ``ground`` is the reason, as in ``WorkerHung``.
+    """
     found = decided(diagnosis)
     if found is not None:
         return found
@@ -296,7 +300,7 @@ class _Search:
     # --- chains of waiting ranks ---
 
     def _ends_of(self, start: int) -> _Ends:
-        """Find whether a cause for a stuck collective is reached, directly or through other collectives."""
+        """Find out if the chains of waiting ranks that start at a collective lead to a cause, or to a gap."""
         reached, pending = {start}, [start]
         has_root = has_unknown = False
         while pending and not has_root:
@@ -412,7 +416,7 @@ class _Search:
 def _circle(ahead: Mapping[int, Mapping[int, set[int]]], without: int | None = None) -> list[int]:
     """Return collectives, each of which waits for the next, and the last one for the first; empty if none.
 
-    ``ahead`` has the collectives in which each collective's absent ranks wait, and these ranks.
+    ``ahead`` maps each collective to those in which its absent ranks wait, with the ranks that wait there.
     """
     done: set[int] = set()
     for start in ahead:

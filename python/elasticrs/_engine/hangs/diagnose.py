@@ -92,7 +92,8 @@ def diagnose_nodes(
 
     ``nodes`` has each node's name and the result of :func:`.node_evidence.encode` (``None`` if it did not
     answer), in the order of the group ranks. ``finished`` has the indexes of nodes without evidence, because
-    their ranks have exited with code 0. Return ``None`` without a stuck collective or a rank to blame.
+    their ranks have exited with code 0. Return ``None`` if there is neither a stuck collective nor a rank to
+    blame.
     """
     facts: dict[int, RankFacts] = {}
     silent: list[tuple[str, bool]] = []
@@ -120,7 +121,9 @@ def diagnose_nodes(
 
 
 def telling(facts: Iterable[RankFacts]) -> Diagnosis | None:
-    """Return ``None`` without a flight record, or without a stuck collective or a rank to blame."""
+    """Make a diagnosis. Return ``None`` if there is no flight record, or if the diagnosis finds neither a
+    stuck collective nor a rank to blame.
+    """
     facts = list(facts)
     if all(isinstance(found.record, NoRecord) for found in facts):
         return None
@@ -146,7 +149,7 @@ def _parsed(found: RankEvidence) -> RankRecord | NoRecord:
         records = [flight_record.parse(data) for data in found.records]
     except FlightRecordError:
         return NoRecord.DAMAGED
-    # As if the recorder were off, it is unknown which collectives the rank has called.
+    # Without a record, the collectives that the rank has called are unknown, as if the recorder were off.
     return reduced(records, found.groups, has_raised=found.has_raised) if records else NoRecord.OFF
 
 
@@ -278,7 +281,7 @@ class Writer:
         reasons = dict.fromkeys(self._no_record.get(rank) for rank in ranks)
         return ", ".join(_WHY_NO_RECORD[why] if why else "overwritten by later calls" for why in reasons)
 
-    # --- parts ---
+    # --- parts of sentences ---
 
     def _waits(self, collective: StuckCollective) -> str:
         waiting, members = collective.waiting, len(collective.members)
@@ -328,7 +331,7 @@ class Writer:
         shown = ", ".join(map(printable, nodes)) if len(nodes) <= _MAX_NODES else f"{len(nodes)} nodes"
         return f"{ranks_text(ranks)} ({shown})" if nodes else ranks_text(ranks)
 
-    # --- the facts ---
+    # --- the lines with the evidence ---
 
     def evidence(self, stacks: Sequence[MergedStack]) -> tuple[str, ...]:
         """Return a line for each incomplete collective, and for each distinct stack."""

@@ -51,7 +51,7 @@ _MAJOR = "2"
 """Torch increases this version when an existing field changes."""
 
 MAX_OPERATIONS = 1_000_000
-"""Maximum number of opcodes plus copied items. A record of 2,000 entries without stacks needs 110,000."""
+"""Maximum number of opcodes plus copied items in a pickle. 2,000 entries without stacks need 110,000."""
 
 _CONSTANTS: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _VALUES = frozenset(("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE"))
@@ -73,7 +73,7 @@ _NAMES = {
     "all_to_all_single": "all_to_all",
     "ALLTOALL_BASE": "all_to_all",
 }
-"""Common name for variants, because ranks may call different variants for the same collective."""
+"""Common name of each variant, because ranks may call different variants for the same collective."""
 
 _SAME_ON_ALL_RANKS = frozenset(("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"))
 """Operations whose input has the same element count and element type on all ranks."""
@@ -107,13 +107,13 @@ class State(str, Enum):
 
 class Entry(NamedTuple):
     backend: str
-    """Lower case: ``gloo``, ``nccl``. Empty if the record does not name it."""
+    """Name of the back end in lower case, such as ``nccl``; empty if the record does not contain it."""
     operation: str
     """Operation without the backend, such as ``all_reduce`` or ``send 0->1``."""
     group_id: int
     """Number of the group in this process. A group that is created later has a larger number."""
     group_name: str
-    """The same on all ranks of the group."""
+    """Name of the group, which is the same on all of its ranks."""
     group_description: str
     collective_seq_id: int
     """Number of the collective in its group, starting at 1."""
@@ -126,8 +126,8 @@ class Entry(NamedTuple):
 
     @property
     def is_complete(self) -> bool:
-        """For gloo, which has no device events, only ``retired`` changes. With other backends, an operation
-        that is retired but not completed has timed out.
+        """True if the operation has completed. Gloo has no device events, and only ``retired`` changes. With
+        other backends, an operation that is retired but not completed has timed out.
         """
         return self.state is State.COMPLETED or (self.retired and self.backend == "gloo")
 
@@ -226,7 +226,7 @@ def _members(config: object) -> dict[str, tuple[int, ...]]:
 
 
 class _EntryReader:
-    """Checks each distinct value only once, because most entries repeat the same sizes and types."""
+    """Parser for entries. It checks each distinct value once, because most sizes and types are repeated."""
 
     def __init__(self) -> None:
         self._sizes: dict[str, Sizes] = {}
@@ -435,7 +435,7 @@ class RankRecord(NamedTuple):
 class RankFacts(NamedTuple):
     rank: int
     node: str
-    """Empty if unknown."""
+    """Name of the rank's node; empty if unknown."""
     record: RankRecord | NoRecord
     frames: tuple[Frame, ...] = ()
     """The main thread's stack frames, innermost first. Empty if the stack is unknown."""
@@ -502,7 +502,7 @@ def _drafts(records: Sequence[FlightRecord]) -> dict[tuple[str, str], _Draft]:
 
 
 class _CallReader:
-    """Shares one object for equal calls, because most entries repeat an earlier call."""
+    """Converter from entries to calls. Equal calls share one object, because most entries repeat a call."""
 
     def __init__(self) -> None:
         self._calls: dict[tuple[str, Sizes, tuple[str, ...]], Call] = {}

@@ -98,7 +98,7 @@ class _Encoder:
         return self._records.setdefault(json.dumps(fields), len(self._records))
 
     def _runs(self, group: GroupSteps) -> list[list[int]]:
-        """Return runs of the first sequence number, the length, the index of the call, and the flags."""
+        """Return runs of equal steps, each as first sequence number, length, index of the call, and flags."""
         numbers = sorted(group.steps)
         kept = numbers[-self._max_steps :]
         first = next((seq for seq in numbers if not group.steps[seq].is_complete), kept[0])
@@ -144,7 +144,7 @@ def _ranges(ranks: Sequence[int]) -> list[list[int]]:
 
 
 def decode(encoded: bytes) -> list[RankFacts]:
-    """Raise :class:`NodeEvidenceError` if the bytes are not a valid encoding, or exceed a limit."""
+    """Decode facts. Raise :class:`NodeEvidenceError` if the bytes are invalid or exceed a limit."""
     try:
         return _Decoder(_document(encoded)).facts()
     # The decoder relies on Python's exceptions for missing keys, wrong lengths, and indexes out of range.

@@ -39,8 +39,8 @@ def main_thread(text: str) -> tuple[Frame, ...]:
 def threads(text: str) -> Iterator[tuple[Frame, ...]]:
     """Iterate over the stacks of all threads, innermost frame first, starting with the main thread.
 
-    It is the thread that ``faulthandler`` marks as current, else its last thread, and in the output of
-    ``py-spy`` the thread named ``MainThread``, else the first thread.
+    In the output of ``faulthandler``, the main thread is the one marked as current, else the last one. In the
+    output of ``py-spy``, it is the one named ``MainThread``, else the first one.
     """
     lines = text[:MAX_TEXT].splitlines()
     headers = [number for number, line in enumerate(lines) if _HEADER.match(line)]

@@ -49,7 +49,7 @@ class RankEvidence(NamedTuple):
     groups: Mapping[str, Sequence[int]] = {}
     """Global ranks of the process groups that the rank has created. gloo's records do not contain them."""
     has_raised: bool = False
-    """An exception came before the record. Torch then also marks the failed collective as retired."""
+    """True if an exception preceded the record. Torch then also marks the failed collective as retired."""
     frames: tuple[Frame, ...] = ()
     """Frames of the main thread, innermost first, if ``stacks`` is ``None``. Empty if unknown."""
 
@@ -69,7 +69,7 @@ class Reason(str, Enum):
     collective, or used the groups in a different order.
     """
     NO_PEER = "no_peer"
-    """Other ranks wait for these ranks in a point-to-point operation in which these ranks are not."""
+    """Other ranks wait for these ranks in a point-to-point operation that these ranks have not called."""
     OUTSIDE = "outside"
 
 
@@ -144,7 +144,7 @@ class Frame(NamedTuple):
 class MergedStack(NamedTuple):
     ranks: tuple[int, ...]
     frames: tuple[Frame, ...]
-    """Innermost first."""
+    """Frames that these ranks share, innermost first."""
 
 
 class Diagnosis(NamedTuple):
@@ -153,14 +153,14 @@ class Diagnosis(NamedTuple):
     summary: str
     ranks: int
     culprits: tuple[Culprit, ...]
-    """Highest confidence first. Empty if the evidence points to no rank."""
+    """Ranks to blame, highest confidence first. Empty if the evidence points to no rank."""
     candidates: tuple[int, ...]
     """Ranks that may be to blame. Empty if a culprit is likely or certain, or if no rank waits."""
     collectives: tuple[StuckCollective, ...]
     """Collectives that have not completed. Those that explain the hang come first."""
     no_record: Mapping[NoRecord, tuple[int, ...]]
     stacks: tuple[MergedStack, ...]
-    """Most frequent first."""
+    """Distinct stacks, the most frequent first."""
     evidence: tuple[str, ...]
 
     def blamed(self) -> set[int]:

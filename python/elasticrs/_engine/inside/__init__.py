@@ -1,4 +1,4 @@
-"""Code that runs in workers and in the nurseries that fork them, without an import by the user's script.
+"""Code that runs in workers and in the nurseries that fork them, without being imported by the script.
 
 :mod:`.environment` sets the environment variables of these programs.
 """

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _NOTICE_PART = 2000
-"""Maximum size in bytes of each of the two parts of a notice. The agent reads at most 4096 bytes."""
+"""Maximum bytes of each of the two parts of a notice to the agent, which reads at most 4096 bytes."""
 
 _CODEC = ("utf-8", "backslashreplace")
 """Text encoding, and the error handler for lone surrogates, which UTF-8 cannot encode."""
@@ -315,7 +315,7 @@ def write_uncaught(path: str, error: BaseException, at_ns: int) -> None:
 def origin(error: BaseException) -> str:
     """Decide whether another rank's exit may have caused an uncaught exception.
 
-    - ``"own"``: it cannot have. The agent stops the other ranks immediately.
+    - ``"own"``: no other rank can have caused it. The agent stops the other ranks immediately.
     - ``"peer"``: the exception, or each member of a group, only reports a lost peer.
     - ``"unknown"``: the agent waits for this process's exit, because the rank that failed first may be about
       to record its own exception.

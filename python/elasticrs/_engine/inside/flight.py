@@ -1,7 +1,7 @@
 """Writes a worker's flight record (torch's log of the latest collectives) and stacks for the agent.
 
-A thread blocks while it opens a FIFO beside the error file, until the agent opens the other end. It answers
-while the main thread waits in a collective, but not while another thread holds the GIL.
+A thread blocks while it opens a FIFO beside the error file, until the agent opens the other end. The thread
+can answer while the main thread waits in a collective, but not while another thread holds the GIL.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Send a worker's heartbeats, which the agent checks if ``--hang-timeout`` is set.
 
 A heartbeat writes numbers to a shared page, without a system call. The page's layout is in
-``crates/elasticrs-core/src/timer/pages.rs``. Without a page, and in child processes, it has no effect.
+``crates/elasticrs-core/src/timer/pages.rs``. Without a page, and in child processes, a heartbeat
+has no effect.
 """
 
 from __future__ import annotations
@@ -182,11 +183,11 @@ def _notice_exit() -> None:
 
 
 def _begin_exit() -> None:
-    """Record when the main program returned. The step limit then ends, unless a thread still trains."""
+    """Record when the main program returned. From then on, no step is limited, unless a thread trains."""
     global _count  # noqa: PLW0603 -- as in `_heartbeat`
     words = _words or _automatic
     if words is not None:
-        # A set lowest bit would mark the end of a training step.
+        # Clear the lowest bit, because it would mark the end of a training step.
         at = monotonic_ns() & -2
         words[_TIMES + (_count & _LAST)] = at
         _count += 1

@@ -1,7 +1,7 @@
 """Settings of a job. Each setting is declared once, with its default, as a field.
 
-Programs can also pass those of :class:`WorkerSettings` and :class:`UnresolvedSettings`, which the public
-dataclasses inherit. An option gets its default from the field with its name; see :mod:`.options`.
+Programs can also pass the settings in :class:`WorkerSettings` and :class:`UnresolvedSettings`, which the
+public dataclasses inherit. An option gets its default from the field with its name; see :mod:`.options`.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class LogSettings(Value):
     """Destinations of the workers' output; see also the options' help in :mod:`.options`.
 
     Args:
-        log_dir: base directory of log files; ``None`` for a temporary directory. The null device: no files.
+        log_dir: base directory of log files; ``None`` for a temporary directory. ``/dev/null``: no files.
         redirects: streams for files only, as bits (1: stdout, 2: stderr), for all ranks or by local rank.
         tee: the same, for streams that go to a file and to the console.
         local_ranks_filter: local ranks that are shown on the console; ``None`` for all.
@@ -191,9 +191,9 @@ class JobSpec(Record, WorkerSettings):
         master_addr: address at which rank 0 hosts the workers' store.
         master_port: port of that store; a new port for every attempt if ``None``.
         cpus: CPUs that each worker may use, by local rank; ``None`` for the CPUs of the agent.
-        uninterruptible_state_timeout: limit in seconds for a worker's uninterruptible sleep, if positive.
+        uninterruptible_state_timeout: limit in seconds for workers' uninterruptible sleep; 0 for none.
         is_polled: true if a program's own rendezvous handler, named ``rdzv_backend``, assigns the ranks. The
-            next six fields are for it and the agent that polls it.
+            next six fields are for this handler and for the agent that polls it.
         exit_barrier_timeout: seconds to wait for other nodes at the end; ``None`` for the default.
         health_check_port: ``None`` for no server, 0 for any free port.
     """
@@ -256,7 +256,7 @@ class JobSpec(Record, WorkerSettings):
 
         window = getattr(self.max_restarts, "window", None)
         first, longest = delays(self.restart_delay)
-        # An excluded node would have to stop its healthy workers.
+        # If single workers are replaced, exclude no node, because it would have to stop its healthy workers.
         most = None if self.replaces_workers else self.max_excluded_nodes
         return RestartSettings(int(self.max_restarts), window, first, longest, self.max_same_failures, most)
 
@@ -354,7 +354,7 @@ def log_prefix_from(environ: Mapping[str, str]) -> str:
 
 
 def uninterruptible_state_timeout_from(environ: Mapping[str, str]) -> float:
-    """Return the seconds. As in torch, a value that is no number disables the check (0)."""
+    """Return the limit in seconds. As in torch, a value that is no number disables the check (0)."""
     try:
         return float(environ.get(UNINTERRUPTIBLE_STATE_VARIABLE, "0"))
     except ValueError:
@@ -447,8 +447,8 @@ _NOT_REPLACEABLE = "single workers cannot be replaced"
 
 
 def why_not_replaceable(start_method: str = "spawn", back_end: str | None = None) -> str | None:
-    """Return why individual workers cannot be replaced, if so. ``back_end`` is a rendezvous that workers
-    cannot join.
+    """Return why individual workers cannot be replaced; ``None`` if they can be. ``back_end`` names the
+    rendezvous of the nodes, if workers cannot join it.
 
     A program without ``elasticrs.train`` is not rejected, because an installed package may use it.
     """

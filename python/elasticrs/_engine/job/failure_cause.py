@@ -106,7 +106,7 @@ class Cause(Value):
 
     @staticmethod
     def decoded(fields: Mapping[str, Any]) -> Cause:
-        """Create a cause from checked fields. Ignore unknown ones, which another release may send."""
+        """Create a cause from checked fields. Ignore unknown fields, which another release may send."""
         return Cause(**{name: fields[name] for name in Cause._names if name in fields})
 
 

@@ -40,7 +40,9 @@ class Namespace(SimpleNamespace):
 
 
 class Kind(Value):
-    """Kind of value. ``convert`` raises ``ValueError``; ``needs`` describes valid values, for programs."""
+    """Kind of an option's value. ``convert`` parses text, or raises ``ValueError``. ``needs`` describes valid
+    values to programs.
+    """
 
     convert: Callable[[str], object]
     metavar: str

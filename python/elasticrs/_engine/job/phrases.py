@@ -42,7 +42,6 @@ def signal_name(signum: int) -> str:
 
 
 SILENT = "exited with code 0 before the function returned"
-"""For a process that exited with 0 before its function returned."""
 
 
 MAX_HOW = 600
@@ -155,7 +154,10 @@ def signal_dropped(signum: int, local_ranks: Sequence[int], when: str) -> str:
 
 
 def stop_line(asked: int | None, signum: int, grace: float, *, have_exited: bool = False) -> str:
-    """Report the stop after signal ``asked``. ``grace`` is in seconds. ``have_exited``: no worker is left."""
+    """Report that signal ``asked`` stops the job, and that ``signum`` goes to the workers, if any are left.
+
+    The workers are killed after ``grace`` seconds. With a second request, the two signals differ.
+    """
     if asked != signum:
         consequence = "no workers are running" if have_exited else f"{signal_name(signum)} to all workers"
         return f"second stop request: {consequence}"

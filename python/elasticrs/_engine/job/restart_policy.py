@@ -10,8 +10,8 @@ The agent of one node and the leader of several nodes both call :func:`decide`:
   failures have the same kind (exception type, hang, or signal of a crash) and place, on the same rank or in
   the same training step. Connection errors do not count, because they are often transient. A higher step is
   progress, if steps are counted across restarts. Otherwise, an attempt that ran for :data:`STEADY` seconds
-  has made progress. A shorter one may have, if its workers completed steps or hung: the job then stops only
-  after :data:`UNPROVEN` times as many equal failures after the same number of steps.
+  has made progress. A shorter attempt may have made progress if its workers completed steps or hung: the job
+  then stops only after :data:`UNPROVEN` times as many equal failures after the same number of steps.
 - **POLICY-3** At most ``max_restarts`` restarts are charged, in total or within ``window`` seconds.
 - **POLICY-4** The decision does not depend on the order in which the nodes report.
 - **POLICY-5** The job stops if its only node was found unfit and cannot be excluded. Otherwise, at most one
@@ -107,7 +107,7 @@ class FailureHistory(Value):
     """Summary of a job's failures so far.
 
     Args:
-        charged_at: times of the charges within the window, in seconds, oldest first. Empty without a window.
+        charged_at: times of charged restarts in the window, in seconds, oldest first. Empty without a window.
         last: kind, place, global rank and step of the last failure; ``None`` if it cannot be compared.
         same: number of consecutive failures that equal ``last``.
         reached: highest completed training step; ``None`` if steps are not counted across restarts.
@@ -141,8 +141,8 @@ class StopKind(str, Enum):
 
 
 class RestartDecision(Value):
-    """Decision about a failure. ``history`` includes it, and ``delay`` is in seconds. ``reason`` is the text
-    for ``stop``, and ``note`` the text about suspect nodes.
+    """Decision about a failure, which ``history`` includes. ``delay`` is in seconds. ``reason`` says why
+    the job stops, and ``note`` is about suspect nodes.
     """
 
     history: FailureHistory
@@ -154,7 +154,7 @@ class RestartDecision(Value):
 
 
 def decide(settings: RestartSettings, history: FailureHistory, evidence: Evidence) -> RestartDecision:
-    """Decide whether to restart the workers after a failure (not yet in ``history``). Charge the budget."""
+    """Decide whether to restart the workers after a failure that ``history`` lacks. Charge the restart."""
     after = _with_failure(history, evidence)
     reason = why_permanent(evidence, history) or _why_start_error_moved(history, after)
     if reason is not None:
@@ -401,7 +401,7 @@ def _who(cause: Cause) -> str:
 
 def has_not_met_since(then: Meetings, now: Meetings, place: int) -> bool:
     """Return true if worker ``place`` has joined no rendezvous since the last charged failure. Its failure is
-    not charged, because the charged one caused it.
+    not charged, because the charged failure caused it.
     """
     at = then[place] if place < len(then) else None
     return at is not None and now[place : place + 1] == (at,)

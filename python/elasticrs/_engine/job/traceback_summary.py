@@ -131,14 +131,14 @@ def _of_traceback(lines: Sequence[str], is_exception: bool) -> Summary:
             said = f"{said} {block[at + 1].strip()}"
     place = _own_place(frames)
     if place is None and frames:
-        # This traceback has only library code, perhaps of another process. Search the exception's own, too.
+        # This traceback, perhaps of another process, has only library code. Also search the exception's own.
         since = max((n for n, line in enumerate(lines) if line in _CHAINED), default=-1) + 1
         place = _own_place(_frames(lines[since:])) or _place(frames[-1])
     return Summary(printable(said, _LIMIT), place, None if name is None else _qualified(name))
 
 
 def _of_group(members: Sequence[Summary], place: str | None, more: int) -> Summary:
-    """Describe a group by one member, independently of their order. The group was raised at ``place``."""
+    """Describe a group by one member. The members' order is irrelevant. ``place`` is the group's."""
     told = min(members, key=lambda each: (each.exception or "", each.place or ""))
     kinds = sorted({each.exception or "" for each in members} - {""})
     exception = kinds[0] if len(kinds) == 1 else None

@@ -4,10 +4,10 @@
   endpoint, and with ``c10d`` at a loopback address with port 0.
 - **NODES-2** Any other job of one node has a rendezvous. A second agent becomes a spare, or is refused if it
   could never replace the first agent.
-- **NODES-3** With ``static``, the number of nodes is fixed. Torch accepts MIN:MAX, and silently uses MAX.
+- **NODES-3** With ``static``, the number of nodes is fixed. Torch accepts a range, and silently uses MAX.
 - **NODES-4** With ``static``, the setting ``store_type=file`` of ``c10d`` has no effect, as in torch.
-- **NODES-5** ``--node-rank`` also orders the nodes with ``c10d`` and ``etcd``. Torch warns, and ignores it.
-- **NODES-6** With etcd, etcd's permissions decide which nodes may join. A token has no effect.
+- **NODES-5** ``--node-rank`` also orders the nodes with ``c10d`` and ``etcd``. Torch ignores it and warns.
+- **NODES-6** With ``etcd``, etcd's own permissions decide which nodes may join. A token has no effect.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _STATIC_JOIN_TIMEOUT = 900.0
 
 
 class Words(Value):
-    """Names of the settings in error messages: options (command line) or parameters (Python API)."""
+    """Names of the settings in error messages: command-line options, or parameters of the Python API."""
 
     backend: str
     endpoint: str
@@ -59,7 +59,9 @@ def is_in_file(config: Mapping[str, object]) -> bool:
 
 
 def check_backend(backend: str, words: Words = COMMAND_LINE, others: Iterable[str] = ()) -> str:
-    """Return the kind of a back end, or raise :class:`.UsageError`, which also lists ``others``."""
+    """Return the kind of a back end. For an unknown one, raise :class:`.UsageError`, with ``others`` among
+    the valid names in its message.
+    """
     found = BACKENDS.get(backend)
     if found is not None:
         return found
@@ -80,8 +82,8 @@ def describe(
     exit_barrier_timeout: float | None = None,
     words: Words = COMMAND_LINE,
 ) -> tuple[Rendezvous | None, list[str]]:
-    """Create a ``Rendezvous`` from the user's settings (``None`` if a single node needs none), and messages
-    to the user. Check everything that can be checked offline, or raise :class:`.UsageError` with one line.
+    """Return a ``Rendezvous`` with the user's settings (``None`` if a single node needs none), and messages
+    to the user. Raise :class:`.UsageError` for settings that are found invalid offline.
 
     The caller has already checked ``nodes`` (minimum and maximum). ``grace`` is in seconds.
     """
@@ -141,7 +143,7 @@ def describe(
 
 
 class _Own(Record):
-    """The user's settings, without those in ``names``, which only this back end accepts."""
+    """The user's settings. ``given`` excludes those in ``names``, which only this back end accepts."""
 
     given: dict[str, object]
     notices: list[str] = fresh(factory=list)
@@ -158,7 +160,7 @@ def _own_settings(
     if kind == ETCD:
         from elasticrs._engine.nodes.transport import etcd_site
 
-        # Check the settings even without an endpoint, with torch's default endpoint.
+        # If there is no endpoint, check the other settings anyway, with torch's default endpoint.
         found = etcd_site.read_site(endpoint or "localhost", config, words.settings, words.endpoint)
         own = _Own(found[1], found[2], found[0], etcd_site.NAMES, etcd_site.EXPECTED)
         if backend == _ETCD_V2:

@@ -1,5 +1,5 @@
-"""Execute the actions of the rendezvous state machine, except for those that concern the workers or the user.
-The caller gets these in order (``LoopAction`` in :mod:`.messages`).
+"""Execute the actions of the rendezvous state machine, such as store requests and timers. Actions that
+concern the workers or the user (``LoopAction`` in :mod:`.messages`) are returned to the caller in order.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ _PORT = "port"
 """Timer for the next attempt to take the port back from the workers."""
 
 _NAMES = 1 << 62
-"""Tag of the request for the nodes' names. The state machine counts from 1, and ignores this reply."""
+"""Tag of the request for the nodes' names. The state machine's tags count from 1, so it ignores the reply."""
 
 MOST_NAMES = 10 * MEMBERS_PER_TXN
-"""Maximum number of nodes whose names are read from the store. The bytes that the store sends grow with the
-square of this number if all agents are asked for their status.
+"""Maximum number of nodes whose names are read from the store. If all agents are asked for their status, the
+store sends a number of bytes that grows with the square of the number of nodes.
 """
 
 
@@ -93,8 +93,8 @@ _PORT_TICK, _SLOW_PORT_TICK = 0.05, 1.0
 
 
 class LentPort:
-    """Port that the rendezvous store, if it is hosted here, lends to the workers' store during a round. The
-    rendezvous store keeps its open connections.
+    """Port of the rendezvous store, which is lent to the workers' store during a round if this agent hosts
+    the rendezvous store. That store keeps its open connections.
     """
 
     __slots__ = ("_deadline", "_is_lent", "_store", "trouble")
@@ -141,7 +141,7 @@ class Driver:
     """Driver of one agent's state machine. Raises :class:`.UsageError` for an unusable endpoint.
 
     Without a ``supervisor``, a separate thread serves the stores. Without ``use_agent_store``, rank 0 serves
-    the workers' store on a port that its agent reserves. ``workers`` are arguments of :class:`.ThisAgent`.
+    the workers' store on a port that its agent reserves. ``workers`` are passed on to :class:`.ThisAgent`.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class Driver:
 
     def node_names(self, *, asks: bool = False) -> list[str] | None:
         """Return the names of the round's nodes, by group rank; ``None`` while they are unknown. The leader
-        knows them. Another agent requests them once in a round, when ``asks`` is first true.
+        knows them. Any other agent requests them once in each round, when ``asks`` is first true.
         """
         member, head = self._member, self.last_head
         leader = None if member is None else member.leader
@@ -198,7 +198,7 @@ class Driver:
 
     @property
     def job_number(self) -> int:
-        """Store revision that created the job's record, different for each job of a name; 0 if unknown."""
+        """Store revision that created the job's record; 0 if unknown. Distinguishes jobs of the same name."""
         return 0 if self._member is None else self._member.joining.job_revision
 
     # --- events in, actions out ---
@@ -251,14 +251,14 @@ class Driver:
             self._names = names_of(table, member.keys.table(head.form), head.size)
 
     def worker_gone(self, name: str) -> None:
-        """Delete the registration of a worker whose processes have exited, so that others notice at once."""
+        """Delete the registration of a worker whose processes have exited, so that other workers notice."""
         keys = workers_keys(self._rendezvous, self.store.job, self.job_number)
         # Use tag 0, because the state machine never uses it and therefore ignores the reply.
         self.store.send(Txn(0, [], keys.forget_process(name)))
 
     @property
     def agent(self) -> str:
-        """Name of this agent, the prefix of the names of its registrations."""
+        """Name of this agent. The names of its registrations begin with it."""
         assert self._member is not None
         return self._member.agent.agent
 
@@ -282,8 +282,8 @@ class Driver:
     # --- the port shared with the workers ---
 
     def open_store(self) -> str | None:
-        """Serve the workers' store on the announced listener, unless rank 0 serves it. With ``static``, lend
-        the port to the workers instead, and return an error message if that fails.
+        """Serve the workers' store on the listener that this agent has announced, unless rank 0 serves the
+        store. With ``static``, lend the port to the workers instead. Return an error message if that fails.
         """
         if not self._rendezvous.is_static:
             if self._store_port is not None:
@@ -349,7 +349,7 @@ class Driver:
         return []
 
     def hasten(self) -> list[LoopAction]:
-        """Handle a repeated stop request: no longer wait for other agents or for the store."""
+        """Handle a repeated stop request: do not wait any longer for other agents or for the store."""
         return self.tell(messages.TimerFired("leave")) or self._farewell(_FAREWELL)
 
     def close(self) -> None:
@@ -358,7 +358,7 @@ class Driver:
 
     @property
     def _stays(self) -> bool:
-        """True if the store stays open for this agent's next job. The agent then waits for no others."""
+        """True if the store stays open for this agent's next job. It then waits for no other agent."""
         is_success = self._exit is not None and self._exit.outcome.kind in {"succeeded", "spare"}
         return is_success and self.store.may_stay
 

@@ -1,16 +1,16 @@
 """Decide which agent hosts the coordination store, where it listens, and which address a node publishes.
 
-- **HOST-1** ``is_host`` decides. Otherwise, an agent may host if the endpoint is a loopback name, this
-  machine's name or one of its addresses. The machine's first agent takes the port; others become clients.
-- **HOST-2** For a loopback name and one node, the store listens on loopback only. Otherwise it listens on
-  ``bind_addr`` or all interfaces: a host's own name may resolve to 127.0.1.1 on that host only, and a
-  loopback name may be the endpoint on the hosting node only.
-- **HOST-3** A name that cannot be resolved is no error at first, because a container's name may appear late,
-  or refer to an earlier container. The agent is a client, retries, and decides again if no store answers.
+- **HOST-1** The setting ``is_host`` decides. Without it, an agent may host the store if the endpoint is a
+  loopback name, or a name or address of this machine. Its first agent takes the port; others become clients.
+- **HOST-2** If the endpoint is a loopback name and the job has one node, the store listens on loopback only.
+  Otherwise it listens on ``bind_addr`` or all interfaces: a host's own name may resolve to 127.0.1.1 on that
+  host only, and a loopback name may be the endpoint on the hosting node only.
+- **HOST-3** An unknown name in the endpoint is no error at first, because a container's name may appear late,
+  or refer to an earlier container. The agent retries as a client, and decides again if no store answers.
 - **ADDR-1** A node publishes the user's address (rank 0 of ``static``: the endpoint's host, as in torch), or
   the local address of its connection to the store. Torch's full host name may be unknown to other nodes.
-- **ADDR-2** If that local address is loopback, it publishes the endpoint's host. If that is loopback too, it
-  publishes the address of its own name, or the address that the kernel uses for other networks.
+- **ADDR-2** If that local address is loopback, a node publishes the endpoint's host. If that is loopback too,
+  the node publishes the address of its own name, or the address that the kernel uses for other networks.
 - **ADDR-3** Agents share a loopback interface if their kernel's boot id and network namespace are the same.
   Containers and cloned machines may have the same host name.
 """
@@ -45,7 +45,7 @@ ANY_PORT = (("127.0.0.1", 0),)
 
 _LOOPBACK = ("127.0.0.1", "::1")
 _ELSEWHERE = ((_socket.AF_INET, "192.0.2.1"), (_socket.AF_INET6, "2001:db8::1"))
-"""Addresses reserved for documentation, to find the route to other networks. No machine has them."""
+"""Addresses for documentation, which no machine has. Used to find the route to other networks."""
 
 
 class Hosting(Value):
@@ -76,8 +76,8 @@ class Hosting(Value):
 def decide_hosting(rendezvous: Rendezvous, resolver: SystemResolver) -> Hosting:
     """Decide whether this agent hosts the store. Blocks until the name servers respond.
 
-    Raises :class:`.UsageError` if no other node could use the endpoint: its host is unspecified, or another
-    machine with port 0.
+    Raises :class:`.UsageError` if no other node could use the endpoint: its host is an unspecified address,
+    or its port is 0 and its host is another machine.
     """
     if rendezvous.etcd is not None:
         # The connection to etcd may have a loopback address, so find one that other machines can reach.
@@ -135,13 +135,13 @@ def _by_address(rendezvous: Rendezvous, resolver: SystemResolver) -> Hosting:
 
 def _is_own_name(host: str, resolver: SystemResolver) -> bool:
     name = plain(host)
-    # Look up no names for an address, because a silent name server would delay the start.
+    # If the endpoint is an address, look up no names, because a silent name server would delay the start.
     return packed(host) is None and any(plain(own) == name for own in resolver.host_names())
 
 
 def listening_address(host: str, resolver: SystemResolver) -> str | None:
-    """Return the address on which a server is reachable at ``host``; ``None`` for another machine. Use the
-    wildcard address for an own name that resolves only to loopback. Raises :class:`OSError` for unknown
+    """Return the address on which a server is reachable at ``host``; ``None`` for another machine. Return the
+    wildcard address if this machine's name resolves only to loopback. Raises :class:`OSError` for unknown
     names.
     """
     if is_loopback(host):
@@ -180,7 +180,7 @@ def _with_fallback(rendezvous: Rendezvous, hosting: Hosting, resolver: SystemRes
     fallback = None if is_unspecified(rendezvous.host) or not hosting.may_host else rendezvous.host
     is_own_address = fallback is not None and is_usable_elsewhere(fallback) and resolver.is_local(fallback)
     if fallback is None or (hosting.is_explicit and not is_own_address):
-        # Prefer this machine's address: an endpoint that the user chose may forward only the store's port.
+        # Prefer this machine's address, because the endpoint may be a proxy of the store's port only.
         fallback = _address_of_own_name(resolver) or fallback
     return hosting.replaced(fallback=fallback)
 
@@ -227,7 +227,7 @@ def _why(error: OSError) -> str:
 
 
 def _doubt(rendezvous: Rendezvous, resolver: SystemResolver) -> str | None:
-    """Return a warning if others seem to connect to another machine, which may be a proxy of this one."""
+    """Return a warning if other nodes seem to connect to another machine (or to a proxy of this one)."""
     host, here = rendezvous.host, "node rank 0 is here, but"
     if is_loopback_name(host) or is_unspecified(host):
         return None
@@ -274,7 +274,7 @@ class SystemResolver:
         return list(dict.fromkeys((name, *full)))
 
     def resolve(self, name: str) -> list[str]:
-        """Return a host's numeric addresses in the order of clients' attempts, or raise :class:`OSError`."""
+        """Return a host's numeric addresses in the order to try them, or raise :class:`OSError`."""
         try:
             found = _socket.getaddrinfo(_plain_text(name), None, 0, _socket.SOCK_STREAM)
         except UnicodeError:
@@ -283,7 +283,7 @@ class SystemResolver:
         return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
     def outgoing_address(self) -> str | None:
-        """Return the source address for other networks; ``None`` without a route. No packet is sent."""
+        """Return this machine's address for other networks; ``None`` without a route. No packet is sent."""
         for family, elsewhere in _ELSEWHERE:
             sock = _socket.socket(family, _socket.SOCK_DGRAM | _socket.SOCK_CLOEXEC)
             try:
@@ -333,7 +333,7 @@ def _can_bind(family: int, sockaddr: tuple[object, ...]) -> bool:
 
 
 def _talks_from(family: int, sockaddr: tuple[object, ...], address: str) -> bool:
-    """Return true if the kernel uses ``address`` as the source of connections to it. No packet is sent."""
+    """Return true if the kernel connects to ``address`` from that same address. No packet is sent."""
     sock = _socket.socket(family, _socket.SOCK_DGRAM | _socket.SOCK_CLOEXEC)
     try:
         sock.connect(sockaddr)

@@ -61,7 +61,7 @@ _BY_HAND = (
     ("--rdzv-endpoint HOST:PORT", "--master-port PORT"),
     ("--rdzv-endpoint", "--master-addr and --master-port"),
 )
-"""Options in the advice, each with its counterpart in the static rendezvous."""
+"""Options that messages to the user recommend, each with its counterpart for the static rendezvous."""
 
 _CALL_TIMEOUT = 1.0
 """Seconds to wait for a name lookup or for a store's reply. The next attempt to connect repeats both."""
@@ -71,7 +71,7 @@ _BEFORE_MEETING = ("refused", "unreachable")
 
 
 _ANY_RUN = ""
-"""Run id that only a store for all jobs accepts. A store of an agent silently closes such a connection."""
+"""Run id that only a store for all jobs accepts. An agent's own store silently closes the connection."""
 
 
 class CannotHost(Exception):  # noqa: N818 -- a statement, told to the user
@@ -97,8 +97,8 @@ class RendezvousStore:
     """An agent's connection to the rendezvous store, with at most one session at a time.
 
     Without a ``supervisor``, a separate thread serves the store. ``kept`` belongs to an agent that runs
-    several times, each time with another job. ``found`` is the result of :func:`.hosting.decide_hosting`,
-    which is called here if it is ``None`` and raises :class:`.UsageError`.
+    several times, each time with another job. ``found`` is the result of :func:`.hosting.decide_hosting`. If
+    it is ``None``, that function is called here, and may raise :class:`.UsageError`.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class RendezvousStore:
 
     def _host_alone(self) -> None:
         """Serve the store at a free port if this agent needs no other node, because the endpoint's port is
-        taken. Do nothing if a store for all jobs has it, because an agent that waits there may replace this
+        taken. Do nothing if a store for all jobs has it: an agent that waits in that store may replace this
         one.
         """
         if not self._rendezvous.needs_no_other_node or self._ask(self._is_store_of_all_jobs, _CALL_TIMEOUT):
@@ -266,7 +266,7 @@ class RendezvousStore:
         """Start to connect. :meth:`take` returns the result later; a failure at once is returned here.
 
         Until the first success, every attempt but the first decides again whether this agent hosts the store.
-        With ``same``, the store must be the previous one, or continue with its state.
+        With ``same``, the store must be the previous one, or one that continues with its state.
         """
         self.disconnect()
         if self._supervisor is not None:
@@ -353,7 +353,7 @@ class RendezvousStore:
                 self._may_decide_again = not self._has_met and event.kind != "resolve"
                 events.append(ConnectionLost(event.kind, self._explained(event)))
             elif isinstance(event, Connected) and self._shares_early and self._shared is None:
-                # Reconnect for the nodes' shared data, because the store was probably not listening yet.
+                # Reconnect, to also open the nodes' shared store. It was probably not listening before.
                 self.disconnect()
                 return [ConnectionLost("unreachable", f"only one connection to {self._rendezvous.endpoint}")]
             else:

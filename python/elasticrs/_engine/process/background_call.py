@@ -88,7 +88,8 @@ class BackgroundCall:
     """Calls a function that may block, on a separate thread. ``fd`` becomes readable when it has returned.
 
     The main thread runs no signal handlers while it is blocked in the C library, for example in the resolver.
-    Raise ``OSError`` if there is no free file descriptor, and ``RuntimeError`` if no thread can be started.
+    The constructor raises ``OSError`` if no file descriptor is free, and ``RuntimeError`` if no thread can
+    be started.
     """
 
     def __init__(self, ask: Callable[[], Any]) -> None:

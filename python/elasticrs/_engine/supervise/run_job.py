@@ -1,4 +1,4 @@
-"""Runs a job on this node. Command line, launcher's API and torch's agent class start their jobs here."""
+"""Runs a job on this node, for the command line, the launcher's API and torch's agent class."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run_job(
     observers: Sequence[Observer] = (),
     consoles: Collection[int] = (1, 2),
 ) -> JobResult:
-    """Run a job to its end on this node. Raises ``UsageError``, and as :meth:`.Agent.run`.
+    """Run a job to its end on this node. Raises ``UsageError``, and the exceptions of :meth:`.Agent.run`.
 
     ``owns_process``: the process runs nothing but the launcher, so events record the agent's end. ``created``
     gets the agent before it runs. ``consoles`` are descriptors (1, 2) for the workers' output.
@@ -121,7 +121,7 @@ def _logs(job: JobSpec) -> tuple[AttemptLogs, Callable[[], object]]:
 
 
 def make_decisions(job: JobSpec, console: Console, planner: Planner | None = None) -> Decisions:
-    """Create the object that decides; import only its class. ``planner`` assigns ranks on one node."""
+    """Create the agent's :class:`.Decisions`; import only its class. ``planner`` assigns one node's ranks."""
     if job.rendezvous is None:
         planner = planner or partial(plan_one_node, job)
         if job.replaces_workers:
@@ -143,8 +143,8 @@ def make_decisions(job: JobSpec, console: Console, planner: Planner | None = Non
 def plan_one_node(job: JobSpec, supervisor: _core.Supervisor) -> Plan:
     """Plan the next attempt on a single node: the ranks, and the address of the workers' store.
 
-    Rank 0 hosts the store on ``master_port``. Without it, the port is free, and this process hosts the store
-    if :func:`.agent_hosts_store` is true. Raises ``OSError`` without a free port.
+    Rank 0 hosts the store on ``master_port``. Without ``master_port``, any free port is used, and this
+    process hosts the store if :func:`.agent_hosts_store` is true. Raises ``OSError`` without a free port.
     """
     ranks = assign([NodeShare(job.role, job.nproc)], 0)
     if job.master_port is not None:

@@ -1,6 +1,7 @@
-"""Log of a group of workers, from which the facts about a failure follow.
+"""Log of the events of a group of workers, from which the facts about a failure are derived.
 
-The times of independent events decide, not their places in the log, because they may come in any order.
+Independent events are ordered by their times, not by their places in the log, because they may be logged in
+any order.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Overdue(Value):
-    """Reason why a worker failed whatever its exit code: a time limit, or :attr:`EventLog.blame` names it.
+    """Reason why a worker has failed, whatever its exit code: it exceeded a time limit, or it is blamed.
 
     At most one of ``timer``, ``hung`` and ``raised`` is set.
     """
@@ -51,7 +52,8 @@ class Adopted(Value):
 class Blamed(Value):
     """Decision which workers are to blame for a hang (``hung``) or a failed collective.
 
-    They replace the worker that the core killed, or whose failure it saw first. There is at least one.
+    At least one worker is named. These workers are blamed instead of the one that the core killed or saw
+    fail first.
     """
 
     blame: Blame
@@ -70,7 +72,7 @@ class Silent(Value):
 _LIMITS = {_core.TimerExpired: "timer", _core.WorkerHung: "hung", _core.WorkerRaised: "raised"}
 _OF_A_WORKER = {*_LIMITS, _core.FailureSeen, _core.WorkerExited}
 _DERIVED = ("first_failure", "expired", "stamps")
-"""Answers that are kept until an event may change them."""
+"""Attributes of :class:`EventLog` that are cached until an event may change them."""
 
 
 class EventLog:
@@ -223,7 +225,7 @@ class EventLog:
         return next((each for each, why in self.expired.items() if why.is_blamed), local_rank)
 
     def was_stopped_by_exception(self) -> bool:
-        """Return true if the exception of the first failed worker stopped the others before it exited."""
+        """Return true if the others were stopped after the first worker's exception, before its exit."""
         raised = None if self.first_failure is None else self.raised.get(self.first_failure)
         return raised is not None and self.stamps.get("failure_seen") == raised.seen_ns
 
@@ -275,7 +277,7 @@ class EventLog:
 
     @property
     def failed_ns(self) -> int:
-        """Time of the first failure: of the exception, if the agent waited for the exit after it.
+        """Time of the first failure; that of the exception, if the agent waited for the exit after it.
 
         Raise ``KeyError`` if no worker has failed.
         """

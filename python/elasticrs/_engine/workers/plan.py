@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class Plan(Record):
     """Ranks and addresses of an attempt.
 
-    ``port`` keeps the port reserved; ``None`` if another agent does so. ``members`` are the names under which
-    workers register in their rendezvous, by local rank; ``None`` if there is no rendezvous. A replaced worker
-    keeps its name until its replacement has been started.
+    ``port`` reserves the port of the store; ``None`` if another agent does so. ``members`` are the names
+    under which workers register in their rendezvous, by local rank; ``None`` if there is no rendezvous. A
+    replaced worker keeps its name until its replacement has been started.
     """
 
     ranks: Sequence[WorkerRanks]

@@ -1,4 +1,4 @@
-"""Torch's ``LocalElasticAgent``. It waits for events, unless the user has replaced a hook of torch."""
+"""Torch's ``LocalElasticAgent``. The agent waits for events, or polls if a hook of torch was replaced."""
 
 from __future__ import annotations
 
@@ -75,8 +75,9 @@ _OWN_START = start_processes
 class LocalElasticAgent(SimpleElasticAgent):
     """Agent that runs the workers of one node.
 
-    Torch's polling loop calls all hooks if a subclass overrides one, or if the rendezvous handler is not from
-    this package. A value of ``None`` is replaced from the environment.
+    The agent waits for events. If a subclass overrides a hook of torch, or if the rendezvous handler is not
+    from this package, the agent runs torch's polling loop, which calls all hooks. Time-outs and signals that
+    are ``None`` are read from environment variables.
 
     Args:
         spec: specification of the workers.
@@ -132,8 +133,9 @@ class LocalElasticAgent(SimpleElasticAgent):
             SignalException: a signal asked the agent to stop. The workers have been stopped.
             RendezvousError: the rendezvous failed or is closed.
             RuntimeError: the workers could not be started. If a program does not exist or is not executable,
-                it is also a ``FileNotFoundError`` or ``PermissionError``.
-            ValueError: the machine's limits or ``on_failure`` do not allow these workers.
+                this error is also a ``FileNotFoundError`` or ``PermissionError``.
+            ValueError: the machine's limits are too low for the workers, or an agent that polls has
+                ``on_failure="replace"``.
         """
         why = why_hooks_decide(self)
         if why is not None and self._worker_group.spec.on_failure == "replace":
@@ -167,8 +169,9 @@ class LocalElasticAgent(SimpleElasticAgent):
     def request_checkpoint(self) -> None:
         """Request a checkpoint from all workers of the job, which must use :func:`elasticrs.train.train`.
 
-        They save at the end of the same step, usually the second from now. The agent prints the outcome. A
-        request survives failed workers. Can be called from any thread. Not available in torch.
+        All workers save at the end of the same step, usually the second step from now. The agent then prints
+        the outcome. A request stays pending if a worker fails. This method can be called from any thread. It
+        is not available in torch.
 
         Raises:
             RuntimeError: no running worker can receive the request. ``on_failure="replace"`` is needed.
@@ -180,7 +183,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         checkpoints.ask()
 
     def _pass_on(self, signum: int) -> None:
-        # A `PContext` of the user cannot pass the signal on to the workers.
+        # A user-supplied `PContext` cannot pass the signal on to the workers.
         if isinstance(self._pcontext, PolledWorkers):
             self._pcontext.pass_on(signum)
 
@@ -196,7 +199,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         check_limits(spec.local_world_size, spec.hang_timeout, os.environ)
 
     def _rendezvous_settings(self) -> Rendezvous | None:
-        """Return the settings for the event loop; ``None`` if the handler must be polled."""
+        """Return the rendezvous that the event loop can run; ``None`` if the handler must be polled."""
         rendezvous: Rendezvous | None = getattr(self._worker_group.spec.rdzv_handler, "rendezvous", None)
         if rendezvous is None:
             return None
@@ -206,7 +209,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         return rendezvous.replaced(settings=settings)
 
     def _setup_healthcheck(self) -> None:
-        """Start the health check server before the first rendezvous. Torch calls this before each start."""
+        """Start the health check server. Called once; torch calls it before every start of workers."""
         if self._health_check_server is None:
             try:
                 made = server_of_environment(os.environ, self._get_alive_time)
@@ -281,7 +284,7 @@ class LocalElasticAgent(SimpleElasticAgent):
                 "the worker ids %s are not those of the processes that were started: %s", ids, pcontext.pids()
             )
             return RunResult(WorkerState.UNKNOWN)
-        # Wait for the workers that are being stopped, because the result contains their exit codes.
+        # After a failure, wait until all workers have stopped, because the result contains their exit codes.
         with self._progress.within("_monitor_workers", self._shutdown_timeout if pcontext.has_failed else 0):
             found = pcontext.wait(-1 if pcontext.has_failed else 0)
         if found is None:
@@ -333,7 +336,7 @@ def _name_command(spec: WorkerSpec) -> None:
     from elasticrs._engine.nodes.protocol import rendezvous as nodes
 
     rendezvous = handler.rendezvous
-    # A handler of another package may have an attribute of this name.
+    # A handler of another package may have an unrelated attribute `rendezvous`.
     if not isinstance(rendezvous, nodes.Rendezvous):
         return
 
@@ -350,7 +353,7 @@ def _name_command(spec: WorkerSpec) -> None:
 
 
 def _policy_without_effect(spec: WorkerSpec) -> list[str]:
-    """Return the changed restart policy settings that torch's loop ignores."""
+    """Return the names of changed restart policy settings that torch's polling loop ignores."""
     names = ("restart_delay", "max_same_failures", "fatal_exit_codes", "exit_codes", "max_excluded_nodes")
     found = [
         name
@@ -367,7 +370,8 @@ def _policy_without_effect(spec: WorkerSpec) -> list[str]:
 def why_hooks_decide(agent: LocalElasticAgent) -> str | None:
     """Return why the agent must use its polling hooks; ``None`` if it can use the event-driven loop.
 
-    A hook may be replaced in a subclass, the class or an object. A back end of the user must be polled.
+    Users may replace a hook in a subclass, in the class itself or in an object. A rendezvous back end of the
+    user must be polled.
     """
     if agent._local.made is not None:
         return "the command line has chosen a handler that is polled"

@@ -1,4 +1,4 @@
-"""The job of torch's agent class, run by :func:`.run_job` like a job of the command line."""
+"""Run the job of torch's agent class with :func:`.run_job`, like a job of the command line."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class LocalJob:
 
     @property
     def forwarded(self) -> tuple[int, ...]:
-        """Signals to pass on. By default, not those for which the program has its own handler."""
+        """Signals to pass on to the workers; by default, without those that the program itself handles."""
         if self._forwarded is not None:
             return self._forwarded
         found = defaults.forwarded_signals(None, self.signals)
@@ -92,7 +92,7 @@ class LocalJob:
         return self._prefix_template or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
 
     def config(self, rendezvous: Rendezvous | None = None) -> JobSpec:
-        """Return the job. ``rendezvous`` is given only for several nodes and the event-driven loop."""
+        """Return the job. ``rendezvous`` is ``None`` for a single node, and if the agent polls."""
         if self.made is not None:
             return self.made[0]
         spec = self._spec
@@ -132,7 +132,7 @@ class LocalJob:
         return make_workers(job, own_consoles()) if self.made is None else self.made[1]
 
     def observers(self) -> Sequence[Observer]:
-        """Return the observer that prints tee'd lines to replaced standard streams, if there are any."""
+        """Return an observer that prints tee'd lines to the program's replaced standard streams, if any."""
         streams = replaced_streams()
         return [ReplacedConsole(streams, self._spec.role, self.prefix_template)] if streams else []
 
@@ -163,7 +163,7 @@ def _preload(spec: WorkerSpec, start_method: str) -> Preload | None:
 
 
 class ReplacedConsole(Observer):
-    """Copies the workers' console output to the streams with which the program has replaced its own."""
+    """Copies the workers' console output to the objects that replace ``sys.stdout`` and ``sys.stderr``."""
 
     def __init__(self, streams: Mapping[int, TextIO], role: str, template: str | None) -> None:
         self._streams = streams
@@ -208,7 +208,7 @@ class EventRunner(Record):
         signals = catch_signals((*job.signals, *job.forwarded))
         console = Console(log_prefix=job.log_prefix, is_one_of_several=job.is_multi_node)
         if signals is None:
-            # Print a line, because the program may turn Python warnings into errors.
+            # Do not issue a Python warning, because the program may turn warnings into errors.
             console.say("signals are not handled, because the job does not run in the main thread")
         decisions = self._decisions(job, console)
         try:

@@ -1,4 +1,4 @@
-"""Workers and signals of an agent whose hooks decide. Frameworks know the object as ``_pcontext``."""
+"""The workers (``_pcontext``) of an agent that runs torch's polling loop, and its signal handlers."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class PolledWorkers:
             try:
                 tracker.start(tracker.begin(action, plan))
             except BaseException:
-                # No event follows a failed call of `tracker.start`.
+                # After a failed call of `tracker.start`, no event reports the end of the attempt.
                 self._ended = machine.GroupEnded("failed")
                 self._release_plan()
                 raise
@@ -103,7 +103,7 @@ class PolledWorkers:
         return self.pids()
 
     def announce(self, restarts_left: int) -> bool:
-        """Announce a restart to the observers. Return false if no worker failure caused it."""
+        """Announce a restart to the observers, if a worker's failure caused it. Return false otherwise."""
         if self.has_failed:
             self._tracker.observers.acting(machine.AnnounceRestart(restarts_left), None)
         return self.has_failed
@@ -131,7 +131,7 @@ class PolledWorkers:
         return attempt is not None and attempt.first_failure is not None
 
     def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:  # noqa: ARG002 -- torch's signature
-        """Wait ``timeout`` seconds (negative: no limit) for the result, and return it, or ``None``."""
+        """Wait up to ``timeout`` seconds (negative: no limit). Return ``None`` if workers still run."""
         deadline = None if timeout < 0 else time.monotonic() + timeout
         while self.is_running:
             left = None if deadline is None else deadline - time.monotonic()
@@ -187,7 +187,7 @@ class PolledWorkers:
         self._has_started, self._ended, self._found = False, None, None
 
     def _pump(self, seconds: float | None) -> bool:
-        """Wait for one event and handle it. Return whether there was one."""
+        """Wait for an event and handle it. Return false if none arrived in time."""
         with waiting(lambda: os.eventfd_write(self._bell, 1)):
             was_something = self._tracker.wait(seconds)
             self._note_events()
@@ -255,7 +255,7 @@ def start_by(
 
 
 class GivenContext:
-    """Wraps the context of the user's ``start_processes``. Reserves the workers' port until it is closed."""
+    """Wraps the context from the user's ``start_processes``, and keeps the workers' port until ``close``."""
 
     has_failed = False
     attempt = None
@@ -295,9 +295,9 @@ def raised_signals(
 ) -> Iterator[None]:
     """Raise :class:`SignalException` in the main thread when a signal requests a stop during the block.
 
-    A repeated signal that is not a new request (see :class:`.StopRequests`) raises nothing. Ignored signals
-    stay ignored. Signals in ``forwarded`` are given to ``pass_on``. Other threads only log a warning, and
-    forked children get the previous handlers.
+    A repetition of the same stop request (see :class:`.StopRequests`) raises nothing. Ignored signals stay
+    ignored. Signals in ``forwarded`` are given to ``pass_on``. Outside of the main thread, this function only
+    logs a warning. Forked children get the previous handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         _log.warning("signals are not handled, because the job does not run in the main thread")

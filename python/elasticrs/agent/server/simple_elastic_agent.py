@@ -78,8 +78,8 @@ class SimpleElasticAgent(ElasticAgent):
 
     Args:
         spec: specification of the workers.
-        exit_barrier_timeout: seconds to wait for other nodes; from the environment (300) if ``None``.
-        shutdown_timeout: seconds between stop signal and SIGKILL; from the environment (30) if ``None``.
+        exit_barrier_timeout: seconds to wait for other nodes; if ``None``, from the environment, or 300.
+        shutdown_timeout: seconds between stop signal and SIGKILL; if ``None``, from the environment, or 30.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class SimpleElasticAgent(ElasticAgent):
 
     @abstractmethod
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
-        """Send ``death_sig`` to running workers and release all resources. ``timeout`` may be omitted."""
+        """Send ``death_sig`` to running workers and release all resources. Overrides may omit ``timeout``."""
 
     @prof
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
@@ -159,7 +159,7 @@ class SimpleElasticAgent(ElasticAgent):
     def _assign_worker_ranks(
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        """Assign ranks to the workers, over the store only if nodes may differ from each other."""
+        """Assign ranks to the workers. Use the store only if nodes may differ in their workers or roles."""
         own = NodeShare(spec.role, spec.local_world_size)
         if group_world_size == 1 or os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL", "0") == "1":
             ranks = node_ranks([own] * group_world_size)[group_rank]
@@ -196,7 +196,7 @@ class SimpleElasticAgent(ElasticAgent):
         return self._run_and_shut_down(partial(self._invoke_run, role))
 
     def _run_and_shut_down(self, invoke: Callable[[], RunResult], *, is_observed: bool = False) -> RunResult:
-        """If ``is_observed`` is true, observers record the events and metrics."""
+        """Call ``invoke``, then ``_shutdown``. If ``is_observed``, observers record events and metrics."""
         started = time.monotonic()
         is_shut_down = False
         try:
@@ -229,7 +229,7 @@ class SimpleElasticAgent(ElasticAgent):
             self._total_execution_time = int(time.monotonic() - started)
 
     def _tell_failure(self, found: RunResult | Exception) -> None:
-        """Pass the reason to the handler's ``set_failed``, if any, which reports it to the other nodes."""
+        """Report the failure's reason to the other nodes, if the rendezvous handler has ``set_failed``."""
         set_failed = getattr(self._worker_group.spec.rdzv_handler, "set_failed", None)
         if set_failed is not None:
             set_failed(_first_failure(found))
@@ -239,7 +239,7 @@ class SimpleElasticAgent(ElasticAgent):
             try:
                 _call(self._shutdown, sigval, timeout=self._shutdown_timeout)
             except SignalException:
-                # A second stop request.
+                # A second stop request kills the workers at once.
                 _call(self._shutdown, signal.SIGKILL, timeout=0)
                 raise
 
@@ -255,7 +255,7 @@ class SimpleElasticAgent(ElasticAgent):
             put_metric(f"workers.{group.spec.role}.remaining_restarts", self._remaining_restarts)
             put_metric(f"workers.{group.spec.role}.{result.state.name.lower()}", 1)
             if result.state == WorkerState.SUCCEEDED:
-                # Treat `None` as success, because torch's hook and users' hooks may return it.
+                # Treat `None` as success, because overrides of torch's `_exit_barrier` may return it.
                 with self._progress.within("_exit_barrier", self._exit_barrier_timeout):
                     is_over = self._exit_barrier() is not False
                 if is_over:
@@ -266,7 +266,7 @@ class SimpleElasticAgent(ElasticAgent):
                     with self._progress.within("_stop_workers", self._shutdown_timeout):
                         _call(self._stop_workers, group)
                     group.state = WorkerState.FAILED
-                    # Torch's launcher does not treat UNHEALTHY as a failure.
+                    # Do not return UNHEALTHY, which torch's launcher does not treat as a failure.
                     return RunResult(WorkerState.FAILED, result.return_values, result.failures)
                 self._remaining_restarts -= 1
                 self._tell_restart(result.state)
@@ -293,7 +293,7 @@ class SimpleElasticAgent(ElasticAgent):
         self._progress.tell(seconds)
 
     def _pause(self, seconds: float) -> None:
-        """Wait before the next check. An override may return early. Not available in torch."""
+        """Wait before the next check of the workers. An override may return early. Not available in torch."""
         time.sleep(seconds)
 
     def _exit_barrier(self) -> bool | None:
@@ -307,10 +307,10 @@ class SimpleElasticAgent(ElasticAgent):
             return True
         self._in_exit_barrier = True
         try:
-            # Torch's handlers also count new nodes, which are no reason to restart.
+            # Do not watch torch's handlers: they also count new nodes, which are no reason to restart.
             return self._wait_for_others(group, watches=set_succeeded is not None)
         except RuntimeError as error:
-            # As in torch: the work is done, and the node that hosted the store may have exited.
+            # Ignore this, as torch does: the work is done, and the node that hosts the store may have exited.
             _log.warning("the store was lost in the exit barrier: %s", error)
             return True
         finally:
@@ -488,7 +488,7 @@ class Progress:
 
     @contextmanager
     def within(self, name: str, allowance: float) -> Iterator[None]:
-        """Expect the block to finish or report progress within ``allowance`` seconds, plus inner blocks."""
+        """Expect the block to finish or report progress in ``allowance`` seconds, without inner blocks."""
         outer = self._place
         try:
             self._place = _Place(name, allowance, self._clock() + allowance)

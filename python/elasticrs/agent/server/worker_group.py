@@ -39,8 +39,9 @@ def with_settings(made: type[T]) -> type[T]:
 class WorkerSpec(WorkerSettings, UnresolvedSettings):
     """Specification of the workers of one node.
 
-    :class:`.WorkerSettings` and :class:`.UnresolvedSettings` describe the keyword-only fields, which torch
-    does not have, and :class:`~elasticrs.launcher.LaunchConfig` those that are not listed here.
+    Torch does not have the keyword-only fields; see :class:`.WorkerSettings` and
+    :class:`.UnresolvedSettings`. For other fields that are not listed here, see
+    :class:`~elasticrs.launcher.LaunchConfig`.
 
     Args:
         local_world_size: number of workers on this node.
@@ -162,7 +163,7 @@ class WorkerGroup:
         self._store, self._open_store = store, None
 
     def take_plan(self, plan: Plan, open_store: Callable[[], Any]) -> None:
-        """Copy the plan of the next attempt. A port or address that the user has chosen overrides it."""
+        """Copy the plan of the next attempt. A port or address that the user has chosen has priority."""
         plan.master_addr = self.spec.master_addr or plan.master_addr
         if self.spec.master_port:
             # The worker with rank 0 hosts the store on a port that the user has chosen.
@@ -175,7 +176,7 @@ class WorkerGroup:
             worker.world_size, worker.role_world_size = own.world_size, own.role_world_size
 
     def plan(self) -> Plan:
-        """Create an attempt's plan. Raise ``RuntimeError`` without a rendezvous. Not available in torch."""
+        """Create an attempt's plan. Raise ``RuntimeError`` before the first rendezvous. Not in torch."""
         spec = self.spec
         if self.group_rank is None or self.group_world_size is None:
             raise RuntimeError("workers are started before a rendezvous")
@@ -206,7 +207,7 @@ class RunResult:
         state: state of the group; SUCCEEDED or FAILED at the end.
         return_values: return values of the workers' functions.
         failures: failures of the failed workers.
-        verdict: see :class:`elasticrs.errors.JobFailedError`; ``None`` without failure or with polling hooks.
+        verdict: see :class:`elasticrs.errors.JobFailedError`; ``None`` without failure or if the agent polls.
         exit_code: exit code of the launcher for this failure; ``None`` if ``verdict`` is ``None``.
         reason: why the workers were not restarted; ``None`` if the failures alone explain it.
     """

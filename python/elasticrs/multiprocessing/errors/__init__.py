@@ -33,9 +33,9 @@ __all__ = [
 def record(fn: Callable[_P, _R], error_handler: ErrorHandler | None = None) -> Callable[_P, _R | None]:
     """Decorate a worker's main function to write its exceptions to the error file with ``error_handler``.
 
-    Programs need this only for a handler of their own. As in torch, the decorated function returns ``None``
-    after ``SystemExit(0)``, only an ``Exception`` is recorded, and for a :class:`ChildFailedError`, the error
-    file of the root cause is copied.
+    Programs need this decorator only for an error handler of their own. As in torch, the decorated function
+    returns ``None`` after ``SystemExit(0)``, only an ``Exception`` is recorded, and for a
+    :class:`ChildFailedError`, the error file of the root cause is copied.
     """
     handler = error_handler or get_error_handler()
 
@@ -57,7 +57,7 @@ def record(fn: Callable[_P, _R], error_handler: ErrorHandler | None = None) -> C
         except Exception as error:
             handler.record_exception(error)
             raise
-        # Outside of the `try`: an error in `record_success` is not a failure of the function.
+        # Not inside the `try`, because an error in `record_success` is not a failure of the function.
         handler.record_success()
         return result
 

@@ -106,7 +106,7 @@ class ErrorHandler:
             )
 
     def dump_error_file(self, rootcause_error_file: str, error_code: int = 0) -> None:
-        """Copy a worker's error file to this process's own one. Only log an error if it cannot be read."""
+        """Copy a worker's error file to this process's error file, or only log that it cannot be read."""
         import json
 
         from elasticrs._engine.failures.failure import load_object
@@ -138,7 +138,7 @@ class ErrorHandler:
             _warn(f"Unable to write error to file. {type(error).__name__}: {error}")
 
     def _rm(self, my_error_file: str) -> None:
-        """Log and remove an existing regular file, which a child of the worker may have written."""
+        """Log and remove an existing error file, which a child of the worker may have written."""
         from elasticrs._engine.inside.error_file import may_be_replaced
 
         if not os.path.isfile(my_error_file) or not may_be_replaced(my_error_file):

@@ -45,9 +45,9 @@ class CheckpointUtil:
         self.checkpoint_loaded = False
 
     def load_checkpoint(self, state: State, rank: int) -> State:
-        """Load the newest checkpoint into ``state`` on rank 0, unless a worker has loaded one, and return it.
+        """On rank 0, load the newest checkpoint, unless some worker has already loaded one. Return the state.
 
-        All workers must call this together, and then ``state.sync``. ``CheckpointError`` is raised on all.
+        All workers must call this together, and then ``state.sync``. All raise ``CheckpointError`` on errors.
         """
         if self.checkpoint_manager is not None and not any(
             is_loaded for (is_loaded,) in self.coordinator.exchange([int(self.checkpoint_loaded)])

@@ -1,4 +1,4 @@
-"""Base classes for checkpoint storage, and the saving and loading together with the other workers."""
+"""Base classes for checkpoint storage. Save and load checkpoints together with the other workers."""
 
 from __future__ import annotations
 
@@ -103,13 +103,16 @@ class CheckpointSaver:
 
     @prof
     def load_checkpoint(self, state: State, rank: int) -> bool:
-        """Load a checkpoint on rank 0, and return whether it did, or raise ``CheckpointError`` on all."""
+        """Load the newest checkpoint, if any, on rank 0. Return true on all workers if there was one.
+
+        If rank 0 cannot load it, all workers raise ``CheckpointError``.
+        """
         found, trouble, reason = 0, None, b""
         if rank == 0:
             try:
                 found = int(load_newest(state))
             except Exception as error:
-                # The other workers wait for a message from rank 0.
+                # Do not raise yet, because the other workers wait for a message from rank 0.
                 trouble, reason = error, f"{type(error).__name__}: {error}".encode()[:_MAX_REASON]
                 found = -len(reason)
         found = self._coordinator.exchange([found])[0][0]
@@ -122,7 +125,7 @@ class CheckpointSaver:
 
     @prof
     def save_checkpoint(self, state: State, rank: int) -> bool:
-        """Write a checkpoint on rank 0 while all workers wait. Return false on all if the disk fails."""
+        """Write a checkpoint on rank 0 while all workers wait. All return false if the disk fails."""
         is_saved = False
         if rank == 0 and (manager := get_checkpoint_manager()) is not None:
             with self._coordinator.alone():

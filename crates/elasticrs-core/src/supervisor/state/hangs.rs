@@ -350,8 +350,10 @@ impl Group {
         }
     }
 
-    /// Treats workers that have exceeded their limit as running, because another failure ends the group before their exits
-    /// are reported. The signal that requests the stacks may have killed them all.
+    /// Treats dead workers that have exceeded their time limit as running, so that they can still be reported as hung.
+    ///
+    /// The signal that requests stack traces may kill several workers at once. The first reported exit ends the group,
+    /// and may be that of a worker that only waited for the hung one.
     fn revive_overdue(&mut self, actions: &[PendingAction]) {
         for action in actions {
             let PendingAction::Hung(check) = action else { continue };

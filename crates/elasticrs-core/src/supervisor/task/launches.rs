@@ -42,7 +42,8 @@ const STACK: usize = 256 * 1024;
 pub(super) enum Purpose {
     /// The nursery that starts the workers.
     Current(Reason),
-    /// A new sentinel for the nursery with this token. The nursery and the sentinel share the page.
+    /// A new sentinel (the process that cleans up if the nursery dies) for the nursery with this token. Nursery and
+    /// sentinel share the memory page.
     Sentinel(Token, ActivityPage),
 }
 

@@ -1,5 +1,7 @@
-//! The group that is being started or is running: its state machine, and the descriptors of its members. Watches
-//! processes whose exits the nursery cannot report: adopted processes, and the workers of a lost nursery.
+//! The group of workers that is being started or is running: its state machine, and the descriptors of its members.
+//!
+//! Also watches the processes whose exits no nursery reports: processes that a program started itself, and the workers
+//! of a nursery that has died.
 
 use std::collections::BTreeSet;
 use std::os::fd::{AsFd, OwnedFd};

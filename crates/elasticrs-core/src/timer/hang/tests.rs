@@ -558,8 +558,8 @@ proptest! {
         prop_assert_eq!(!working.is_empty(), works && !may_hang && !has_own_limit);
     }
 
-    /// Checks HANG-12: whatever the ranks are found to do, a rank without a heartbeat counts as hung at the latest
-    /// after ten times its time limit. No rank is late before the first of the ranks has exceeded its time limit.
+    /// Checks HANG-12: a rank without a heartbeat counts as hung at the latest after ten times its time limit, even if
+    /// it is busy. No rank counts as late until at least one rank has exceeded its time limit.
     #[test]
     fn every_silent_rank_is_hung_after_the_generous_limit(
         limit in 1_u64..40,

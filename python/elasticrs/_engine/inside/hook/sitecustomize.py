@@ -62,7 +62,7 @@ def _handles_signals() -> bool:
 
 
 def undisturbed(write: "Callable[[], None]") -> None:
-    """Call ``write`` and delay Python signal handlers until it has returned. Raise what either raises.
+    """Call ``write`` and delay Python signal handlers until it has returned. Raise any of their exceptions.
 
     A handler may raise an exception between any two instructions of the main thread. Blocking the signals
     does not help, because another thread may receive them, and the handler still runs in the main thread.
@@ -109,7 +109,7 @@ def undisturbed(write: "Callable[[], None]") -> None:
 
 
 def _despite_handlers(action: "Callable[[], None]") -> "BaseException | None":
-    """Repeat ``action`` whenever a signal handler raises an exception inside it. Return the last one."""
+    """Repeat ``action`` whenever a signal handler raises inside it. Return the last such exception."""
     raised = None
     for _ in range(100):
         try:
@@ -257,7 +257,7 @@ class _Failure:
     def at_exit(self) -> None:
         if os.getpid() == self._pid:
             _ignore_requests()
-        # The program may have replaced `sys.excepthook`. The interpreter stores all uncaught exceptions here.
+        # The program may have replaced `sys.excepthook`. The interpreter itself sets `last_value`.
         error = getattr(sys, "last_value", None)
         if error is not None and error is not self._recorded:
             self._record(error, _is_of_program(error))

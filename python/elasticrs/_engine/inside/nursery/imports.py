@@ -55,7 +55,7 @@ class Variables(dict):  # type: ignore[type-arg]
             os.putenv(name, value)
 
     def assign(self, name: str, value: str) -> None:
-        # A lookup in `os.environ` would record that an imported module reads the variable.
+        # Use `get`, because a lookup in `os.environ` would count as a module's read of the variable.
         self._before.setdefault(name, self.get(os.fsencode(name)))
         self.assigned[name] = os.environ[name] = value
         # The script configures Arrow's allocator itself. Workers set OpenBLAS's thread count after the fork.

@@ -8,8 +8,8 @@ executes this one, which returns in each forked worker. It does not need elastic
   restarts itself with ``exec``, without that module.
 - **WARM-2** each worker gets its own environment, standard streams, random seeds and keys.
 - **WARM-3** each worker prints the recorded output of the imports.
-- **WARM-4** after an unexpected error in the nursery, workers start without preloaded modules. After one in a
-  forked worker, the worker executes its command line instead.
+- **WARM-4** after an unexpected error in the nursery, workers start without preloaded modules. After such an
+  error in a forked worker, the worker executes its command line instead.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _CORE = "ELASTICRS_WARM_CORE"
 _START = "ELASTICRS_NURSERY_START"
 """Environment variable with the start parameters. The core's ``launch.rs`` uses the same name."""
 _AGENT, _REPORT = (3, 4, 5), 6
-"""File descriptors that lead to the agent (the first is a socket), and the report's. See ``launch.rs``."""
+"""Descriptors that lead to the agent (the first is a socket), and that of the report. See ``launch.rs``."""
 _PID = "ELASTICRS_NURSERY_PID"
 """Environment variable with the nursery's pid, which reveals a program that an import has executed."""
 _SINCE = "ELASTICRS_WARM_SINCE"
-"""Environment variable with the report's offset of the records of nurseries that died while importing."""
+"""Environment variable with the offset in the report from which lines of earlier nurseries must be read."""
 
 _RESERVED = min(256, os.sysconf("SC_OPEN_MAX") // 2)
 """Descriptors below this number are reserved for workers. Modules cannot open such descriptors."""
@@ -240,7 +240,7 @@ class _Surroundings:
         return self.beside_script(new)
 
     def hidden_by_us(self) -> str | None:
-        """Return such a module among the nursery's own imports. The nursery cannot fork workers then."""
+        """Like :meth:`hidden`, for the nursery's own imports. If there is one, workers cannot be forked."""
         return self.beside_script([name for name in sys.modules if name not in _AT_FIRST])
 
     def beside_script(self, names: Sequence[str]) -> str | None:
@@ -512,7 +512,7 @@ def _start_cold(argv: list[bytes], env: list[bytes], error: BaseException) -> No
 
 
 def _register_last_callback() -> Callable[[Callable[[], None]], None]:
-    """Register an ``atexit`` callback that runs last. Return a function that takes the callback's body."""
+    """Register an ``atexit`` callback that runs last. Return a function that sets what the callback calls."""
     import atexit
 
     chosen: list[Callable[[], None]] = []

@@ -48,10 +48,10 @@ MEMBERS_PER_TXN = 99
 """Number of members whose slots are written in one transaction, which then has 100 operations."""
 
 MAX_COMPARED = 50
-"""Number of members that must be registered to write an exclusion. A write has at most 125 conditions."""
+"""Maximum number of registrations on which an exclusion depends. A write has at most 125 conditions."""
 
 FIRST_NEWS, LATER_NEWS = 1.0, 30.0
-"""Seconds until the first message that nodes are missing (most have joined by then), and between messages."""
+"""Seconds until the first message that nodes are missing, and between later ones."""
 
 
 MISTAKE_DELAY = 10.0
@@ -130,7 +130,7 @@ def _tell_of_refusal(member: Member, leader: Leader, view: View) -> None:
 
 
 def likely_mistake(rendezvous: Rendezvous, agent: ThisAgent, joined: Sequence[Node]) -> str | None:
-    """Return a message about the probable mistake if the store is here and no other machine has joined."""
+    """Return the probable mistake, as a message, if no other machine has joined the store hosted here."""
     is_hosted_here = agent.why_hosts is not None and not is_loopback_name(rendezvous.host)
     if not is_hosted_here or any(node.host != agent.host for node in joined):
         return None
@@ -150,8 +150,8 @@ def likely_mistake(rendezvous: Rendezvous, agent: ThisAgent, joined: Sequence[No
 
 
 def crowd(view: View) -> tuple[str, str] | None:
-    """Return a node with several agents in the round, and a node that waits although it has no agent in it.
-    The user has probably started a launcher in each task of a scheduler instead of one on each node.
+    """Return a node with several agents in the round, and a waiting node with none, if there are such nodes.
+    The user has then probably started a launcher in each task of a scheduler instead of one on each node.
     """
     seated = [view.nodes[seat.member] for seat in view.seats if seat.member in view.nodes]
     hosts = Counter(node.host for node in seated)
@@ -345,9 +345,9 @@ def written(member: Member, leader: Leader, reply: Reply) -> None:
 
 
 def lead(member: Member, leader: Leader) -> None:
-    """Choose and execute the leader's next action, after every event that can change it."""
+    """Choose and execute the leader's next action. Called after every event that can change the choice."""
     view, link = leader.view, member.link
-    # Wait until this agent's own watch has the same head, because the view may be newer.
+    # Wait until this agent's own watch has delivered the head in the view, because the view may be newer.
     if view is None or link is None or not leader.is_free() or view.head_revision != link.head_revision:
         return
     if view.head_revision != leader.of_head:
@@ -377,7 +377,7 @@ def may_grow(member: Member, view: View, head: Head) -> bool:
 
 
 def _forget_workers(member: Member, view: View, gone: set[int]) -> None:
-    """Delete the keys of lost agents' workers, which the nursery killed before the agents' sessions ended."""
+    """Delete the keys of lost agents' workers, which were killed before the agents' sessions ended."""
     keys = workers_keys(member.rendezvous, member.agent.job, member.joining.job_revision)
     for seat in (view.seats[rank] for rank in gone):
         if seat.member not in view.farewells:

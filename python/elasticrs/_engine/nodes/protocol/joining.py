@@ -8,11 +8,12 @@ because the other nodes may already count it as lost.
   earlier connection cannot delete a later registration.
 - **JOIN-3** Settings that affect the decisions of a leader are the same on all nodes of a job.
 - **JOIN-4** The commands of all nodes are the same, unless the user sets ``same_command=0``.
-- **HAND-1** With ``static``, at most one registration has a node rank: the transaction that registers (T1)
-  creates the rank's key, on the same lease, only if no other agent has the rank.
-- **HAND-2** The node that has the rank may be dead, so the agent retries until its lease would have expired.
-- **HAND-3** During a round, the port is lent to the workers of rank 0. An agent that is refused, or reaches
-  another program, therefore retries.
+- **HAND-1** With ``static``, at most one registration has a node rank: the transaction that registers an
+  agent (T1) also creates the rank's key, and fails if another agent has it. Both keys share a lease.
+- **HAND-2** The node that has the rank may be dead, so an agent that wants the rank retries until a dead
+  node's lease would have expired.
+- **HAND-3** During a round, the port is lent to the workers of rank 0. An agent whose connection is refused,
+  or that reaches another program, therefore retries.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ def other_command(member: Member, job: dict[str, Any]) -> str | None:
 
 
 def _is_not_needed(member: Member, job: dict[str, Any]) -> str | None:
-    """Return an error message if the job's only node hosts the store, because the job ends with it."""
+    """Return an error message for a job whose only node hosts the store: no other node could replace it."""
     is_taken = member.rendezvous.needs_no_other_node and job.get("is_hosted") is True
     if not is_taken or member.agent.hosts_store:
         return None
@@ -223,7 +224,7 @@ def _refuse(member: Member, link: Link, why: str, *, is_alone: bool) -> None:
 
 
 def leave_refused(member: Member) -> None:
-    """Exit if the job has refused this agent: once the others know it, or after :data:`REFUSAL_TIMEOUT`."""
+    """Exit once the other nodes know that the job refused this agent, or after :data:`REFUSAL_TIMEOUT`."""
     if member.joining.refusal is not None:
         member.exit(Outcome("refused", member.joining.refusal))
 
@@ -236,7 +237,7 @@ def _difference(member: Member, key: str, value: bytes, *, is_alone: bool) -> st
     found = mismatch(member, job)
     if found is None and not is_alone:
         return _is_not_needed(member, job)
-    # If no agent is registered, all may have been killed before they could close the job.
+    # If no agent is registered, all agents may have been killed before they could close the job.
     return f"{found}{_NOBODY_LEFT}" if found is not None and is_alone else found
 
 
@@ -327,7 +328,7 @@ def _launch_of(entry: Entry) -> str | None:
 
 
 def registered(member: Member, registration: Registration, own: Entry | None) -> None:
-    """Handle a confirmed registration. Use its key's revision, because T1 may have been sent twice."""
+    """Handle a confirmed registration. Use the revision of its key ``own``: T1 may have been sent twice."""
     assert own is not None
     joining = member.joining
     joining.claim, joining.rank_holder, joining.told_of_port = None, None, False
@@ -460,7 +461,7 @@ def without_workers(member: Member) -> None:
 
 
 def fresh_listener(member: Member) -> bool:
-    """Replace the listener for the workers' store if a round has used it. Return true if one is ready."""
+    """Replace the workers' store listener if a round has used it. Return true if an unused one is ready."""
     listener = member.listener
     if not listener.has_served:
         return listener.port is not None
@@ -565,12 +566,12 @@ def rank_timeout(member: Member) -> None:
 
 
 def may_be_lent(member: Member, kind: str) -> bool:
-    """Return true if another program at the store's port may be a worker, which uses it with ``static``."""
+    """Return true if another program at the store's port may be a worker: ``static`` lends it to workers."""
     return kind == "not_ours" and member.rendezvous.is_static
 
 
 def why_lost(member: Member, event: ConnectionLost) -> str:
-    """Return the reason for the loss. Tell the user once if another program responds at the store's port."""
+    """Return why the connection was lost. Tell the user once if another program uses the store's port."""
     message = event.message
     if not may_be_lent(member, event.kind):
         return message

@@ -29,7 +29,7 @@ def workers_job(run_id: str, job: str, number: int) -> str:
 
 
 def workers_keys(rendezvous: Rendezvous, job: str, number: int) -> Keys:
-    """Return the keys of the workers' own rendezvous. Agents delete dead workers' registrations in it,
+    """Return the keys of the workers' own rendezvous. Agents use them to delete dead workers' registrations,
     because a worker cannot detect another's death: a broken or refused connection does not prove it.
     """
     return Keys(workers_job(rendezvous.run_id, job, number))
@@ -74,32 +74,32 @@ class Keys:
         return f"{self.tables}{form}/"
 
     def farewell(self, member: str) -> str:
-        """Return the key of a member that leaves on purpose. It has no lease, as later leaders need it."""
+        """Return the key of a member that leaves on purpose. The key has no lease: later leaders need it."""
         return self.farewells + member
 
     def host(self, host: str) -> str:
-        """Return the prefix of leased keys with which a host's agents identify their launches."""
+        """Return the prefix of a host's leased keys, in which each agent identifies its launch."""
         return f"{self.hosts}{_escaped(host)}/"
 
     def rank(self, node_rank: int) -> str:
-        """Return the key of a user's node rank. It names the agent that holds the rank, and has its lease."""
+        """Return the key of a node rank. It names the agent that has the rank, and has that agent's lease."""
         return f"{self.ranks}{node_rank}"
 
     def forget_rounds(self) -> list[Operation]:
-        """Delete what a closed job no longer needs, because the store may outlive the job."""
+        """Return operations that delete keys of a closed job, because the store may outlive the job."""
         folders = (self.slots, self.tables, self.dones, self.evidences, self.farewells, self.refusal)
         return [DeletePrefix(each) for each in folders]
 
     def store(self, round: int) -> str:  # noqa: A002 -- the field's own word
         """Return the prefix of the data that the nodes of a round share.
 
-        It is outside :attr:`prefix`, which leaders watch. No other job has it, because run ids escape ``%``.
+        It is outside :attr:`prefix`, which leaders watch. Run ids escape ``%``, so each job has its own.
         """
         return f"{self.prefix[:-1]}%stores/{round}/"
 
     @property
     def job_store(self) -> str:
-        """Prefix of the keys that a job's processes share across rounds.
+        """Prefix of the keys that a job's processes share across all rounds.
 
         For workers it is below :func:`workers_scope`, because their token allows no other keys.
         """

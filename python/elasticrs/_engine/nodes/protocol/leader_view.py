@@ -49,7 +49,7 @@ class View:
         slow: registered members of the current round that may still have workers.
         candidates: latest registrations that are neither leaving nor excluded, and have no workers.
         waiting: candidates that are not members of the current round.
-        causes: members that report a failure of their own node, or that it is unfit.
+        causes: members that report a failure on their node, or that their node is unfit.
         refusal: why another node was last refused since the current round started.
     """
 
@@ -112,7 +112,8 @@ class View:
 
     def holds(self, member: str) -> bool:
         """Return true if a member may still have workers: its last assigned round has started, and it has not
-        been idle since. Use its own slot, because the current round may have been formed without it.
+        reported since that it is idle. Use its own slot, because the current round may have been formed
+        without it.
         """
         given = self.slots.get(member, 0)
         if given is None:
@@ -165,7 +166,7 @@ class View:
     def _take_slot(self, member: str, entry: Entry) -> None:
         self.slots.pop(member, None)
         if entry.value is not None:
-            self.slots[member] = None  # It counts as damaged until it is decoded.
+            self.slots[member] = None  # The slot counts as damaged until it is decoded.
             self.slots[member] = Slot.decode(entry.value).round
 
     def _node(self, member: str, entry: Entry) -> Node:

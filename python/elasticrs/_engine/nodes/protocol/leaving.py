@@ -1,8 +1,8 @@
 """Leave the job: after a signal to drain the node, if its workers are stuck, or when the job ends.
 
 - **LEAVE-1** The other nodes are notified before the workers of this node have stopped.
-- **LEAVE-2** A member that has written its farewell takes part in no further rounds, and is not counted as
-  lost.
+- **LEAVE-2** A member that has written its farewell (a key that says that it leaves on purpose) takes part in
+  no further rounds, and is not counted as lost.
 - **LEAVE-3** Leaving takes no longer than stopping the workers plus ``close_timeout``.
 """
 
@@ -77,7 +77,7 @@ def farewell_known(member: Member) -> None:
 
 
 def go_on(member: Member) -> None:
-    """Exit once no workers are left, and the farewell is in the store or its reply is overdue."""
+    """Exit once no workers are left, and the farewell is confirmed or its confirmation is overdue."""
     leaving = member.leaving
     if member.workers is not None or leaving is None:
         return
@@ -128,7 +128,7 @@ def _abort_from(member: Member, head: Head | None, revision: int) -> None:
 
 
 def aborted(member: Member, reply: Reply) -> Entry | None:
-    """Handle the reply to T10. Return the head's entry once the job is closed, otherwise retry."""
+    """Handle the reply to T10. Return the head's entry if the job is closed. Otherwise, retry."""
     entry = reply.entry(-1)
     head = None if entry is None else Head.read(entry)
     if reply.ok or (head is not None and head.state == "CLOSED"):
@@ -143,8 +143,8 @@ def aborted(member: Member, reply: Reply) -> Entry | None:
 def _unused(member: Member) -> Outcome:
     """Return the outcome for a node that a successful job did not need, usually a spare.
 
-    Report a failure if another launch on this machine takes part and the number of nodes is fixed, because
-    the user has probably started two jobs that share a rendezvous, and the second one has not run.
+    Report a failure if another launch on this machine was part of the job and the number of nodes is fixed,
+    because the user has probably started two jobs that share a rendezvous, and the second one has not run.
     """
     text = "the job has succeeded without this node"
     is_fixed = member.rendezvous.min_nodes == member.rendezvous.max_nodes

@@ -1,5 +1,5 @@
-"""State of one agent in the rendezvous, with its basic operations. It is modified in place, because with
-thousands of agents the leader's view is too large to copy for every event.
+"""State of one agent in the rendezvous, with its basic operations. The state is modified in place: with
+thousands of agents, the leader's view (its copy of the job's keys) is too large to copy for every event.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class Registration(Record):
 
 
 class Link(Record):
-    """Connection to the store. ``purposes`` has the requests without a reply, by tag. ``job_revision`` is 0
-    until the job's record was checked.
+    """Connection to the store. ``purposes`` has the purpose of each unanswered request, by tag.
+    ``job_revision`` is 0 until the job's record has been checked.
     """
 
     purposes: dict[int, Purpose] = fresh(factory=dict)
@@ -128,7 +128,7 @@ class Leader(Record):
     told: dict[str, int] = fresh(factory=dict)
 
     def is_news(self, what: str, value: int = 1) -> bool:
-        """Return true, so that the caller tells the user, unless this value was the latest of its kind."""
+        """Remember ``value``. Return true (so tell the user) if it differs from the last for ``what``."""
         is_known = self.told.get(what) == value
         self.told[what] = value
         return not is_known
@@ -145,8 +145,8 @@ class Leader(Record):
         if reply.ok:
             self.wait_for = reply.revision
         else:
-            # Wait for any change of this job, because one that has not arrived yet caused the rejection. The
-            # reply's revision may belong to another job.
+            # Wait for any change of this job, because a change that has not arrived yet caused the rejection.
+            # Do not wait for the reply's revision, which may belong to another job.
             self.stalled = self.view is None or self.view.revision <= self.sent_at
         return True
 
@@ -161,7 +161,7 @@ class Joining(Record):
         ttl: granted lease time in seconds, which may exceed the requested time.
         incarnation: number of the next registration.
         revision: highest store revision that the agent has seen.
-        job: value of the job's record that was checked.
+        job: value of the job's record, which this agent has checked.
         has_seen_round: true after a round of this job. The agent then joins no other job of the same name.
         claim: value of the node rank's key, if an earlier registration of this agent still has the rank.
         rank_holder: another node that has this node's rank.
@@ -194,8 +194,8 @@ class Joining(Record):
 
 
 class Listener(Record):
-    """Listener that is reserved for the workers' store of the next round. After round ``idle_after``, the
-    report that this node is idle waits for a new listener.
+    """Listener that is reserved for the workers' store of the next round. The report that this node is idle
+    after round ``idle_after`` waits until there is a new listener.
     """
 
     port: int | None
@@ -211,7 +211,7 @@ class RoundWorkers(Record):
 
 
 class Done(Record):
-    """State of a finished node: the store knows it (``is_known``), its wait is over (``is_over``)."""
+    """State of a finished node. ``is_known``: the store knows that. ``is_over``: the exit barrier is over."""
 
     is_known: bool = False
     is_over: bool = False
@@ -237,8 +237,8 @@ class Findings(Record):
 
 
 class Leaving(Record):
-    """State of an agent that leaves, or with ``closing`` ends the whole job. It exits once the store knows it
-    (``is_known``), or no longer waits for the reply (``is_overdue``).
+    """State of an agent that leaves the job, or with ``closing`` ends it for all nodes. The agent exits once
+    the store has confirmed that (``is_known``), or the confirmation is overdue (``is_overdue``).
     """
 
     outcome: Outcome | None = None
@@ -248,13 +248,13 @@ class Leaving(Record):
 
 
 class Member:
-    """State of one agent in the rendezvous. Temporary parts are separate objects, otherwise ``None``.
+    """State of one agent in the rendezvous. Parts that exist only at times are ``None`` otherwise.
 
     Attributes:
         last_head: last state of the job received over any connection.
         workers: workers that may be running on this node.
         done: set while this node has finished and waits for the other nodes.
-        findings: about the last round in which this node had workers.
+        findings: what this node found out about the last round in which it had workers.
         serves_only: true if this node has been excluded, but stays to host the store.
         told_end: last round whose workers were stopped gracefully, and the reason that the user has seen.
         judged_round: last round whose verdict this agent has seen.
@@ -413,7 +413,7 @@ class Member:
         return Put(self.keys.head, head.encode(), False)
 
     def exists(self, registration: Registration) -> Exists:
-        """Return the condition of every write of a member."""
+        """Return the condition of every write by a member: its registration exists."""
         return Exists(self.keys.node(registration.member))
 
     def stop(
@@ -504,7 +504,7 @@ def write(
 
 
 def close(member: Member, leader: Leader, view: View, closed: Head, alive: Sequence[str] = ()) -> None:
-    """Close the job. The outcome and reason in ``closed`` are valid while ``alive`` are registered."""
+    """Close the job. ``closed`` is valid only while the members in ``alive`` are registered."""
     closed = closed.replaced(state="CLOSED", time_ns=member.now)
     write(member, leader, view, [member.put_head(closed), *member.keys.forget_rounds()], here(member, alive))
 

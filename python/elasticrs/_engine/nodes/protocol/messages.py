@@ -102,7 +102,7 @@ class StorePortFailed(Value):
 
 
 class Connect(Value):
-    """Action: open a session for this incarnation (from 1). ``Connected`` or ``ConnectionLost`` follows."""
+    """Action: open a session of this incarnation (1, 2, …). ``Connected`` or ``ConnectionLost`` follows."""
 
     incarnation: int
 

@@ -122,7 +122,7 @@ CAUSE: dict[str, Check] = {
 
 
 def checked_fields(record: Any, checks: Mapping[str, Check], required: Iterable[str]) -> dict[str, Any]:
-    """Return the fields that are not null, or raise :class:`DamagedError`. ``checks`` has all fields."""
+    """Return the fields that are not null, or raise :class:`DamagedError`. ``checks``: all known fields."""
     if not isinstance(record, dict):
         raise DamagedError(f"{_shown(record)} is not an object")
     found = {name: value for name, value in record.items() if value is not None}
@@ -229,7 +229,7 @@ GROUNDS = ("stopped", "behind", "elsewhere", "apart", "oldest")
 
 
 def blame_of(cause: Mapping[str, Any] | None) -> tuple[Any, ...] | None:
-    """Return a sort key for a hung worker, smallest for the one that blocks the others; else ``None``."""
+    """Return a sort key for a hung worker, smallest for the one that blocks others; otherwise ``None``."""
     ground = cause.get("ground") if cause else None
     if cause is None or ground not in GROUNDS:
         return None
@@ -251,7 +251,7 @@ def silence_of(cause: Mapping[str, Any] | None) -> float | None:
 
 
 def is_of_same_node(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return true if one agent reported both causes. Several agents of a node differ in their group ranks."""
+    """Return true if the same agent reported both causes. Agents of one node differ in their group ranks."""
     return all(one.get(name) == other.get(name) for name in ("node", "group_rank"))
 
 
@@ -428,7 +428,7 @@ def _shortened(value: Any) -> Any:
 
 
 class Seat(Value):
-    """Row of a round's member table, for reports after the registration was deleted."""
+    """Row of a round's member table, for reports about members whose registration was deleted."""
 
     member: str
     name: str

@@ -151,7 +151,7 @@ ANY = "*"
 
 MAX_WORD = 200
 MAX_WORDS = 3000
-"""Maximum size of a command, and with ``MAX_WORD`` of one word, in bytes of JSON."""
+"""Maximum size of a command, in bytes of JSON. ``MAX_WORD`` is the maximum for one of its words."""
 
 
 class Command(Value):

@@ -191,7 +191,7 @@ def _bound_nodes(view: View) -> Iterator[tuple[str, str]]:
 
 
 def _member_of(view: View, name: str) -> str:
-    """Return the only member on the node to exclude. Nodes with several agents are not excluded."""
+    """Return the member on node ``name``, which is excluded and so has only one agent."""
     return next(
         member for member in sorted(view.rank_of) if member in view.nodes and view.nodes[member].name == name
     )

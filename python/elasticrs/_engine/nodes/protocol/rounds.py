@@ -79,7 +79,7 @@ def take_slot(member: Member, registration: Registration, entry: Entry) -> None:
 
 
 def _slot_damaged(member: Member, registration: Registration, error: DamagedError) -> None:
-    """Handle an unreadable slot: register again to get ranks, unless workers run, which already have them."""
+    """Handle an unreadable slot: register again to get ranks, unless workers with ranks are running."""
     text = damage(member.keys.slot(registration.member), error)
     if member.phase in (Phase.IDLE, Phase.CONNECTING):
         fence(member, text)
@@ -224,7 +224,7 @@ def slot_found(member: Member, link: Link, registration: Registration, reply: Re
 
 
 def is_slot_known(link: Link, registration: Registration) -> bool:
-    """Return true if the slot was read after the head. It is then final, because slots are written first."""
+    """Return true if the slot was read after the head. It is then final: slots precede the head."""
     return registration.slot_known >= link.head_revision
 
 
@@ -422,7 +422,7 @@ def say_idle(member: Member, registration: Registration, number: int) -> None:
 
 
 def _evidence(member: Member, number: int) -> list[Put]:
-    """Return the write of this node's evidence. It is part of T4, for which the leader waits anyway."""
+    """Return the write of this node's evidence, a part of the idle report (T4) that the leader awaits."""
     evidence, member.findings.evidence = member.findings.evidence, None
     slot = None if member.registration is None else member.registration.slot
     if evidence is None or slot is None or not member.findings.round == number == slot.round:
@@ -431,7 +431,7 @@ def _evidence(member: Member, number: int) -> list[Put]:
 
 
 def _earlier_cause(member: Member, number: int) -> Cause | None:
-    """Return this node's failure if it may precede the recorded one, or another attempt would fail too."""
+    """Return this node's failure if it may precede the recorded one, or shows that a retry would fail too."""
     own, head = member.findings, member.head
     if own.round != number or own.cause is None or head is None:
         return None
@@ -493,7 +493,7 @@ def _ask(member: Member, registration: Registration, purpose: Purpose, key: str,
 
 
 def predecessor_found(member: Member, registration: Registration, reply: Reply, is_before: bool) -> None:
-    """Watch the predecessor. Look again if the skipped key (``is_before``) was deleted in the meantime."""
+    """Watch the predecessor. With ``is_before``, look again if the skipped key was deleted."""
     if reply.ok:
         follow(member, registration, reply.entry(0))
     elif is_before:

@@ -155,7 +155,7 @@ class Unwatch(Value):
 
 
 class Connected(Value):
-    """The session has started. ``ttl`` is the granted lease time in seconds; 0 for the requested time."""
+    """The session has started. ``ttl`` is the granted lease time in seconds; 0 if it is as requested."""
 
     revision: int
     local_address: str
@@ -228,8 +228,8 @@ class NativeSession:
 
     @property
     def met(self) -> tuple[bytes, int] | None:
-        """Name of the last store, and its highest revision. A later client needs both to detect a different
-        store. ``None`` before the first connection, and for etcd.
+        """Name of the last store, and its highest revision. A later client needs both to detect that it has
+        reached a different store. ``None`` before the first connection, and for etcd.
         """
         return self._client.met
 

@@ -4,7 +4,7 @@ ends ``etcd`` and ``etcd-v2``. Imported only if a job uses etcd.
 - **SITE-1** Contradictory settings are an error: two schemes, certificates without https, or a key without
   its certificate.
 - **SITE-2** Certificate files are opened before anything is started, so that the error for a wrong path names
-  the setting. Connecting checks their content.
+  the setting. Their content is checked when connecting.
 - **SITE-3** No text that this module creates contains the password.
 """
 
@@ -124,8 +124,8 @@ class EtcdSite(Value):
         links: tuple[str, str | None] | None = None,
     ) -> Client:
         """Open a session with etcd, or raise :class:`OSError` if file descriptors have run out. All sessions
-        of a job share a lease for keys that outlive a session, for ``job_ttl`` seconds after the last
-        session. ``connect_timeout`` is for all endpoints together. See
+        of a job share a second lease, for keys that outlive a session. It lasts until ``job_ttl`` seconds
+        after the last session. ``connect_timeout`` is for all endpoints together. See
         :class:`elasticrs._core.CoordinationClient`.
         """
         from elasticrs._engine.nodes.transport.coordination import Client
@@ -168,9 +168,9 @@ def lease_of(name: str) -> int:
 def read_site(
     endpoint: str, config: Mapping[str, object], source: str, option: str
 ) -> tuple[EtcdSite, dict[str, object], list[str]]:
-    """Parse the endpoints (``[SCHEME://]HOST[:PORT],…``) and etcd's settings. Return etcd's site, the other
-    settings (some follow from etcd's), and messages to the user. Raise :class:`.UsageError` with one line,
-    which names the settings ``source`` or the endpoint ``option``.
+    """Parse the endpoints (``[SCHEME://]HOST[:PORT],…``) and etcd's settings. Return the :class:`EtcdSite`,
+    the other settings (some are derived from etcd's), and messages to the user. Raise :class:`.UsageError`
+    for invalid settings from ``source``, or an invalid endpoint in ``option``.
     """
     given, rest = _sorted(config, source)
     read = {key.name: read_value(key, given[key.name], source) for key in KEYS if key.name in given}

@@ -201,8 +201,9 @@ BY_NAME = {key.name: key for key in KEYS}
 class Settings(Value):
     """Settings of a rendezvous, with one attribute for each stored key of :data:`KEYS`.
 
-    ``settle`` defaults to ``grace`` (seconds that workers may take to stop), two lease times and 5 s. The
-    second one is for a store that was unreachable for less than one lease time, and then restarts all leases.
+    ``settle`` defaults to 5 s plus two lease times plus ``grace`` (seconds that workers may take to stop).
+    The second lease time is for a store that was unreachable for almost one lease time: it restarts all
+    leases when it is back.
     """
 
     join_timeout: float
@@ -262,7 +263,7 @@ class Settings(Value):
 
     @property
     def patience(self) -> float:
-        """Seconds to wait for a round: the longest time that a leader may need. It may start up to
+        """Seconds to wait for a round: the longest time that a leader may need. The leader may start up to
         ``join_timeout`` later than this agent, and waits first for enough nodes, then for more nodes.
         """
         return 2 * self.join_timeout + max(self.last_call_timeout, self.restart_call_timeout)
@@ -326,7 +327,7 @@ def read_settings(
 
 
 def exit_barrier_timeout_of(given: Mapping[str, object], environ: Mapping[str, str], source: str) -> float:
-    """Return how many seconds a finished node waits for others without the command-line option."""
+    """Return how many seconds a finished node waits for others if no command-line option is given."""
     name = "exit_barrier_timeout"
     if given.get(name) is None:
         return exit_barrier_timeout_from(environ)

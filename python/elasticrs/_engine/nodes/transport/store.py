@@ -511,7 +511,7 @@ class Store:
                 return first
 
     def _change(self, key: str, change: Callable[[bytes], bytes]) -> bytes:
-        """Atomically replace a value with ``change(old value)``, and return it. A missing value is empty."""
+        """Atomically set a key to ``change(old value)``, and return the result. A missing value is empty."""
         name = self._key(key)
         found = self._txn(then=[Get(name)]).entry(0)
         while True:

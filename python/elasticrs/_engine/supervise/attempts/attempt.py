@@ -91,7 +91,7 @@ class Attempt(EventLog):
 
     @property
     def nursery_exitcode(self) -> int | None:
-        """Exit code of a nursery that was lost; ``None`` if it was not lost, or if it hung."""
+        """Exit code of a lost nursery (the workers' parent); ``None`` if it was not lost, or if it hung."""
         return None if self.end is None else self.end.nursery_exitcode
 
     @property
@@ -170,7 +170,7 @@ class Attempt(EventLog):
         self.append(Blamed(blame, [places[rank] for rank in blame.ranks], at_ns, event))
 
     def who_failed(self, local_rank: int, pid: int | None = None, *, of: str = "") -> str:
-        """Identify the first failed worker, or all workers to blame for a hang. ``of`` follows the ranks."""
+        """Identify the first failed worker, or all workers to blame for a hang. Add ``of`` after ranks."""
         event = self.expired.get(local_rank)
         if self.blame is None or event is None or not event.is_blamed:
             return self.who(local_rank, pid) + of
@@ -189,7 +189,7 @@ class Attempt(EventLog):
         return page.last_met(local_rank)
 
     def global_ranks(self) -> dict[int, int]:
-        """Return a unique global rank by local rank: of the last round, or else of the plan. A rank that
+        """Return unique global ranks by local rank: from the last round, or else from the plan. A rank that
         another worker has taken over is a negative placeholder; see :meth:`shown_ranks`.
         """
         began = {ranks.local_rank: ranks.global_rank for ranks in self.plan.ranks}
@@ -305,6 +305,6 @@ class JobResult(Record):
     def restarts_left(self, policy: RestartSettings) -> int:
         history = self.read_history()
         if policy.window is None or not history.charged:
-            # Count all restarts if there is no window, or if their times are unknown for lack of a history.
+            # Count all restarts if there is no restart window, or if no history tells when they happened.
             return policy.max_restarts - self.restarts
         return max(0, policy.max_restarts - len(recent(policy, history, time.monotonic_ns() / 1e9)))

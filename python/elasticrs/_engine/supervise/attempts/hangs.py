@@ -58,7 +58,7 @@ def hung(
 
 
 def kept_waiting(exited: WorkerExited | None, at_ns: int, diagnosis: Diagnosis | None) -> str:
-    """Describe a worker that made others' collective fail. It counts as failed at ``at_ns`` (monotonic)."""
+    """Describe a worker that made other workers' collective fail. It failed at ``at_ns`` (monotonic)."""
     summary = "" if diagnosis is None else diagnosis.summary
     how = "made a collective of the others fail"
     if exited is not None and exited.seen_ns <= at_ns:

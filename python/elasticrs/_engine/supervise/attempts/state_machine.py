@@ -7,7 +7,7 @@
 
 Invariants, each tested by a property test:
 
-- **AGENT-1** :class:`Start` is requested only after all processes of an earlier group have exited.
+- **AGENT-1** :class:`Start` is requested only after all processes of the previous workers have exited.
 - **AGENT-2** A failure is followed by a restart only if the restart policy allows it, within the budget. Only
   a port conflict is retried without a charge, at most :data:`MAX_PORT_RETRIES` times.
 - **AGENT-3** Terminal phases are final. Each is entered with exactly one :class:`Exit`, the last action.
@@ -420,7 +420,7 @@ def _stop_all(state: AgentState) -> tuple[AgentState, list[Action]]:
 def _restart(
     state: AgentState, evidence: Evidence, message: str | None = None
 ) -> tuple[AgentState, list[Action]]:
-    """Restart all workers if the policy allows it. ``message`` is the reason to report otherwise."""
+    """Restart all workers if the policy allows it. Otherwise, report ``message`` as the reason."""
     decision = state.stopped_by or decide(state.policy, state.history, evidence)
     if decision.stop is not None:
         if decision.stop is StopKind.PERMANENT:

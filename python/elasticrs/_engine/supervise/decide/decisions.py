@@ -66,7 +66,7 @@ class Decisions(ABC):
 
     def node_names(self, *, asks: bool = False) -> Sequence[str] | None:  # noqa: ARG002 -- subclasses use it
         """Return the names of the round's nodes, by group rank; ``None`` if this agent does not know them. If
-        ``asks`` is true, it then requests them in the background.
+        ``asks`` is true, the agent then requests them in the background.
         """
         return (os.uname().nodename,)
 

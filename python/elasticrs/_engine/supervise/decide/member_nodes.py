@@ -35,7 +35,7 @@ _PHASES = {"running": machine.Phase.RUNNING, "stopping": machine.Phase.STOPPING}
 
 
 class MemberNodes(SeveralNodes):
-    """Makes the decisions of an agent whose workers keep running when others fail."""
+    """Makes the decisions of an agent whose workers keep running when other workers fail."""
 
     _keeps_workers = True
 
@@ -128,7 +128,7 @@ class MemberNodes(SeveralNodes):
             )
 
     def _tell_round(self, begun: messages.Start) -> None:
-        """Print why a new round has started, unless the line about a replacement here has the reason."""
+        """Print why a new round has started, unless a line about a worker replaced here says why."""
         why, self._why, self._first_word = self._why, "", None
         is_own, self._is_own = self._is_own, False
         attempt = self._attempt

@@ -43,7 +43,7 @@ _FOR_WORKERS = frozenset(
 
 
 class MemberWorkers(OneNode):
-    """Decides for an agent of a single node whose workers form a rendezvous."""
+    """Makes the decisions of a single node's agent whose workers form a rendezvous."""
 
     def __init__(self, job: JobSpec, planner: Planner) -> None:
         super().__init__(job, planner)

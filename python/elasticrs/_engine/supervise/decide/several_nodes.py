@@ -1,4 +1,4 @@
-"""Decisions of one node's agent in a multi-node job: reactions to signals, failures, exit code.
+"""Decisions of one node's agent in a multi-node job: how to react to signals and failures, and how to exit.
 
 The state machine in :mod:`.machine` decides when workers start and stop.
 """
@@ -143,7 +143,7 @@ class SeveralNodes(Decisions):
         # The store client may know why the connection was lost.
         found = self._translate(self._driver.poll())
         if not self._group_exists:
-            # Keep the connection to the store, because the expired lease belonged to an earlier one.
+            # Keep the connection to the store, because the expired lease belonged to an earlier connection.
             return found
         return found + self._translate(self._driver.lose("no keep-alive reached the store in time"))
 
@@ -176,7 +176,7 @@ class SeveralNodes(Decisions):
             if event.has_no_program:
                 from elasticrs._engine.supervise.failures.failed_attempt import no_program
 
-                # The restart policy can exclude this node, provided that the program starts on all others.
+                # The restart policy can exclude this node if the program starts on all other nodes.
                 self._last_cause = cause = no_program(why, self._place())
                 return self._over(messages.GroupEnded(cause.encoded()))
             return self._over(messages.StartFailed(why, event.transient))
@@ -216,8 +216,8 @@ class SeveralNodes(Decisions):
         return self._tell(messages.Leave(reason, close=ends_the_job))
 
     def _on_hang(self, event: machine.HangSeen) -> list[machine.Action]:
-        """Report the hang before the hung worker is killed, because that makes the waiting workers fail.
-        Failed workers cannot write stacks or flight records.
+        """Report the hang before the hung worker is killed. Its death makes the waiting workers fail, and
+        failed workers cannot write stacks or flight records.
         """
         self._gathers_evidence = True
         attempt = self._attempt
@@ -388,7 +388,7 @@ def has_failed_alone(cause: Cause | None, history: FailureHistory, node: str) ->
 
 
 def verdict_of(outcome: messages.Outcome, *, is_unfit: bool, has_failed_alone: bool) -> Verdict:
-    # A permanent failure is the program's, although this node may often have been the first to fail.
+    # A permanent failure is the program's fault, even if this node was often the first to fail.
     if is_unfit or outcome.kind in ("stuck", "excluded") or (has_failed_alone and not outcome.is_permanent):
         return Verdict.UNFIT
     return Verdict.PERMANENT if outcome.is_permanent else Verdict.FAILED

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.supervise.attempts.attempt import Attempt
 
 MAX_MESSAGE = 1400
-"""Maximum characters. :func:`.shortened` cuts the start, because a traceback's end says the most."""
+"""Maximum characters of a message. :func:`.shortened` cuts the start: a traceback's end says the most."""
 
 BEFORE_ALL_STEPS = -1
 """Step that is reported for a rank that missed the deadline of its first heartbeat."""
@@ -77,7 +77,7 @@ def first_of(attempt: Attempt) -> tuple[int, str]:
 
 
 def told_here(attempt: Attempt, failure: ProcessFailure) -> str:
-    """Add the diagnosis to :func:`.how_it_failed`, if all workers ran on this node."""
+    """Return :func:`.how_it_failed`, with the diagnosis added if all workers ran on this node."""
     told = how_it_failed(failure)
     # After a hang, the phrase contains the diagnosis already.
     return told if attempt.diagnosis is None or attempt.expired else f"{told}; {attempt.diagnosis.summary}"
@@ -203,8 +203,9 @@ def own_cause(
 ) -> Cause | None:
     """Describe the first failure on this node in full. ``None`` if the workers were only stopped.
 
-    Workers that were killed because their nursery exited count as failed. ``told`` comes from
-    :func:`first_word`. Its time is an upper limit, even if the estimate of the store's clock has changed.
+    Workers that were killed because their nursery exited count as failed. ``told`` is the earlier report from
+    :func:`first_word`. The failure is not later than its time, even if the estimate of the store's clock has
+    changed.
     """
     failed = failures(attempt)
     is_nursery_lost = attempt.nursery_exitcode is not None or attempt.nursery_hung
@@ -292,7 +293,7 @@ def _place(attempt: Attempt, failure: ProcessFailure) -> str | None:
 
 
 def _ran(attempt: Attempt, failure: ProcessFailure) -> float | None:
-    """Return the seconds until the failure, or until the last progress before a hang; ``None`` if unknown."""
+    """Return the seconds from the start to the failure, or to the last progress before a hang, if known."""
     overdue, started_ns = attempt.expired.get(failure.local_rank), attempt.stamps.get("started")
     hung = None if overdue is None else overdue.hung
     end_ns = failed_ns(failure) if hung is None else hung.since_ns

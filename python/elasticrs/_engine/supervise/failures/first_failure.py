@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 def early_leavers(attempt: Attempt) -> tuple[int, ...]:
-    """Return the ranks that exited with code 0 before the first failure, if that only reports a lost peer,
-    because the lost peer is then one of them.
+    """Return the ranks that exited with code 0 before the first failure, if that failure only reports a lost
+    peer. The lost peer is then one of these ranks.
 
-    Return no ranks if most workers have exited with code 0, because the failed worker may then have run more
-    steps, if the job has workers on other nodes, or if the workers are members of a rendezvous.
+    Return no ranks if the job has workers on other nodes, or if the workers are members of a rendezvous.
+    Return none either if most workers have exited with code 0: the failed one may then have run more steps.
     """
     ranks = attempt.global_ranks()
     if attempt.plan.page is not None or len(ranks) != attempt.world_size or not _is_lost_peer_first(attempt):

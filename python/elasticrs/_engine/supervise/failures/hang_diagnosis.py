@@ -69,7 +69,7 @@ def examine_failure(attempt: Attempt) -> tuple[Diagnosis | None, Blame | None]:
     """Name the ranks that made a collective fail, if all workers of the job ran on this node. Call this after
     the worker that failed first has exited.
 
-    The decision is ``None`` if no evidence speaks against blaming the rank that failed first.
+    The second result is ``None`` if no evidence speaks against blaming the rank that failed first.
     """
     facts, first = _facts_of_failure(attempt), aborted(attempt)
     first = attempt.first_failure if first is None else first
@@ -120,8 +120,8 @@ def _telling(attempt: Attempt, facts: list[RankFacts]) -> Diagnosis | None:
 def node_evidence(attempt: Attempt, *, is_hang: bool) -> bytes | None:
     """Encode this node's evidence for the diagnosis of the whole job; ``None`` if it would be too large.
 
-    Call this after the workers have exited. In a hang, the core has gathered evidence about all local ranks;
-    otherwise, a collective failed.
+    Call this after the workers have exited. After a hang (``is_hang``), the core has gathered evidence about
+    all local ranks. Otherwise, a collective failed.
     """
     stamps, nodes = attempt.stamps, attempt.plan.ranks[0].group_world_size
     if is_hang:
@@ -139,8 +139,8 @@ def limits(nodes: int, world_size: int) -> dict[str, int]:
 
 
 def _facts(attempt: Attempt, stopped_ns: int | None = None, *, has_stacks: bool = True) -> list[RankFacts]:
-    """Read the evidence of workers that were running when they were stopped at ``stopped_ns`` (monotonic;
-    ``None`` if they were not). Without ``has_stacks``, no stacks were requested, so files have outdated ones.
+    """Read the evidence of workers that were still running at ``stopped_ns`` (monotonic), when all were
+    stopped; ``None`` if they were not stopped. Without ``has_stacks``, ignore outdated stack files.
     """
     deadline = time.monotonic() + _TIME_LIMIT
     facts = []

@@ -29,7 +29,7 @@ events = public("events")
 
 
 class EventRecorder(Observer):
-    """Records the same events as torch's agent and launcher, except the agent's end without ``tells_end``."""
+    """Records the events of torch's agent and launcher; the agent's end only if ``tells_end`` is true."""
 
     def __init__(self, job: JobSpec, *, tells_end: bool = True) -> None:
         self._job = job
@@ -88,7 +88,7 @@ class EventRecorder(Observer):
         self._record_worker("START", attempt.plan.ranks[local_rank], attempt.pids[local_rank])
 
     def over(self, attempt: Attempt, outcome: str) -> None:
-        """Remember a failed attempt. :meth:`started` records it, so that it does not delay the restart."""
+        """Remember a failed attempt. :meth:`started` records it, so that the restart is not delayed."""
         self._meeting_since = time.monotonic()
         if outcome in ("failed", "lost"):
             self._failed = attempt, self._restarts
@@ -308,7 +308,7 @@ def _reason(result: JobResult, error: BaseException | None) -> str | None:
 
 
 def _ends(attempt: Attempt, *, succeeded: bool) -> Iterator[tuple[WorkerRanks, str, ProcessFailure | None]]:
-    """Yield final states. As in torch, a stopped worker is ``TERMINATED`` unless the signal killed it."""
+    """Yield final states of workers. As in torch, ``TERMINATED`` is a stopped one that no signal killed."""
     if succeeded:
         yield from ((ranks, "SUCCEEDED", None) for ranks in attempt.plan.ranks)
         return

@@ -37,7 +37,7 @@ SCHEMA = 1
 PROGRESS_LIMIT = 5.0
 """Seconds without a heartbeat of any worker after which the status says that there is no progress."""
 _TIME_TO_ASK = 5.0
-"""Minimum seconds until the hang timeout for requesting flight records for the status."""
+"""The status requests flight records only if the hang timeout is more than this number of seconds away."""
 
 MAX_EARLIER_FAILURES = 16
 
@@ -161,7 +161,7 @@ class HealthObserver(Observer):
         self._was_hung((time.monotonic_ns() - event.since_ns) / 1e9)
 
     def quiet(self) -> None:
-        """Publish again if the budget has changed, for example because a restart has left the window."""
+        """Publish again if the restart budget has changed, for example because its window has moved on."""
         if self._budget() != self._shown_budget:
             self._publish()
 

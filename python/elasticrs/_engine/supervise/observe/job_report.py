@@ -55,7 +55,7 @@ def exit_code(codes: ExitCodes, result: JobResult, failed: Failures) -> int:
         rank, cause = root_cause(failed), result.first_cause
         root = failed[rank]
         was_killed = cause is not None and cause.rank == rank and cause.was_killed
-        # If the agent of any node killed the worker, the exit code only reflects the agent's signal.
+        # If an agent (on any node) killed the worker, the exit code only reflects the agent's signal.
         code = root.exitcode if root.sent_signal is None and not was_killed else None
         # As a shell does, report death by a signal as 128 plus the signal number.
         return result.exit_code if not code else code if code > 0 else 128 - code

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from elasticrs._engine.workers.node_page import AgentPage, Standing
 
 THRESHOLD = 0.8
-"""Lowest fraction of the node's median rate that is not slow (``CoordinatorP2P.is_worker_straggler``).
-Because of the median, a single fast worker does not make all other workers count as slow.
+"""A worker is slow below this fraction of the node's median rate, as in
+``CoordinatorP2P.is_worker_straggler``. Because of the median, a single fast worker does not make all other
+workers count as slow.
 """
 
 SPAN = 60.0

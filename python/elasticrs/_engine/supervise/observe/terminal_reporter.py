@@ -53,7 +53,7 @@ class TerminalReporter(Observer):
         self._is_restart = self._is_told = False
 
     def acting(self, action: Action, plan: Plan | None) -> None:  # noqa: ARG002 -- the base class's signature
-        """Keep a restart for :meth:`started`, unless it is delayed."""
+        """Print the line about a delayed restart. Otherwise, :meth:`started` prints it later."""
         if isinstance(action, AnnounceRestart):
             self._failed = self._result.attempts[-1], action
             if action.delay > 0:

@@ -1,6 +1,7 @@
 """Workers that run a Python function or a Python script, with any start method of multiprocessing.
 
-The agent's loop never blocks to wait for a :mod:`keeper <.keeper>`; events report its progress and exit.
+The agent's loop never blocks to wait for a :mod:`keeper <.keeper>`, which is the workers' parent process.
+Events report its progress and exit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Watches this node's NVIDIA GPUs through a child process that runs :mod:`.gpu_watch`.
 
-Adds Xids to the current attempt, and delays a restart until the dead workers' device memory is free. Only
-:meth:`GpuWatcher.close` blocks, for at most one second.
+Adds Xids (NVIDIA driver errors) to the current attempt, and delays a restart until the dead workers' device
+memory is free. Only :meth:`GpuWatcher.close` blocks, for at most one second.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ START_LIMIT = 0.0
 _EXIT_LIMIT = 1.0
 """Seconds to wait for the child's exit after SIGKILL. It takes longer only if it hangs in the driver."""
 _WORTH_A_LINE = 1.0
-"""Seconds of waiting for device memory that are not reported to the user."""
+"""Longest wait for device memory, in seconds, that is not reported to the user."""
 _MAX_LINES = 4
 """Maximum number of an attempt's Xids that are printed before a restart."""
 

@@ -225,7 +225,7 @@ class Agent:
                 self._tracker.observers.quiet()
 
     def _prepare(self) -> float:
-        """After the first failure, import what describes its cause, so that the restart does not wait."""
+        """After the first failure, import the code that describes its cause, to save time in the restart."""
         attempts = self._tracker.result.attempts
         if not self._is_prepared and attempts and attempts[-1].first_failure is not None:
             self._is_prepared = True
@@ -253,7 +253,7 @@ class Agent:
             self._duties += [self.checkpoints.look, check.look]
 
     def _ask_for_checkpoint(self, checkpoints: CheckpointRequests) -> None:
-        """Use the shared memory page, because a signal would kill workers that are not in their training."""
+        """Request a checkpoint in shared memory: a signal would kill workers that are not training."""
         if not checkpoints.are_open:
             self._console.say(phrases.checkpoint_requested(signal.SIGUSR1))
         checkpoints.ask()

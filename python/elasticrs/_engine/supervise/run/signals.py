@@ -162,7 +162,7 @@ class SignalPipe:
             return False
 
     def close(self, *, ignore: bool = False) -> None:
-        """Restore the previous handlers. With ``ignore``, for a process about to exit, ignore the signals."""
+        """Restore the previous handlers, or ``ignore`` the signals if the process is about to exit."""
         if self._reader.fileno() == -1:
             return
         for signum in list(self._caught):
@@ -199,4 +199,4 @@ def _stop_unless_continued() -> None:
 
 
 def _wake_only(_signum: int, _frame: FrameType | None) -> None:
-    """The interpreter has already written the signal number to the wake-up socket."""
+    """Do nothing, because the interpreter has already written the signal number to the wake-up socket."""

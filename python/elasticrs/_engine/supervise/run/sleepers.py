@@ -1,7 +1,7 @@
 """Detects workers in uninterruptible sleep (``D`` in ``/proc``), which cannot be killed.
 
 They wait for a device or file system that does not respond, and hold resources that a replacement would need,
-so the job fails and is not restarted. Torch treats this as a success. Short waits are normal, so a worker
+so the job fails and is not restarted. Torch reports success in this case. Short waits are normal, so a worker
 counts only if it was in this state at every check for a certain time.
 """
 
@@ -35,7 +35,7 @@ def overdue(first_seen: Mapping[int, float], now: float, limit: float) -> dict[i
 
 
 class Sleepers:
-    """Finds workers that have slept for more than ``limit`` seconds; none if it is not positive."""
+    """Finds workers that have slept for more than ``limit`` seconds; none if ``limit`` is not positive."""
 
     def __init__(self, limit: float, proc: str = "/proc") -> None:
         # In the /proc of another pid namespace, the pids would refer to other processes.
@@ -46,7 +46,7 @@ class Sleepers:
         self.interval = min(_LONGEST, limit / _LOOKS) if limit > 0 else float("inf")
 
     def look(self, pids: Mapping[int, int]) -> dict[int, float]:
-        """Return the seconds of workers that slept for too long, by local rank; empty between two checks."""
+        """Return the sleep times that exceed the limit, by local rank; empty between two checks."""
         now = time.monotonic()
         if self._limit <= 0 or now < self._next:
             return {}

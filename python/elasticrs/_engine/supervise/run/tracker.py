@@ -72,7 +72,7 @@ DRAIN_TIMEOUT = 10.0
 
 
 class AttemptTracker:
-    """Starts the attempts of a job and records their events. The owner removes ``events``."""
+    """Starts the attempts of a job and records their events. The owner takes them out of ``events``."""
 
     def __init__(
         self,
@@ -241,7 +241,7 @@ class AttemptTracker:
             self._follow_workers()
 
     def forward(self, signum: int, *, are_running: bool) -> None:
-        """Pass a signal on to the running workers. Without workers, there is nothing to save yet."""
+        """Pass a signal on to the running workers. Ignore it if no workers are running."""
         if not are_running or self.attempt is None:
             name = phrases.signal_name(signum)
             self._console.say(f"{name} received and ignored: no workers are running")
@@ -271,7 +271,7 @@ class AttemptTracker:
             if isinstance(event, (_core.LogTrouble, _core.Degraded)):
                 _RECORDERS[type(event)](self, event)
             elif isinstance(event, _core.FdReady) and not self._owner.on_fd(event.fd, is_over=True):
-                # Nothing reads from this descriptor, and it stays readable.
+                # Nobody reads from this descriptor any more, so it would stay readable.
                 self.supervisor.unwatch_fd(event.fd)
 
     def tidy_up(self) -> None:
@@ -341,7 +341,7 @@ class AttemptTracker:
         self.observers.running(self.result)
 
     def _warmth(self) -> tuple[bool | None, str | None]:
-        """Return true if new workers are forked from a preloaded process, and else why not."""
+        """Return whether new workers are forked from a preloaded process, and if not, why."""
         if self._warming is not None:
             return self._warming.is_warm, self._warming.why_cold
         preload, follower = self._job.preload, self._workers.follower
@@ -426,7 +426,7 @@ class AttemptTracker:
             self._console.say(attempt.diagnosis.summary)
 
     def _learn_from(self, event: _core.WorkerHung) -> None:
-        """Use a generous limit from the next attempt on: a worker may have exceeded the learned one in an
+        """Use a generous limit from the next attempt on: a worker may have exceeded the learned limit in an
         evaluation, which the next attempt repeats.
         """
         if not isinstance(self._job.hang_timeout, str) or event.missed not in ("step", "line"):
@@ -472,7 +472,7 @@ class AttemptTracker:
         """Find the ranks to blame if the first failure may be a failed collective."""
         from elasticrs._engine.supervise.failures.first_failure import is_collective_failure
 
-        # If something is still unknown, try again at the end of the attempt, when all exits are known.
+        # If the diagnosis or the blame is still unknown, try again at the end of the attempt.
         is_explained = attempt.diagnosis is not None and attempt.blame is not None
         if is_explained or self._replaces or not is_collective_failure(attempt):
             return
@@ -600,8 +600,8 @@ _CONFLICT_BYTES = 65536
 
 
 def _is_port_conflict(attempt: Attempt) -> bool:
-    """Return true if the workers' store could not bind its reserved port: files contain its number and the
-    kernel's message. Ports that the user has chosen do not count.
+    """Return true if the workers' store could not bind its reserved port: the log files contain the port's
+    number and the kernel's error message. Ports that the user has chosen do not count.
     """
     held = attempt.plan.port
     if held is None or held.store is not None:

@@ -34,8 +34,8 @@ _MOST_TOUCHED = 3
 
 
 class Warming:
-    """Decides whether workers may be forked. ``limit`` is for the imports, in seconds. ``report`` is the
-    descriptor to which the nurseries report.
+    """Decides whether workers may be forked from the nursery. ``limit`` is for its imports, in seconds.
+    ``report`` is the descriptor to which the nurseries report.
     """
 
     def __init__(self, say: Callable[[str], None], limit: float) -> None:

@@ -36,8 +36,8 @@ _DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 """Variables with the path of torch's flight record dumps. Torch uses the first one set."""
 
 _TIMER_FILE = "ELASTICRS_TIMER_FILE"
-"""Tells elasticrs's timer client that an elasticrs agent reads the FIFO. Only then may the FIFO stay open,
-because torch's timer server expires no timers meanwhile.
+"""Tells elasticrs's timer client that an elasticrs agent reads the FIFO. Otherwise, the client must not keep
+the FIFO open, because torch's timer server expires no timers while it is open.
 """
 
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
@@ -54,7 +54,7 @@ def _bad_timer_file(path: str, error: OSError) -> str:
 
 
 def _enough(limit: float | None) -> float | None:
-    """The agent does not check limits more often than every millisecond."""
+    """Return ``limit``, but at least 1 ms, because the agent does not check limits more often."""
     return None if limit is None else max(0.001, limit)
 
 

@@ -116,7 +116,7 @@ def command_line(tracker_fd: int, pipe_handle: int) -> list[str]:
 
 
 class PreparedFunction:
-    """Everything that a child process needs to run a function. It inherits ``fds`` under the same numbers."""
+    """All that a child process needs to run a function. The child inherits ``fds`` under the same numbers."""
 
     def __init__(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], result: int, name: str

@@ -198,7 +198,10 @@ def _serve(statuses: dict[int, int], control: int, parent_pidfd: int) -> float:
 
 
 def _end_lingerers(linger: float, control: int, parent_pidfd: int) -> None:
-    """Send SIGTERM to leftovers after ``linger`` seconds, unless the program exits or sends a message."""
+    """Send SIGTERM to leftover processes after ``linger`` seconds.
+
+    Return early if the program exits or sends a message.
+    """
     if not _outlasted(linger, control, parent_pidfd):
         return
     left = [pid for pid in _core.children() if _core.patience_with(pid) is None]

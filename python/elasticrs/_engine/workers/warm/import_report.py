@@ -135,7 +135,7 @@ def _shown(name: str) -> str:
 
 
 class Sources:
-    """Stamps of the preloaded files. ``signs`` are stamps of files that every installation changes."""
+    """Stamps of files: ``own`` and ``installed`` modules, and ``signs``, which every installation changes."""
 
     def __init__(
         self, own: Mapping[str, Stamp], installed: Mapping[str, Stamp], signs: Mapping[str, Stamp]
