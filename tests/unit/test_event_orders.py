@@ -15,6 +15,7 @@ from elasticrs._engine.job.ranks import NodeShare, assign
 from elasticrs._engine.process.clock import Clock
 from elasticrs._engine.supervise.attempts import state_machine as machine
 from elasticrs._engine.supervise.attempts.attempt import Attempt, phases
+from elasticrs._engine.supervise.failures import failed_attempt
 from elasticrs._engine.supervise.failures.failed_attempt import Place, evidence, facts, first_word, own_cause
 from elasticrs._engine.supervise.observe import job_report
 from elasticrs._engine.supervise.observe.job_events import EventRecorder
@@ -166,6 +167,25 @@ def ask(played):
     played.tracker.observers.acting(machine.AnnounceRestart(1), None)
     played.tracker.observers.started()
     played.tracker.observers.ended(result, None)
+
+
+@pytest.mark.parametrize(("is_lost_peer", "blamed"), [(True, (0,)), (False, ())])
+def test_the_files_decide_about_a_rank_that_left_if_no_exception_of_the_first_failure_was_reported(
+    monkeypatch, is_lost_peer, blamed
+):
+    played = Played(replaces=False)
+    lost_peer = ("raised", 2, "begun", "peer")
+    for event in [
+        lost_peer,
+        ("exit", 0, 0, None),
+        ("failure", 1),
+        ("exit", 1, 1, None),
+        ("exit", 2, 1, None),
+    ]:
+        played.play(*event)
+    monkeypatch.setattr(failed_attempt, "reports_lost_peer", lambda _: is_lost_peer)
+    played.end()
+    assert (() if played.attempt.blame is None else played.attempt.blame.ranks) == blamed
 
 
 @pytest.mark.parametrize("replaces", [True, False])

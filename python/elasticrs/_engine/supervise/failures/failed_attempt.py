@@ -69,6 +69,12 @@ def _add_xids(attempt: Attempt, failed: Mapping[int, ProcessFailure]) -> None:
             failure.more_notes = [xid.note(), *failure.more_notes]
 
 
+def reports_lost_peer(attempt: Attempt) -> bool:
+    """Return true if the root cause of a failed attempt is an exception that only reports a lost peer."""
+    failed = failures(attempt)
+    return bool(failed) and failed[root_cause(failed)].is_lost_peer
+
+
 def first_of(attempt: Attempt) -> tuple[int, str]:
     """Return the local rank of the worker that failed first, and a phrase to append to its name."""
     failed = failures(attempt)

@@ -15,36 +15,48 @@ from elasticrs._engine.job.traceback_summary import summarize
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from elasticrs._core import WorkerHung
     from elasticrs._engine.failures.failure import ProcessFailure
     from elasticrs._engine.supervise.attempts.attempt import Attempt
 
 
-def early_leavers(attempt: Attempt) -> tuple[int, ...]:
+def early_leavers(
+    attempt: Attempt, reports_lost_peer: Callable[[Attempt], bool] | None = None
+) -> tuple[int, ...]:
     """Return the ranks that exited with code 0 before the first failure, if that failure only reports a lost
     peer. The lost peer is then one of these ranks.
 
     Return no ranks if the job has workers on other nodes, or if the workers are members of a rendezvous.
     Return none either if most workers have exited with code 0: the failed one may then have run more steps.
+
+    After the attempt, ``reports_lost_peer`` decides about the first failure from the workers' files. It is
+    called only if the exception of that worker is unknown, for example because the worker exited at once.
     """
     ranks = attempt.global_ranks()
-    if attempt.plan.page is not None or len(ranks) != attempt.world_size or not _is_lost_peer_first(attempt):
+    if attempt.plan.page is not None or len(ranks) != attempt.world_size:
         return ()
     left = [
         ranks[local_rank]
         for local_rank, exited in attempt.exits.items()
         if exited.exitcode == 0 and exited.sent_signal is None
     ]
-    is_minority = 2 * len(left) <= len(ranks)
-    return tuple(sorted(left)) if is_minority else ()
+    if not left or 2 * len(left) > len(ranks) or not _is_lost_peer_first(attempt, reports_lost_peer):
+        return ()
+    return tuple(sorted(left))
 
 
-def _is_lost_peer_first(attempt: Attempt) -> bool:
+def _is_lost_peer_first(attempt: Attempt, reports_lost_peer: Callable[[Attempt], bool] | None) -> bool:
     """Return true if a rank that exited with code 0 may have caused the first failure."""
     if attempt.blame is not None:
         return attempt.blame.basis == "exit"
-    failure = attempt.raised.get(attempt.first_failure if attempt.first_failure is not None else -1)
-    return failure is not None and failure.origin == "peer"
+    if attempt.first_failure is None:
+        return False
+    failure = attempt.raised.get(attempt.first_failure)
+    if failure is None:
+        return reports_lost_peer is not None and reports_lost_peer(attempt)
+    return failure.origin == "peer"
 
 
 def first_seen(attempt: Attempt) -> int:

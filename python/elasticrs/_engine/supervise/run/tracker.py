@@ -384,8 +384,10 @@ class AttemptTracker:
         self.events.append(machine.FailureSeen(event.local_rank))
         self.observers.failed(attempt)
 
-    def _accuse_leavers(self, attempt: Attempt) -> None:
-        if left := early_leavers(attempt):
+    def _accuse_leavers(
+        self, attempt: Attempt, reports_lost_peer: Callable[[Attempt], bool] | None = None
+    ) -> None:
+        if left := early_leavers(attempt, reports_lost_peer):
             from elasticrs._engine.hangs.culprits import Basis, Blame
 
             attempt.accuse(Blame(left, True, Basis.EXIT), attempt.stamps["failure_seen"])
@@ -544,7 +546,9 @@ class AttemptTracker:
                 outcome = "failed"
         conflict = outcome == "failed" and attempt.files.run(partial(_is_port_conflict, attempt), False)
         if outcome == "failed":
-            self._accuse_leavers(attempt)
+            from elasticrs._engine.supervise.failures.failed_attempt import reports_lost_peer
+
+            self._accuse_leavers(attempt, reports_lost_peer)
             self._diagnose(attempt, partial(self._explain, attempt))
         stuck = tuple(event.stuck_ranks)
         if outcome == "lost" and not stuck and "started" not in attempt.stamps:
