@@ -1248,7 +1248,7 @@ class CoordinationServer:
 
 @final
 class Compare:
-    """A condition of a transaction.
+    """A condition for a transaction on the store's keys.
 
     Raises:
         ValueError: the key is longer than 1 KiB.
@@ -1256,23 +1256,23 @@ class Compare:
 
     @staticmethod
     def exists(name: str) -> Compare:
-        """The key exists."""
+        """Require that the key exists."""
     @staticmethod
     def missing(name: str) -> Compare:
-        """The key does not exist."""
+        """Require that the key does not exist."""
     @staticmethod
     def created_at(name: str, revision: int) -> Compare:
-        """The key was created at this revision. Revision 0: the key does not exist."""
+        """Require that the key was created at this revision. With revision 0, the key must not exist."""
     @staticmethod
     def modified_at(name: str, revision: int) -> Compare:
-        """The key was last changed at this revision. Revision 0: the key does not exist."""
+        """Require that the key was last changed at this revision. With revision 0, it must not exist."""
     @staticmethod
     def has_value(name: str, value: bytes) -> Compare:
-        """The key exists and has this value."""
+        """Require that the key exists and has this value."""
 
 @final
 class Op:
-    """An operation of a transaction.
+    """An operation in a transaction on the store's keys.
 
     Raises:
         ValueError: a key is longer than 1 KiB.
@@ -1424,8 +1424,8 @@ class CoordinationClient:
 
         Args:
             tag: any number from 0 to 2^64 - 1.
-            compares: the conditions.
-            then: operations if all conditions hold.
+            compares: conditions that decide which operations are applied.
+            then: operations that are applied if all conditions hold.
             otherwise: operations if a condition does not hold. Default: none.
 
         Raises:

@@ -205,8 +205,9 @@ exec "$@"
 
 @pytest.fixture
 def name_server(tmp_path):
-    """Yield a socket that receives DNS queries but never answers, and a command prefix that makes it the name
-    server.
+    """Yield a socket that receives DNS queries but never answers, and a command prefix.
+
+    A command with this prefix uses the socket as its name server.
     """
     address = f"127.53.{os.getpid() >> 8 & 255}.{os.getpid() & 255}"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:

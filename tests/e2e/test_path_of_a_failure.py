@@ -1,5 +1,5 @@
-"""``docs/design/path-of-a-failure.md`` lists the files that a failure passes on its way to the restart. The
-Python files are compared with those of a real job.
+"""``docs/design/path-of-a-failure.md`` lists the source files whose code handles a failed worker, until the
+restart. Compare the Python files in it with those that run in a real job.
 """
 
 import re
@@ -44,7 +44,7 @@ finally:
 
 
 def listed(suffix):
-    """Return the files of the page's tables, with the functions named for each."""
+    """Return the source files in the page's tables, with the functions that the page names for each file."""
     found = {}
     for line in PAGE.splitlines():
         if row := re.match(rf"\| `([\w/]+\.{suffix})` \|", line):

@@ -225,7 +225,7 @@ def test_only_failures_of_collectives_are_diagnosed(aborted):
 
 
 def with_first_failure(attempt, local_rank):
-    """Return a copy in which another worker, or none, failed first."""
+    """Return a copy of an attempt in which another worker, or none, failed first."""
     copy = Attempt(0, 0, attempt.plan, paths=attempt.paths)
     for kind, event in attempt.events:
         if kind is not _core.FailureSeen:

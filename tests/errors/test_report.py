@@ -250,7 +250,7 @@ def test_an_unobserved_exit_is_shown_as_unknown():
 
 @pytest.mark.parametrize(("number", "advice"), [(errno.ENOSPC, "file system"), (errno.ENOENT, None)])
 def test_a_recorded_error_number_decides_about_advice_not_the_text(tmp_path, number, advice):
-    """The name of the missing file is the text of another error."""
+    """Report a missing file as such, even if its name is the text of another error."""
     error = OSError(number, "not found", os.strerror(errno.EADDRINUSE))
     path = tmp_path / "error.json"
     path.write_text(error_document(error, "hook"))

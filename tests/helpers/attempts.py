@@ -1,4 +1,4 @@
-"""Attempts for tests. What happened to them is written to their logs, as the agent does it."""
+"""Attempts for tests. Events of workers are written to an attempt's event log, as the agent does it."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +9,7 @@ from elasticrs._engine.workers.event_log import Adopted, Stamp
 
 
 def ended(attempt: Attempt, at_ns: int = 0, **known: Any) -> None:
-    """Record the end of all processes."""
+    """Record that all processes of the attempt have ended."""
     about = {"ended_ns": at_ns, "nursery_exitcode": None, "nursery_hung": False, **known}
     attempt.append(SimpleNamespace(**about), _core.GroupEnded)
 
@@ -17,7 +17,7 @@ def ended(attempt: Attempt, at_ns: int = 0, **known: Any) -> None:
 def exited(
     attempt: Attempt, local_rank: int, exitcode: int | None, sent: int | None = None, **known: Any
 ) -> Any:
-    """Record the exit of a worker, and return its event. ``known`` has further attributes of the event."""
+    """Record the exit of a worker, and return the event. ``known`` contains its other attributes."""
     about = {"local_rank": local_rank, "pid": 100 + local_rank, "exitcode": exitcode, "sent_signal": sent}
     event = SimpleNamespace(**{**about, "seen_ns": 9, **known})
     attempt.append(event, _core.WorkerExited)
@@ -31,13 +31,13 @@ def raised(attempt: Attempt, local_rank: int, **known: Any) -> None:
 
 
 def failed(attempt: Attempt, local_rank: int, seen_ns: int = 1, signalled_ns: int = 1) -> None:
-    """Record the first failure."""
+    """Record that the agent has seen the first failure."""
     about = {"local_rank": local_rank, "seen_ns": seen_ns, "signalled_ns": signalled_ns, "siblings": 1}
     attempt.append(SimpleNamespace(**about), _core.FailureSeen)
 
 
 def stamped(attempt: Attempt, **stamps: int) -> Attempt:
-    """Record times of the agent and the end of the processes; see ``EventLog.stamps``."""
+    """Record these times of the agent's actions, and the end of the processes (see ``EventLog.stamps``)."""
     for name, at_ns in stamps.items():
         if name == "ended":
             ended(attempt, at_ns)

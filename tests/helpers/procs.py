@@ -284,8 +284,9 @@ def kill_adopted(keep: Iterable[int] = ()) -> None:
 
 @cache
 def interpreters() -> list[str]:
-    """Return the interpreters on this machine, one of each release. A program on PATH may be a slow script
-    that runs the interpreter.
+    """Return the Python interpreters on this machine, one of each release.
+
+    Return the interpreters themselves, because a program on PATH may be a slow script that runs one.
     """
     found = {sys.version: sys.executable}
     shows = "import json, sys; print(json.dumps([sys.version, sys.executable]))"

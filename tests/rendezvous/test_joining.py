@@ -550,7 +550,7 @@ def is_registration(request):
 
 
 def registers_twice():
-    """Create an agent that gives up a connection on which its second registration is still in transit.
+    """Create an agent that registers a second time, and drops the connection before the request arrives.
 
     Returns:
         The cluster, the agent with its third registration, and the connection that still carries the second.

@@ -200,7 +200,7 @@ def test_the_keys_of_different_jobs_do_not_overlap():
     assert Keys("a%2Fb").job != Keys("a/b").job
 
 
-# --- the leader's view: updated with each change, it equals one computed from all keys (VIEW-2) ---
+# --- VIEW-2: the leader updates its view with each change, and it equals a view computed from all keys ---
 
 
 KEYS = Keys("job")

@@ -1,5 +1,6 @@
-"""A member whose store was away (requests applied twice, longer leases, a different store), or reports each
-watch separately, as etcd does, so that one watch may be ahead of another.
+"""Tests for a member whose store was away, so that requests are applied twice, leases are longer, or another
+store answers. Also for a store that reports each watch separately, as etcd does, so that one watch may be
+ahead of another.
 """
 
 import pytest
@@ -170,7 +171,7 @@ def actions_of(kind, actions):
 
 
 def idle_of(actions):
-    """Return the keys with which the agent reports that it is idle."""
+    """Return the keys that the agent writes to report that it is idle."""
     puts = [op for each in actions_of(Txn, actions) for op in each.then if isinstance(op, Put)]
     return [put.key for put in puts]
 

@@ -256,7 +256,7 @@ def test_a_job_name_may_contain_any_characters():
 
 @pytest.fixture
 def handler():
-    """Return a function that makes members of a job of one worker, which use the same store."""
+    """Return a function that makes members of a job with one worker. All of them use the same store."""
     server = Server([("127.0.0.1", 0)], run_id="job")
     made = []
 

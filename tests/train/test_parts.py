@@ -347,8 +347,8 @@ def test_each_submodule_is_loaded_on_first_use():
 
 
 class Worker:
-    """A main thread that passes step boundaries, and a second thread that learns of a change at
-    some moment.
+    """A simulated worker. Its main thread passes step boundaries. Its second thread learns at some
+    moment that the workers must leave the round.
     """
 
     def __init__(self) -> None:
@@ -357,8 +357,8 @@ class Worker:
         self.left: int | None = None
 
     def may_pass(self, others: list["Worker"], is_coupled: bool) -> bool:
-        """Return false while the worker waits: at its cap, or in a collective for a worker that is a step
-        behind.
+        """Return false while this worker waits, either at its cap, or in a collective for another worker
+        that is a step behind.
         """
         if self.left is not None or self.step.verdict() == "wait":
             return False
@@ -400,7 +400,7 @@ def test_all_workers_leave_a_round_at_the_same_step(seed, size, is_coupled, told
         elif what == "agree":
             leave.append(agreed(list(published.values())))
         else:
-            # No worker is beyond this step, so all of them can still leave there.
+            # No worker has passed the leave step, so all of them can still leave there.
             assert worker.step.done <= leave[0]
             worker.step.at = leave[0]
             if worker.step.verdict() == "leave":

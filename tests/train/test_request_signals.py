@@ -136,7 +136,7 @@ def imported():
 
 
 class Job:
-    """Trainers that save only on request, and that train slowly until they may finish."""
+    """Training processes that save only on request, and that train slowly until the test lets them finish."""
 
     def __init__(self, trainers, tmp_path, **order):
         self.trainers, self.may_end = trainers, tmp_path / "may end"
@@ -276,7 +276,7 @@ def test_a_leaving_worker_does_not_wait_long_for_missing_workers(trainers, tmp_p
     job.run(*NAMES)
     job.trainers.kill("d")
     assert job.trainers.code("d") == -signal.SIGKILL
-    # The other three wait for a fourth worker, which never comes.
+    # The other three workers wait for a fourth one, which never comes.
     job.trainers.kill("a", signal.SIGTERM)
     assert job.trainers.code("a") == -signal.SIGTERM
     assert job.saved() == []

@@ -152,7 +152,7 @@ def section(title):
 
 
 def rows(title):
-    """Return the cells of a section's tables, without the header rows."""
+    """Return the rows of all tables in a section, each as a list of cells, without the header rows."""
     lines = [line for line in section(title).splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line[1:-1].split("|")] for line in lines[2:]]
 
@@ -190,8 +190,9 @@ def test_the_listed_timeouts_are_settings_or_options():
 
 
 def sources():
-    """Return the source code, with adjacent parts of string literals joined, so that tests can search it for
-    messages.
+    """Return the source code of the package, so that tests can search it for messages.
+
+    Messages that are split into adjacent string literals are joined.
     """
     files = [*(ROOT / "python/elasticrs").rglob("*.py"), *(ROOT / "crates/elasticrs-store/src").rglob("*.rs")]
     text = "\n".join(file.read_text(encoding="utf-8") for file in sorted(files))

@@ -130,7 +130,7 @@ class Played:
             self._tell(_core.WorkerReplaced, local_rank=rank, pid=pid + 100, started_ns=time.monotonic_ns())
 
     def end(self, stuck=()):
-        """End the attempt. The stuck workers have survived SIGKILL, so their exits are not reported."""
+        """End the attempt. Report no exit of the ``stuck`` workers, because they have survived SIGKILL."""
         for rank in set(range(N)) - set(stuck):
             self.play("exit", rank, -15, 15)
         outcome = "failed" if self.has_failed or self.attempt.first_failure is not None else "succeeded"

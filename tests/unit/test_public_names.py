@@ -17,7 +17,7 @@ NAMES = {
     "timer.file_based_local_timer.FileTimerRequest",
     "timer.file_based_local_timer.log_debug_info_for_expired_timers",
 }
-"""Names that programs replace or extend, and what belongs to them."""
+"""Public names that programs replace or extend, and the names that belong to them."""
 
 
 def test_the_engine_uses_only_these_public_names():

@@ -177,7 +177,7 @@ HOOKS = (
 
 @pytest.fixture
 def programs(tmp_path, monkeypatch):
-    """Return a function that writes shell scripts into a folder, which is the only one in PATH."""
+    """Return a function that writes shell scripts into a folder. PATH contains only this folder."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
 

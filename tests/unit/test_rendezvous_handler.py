@@ -278,8 +278,8 @@ SHARES = [NodeShare("trainer", 2), NodeShare("reader", 1), NodeShare("trainer", 
 
 
 class Store:
-    """A fake of torch's store that never blocks. The tests call it in an order in which no call has
-    to wait.
+    """A fake of torch's store. No call blocks, because the tests call it in an order in which no call
+    has to wait.
     """
 
     def __init__(self):

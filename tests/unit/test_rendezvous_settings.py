@@ -350,7 +350,7 @@ TABLE = "/elasticrs/job/table/5.1/"
 
 
 def table_of_nodes(count, key=TABLE):
-    """Return a table of members with two members in each part, in the order in which a store returns it."""
+    """Return the parts of a table of members, two members in each, in the order of a store's answer."""
     rows = [(f"a{rank}/1", f"node{rank}", "10.0.0.1") for rank in range(count)]
     parts = {f"{key}{first // 2}": encode(rows[first : first + 2]) for first in range(0, count, 2)}
     return [Entry(name, parts[name], 7, 7) for name in sorted(parts)]

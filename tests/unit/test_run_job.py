@@ -7,7 +7,7 @@ from elasticrs._engine.supervise.run_job import run_job
 
 
 class Console:
-    """A console that keeps the lines."""
+    """A console that keeps the printed lines for the test."""
 
     def __init__(self):
         self.lines = []

@@ -141,7 +141,7 @@ def test_the_comparison_detects_a_difference(job, tmp_path):
 
 @pytest.fixture(scope="module")
 def counts():
-    """Return the numbers of ways to fail and to succeed."""
+    """Return the number of ways in which the test program can fail, and that in which it can succeed."""
     counted = run_program([sys.executable, ENDINGS, "count"], check=True)
     return tuple(map(int, counted.stdout.split()))
 

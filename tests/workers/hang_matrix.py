@@ -129,7 +129,7 @@ SHAPES = {"plain": Plain, "mesh": Mesh, "ddp": DataParallel, "fsdp": Sharded}
 
 
 def leaving_together(kind, guilty):
-    """Return pidfds of the ranks that leave if there are several. The other ranks wait for all of them before
+    """Return pidfds of the ranks that leave, if several do. The other ranks must wait for all of them before
     the next collective. Otherwise that collective may fail after the first has left, and the agent may stop
     the second before it leaves.
     """

@@ -59,7 +59,7 @@ struct Series {
 /// each scrape.
 #[derive(Debug)]
 pub struct Registry {
-    /// Time spent on each activity.
+    /// Time that an agent has spent on each activity.
     pub spans: Spans,
     restarts: [u64; Cause::ALL.len()],
     /// Number of recoveries in each bucket. The last bucket counts the recoveries that took longer than the highest

@@ -1,4 +1,5 @@
-//! Messages between the agent and its nursery, and both ends of the Unix stream socket that connects them.
+//! Messages between the agent and its nursery (the process that starts the workers), and both ends of the Unix stream
+//! socket that connects the two.
 //!
 //! The agent and its nursery normally come from the same build. [`PROTOCOL`] detects a nursery from another build that
 //! is run by mistake. A frame consists of a little-endian `u32` length and a message of that length in the postcard
@@ -8,9 +9,9 @@
 //! calls [`Link::receive`] when the socket is readable, and [`Link::flush`] when the socket is writable and
 //! [`Link::has_unsent`] is true.
 //!
-//! The receiver knows which descriptors belong to which frame, because a `recvmsg` returns no data beyond a segment that
-//! carries descriptors. Therefore, each frame with descriptors produces exactly one batch of descriptors at the receiver,
-//! in order. The batch is incomplete if the receiver has reached its limit on open files.
+//! The receiver knows which descriptors belong to which frame, because a `recvmsg` returns no data beyond a segment
+//! that carries descriptors. Therefore, each frame with descriptors produces exactly one batch of descriptors at the
+//! receiver, in order. The batch is incomplete if the receiver has reached its limit on open files.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice};
@@ -364,8 +365,8 @@ impl<Out, In> AsRawFd for Link<Out, In> {
 }
 
 impl Frame {
-    /// Returns the memory that the queued frame uses, in bytes. Includes the struct itself, which is larger than the
-    /// content of a small frame.
+    /// Returns the memory that the queued frame uses, in bytes. Counts the struct itself, too, because it is larger
+    /// than the content of a small frame.
     fn size(&self) -> usize {
         self.bytes.len() + size_of::<Self>()
     }
@@ -406,7 +407,7 @@ struct Received {
     buffer: Vec<u8>,
     /// Number of received bytes in `buffer`.
     filled: usize,
-    /// Number of received bytes that were already returned as messages.
+    /// Number of bytes at the start of `buffer` that were already returned as messages.
     used: usize,
     batches: VecDeque<Vec<OwnedFd>>,
 }

@@ -105,7 +105,7 @@ impl WakeFd {
         Ok(Self(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?))
     }
 
-    /// Wakes the waiting poll loop. Never blocks.
+    /// Makes the descriptor readable, which wakes the poll loop that waits for it. Never blocks.
     pub fn set(&self) {
         // Ignore EAGAIN. It means that the counter is full, so the descriptor is already readable.
         let _ = self.0.write(1);

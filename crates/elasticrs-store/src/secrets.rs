@@ -1,5 +1,5 @@
-//! Functions for secrets: HMACs, random bytes, and a comparison in constant time. The coordination store and the client
-//! of etcd use them.
+//! Functions for secrets: HMACs, random bytes, and a comparison in constant time. They are used by the coordination
+//! store and by the etcd client.
 
 use std::fmt::Write;
 

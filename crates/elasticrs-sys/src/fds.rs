@@ -17,24 +17,24 @@ use nix::sys::stat::fstat;
 /// `vm.memfd_noexec` can make the file non-executable.
 const MFD_EXEC: libc::c_uint = 0x10;
 
-/// The file descriptors with which this process was started. A process has at most one such value, so each descriptor is
-/// taken or closed once.
+/// The file descriptors with which this process was started. There is at most one such value in a process, so no
+/// descriptor is taken or closed twice.
 #[derive(Debug)]
 pub struct Inherited(());
 
 impl Inherited {
     /// Claims the inherited descriptors of this process. Fails with `EALREADY` on a second call.
     ///
-    /// Call this before the process opens further descriptors, because a number does not show whether its descriptor was
-    /// inherited.
+    /// Call this before the process opens further descriptors, because inherited descriptors cannot be told from
+    /// others.
     pub fn claim() -> nix::Result<Self> {
         static CLAIMED: AtomicBool = AtomicBool::new(false);
         if CLAIMED.swap(true, Ordering::Relaxed) { Err(Errno::EALREADY) } else { Ok(Self(())) }
     }
 
-    /// Takes ownership of the descriptors with these numbers, and makes them close-on-exec. With `closes_others`, closes
-    /// all descriptors with higher numbers: uses `close_range` (Linux 5.9) or, if that fails, closes the descriptors
-    /// listed in `/proc/self/fd` one at a time.
+    /// Takes ownership of the descriptors with these numbers, and makes them close-on-exec. With `closes_others`, also
+    /// closes all descriptors with higher numbers. Does so with `close_range` (Linux 5.9). If that fails, closes the
+    /// descriptors that are listed in `/proc/self/fd` one at a time.
     ///
     /// # Errors
     /// `EBADF` if a descriptor is not open. `EINVAL` if a number is given twice.
@@ -46,8 +46,8 @@ impl Inherited {
             // SAFETY: `F_SETFD` does not close the descriptor. If the number is not open, the call fails with EBADF.
             Errno::result(unsafe { libc::fcntl(number, libc::F_SETFD, libc::FD_CLOEXEC) })?;
         }
-        // SAFETY: all descriptors are open, and the numbers differ. `self`, the only owner of the inherited descriptors,
-        // is consumed here.
+        // SAFETY: all descriptors are open, and the numbers differ. `self`, the only owner of the inherited
+        // descriptors, is consumed here.
         let taken = numbers.map(|number| unsafe { OwnedFd::from_raw_fd(number) });
         if closes_others {
             close_from(numbers.into_iter().fold(2, RawFd::max) + 1)?;
@@ -67,8 +67,8 @@ fn close_from(first: RawFd) -> io::Result<()> {
         .filter(|&fd| fd >= first)
         .collect();
     for fd in open {
-        // SAFETY: the caller owns the descriptor. The list also contains the descriptor through which `/proc/self/fd` was
-        // read. It is already closed, so closing it again only fails with EBADF.
+        // SAFETY: the caller owns the descriptor. The list also contains the descriptor through which `/proc/self/fd`
+        // was read. It is already closed, so closing it again only fails with EBADF.
         unsafe { libc::close(fd) };
     }
     Ok(())
@@ -106,7 +106,7 @@ pub fn executable_memory_file(name: &CStr, content: &[u8]) -> io::Result<OwnedFd
     Ok(file.into())
 }
 
-/// Reason why [`poll_readable`] returned.
+/// Reason for which [`poll_readable`] has returned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Polled {
     /// The descriptor at this index is readable, has hung up, or is closed.

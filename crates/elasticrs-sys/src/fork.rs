@@ -18,8 +18,8 @@ use super::stage::Stage;
 /// its libraries, and returns the result of `fork`.
 pub type Forker = Box<dyn FnMut() -> nix::Result<i32>>;
 
-/// Calls `fork`. This is the [`Forker`] of Rust programs. Refuses with `EBUSY` if the process has several threads, and with
-/// `ENOSYS` if it cannot count them.
+/// Calls `fork`. Programs written in Rust use this function as their [`Forker`]. Refuses with `EBUSY` if the process
+/// has several threads, and with `ENOSYS` if it cannot count them.
 pub fn plain() -> nix::Result<i32> {
     let threads = std::fs::read_dir("/proc/self/task").map_err(|_| Errno::ENOSYS)?.count();
     if threads != 1 {

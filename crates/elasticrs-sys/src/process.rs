@@ -1,5 +1,5 @@
-//! Processes: reaps children and decodes how they exited; signals processes through pidfds, which are file descriptors
-//! that refer to processes.
+//! Functions for processes. Some reap children and decode how they exited. Others send signals through pidfds, which
+//! are file descriptors that refer to processes.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr;
@@ -32,7 +32,7 @@ pub fn child_has_ended(pid: i32) -> Option<bool> {
     peek(Id::Pid(Pid::from_raw(pid)))
 }
 
-/// True if this process has any children.
+/// Returns true if this process has any children.
 pub fn has_children() -> bool {
     peek(Id::All).is_some()
 }
@@ -90,9 +90,9 @@ fn wait(pid: i32, options: i32) -> Waited {
 /// Exit status of a process, as reported by the kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum WorkerExit {
-    /// The worker returned or called `exit`.
+    /// The process returned from its main function or called `exit`.
     Exited { code: i32 },
-    /// A signal killed the worker.
+    /// A signal killed the process.
     Signaled { signal: i32 },
     /// The process has exited, but its exit status is unknown, because the nursery (its parent) died or because other
     /// code reaped the process.
@@ -111,7 +111,7 @@ impl WorkerExit {
         }
     }
 
-    /// Converts a status that `waitid` has returned. `Unknown` if the process has not exited.
+    /// Converts a status that `waitid` has returned. Returns `Unknown` if the process has not exited.
     pub fn of(status: WaitStatus) -> Self {
         match status {
             WaitStatus::Exited(_, code) => Self::Exited { code },

@@ -1,4 +1,4 @@
-//! Accesses `/proc`, but only if it shows the pid namespace of this process. Parses `/proc/PID/stat`, in which the kernel
+//! Reads `/proc`, but only if it shows the pid namespace of this process. Parses `/proc/PID/stat`, in which the kernel
 //! describes a process or a thread in numbered fields.
 
 use std::fs;
@@ -53,13 +53,13 @@ const PF_EXITING: u32 = 4;
 pub struct Stat {
     /// The kernel's short name of the process, at most 15 bytes.
     pub name: String,
-    /// The fields that follow the name, separated by spaces.
+    /// The fields that follow the name in the file, separated by spaces.
     fields: String,
 }
 
 impl Stat {
-    /// Reads the `stat` file of a process. Returns `None` if the process no longer exists, or if [`is_own`]
-    /// is false.
+    /// Reads the `stat` file of a process. Returns `None` if the process no longer exists, or if `/proc` does not show
+    /// this process's pid namespace ([`is_own`]).
     pub fn of(pid: i32) -> Option<Self> {
         Self::in_folder(&folder(pid)?)
     }

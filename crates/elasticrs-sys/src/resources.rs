@@ -1,7 +1,7 @@
 //! Memory, priority and limits of processes.
 //!
-//! Moving memory to huge pages (`MADV_COLLAPSE`, Linux 6.1) means that a fork has to copy about 500 times fewer page table
-//! entries.
+//! If memory was moved to huge pages (`MADV_COLLAPSE`, Linux 6.1), a fork has to copy about 500 times fewer page table
+//! entries for it.
 
 use std::{fs, ptr};
 

@@ -7,9 +7,9 @@
 //! maps it in another. To map the file, the kernel waits for the locked page. This wait cannot be interrupted, and the
 //! kernel holds the lock of the process's memory map in the meantime.
 //!
-//! A process that opens a [`SlowFile`] waits. The test holds a lease on the file, see fcntl(2). Any other process that
-//! opens or executes the file waits until the test releases the lease, or until the process is killed. The wait lasts for
-//! at most 45 s, because the kernel then revokes the lease (`/proc/sys/fs/lease-break-time`).
+//! A process that opens a [`SlowFile`] waits, because the test holds a lease on the file, see fcntl(2). Any other
+//! process that opens or executes the file waits until the test releases the lease, or until the process is killed. The
+//! wait lasts for at most 45 s, because the kernel then revokes the lease (`/proc/sys/fs/lease-break-time`).
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
@@ -157,7 +157,7 @@ pub fn wait_until_it_hangs(pid: i32) {
 /// Number of the `fcntl` operation that sets the signal with which the kernel requests the release of a lease.
 const F_SETSIG: i32 = 10;
 
-/// A file that cannot be opened while this value exists.
+/// A file that other processes cannot open while this value exists.
 #[derive(Debug)]
 pub struct SlowFile(File);
 

@@ -52,7 +52,7 @@ _RENDEZVOUS = f"{_ELASTIC}.rendezvous."
 
 
 def _is_kept(name: str) -> bool:
-    """Return true for a module that is not redirected, because elasticrs uses torch's own module."""
+    """Return true for a module that is not redirected, because elasticrs itself uses torch's module."""
     if not name.startswith(_RENDEZVOUS):
         return False
     from elasticrs.rendezvous import TORCHS
@@ -76,12 +76,15 @@ def is_active() -> bool:
 
 
 def activate() -> None:
-    """Redirect all later imports. Raise ``RuntimeError`` if torch's own modules are already loaded."""
+    """Redirect all later imports to elasticrs.
+
+    Raise ``RuntimeError`` if torch's own modules are already loaded.
+    """
     if is_active():
         return
     if loaded := sorted(name for name in sys.modules if our_name(name) is not None):
         raise RuntimeError(f"{loaded[0]} has already been imported; activate elasticrs.alias before that")
-    # Python must try this finder before the finder of torch's own files.
+    # Python must ask this finder before the finder that finds torch's own files.
     sys.meta_path.insert(0, _Finder())
 
 
@@ -97,7 +100,7 @@ class _Finder:
             return _torchs_own(fullname) if _is_kept(fullname) else None
         parent = name.rpartition(".")[0]
         if parent and parent not in sys.modules:
-            # The parent package is torch's own, so let Python find the module there.
+            # The parent package is torch's own, so let Python find this module there.
             return None
         from importlib.machinery import ModuleSpec
         from importlib.util import find_spec
@@ -116,7 +119,10 @@ class _Finder:
 
 
 def _torchs_own(fullname: str) -> ModuleSpec | None:
-    """Find a module that exists only in torch. Search torch's folders, as its package is elasticrs's."""
+    """Find a module that exists only in torch.
+
+    Look in torch's folders, because its parent package is now that of elasticrs.
+    """
     from importlib.machinery import PathFinder
 
     below = fullname.split(".")[2:-1]
@@ -149,7 +155,7 @@ class _Loader:
             # `module` belongs to torchelastic, which does not need the imports below.
             return
         for name in (_ELASTIC, _COMMANDS[0]):
-            # As in torch, these are attributes of `torch.distributed` without an import.
+            # As in torch, these modules are attributes of `torch.distributed` without an import.
             if name not in sys.modules:
                 __import__(name)
 

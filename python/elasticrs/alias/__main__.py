@@ -17,7 +17,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-# Python runs `.pth` files in order of name: first `elasticrs.pth`, which may put elasticrs on the path.
+# Python runs `.pth` files in order of their names. This one must come after `elasticrs.pth`, which may put
+# elasticrs on the path.
 FILE = "elasticrs_alias.pth"
 _ACTIVATE = """
 try:
@@ -34,13 +35,16 @@ else:
     sys.elasticrs_alias_is_missing = False
     activate()
 """
-# A single line that starts with `import`, because Python runs only such lines of a `.pth` file.
+# Write a single line that starts with `import`, because Python runs only such lines of a `.pth` file.
 LINE = f'import os, sys; os.environ.get("ELASTICRS_ALIAS") == "1" and exec({_ACTIVATE!r}, {{"sys": sys}})\n'
 _PROBE = "import sys; from elasticrs.alias import is_active; sys.exit(not is_active())"
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run an action. Return 0, 1 (it failed, or ``status`` found no ``.pth`` file) or 2 (usage error)."""
+    """Run an action of the command line.
+
+    Return 0, 1 (it failed, or ``status`` found no ``.pth`` file) or 2 (usage error).
+    """
     args = sys.argv[1:] if args is None else args
     actions: dict[str, Callable[[], int]] = {"install": install, "uninstall": uninstall, "status": status}
     if list(args) in (["-h"], ["--help"]):

@@ -11,11 +11,11 @@ from elasticrs._engine.job.config import UsageError
 
 
 def with_local_rank(argv: list[str]) -> list[str]:
-    """Return the command line with the ``--local-rank`` argument that old scripts expect."""
+    """Return the command line with the ``--local-rank`` argument for the script, which old scripts expect."""
     try:
         args = parse(argv, os.environ)
     except (UsageError, TextRequested):
-        # The launcher parses the arguments again, and then reports the error or prints the requested text.
+        # Ignore this: the launcher parses the arguments again, and then reports the error or prints the text.
         return argv
     if args.use_env:
         return argv

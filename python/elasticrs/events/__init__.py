@@ -78,7 +78,8 @@ def record(event: Event, destination: str = "null") -> None:
     """
     if event.timestamp == 0:
         event = replace(event, timestamp=time.time_ns() // 1_000_000)
-    # The `state` of a watchdog's event is the agent's, so recognize the worker's failure by the event's name.
+    # For an event of the watchdog, `state` is the agent's state, so recognize a worker's failure by the
+    # event's name.
     is_failure = event.metadata.get("state") == "FAILED" or event.name in _FAILURES_OF_WATCHDOGS
     _get_or_create_logger(destination).info(event.serialize(), extra={"is_failure": is_failure})
 

@@ -32,7 +32,7 @@ class _Serialized:
 
 @dataclass
 class Event(_Serialized):
-    """An event, as in torch. ``timestamp`` is in milliseconds since 1970 (0: time of recording)."""
+    """An event, as in torch. ``timestamp`` is in milliseconds since 1970; 0 means the time of recording."""
 
     name: str
     source: EventSource
@@ -65,7 +65,10 @@ class NodeState(str, Enum):
 
 @dataclass
 class RdzvEvent(_Serialized):
-    """An event of a rendezvous, as in torch. ``name`` is the activity, as ``file:function``."""
+    """An event of a rendezvous, as in torch.
+
+    ``name`` is the activity that it belongs to, as ``file:function``.
+    """
 
     name: str
     run_id: str
@@ -88,16 +91,19 @@ class RdzvEvent(_Serialized):
 
 
 PATIENCE = 1.0
-"""Time limit for the resolver, in seconds."""
+"""Time limit for looking up this machine's name in the resolver, in seconds."""
 
 _lock = threading.Lock()
 _known: dict[int, str] = {}
 
 
 def fq_hostname() -> str:
-    """Return this machine's fully qualified name, or the kernel's name if the resolver is too slow."""
+    """Return this machine's fully qualified name.
+
+    If the resolver is too slow, return the name that the kernel knows.
+    """
     with _lock:
-        # A forked child may be in another network namespace.
+        # Look the name up again in a forked child, because it may be in another network namespace.
         pid = os.getpid()
         if pid not in _known:
             _known.clear()

@@ -32,7 +32,10 @@ _FILE = "file:"
 _SLOW = "slow"
 
 _PATIENCE = 2.0
-"""Seconds to wait for queued lines. The console's reader may be stopped, or a file system may hang."""
+"""Seconds to wait at the end until queued lines are written.
+
+The console's reader may be stopped, or a file system may hang.
+"""
 
 _WAITING = 10_000
 """Maximum number of lines that wait for a console. Further lines are dropped."""
@@ -95,13 +98,18 @@ class LineFileHandler(logging.Handler):
         self._agents = 0
 
     def write_behind(self) -> None:
-        """Write events in a background thread until :meth:`write_through` has been called equally often."""
+        """Write events in a background thread from now on, until each call of this method is undone by one of
+        :meth:`write_through`.
+        """
         self._agents += 1
         if self._behind is None or not self._behind.is_ours:
             self._behind = LineQueue(self._write)
 
     def write_through(self) -> None:
-        """Wait until all lines are written. Undo one :meth:`write_behind`; the last call ends the thread."""
+        """Wait until all lines are written, and undo one call of :meth:`write_behind`.
+
+        If none is left, end the background thread.
+        """
         self._agents -= 1
         behind = self._behind
         if behind is None or not behind.is_ours:
@@ -190,11 +198,13 @@ def _make(destination: str) -> logging.Handler:
 
 
 MOST = 10_000
-"""Maximum number of queued lines. Further lines are dropped."""
+"""Maximum number of lines that wait to be written. Further lines are dropped."""
 
 
 class LineQueue:
-    """Queue of lines, and a thread that writes them and flushes failures, because writing may block."""
+    """Queue of lines, and the thread that writes them and flushes reports of failures to disk, because
+    writing may block.
+    """
 
     def __init__(self, write: Callable[[bytes, bool], None]) -> None:
         self._write = write
@@ -206,11 +216,11 @@ class LineQueue:
 
     @property
     def is_ours(self) -> bool:
-        """False in a forked child, which does not inherit the thread."""
+        """False in a forked child, because the child does not inherit the thread."""
         return self._owner == os.getpid()
 
     def put(self, line: bytes, is_failure: bool) -> bool:
-        """Queue a line. Return false if the line was dropped because too many lines are waiting."""
+        """Add a line to the queue. Return false if it was dropped because too many lines are waiting."""
         with self._news:
             if len(self._lines) >= MOST:
                 return False
@@ -223,7 +233,7 @@ class LineQueue:
 
     @staticmethod
     def _start(thread: threading.Thread) -> None:
-        # Block all signals in the new thread, so that the main thread receives them.
+        # Block all signals in the new thread, so that the kernel delivers them to the main thread.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             thread.start()
@@ -255,6 +265,6 @@ class LineQueue:
                 line, is_failure = self._lines[0]
             self._write(line, is_failure)
             with self._news:
-                # Remove the line only after writing it, because others wait until the queue is empty.
+                # Remove the line only when it is written, because others wait until the queue is empty.
                 self._lines.popleft()
                 self._news.notify_all()

@@ -192,7 +192,8 @@ def launch_agent(
         health_check_server=health_check_server,
         signals_to_handle=config.signals_to_handle,
     )
-    # As in torch, agents and contexts that this program or its children create later use these signals.
+    # As in torch, agents and contexts that this program or its children create later use the configuration's
+    # signals, too.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
     alive_callback = getattr(health_check_server, "alive_callback", None)
     if isinstance(alive_callback, _AliveCallbackProxy):
@@ -228,7 +229,10 @@ def run_agent(agent: LocalElasticAgent, destination: str) -> RunResult:
 
 @contextmanager
 def shut_down_after(handler: RendezvousHandler) -> Iterator[None]:
-    """Shut down the handler after the block, except after a signal: that would end the job on all nodes."""
+    """Shut down the handler after the block.
+
+    Do not do so after a signal, because that would end the job on all nodes.
+    """
     is_signalled = False
     try:
         yield

@@ -39,7 +39,10 @@ _DEFAULT_TIMEOUT = 900
 def run_by_handler(
     job: JobSpec, console: Console, signals: SignalPipe | None, write: Callable[[str], object]
 ) -> int:
-    """Run the job, and return the exit code. Raise ``UsageError`` if the settings are invalid."""
+    """Run the job through its rendezvous handler.
+
+    Return the exit code. Raise ``UsageError`` if the settings are invalid.
+    """
     if job.event_log_handler != "null":
         check_destination(job.event_log_handler)
     workers = make_workers(job)
@@ -50,7 +53,7 @@ def run_by_handler(
     logger.addHandler(lines)
 
     def stop_for_a_while(_signum: int, _frame: FrameType | None) -> None:
-        # Take only SIGTSTP here, because the handlers of the other signals raise exceptions.
+        # Handle only SIGTSTP here. The handlers of the other signals raise exceptions instead.
         if signals is not None and signal.SIGTSTP in signals.take():
             if agent is None:
                 suspend(None, signals)
@@ -111,7 +114,7 @@ def _make_agent(
     )
     agent = LocalElasticAgent(
         spec,
-        # Required but unused, because the workers choose their own log files.
+        # Torch requires this setting, but it has no effect, because the workers choose their own log files.
         DefaultLogsSpecs(os.devnull),
         exit_barrier_timeout=job.exit_barrier_timeout,
         shutdown_timeout=job.shutdown_timeout,

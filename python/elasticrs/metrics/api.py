@@ -91,7 +91,10 @@ _sinks: tuple[Callable[[str, str, float], None], ...] = ()
 
 
 def configure(handler: MetricHandler, group: str | None = None) -> None:
-    """Set the handler of a group, or of all groups that have no handler if ``group`` is ``None``."""
+    """Set the handler of a group.
+
+    If ``group`` is ``None``, it is used for all groups that have no handler of their own.
+    """
     global _default_metrics_handler  # noqa: PLW0603 -- process-wide, as in torch
     if group is None:
         _default_metrics_handler = handler
@@ -131,9 +134,11 @@ def _get_metric_name(fn: Callable[..., Any]) -> str:
 
 
 def prof(fn: Callable[..., Any] | None = None, group: str = "torchelastic") -> Any:
-    """Decorate a function to record ``NAME.success`` or ``.failure`` (1 per call) and ``.duration.ms``.
+    """Decorate a function, so that each call records the metrics ``NAME.success`` or ``NAME.failure`` (value
+    1) and ``NAME.duration.ms``.
 
-    Works as ``@prof`` and ``@prof(group="mine")``. NAME includes a method's class, or a function's module.
+    Can be used as ``@prof`` or ``@prof(group="mine")``. NAME is the function's name with its class, or else
+    with its module.
     """
 
     def wrap(function: F) -> F:
@@ -170,7 +175,7 @@ def profile(group: str | None = None) -> Callable[[F], F]:
 
 
 def put_metric(metric_name: str, metric_value: float, metric_group: str = "torchelastic") -> None:
-    """Publish a value in a group."""
+    """Publish a metric's value in a group of metrics."""
     getStream(metric_group).add_value(metric_name, metric_value)
 
 
@@ -185,5 +190,5 @@ def publish_metric(metric_group: str, metric_name: str, metric_value: float) -> 
 
 
 def get_elapsed_time_ms(start_time_in_seconds: float) -> int:
-    """Return the milliseconds since a time that is given in seconds since 1970."""
+    """Return how many milliseconds have passed since a time, which is given in seconds since 1970."""
     return int((time.time() - start_time_in_seconds) * 1000)

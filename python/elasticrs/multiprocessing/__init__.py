@@ -88,7 +88,7 @@ def start_processes(
     filters = (duplicate_stdout_filters, duplicate_stderr_filters)
     context: PContext | None = None
     try:
-        # A signal inside this block raises its exception at the end of the block.
+        # If a signal arrives inside this block, its exception is raised at the end of the block.
         with interrupts.held():
             if isinstance(entrypoint, str):
                 context = api.SubprocessContext(name, entrypoint, args, envs, *logs, numa_options, *filters)
@@ -97,7 +97,8 @@ def start_processes(
                     name, entrypoint, args, envs, start_method, *logs, numa_options, *filters
                 )
             context.start()
-        # A signal may arrive just before the return, so return inside the `try`, which closes the context.
+        # A signal may arrive just before the return. So return inside the `try`, whose handler then closes
+        # the context.
         return context
     except BaseException:
         if context is not None:

@@ -55,7 +55,10 @@ _NO_HANDLERS = (
     "Failed to register signal handlers since torchelastic is running on a child thread. "
     "This could lead to orphaned worker processes if the torchrun is terminated."
 )
-"""Torch's text, which tests compare. The warning is for subclasses that start processes themselves."""
+"""Torch's text of the message, which tests compare.
+
+The warning is for users' subclasses that start processes themselves.
+"""
 
 _HOMES = {
     "elasticrs.multiprocessing.contexts": ("MultiprocessContext", "SubprocessContext", "_wrap"),
@@ -248,7 +251,7 @@ class RunProcsResult:
 
 
 def _terminate_process_handler(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001 -- signal handler's signature
-    """Raise :class:`SignalException` as soon as that is safe. During a clean-up, only speed it up."""
+    """Raise :class:`SignalException` as soon as it is safe. If a clean-up is running, only make it faster."""
     if _clean_ups:
         hurry, requests = _clean_ups[-1]
         if requests.is_new(signum, time.monotonic()):
@@ -281,12 +284,15 @@ caught_signals = interrupts.CaughtSignals()
 
 
 _clean_ups: list[tuple[Callable[[], None], StopRequests]] = []
-"""Functions that speed up the current clean-ups; the last one belongs to the innermost clean-up."""
+"""Functions that make the running clean-ups faster. The last one belongs to the innermost clean-up."""
 
 
 @contextmanager
 def clean_up(hurry: Callable[[], None]) -> Iterator[None]:
-    """In a block that cleans up after a :class:`SignalException`, call ``hurry`` on a further signal."""
+    """Mark a block that cleans up after a :class:`SignalException`.
+
+    A further signal in the block only calls ``hurry``.
+    """
     error = sys.exc_info()[1]
     while error is not None and not isinstance(error, SignalException):
         error = error.__context__
@@ -327,7 +333,8 @@ def _release(caught: list[int]) -> None:
 class PContext(ABC):
     """Base class for a group of processes that are started, monitored and stopped together.
 
-    The arguments are those of :func:`start_processes`. Raise ``RuntimeError`` if ``logs_specs`` lacks a rank.
+    The arguments are those of :func:`start_processes`. Raise ``RuntimeError`` if ``logs_specs`` has no log
+    files for one of the ranks.
     """
 
     # Mocks of the class need this attribute.
@@ -363,7 +370,7 @@ class PContext(ABC):
         self._stdout_tail = TailLog(name, stdouts, sys.stdout, self._prefixes)
         self._stderr_tail = TailLog(name, stderrs, sys.stderr, self._prefixes)
         self._tail_logs = [self._stdout_tail, self._stderr_tail]
-        # User-defined classes for older releases may lack these fields.
+        # A user's class that was written for older releases may lack these fields.
         filtered = [getattr(logs_dest, name, "") for name in ("filtered_stdout", "filtered_stderr")]
         self.filtered_stdout = self._copy(stdouts, filtered[0], duplicate_stdout_filters)
         self.filtered_stderr = self._copy(stderrs, filtered[1], duplicate_stderr_filters)
@@ -464,9 +471,10 @@ _UNGUARDED = (
 def refuse_while_main_is_imported() -> None:
     """Exit with a one-line message if this process is a worker that is still importing the main module.
 
-    Without a ``__name__`` guard, each worker would launch workers. Python's own check comes too late.
+    A main module without a ``__name__`` guard would launch workers again in each worker. Python's own check
+    for this comes too late.
     """
-    # Do not import `multiprocessing`, which is slow: such a worker has already loaded the module.
+    # Do not import `multiprocessing`, which is slow. In such a worker, the module is already loaded.
     process = sys.modules.get("multiprocessing.process")
     if process is not None and getattr(process.current_process(), "_inheriting", False):
         sys.exit(_UNGUARDED)

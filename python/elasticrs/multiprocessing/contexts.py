@@ -36,10 +36,13 @@ if TYPE_CHECKING:
 __all__ = ["MultiprocessContext", "SubprocessContext"]
 
 _LOOK = 0.1
-"""Seconds between polls of programs that a user's handlers have started."""
+"""Seconds between polls of programs that were started by the user's replacement of the handlers."""
 
 _KILL_LIMIT = 10.0
-"""Seconds to wait for programs after SIGKILL, because a program may hang in the kernel."""
+"""Seconds to wait for the exit of programs after SIGKILL.
+
+The wait is limited, because a program may hang in the kernel.
+"""
 
 
 class _SupervisedContext(PContext):
@@ -71,7 +74,8 @@ class _SupervisedContext(PContext):
         for line in processes.take_trouble():
             logger.warning("%s", line)
         if self._result is None and processes.log.end is not None:
-            # Close first, because unpickling the return values runs user code, which may raise.
+            # Close the group before unpickling the return values, because that runs code of the user, which
+            # may raise an exception.
             self.close()
             self._result = self._make_result(processes)
         return self._result
@@ -114,7 +118,10 @@ class _SupervisedContext(PContext):
         return dict(enumerate(self._processes().log.pids))
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-        """Stop all processes. While a :class:`SignalException` is handled, a signal ends the wait early."""
+        """Stop all processes.
+
+        If this is a clean-up after a :class:`SignalException`, a further signal ends the wait early.
+        """
         with clean_up(self._hurry):
             super().close(death_sig, timeout)
 
@@ -332,9 +339,11 @@ def replaced_factory() -> Callable[..., Any] | None:
 
 
 class ForeignPrograms(Record):
-    """Programs that the user's replacement of ``get_subprocess_handler`` runs. They have to be polled.
+    """Programs that were started by the user's replacement of ``get_subprocess_handler``.
 
-    ``exits`` holds each exit code and the monotonic time at which it was seen, in order.
+    They have to be polled.
+
+    ``exits`` are their exit codes, each with the monotonic time at which the exit was noticed, in this order.
     """
 
     context: PContext
@@ -367,7 +376,10 @@ class ForeignPrograms(Record):
         return len(self.exits) == len(self.handlers) or any(code for code, _ in self.exits.values())
 
     def stop(self, death_sig: signal.Signals, timeout: float) -> None:
-        """Send ``death_sig`` to the programs, and SIGKILL after ``timeout`` seconds. Do not wait forever."""
+        """Send ``death_sig`` to the programs, and after ``timeout`` seconds SIGKILL.
+
+        Limit the wait after that as well.
+        """
         self._send(death_sig)
         deadline = time.monotonic() + timeout
         for handler in self.handlers.values():

@@ -22,7 +22,10 @@ _TORCHS = "torch.distributed.elastic.multiprocessing.api"
 
 
 def make_logs_specs(settings: LogSettings, nproc: int) -> LogsSpecs:
-    """Create an instance of the chosen class, with torch's arguments. Raise ``UsageError`` if that fails."""
+    """Create an instance of the ``LogsSpecs`` class that the user has chosen, with torch's arguments.
+
+    Raise ``UsageError`` if that fails.
+    """
     chosen = specs_class(settings.logs_specs or "default")
     std = _std_of(chosen)
     ranks = settings.local_ranks_filter
@@ -39,11 +42,14 @@ def make_logs_specs(settings: LogSettings, nproc: int) -> LogsSpecs:
 
 
 def attempt_logs(specs: LogsSpecs) -> Callable[[str, dict[int, dict[str, str]]], LogPaths]:
-    """Return the function that the agent calls before each attempt to get its log files from ``specs``."""
+    """Return a function that gets the log files of an attempt from ``specs``.
+
+    The agent calls it before each attempt.
+    """
 
     def paths_of_attempt(_name: str, variables: dict[int, dict[str, str]]) -> LogPaths:
         destination: Any = specs.reify(variables)
-        # User-defined classes for older releases may lack the fields for filtered output.
+        # A user's class that was written for older releases may lack the fields for filtered output.
         return LogPaths.taken_from(
             destination,
             error_files={
@@ -84,7 +90,7 @@ def specs_class(name: str) -> Any:
 
 
 def _std_of(chosen: Any) -> Any:
-    """Return the ``Std`` enum for a ``LogsSpecs`` class. Subclasses of torch's class need torch's enum."""
+    """Return the ``Std`` enum that a ``LogsSpecs`` class expects: torch's for a subclass of torch's class."""
     torchs: Any = sys.modules.get(_TORCHS)
     if torchs is not None and isinstance(chosen, type) and issubclass(chosen, torchs.LogsSpecs):
         return torchs.Std

@@ -95,7 +95,8 @@ def tail_logfile(
     try:
         is_finished = False
         while not is_finished:
-            # The last read must include everything written before `finished` was set.
+            # Check `finished` before reading, so that the last read includes everything that was written
+            # before it was set.
             is_finished = finished.is_set()
             while followed.advance():
                 continue
@@ -185,7 +186,8 @@ class TailLog:
         self._each(files, _File.finish)
 
     def _each(self, files: dict[int, _File], act: Callable[[_File], bool | None]) -> bool:
-        # `any` on a generator would stop at the first true result.
+        # Use a list, because `any` on a generator would stop at the first true result and skip the other
+        # files.
         news = [self._try(files, index, act) for index in list(files)]
         return any(news)
 

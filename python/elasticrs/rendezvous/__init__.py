@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    # Importing this module registers all handlers. Without it, the registry would be empty.
+    # Importing this module registers the handlers of all back ends. Without it, the registry would be empty.
     "elasticrs.rendezvous.registry": ("rendezvous_handler_registry", "_register_out_of_tree_handlers"),
     "elasticrs.rendezvous.api": tuple(__all__),
 }
@@ -52,7 +52,7 @@ TORCHS = (
     *("_etcd_stub", "c10d_rendezvous_backend", "dynamic_rendezvous", "etcd_rendezvous_backend"),
     *("etcd_server", "etcd_store", "utils"),
 )
-"""Modules in whose place torch's own modules are imported. elasticrs itself does not use them."""
+"""Names under which programs import torch's own modules from this package. elasticrs does not use them."""
 
 _SUBMODULES = ("api", "etcd_rendezvous", "registry", "static_tcp_rendezvous", *TORCHS)
 

@@ -39,7 +39,7 @@ _TORCHS = "torch.distributed.elastic.rendezvous.api"
 
 
 def is_kind(error: BaseException, kind: type[RendezvousError]) -> bool:
-    """Return true for an instance of ``kind`` or of torch's class of that name, which handlers may raise."""
+    """Return true for an instance of ``kind`` or torch's class of that name, which handlers may raise."""
     return isinstance(error, kind) or any(
         (each.__module__, each.__name__) == (_TORCHS, kind.__name__) for each in type(error).__mro__
     )
@@ -87,7 +87,10 @@ class RendezvousStoreInfo:
 
 
 class RendezvousInfo:
-    """One node's result of a completed rendezvous. On a single node, the store starts on first use."""
+    """What one node gets from a completed rendezvous.
+
+    On a single node, the server of the store starts on first use.
+    """
 
     def __init__(
         self, store: Any, rank: int, world_size: int, bootstrap_store_info: RendezvousStoreInfo | None
@@ -251,7 +254,10 @@ class RendezvousHandlerRegistry:
         self._registry: dict[str, RendezvousHandlerCreator] = {}
 
     def register(self, backend: str, creator: RendezvousHandlerCreator) -> None:
-        """Register a backend's creator. Raise ``ValueError`` if the name is empty or has another creator."""
+        """Register a backend's creator.
+
+        Raise ``ValueError`` if the name is empty or already has another creator.
+        """
         if not backend:
             raise ValueError("The rendezvous backend name must be a non-empty string.")
         current = self._registry.setdefault(backend, creator)

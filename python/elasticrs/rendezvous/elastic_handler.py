@@ -55,11 +55,16 @@ _ERRORS: dict[str, type[RendezvousError]] = {
 }
 
 _MANY = 2**31 - 1
-"""Maximum number of restarts; never reached, because an agent that polls counts restarts itself."""
+"""Maximum number of restarts for the rendezvous.
+
+It is never reached, because an agent that polls counts restarts itself.
+"""
 
 _TICK = 60.0
 _LAST_WORD = 1.0
-"""Seconds to wait for the leader to report success after this node's workers have finished."""
+"""Seconds to wait, after this node's workers have finished, until the leader (the node that decides for all)
+reports success.
+"""
 
 _MARGIN = 5.0
 _FAREWELL_TICK = 0.01
@@ -139,7 +144,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
             while True:
                 self._raise_the_end()
                 if self._is_to_stop:
-                    # The current round ended before `next_rendezvous` returned.
+                    # The round had already ended before `next_rendezvous` returned it.
                     self._without_workers()
                 elif self._start is not None:
                     start, self._start, self._runs = self._start, None, True
@@ -150,7 +155,10 @@ class ElasticRendezvousHandler(RendezvousHandler):
                     self._news.wait()
 
     def num_nodes_waiting(self) -> int:
-        """Return a positive number if the round has ended, even if (unlike in torch) no node waits."""
+        """Return a positive number if the current round has ended, even if no node waits.
+
+        In torch, it is the number of waiting nodes.
+        """
         with self._news:
             if self._outcome is not None:
                 return int(self._outcome.kind != "succeeded")
@@ -169,13 +177,19 @@ class ElasticRendezvousHandler(RendezvousHandler):
                 self._close_job(self._driver)
 
     def leave(self) -> None:
-        """Leave the job as a planned change: the round ends for all nodes, and this handler is closed."""
+        """Leave the job as a planned change, not a failure.
+
+        The current round ends for all nodes, and this handler is closed.
+        """
         with self._news:
             if self._driver is not None and self._outcome is None:
                 self._tell(self._driver, messages.Leave(f"node {node_name()} leaves"))
 
     def ask_for_round(self, reason: str) -> None:
-        """End the current round, if any, as a planned change. All nodes show the short ``reason``."""
+        """End the current round, if any, as a planned change, not a failure.
+
+        All nodes show ``reason``, a short text.
+        """
         with self._news:
             if self._driver is not None and self._outcome is None:
                 self._tell(self._driver, messages.AskForRound(reason))
@@ -194,15 +208,15 @@ class ElasticRendezvousHandler(RendezvousHandler):
         return driver.store.open_job_store()
 
     def set_succeeded(self) -> None:
-        """Record that the workers succeeded and exited, so that :meth:`shutdown` stops no other node."""
+        """Record that this node's workers have succeeded, so that :meth:`shutdown` stops no other node."""
         with self._news:
             self._has_succeeded = self._runs and not self._is_to_stop
 
     def shutdown(self) -> bool:
-        """Leave the job, and end it for all nodes unless this node has succeeded.
+        """Leave the job. Unless this node has succeeded, end the job for all nodes.
 
-        All workers of this node must have exited. Return true if the other nodes can see the end of the job.
-        The call takes about ``close_timeout`` seconds at most.
+        All workers of this node must have exited. The call takes at most about ``close_timeout`` seconds.
+        Return true if the other nodes can see that the job has ended.
         """
         with self._news:
             self._is_shut = True
@@ -220,14 +234,17 @@ class ElasticRendezvousHandler(RendezvousHandler):
         return knows
 
     def _leave_kept_store(self) -> bool:
-        """Close the store that this process hosts. Return true if all nodes have read the outcome."""
+        """Close the job's store if this process hosts it.
+
+        Return true if all nodes have read the outcome of the job.
+        """
         deadline = time.monotonic() + self.rendezvous.settings.close_timeout
         while (is_needed := self.kept.is_needed()) and time.monotonic() < deadline:
             time.sleep(_FAREWELL_TICK)
         self.kept.close()
         return not is_needed
 
-    # --- methods that require the lock ---
+    # --- methods whose caller must hold the lock ---
 
     def _begin(self) -> None:
         driver = Driver(
@@ -252,7 +269,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     def _tell(self, driver: Driver, *events: messages.Event) -> None:
         self._take(driver.tell(*events))
-        # Wake the event thread, because there may be a new timer or connection to wait for.
+        # Wake the thread that waits for events, because it may have to wait for a new timer or connection.
         os.eventfd_write(self._wake, 1)
 
     def _without_workers(self) -> None:
@@ -341,11 +358,12 @@ class ElasticRendezvousHandler(RendezvousHandler):
         self.round = start.round
         return RendezvousInfo(store, start.group_rank, start.ranks.group_world_size, address)
 
-    # --- the thread ---
+    # --- the thread that waits for events ---
 
     def _work(self) -> None:
         with self._news:
-            # A second thread is started if an exception interrupts `next_rendezvous` early.
+            # If an exception interrupts `next_rendezvous` early, a second thread may be started. Only one of
+            # them may work.
             if self._thread is not None or self._driver is None:
                 return
             self._thread = threading.current_thread()
@@ -361,7 +379,8 @@ class ElasticRendezvousHandler(RendezvousHandler):
                 poll = select.poll()
                 for fd in fds:
                     poll.register(fd, select.POLLIN)
-                # Round up, because a timer due in less than 1 ms would otherwise cause a busy loop.
+                # Round the time up, because a timer that is due in less than 1 ms would otherwise cause a
+                # busy loop.
                 poll.poll(int(seconds * 1000) + 1)
                 with suppress(BlockingIOError):
                     os.eventfd_read(self._wake)
@@ -381,7 +400,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
 
 def error_of(outcome: messages.Outcome) -> RendezvousError:
-    """Return the rendezvous error that corresponds to a job's outcome."""
+    """Return the rendezvous error that tells a caller about this outcome of the job."""
     kind = _ERRORS.get(outcome.kind, RendezvousClosedError)
     error = kind(outcome.message or f"the rendezvous is closed: {outcome.kind}")
     if isinstance(error, RendezvousClosedError):

@@ -55,7 +55,7 @@ class EtcdRendezvous:
 
 
 class EtcdRendezvousHandler(ElasticRendezvousHandler):
-    """Handler of the elastic rendezvous for the node with address ``local_addr``."""
+    """Handler that takes part in a rendezvous over etcd, for the node with address ``local_addr``."""
 
     def __init__(self, rdzv_impl: EtcdRendezvous, local_addr: str | None = None) -> None:
         super().__init__(rdzv_impl.rendezvous.replaced(local_addr=local_addr), "etcd")

@@ -66,7 +66,10 @@ class OneNodeRendezvous(RendezvousHandler):
         return RendezvousInfo(self.open_shared_store(), 0, 1, address)
 
     def open_shared_store(self) -> Store:
-        """Return the current round's store. Its server starts on first use, because few jobs use it."""
+        """Return the store of the current round.
+
+        Its server starts when it is first used, because few jobs use it.
+        """
         if self._store is None:
             from elasticrs._engine.nodes.transport.store import Requests
             from elasticrs.store import Store
@@ -81,7 +84,7 @@ class OneNodeRendezvous(RendezvousHandler):
         token = os.urandom(16)
         try:
             if self._server is not None:
-                # An earlier call has started this server but could not connect to it.
+                # An earlier call has started this server, but could not connect to it. Replace it.
                 self._server.close()
             self._server = Server([(_HOST, 0)], run_id=self._run_id, token=token)
             client = Client(_HOST, self._server.port, run_id=self._run_id, token=token, stall_timeout=None)

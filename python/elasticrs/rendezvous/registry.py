@@ -57,7 +57,10 @@ def _register_from_package(name: str, words: Words) -> bool:
 
 
 def _register_out_of_tree_handlers() -> None:
-    """Register the handlers of all packages, as importing torch does. Warn if a handler cannot be loaded."""
+    """Register the rendezvous handlers of all installed packages, as an import of torch does.
+
+    Warn if a handler cannot be loaded.
+    """
     from importlib import metadata
 
     for name in {entry.name for group in GROUPS for entry in metadata.entry_points(group=group)}:
@@ -92,7 +95,7 @@ def _create_c10d(params: RendezvousParameters) -> RendezvousHandler:
     if not is_in_file(params.config):
         return _create(params)
     if path := params.endpoint.strip():
-        # Check the file first, because torch would retry for minutes.
+        # Check this file first. If it cannot be used, torch would retry for minutes.
         try:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
         except OSError as error:
@@ -103,7 +106,7 @@ def _create_c10d(params: RendezvousParameters) -> RendezvousHandler:
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-    # Our class has the same interface as torch's.
+    # This class has the same interface as torch's class.
     theirs: Any = params
     backend, store = create_backend(theirs)
     handler: Any = create_handler(store, backend, theirs)

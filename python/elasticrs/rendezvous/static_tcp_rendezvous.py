@@ -57,7 +57,7 @@ class StaticTCPRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """False unless the port is 0, because rank 0 hosts the workers' store on a given port."""
+        """True only if the port is 0. On a given port, rank 0 hosts the workers' store itself."""
         return self._handler.use_agent_store
 
     next_rendezvous = _asked("next_rendezvous")

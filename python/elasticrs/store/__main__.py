@@ -79,15 +79,18 @@ def _serve(server: Server, stop: socket.socket) -> signal.Signals | None:
 
 def _say(line: str) -> None:
     try:
-        # Use no buffer, because the interpreter would flush it at exit and fail again.
+        # Write without a buffer. Otherwise, the interpreter would flush the buffer at exit and fail again.
         os.write(2, f"elasticrs store: {line}\n".encode(errors="backslashreplace"))
     except OSError:
-        # The store must still notify its clients if stderr was closed.
+        # Continue if stderr was closed, because the store must still notify its clients.
         return
 
 
 def _signals() -> list[signal.Signals]:
-    """Return the signals that stop the server, without SIGHUP if it is ignored, as under ``nohup``."""
+    """Return the signals that stop the server.
+
+    SIGHUP is not one of them if it is ignored, as under ``nohup``.
+    """
     stays = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGTERM, signal.SIGINT, *([] if stays else [signal.SIGHUP])]
 

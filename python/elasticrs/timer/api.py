@@ -50,7 +50,7 @@ class TimerClient(ABC):
 
     @abstractmethod
     def acquire(self, scope_id: str, expiration_time: float) -> None:
-        """Start a timer, or restart it, that expires at a time in seconds since 1970."""
+        """Start or restart a timer. It expires at ``expiration_time``, in seconds since 1970."""
 
     @abstractmethod
     def release(self, scope_id: str) -> None:
@@ -88,7 +88,10 @@ class TimerServer(ABC):
 
     @abstractmethod
     def register_timers(self, timer_requests: list[TimerRequest]) -> None:
-        """Handle requests in order: register a timer, or release it if its expiration time is negative."""
+        """Handle the requests in order.
+
+        A request with a negative expiration time releases a timer, any other registers one.
+        """
 
     @abstractmethod
     def clear_timers(self, worker_ids: set[Any]) -> None:
@@ -136,7 +139,7 @@ class TimerServer(ABC):
                 self._run_watchdog()
             except Exception:  # noqa: PERF203 -- the loop must continue
                 _logger().exception("the timer server could not handle its requests; retrying")
-                # Sleep, because a permanent error would otherwise keep a CPU core busy.
+                # Sleep before the next try, because a permanent error would otherwise keep a CPU core busy.
                 time.sleep(min(self._max_interval, 0.1))
 
     def _run_watchdog(self) -> None:
@@ -176,7 +179,10 @@ _live: dict[tuple[int, str], list[float]] = {}
 """Deadlines of the running blocks of all threads, by client and scope."""
 
 places: dict[tuple[int, str], str] = {}
-"""``FILE#LINE`` of the block that was entered last, by client and scope, unless that is the scope."""
+"""Place (``FILE#LINE``) of the block that was entered last, by client and scope.
+
+Missing if the scope is this text itself.
+"""
 
 
 def _forget(key: tuple[int, str]) -> None:
@@ -185,7 +191,8 @@ def _forget(key: tuple[int, str]) -> None:
 
 
 def _forget_live() -> None:
-    # The running blocks belong to the parent, and a thread that exists only there may hold the lock.
+    # Forget the running blocks, which belong to the parent. Use a new lock, because a thread that exists only
+    # there may hold the old one.
     global _lock  # noqa: PLW0603 -- a held lock has to be replaced
     _lock = RLock()
     _live.clear()
@@ -275,12 +282,14 @@ class expires:  # noqa: N801 -- torch's name
 
 
 class SteadyClock:
-    """Clock that starts at the wall clock's time, but ignores later changes of the wall clock."""
+    """Clock that starts with the time of the wall clock, but ignores later changes to it."""
 
     __slots__ = ("_monotonic", "_wall")
 
     TOLERANCE = 0.05
-    """Seconds of difference that are no step, because the clocks cannot be read at the same instant."""
+    """Difference between the two clocks, in seconds, that does not count as a change, because they cannot be
+    read at the same instant.
+    """
 
     def __init__(self) -> None:
         self._wall, self._monotonic = time.time(), time.monotonic()
@@ -290,7 +299,7 @@ class SteadyClock:
         return self._wall + time.monotonic() - self._monotonic
 
     def steady(self, expiration_time: float) -> float:
-        """Convert an expiration time that was just computed from the wall clock to this clock."""
+        """Convert an expiration time to this clock. It must just have been computed from the wall clock."""
         step = time.time() - self.now()
         return expiration_time if abs(step) < self.TOLERANCE else expiration_time - step
 

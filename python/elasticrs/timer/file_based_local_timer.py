@@ -32,7 +32,7 @@ __all__ = ["FileTimerClient", "FileTimerRequest", "FileTimerServer"]  # noqa: F8
 _PIPE_BUF = 4096
 _ATTEMPTS, _PAUSE = 10, 0.1
 _FAR = 1e11
-"""Latest possible expiration, in seconds since 1970. It replaces later and infinite times."""
+"""Latest expiration time of a timer, in seconds since 1970. It replaces later and infinite times."""
 
 
 _HOMES = {
@@ -144,7 +144,7 @@ class FileTimerClient(TimerClient):
             self._fd = -1
 
     def __del__(self) -> None:
-        # Do not lock: after a fork, a thread that does not exist in this process may hold the lock.
+        # Do not take the lock. In a forked child, it may be held by a thread that does not exist there.
         if getattr(self, "_fd", -1) >= 0 and self._fd_is_ours():
             os.close(self._fd)
 
@@ -157,7 +157,7 @@ class FileTimerClient(TimerClient):
             self._forked()
 
     def _forked(self) -> None:
-        """Reset the lock, the thread and the unsent releases, which belong to the parent."""
+        """In a forked child, reset the lock, the thread and the queued releases, which are the parent's."""
         self._pid = os.getpid()
         self._lock = RLock()
         self._pending: list[bytes] = []
@@ -178,7 +178,7 @@ class FileTimerClient(TimerClient):
         if len(line) > _PIPE_BUF:
             raise RuntimeError(f"a timer request has at most {_PIPE_BUF} bytes, this one has {len(line)}")
         with self._lock:
-            # A late release could stop a newer timer with the same name.
+            # Do not send a release late, because it could stop a newer timer with the same name.
             if self._flush() and self._put(line):
                 return
             if is_release:
@@ -188,7 +188,10 @@ class FileTimerClient(TimerClient):
                 self._drop("the pipe is full")
 
     def _put(self, line: bytes) -> bool:
-        """Write a line, or drop it if the FIFO has no reader. Return false if the pipe is full."""
+        """Write a request to the FIFO, or drop it if the FIFO has no reader.
+
+        Return false if the FIFO is full.
+        """
         fd = self._open()
         if fd < 0:
             return True
@@ -229,7 +232,10 @@ class FileTimerClient(TimerClient):
         return -1
 
     def _fd_is_ours(self) -> bool:
-        """Return true if the descriptor still refers to the FIFO. Daemonizing closes all descriptors."""
+        """Return true if the descriptor still refers to the FIFO.
+
+        It may not, because a program that becomes a daemon closes all descriptors.
+        """
         if self._fd < 0:
             return False
         try:
@@ -259,7 +265,7 @@ class FileTimerClient(TimerClient):
             Thread(target=self._retry, name="FileTimerClient", daemon=True).start()
 
     def _retry(self) -> None:
-        """Retry, whenever the pipe has free space, until all queued releases have been written."""
+        """Try again whenever the FIFO has free space, until all queued releases have been written."""
         from select import POLLOUT, poll
 
         while True:

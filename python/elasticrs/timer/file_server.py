@@ -94,7 +94,7 @@ class FileTimerServer(DescendantTimers):
 
     @staticmethod
     def is_process_running(pid: int) -> bool:
-        """Return true if a process with this pid exists and this process is permitted to signal it."""
+        """Return true if a process with this pid exists and this process may signal it."""
         try:
             os.kill(pid, 0)
         except (OSError, OverflowError):
@@ -115,7 +115,7 @@ class FileTimerServer(DescendantTimers):
                 self._run_watchdog()
             except Exception:
                 _logger().exception("the timer server could not handle its requests; retrying")
-                # Sleep, because a permanent error would otherwise keep a CPU core busy.
+                # Sleep before the next try, because a permanent error would otherwise keep a CPU core busy.
                 time.sleep(min(self._max_interval, 0.1))
             self._last_progress_time = int(time.time())
             if run_once:
@@ -129,7 +129,7 @@ class FileTimerServer(DescendantTimers):
         self._forget(self._descendants.forget_the_dead())
 
     def _run_watchdog(self) -> None:
-        # Read the pending requests first, because they may release or restart timers that are due.
+        # Handle the pending requests first, because they may release or restart timers that are due.
         self.register_timers(self._get_requests())
         all_expired = self.get_expired_timers(self._clock.now())
         file_based_local_timer.log_debug_info_for_expired_timers(
@@ -149,7 +149,7 @@ class FileTimerServer(DescendantTimers):
                 return
 
     def _reap_worker(self, worker_pid: int, signal: int) -> bool:
-        """Send a signal to a descendant. Return false if that is not possible."""
+        """Send a signal to a descendant of this process. Return false if that is not possible."""
         if not self._descendants.bind(worker_pid):
             _logger().warning("pid %s has ended, or is not a descendant of this process", worker_pid)
             return False
@@ -157,18 +157,19 @@ class FileTimerServer(DescendantTimers):
 
     def _get_requests(self) -> list[FileTimerRequest]:
         records, complaints = self._fifo.read()
-        # Count all records, even from exited processes, so that the count does not depend on timing.
+        # Count all requests, even those of exited processes, so that the number does not depend on timing.
         self._request_count += len(records)
         for complaint in complaints:
             _logger().warning("%s", complaint)
         return [request for record in records if self._may_ask(request := FileTimerRequest(*record))]
 
     def _may_ask(self, request: FileTimerRequest) -> bool:
-        """Return true if the server may carry out the request: a release, or a descendant's timer."""
+        """Return true if the server may carry out a request: a release, or a timer of a descendant."""
         pid = request.worker_pid
         if request.expiration_time < 0 or self._descendants.bind(pid):
             return True
-        # Usually, the sender has exited. If it still exists, it is no descendant and must not be signalled.
+        # Usually, the sender has exited. If it still exists, it is not a descendant of this process and must
+        # not be signalled.
         if not self._has_refused and self.is_process_running(pid):
             self._has_refused = True
             _logger().warning(

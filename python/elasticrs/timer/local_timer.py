@@ -20,7 +20,7 @@ _SLICE = 1.0
 
 
 class Descendants:
-    """Holds a pidfd for each descendant, because a pid may be reused."""
+    """Holds a pidfd for each known descendant of this process, because the kernel may reuse a pid."""
 
     def __init__(self) -> None:
         self._pidfds: dict[int, int] = {}
@@ -30,7 +30,10 @@ class Descendants:
         return self._pidfds.values()
 
     def bind(self, pid: int, started: int = 0) -> bool:
-        """Hold a pidfd. Return false unless ``pid`` is a running descendant with this start time (0: any)."""
+        """Open and hold a pidfd for a descendant.
+
+        Return false if ``pid`` is not a running descendant that started at this time (0: any time).
+        """
         if pid not in self._pidfds:
             try:
                 pidfd = os.pidfd_open(pid)
@@ -77,7 +80,7 @@ class Descendants:
 
 
 class DescendantTimers:
-    """Base class of timer servers without an agent. Holds the live timers by pid and scope."""
+    """Base class of timer servers that run without an agent. Holds the running timers by pid and scope."""
 
     def __init__(self, *how: Any) -> None:
         super().__init__(*how)
@@ -112,14 +115,15 @@ def descends_from_us(pid: int) -> bool:
             return False
         parent = int(fields[1])
         if parent == own:
-            # A process without its main thread appears as a zombie, even if other threads run.
+            # If the main thread of a process has exited, the process appears as a zombie, even if other
+            # threads run.
             return fields[0] not in (b"Z", b"X") or int(fields[17]) > 1
         pid = parent
     return False
 
 
 class LocalTimerRequest(TimerRequest):
-    """Timer request with its sender's start time, which shows whether the pid has been reused."""
+    """Timer request with its sender's start time, which shows whether the pid has been reused since."""
 
     __slots__ = ("start_time",)
     __hash__ = None  # mutable, so not hashable
@@ -215,7 +219,7 @@ class LocalTimerServer(DescendantTimers, TimerServer):
         return max(self._max_interval, 2 * _SLICE)
 
     def _seconds_to_wait(self) -> float:
-        # Only a request can interrupt the wait, and the server has to stop promptly.
+        # Limit the wait, because only a request can interrupt it, and the server has to stop promptly.
         return min(self._max_interval, self._seconds_until_due(), _SLICE)
 
     def _now(self) -> float:

@@ -40,7 +40,7 @@ class AgentCoordinator(CoordinatorP2P):
 
 
 def agent_place() -> MeetingPlace:
-    """Return the agent's rendezvous settings. Raise ``RuntimeError`` if no agent started this process."""
+    """Return the rendezvous settings that this worker's agent has set. Raise ``RuntimeError`` without one."""
     url = os.environ.get(URL_VARIABLE)
     if url is None:
         return _place_of_restarted_workers()
@@ -55,8 +55,8 @@ def agent_place() -> MeetingPlace:
 def _place_of_restarted_workers() -> MeetingPlace:
     """Return the rendezvous settings for a job in which rank 0, not the agent, hosts the store.
 
-    The result is cached, because the next rendezvous changes the variables of torch's ``env://`` store, which
-    are read here.
+    The settings are read from the environment variables of torch's ``env://`` store. They are cached, because
+    the next rendezvous changes these variables.
     """
     if not all(name in os.environ for name in _OF_EVERY_WORKER):
         raise RuntimeError(
@@ -73,7 +73,7 @@ def _place_of_restarted_workers() -> MeetingPlace:
         port = held.getsockname()[1]
         store.set(_PLACE_KEY, f"{port} {os.urandom(16).hex()}")
     port, token = store.get(_PLACE_KEY).decode().split()
-    # On rank 0, the store object may contain the server, from which other ranks may still read.
+    # Keep the store object, because on rank 0 it may contain the server, which other ranks may still need.
     _stores.append(store)
     host = os.environ["MASTER_ADDR"]
     job = quote(os.environ.get("TORCHELASTIC_RUN_ID") or "job", safe="")

@@ -35,8 +35,10 @@ class FinalState(Value):
 
 
 class Coordinator(ABC):
-    """Runs the rendezvous between a job's workers, and determines when the loop starts a new round, saves, or
-    stops. The answers to the loop's questions after a step must be the same on all workers.
+    """Runs the rendezvous between a job's workers, and tells the training loop when to do what.
+
+    After each step, the loop asks whether to start a new rendezvous round, save a checkpoint, or stop. The
+    answers must be the same on all workers.
 
     Attributes:
         rounds_before: Number of earlier rounds of the job that this worker knows of.
@@ -64,16 +66,22 @@ class Coordinator(ABC):
         """Create the default process group for the current rendezvous round."""
 
     def barrier(self) -> None:  # noqa: B027 -- optional to override
-        """Wait for all workers without the process group. Raise ``RuntimeError`` on all after a timeout."""
+        """Wait for all workers, without the process group. After a timeout, all raise ``RuntimeError``."""
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return all workers' numbers by rank. All workers must call this, with equally many numbers."""
+        """Send these numbers to all workers, and return every worker's numbers, ordered by rank.
+
+        All workers must call this with equally many numbers.
+        """
         from elasticrs.train.distributed import all_gather_longs
 
         return all_gather_longs(numbers)
 
     def alone(self) -> AbstractContextManager[None]:
-        """Return a context manager for work of this worker alone, without collectives or time limit."""
+        """Return a context manager for a block of work that this worker does alone.
+
+        The work must not use collectives. It has no time limit.
+        """
         return nullcontext()
 
     def should_save_checkpoint(self) -> bool:
@@ -85,10 +93,10 @@ class Coordinator(ABC):
         """Return true if the workers must start a new round. Called after every step."""
 
     def request(self, *, leave: bool) -> None:
-        """Record that a checkpoint was requested, and nothing else, because signal handlers call this.
+        """Record that a checkpoint was requested. Do nothing else, because signal handlers call this.
 
-        All workers then save after the same step. There, :meth:`should_rendezvous` and
-        :meth:`should_save_before_meeting` return true. With ``leave``, :meth:`should_leave` does so, too.
+        All workers then save after the same step. After that step, :meth:`should_rendezvous` and
+        :meth:`should_save_before_meeting` return true. With ``leave``, so does :meth:`should_leave`.
         """
         raise NotImplementedError
 
@@ -111,9 +119,9 @@ class Coordinator(ABC):
     def was_broken_off(self, *, is_meeting: bool) -> bool:  # noqa: ARG002 -- used by subclasses
         """Return true if this worker's error was caused by the loss of a member or by the end of the round.
 
-        Called after a retryable error, and may wait for the store's report. Only the worker that caused the
-        error counts it against ``max_failures``; the limit for other workers is higher. ``is_meeting`` is
-        true if the error came before the round's ``sync``.
+        Called after a retryable error. May wait until the store reports a lost worker. Only the worker that
+        caused the error counts it against ``max_failures``; the limit for other workers is higher.
+        ``is_meeting`` is true if the error occurred before the round's ``state.sync``.
         """
         return False
 
@@ -124,7 +132,8 @@ class Coordinator(ABC):
     def announce_end(self) -> None:  # noqa: B027 -- optional to override
         """Announce that this worker has no more data, before its last :meth:`rendezvous_barrier`.
 
-        The other workers must finish the same steps, and may not wait for this worker in a later one.
+        The other workers must stop after the same number of steps, because a later step would wait for this
+        worker in vain.
         """
 
     def keep_final_state(self, content: memoryview | None, *, in_checkpoint: bool) -> None:  # noqa: B027 -- optional to override
@@ -144,10 +153,10 @@ class Coordinator(ABC):
         """Close the job permanently. Workers that join later receive :class:`StopException`."""
 
     def monitor_progress(self, state: State, worker_stats: WorkerStats | None) -> None:  # noqa: B027 -- optional to override
-        """Look for slow workers, by the statistics of a step. Called after every step."""
+        """Compare the workers' statistics of a step, to find slow workers. Called after every step."""
 
     def report_progress(self, state: State) -> None:  # noqa: B027 -- optional to override
-        """Report that a step is complete. Called before the next step."""
+        """Record that a step is complete. Called before the next step."""
 
     def on_error(self, e: Exception) -> None:  # noqa: B027 -- optional to override
         """React to an exception from a step or a rendezvous, before the loop handles it."""
@@ -165,7 +174,7 @@ class NonRetryableException(NonRetryable):
 
 
 class CannotContinueError(NonRetryableException):
-    """Raised if this process cannot continue. Other workers or another attempt of the job may succeed."""
+    """Raised if this process cannot continue, although other workers or another attempt may succeed."""
 
     may_succeed_later = True
 

@@ -44,8 +44,9 @@ def on_change(callback: Callable[[Stop], None] | None = None, init_method: str |
             job.close()                                  # end the job for all workers
 
     Args:
-        callback: Called on a separate thread with a :class:`.Stop` as soon as a round ends for this worker,
-            to abort communication unknown to this library, unless the change is ``planned``. Must not raise.
+        callback: Called on a separate thread with a :class:`.Stop` as soon as a round ends for this worker.
+            It should abort the communication that this library does not know, unless the stop is
+            ``planned``. Must not raise.
         init_method: Rendezvous URL, as for :class:`CoordinatorP2P`. ``None`` for the agent's.
 
     Raises:
@@ -62,14 +63,14 @@ def on_change(callback: Callable[[Stop], None] | None = None, init_method: str |
 
 
 class Participant:
-    """Membership of a worker in a job. A ``with`` block without :meth:`close` does not end the job."""
+    """Membership of a worker in a job. Only :meth:`close` ends the job, not the end of a ``with`` block."""
 
     def __init__(self, member: Membership) -> None:
         self._member = member
         self._is_over = False
 
     def meet(self) -> Round:
-        """Destroy the process group, wait for the next round, and return it.
+        """Destroy the process group, wait for the next rendezvous round, and return that round.
 
         Raises:
             RendezvousError: this worker cannot join; ``RendezvousClosedError`` if the job has ended.
@@ -80,8 +81,9 @@ class Participant:
     def init_process_group(self, backend: str, timeout: float = 10.0) -> None:
         """Create a default process group whose collectives (``timeout`` in seconds) can be aborted.
 
-        A default group that is created otherwise needs ``with round.connections.recorded()``. Raise
-        ``RuntimeError`` if the round has ended, and :meth:`meet` is due.
+        If a program creates its default group in another way, it must do so in a block
+        ``with round.connections.recorded()``. Raise ``RuntimeError`` if the round has ended, so that the
+        program must call :meth:`meet`.
         """
         current = self._member.round
         if current is None:
@@ -95,14 +97,14 @@ class Participant:
         groups.record_further_groups(current.connections)
 
     def passed(self) -> bool:
-        """Count a completed step. Return true if it is time to :meth:`meet` again.
+        """Count a completed step. Return true if the program must now call :meth:`meet`.
 
         The call sends no message, but may block while the workers agree on their last step.
         """
         return self._member.passed()
 
     def announce_end(self) -> None:
-        """Announce that this worker has finished. The others finish the same number of steps."""
+        """Announce that this worker has finished. The others stop after the same number of steps."""
         self._member.announce_end()
 
     def close(self) -> None:

@@ -78,7 +78,7 @@ class Shares(Iterator[list[int]]):
         return list(step[self._rank :: self._world_size])
 
     def after(self, place: int) -> int:
-        """Return the position in the epoch after the step at ``place``, in samples of all workers."""
+        """Return the position after a step that begins at ``place``. Positions count all workers' samples."""
         return min(place + self._per_step, len(self._order))
 
     def __len__(self) -> int:

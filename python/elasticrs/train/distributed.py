@@ -117,7 +117,7 @@ def broadcast_model(model: torch.nn.Module | int, src_rank: int | torch.nn.Modul
 
 
 def broadcast_binary(data: Any, src_rank: int = 0) -> Any:
-    """Broadcast a NumPy array or tensor of type ``uint8``. Other ranks than the source may pass ``None``.
+    """Broadcast a NumPy array or tensor of type ``uint8``. Ranks other than the source may pass ``None``.
 
     Raises:
         TypeError: this worker passed an object of another type.
@@ -133,7 +133,7 @@ def broadcast_binary(data: Any, src_rank: int = 0) -> Any:
     if data is not None:
         # Copy a read-only array, because tensors cannot be read-only, and torch would warn.
         mine = torch.as_tensor(data if is_tensor or data.flags.writeable else data.copy())
-    # -1 - n stands for an array of n bytes, and n for a tensor of n bytes.
+    # Send the type and the length as one integer: n for a tensor of n bytes, and -1 - n for an array.
     length = broadcast_long(mine.numel() if is_tensor else -1 - mine.numel(), src_rank)
     if get_rank() != src_rank:
         mine = torch.empty(length if length >= 0 else -1 - length, dtype=torch.uint8)
@@ -160,7 +160,7 @@ def all_gather_longs(values: Sequence[int]) -> list[list[int]]:
 
 
 def all_gather_return_max_long(value: int) -> tuple[int, int]:
-    """Return the lowest rank with the largest value, and that value."""
+    """Return a rank and a value: the largest value of all workers, and the lowest rank that has it."""
     values = [each for (each,) in all_gather_longs([value])]
     largest = max(values)
     return values.index(largest), largest

@@ -39,7 +39,7 @@ _handlers: dict[str | None, EventLogHandler] = {None: NullEventLogHandler()}
 
 
 def configure(handler: EventLogHandler, group: str | None = None) -> None:
-    """Set a group's handler, or (``None``) the default handler, which ``elasticrs.train`` itself uses."""
+    """Set the event handler of a group. With ``None``, set the default, which ``elasticrs.train`` uses."""
     _handlers[group] = handler
 
 

@@ -1,4 +1,4 @@
-"""Send the events of a job's workers to the event handler, and to a destination of ``elasticrs.events``."""
+"""Send the events of this worker to the event handler, and to a destination of ``elasticrs.events``."""
 
 from __future__ import annotations
 

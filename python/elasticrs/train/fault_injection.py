@@ -21,7 +21,7 @@ def start_fault_injection_thread(fault_injection_rate: float, interval_in_sec: f
         raise ValueError(f"fault_injection_rate: got {fault_injection_rate}, expected 0 to 1")
     if not interval_in_sec > 0:
         raise ValueError(f"interval_in_sec: got {interval_in_sec}, expected more than 0")
-    # Ignore seeds, because workers with the same seed would all be killed at the same time.
+    # Do not use the program's random seed, because workers with the same seed would all be killed together.
     numbers, pause = random.SystemRandom(), threading.Event()
 
     def run() -> None:

@@ -1,12 +1,13 @@
 """Final state of a job, for workers that start after training has finished.
 
-Each worker serves a copy over HTTP. For each rank, the store holds the copy's URL and digest, and the
-worker's *place* under its agent, by which a replacement finds its predecessor's rank.
+Each worker serves a copy of the state over HTTP. For each rank, the store holds the URL and the digest of
+the copy, and the worker's *place*: the name that an agent gives to a worker and its replacements. By the
+place, a replacement finds the rank of its predecessor.
 
 - **FINAL-1** all copies are published before the job is closed, so late workers find them.
 - **FINAL-2** a downloaded copy is used only if its digest equals the digest in the store.
 - **FINAL-3** the download succeeds if at least one worker that has a copy can send it.
-- **FINAL-4** no two living processes have the same rank: a process in a new place gets a new rank.
+- **FINAL-4** no two living processes have the same rank, because a process in a new place gets a new rank.
 """
 
 from __future__ import annotations
@@ -53,13 +54,19 @@ TRANSFER_TIMEOUT = 30.0
 """Timeout in seconds for a transfer that receives no data."""
 
 MIN_RATE = 1 << 20
-"""Minimum average rate of a transfer, in bytes per second, apart from :data:`TRANSFER_TIMEOUT`."""
+"""Minimum average rate of a transfer, in bytes per second.
+
+The time limit of a transfer is its size divided by this rate, plus :data:`TRANSFER_TIMEOUT`.
+"""
 
 _END, _SEAT, _LATE = "end", "seat/", "late"
 
 
 class Late(Value):
-    """Rank and final state for a late process. A new rank makes ``world_size`` larger."""
+    """Rank and final state for a process that starts after the training.
+
+    If its rank is new, ``world_size`` includes it.
+    """
 
     rank: int
     world_size: int
@@ -82,9 +89,9 @@ def publish(
     *,
     in_checkpoint: bool,
 ) -> None:
-    """Serve a copy of the final state, if any, and publish it. Raise ``DistError`` or ``OSError``.
+    """Serve a copy of the final state, if any, and publish its URL. Raise ``DistError`` or ``OSError``.
 
-    The server listens on the interface with a route to ``near``, another worker's host and port.
+    The server listens on the network interface that leads to ``near``, the host and port of another worker.
     """
     _take_seat(store, place, rank, content, near)
     store.set(_END, json.dumps({"world_size": world_size, "in_checkpoint": in_checkpoint}))
@@ -263,7 +270,8 @@ def _shut(connected: socket.socket) -> None:
 
 
 def _after_fork_in_child() -> None:
-    # Otherwise, the child would keep the port open after its parent's death, without answering requests.
+    # Close the server in a forked child. Otherwise, the child would keep the port open after its parent's
+    # death, without answering requests.
     while _servers:
         _servers.pop().server_close()
 

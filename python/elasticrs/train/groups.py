@@ -1,8 +1,8 @@
 """Process groups whose collectives can be aborted by a watching thread.
 
-Gloo has no working abort, but shutting down a group's TCP connections ends the wait at once, here and on the
-peers. :class:`Connections` records them by inode while a group is created. :meth:`Connections.knock` connects
-in place of a peer that has died before it connected.
+Gloo cannot abort a collective. But if a group's TCP connections are shut down, the collective fails at once,
+here and on the peers. :class:`Connections` records these connections, by their inodes, while a group is
+created. If a peer has died before it connected, :meth:`Connections.knock` connects in its place.
 
 - **GROUPS-1** a listening socket is never shut down, because gloo ends the process if ``accept`` fails.
 - **GROUPS-2** other threads may close and reuse a descriptor at any moment. Therefore it is duplicated, and
@@ -38,14 +38,20 @@ if TYPE_CHECKING:
 
 _ESTABLISHED, _SYN_SENT, _CLOSE_WAIT, _LISTEN = 1, 2, 8, 10
 LAST_RESORT = 4.0
-"""Seconds before :meth:`shut_others`; above :data:`CONNECT_TIMEOUT`, because connecting cannot be aborted."""
+"""Seconds to wait before :meth:`shut_others`.
+
+Longer than :data:`CONNECT_TIMEOUT`, because connecting cannot be aborted.
+"""
 
 _TALKING = {_ESTABLISHED, _SYN_SENT, _CLOSE_WAIT}
 """TCP states in which a shutdown aborts communication. LISTEN is excluded because of GROUPS-1."""
 
 
 class Connections:
-    """TCP connections of the process groups, whose store is at ``store_port`` (if known). Thread-safe."""
+    """TCP connections of this worker's process groups. Thread-safe.
+
+    ``store_port`` is the port of the groups' store, if known.
+    """
 
     def __init__(self, store_port: int | None = None) -> None:
         self._store_port = store_port
@@ -58,7 +64,7 @@ class Connections:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record the sockets of the group that is created in the block (:meth:`_is_of_group`)."""
+        """Record the sockets of the process group that is created in the block."""
         self._before = before = set(_sockets())
         self._recording_since = time.monotonic()
         try:
@@ -74,7 +80,8 @@ class Connections:
     def _is_of_group(self, fd: int, inode: int) -> bool:
         """Return true if gloo opened this socket, or if it is a connection to the round's store.
 
-        Unlike nearly every client library, gloo sets ``SO_REUSEADDR`` and never close-on-exec.
+        Gloo's sockets can be recognized, because they have ``SO_REUSEADDR`` but not
+        close-on-exec, unlike those of nearly every client library.
         """
         try:
             is_kept_by_exec = not fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
@@ -90,7 +97,7 @@ class Connections:
         return False
 
     def are_intact(self) -> bool:
-        """Return true if all recorded connections are known to be open, so that no peer has exited."""
+        """Return true if all recorded connections are known to be open. Then no peer has exited."""
         try:
             sockets = _sockets()
         except OSError:
@@ -145,7 +152,7 @@ class Connections:
         now, since = time.monotonic(), self._recording_since
         if since is not None:
             return now - max(began, since) > LAST_RESORT
-        # Outside of the creation of a group, the main thread may be running a long training step.
+        # If no group is being created, the main thread may just be running a long training step.
         return now - began > limit / 2
 
     def shut_others(self) -> list[str]:
@@ -183,7 +190,7 @@ def _ports(fd: int) -> set[int]:
 
 @contextmanager
 def _duplicate(fd: int, inode: int) -> Iterator[tuple[socket.socket, int] | None]:
-    """Yield a duplicate of a TCP socket, and its TCP state; ``None`` if the inode is no longer the same."""
+    """Yield a duplicate of a TCP socket, and its TCP state; ``None`` if the descriptor was reused."""
     try:
         duplicate = socket.socket(fileno=os.dup(fd))
     except OSError:
@@ -238,17 +245,23 @@ def _knock(address: tuple[int, Any], count: int) -> None:
 
 
 MEETING_TIMEOUT = 10.0
-"""Seconds for creating a group, plus 0.1 s per worker. A peer that dies early can only be timed out."""
+"""Time limit for creating a group, in seconds. 0.1 s are added for each worker.
+
+If a peer dies before it has connected, nothing but this limit ends the wait for it.
+"""
 
 CONNECT_TIMEOUT = 3.0
-"""Seconds for connecting torch's client, which retries without interruption if the store has exited."""
+"""Time limit, in seconds, for connecting torch's store client.
+
+If the store has exited, the client retries until then, and cannot be interrupted.
+"""
 
 
 def connect(host: str, port: int, is_broken: Callable[[], bool]) -> Any:
-    """Return torch's client once the store is reachable. Raise ``RuntimeError`` if that fails."""
+    """Return torch's store client once the store is reachable. Raise ``RuntimeError`` if it is not."""
     deadline = time.monotonic() + MEETING_TIMEOUT
     while True:
-        # Torch's client would retry until its timeout and cannot be interrupted.
+        # Check first, because torch's client would retry until its timeout and cannot be interrupted.
         try:
             socket.create_connection((host, port), 1.0).close()
             break
@@ -276,7 +289,7 @@ _helper: list[Any] = []
 
 
 def record_further_groups(connections: Connections) -> None:
-    """Record the connections of all groups, including a device mesh's, that the program creates."""
+    """Record the connections of all groups that the program creates later, also those of a device mesh."""
     from torch.distributed import distributed_c10d as c10d
 
     helper = getattr(c10d, "_new_process_group_helper", None)
@@ -318,7 +331,8 @@ def destroy() -> None:
     if distributed.is_initialized():
         distributed.destroy_process_group()
     if _hooks and sys.excepthook is _hooks[0]:
-        # Each new group would otherwise add a hook, and the old ones print the rank of an earlier round.
+        # Remove the hook of the previous group. Otherwise, each group would add one, and the old ones would
+        # print the rank of an earlier round.
         sys.excepthook = _hooks[1]
     _hooks.clear()
     _reset_names()

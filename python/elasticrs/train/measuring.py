@@ -53,7 +53,7 @@ _are_watched: bool | None = None
 
 
 def begin_meeting() -> None:
-    """Suspend the heartbeat limit until a step has finished, because the rendezvous has its own limits."""
+    """Suspend the time limit for heartbeats until a step is done. A rendezvous has its own time limits."""
     global _is_meeting  # noqa: PLW0603 -- process-wide, like the heartbeats
     # Before the first heartbeat, only the time limit for the start applies.
     if _count > 0 and not _is_meeting:

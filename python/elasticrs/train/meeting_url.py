@@ -1,6 +1,7 @@
-"""Convert a rendezvous URL of workers to settings of :mod:`.protocol`.
+"""Convert the URL at which the workers of a job meet to settings of :mod:`.protocol`.
 
-``elasticrs://HOST:PORT/JOB?min_workers=2`` or ``etcd://…`` may have every key of ``--rdzv-conf``.
+The URL is ``elasticrs://HOST:PORT/JOB?min_workers=2`` or ``etcd://…``. Its query may have every key of
+``--rdzv-conf``.
 ``max_workers`` defaults to ``min_workers``. ``timeout`` means ``join_timeout``, as in torchelastic 0.1.
 """
 
@@ -26,19 +27,27 @@ _EXPECTED = "elasticrs://HOST:PORT/JOB?min_workers=N&max_workers=M or etcd://HOS
 _MANY = 2**31 - 1
 
 KEEP_ALIVE = "0.4"
-"""Seconds between two keep-alives, of which five may be missed. Shorter than an agent's, because a reset
-connection does not prove a death, so the lease must expire. A false loss costs one step.
+"""Seconds between two keep-alives of a worker, of which five may be missed before its lease expires.
+
+Shorter than an agent's. A reset connection does not prove that the worker has died, so the others wait until
+the lease has expired. If a living worker is taken for dead, that costs only one step.
 """
 
 MEMBER_VARIABLE = "ELASTICRS_TRAIN_MEMBER"
-"""Variable with the agent's name for this worker and, for a replacement, the name of its predecessor."""
+"""Environment variable with the agent's name for this worker.
+
+For a replacement, it also contains the name of its predecessor.
+"""
 
 JOB_VARIABLE = "ELASTICRS_TRAIN_JOB"
-"""Variable with the job name that the workers use in the store. The URL has the name that agents use."""
+"""Environment variable with the job name under which the workers meet in the store.
+
+It differs from the name in the URL, under which the agents meet.
+"""
 
 
 class MeetingPlace(Value):
-    """Settings from a rendezvous URL. ``notices`` are messages for the user."""
+    """Settings from a rendezvous URL. ``notices`` are messages to show to the user."""
 
     url: str
     rendezvous: Rendezvous
@@ -57,8 +66,9 @@ def parse(
 ) -> MeetingPlace:
     """Parse a rendezvous URL. Raise ``UsageError`` with one line for the user if it is invalid.
 
-    Unlike nodes, workers may lose any number of consecutive rounds, wait until a hung worker has exited, and
-    have shorter leases. ``most`` limits ``max_workers``, and ``source`` names the option in messages.
+    The settings differ from those of nodes. Any number of consecutive rounds may fail, workers wait until a
+    hung worker has exited, and leases are shorter. ``most`` limits ``max_workers``. ``source`` is the name of
+    the option that contains the URL, for error messages.
     """
     words = Words(
         source, f"{source}: the address", "min_workers:max_workers", "rank", f"{source}: the job", source

@@ -1,13 +1,15 @@
 """Membership of a worker in a job's rendezvous, over any number of rounds.
 
 When a member dies, the store notifies the others within about a millisecond. Each worker's watching thread
-then aborts the main thread's collective (:mod:`~elasticrs.train.groups`), and all start a new round. Without
-a failure, all leave the round after an agreed step (:mod:`~elasticrs.train.state_machine`).
+then aborts the main thread's collective (:mod:`~elasticrs.train.groups`), and all start a new rendezvous
+round. If the members change without a failure, all leave the round after an agreed step
+(:mod:`~elasticrs.train.state_machine`).
 
 - **MEMBER-1** a step sends no message: :meth:`Membership.passed` only reads memory.
 - **MEMBER-2** the watching thread shuts down connections until the main thread has requested the next round.
   The watching thread never raises an exception in user code.
-- **MEMBER-3** if the main thread is late, the process exits, and the others continue without it.
+- **MEMBER-3** if the main thread does not leave a broken round in time, the watching thread ends the process,
+  and the others continue without it.
 - **MEMBER-4** a forked child takes no part in the rendezvous, and holds none of its parent's connections.
 """
 
@@ -42,7 +44,10 @@ __all__ = ["Membership", "Round"]
 _log = logging.getLogger("elasticrs.train")
 
 STUCK_TIMEOUT = 10.0
-"""Seconds to leave a broken round, plus twice the longest time between two step boundaries so far."""
+"""Time limit for leaving a broken round, in seconds.
+
+Twice the longest time between two step boundaries so far is added.
+"""
 
 _FIRST_SPAN = 25.0
 """Initial longest time between two step boundaries, in seconds, because the first step may compile code."""
@@ -55,11 +60,17 @@ _END_TIMEOUT = 5.0
 """Seconds to wait for other workers, or for a thread, when this worker leaves a round or the job."""
 
 _NEWS_TIMEOUT = 0.1
-"""Seconds to wait for the store's report of a lost member. Without it, the error counts as own."""
+"""Seconds to wait for the store's report of a lost member after an error.
+
+Without such a report, this worker counts as the cause of its error.
+"""
 
 
 class Round(Record):
-    """A rendezvous round, counted from 1. Watching threads exchange messages through the ``board``."""
+    """A rendezvous round: the workers that train together until one joins or leaves.
+
+    Rounds are counted from 1. The workers' watching threads exchange messages through the ``board``.
+    """
 
     number: int
     rank: int
@@ -72,7 +83,9 @@ class Round(Record):
 
 
 class Membership:
-    """Membership of one worker in a job's rendezvous. One thread must request all rounds and count steps.
+    """Membership of one worker in a job, whose workers train together in rounds.
+
+    The thread that requests the rounds must be the one that counts the steps.
 
     Args:
         on_change: called first by the watching thread when a round ends. Its errors are logged.
@@ -80,7 +93,7 @@ class Membership:
 
     Attributes:
         abort: called once by the watching thread for each broken round, to abort NCCL communicators.
-        page: memory page in which the agent, if any, sees each round and the end of training.
+        page: memory page in which this worker shows its agent, if any, each round and the end of training.
     """
 
     def __init__(
@@ -97,7 +110,7 @@ class Membership:
         self._on_change = on_change
         self._stuck_timeout = stuck_timeout
         self._is_alone = self._has_failed = False
-        # Every training step acquires the lock, which takes twice as long through the condition.
+        # Keep the lock itself. Every step acquires it, which takes twice as long through the condition.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._round: Round | None = None
@@ -137,7 +150,7 @@ class Membership:
         if self._pid != os.getpid():
             raise RuntimeError("this process was forked from a worker, so it cannot join the training")
         with self._changed:
-            # The watching thread must ignore the previous round.
+            # From here on, the watching thread must ignore the previous round.
             self._round = None
         if self._thread is None:
             self._is_over = False
@@ -163,7 +176,7 @@ class Membership:
         if self.page is not None:
             self.page.place(current.rank, current.world_size, current.number)
         with suppress(DistError):
-            # Without this optional key, the other workers do not wait for this worker.
+            # Ignore errors: this key is optional. Without it, the other workers do not wait for this worker.
             current.board.hold(f"here/{current.rank}")
         self._since = time.monotonic()
         with self._changed:
@@ -190,8 +203,8 @@ class Membership:
     def was_broken_off(self, *, is_meeting: bool) -> bool:
         """Return true if another worker's loss or failure ended the round and caused this worker's error.
 
-        That is not possible while all connections are open, unless groups are being created (``is_meeting``).
-        Otherwise, wait for the store's report, because a lease may have to expire.
+        Return false at once if all connections are open, unless groups are being created (``is_meeting``).
+        Otherwise, wait until the store has reported a loss, because a lease may have to expire first.
         """
         current = self._round
         if current is None:
@@ -206,7 +219,7 @@ class Membership:
             return self._changed.wait_for(lambda: self.is_broken, timeout)
 
     def ask_for_round(self, reason: str, *, saves: bool) -> None:
-        """Request a new round after an agreed step, maybe with a checkpoint. ``reason`` is logged."""
+        """Ask all workers to leave the round after an agreed step, maybe to save first. Log ``reason``."""
         current = self._round
         if current is None:
             return
@@ -218,7 +231,10 @@ class Membership:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Do not end the process for being slow in the block. The block must not use collectives."""
+        """Return a context manager in whose block this worker may be slow, without being ended for it.
+
+        The block must not use collectives.
+        """
         self._is_alone = True
         try:
             yield
@@ -240,7 +256,7 @@ class Membership:
             return self.has_left_as_agreed and current is not None and current.step.saves
 
     def wait_for_others(self) -> None:
-        """Wait up to 5 s for living workers to leave this round, because they may read from each other."""
+        """Wait up to 5 s until all living workers have left this round. They may still read from this one."""
         current = self._round
         if current is not None:
             with suppress(DistError):
@@ -301,7 +317,8 @@ class Membership:
         if self._thread is None:
             return
         self._handler.leave()
-        # The thread runs until the store has recorded the leave and other workers no longer need this host.
+        # This new thread runs until the store has recorded that this worker has left. If this process hosts
+        # the store, the thread also waits until the other workers no longer need the store.
         farewell = threading.Thread(target=self._farewell, name="elasticrs-farewell", daemon=True)
         farewell.start()
         if has_left:
@@ -314,10 +331,11 @@ class Membership:
         self._end_thread()
 
     def shutdown(self) -> None:
-        """Leave the round, close the job unless this worker has left it, and release all resources.
+        """Leave the round, and release all resources. Unless this worker has left the job, close the job.
 
-        All workers call this after the last barrier, and wait up to 5 s for the others to pass it, because
-        closing aborts their collectives. A host of the store waits about ``close_timeout`` seconds longer.
+        All workers call this after their last barrier. Closing aborts collectives, so each worker first waits
+        up to 5 s until the others have passed that barrier. A process that hosts the store waits about
+        ``close_timeout`` seconds longer.
         """
         self._finish()
         with self._changed:
@@ -430,7 +448,7 @@ class Membership:
         return True
 
     def _await_end(self, current: Round) -> None:
-        """If a worker has finished, wait until this one has done the same steps, or a worker has died."""
+        """If a worker has finished, wait until this worker has done as many steps, or a worker has died."""
         with suppress(DistError):
             if self._is_in(current) and current.board.check(["done"]):
                 self._set_leave_step(current, int(current.board.get("done")))
@@ -492,7 +510,7 @@ def _shut_others(current: Round) -> None:
 
 
 def _has_lost(seen: set[str], keys: set[str]) -> bool:
-    """Return true if a worker died in the round: its ``here`` key is gone, without an ``out`` key."""
+    """Return true if a worker died in the round: its ``here`` key has gone, and it has no ``out`` key."""
     return any(each.replace("here/", "out/") not in keys for each in seen - keys)
 
 

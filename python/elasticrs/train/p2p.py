@@ -44,7 +44,7 @@ _trained: set[tuple[str, str]] = set()
 
 
 def _rate_of(stats: WorkerStats) -> float | None:
-    """Return the finite progress rate in the statistics; ``None`` if there is none."""
+    """Return the progress rate in a worker's statistics; ``None`` if there is none or it is not finite."""
     rate = stats.get_progress_rate()
     return None if rate is None or not math.isfinite(rate) else float(rate)
 
@@ -190,7 +190,10 @@ class CoordinatorP2P(Coordinator):
         return [json.loads(each) for each in self._gather(json.dumps(list(numbers)))]
 
     def _gather(self, own: str) -> list[bytes]:
-        """Exchange texts over the store, because a step may be using collectives. Return them by rank."""
+        """Send a text to all workers, and return every worker's text, ordered by rank.
+
+        The texts are sent over the store, because a step may be using collectives.
+        """
         if self._store is None:
             raise RuntimeError("there is no round: call rendezvous_barrier() first")
         last, self._gathered = self._gathered, self._gathered + 1
@@ -233,7 +236,7 @@ class CoordinatorP2P(Coordinator):
                     "called",
                     self.rank,
                 )
-            # A leaving worker keeps the request, because the round must end, and warns once.
+            # If this worker is leaving, keep the request, because the round must end, and warn only once.
             self._was_told = self._leaves
             self._is_asked = self._leaves
             if page is not None:
@@ -298,7 +301,10 @@ class CoordinatorP2P(Coordinator):
         groups.destroy()
 
     def monitor_progress(self, state: State, worker_stats: WorkerStats | None) -> None:  # noqa: ARG002
-        """Every :attr:`MONITOR_PROGRESS_FREQ` steps, compare rates and set :attr:`is_worker_straggler`."""
+        """Compare all workers' rates, and set :attr:`is_worker_straggler`.
+
+        The rates are compared every :attr:`MONITOR_PROGRESS_FREQ` steps.
+        """
         page = self._member.page
         if page is not None and page.stepped() and worker_stats is not None:
             page.tell_rate(_rate_of(worker_stats))

@@ -1,12 +1,12 @@
 """Handle SIGTERM and SIGUSR1 in a training worker, as requests for a checkpoint.
 
-By default, SIGTERM ends a process in the middle of a step. Here, the worker completes its step, saves a
-checkpoint with the others, leaves the job, and ends itself. After SIGUSR1, the worker saves and continues.
+By default, SIGTERM ends a process in the middle of a step. With this module, a worker completes its step,
+saves a checkpoint with the others, leaves the job, and ends itself. After SIGUSR1, it saves and continues.
 
-- **SIGNALS-1** a handler that the program has set, in any language, is not replaced. This module's handlers
-  are removed when the training is over, and in forked children.
-- **SIGNALS-2** a second SIGTERM ends the worker at once. A leaving worker also ends if it is in no round for
-  :data:`MEETING_LIMIT` seconds.
+- **SIGNALS-1** a handler that the program has set, in any language, is not replaced. The handlers of this
+  module are removed when the training is over, and in forked children.
+- **SIGNALS-2** a second SIGTERM ends the worker at once. A worker that leaves also ends if it is in no round
+  for :data:`MEETING_LIMIT` seconds.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ if TYPE_CHECKING:
     from elasticrs.train.coordinator import Coordinator
 
 MEETING_LIMIT = 5.0
-"""Seconds without a round after which a leaving worker exits alone, because the others may leave as well."""
+"""Seconds after which a leaving worker exits if it is in no round.
+
+It does not wait longer for the others, because they may be leaving as well.
+"""
 
 _TICK = 0.25
 _ASKING = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class RequestSignals:
-    """Context manager that passes the signals on to a coordinator. Works only in the main thread."""
+    """Context manager that passes SIGTERM and SIGUSR1 on to a coordinator. Works only in the main thread."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
@@ -69,7 +72,7 @@ class RequestSignals:
             if self._is_over.wait(_TICK):
                 return
             left = limit if self._coordinator.has_round else left - _TICK
-        # This second SIGTERM makes the handler in the main thread end the process.
+        # Send a second SIGTERM, on which the handler in the main thread ends the process.
         os.kill(os.getpid(), signal.SIGTERM)
 
     def end_process(self) -> None:
@@ -82,7 +85,10 @@ class RequestSignals:
 
 
 def is_default(signum: int) -> bool:
-    """Return true if the signal has its default action. Unlike Python, ``/proc`` knows native handlers."""
+    """Return true if the signal has its default action.
+
+    Read ``/proc``, because Python does not know handlers that native code has set.
+    """
     if signal.getsignal(signum) != signal.SIG_DFL:
         return False
     try:

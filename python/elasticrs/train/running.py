@@ -32,7 +32,7 @@ MAX_FAILURES = 10
 """Default limit for consecutive failures without progress (torchelastic 0.1: 100)."""
 
 _SHOWN = 120
-"""Maximum number of characters of the error message of an aborted collective that are shown."""
+"""Maximum number of characters to show of the error message of an aborted collective."""
 
 _NOTHING = object()
 _END = object()
@@ -122,7 +122,7 @@ def run_train(
 def to_generator(
     train_step_fn: Callable[[Any], tuple[Any, WorkerStats | None]],
 ) -> Callable[[Any], Iterator[tuple[Any, WorkerStats | None]]]:
-    """Return a generator function for :func:`run_train` that calls a step until ``StopIteration``."""
+    """Convert a step function to a generator function for :func:`run_train`. It ends on ``StopIteration``."""
 
     def steps(state: Any) -> Iterator[tuple[Any, WorkerStats | None]]:
         while True:
@@ -136,7 +136,7 @@ def to_generator(
 
 
 def _require_saving(state: State) -> None:
-    """Raise TypeError before the first checkpoint, if a manager is set but the state cannot be saved."""
+    """Raise TypeError if a checkpoint manager is set but the state cannot be saved."""
     if get_checkpoint_manager() is not None and (reason := why_not_saved(state)) is not None:
         raise TypeError(f"set_checkpoint_manager was called, but {reason}")
 
@@ -202,12 +202,12 @@ class _Run:
                             return self._state
                         event = effects[action]() or event
         except BaseException as error:
-            # The others would wait for this worker if the program caught an interrupt. A forked child must
-            # not leave, because its parent is still in the job.
+            # Leave the job even on an interrupt, because if the program caught it, the others would wait
+            # for this worker. But a forked child must not leave, because its parent is still in the job.
             if self._forks == groups.fork_depth():
                 self._plain.leave()
             if isinstance(error, SystemExit) and not error.code:
-                # To the agent, exit code 0 would mean that the worker has finished.
+                # Do not exit with code 0, because to the agent, that would mean that the worker has finished.
                 raise CannotContinueError("the program has ended in the middle of the training") from error
             raise
         finally:
@@ -256,13 +256,14 @@ class _Run:
         own.has_manager, own.is_loaded = manager is not None, self._is_loaded
         own.at_the_end, own.next_round = self._loop.at_the_end, random.SystemRandom().randrange(1, 2**62)
         if not is_torchelastic_program():
-            # Only torchelastic 0.1 programs skip the last sync. BatchNorm buffers may differ between ranks.
+            # With 0, the last `sync` is not skipped. Other programs than those for torchelastic 0.1 need it,
+            # because BatchNorm buffers may differ between ranks.
             own.next_step = 0
         numbers = self._coordinator.exchange([int(number) for number in own.values()])
         self._votes = [Vote(*each) for each in numbers]
         if trouble := disagreement(self._votes):
             with suppress(RuntimeError):
-                # An exit now would abort the other workers' exchange of votes.
+                # Wait, because an exit now would abort the other workers' exchange of votes.
                 self._coordinator.barrier()
             raise CannotContinueError(trouble)
         self._vote = Vote(last_round=self._votes[0].next_round)
@@ -272,7 +273,8 @@ class _Run:
         try:
             if not any(vote.is_loaded for vote in self._votes):
                 self._begin_state()
-            # If all ended together, all have the last state, and a `sync` with new data loaders would fail.
+            # If all workers have ended together, skip `sync`. All have the last state, and a `sync` with new
+            # data loaders would fail.
             if not have_ended_together(self._votes):
                 began = time.perf_counter()
                 self._state.sync(self._world_size, self._rank)
@@ -304,7 +306,7 @@ class _Run:
             _log.warning("no worker is left that holds the state of the last round: starting from %s", where)
 
     def _keep_final_state(self) -> None:
-        """Save the final state in a checkpoint, or keep it in memory if there is no manager."""
+        """Save the final state in a checkpoint, or keep it in memory if there is no checkpoint manager."""
         in_checkpoint = False
         if self._checkpoints is not None:
             in_checkpoint = all(flag for (flag,) in self._coordinator.exchange([int(self._is_stored)]))
@@ -431,7 +433,7 @@ class _Run:
 
     def _judge(self, error: Exception) -> Event:
         if self._forks != groups.fork_depth():
-            # A forked child must not use the parent's coordinator.
+            # This process is a forked child, which must not use the parent's coordinator.
             self._error = (
                 error
                 if isinstance(error, NonRetryableException)
@@ -464,7 +466,7 @@ class _Run:
             if self._snapshot is not _NOTHING and self._snapshot is not None:
                 self._state.apply_snapshot(self._snapshot)
         except Exception as error:
-            # Rolling back has failed halfway, so the state is neither the old one nor the new one.
+            # Give up. The rollback has failed halfway, so the state is neither the old one nor the new one.
             self._plain.on_error(error)
             raise
 

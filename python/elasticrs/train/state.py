@@ -25,7 +25,10 @@ class State(ABC):
         """
 
     def capture_snapshot(self) -> Any:
-        """Return a copy of what a step changes, to undo a failed step, or ``None`` for no rollback."""
+        """Return a copy of what a step changes, so that a failed step can be undone.
+
+        Return ``None`` if failed steps must not be undone.
+        """
         return None
 
     def apply_snapshot(self, snapshot: Any) -> None:
@@ -36,8 +39,9 @@ class State(ABC):
     def state_dict(self) -> Any:
         """Return everything that a new process needs: weights, optimizer state and progress.
 
-        Checkpoints and the final state contain it. Tensors, numbers, strings and plain containers can be
-        loaded without running code. The default is :meth:`capture_snapshot`, for torchelastic 0.1 programs.
+        Checkpoints and the final state contain the result. Tensors, numbers, strings and plain containers can
+        be loaded without running code. The default is :meth:`capture_snapshot`, for torchelastic 0.1
+        programs.
         """
         if is_torchelastic_program():
             return self.capture_snapshot()

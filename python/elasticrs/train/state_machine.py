@@ -4,18 +4,20 @@ Invariants, each checked by a property test:
 
 - **TRAIN-1** after every failure, the snapshot from before the failed step or rendezvous is applied before
   the workers start a new round. A ``sync`` that has returned is not undone.
-- **TRAIN-2** after a failure or a rendezvous, no step starts before a ``sync`` of all workers, where the most
-  advanced state wins. So no committed step is lost.
+- **TRAIN-2** after a failure or a rendezvous, no step starts before a ``sync``, in which all workers take
+  over the most advanced state. So no committed step is lost.
 - **TRAIN-3** the loop gives up after exactly ``max_failures`` failures of this worker without a committed
-  step in between. An aborted collective is usually another worker's failure, so :data:`OF_OTHERS` times as
-  many are allowed, and this worker outlives the failing one.
+  step in between. An aborted collective is usually the consequence of another worker's failure. Therefore,
+  :data:`OF_OTHERS` times as many aborted collectives are allowed, so that this worker outlives the failing
+  one.
 - **TRAIN-4** once a worker knows that the data has run out, it takes no further step. It returns only after
   one more rendezvous with a ``sync``, so that all workers return the same state. Programs for torchelastic
   0.1 skip that ``sync`` if all workers are at the same step (:func:`have_ended_together`).
 - **TRAIN-5** a worker that was asked to leave does so only after a step that all workers have completed.
 
-On a change without a failure, all workers leave the round after the same step (:class:`LeaveStep`). Each
-worker counts its step boundaries, and publishes a cap, two boundaries ahead. All leave at the largest cap.
+If the members change without a failure, all workers leave the round after the same step
+(:class:`LeaveStep`). Each worker counts its step boundaries, and publishes a cap: the boundary two steps
+ahead, which it does not pass before the leave step is known. All workers leave at the largest cap.
 
 - **LEAVE-1** no worker passes its own cap before the leave step is known, so no worker is ever past that
   step.
@@ -156,7 +158,10 @@ class Vote(Record):
 
 
 def have_ended_together(votes: Sequence[Vote]) -> bool:
-    """Return true if a torchelastic 0.1 program's workers are at one step, and one has run out of data."""
+    """Return true if all workers are at the same step, and one has run out of data.
+
+    Always false in a program that was not written for torchelastic 0.1.
+    """
     first = votes[0]
     return (
         first.next_step > 0
@@ -190,18 +195,20 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 AHEAD = 2
-"""Boundaries from a worker's current one to its cap. With one, workers would often have to wait."""
+"""Number of step boundaries from a worker's current one to its cap. With 1, workers would often wait."""
 
 AT_ONCE = 0
 """Leave step of a broken round: workers leave such a round immediately."""
 
 
 class LeaveStep(Record):
-    """Progress of one worker within a round, and the step after which it leaves. The owner locks this object.
+    """Progress of one worker within a round, and the step after which it leaves the round.
+
+    The owner must hold a lock while it uses this object.
 
     Args:
         done: number of boundaries that the worker has passed.
-        cap: boundary that the worker does not pass before the leave step is known; ``None``: no change is
+        cap: boundary that the worker does not pass before the leave step is known; ``None`` if no change is
             due.
         at: the leave step; ``None`` if it is not known.
         saves: true if all workers save a checkpoint at the leave step.
@@ -219,14 +226,14 @@ class LeaveStep(Record):
         return "wait" if self.cap is not None and self.done >= self.cap else "go"
 
     def set_cap(self) -> int:
-        """Return the cap. The first call chooses it."""
+        """Return the cap of this worker. The first call chooses it."""
         if self.cap is None:
             self.cap = self.done + AHEAD
         return self.cap
 
 
 def agreed(caps: list[int]) -> int:
-    """Return the leave step, the largest cap. No worker has passed it."""
+    """Return the leave step for the caps of all workers: the largest cap, which no worker has passed."""
     return max(caps)
 
 

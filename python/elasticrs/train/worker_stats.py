@@ -16,7 +16,7 @@ class WorkerStats(ABC):
 
 
 class SimpleWorkerStats(WorkerStats):
-    """Statistics with a given progress rate."""
+    """Worker statistics that contain only a given progress rate."""
 
     def __init__(self, progress_rate: float | None) -> None:
         self.progress_rate = progress_rate

@@ -50,7 +50,7 @@ def create_c10d_store(
     """
     import torch.distributed
 
-    # Type checkers consider the names in `torch.distributed` private.
+    # Use `Any`, because type checkers consider the names in `torch.distributed` private.
     dist: Any = torch.distributed
 
     if use_libuv is not None:

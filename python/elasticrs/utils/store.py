@@ -25,7 +25,7 @@ _ANYTHING = "<val_ignored>"
 
 @contextmanager
 def store_timeout(store: Any, timeout: float) -> Iterator[None]:
-    """Set a store's timeout, in seconds, during a block. Torch does not restore it after an exception."""
+    """Set a store's timeout, in seconds, during a block. Restore it even after an exception, unlike torch."""
     former = store.timeout
     store.set_timeout(timedelta(seconds=timeout))
     try:
@@ -141,7 +141,7 @@ def _missing_ranks(
     for other in range(1, world_size):
         if len(missing) >= _MAX_TRACE_MISSING_RANKS:
             break
-        # All ranks have already had the full timeout to arrive.
+        # Wait only briefly, because all ranks have already had the full timeout to arrive.
         patience = timedelta(milliseconds=1) if missing else timedelta(seconds=trace_timeout)
         try:
             store.wait([f"{key_prefix}{other}{_TRACE}"], patience)

@@ -12,8 +12,8 @@
 //!   shown.
 //! - [`Logs::finish`] only puts a command into a queue. Call it, from any thread, once all writers of the streams are
 //!   gone (the group has finished and its leftover processes are cleaned up).
-//! - [`Logs::drain`] waits for finished streams. It does not wait for streams that are not finished. All notices about a
-//!   stream are sent before the stream counts as drained.
+//! - [`Logs::drain`] waits for finished streams. It does not wait for streams that are not finished. All notices about
+//!   a stream are sent before the stream counts as drained.
 //! - The closure given to [`Logs::new`] is called by the caller of [`Logs::follow`] and by the logs thread. The closure
 //!   must not block, and must not call methods of [`Logs`].
 //!
@@ -24,8 +24,8 @@
 //! - **LOGS-2** Every byte that was in a file when its stream was finished is written to the console, unless
 //!   [`Logs::drain`] returns the stream as incomplete, or its destination was reported as lost.
 //! - **LOGS-3** A problem is reported once for each file, and never stops the agent.
-//! - **LOGS-4** If no descriptor is free, [`Logs::follow`] waits up to 5 s until the logs thread has closed the files of
-//!   finished streams. Therefore, a restart needs no more descriptors than the first start.
+//! - **LOGS-4** If no descriptor is free, [`Logs::follow`] waits up to 5 s until the logs thread has closed the files
+//!   of finished streams. Therefore, a restart needs no more descriptors than the first start.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
@@ -380,8 +380,8 @@ impl LogCounts {
     }
 }
 
-/// Counters of the streams that go to the console, by local rank and destination. They are not reset when workers
-/// are restarted.
+/// Counters of the bytes and lines in the streams that go to the console. Keys: the worker's local rank and the
+/// destination. The counters are not reset when workers are restarted.
 #[derive(Debug, Default)]
 pub struct LogTotals {
     streams: Mutex<BTreeMap<Stream, Arc<LogCounts>>>,

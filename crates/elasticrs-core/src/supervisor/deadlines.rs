@@ -43,7 +43,7 @@ pub(crate) const GIVE_UP_AFTER: Duration = Duration::from_secs(30);
 /// Time limits of a clean-up that sends SIGKILL at once.
 pub(crate) const AT_ONCE: SweepLimits = SweepLimits::at_once(GIVE_UP_AFTER);
 
-/// The times at which deadlines expire. Each kind of [`Deadline`] is set at most once at a time.
+/// The times at which the supervisor's deadlines expire. For each kind of [`Deadline`], at most one time is set.
 #[derive(Debug, Default)]
 pub(super) struct Deadlines {
     armed: Vec<(Deadline, Instant)>,

@@ -160,9 +160,9 @@ pub struct GroupOutcome {
 enum Phase {
     /// The group is not being stopped, and workers may be running.
     Running,
-    /// The stop signal was sent. SIGKILL follows at [`Deadline::Kill`].
+    /// The stop signal was sent to the workers. Workers that are left at [`Deadline::Kill`] get SIGKILL.
     Stopping,
-    /// SIGKILL was sent. The supervisor stops waiting for the workers at [`Deadline::GiveUp`].
+    /// SIGKILL was sent to the workers. The supervisor stops waiting for the workers at [`Deadline::GiveUp`].
     Killing,
     /// All workers have exited, or did not exit after SIGKILL. Their descendants are being cleaned up. `lingering` is
     /// true while the descendants are still allowed to run.
@@ -200,7 +200,8 @@ pub struct Group {
     /// Indices of failed members that still have leftover processes, in exit order. The first one is being cleaned up.
     left: VecDeque<usize>,
     records: Records,
-    /// Exits that are not handled until the members have written their flight records, oldest first. See [`hangs`].
+    /// Noticed exits of members, oldest first. They are handled once the other members have written their flight
+    /// records (files in which torch records collectives). See [`hangs`].
     held: Vec<HeldExit>,
     /// True if [`Deadline::Kill`] has expired, but a member was not killed because it is still exiting after its
     /// exception. See [`Member::is_excused`].
@@ -640,7 +641,7 @@ enum Pause {
     Reported,
 }
 
-/// State of a worker slot in a group that replaces failed workers, as described in [`failing`].
+/// State of a worker's place in a group that replaces failed workers. The states are described in [`failing`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 enum Place {
     #[default]
@@ -655,8 +656,8 @@ enum Place {
 enum StopRole {
     #[default]
     Usual,
-    /// The worker's own exception stopped the group. The worker gets no stop signal, because it exits by itself. Its
-    /// own time limit for the exit applies instead of the grace period.
+    /// The worker's own exception stopped the group. The worker gets no stop signal, because it exits by itself.
+    /// Instead of the grace period, the time limit for exits after an exception applies to it.
     Excused,
     /// The worker had no handler for the stop signal, so the signal killed the worker.
     EndedBySignal,
@@ -678,8 +679,8 @@ struct Member {
     group_sent: Option<Signal>,
     pause: Pause,
     raised: Option<WorkerRaised>,
-    /// Time at which the worker was considered failed while it was still running. The failure counts even if the worker
-    /// exits with code 0.
+    /// Time at which the supervisor considered the worker failed although it was still running. The failure counts even
+    /// if the worker exits with code 0.
     ///
     /// `None` if there was no such failure. Set only in groups that replace failed workers.
     condemned: Option<Stamp>,

@@ -1,5 +1,7 @@
-//! A record in the FIFO: a line with which a worker acquires or releases a timer. Splits the bytes of the FIFO into lines,
-//! using bounded memory, and limits the messages about rejected records and about expired timers without a signal.
+//! Records that workers write into the FIFO. Each record is a line with which a worker acquires or releases a timer.
+//!
+//! Splits the bytes of the FIFO into lines, using bounded memory. Also limits the number of messages about rejected
+//! records, and about expired timers for which no signal is sent.
 //!
 //! Torch's client sends the fields `version`, `pid`, `scope_id`, `expiration_time` (seconds since 1970, negative to
 //! release the timer) and `signal`. This library's client adds fields that torch's server ignores: `deadline_ns` (the
@@ -172,7 +174,7 @@ impl Lines {
     }
 }
 
-/// Minimum time between two reports of the same kind.
+/// Minimum time between two messages of the same kind to the user.
 pub(crate) const INTERVAL: Duration = Duration::from_secs(60);
 
 /// Counts of rejected timer records, by reason.
@@ -182,8 +184,8 @@ pub struct Complaints {
 }
 
 impl Complaints {
-    /// Counts a rejected record. Returns a message if the user should be notified now. `claim` returns a description of
-    /// the record.
+    /// Counts a rejected record. Returns a message if the user should be notified now. `claim` returns the description
+    /// of the record for the message.
     pub fn add(&mut self, refusal: Refusal, now: Instant, claim: impl FnOnce() -> String) -> Option<String> {
         let others = self.kinds.entry(refusal).or_insert_with(|| Rate::new(1, INTERVAL)).admit(now)?;
         let more = if others == 0 { String::new() } else { format!(" ({others} more like it)") };

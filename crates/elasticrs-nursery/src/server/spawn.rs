@@ -1,7 +1,7 @@
 //! Starts the worker that a [`ProcessSpec`] describes.
 //!
-//! While the workers run, a nursery that has imported the workers' modules (`--warm`) moves its memory to huge pages, so
-//! that later forks have fewer page table entries to copy.
+//! While the workers run, a nursery that has imported the workers' modules (`--warm`) moves its memory to huge pages,
+//! so that later forks have fewer page table entries to copy.
 
 use std::ffi::CString;
 use std::os::fd::{AsFd, AsRawFd, IntoRawFd, OwnedFd};
@@ -242,8 +242,8 @@ fn subject(process: &ProcessSpec, failure: Failure) -> String {
     subject.map(|subject| subject.to_string_lossy().into_owned()).unwrap_or_default()
 }
 
-/// Pause after moving memory to a huge page. It leaves CPU time for the workers, and lets the nursery process handle
-/// events.
+/// Time for which the nursery process pauses after moving memory to a huge page. In that time, the workers can use the
+/// CPU, and the nursery can handle events.
 const PAUSE: Duration = Duration::from_millis(5);
 
 /// Progress of moving the nursery's memory to huge pages.

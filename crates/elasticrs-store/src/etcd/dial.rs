@@ -31,7 +31,7 @@ use crate::types::{LostKind, MAX_ANSWER};
 /// connection after the alert.
 const LEAST: usize = 7;
 
-/// Endpoints, credentials and time limits of a client.
+/// Options of an etcd client: endpoints, credentials and time limits.
 #[derive(Debug, Clone)]
 pub struct Options {
     /// Hosts and ports of the etcd members.
@@ -43,7 +43,7 @@ pub struct Options {
     pub tls: Option<Files>,
     /// Name and password of the etcd user. `None` to connect without authentication.
     pub user: Option<(String, String)>,
-    /// Time to live to request for the lease. etcd may grant a longer one.
+    /// Time to live of the session's lease, as requested. etcd may grant a longer one.
     pub ttl: Duration,
     /// ID and time to live of the lease for keys that outlive the session. `None` to put these keys without a lease.
     pub job_lease: Option<(i64, Duration)>,
@@ -51,10 +51,11 @@ pub struct Options {
     pub connect_timeout: Duration,
     /// Time limit for a request, including all its retries.
     pub read_timeout: Duration,
-    /// Time after which keep-alives stop if the user does not fetch events. `None` if they never stop.
+    /// Time after which the client stops its keep-alives if the user of the session fetches no events. `None` if it
+    /// never does.
     pub stall_timeout: Option<Duration>,
-    /// Settings for links: connections through which sessions notice each other's end before a lease expires. `None` to
-    /// disable links.
+    /// Settings for links. Links are connections between sessions, through which a session notices the end of another
+    /// one before its lease expires. `None` to disable links.
     ///
     /// Ignored if no other process can announce the end of this session after this process has died.
     pub links: Option<Site>,

@@ -173,8 +173,8 @@ pub(crate) async fn until_close<R>(inbox: &mut Inbox<R>, early: &mut Vec<R>) -> 
     }
 }
 
-/// Receives the sockets and the deadline of a client's session. The methods are called on the runtime thread. By default,
-/// they do nothing.
+/// Is notified of the sockets and the deadline of a client's session, for example to keep the session alive after this
+/// process has died. The methods are called on the runtime thread. By default, they do nothing.
 pub trait Guard: Send {
     /// The session has started on this socket. If another process holds a duplicate of the socket, the session stays
     /// alive until that duplicate is closed, even if this process dies. [`super::client::Client::close`] always ends

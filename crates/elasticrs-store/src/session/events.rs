@@ -1,5 +1,5 @@
-//! Queue of the events that a client reports to its user, and an estimate of the store's wall clock. The rules for the use
-//! of clocks:
+//! Queue of the events that a client reports to its user. Also estimates the store's wall clock. Rules for the use of
+//! clocks:
 //!
 //! - **CLOCK-1** Deadlines use the boot clock, because it keeps running during suspend and cannot be set.
 //! - **CLOCK-2** Wall-clock times, including the estimate, are used only in reports.
@@ -245,12 +245,12 @@ struct Sample {
     taken: u64,
 }
 
-/// Assumed maximum drift between two working clocks, in nanoseconds per second.
+/// Maximum drift between two working clocks that is assumed here, in nanoseconds per second.
 const DRIFT_PER_SECOND: u64 = 100_000;
-/// Maximum number of samples to keep.
+/// Maximum number of samples of the clock offset to keep.
 const SAMPLES: usize = 16;
 
-/// Estimates the store's wall clock.
+/// Estimates the store's wall clock from samples.
 #[derive(Debug, Default)]
 pub(super) struct Offset {
     samples: VecDeque<Sample>,

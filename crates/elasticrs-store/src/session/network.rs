@@ -93,12 +93,13 @@ pub(crate) fn plain(error: &io::Error) -> String {
     }
 }
 
-/// Magic bytes that each side of a connection to a coordination store sends first. They start with a non-ASCII byte to rule out text protocols.
+/// Magic bytes that each side of a connection to a coordination store sends first. They start with a non-ASCII byte to
+/// rule out text protocols.
 pub const MAGIC: [u8; 8] = *b"\x93ERS\r\n\x1a\n";
 /// Handshake of a `TCPStore` client, followed by a request for the number of keys. All releases of torch understand
 /// both. They are sent in one write, because some releases close the connection if the handshake arrives in pieces.
 pub(crate) const QUESTION: [u8; 6] = [0, 0xce, 0xf7, 0x85, 0x3c, 7];
-/// Time limit for an answer.
+/// Time limit for the answer of a peer that may be a `TCPStore`.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Returns true if a `TCPStore` of torch listens on this address. Also returns true for an agent's worker store,
@@ -107,7 +108,8 @@ pub(crate) async fn is_tcp_store(address: SocketAddr) -> bool {
     answer(address, &QUESTION, 8).await.is_some_and(|keys| u32::try_from(u64::from_le_bytes(keys)).is_ok())
 }
 
-/// Connects, sends `question`, and returns the first bytes of the answer. `None` if fewer than `least` bytes arrive.
+/// Connects to a peer, sends `question`, and returns the first bytes of the answer. Returns `None` if fewer than
+/// `least` bytes arrive.
 pub(crate) async fn answer(peer: SocketAddr, question: &[u8], least: usize) -> Option<[u8; 8]> {
     timeout(PATIENCE, ask(peer, question, least)).await.ok()?.ok()
 }

@@ -1,7 +1,7 @@
 """Parse the command line and the ``PET_*`` environment variables into a :class:`.JobSpec`.
 
-The grammar is that of argparse, as far as users of torchrun notice. All words after the script's name are
-arguments of the script.
+Words are parsed as argparse would parse them, as far as users of torchrun can notice a difference. All words
+after the script's name are arguments of the script.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _GONE = {
     "ELASTICRS_TIMELINE": "the event 'attempt running' has the times of a restart"
     " (--event-log-handler file:PATH)",
 }
-"""Variables that only earlier versions read, each with advice on the replacement."""
+"""Environment variables that only earlier versions of elasticrs read, each with advice on its replacement."""
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Namespace:
@@ -161,7 +161,7 @@ def meeting_of(
     --standalone, or one node without an endpoint and a port    no rendezvous
     static                                                      the user assigns the ranks of the nodes
     c10d, elasticrs, etcd                                       the rendezvous assigns the ranks
-    anything else, or c10d in a file                            a rendezvous handler that is polled
+    anything else, or c10d in a file                            the agent polls a rendezvous handler
     """
     if is_alone(args):
         return _alone(args, environ, grace, notices)
@@ -186,7 +186,7 @@ def is_alone(args: Any) -> bool:
 
 def _alone(args: Namespace, environ: Mapping[str, str], grace: float, notices: list[str]) -> dict[str, Any]:
     if args.rdzv_conf or args.node_rank != 0:
-        # Check the settings even without a rendezvous. As in torch, the back end and endpoint are ignored.
+        # No rendezvous is used, but check its settings anyway. As in torch, ignore the back end and endpoint.
         _describe("static", args, environ, grace, notices)
     return {
         "run_id": config.random_run_id(),
@@ -218,7 +218,8 @@ def _elastic(args: Namespace, environ: Mapping[str, str], grace: float, notices:
     rendezvous = _describe(args.rdzv_backend, args, environ, grace, notices)
     if args.master_port is not None:
         notices.append("--master-port has no effect: only the static rendezvous uses it")
-    # The nodes' rendezvous uses the endpoint's port. The workers' store gets a new one for every attempt.
+    # The nodes' rendezvous already uses the endpoint's port, so the workers' store gets a new port for every
+    # attempt.
     return {
         "run_id": args.rdzv_id,
         "master_addr": args.local_addr or "localhost",
@@ -231,7 +232,7 @@ def _polled(args: Namespace, environ: Mapping[str, str], _grace: float, notices:
     from elasticrs._engine.nodes.describe import COMMAND_LINE
     from elasticrs._engine.nodes.transport.settings import exit_barrier_timeout_of
 
-    # Programs and packages register their own back ends in this registry.
+    # Programs and packages can register their own rendezvous back ends in this registry.
     public("rendezvous.registry.find_backend")(args.rdzv_backend, COMMAND_LINE)
     for option, is_given in (
         ("--master-port", args.master_port is not None),
@@ -344,9 +345,9 @@ def _read(argument: str, arguments: Iterator[str]) -> dict[str, object]:
 
 
 def _help(word: str, *, is_exact: bool) -> TextRequested:
-    """Return the exception for ``--help=WORD`` (``is_exact``) or ``--help WORD``. The word is a topic.
+    """Return the exception for ``--help=WORD`` (``is_exact``) or ``--help WORD``. The word is a help topic.
 
-    Without ``=``, the word may also be the script.
+    Without ``=``, the word may also be the name of the script.
     """
     from elasticrs._engine.cli.help import TOPICS
 
@@ -475,7 +476,8 @@ def _check_replace(args: Namespace, meeting: Mapping[str, Any]) -> None:
         raise UsageError(f"{where} with --no-python, single workers cannot be replaced")
     is_polled, rendezvous = "is_polled" in meeting, meeting.get("rendezvous")
     if is_polled or (rendezvous is not None and rendezvous.is_static):
-        # The workers cannot form a rendezvous of their own in the store of the nodes' rendezvous.
+        # Workers can be replaced only if they form a rendezvous of their own in the store that the nodes'
+        # rendezvous uses. With these back ends, they cannot.
         is_file = is_polled and args.rdzv_backend == "c10d"
         back_end = f"--rdzv-backend {args.rdzv_backend}{' in a file' if is_file else ''}"
     method = args.start_method if args.run_path else "spawn"

@@ -144,7 +144,8 @@ def why_no_module(name: str) -> str | None:
     try:
         return _why_not(name)
     except Exception:
-        # The check itself failed, for example in an import hook. Python reports a missing module later.
+        # The check itself failed, for example in an import hook. Python reports a missing module when it
+        # runs.
         return None
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.supervise.run.signals import SignalPipe
 
 PATIENCE = 10.0
-"""Maximum number of seconds to wait for a reader of stderr."""
+"""Maximum number of seconds that the launcher waits for the reader of its stderr to take the text."""
 
 _FIRST_SIGNALS = (
     *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
@@ -39,7 +39,7 @@ def main(
     ends_by_sigint: bool = False,
     signal_mask: Iterable[int] | None = None,
 ) -> int:
-    """Launch a job, and return the exit code. ``signal_mask`` replaces the current mask, unless ``None``.
+    """Launch a job, and return the exit code. ``signal_mask`` replaces the process's mask, unless ``None``.
 
     If ``ends_by_sigint``, SIGINT still has its default action; see :mod:`elasticrs.launch`.
     """
@@ -168,7 +168,7 @@ def _tell_failure(
         how, more = result.ending
         console.say(how + (f": {headline}" if headline else "") + more)
         if is_read:
-            # Wait until the line is written, because `say` only queues it. Do not wait without a reader.
+            # `say` only queues the line, so wait until it is written. Do not wait if nobody reads stderr.
             write("")
     return headline
 

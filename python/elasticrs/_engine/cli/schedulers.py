@@ -1,4 +1,4 @@
-"""Detect a Slurm or Kubernetes job, and fill in unset options, depending on the rendezvous back end::
+"""Detect a Slurm or Kubernetes job, and set these options if the user has not. They depend on the back end::
 
     --standalone, or at most one node     only the number of workers
     c10d, elasticrs                       number of nodes, endpoint, run id, node order, host of the store
@@ -71,9 +71,13 @@ def place_of(environ: Mapping[str, str], pid: int) -> Place | None:
 
 
 FIRST_PORT, PORTS = 29600, 3000
-"""Ports for a step, above torchrun's (29400, 29500) and below Linux's ephemeral ports (from 32768)."""
+"""First of the ports from which a Slurm job step takes one, and their number. They are above torchrun's ports
+(29400, 29500) and below Linux's ephemeral ports (from 32768).
+"""
 STEP_STRIDE = 97
-"""Port distance between a job's steps, which keeps them off the ports of jobs with the next ids."""
+"""Difference between the ports of two consecutive steps of a job. Because of it, the steps of a job do not
+use the ports of the jobs with the next ids.
+"""
 LARGEST_STEP = 0xFFFFFFF0
 """Largest id of a step started by ``srun``. Batch scripts and interactive shells have larger step ids."""
 
@@ -154,7 +158,9 @@ def _problem_of_tasks(environ: Mapping[str, str]) -> str:
 
 
 def _losses(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Warn if variables make Slurm end the job when a node is lost. The options of ``srun`` are unknown."""
+    """Warn if environment variables make Slurm end the job when a node is lost. Options of ``srun`` could
+    have the same effect, but they cannot be found out here.
+    """
     lines = []
     if environ.get("SLURM_KILL_BAD_EXIT", "0") not in ("", "0"):
         lines.append("SLURM_KILL_BAD_EXIT ends the job as soon as one node leaves it: set it to 0")
@@ -194,7 +200,7 @@ MAX_HOSTS = 1 << 20
 
 
 def expand(text: str) -> list[str]:
-    """Expand a host list, such as ``n[08-11],login``. Raise ``ValueError`` with what is expected.
+    """Expand a host list, such as ``n[08-11],login``. A ``ValueError`` says what is expected.
 
     The last bracketed part varies fastest. Numbers are padded to the width of the first in their range.
     """
@@ -348,7 +354,8 @@ def with_scheduler(args: Namespace, environ: Mapping[str, str], notices: list[st
     if place is None:
         return args
     if WORKER_VARIABLE in environ:
-        # The variables describe the job of the outer launcher, which this launcher would join and wait for.
+        # The scheduler's variables describe the job of the outer launcher. With them, this launcher would try
+        # to join that job, and wait.
         notices.append(f"{place.job} is not used: this launcher runs in a worker of another launcher")
         return Namespace(**{**vars(args), **{name: _DEFAULTS[name] for name in place.owned - {*args.given}}})
     given = _given(args, environ, place)
@@ -375,9 +382,9 @@ def _says_how_to_meet(args: Namespace, given: Collection[str]) -> bool:
 
 
 def found_options(args: Namespace, place: Place, given: Collection[str]) -> dict[str, Any]:
-    """Return the scheduler's values, by name, for options that the user has not set (``given``)."""
+    """Return the scheduler's values by option, except for options that the user has set (``given``)."""
     nodes = args.nnodes[1] if "nnodes" in given else place.nodes
-    # If the number of nodes is unknown, the job uses only this node and needs no rendezvous.
+    # If the number of nodes is unknown, ignore the problem, because the job uses only this node.
     if place.problem and nodes is not None:
         if _says_how_to_meet(args, given):
             return {}

@@ -27,7 +27,7 @@ _MODULES = (["torch.distributed.run"], [_OLD_LAUNCHER])
 
 
 class _Command(Value):
-    """A torchrun command line and its job. ``given`` has the options set there or by the environment."""
+    """A torchrun command line and its job. ``given`` has the options that it or the environment sets."""
 
     program: str
     args: Namespace
@@ -50,7 +50,7 @@ class _Command(Value):
 
 
 class _Difference(Value):
-    """A difference from torchrun. Without ``applies``, it affects all command lines."""
+    """A difference from torchrun. ``applies`` tells whether it affects a command line; ``None``: always."""
 
     subject: str
     text: str

@@ -56,7 +56,7 @@ class ChildFailedError(JobFailedError):
         super().__init__(self.format_msg())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The default implementation would pass the report as the constructor's only argument.
+        # Python's default way of unpickling would pass the report as the constructor's only argument.
         return type(self), (self.name, self.failures), self.__dict__
 
     def get_first_failure(self) -> tuple[int, ProcessFailure]:

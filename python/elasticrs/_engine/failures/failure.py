@@ -28,8 +28,9 @@ _FAULTS = {_signal.SIGILL, _signal.SIGABRT, _signal.SIGBUS, _signal.SIGFPE, _sig
 """Signals for which :mod:`faulthandler` writes the stack."""
 _STACK_LIMIT = 16384
 _ERROR_FILE_LIMIT = 1 << 20
-"""Maximum number of bytes to read of an error file, because a restart waits for it. Of a larger file, only
-the first line of the message and the data of elasticrs at the end are used.
+"""Maximum number of bytes to read of a worker's error file. There is a limit, because a restart waits until
+the file is read. Of a larger file, only the first line of the message and the data of elasticrs at the end
+are used.
 """
 _TEXT_LIMIT = 1 << 16
 """Maximum number of characters of a text in an error file. Longer texts are shortened in the middle."""
@@ -147,7 +148,8 @@ class ProcessFailure:
             self.error_file = path
             try:
                 data = load_object(path)
-                # Read these fields first: the restart policy needs them even if the message is invalid.
+                # Read these fields before the message, because the restart policy needs them even if the
+                # message is invalid.
                 self._read_facts(data)
                 message, timestamp = message_of(data)
             except EmptyFileError as problem:
@@ -205,7 +207,9 @@ class ProcessFailure:
             self.exception = found.exception
 
     def _read_mark(self, value: object) -> None:
-        """Read ``retryable``, a boolean or a string. Torch writes the values of ``extraInfo`` as strings."""
+        """Read the value of the field ``retryable``: a boolean, or a string, because torch writes all values
+        of ``extraInfo`` as strings.
+        """
         mark = value.strip().lower() if isinstance(value, str) else value
         if mark is False or mark == "false":
             self.is_retryable = False
@@ -264,7 +268,7 @@ class ProcessFailure:
 def failure_of(
     ended: WorkerExited, stdout: str | None, stderr: str | None, error_file: str, **known: Any
 ) -> ProcessFailure:
-    """Describe a failed process by its exit and its files. ``known`` overrides facts of the exit."""
+    """Describe a failed process by its exit and its files. ``known`` overrides what the exit shows."""
     is_read = not known.get("unread")
     both = (("stdout", stdout), ("stderr", stderr))
     logs = {stream: path for stream, path in both if path and path != os.devnull}
@@ -351,7 +355,7 @@ def load_object(path: str) -> dict[str, Any]:
 
 
 def _parts(beginning: bytes, end: bytes, written: float, size: int) -> dict[str, Any]:
-    """Return what is used of an error file that is too large; see :data:`_ERROR_FILE_LIMIT`."""
+    """Return the contents that are used of an error file above the limit; see :data:`_ERROR_FILE_LIMIT`."""
     import json
     import re
 

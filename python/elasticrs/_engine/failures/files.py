@@ -30,7 +30,9 @@ def flight_requests_file(error_file: str) -> str:
 
 
 def flight_dumps(error_file: str) -> str:
-    """Return the path for NCCL's watchdog (``TORCH_FR_DUMP_TEMP_FILE``). The watchdog appends the rank."""
+    """Return the path to which NCCL's watchdog writes flight records (``TORCH_FR_DUMP_TEMP_FILE``). The
+    watchdog appends the rank to this path.
+    """
     return f"{error_file}.flight_dump_"
 
 
@@ -68,5 +70,5 @@ def discard_unused_files(error_file: str) -> None:
             if path == requests or os.path.getsize(path) == 0:
                 os.unlink(path)
         except OSError:  # noqa: PERF203 -- only two iterations
-            # The file does not exist, or the disk has failed. Neither affects the result of the job.
+            # The file does not exist, or the disk has failed. Continue, because this does not affect the job.
             continue

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _WIDTH = 60
 _MAX_LINES, _MAX_FIRST_LINES = 120, 40
-"""Maximum number of lines shown of a traceback, and how many of them are from its start."""
+"""Maximum number of lines of a traceback that the report shows, and how many of them are from its start."""
 _MAX_LINE = 1000
 _MAX_OTHERS = 12
 _MAX_SAID = 160
@@ -136,7 +136,7 @@ def _others(
     """Return a line for each group of failures that are the same except for numbers, such as ports.
 
     ``ranks`` and ``order`` are sorted by time of failure. ``order`` also contains the root cause.
-    The index of a rank in ``order`` is the number of its failure in the report.
+    The index of a rank in ``order`` is the number that the report gives to the failure of this rank.
     """
     groups: dict[object, list[int]] = {}
     for rank in ranks:
@@ -287,7 +287,7 @@ _ADVICE = {
     errno.EDQUOT: "the disk quota of this user is used up",
     errno.EADDRINUSE: "another process listens on that port; `ss -ltnp` shows which one",
 }
-"""Advice for each error number."""
+"""Advice to the user for each error number of the operating system (``errno``)."""
 
 
 def _advice(failure: ProcessFailure) -> Iterable[str]:
@@ -304,8 +304,9 @@ def _advice(failure: ProcessFailure) -> Iterable[str]:
 
 
 def _is_about(number: int, failure: ProcessFailure) -> bool:
-    """Compare the recorded error number; if there is none, look for its name or text. Exceptions of torch's
-    store, errors of other processes, and programs that are not Python have only the text.
+    """Return true if the failure has this error number. If the worker has not recorded a number, look for its
+    name or text in the message, because exceptions of torch's store, errors of other processes, and programs
+    that are not Python have only text.
     """
     if failure.errno is not None:
         return failure.errno == number

@@ -3,8 +3,8 @@
 - **ROOT-0** The nodes' agreement on a root cause takes precedence over what a single node saw first.
 - **ROOT-1** The root cause is the worker whose exit was noticed first. If times are equal, the first in the
   mapping counts.
-- **ROOT-2** A worker that elasticrs had signalled before it exited is a victim. A victim is chosen only if
-  no other worker failed.
+- **ROOT-2** A worker that elasticrs had signalled before it exited is a victim. A victim is chosen as root
+  cause only if no other worker failed.
 - **ROOT-3** A worker that recorded an uncaught error *before* the first exit was noticed is not a victim. It
   failed at the time of the record, because with torch, a process often takes longer to exit than its peers
   take to notice its closed connections. A program that runs for another minute has survived the error.
@@ -45,7 +45,7 @@ def failed_wall_ns(failure: ProcessFailure) -> int:
 
 
 def _times(failures: Mapping[int, ProcessFailure]) -> dict[int, int | None]:
-    """Apply ROOT-3 and ROOT-4 to the times at which the workers failed."""
+    """Return the time at which each worker failed by ROOT-3 and ROOT-4; ``None`` if it is unknown."""
     found = {rank: failed_ns(failure) for rank, failure in failures.items()}
     silent = [failure.seen_ns for failure in failures.values() if _is_silent(failure)]
     for rank, failure in failures.items():

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 DEVICE = "/dev/nvidiactl"
-"""Exists if NVIDIA's driver is loaded and this process may use its GPUs."""
+"""Path that exists if NVIDIA's driver is loaded and this process may use its GPUs."""
 
 MEMORY_LIMIT = 50.0
 """Maximum seconds for which a restart waits until the device memory of dead workers is free."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 DRIVER = "/proc/driver/nvidia/gpus"
 CAPABILITIES = "/proc/driver/nvidia/capabilities"
 WSL_DEVICE = "/dev/dxg"
-"""Exists on Windows Subsystem for Linux if the machine has a GPU."""
+"""Path that exists on Windows Subsystem for Linux if the machine has a GPU."""
 CHILD_TIMEOUT = 120.0
 """Time limit in seconds for a child process to import torch, which is slow on a network file system."""
 SLOW = 5.0
@@ -106,8 +106,8 @@ def has_slices(environ: Mapping[str, str], capabilities: str = CAPABILITIES) -> 
 def cuda_device_count(environ: Mapping[str, str], driver: str = DRIVER, dev: str = "/dev") -> int:
     """Return the number of CUDA devices that a worker would see, according to the driver's files.
 
-    As in CUDA, ``CUDA_VISIBLE_DEVICES`` ends at the first entry that is not a device. If ``driver`` is
-    missing, as in containers, the device nodes in ``dev`` are counted.
+    As in CUDA, the first entry of ``CUDA_VISIBLE_DEVICES`` that is not a device hides itself and all later
+    entries. If ``driver`` is missing, as in containers, the device nodes in ``dev`` are counted.
     """
     uuids = [gpu.uuid for gpu in _driver_gpus(driver)] or [""] * _device_nodes(dev)
     return len(visible_indices(environ, uuids))
@@ -145,7 +145,7 @@ def visible_indices(environ: Mapping[str, str], uuids: Sequence[str], name: str 
         if index is None:
             break
         if index in found:
-            # Two different entries are prefixes of the same UUID.
+            # Two different entries are prefixes of the same UUID, which hides all devices.
             return []
         found.append(index)
     return found
@@ -205,7 +205,7 @@ def _kfd_gpus(sysfs: str) -> list[Gpu]:
     folder = os.path.join(sysfs, "class/kfd/kfd/topology/nodes")
     nodes = sorted(filter(str.isdecimal, _names(folder)), key=int)
     found = (_kfd_properties(_read(folder, node, "properties")) for node in nodes)
-    # The driver also lists CPUs as nodes.
+    # Skip the nodes without SIMD units, which are CPUs.
     return [Gpu(_kfd_address(each)) for each in found if each.get("simd_count")]
 
 
@@ -250,7 +250,7 @@ def _nvml_count(environ: Mapping[str, str]) -> int:
             timeout=CHILD_TIMEOUT,
         )
     except (subprocess.TimeoutExpired, OSError):
-        # The driver hangs, or the child process could not be started. Torch may still count devices.
+        # The driver hangs, or the child process could not be started. Torch may still find devices.
         return 0
     return len(visible_indices(environ, done.stdout.split()))
 
@@ -290,7 +290,7 @@ def _ask_torch(word: str, environ: Mapping[str, str]) -> Count | None:
 
 
 def _has_extensions() -> bool:
-    """Find extensions, which ``import torch`` loads, and which may define further types of devices."""
+    """Find out if extensions of torch are installed. They may define further types of devices."""
     from importlib.metadata import entry_points
 
     return bool(entry_points(group="torch.backends"))

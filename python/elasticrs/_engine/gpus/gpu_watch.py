@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from elasticrs._engine.gpus.nvml import Device, Nvml
 
 TOLERANCE = 64 << 20
-"""Growth of a GPU's memory in use, in bytes, that is not attributed to an attempt's workers."""
+"""Growth of a GPU's used memory, in bytes, up to which it is not attributed to an attempt's workers."""
 CALL_LIMIT = 5.0
 """Seconds after which an NVML call counts as hung."""
 INIT_LIMIT = 60.0
-"""Seconds for NVML's initialization, which is slow if no other process uses the driver."""
+"""Time limit in seconds for NVML's initialization, which is slow if no other process uses the driver."""
 MAX_XIDS = 64
 MAX_PIDS = 8
 
@@ -46,7 +46,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.25
 _EVENT_WAIT = 3600.0
 _MAX_ANCESTORS = 16
 _RECORD_SIZE = 8192
-"""Buffer size in bytes. Each read returns a single record of the kernel log."""
+"""Size in bytes of the buffer for the kernel log. Each read returns a single record of the log."""
 
 
 def send(**message: Any) -> None:
@@ -103,8 +103,9 @@ class Memory:
 class Calls:
     """The thread that makes the calls to NVML, and a second thread that waits for NVML's events.
 
-    ``requests`` and ``results`` contain names with values. ``fd`` is readable when there is a result.
-    ``since`` is the monotonic start time of the current call in seconds, ``limit`` its time limit.
+    ``requests`` and ``results`` are queues of pairs: a name and a value. ``fd`` is readable when there is a
+    result. ``since`` is the time in monotonic seconds at which the current call has started, and ``limit`` is
+    its time limit in seconds.
     """
 
     def __init__(self, workers: Workers) -> None:
@@ -214,7 +215,7 @@ class Xids:
             self.report()
 
     def _add_process(self, entry: dict[str, Any], pid: int | None) -> bool:
-        """Return true if the process was added."""
+        """Add a process to those of an Xid. Return false if it is unknown, already there, or one too many."""
         if pid is None or pid in entry["pids"] or len(entry["pids"]) >= MAX_PIDS:
             return False
         entry["pids"].append(pid)
@@ -233,7 +234,9 @@ class Xids:
 
 
 class GpuWatch:
-    """Event loop of the main thread. ``has_kernel_pids``: the kernel log's pids are valid here."""
+    """Event loop of the main thread. ``has_kernel_pids`` is true if this process can use the pids in the
+    kernel log, because it is in the same pid namespace.
+    """
 
     def __init__(self, kernel_log: str, *, has_kernel_pids: bool) -> None:
         self._workers = Workers()

@@ -37,7 +37,7 @@ MODULES = {
 """Module of each health source in :data:`.BUILT_IN_SOURCES`."""
 
 MAX_OUTPUT = 65536
-"""Maximum number of bytes of a check's output that are kept. Its beginning is dropped."""
+"""Maximum number of bytes of a check's output that are kept. Of a longer output, the beginning is dropped."""
 MAX_LINES = 20
 MAX_LINE = 300
 EXIT_LIMIT = 2.0
@@ -109,7 +109,7 @@ def _run_all(sources: Sequence[HealthSource], timeout: float, cancelled: int) ->
             call.wait()
         return [call.take() for call in calls]
     except (OSError, RuntimeError) as error:
-        # The ``finally`` block would otherwise wait until each process exits or times out.
+        # Cancel the checks. Otherwise, the ``finally`` block would wait until each check exits or times out.
         os.eventfd_write(cancelled, 1)
         return [NodeCheckResult(problem=f"the node checks could not be started: {error}")]
     finally:
@@ -185,7 +185,7 @@ def _command(source: HealthSource) -> list[str]:
 
 
 def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    # The command inherits this thread's signal mask, which blocks all signals.
+    # Unblock all signals for now, because the command inherits the signal mask of this thread.
     blocked = signal.pthread_sigmask(signal.SIG_SETMASK, ())
     try:
         return subprocess.Popen(

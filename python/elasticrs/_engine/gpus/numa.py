@@ -99,7 +99,7 @@ def cpus_of_options(options: NumaOptions | None, nproc: int) -> list[list[int]] 
 
 
 class _Machine:
-    """Topology of the machine. ``addresses`` has the visible GPUs' PCI addresses in index order."""
+    """Topology of the machine. ``addresses`` has the PCI addresses of the visible GPUs, by GPU index."""
 
     def __init__(self, sysfs: str, allowed: set[int], addresses: list[str]) -> None:
         self._sysfs = sysfs
@@ -113,7 +113,7 @@ class _Machine:
         return _numbers(self._read("devices/system/node", f"node{node}", "cpulist")) & self._allowed
 
     def nodes_of_socket(self, node: int) -> list[int]:
-        """Return the NUMA nodes on the node's socket, which is unknown for nodes without usable CPUs."""
+        """Return the NUMA nodes on the same socket. The socket of nodes without usable CPUs is unknown."""
         socket = self._socket_of(node)
         if socket is None:
             return [node]

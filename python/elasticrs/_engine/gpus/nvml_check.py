@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from elasticrs._engine.gpus.nvml import Nvml
 
 LIMIT = 40.0
-"""Seconds for all NVML calls, long because initialization is slow if the driver is not loaded yet."""
+"""Time limit in seconds for all NVML calls together. It is long, because the initialization is slow if the
+driver is not loaded yet.
+"""
 
 _FIELDS = (nvml.RECOVERY_ACTION, nvml.REMAP_FAILURE, nvml.REMAP_PENDING, nvml.ECC_UNCORRECTABLE)
 _PROOFS = {
@@ -26,7 +28,7 @@ _PROOFS = {
 
 
 class Findings:
-    """Results so far. ``remarks`` are facts that do not make a GPU unfit."""
+    """Results of the check so far. ``remarks`` are facts that do not make a GPU unfit."""
 
     def __init__(self) -> None:
         self.unfit: list[str] = []

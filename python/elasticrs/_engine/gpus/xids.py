@@ -42,8 +42,9 @@ class LogRecord(Value):
 class Xid(Value):
     """All occurrences of an Xid on one GPU (its number in ``nvidia-smi``) during an attempt.
 
-    ``pids`` are the processes whose work on the GPU failed, and ``workers`` the workers among them and their
-    ancestors. ``detail`` is from the kernel log; empty if only NVML has reported the Xid.
+    ``pids`` are the processes whose work on the GPU failed. ``workers`` are the workers that are among these
+    processes or their ancestors. ``detail`` is the text in the kernel log; empty if only NVML has reported
+    the Xid.
     """
 
     code: int

@@ -42,28 +42,31 @@ class Group(NamedTuple):
     members: tuple[int, ...]
     are_members_known: bool
     tracks: Mapping[int, Track]
-    """A member without a track has no record that covers this group (**COL-1**)."""
+    """Calls of each member in this group, if its record covers the group (**COL-1**)."""
 
 
 class Matched(NamedTuple):
     stuck: tuple[StuckCollective, ...]
     """Collectives that have not completed, and those whose calls do not match."""
     not_started: Mapping[StuckCollective, tuple[int, ...]]
-    """Ranks whose devices have not started a collective that runs on the devices of most ranks."""
+    """Ranks whose devices have not started a collective, for each collective that most ranks' devices run."""
     receiving: Mapping[int, tuple[int, ...]]
-    """Peers that each rank in a point-to-point operation waits for; empty if unknown."""
+    """For each rank in a point-to-point operation: the peers that it waits for; empty if they are unknown."""
     no_record: Mapping[int, NoRecord]
     """Ranks without a usable record, including ranks whose records are outdated."""
     usual: Mapping[StuckCollective, Call] = {}
-    """For each collective whose calls differ, the call that other groups of the same kind made there."""
+    """For each collective whose calls differ between ranks: the call that groups of the same kind (such as
+    other tensor-parallel groups) made in its place.
+    """
     progress: Mapping[int, tuple[int, ...]] = {}
-    """Number of collectives that each rank has called in each kind of group. Only kinds whose groups
-    together contain each rank once, as in a mesh, are included. Empty if a rank has no usable record.
+    """For each rank: the number of collectives that it has called in each kind of process group. A kind is
+    included only if its groups together contain each rank once, as in a mesh. Empty if a rank has no usable
+    record.
     """
 
 
 def match(ranks: Mapping[int, RankRecord | NoRecord]) -> Matched:
-    """Match the records of all ranks of the job."""
+    """Match the flight records of all ranks of the job."""
     usable = {rank: record for rank, record in sorted(ranks.items()) if isinstance(record, RankRecord)}
     no_record = {rank: record for rank, record in sorted(ranks.items()) if isinstance(record, NoRecord)}
     world = tuple(sorted(ranks))
@@ -114,8 +117,8 @@ def _groups(ranks: Mapping[int, RankRecord], world: tuple[int, ...]) -> list[Gro
 def _memberships(
     name: str, by_rank: Mapping[int, GroupSteps], ranks: Mapping[int, RankRecord], world: tuple[int, ...]
 ) -> list[tuple[tuple[int, ...], bool, list[int]]]:
-    """Return the groups with this name. They have no rank in common. Each item has the members, whether these
-    are all members, and the ranks whose flight records contain the group.
+    """Return the process groups with this name, which have no rank in common. Each item of the result is a
+    group: its members, whether these are all of its members, and the ranks whose flight records contain it.
     """
     known: dict[tuple[int, ...], list[int]] = {}
     unknown = []
@@ -145,7 +148,7 @@ def _track(steps: Mapping[int, Step]) -> Track:
 
 
 def _kinds(groups: Iterable[Group]) -> dict[tuple[str, str], list[Group]]:
-    """Return the groups by kind: backend and description."""
+    """Return torch's process groups, grouped by their backend and description."""
     kinds: dict[tuple[str, str], list[Group]] = {}
     for group in groups:
         kinds.setdefault((group.backend, group.description), []).append(group)
@@ -155,9 +158,9 @@ def _kinds(groups: Iterable[Group]) -> dict[tuple[str, str], list[Group]]:
 def _usual_call(
     group: Group, collective: StuckCollective, kinds: Mapping[tuple[str, str], Sequence[Group]]
 ) -> Call | None:
-    """Return the call that other groups of the same kind made in place of a mismatch, if their earlier calls
-    equal those of this group. Return ``None`` if there is no such group, if these groups made different
-    calls, or if no rank of this group made the call.
+    """Return the call that other process groups of the same kind made at the place where the calls of this
+    group's ranks differ. Only groups count whose earlier calls equal those of this group. Return ``None`` if
+    there is no such group, if such groups made different calls, or if no rank of this group made their call.
     """
     before = {
         seq: step.call
@@ -191,7 +194,7 @@ def _progress(
 
 
 def _outdated(group: Group, ranks: Mapping[int, RankRecord]) -> set[int]:
-    """Return the ranks whose records are outdated according to the records of other ranks (**COL-2**)."""
+    """Return the group's ranks whose records are outdated, as the records of others show (**COL-2**)."""
     reached = max(
         (
             seq
@@ -209,10 +212,11 @@ def _outdated(group: Group, ranks: Mapping[int, RankRecord]) -> set[int]:
 
 
 def _mismatch(group: Group) -> dict[int, tuple[Side, ...]]:
-    """Return the number of the first collective whose calls differ, and these calls; empty if there is none.
+    """Return the group's first collective in which the calls of the ranks differ. The key is the number of
+    the collective, and the value has the different calls. The result is empty if there is no such collective.
 
     Ignore a difference if the collective has completed on all ranks and the calls of all later collectives
-    match, because the ranks may then have used variants of an operation that this module does not know.
+    match. The ranks may then have used variants of the same operation that this module does not know.
     """
     calls: dict[int, dict[Call, list[int]]] = {}
     incomplete = set()

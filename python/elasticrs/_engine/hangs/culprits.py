@@ -1,7 +1,8 @@
 """Finds the ranks that keep a hung job waiting, by comparing the flight records and stacks of all ranks.
 
-Most ranks only wait in a collective, for the ranks that have not called it. An absent rank that does not wait
-for any rank is a *root*. Only roots are blamed, and ranks whose calls do not match those of a majority.
+Most ranks only wait in a collective, for the ranks that have not called it (absent ranks). An absent rank
+that does not wait for any rank is a *root*. Blame falls only on roots, and on ranks whose calls do not match
+those of a majority.
 
 - **CUL-1** If the calls of the ranks differ, only a minority is blamed. If two sides are equally large, other
   groups that run the same program decide, such as the other tensor-parallel groups, or no rank is blamed.
@@ -12,15 +13,16 @@ for any rank is a *root*. Only roots are blamed, and ranks whose calls do not ma
   Ranks that run the same program can be sorted by these numbers, because a rank that is ahead in one kind is
   not behind in another. If only one rank contradicts this order, this rank has skipped, reordered or added a
   collective.
-- **CUL-5** A rank that gloo has aborted expected less data than another rank sent, so it counts for the
-  smaller of two sizes. Calls that do not match can explain an abort. Absent ranks and missing records cannot.
+- **CUL-5** A rank that gloo has aborted expected less data than another rank sent, so it counts as a rank
+  that called the collective with the smaller size. Only calls that do not match can explain such an abort.
+  Absent ranks and missing records cannot.
 
 :func:`decide` and :func:`decide_failure` combine the records with the heartbeats. All messages to the user
 show the decision of these functions.
 
 - **BLAME-1** If the flight records are conclusive, they determine the ranks to blame.
-- **BLAME-2** Otherwise, only candidates are named, except a rank that was stopped by a signal (SIGSTOP),
-  because the state of its process is proof.
+- **BLAME-2** Otherwise, ranks are only named as candidates. A rank that was stopped by a signal (SIGSTOP) is
+  blamed nevertheless, because the state of its process is proof.
 - **BLAME-3** Heartbeats decide only without flight records, or if no rank waits according to the records.
 - **BLAME-4** If native code has aborted a rank inside a collective, only conclusive records can blame it,
   because gloo aborts the rank that expects less data, and that rank may be innocent.
@@ -46,7 +48,9 @@ if TYPE_CHECKING:
 _STOPPED = "stopped"
 _CONFIDENCES = list(Confidence)
 _MAX_PROGRESSES = 256
-"""Maximum number of values of ``Matched.progress``, because each pair of values is compared."""
+"""Maximum number of different values in ``Matched.progress``. More would take too long, because each pair of
+values is compared.
+"""
 
 
 class Basis(str, Enum):
@@ -62,7 +66,8 @@ class Blame(NamedTuple):
 
     ranks: tuple[int, ...]
     is_decided: bool
-    """False if the evidence does not show which of the ranks are to blame."""
+    """False if the evidence does not show which of the ranks are to blame, so that they are only candidates.
+    """
     basis: Basis
 
     @property
@@ -115,8 +120,9 @@ def decide_failure(
 def blame(
     matched: Matched, stacks: Mapping[int, Sequence[Frame]], ranks: Sequence[int]
 ) -> tuple[tuple[Culprit, ...], tuple[int, ...]]:
-    """Return the culprits, highest confidence first, each rank at most once, and the candidates. There are no
-    candidates if a culprit is likely or certain. The frames in ``stacks`` are innermost first.
+    """Return the culprits and the candidates. The culprits are sorted by confidence, highest first, and
+    contain each rank at most once. There are no candidates if a culprit is likely or certain. The frames of
+    each stack in ``stacks`` are sorted from the innermost to the outermost.
     """
     search = _Search(matched, stacks, ranks)
     culprits = search.culprits()
@@ -125,7 +131,9 @@ def blame(
 
 
 def out_of_line(progress: Mapping[int, Sequence[int]]) -> int | None:
-    """Return the only rank without which all ranks can be sorted by their progress, if any (**CUL-4**)."""
+    """Return the rank that contradicts the order of the other ranks by progress (**CUL-4**). Return ``None``
+    if no rank or more than one rank contradicts it.
+    """
     by_progress: dict[tuple[int, ...], list[int]] = {}
     for rank in sorted(progress):
         by_progress.setdefault(tuple(progress[rank]), []).append(rank)
@@ -139,14 +147,15 @@ def out_of_line(progress: Mapping[int, Sequence[int]]) -> int | None:
     if not pairs:
         return None
     everywhere = set(pairs[0]).intersection(*map(set, pairs))
-    # Several ranks are unlikely to make the same mistake.
+    # Consider only ranks with progress of their own, because several ranks are unlikely to make the same
+    # mistake.
     alone = [by_progress[each][0] for each in everywhere if len(by_progress[each]) == 1]
     return alone[0] if len(alone) == 1 else None
 
 
 def shows_waiting(frames: Sequence[Frame] | None) -> bool | None:
-    """Return whether the rank waits for other ranks; ``None`` if the stack is unknown, or if the rank may be
-    in ``Work.wait``, which has no Python frame.
+    """Return whether a rank with this stack waits for other ranks. Return ``None`` if the stack is unknown,
+    or if the rank may be in ``Work.wait``, which has no Python frame.
     """
     if not frames:
         return None
@@ -223,7 +232,9 @@ class _Search:
                     yield Culprit(side.ranks, reason, confidence, stuck, side.call, expected)
 
     def _votes(self, stuck: StuckCollective) -> dict[Call, int]:
-        """Count the ranks of each call. If only sizes differ, add the aborted ranks to the smallest."""
+        """Count the ranks that made each of the different calls. If the calls differ only in size, count
+        ranks that gloo has aborted for the call with the smallest size (**CUL-5**).
+        """
         votes = {side.call: len(side.ranks) for side in stuck.sides}
         sizes = {call.elements for call in votes}
         is_by_size = len({(call.operation, call.dtypes) for call in votes}) == 1 and None not in sizes
@@ -237,8 +248,8 @@ class _Search:
     def _aborted_ones(self) -> Iterator[Culprit]:
         """Yield the ranks that gloo aborted because they called another collective (**CUL-5**).
 
-        They are likely if more ranks wait than were aborted, the records of all other ranks are known, and
-        the ranks cannot have been aborted in another collective.
+        The confidence is "likely" if more ranks wait than were aborted, if the records of all other ranks are
+        known, and if the ranks cannot have been aborted in another collective.
         """
         stuck_in = [stuck for stuck in self._matched.stuck if stuck.waiting and self._aborted_in(stuck)]
         for stuck in stuck_in:
@@ -260,8 +271,8 @@ class _Search:
         return [rank for rank in free if self._shown.get(rank) is not True]
 
     def _free_absent(self, stuck: StuckCollective) -> list[int]:
-        """Return the absent ranks that do not wait, according to the records and, if possible, the stacks
-        (**CUL-2**).
+        """Return the ranks that are absent from a collective and do not wait for any rank. The flight records
+        show this, and the stacks are also taken into account if there are any (**CUL-2**).
         """
         free = [rank for rank in stuck.absent if self._is_free(rank)]
         others = [rank for rank in free if self._shown.get(rank) is not True]
@@ -287,7 +298,7 @@ class _Search:
         return Confidence.CERTAIN if is_complete and not hides_waiting else Confidence.LIKELY
 
     def _peers(self) -> Iterator[Culprit]:
-        """Yield the ranks for which other ranks wait in a send or receive, unless they wait themselves."""
+        """Yield the ranks that other ranks wait for in a send or receive. Leave out ranks that wait, too."""
         peers = {peer for found in self._matched.receiving.values() for peer in found}
         free = self._idle(sorted(peers))
         if free and 2 * len(free) <= len(self._ranks):
@@ -300,7 +311,9 @@ class _Search:
     # --- chains of waiting ranks ---
 
     def _ends_of(self, start: int) -> _Ends:
-        """Find out if the chains of waiting ranks that start at a collective lead to a cause, or to a gap."""
+        """Follow the chains from a collective to its absent ranks, to the collectives in which these ranks
+        wait, and so on. Find out if the chains lead to a cause, or to a gap in the evidence.
+        """
         reached, pending = {start}, [start]
         has_root = has_unknown = False
         while pending and not has_root:
@@ -392,7 +405,7 @@ class _Search:
         )
 
     def _outside(self, unexplained: Sequence[StuckCollective]) -> Iterator[Culprit]:
-        """Yield the ranks that are not in any collective, because the other ranks may wait for them."""
+        """Yield the ranks that are not in any collective. The ranks in collectives may wait for them."""
         if not self._matched.stuck:
             yield from self._outside_by_stacks()
         for stuck in unexplained:
@@ -414,9 +427,11 @@ class _Search:
 
 
 def _circle(ahead: Mapping[int, Mapping[int, set[int]]], without: int | None = None) -> list[int]:
-    """Return collectives, each of which waits for the next, and the last one for the first; empty if none.
+    """Return collectives that wait for each other in a circle: each one for the next, and the last for the
+    first. Return an empty list if there is no circle.
 
-    ``ahead`` maps each collective to those in which its absent ranks wait, with the ranks that wait there.
+    ``ahead`` maps each collective to the collectives in which its absent ranks wait, and each of these to the
+    ranks that wait there.
     """
     done: set[int] = set()
     for start in ahead:

@@ -23,7 +23,7 @@ MAX_SPANS = 6
 
 MAX_PLACES = 2
 MAX_CULPRITS = 3
-"""Maximum number of culprits, and of undecided collectives, that the paragraph describes."""
+"""Maximum number of culprits that the paragraph describes, and of collectives without a known culprit."""
 
 MAX_LINES = 20
 
@@ -90,18 +90,19 @@ def diagnose_nodes(
 ) -> Diagnosis | None:
     """Make a diagnosis from the evidence of all nodes. Evidence that cannot be decoded counts as missing.
 
-    ``nodes`` has each node's name and the result of :func:`.node_evidence.encode` (``None`` if it did not
-    answer), in the order of the group ranks. ``finished`` has the indexes of nodes without evidence, because
-    their ranks have exited with code 0. Return ``None`` if there is neither a stuck collective nor a rank to
-    blame.
+    ``nodes`` is in the order of the group ranks. It has each node's name and its evidence, as encoded by
+    :func:`.node_evidence.encode` (``None`` if the node did not answer). ``finished`` has the indexes of the
+    nodes that have no evidence because their ranks have exited with code 0. Return ``None`` if there is
+    neither a stuck collective nor a rank to blame.
     """
     facts: dict[int, RankFacts] = {}
     silent: list[tuple[str, bool]] = []
     first = 0
 
     def lose(end: int) -> None:
-        # Ranks are numbered in node order, so the missing ranks belong to nodes that did not answer. The name
-        # stays empty if there are several.
+        # Ranks are numbered in node order, so the missing ranks belong to nodes that did not answer. If
+        # several nodes did not answer, it is unknown to which of them a rank belongs, so the name stays
+        # empty.
         name = silent[0][0] if len(silent) == 1 else ""
         have_exited = bool(silent) and all(has_finished for _, has_finished in silent)
         reason = NoRecord.EXITED if have_exited else NoRecord.LOST
@@ -129,7 +130,7 @@ def telling(facts: Iterable[RankFacts]) -> Diagnosis | None:
         return None
     try:
         diagnosis = judge(facts)
-    # An error in this package must not hide the failure to be explained.
+    # An error in this package must not hide the failure that it should explain.
     except Exception as error:
         return failed(error, len(facts))
     return diagnosis if diagnosis.culprits or diagnosis.collectives else None
@@ -154,7 +155,9 @@ def _parsed(found: RankEvidence) -> RankRecord | NoRecord:
 
 
 class Writer:
-    """Formats the sentences of one diagnosis. ``stacks`` has main threads' frames, innermost first."""
+    """Formats the sentences of one diagnosis. ``stacks`` has the frames of each rank's main thread, from the
+    innermost to the outermost.
+    """
 
     def __init__(
         self,
@@ -262,7 +265,7 @@ class Writer:
         return f"{self._waits(first)}; the evidence does not show which rank is missing"
 
     def _others(self) -> list[str]:
-        """Count the waiting ranks that the report has not mentioned yet."""
+        """Return a sentence with the number of waiting ranks that the paragraph has not mentioned yet."""
         blamed_in = [culprit.collective for culprit in self._culprits if culprit.collective]
         told = self._named.union(*(collective.waiting for collective in blamed_in))
         told = told.union(*(side.ranks for collective in blamed_in for side in collective.sides))
@@ -277,7 +280,9 @@ class Writer:
         return [f"no record of {self.ranks(missing)} ({self._why(missing)})"] if missing else []
 
     def _why(self, ranks: Iterable[int]) -> str:
-        """Return why no calls are known: there is no record, or later calls have overwritten these calls."""
+        """Return why no calls of these ranks are known: a rank has no flight record, or later calls have
+        overwritten the calls in it.
+        """
         reasons = dict.fromkeys(self._no_record.get(rank) for rank in ranks)
         return ", ".join(_WHY_NO_RECORD[why] if why else "overwritten by later calls" for why in reasons)
 
@@ -304,7 +309,7 @@ class Writer:
         return f'group "{printable(name)}"{which}'
 
     def _at(self, ranks: Sequence[int]) -> str:
-        """Return the program line at which most ranks are, such as `` (train.py:88)``; or an empty text."""
+        """Return the program line at which most of the ranks are, such as `` (train.py:88)``; or no text."""
         frames = [program_frame(self._stacks.get(rank, ())) for rank in ranks]
         lines = [line(frame) for frame in frames if frame is not None]
         best = most_frequent(lines) if lines else ""

@@ -42,13 +42,13 @@ MAX_NAME = 1024
 
 MAX_NUMBER = 1 << 63
 MAX_DIMENSIONS = 64
-"""Maximum number of dimensions of a tensor, as in torch. Also bounds the product of the sizes."""
+"""Maximum number of dimensions of a tensor, as in torch. It also limits the product of a tensor's sizes."""
 
 _PICKLE = b"\x80"
 """First byte of a pickle. No JSON document starts with this byte."""
 
 _MAJOR = "2"
-"""Torch increases this version when an existing field changes."""
+"""Version of the flight record's format. Torch increases it when the meaning of an existing field changes."""
 
 MAX_OPERATIONS = 1_000_000
 """Maximum number of opcodes plus copied items in a pickle. 2,000 entries without stacks need 110,000."""
@@ -73,7 +73,7 @@ _NAMES = {
     "all_to_all_single": "all_to_all",
     "ALLTOALL_BASE": "all_to_all",
 }
-"""Common name of each variant, because ranks may call different variants for the same collective."""
+"""Common name for each variant of an operation. Ranks may call different variants for the same collective."""
 
 _SAME_ON_ALL_RANKS = frozenset(("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"))
 """Operations whose input has the same element count and element type on all ranks."""
@@ -126,8 +126,8 @@ class Entry(NamedTuple):
 
     @property
     def is_complete(self) -> bool:
-        """True if the operation has completed. Gloo has no device events, and only ``retired`` changes. With
-        other backends, an operation that is retired but not completed has timed out.
+        """True if the operation has completed. Gloo has no device events, so its entries only become
+        ``retired``. With other backends, an operation that is retired but not completed has timed out.
         """
         return self.state is State.COMPLETED or (self.retired and self.backend == "gloo")
 
@@ -137,7 +137,9 @@ class FlightRecord(NamedTuple):
     is_truncated: bool
     """True if older entries were overwritten, because torch's buffer was full."""
     members: Mapping[str, tuple[int, ...]]
-    """Global ranks by group name. gloo's records have one nameless group, with ranks relative to it."""
+    """Global ranks of each process group, by name. Records of gloo have only one group, which has no name,
+    and whose ranks are not global.
+    """
 
 
 def parse(data: bytes) -> FlightRecord:
@@ -210,7 +212,7 @@ def _number(record: dict[str, Any], field: str) -> int:
 
 
 def _members(config: object) -> dict[str, tuple[int, ...]]:
-    """Parse the ranks of each named group, which the record contains as text, such as ``[0, 1]``."""
+    """Parse the ranks of each named group. The record contains them as text, such as ``[0, 1]``."""
     members = {}
     for name, raw in _of(dict, config, "pg_config").items():
         group = _of(dict, raw, "pg_config")
@@ -314,7 +316,8 @@ def plain(data: bytes) -> object:
         return reader.result()
     except PickledError:
         raise
-    # `genops` raises `ValueError` for malformed input; the others show a missing or wrong operand.
+    # `genops` raises `ValueError` for malformed input. The other exceptions show that an operand is missing
+    # or wrong.
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise PickledError(f"{type(error).__name__}: {error}") from error
 
@@ -354,8 +357,8 @@ class _PickleReader:
             raise PickledError(f"it contains the opcode {name}")
 
     def _copy(self, value: Any) -> Any:
-        """Copy containers, because a malicious pickle could otherwise append a list to itself. Reject nested
-        ones, because copying them repeatedly could create an exponentially large value.
+        """Copy a container, because a malicious pickle could otherwise append a list to itself. Reject a
+        nested container, because copying it repeatedly could create an exponentially large value.
         """
         if type(value) not in (list, dict):
             return value
@@ -423,7 +426,7 @@ class RankRecord(NamedTuple):
     """One rank's flight records, reduced to the fields that a diagnosis uses."""
 
     groups: Mapping[tuple[str, str], GroupSteps]
-    """Collectives by the group's backend and name."""
+    """Collectives of each process group, by the group's backend and name."""
     members: Mapping[str, tuple[int, ...]] = {}
     """Global ranks by group name. Groups whose members are unknown are left out."""
     transfers: tuple[Transfer, ...] = ()
@@ -508,7 +511,9 @@ class _CallReader:
         self._calls: dict[tuple[str, Sizes, tuple[str, ...]], Call] = {}
 
     def read(self, entry: Entry, earlier: Step | None) -> Step:
-        """Convert an entry. ``earlier`` comes from earlier entries of a coalesced collective, if any."""
+        """Convert an entry to a step. ``earlier`` is the step so far, if several entries belong to a
+        collective.
+        """
         key = entry.operation, entry.input_sizes, entry.input_dtypes
         call = self._calls.get(key)
         if call is None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 VERSION = 1
 MAX_DECODED = 4 << 20
-"""Maximum size of the JSON in bytes, and maximum total number of ranks in all member lists."""
+"""Maximum size of the decoded JSON in bytes, and maximum number of ranks in all lists of group members."""
 
 MAX_STEPS = 100_000
 """Maximum total number of collectives in one encoding."""
@@ -47,7 +47,8 @@ class NodeEvidenceError(ValueError):
 def encode(facts: Sequence[RankFacts], *, max_bytes: int, max_steps: int) -> bytes | None:
     """Encode one node's facts; ``None`` if ``max_bytes`` or :data:`MAX_DECODED` is too small.
 
-    ``max_steps`` limits the collectives per rank and group, to the latest ones and the first incomplete one.
+    ``max_steps`` limits the number of collectives per rank and group. If there are more, only the latest ones
+    and the first incomplete one are kept.
     """
     while True:
         steps, frames = max(1, max_steps), MAX_FRAMES if max_steps > 1 else _FEWEST_FRAMES
@@ -98,7 +99,9 @@ class _Encoder:
         return self._records.setdefault(json.dumps(fields), len(self._records))
 
     def _runs(self, group: GroupSteps) -> list[list[int]]:
-        """Return runs of equal steps, each as first sequence number, length, index of the call, and flags."""
+        """Return runs of consecutive equal steps. Each run is a list of the first sequence number, the
+        length, the index of the call, and flags.
+        """
         numbers = sorted(group.steps)
         kept = numbers[-self._max_steps :]
         first = next((seq for seq in numbers if not group.steps[seq].is_complete), kept[0])

@@ -1,4 +1,5 @@
-"""Parses and merges the output of ``faulthandler`` or ``py-spy dump``, alone or in the agent's hang files.
+"""Parses stacks, which ``faulthandler`` or ``py-spy dump`` has written, perhaps to the agent's hang files,
+and merges the stacks of several ranks.
 
 A diagnosis uses only the main thread, because differences between background threads are irrelevant.
 """
@@ -85,7 +86,9 @@ def _spied_frame(line: str) -> Frame | None:
 
 
 def merge(stacks: Mapping[int, tuple[Frame, ...]]) -> tuple[MergedStack, ...]:
-    """Return each distinct stack, except empty ones, with its ranks, sorted by frequency and lowest rank."""
+    """Return each distinct stack that is not empty, with its ranks. The stacks of most ranks come first;
+    stacks of equally many ranks are sorted by the lowest rank.
+    """
     by_frames: dict[tuple[Frame, ...], list[int]] = {}
     for rank in sorted(stacks):
         if stacks[rank]:

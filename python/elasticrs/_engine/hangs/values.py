@@ -36,20 +36,22 @@ class NoRecord(str, Enum):
     LOST = "lost"
     DAMAGED = "damaged"
     OUTDATED = "outdated"
-    """Other ranks have completed a collective that needs this rank, but the record does not contain it."""
+    """The rank's record lacks a collective that other ranks have completed and that needs this rank."""
 
 
 class RankEvidence(NamedTuple):
     rank: int
     node: str
     records: tuple[bytes, ...] | NoRecord
-    """One JSON text for each backend, or the reason why there is no record."""
+    """The rank's flight records, one for each backend, or the reason why there is no record."""
     stacks: str | None = None
     """Output of ``faulthandler`` or ``py-spy``; ``None`` if unknown."""
     groups: Mapping[str, Sequence[int]] = {}
     """Global ranks of the process groups that the rank has created. gloo's records do not contain them."""
     has_raised: bool = False
-    """True if an exception preceded the record. Torch then also marks the failed collective as retired."""
+    """True if the program raised an exception before the record was taken. Torch has then also marked the
+    failed collective as retired.
+    """
     frames: tuple[Frame, ...] = ()
     """Frames of the main thread, innermost first, if ``stacks`` is ``None``. Empty if unknown."""
 
@@ -63,7 +65,7 @@ class Reason(str, Enum):
     NOT_STARTED = "not_started"
     """Most ranks' devices run a collective that these ranks' devices have not started."""
     NO_RECORD = "no_record"
-    """None of the ranks that may be absent from a collective has a record."""
+    """Some of these ranks may be absent from a collective, but none of them has a record."""
     OTHER_ORDER = "other_order"
     """These ranks wait in one group for ranks that wait for them in another. They have probably skipped a
     collective, or used the groups in a different order.
@@ -117,9 +119,9 @@ class StuckCollective(NamedTuple):
     """Ranks whose first incomplete collective in the group is this one."""
     absent: tuple[int, ...]
     unknown: tuple[int, ...]
-    """Ranks without a record of the group."""
+    """Ranks whose flight records are missing or do not contain the group."""
     sides: tuple[Side, ...] = ()
-    """The different calls, if they do not match. The call of most ranks comes first."""
+    """The different calls to the collective, if they do not match. The call of most ranks comes first."""
 
 
 class Culprit(NamedTuple):
@@ -131,7 +133,7 @@ class Culprit(NamedTuple):
     collective: StuckCollective | None
     """Collective in which other ranks are waiting, or in which the calls differ."""
     called: Call | None = None
-    """Call of these ranks; ``None`` unless it differs from the call of the majority."""
+    """Call that these ranks made, if it differs from the call of the majority; otherwise ``None``."""
     expected: Call | None = None
 
 

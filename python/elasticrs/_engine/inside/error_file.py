@@ -14,13 +14,19 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _NOTICE_PART = 2000
-"""Maximum bytes of each of the two parts of a notice to the agent, which reads at most 4096 bytes."""
+"""Maximum number of bytes in each of the two parts of a notice to the agent.
+
+The agent reads at most 4096 bytes.
+"""
 
 _CODEC = ("utf-8", "backslashreplace")
 """Text encoding, and the error handler for lone surrogates, which UTF-8 cannot encode."""
 
 _MAX_CAUSES, _MAX_FRAMES = 4, 20
-"""Maximum number of causes in a notice, and of frames of each exception. The innermost frames are kept."""
+"""Maximum number of causes in a notice to the agent, and of frames of each exception.
+
+The innermost frames are kept.
+"""
 
 _MAX_MEMBERS = 100
 """Maximum number of members of an exception group that are compared with each other."""
@@ -77,14 +83,15 @@ _GLOO_LOST_PEER = (
     *("connection closed", "connection reset", "broken pipe", "socket closed"),
     *("timed out waiting", "application timeout"),
 )
-"""Phrases in gloo's error messages about a lost peer. Gloo has no exception type of its own."""
+"""Phrases in gloo's error messages about a lost peer. Gloo has no exception type of its own for that."""
 
 _LOCAL_CALLERS = ("torch.nn.modules.", "torch.nn.functional")
-"""Modules whose native calls never wait for a rank. Layers that communicate use ``torch.distributed``."""
+"""Modules whose native calls never wait for another rank. Layers that communicate use ``torch.distributed``.
+"""
 
 
 def error_document(error: BaseException, written_by: str, at_ns: "int | None" = None) -> str:
-    """Return the content of the error file.
+    """Return the content of the error file for an exception.
 
     ``at_ns`` is the time of the exception in monotonic nanoseconds; ``None`` for the current time.
     """
@@ -126,23 +133,25 @@ def _message(error: BaseException) -> str:
 
 
 def failure_facts(error: BaseException) -> "dict[str, object]":
-    """Describe an uncaught exception for the restart policy.
+    """Describe an uncaught exception for the decision whether to restart.
 
-    - ``place``: where it was raised, such as ``train.py:88``, in the user's program if possible.
+    - ``place``: where it was raised, such as ``train.py:88``; in the user's program if possible.
     - ``is_start_error``: a file could not be parsed, a top-level import failed, or the program rejected its
       arguments (HOOK-8 in the hook).
-    - ``is_retryable``: false for ``NonRetryable`` and ``bdb.BdbQuit`` (the user has quit the debugger), also
-      among causes and members of groups.
-    - ``member`` and ``more``: text of an exception group's :func:`representative`, and number of its other
-      innermost members. Missing for other exceptions.
+    - ``is_retryable``: false if the exception, one of its causes, or a member of its group is
+      ``NonRetryable``, or ``bdb.BdbQuit`` (the user has quit the debugger).
+    - ``member`` and ``more``: for an exception group, the text of its :func:`representative`, and the number
+      of its other innermost members. Missing for other exceptions.
     """
     kind = type(error)
     frames, shown = _frames(error.__traceback__)
-    # Libraries' subclasses of SyntaxError, such as `ParseError` for XML, report invalid data, not code.
+    # Check the exact type. Libraries' subclasses of SyntaxError, such as `ParseError` for XML, report invalid
+    # data, not invalid code.
     is_code = not isinstance(error, SyntaxError) or kind.__module__ == "builtins"
     if isinstance(error, SyntaxError) and is_code and error.filename:
         shown.append((error.filename, error.lineno or 0))
-    # Require module-level code in all frames, because a function can import a file long after the start.
+    # Require that all frames are module-level code, because a function can import a file long after the
+    # start.
     is_importing = all(
         code.co_name == "<module>" or any(part in code.co_filename for part in _STARTERS)
         for code, _ in frames
@@ -175,7 +184,9 @@ def is_rejection(error: SystemExit) -> bool:
 def _frames(
     entry: "types.TracebackType | None",
 ) -> "tuple[list[tuple[types.CodeType, int]], list[tuple[str, int]]]":
-    """Return the code and line of each frame, and the file and line of the user's frames (else of all)."""
+    """Return the code object and line of each frame, and the file and line of the frames in the user's
+    program. If there are none, return the file and line of all frames.
+    """
     frames = []
     while entry is not None:
         frames.append((entry.tb_frame.f_code, entry.tb_lineno))
@@ -188,8 +199,8 @@ def _frames(
 def representative(error: BaseException) -> "tuple[BaseException, types.TracebackType | None, int]":
     """Return the exception to report for ``error``, its traceback, and the number of other innermost members.
 
-    Of an exception group, prefer members that make another attempt useless, then members that are not side
-    effects of a lost connection. Types and places decide between the others, because the order of the members
+    In an exception group, members that make another attempt useless come first, then members that are not
+    side effects of a lost connection. Among equals, types and places decide, because the order of the members
     may differ from one attempt to the next.
     """
     found = _innermost(error)
@@ -206,7 +217,10 @@ def representative(error: BaseException) -> "tuple[BaseException, types.Tracebac
 
 
 def _innermost(error: BaseException) -> "list[tuple[BaseException, types.TracebackType | None]]":
-    """Return the innermost members of an exception group, or another exception itself, with tracebacks."""
+    """Return the innermost members of an exception group, with their tracebacks.
+
+    Return any other exception itself.
+    """
     found: list[tuple[BaseException, types.TracebackType | None]] = []
     pending: list[tuple[BaseException, types.TracebackType | None]] = [(error, error.__traceback__)]
     seen: set[int] = set()
@@ -233,7 +247,10 @@ def _is_one_of(error: BaseException, names: "frozenset[str]") -> bool:
 
 
 def _is_transient(error: BaseException, depth: int = 0) -> bool:
-    """Return true if an exception, a cause, or all members of a group report a lost connection or timeout."""
+    """Return true if an exception reports a lost connection or timeout.
+
+    Its cause, or all members of a group, may do so instead.
+    """
     if depth > _MAX_DEPTH:
         return False
     members = _members(error)
@@ -245,14 +262,14 @@ def _is_transient(error: BaseException, depth: int = 0) -> bool:
     if isinstance(error, OSError):
         if isinstance(error.errno, int) and error.errno in _OF_NETWORK:
             return True
-        # `URLError` and the `OSError` of HTTP libraries have the original error as reason or context. Other
-        # contexts are often mistakes in an exception handler.
+        # Follow the reason or context of `URLError` and of the `OSError` of HTTP libraries, which is the
+        # original error. Other contexts are often mistakes in an exception handler.
         causes += [error.__context__, vars(error).get("reason")]
     return any(isinstance(cause, BaseException) and _is_transient(cause, depth + 1) for cause in causes)
 
 
 def _is_marked(error: BaseException) -> bool:
-    """Return true if the exception, a cause or a member of a group is one of :data:`_NOT_RETRYABLE`."""
+    """Return true if an exception, a cause, or a member of its group is one of :data:`_NOT_RETRYABLE`."""
     return any(
         (base.__module__, base.__name__) in _NOT_RETRYABLE
         for each in _related(error, with_context=False)
@@ -264,7 +281,7 @@ def _is_marked(error: BaseException) -> bool:
 def _related(
     error: BaseException, *, with_context: bool = True, with_suppressed: bool = False
 ) -> "Iterator[BaseException]":
-    """Yield an exception, its causes, group members and contexts (the exceptions that were being handled).
+    """Yield an exception, its causes, its group's members, and contexts (exceptions that were being handled).
 
     ``with_suppressed`` includes contexts that ``raise … from`` has suppressed.
     """
@@ -283,7 +300,10 @@ def _related(
 
 
 def write_whole(path: str, text: str) -> None:
-    """Replace ``path`` atomically. Write in place if it cannot or must not be replaced, such as a device."""
+    """Replace the file ``path`` atomically.
+
+    If it cannot or must not be replaced, as a device, write to it in place.
+    """
     if not may_be_replaced(path):
         _write(path, text)
         return
@@ -304,20 +324,21 @@ def may_be_replaced(path: str) -> bool:
 
 
 def write_uncaught(path: str, error: BaseException, at_ns: int) -> None:
-    """Write the error file for an uncaught exception, unless an existing file must be kept.
+    """Write the error file for an uncaught exception, unless an existing error file must be kept.
 
-    The agent may stop the other ranks before the file is written, so ``at_ns`` is the time of the exception.
+    ``at_ns`` is the time of the exception, not of the writing, because the agent may stop the other ranks in
+    between.
     """
     if not _is_kept(path, error):
         write_whole(path, error_document(error, "hook", at_ns))
 
 
 def origin(error: BaseException) -> str:
-    """Decide whether another rank's exit may have caused an uncaught exception.
+    """Decide whether the exit of another rank may have caused an uncaught exception.
 
     - ``"own"``: no other rank can have caused it. The agent stops the other ranks immediately.
-    - ``"peer"``: the exception, or each member of a group, only reports a lost peer.
-    - ``"unknown"``: the agent waits for this process's exit, because the rank that failed first may be about
+    - ``"peer"``: the exception, or each member of its group, only reports a lost peer.
+    - ``"unknown"``: the agent waits until this process exits, because the rank that failed first may be about
       to record its own exception.
     """
     if all(any(map(_is_lost_peer, _related(each))) for each, _ in _innermost(error)):
@@ -360,7 +381,7 @@ def _may_be_of_collective(error: BaseException) -> bool:
 
 
 def _is_raise_statement(entry: "types.TracebackType") -> bool:
-    """Return true if a Python ``raise`` statement raised the exception, not native code."""
+    """Return true if a ``raise`` statement in Python raised the exception; false if native code did."""
     from opcode import opmap
 
     code = entry.tb_frame.f_code.co_code
@@ -368,16 +389,19 @@ def _is_raise_statement(entry: "types.TracebackType") -> bool:
 
 
 def give_notice(name: str, error: BaseException, at_ns: "int | None" = None) -> None:
-    """Notify the agent, through its abstract socket ``name``, that an uncaught exception ends this process.
+    """Tell the agent, through its abstract socket ``name``, that an uncaught exception ends this process.
 
-    The agent can then stop the other ranks and name the exception without reading a file.
+    The agent can then stop the other ranks and report the exception without reading a file.
     """
     at_ns = time.monotonic_ns() if at_ns is None else at_ns
     _send(name, at_ns, _notice_text(error), origin(error))
 
 
 def give_notice_of_exit(name: str, code: str, of: str, at_ns: int) -> None:
-    """Report an exit by ``sys.exit`` to the agent. ``of`` is the :func:`origin` of the handled exception."""
+    """Tell the agent that the program ends by ``sys.exit``.
+
+    ``of`` is the :func:`origin` of the exception that it was handling.
+    """
     text = "Traceback (most recent call last):\nSystemExit: %s\n" % code[: _NOTICE_PART // 2]  # noqa: UP031
     _send(name, at_ns, text, of)
 
@@ -389,7 +413,7 @@ def _send(name: str, at_ns: int, text: str, of: str) -> None:
 
     notices = socket(AF_UNIX, SOCK_DGRAM)
     try:
-        # If the agent's queue is full, wait only for a second, because the agent may be stopped.
+        # If the agent's socket is full, wait for at most a second, because the agent may be stopped.
         notices.settimeout(1)
         notices.sendto(f"{at_ns} {of}\n{text}".encode(*_CODEC), "\0" + name)
     except OSError:
@@ -399,7 +423,10 @@ def _send(name: str, at_ns: int, text: str, of: str) -> None:
 
 
 def _notice_text(error: BaseException) -> str:
-    """Return the innermost frames, and the start and end of the text, which may contain another traceback."""
+    """Return the exception's innermost frames, and the start and the end of its text.
+
+    The text may be long, because it can contain another traceback.
+    """
     told, frames, _ = representative(error)
     said = _said(told).encode(*_CODEC)
     stacks = "".join(_stacks(told, frames)).encode(*_CODEC)
@@ -462,13 +489,14 @@ def _said(error: BaseException) -> str:
 
 
 def _is_kept(path: str, error: BaseException) -> bool:
-    """Return true if an existing error file describes the failure better than this exception.
+    """Return true if the existing error file describes the failure better than this exception.
 
-    Keep a file of this process unless the hook wrote it. Keep another process's file only if this exception
-    reports the failure of a child process. Otherwise, this process has handled that failure.
+    A file that this process wrote is kept, unless the hook (our ``sitecustomize``) wrote it. A file of
+    another process is kept only if this exception reports the failure of a child process. Otherwise, this
+    process has handled that failure.
     """
     if not os.path.isfile(path):
-        # Reading a terminal or a pipe would block.
+        # Do not read a terminal or a pipe, which could block.
         return False
     import json
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 VARIABLE = "ELASTICRS_FAST_EXIT"
 
 _INJECTED = ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH")
-"""Variables of profilers such as Nsight Systems, which write their data in exit handlers of the C library."""
+"""Variables of profilers, such as Nsight Systems, that write data in the C library's exit handlers."""
 
 
 def is_enabled() -> bool:
@@ -26,7 +26,10 @@ def is_enabled() -> bool:
 
 
 def leave(status: int) -> None:
-    """Flush all files and exit. Return if that fails, so that the interpreter reports the error as usual."""
+    """Flush all files and exit at once.
+
+    Return if a file cannot be flushed, so that the interpreter reports the error.
+    """
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not getattr(stream, "closed", False):
             try:
@@ -40,7 +43,10 @@ def leave(status: int) -> None:
 
 
 def keep_operators() -> None:
-    """Tell torch not to unregister its operators at exit, which takes long and changes only this process."""
+    """Tell torch not to unregister its operators at exit.
+
+    That takes long and is useless, because the process ends.
+    """
     unregister = getattr(sys.modules.get("torch.library"), "_del_library", None)
     if unregister is None:
         return
@@ -66,7 +72,7 @@ def leave_after_callbacks(status: int) -> None:
 
 
 def _has_files() -> bool:
-    """Return true if a file or pipe is open for writing. Otherwise, no object can hold unwritten data."""
+    """Return true if a file or pipe is open for writing. If not, no object can hold unwritten data."""
     import stat
     from fcntl import F_GETFL, fcntl
 
@@ -84,7 +90,7 @@ def _has_files() -> bool:
 
 
 def _finish_files() -> None:
-    """Flush all files, and close files that write more when they are closed, such as ``gzip`` files."""
+    """Flush all files. Close files that write further data when they are closed, such as ``gzip`` files."""
     import gc
     from _io import BufferedRandom, BufferedWriter, TextIOWrapper, _IOBase, _RawIOBase
 

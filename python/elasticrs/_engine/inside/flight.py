@@ -30,7 +30,9 @@ _owner = 0
 
 
 def answer_with_record() -> None:
-    """Start the thread that writes the flight record, if the agent monitors this worker's heartbeats."""
+    """Start the thread that writes the flight record (torch's list of recent collectives) on request, if the
+    agent monitors this worker's heartbeats.
+    """
     global _owner  # noqa: PLW0603 -- one thread for each process
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     is_off = "ELASTICRS_HEARTBEAT" not in os.environ or os.environ.get("ELASTICRS_TRACEBACKS") == "0"
@@ -44,7 +46,8 @@ def answer_with_record() -> None:
     requests = f"{path}.flight_requests"
     try:
         if os.path.lexists(requests):
-            # Another process of this worker created the FIFO. Only the newest process answers requests.
+            # Another process of this worker has created the FIFO for requests. Only the newest process
+            # answers them.
             os.unlink(requests)
         os.mkfifo(requests, 0o600)
         _start_thread(requests, f"{path}.flight")
@@ -97,7 +100,8 @@ def _wait_for_request(requests: str) -> bool:
         if not S_ISFIFO(os.fstat(descriptor).st_mode):
             return False
         # Read until the agent has closed the FIFO, because the next `open` would otherwise return at once.
-        # Close it before writing the record, because an open FIFO tells the agent that this thread is idle.
+        # Close the FIFO before writing the record, because the agent takes an open FIFO as a sign that this
+        # thread is idle.
         while os.read(descriptor, 512):
             pass
     except OSError:
@@ -108,10 +112,13 @@ def _wait_for_request(requests: str) -> bool:
 
 
 def flight_document() -> str:
-    """Return the flight records of this process as lines of JSON: a header, and one line for each recorder.
+    """Return this process's flight records (lists of recent collectives) as lines of JSON.
 
-    The header contains ``is_waiting`` (a collective is not complete), ``groups`` (global ranks by name) and
-    ``stack`` (of the main thread). Without a record, it contains only ``no_record``, a :class:`.NoRecord`.
+    The first line is a header, then there is one line for each recorder of torch.
+
+    The header contains ``is_waiting`` (a collective is not complete), ``groups`` (the global ranks of each
+    process group, by name) and ``stack`` (of the main thread). Without a record, the header contains only
+    ``no_record``, a :class:`.NoRecord`.
     """
     import json
 
@@ -134,14 +141,17 @@ def flight_document() -> str:
         )
         header = {"is_waiting": is_waiting, "groups": _groups(), "stack": _stack()}
         return "\n".join(json.dumps(line) for line in (header, *used))
-    # Catch every exception, because these functions of torch are private and may change.
+    # Catch every exception, because these private functions of torch may change.
     except Exception:
         return json.dumps({"no_record": "damaged"})
 
 
 def _stack() -> list[tuple[str, int, str]]:
-    """Return file, line and function of the main thread's frames, innermost first; empty if it is unknown."""
-    # Do not import `threading`, because it takes the thread that imports it for the main thread.
+    """Return file, line and function of each frame of the main thread, innermost first.
+
+    Return nothing if the main thread is unknown.
+    """
+    # Do not import `threading`: it takes the thread that first imports it for the main thread.
     threading: Any = sys.modules.get("threading")
     frame = None if threading is None else sys._current_frames().get(threading.main_thread().ident)
     stack: list[tuple[str, int, str]] = []
@@ -153,7 +163,7 @@ def _stack() -> list[tuple[str, int, str]]:
 
 
 def _groups() -> dict[str, list[int]]:
-    """Return the global ranks of each process group by name, because Gloo's records do not list them."""
+    """Return the global ranks of each process group, by the group's name. Gloo's records do not list them."""
     distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if distributed is None:
         return {}
@@ -162,9 +172,11 @@ def _groups() -> dict[str, list[int]]:
 
 
 def answer_with_stacks() -> int | None:
-    """Let ``faulthandler`` write all stacks on a real-time signal, which the agent sends to a hung worker.
+    """Let ``faulthandler`` write the stacks of all threads on a real-time signal, which the agent sends to a
+    hung worker.
 
-    For workers without ``hook/sitecustomize.py``. Return the file's descriptor; ``None`` without a handler.
+    This is for workers that do not load ``hook/sitecustomize.py``. Return the descriptor of the file for the
+    stacks; ``None`` if no handler was installed.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     is_off = os.environ.get("ELASTICRS_TRACEBACKS") == "0"
@@ -193,6 +205,6 @@ def _is_caught(signum: int) -> bool:
         with open("/proc/self/status", "rb") as file:
             masks = [line for line in file if line.startswith((b"SigCgt:", b"SigIgn:"))]
     except OSError:
-        # Without `/proc`, the agent cannot see the handler either, and would never request stacks.
+        # The agent looks into `/proc` for the handler. Without `/proc`, it would never request stacks.
         return True
     return any(int(mask.split()[1], 16) >> (signum - 1) & 1 for mask in masks)

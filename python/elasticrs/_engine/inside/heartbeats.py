@@ -26,9 +26,12 @@ _NAME = slice(64, 128)  # Offsets in bytes.
 _LAST = 127
 _UNLIMITED = 2**64 - 1
 _GLOBAL = 2**63
-"""Bit of the page's step word that is set if steps are counted across restarts."""
+"""Bit of the step word in the shared page. It is set if the program's step numbers go on after a restart."""
 _AUTOMATIC = 2**62
-"""Bit of the page's step word that is set if steps are automatically counted optimizer steps."""
+"""Bit of the step word in the shared page.
+
+It is set if the steps are optimizer steps that were counted automatically.
+"""
 
 _words: memoryview | None = None
 _automatic: memoryview | None = None
@@ -93,7 +96,7 @@ class Section:
         global _mark  # noqa: PLW0603 -- as in `_heartbeat`
         words = _words or _attach()
         self._outer.append((words[_LIMIT], bytes(words.cast("B")[_NAME]), _mark))
-        # The time until this heartbeat belongs to the enclosing step or section.
+        # The time until this heartbeat belongs to the enclosing step or section, not to this one.
         _heartbeat()
         _mark = 0
         words.cast("B")[_NAME] = self._name
@@ -123,7 +126,7 @@ else:
 
 
 def automatic_heartbeat(step: int | None) -> None:
-    """Send a heartbeat, unless the program sends its own or this process is a forked child of the worker."""
+    """Send a heartbeat, unless the program sends its own, or this is a forked child of the worker."""
     global _automatic, _count  # noqa: PLW0603 -- as in `_heartbeat`
     if _words is not None:
         return
@@ -148,7 +151,7 @@ def heartbeat_unless_given(before: int) -> int:
 def _attach() -> memoryview:
     global _words  # noqa: PLW0603 -- the page of this process
     _words = words = _take_page()
-    # Drop the count of optimizer steps, because the program now reports its own step numbers.
+    # From now on, the program reports its own step numbers, so drop the count of optimizer steps.
     words[_STEP] = 0
     return words
 
@@ -172,22 +175,29 @@ def _take_page() -> memoryview:
 
 
 def _notice_exit() -> None:
-    """Call :func:`_begin_exit` when the main program returns. ``atexit`` would first wait for all threads."""
+    """Arrange that :func:`_begin_exit` is called when the main program returns.
+
+    ``atexit`` is too late, because the interpreter first waits for all threads.
+    """
     from threading import _register_atexit  # type: ignore[attr-defined]
 
     try:
         _register_atexit(_begin_exit)
     except RuntimeError:
-        # The main program has already returned. The limit for a step then applies during the exit.
+        # The main program has already returned, so the time limit for a training step applies during the
+        # exit, too.
         return
 
 
 def _begin_exit() -> None:
-    """Record when the main program returned. From then on, no step is limited, unless a thread trains."""
+    """Record that the main program has returned.
+
+    From now on, the time limit for a training step does not apply, unless a thread still trains.
+    """
     global _count  # noqa: PLW0603 -- as in `_heartbeat`
     words = _words or _automatic
     if words is not None:
-        # Clear the lowest bit, because it would mark the end of a training step.
+        # Clear the lowest bit, because a set bit would mark the end of a training step.
         at = monotonic_ns() & -2
         words[_TIMES + (_count & _LAST)] = at
         _count += 1
@@ -201,13 +211,16 @@ def _detach() -> None:
 
 
 def start_afresh() -> None:
-    """Discard inherited heartbeat state, because a forked worker has a shared page of its own."""
+    """Discard inherited heartbeat state, because a forked worker shares a page of its own with the agent."""
     global _words, _automatic, _count, _mark
     _words, _automatic, _count, _mark = None, None, 0, 1
 
 
 def _page(variable: str) -> memoryview | None:
-    """Map the agent's page. ``None`` if the descriptor is invalid or another live process uses the page."""
+    """Map the page that this process shares with the agent.
+
+    Return ``None`` if its descriptor is invalid or another live process uses the page.
+    """
     from mmap import mmap
 
     try:
@@ -226,7 +239,10 @@ def _page(variable: str) -> memoryview | None:
 
 
 def beat_with_steps(optimizers: object) -> None:
-    """Send a heartbeat after each step of ``torch.optim.optimizer``. Start the thread for flight records."""
+    """Send a heartbeat after each step of an optimizer.
+
+    Also start the thread for flight records (lists of recent collectives).
+    """
     from elasticrs._engine.inside.flight import answer_with_record
 
     # Start the thread now, because the first collective can hang before the first step.
@@ -239,7 +255,8 @@ def beat_with_steps(optimizers: object) -> None:
     import torch
 
     step = -1
-    # The first optimizer that makes a step. If it is destroyed, the next one that makes a step replaces it.
+    # Optimizer whose steps are counted: the first one that makes a step. If it is destroyed, the next one
+    # that makes a step replaces it.
     counted: Callable[[], object] | None = None
 
     def on_step(optimizer: object, _args: object, _kwargs: object) -> None:

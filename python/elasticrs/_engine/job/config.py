@@ -180,11 +180,11 @@ class JobSpec(Record, WorkerSettings):
     """A job, as one node's agent sees it. See also the options' help in :mod:`.options`.
 
     Args:
-        command: program, function, or (``run_path``) script of the workers, followed by its arguments.
-        variables: added to the environment of each worker.
+        command: program, function, or (if ``run_path``) script that the workers run, with its arguments.
+        variables: environment variables that each worker gets in addition.
         notices: lines about the settings, printed before the job starts.
         name: script, program or function, for the report.
-        shutdown_timeout: seconds between the first signal and SIGKILL.
+        shutdown_timeout: seconds between the first signal of a stop and SIGKILL.
         signals: signals on which the agent stops the job.
         forwarded: signals that the agent only passes on to the workers.
         linger: seconds for which descendants of successful workers may continue; ``None`` never stops them.
@@ -194,7 +194,7 @@ class JobSpec(Record, WorkerSettings):
         uninterruptible_state_timeout: limit in seconds for workers' uninterruptible sleep; 0 for none.
         is_polled: true if a program's own rendezvous handler, named ``rdzv_backend``, assigns the ranks. The
             next six fields are for this handler and for the agent that polls it.
-        exit_barrier_timeout: seconds to wait for other nodes at the end; ``None`` for the default.
+        exit_barrier_timeout: seconds to wait for other nodes at the job's end; ``None`` for the default.
         health_check_port: ``None`` for no server, 0 for any free port.
     """
 
@@ -256,7 +256,8 @@ class JobSpec(Record, WorkerSettings):
 
         window = getattr(self.max_restarts, "window", None)
         first, longest = delays(self.restart_delay)
-        # If single workers are replaced, exclude no node, because it would have to stop its healthy workers.
+        # If single workers are replaced, exclude no node, because an excluded node would have to stop its
+        # healthy workers, too.
         most = None if self.replaces_workers else self.max_excluded_nodes
         return RestartSettings(int(self.max_restarts), window, first, longest, self.max_same_failures, most)
 
@@ -311,7 +312,9 @@ def parse_forwarded(names: str) -> tuple[int, ...]:
 
 
 def forwarded_signals(given: Sequence[int] | None, handled: Sequence[int]) -> tuple[int, ...]:
-    """Return the signals to pass on. A signal that also stops the job (``handled``) is a ``ValueError``."""
+    """Return the signals to pass on to the workers: those ``given`` by the user, or the default ones. Raise
+    ``ValueError`` if a given signal also stops the job (``handled``).
+    """
     import signal
 
     if given is None:
@@ -354,7 +357,9 @@ def log_prefix_from(environ: Mapping[str, str]) -> str:
 
 
 def uninterruptible_state_timeout_from(environ: Mapping[str, str]) -> float:
-    """Return the limit in seconds. As in torch, a value that is no number disables the check (0)."""
+    """Return the time limit for uninterruptible sleep, in seconds. As in torch, a value that is no number
+    disables the check (0).
+    """
     try:
         return float(environ.get(UNINTERRUPTIBLE_STATE_VARIABLE, "0"))
     except ValueError:
@@ -406,7 +411,9 @@ def _is_named_python(program: object) -> bool:
 
 
 def hang_limits(timeout: float | str) -> tuple[float | None, float | None]:
-    """Parse ``"auto[:SECONDS]"`` or seconds. Return timeout (``None``: auto) and minimum, in seconds."""
+    """Parse a hang timeout, ``"auto[:SECONDS]"`` or seconds. Return, in seconds, the timeout (``None`` if it
+    is derived from the steps) and the minimum of a derived timeout.
+    """
     if not isinstance(timeout, str):
         return float(timeout), None
     name, colon, least = timeout.partition(":")

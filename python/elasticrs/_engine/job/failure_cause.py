@@ -51,7 +51,7 @@ class Cause(Value):
         ground: why a hung worker is blamed, instead of another that missed its deadline (see ``WorkerHung``).
         silence: seconds since the worker's last heartbeat, if it hung.
         step: training step in which the worker hung; -1 if it never sent a step.
-        frame: stack frame in which the worker hung, as in ``RankSeen``.
+        frame: text about the stack frame in which the worker hung, as in ``RankSeen``.
         time_ns: time of the failure, in nanoseconds of the store's wall clock.
         error_ns: maximum error of ``time_ns``.
         exception: qualified name of the type of the worker's uncaught exception.
@@ -61,11 +61,12 @@ class Cause(Value):
         permanent_sign: that worker's failure, such as ``ValueError at train.py:88`` or ``exit code 3``.
         is_consequence: true if the exception only reports that a peer is lost or silent; otherwise ``None``.
         is_transient: true if the exception only reports a lost connection or a timeout; otherwise ``None``.
-        was_killed: true if only elasticrs or the loss of the nursery killed the worker; otherwise ``None``.
+        was_killed: true if the worker was killed only by elasticrs, or because the nursery (the process that
+            starts the workers) was lost; otherwise ``None``.
         reached: last training step that any worker of the node has completed; ``None`` without heartbeats.
         is_global: true if ``reached`` is counted across restarts (``heartbeat(step, across_restarts=True)``).
         ran: seconds from the start of the workers until the failure, or until the hang began.
-        diagnosis: ranks that kept the others waiting, by the evidence of all nodes.
+        diagnosis: text about the ranks that kept the other ranks waiting, by the evidence of all nodes.
         blamed: ranks to blame for a hang, if not ``rank``, such as ``undecided, candidates: ranks 0, 1``.
     """
 

@@ -32,7 +32,7 @@ SHELLS = ("bash", "zsh", "tcsh")
 
 
 class Namespace(SimpleNamespace):
-    """Values of all options, by name with underscores. ``given`` names those on the command line."""
+    """Values of all options, by name with underscores. ``given`` has the names on the command line."""
 
     if TYPE_CHECKING:
 
@@ -185,7 +185,7 @@ def _hang_timeout(text: str) -> float | str:
 
 
 def _text_of(parse: Callable[[str], object]) -> Callable[[str], str]:
-    """Return a converter that checks the text with ``parse``, but keeps it."""
+    """Return a converter that checks a text with ``parse``, but returns the text itself."""
 
     def convert(text: str) -> str:
         parse(text)
@@ -249,7 +249,7 @@ _DEFAULTS = {
 
 
 def _setting(name: str, text: str, kind: Kind | None = None, **more: Any) -> Option:
-    """Return the option of a setting, whose default replaces ``{default}`` in the help."""
+    """Return the option for a setting. The setting's default replaces ``{default}`` in the option's help."""
     default = _DEFAULTS[name.replace("-", "_")]
     if "{default}" in text:
         text = text.replace("{default}", f"{default:g}")

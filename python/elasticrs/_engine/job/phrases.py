@@ -69,12 +69,16 @@ def describe_exit(exitcode: int | None) -> str:
 
 
 def how_the_nursery_ended(exitcode: int | None, hung: bool) -> str:
-    """Return a phrase to put after the nursery's name. ``hung``: the agent killed it, because it hung."""
+    """Return a phrase about the end of the nursery (the process that starts the workers). It is put after the
+    nursery's name. ``hung`` is true if the agent killed the nursery because it hung.
+    """
     return "hung and was killed by the agent" if hung else how_it_ended(exitcode)
 
 
 def restarts_used(used: int, most: int, window: float | None) -> str:
-    """Return text such as ``1 of 3``, or, with a window in seconds, ``7, at most 3 in 1 h``."""
+    """Return text about the charged restarts, such as ``1 of 3``. With a window (in seconds) for the limit,
+    the text is such as ``7, at most 3 in 1 h``.
+    """
     return f"{used} of {most}" if window is None else f"{used}, at most {most} in {duration(window)}"
 
 
@@ -84,14 +88,18 @@ def attempt_text(name: str) -> str:
 
 
 def restart_line(cause: str, stopped: int, restart: str, when: str, delay: float = 0.0) -> str:
-    """Announce a restart in ``delay`` seconds. ``stopped`` is the number of other stopped workers."""
+    """Return a line that announces a restart in ``delay`` seconds. ``stopped`` is the number of workers that
+    were stopped because of another worker's failure.
+    """
     others = f"; {stopped} other{'s' if stopped != 1 else ''} stopped" if stopped else ""
     soon = f" in {duration(delay)}" if delay else ""
     return f"{cause}{others}; restarting{soon} (restart {restart}, {when})"
 
 
 def replace_line(cause: str, others: int, pid: int, span_ns: int, restart: str, when: str) -> str:
-    """Report a replaced worker, ``span_ns`` after its failure. ``others`` is the number of other workers."""
+    """Return a line about a worker that was replaced ``span_ns`` nanoseconds after its failure. ``others`` is
+    the number of the other workers.
+    """
     left_alone = f"; {others} other{'s continue' if others != 1 else ' continues'}" if others else ""
     return f"{cause}{left_alone}; replaced by pid {pid} after {milliseconds(span_ns)} ({restart}, {when})"
 
@@ -124,7 +132,7 @@ NOBODY_TRAINED = (
 
 
 def checkpoint_is_late(seconds: float, workers: int) -> str:
-    """Report that a checkpoint is late. ``workers`` is the number of workers here in ``elasticrs.train``."""
+    """Report that a checkpoint is late. ``workers`` of this node's workers use ``elasticrs.train``."""
     who = f"{workers} of its workers take part" if workers else "none of its workers takes part"
     return f"the checkpoint requested {seconds:g} s ago is not saved yet ({who} in elasticrs.train)"
 
@@ -156,7 +164,7 @@ def signal_dropped(signum: int, local_ranks: Sequence[int], when: str) -> str:
 def stop_line(asked: int | None, signum: int, grace: float, *, have_exited: bool = False) -> str:
     """Report that signal ``asked`` stops the job, and that ``signum`` goes to the workers, if any are left.
 
-    The workers are killed after ``grace`` seconds. With a second request, the two signals differ.
+    The workers are killed after ``grace`` seconds. After a second request to stop, the two signals differ.
     """
     if asked != signum:
         consequence = "no workers are running" if have_exited else f"{signal_name(signum)} to all workers"
@@ -211,7 +219,9 @@ def duration(seconds: float) -> str:
 
 
 def goodput(productive_ns: int, total_ns: int) -> str:
-    """Return the share of productive time; empty below a minute, which is mostly spent on starting."""
+    """Return the share of productive time in the job's time as text. The text is empty for a job of less than
+    a minute, because most of this time is spent on starting.
+    """
     if total_ns < 60_000_000_000:
         return ""
     return f", goodput {productive_ns / total_ns * 100:.1f} %"

@@ -5,7 +5,9 @@ from __future__ import annotations
 from elasticrs._engine.job.value import Value
 
 MAX_IN_WINDOW = 100
-"""Maximum number of restarts in a window, because a record of limited size keeps their times."""
+"""Maximum number of restarts that a user may allow in a window. There is a limit, because the times of these
+restarts are kept in a record of limited size.
+"""
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _LONGEST = 30 * 86400.0

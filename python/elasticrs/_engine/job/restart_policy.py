@@ -3,9 +3,10 @@
 The agent of one node and the leader of several nodes both call :func:`decide`:
 
 - **POLICY-1** A failure that another attempt would repeat stops the job immediately; see :class:`Permanence`.
-  A start error does so only if no earlier attempt got past the start of the program, and if the round has a
-  single node, two nodes report a start error in the same round, or two nodes report the same one in
-  consecutive rounds. Otherwise, the only node that reports it may be broken, so the workers are restarted.
+  A start error stops the job only if no earlier attempt got past the start of the program. In addition, the
+  round must have a single node, or two nodes must report a start error in the same round, or report the same
+  start error in consecutive rounds. Otherwise, the only node that reports it may be broken, so the workers
+  are restarted.
 - **POLICY-2** The job stops after ``max_same_failures`` equal failures in a row without progress. Equal
   failures have the same kind (exception type, hang, or signal of a crash) and place, on the same rank or in
   the same training step. Connection errors do not count, because they are often transient. A higher step is
@@ -15,10 +16,10 @@ The agent of one node and the leader of several nodes both call :func:`decide`:
 - **POLICY-3** At most ``max_restarts`` restarts are charged, in total or within ``window`` seconds.
 - **POLICY-4** The decision does not depend on the order in which the nodes report.
 - **POLICY-5** The job stops if its only node was found unfit and cannot be excluded. Otherwise, at most one
-  node per failure is excluded: one whose own check found it unfit, or, when it is implicated for the second
-  time, the only node that reports a start error. No node is excluded if more than ``max_excluded_nodes``
-  nodes in total or more than half of the round's nodes would have to be, if fewer than the minimum number of
-  nodes would remain, or if all suspect nodes are in ``Evidence.bound``.
+  node per failure is excluded. This is a node whose own check found it unfit, or the only node that reports a
+  start error, once it is implicated for the second time. No node is excluded in three cases: more than
+  ``max_excluded_nodes`` nodes in total or more than half of the round's nodes would have to be excluded;
+  fewer than the minimum number of nodes would remain; all suspect nodes are in ``Evidence.bound``.
 """
 
 from __future__ import annotations
@@ -37,12 +38,14 @@ if TYPE_CHECKING:
     from elasticrs._engine.job.failure_cause import Cause
 
     Meetings: TypeAlias = tuple[int | None, ...]
-    """Number of each worker's last rendezvous round, by local rank; ``None`` if it recorded none."""
+    """For each worker, by local rank: the number of the last rendezvous round that it joined; ``None`` if it
+    has recorded none.
+    """
 
 STEADY = 60.0
 """Seconds after which an attempt has made progress, unless steps are counted across restarts."""
 UNPROVEN = 3
-"""Factor for ``max_same_failures`` if equal steps may belong to different epochs, each counted from 0."""
+"""Factor for ``max_same_failures`` if equal steps may be of different epochs, each of which begins at 0."""
 CRASHES: dict[int, str] = {
     each: each.name for each in (SIGILL, SIGTRAP, SIGABRT, SIGBUS, SIGFPE, SIGSEGV, SIGSYS)
 }
@@ -54,7 +57,9 @@ MAX_DOUBLINGS = 30
 MAX_SUSPECTS = 8
 """Maximum number of suspect nodes in the history and in a message."""
 IMPLICATED_TWICE = 2
-"""Failures in which a node is implicated before it is excluded, unless its own check found it unfit."""
+"""Number of failures in which a node is implicated before it is excluded. A node whose own check found it
+unfit is excluded earlier.
+"""
 
 
 class RestartSettings(Value):
@@ -141,8 +146,8 @@ class StopKind(str, Enum):
 
 
 class RestartDecision(Value):
-    """Decision about a failure, which ``history`` includes. ``delay`` is in seconds. ``reason`` says why
-    the job stops, and ``note`` is about suspect nodes.
+    """Decision about a failure. ``history`` includes this failure. ``delay`` is the time before a restart, in
+    seconds. ``reason`` says why the job stops, and ``note`` is a text about suspect nodes.
     """
 
     history: FailureHistory
@@ -154,7 +159,9 @@ class RestartDecision(Value):
 
 
 def decide(settings: RestartSettings, history: FailureHistory, evidence: Evidence) -> RestartDecision:
-    """Decide whether to restart the workers after a failure that ``history`` lacks. Charge the restart."""
+    """Decide whether to restart the workers after a failure that is not in ``history`` yet. If so, count the
+    restart against ``max_restarts``.
+    """
     after = _with_failure(history, evidence)
     reason = why_permanent(evidence, history) or _why_start_error_moved(history, after)
     if reason is not None:
@@ -180,7 +187,9 @@ def decide(settings: RestartSettings, history: FailureHistory, evidence: Evidenc
 
 
 def exclude(settings: RestartSettings, history: FailureHistory, evidence: Evidence) -> RestartDecision:
-    """Decide which node to exclude (POLICY-5). Call it directly only after a round that costs no restart."""
+    """Decide which node to exclude (POLICY-5). Call this function directly only after a round that costs no
+    restart, because :func:`decide` calls it after all others.
+    """
     history = history.replaced(has_started=_has_started(history, evidence))
     unfit = dict(sorted(evidence.unfit))
     reasons = dict(unfit)
@@ -262,7 +271,8 @@ def _with_failure(history: FailureHistory, evidence: Evidence) -> FailureHistory
 def _identity(evidence: Evidence, history: FailureHistory) -> tuple[str, str, int | None, int | None] | None:
     """Return kind, place, rank and step of the root cause; ``None`` if it cannot be compared with others."""
     first, step = evidence.causes[0] if evidence.causes else NO_CAUSE, _reached(evidence)
-    # A later start error is transient, for example because a file system failed for a moment.
+    # A start error is transient if the program has started in an earlier attempt. For example, a file system
+    # may have failed for a moment.
     is_late_start = first.permanence == Permanence.START_ERROR and history.has_started
     if first.is_transient or is_late_start:
         return None
@@ -285,7 +295,7 @@ def _are_steps_global(evidence: Evidence) -> bool:
 
 
 def _ran(evidence: Evidence) -> float | None:
-    """Return the seconds from the workers' start to the first failure or the start of the hang."""
+    """Return the seconds from the workers' start to the first failure, or to the start of the hang."""
     exact = (evidence.causes[0] if evidence.causes else NO_CAUSE).ran
     return evidence.ran if exact is None else exact
 
@@ -332,7 +342,9 @@ def _are_same(
 
 
 def why_permanent(evidence: Evidence, history: FailureHistory) -> str | None:
-    """Return why another attempt would fail alike (POLICY-1). ``history`` is without this failure."""
+    """Return why another attempt would fail in the same way, if so (POLICY-1). ``history`` lacks this
+    failure.
+    """
     starts = _start_errors(evidence)
     is_everywhere = len({cause.node for cause in starts}) >= min(2, evidence.nodes)
     if starts and is_everywhere and not history.has_started:
@@ -400,13 +412,13 @@ def _who(cause: Cause) -> str:
 
 
 def has_not_met_since(then: Meetings, now: Meetings, place: int) -> bool:
-    """Return true if worker ``place`` has joined no rendezvous since the last charged failure. Its failure is
-    not charged, because the charged failure caused it.
+    """Return true if a worker (local rank ``place``) has joined no rendezvous since the last failure for
+    which a restart was charged. Then its own failure is not charged, because the earlier failure caused it.
     """
     at = then[place] if place < len(then) else None
     return at is not None and now[place : place + 1] == (at,)
 
 
 def without(then: Meetings, place: int) -> Meetings:
-    """Return ``then`` without the entry of a worker that was replaced."""
+    """Return ``then`` without the rendezvous round of a worker that was replaced."""
     return tuple(None if each == place else at for each, at in enumerate(then))

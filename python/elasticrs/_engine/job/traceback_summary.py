@@ -127,18 +127,21 @@ def _of_traceback(lines: Sequence[str], is_exception: bool) -> Summary:
     else:
         said, name = block[at].strip(), _type(block[at])
         if name is not None and said == f"{name}:" and at + 1 < len(block):
-            # The exception's text begins with a newline.
+            # The exception's text begins with a newline, so add its next line.
             said = f"{said} {block[at + 1].strip()}"
     place = _own_place(frames)
     if place is None and frames:
-        # This traceback, perhaps of another process, has only library code. Also search the exception's own.
+        # This traceback, perhaps of another process, has only library code, so search the traceback of the
+        # exception itself, too.
         since = max((n for n, line in enumerate(lines) if line in _CHAINED), default=-1) + 1
         place = _own_place(_frames(lines[since:])) or _place(frames[-1])
     return Summary(printable(said, _LIMIT), place, None if name is None else _qualified(name))
 
 
 def _of_group(members: Sequence[Summary], place: str | None, more: int) -> Summary:
-    """Describe a group by one member. The members' order is irrelevant. ``place`` is the group's."""
+    """Describe an exception group by one member. The result does not depend on the order of the members.
+    ``place`` is where the group itself was raised.
+    """
     told = min(members, key=lambda each: (each.exception or "", each.place or ""))
     kinds = sorted({each.exception or "" for each in members} - {""})
     exception = kinds[0] if len(kinds) == 1 else None

@@ -47,7 +47,9 @@ def defaults_of(declaration: type) -> dict[str, Any]:
 
 class _Fields(type):
     def __new__(cls, name: str, bases: tuple[Any, ...], namespace: dict[str, Any]) -> _Fields:
-        """Order the fields: first base class, own annotations, and keyword-only fields of other bases."""
+        """Order the fields: those of the first base class, those that the class itself declares, and then the
+        keyword-only fields of the other base classes.
+        """
         above, inherited, by_name = (
             (bases[0]._names, bases[0]._defaults, bases[0]._by_name) if bases else ((), {}, ())
         )

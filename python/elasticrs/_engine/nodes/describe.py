@@ -4,10 +4,12 @@
   endpoint, and with ``c10d`` at a loopback address with port 0.
 - **NODES-2** Any other job of one node has a rendezvous. A second agent becomes a spare, or is refused if it
   could never replace the first agent.
-- **NODES-3** With ``static``, the number of nodes is fixed. Torch accepts a range, and silently uses MAX.
+- **NODES-3** With ``static``, a range of nodes (MIN:MAX) is an error. Torch accepts a range, and silently
+  uses MAX.
 - **NODES-4** With ``static``, the setting ``store_type=file`` of ``c10d`` has no effect, as in torch.
 - **NODES-5** ``--node-rank`` also orders the nodes with ``c10d`` and ``etcd``. Torch ignores it and warns.
-- **NODES-6** With ``etcd``, etcd's own permissions decide which nodes may join. A token has no effect.
+- **NODES-6** With ``etcd``, etcd's own permissions decide which nodes may join. The job's token has no
+  effect.
 """
 
 from __future__ import annotations
@@ -59,8 +61,8 @@ def is_in_file(config: Mapping[str, object]) -> bool:
 
 
 def check_backend(backend: str, words: Words = COMMAND_LINE, others: Iterable[str] = ()) -> str:
-    """Return the kind of a back end. For an unknown one, raise :class:`.UsageError`, with ``others`` among
-    the valid names in its message.
+    """Return the kind of a back end. For an unknown name, raise :class:`.UsageError`. Its message lists the
+    valid names, including those in ``others``.
     """
     found = BACKENDS.get(backend)
     if found is not None:
@@ -85,7 +87,8 @@ def describe(
     """Return a ``Rendezvous`` with the user's settings (``None`` if a single node needs none), and messages
     to the user. Raise :class:`.UsageError` for settings that are found invalid offline.
 
-    The caller has already checked ``nodes`` (minimum and maximum). ``grace`` is in seconds.
+    The caller has already checked ``nodes`` (minimum and maximum). ``grace`` is the number of seconds that
+    workers may take to stop.
     """
     kind = check_backend(backend, words)
     low, high = nodes
@@ -143,7 +146,7 @@ def describe(
 
 
 class _Own(Record):
-    """The user's settings. ``given`` excludes those in ``names``, which only this back end accepts."""
+    """The user's settings. ``given`` has all except those in ``names``, which only this back end accepts."""
 
     given: dict[str, object]
     notices: list[str] = fresh(factory=list)

@@ -39,19 +39,20 @@ if TYPE_CHECKING:
     from elasticrs._engine.nodes.transport.coordination import Entry, StoreEvent
 
 _FAREWELL = "farewell"
-"""Timer that limits how long the store's host waits for other agents to read the job's outcome."""
+"""Name of the timer that limits how long the store's host waits until other agents know the job's outcome."""
 
 _FAREWELL_TICK = "farewell tick"
 _TICK = 0.01
 _PORT = "port"
-"""Timer for the next attempt to take the port back from the workers."""
+"""Name of the timer for the next attempt to take the store's port back from the workers."""
 
 _NAMES = 1 << 62
 """Tag of the request for the nodes' names. The state machine's tags count from 1, so it ignores the reply."""
 
 MOST_NAMES = 10 * MEMBERS_PER_TXN
-"""Maximum number of nodes whose names are read from the store. If all agents are asked for their status, the
-store sends a number of bytes that grows with the square of the number of nodes.
+"""Maximum number of nodes whose names an agent reads from the store. There is a limit because, if all agents
+are asked for their status, each reads all names: the bytes that the store sends grow with the square of the
+number of nodes.
 """
 
 
@@ -93,8 +94,8 @@ _PORT_TICK, _SLOW_PORT_TICK = 0.05, 1.0
 
 
 class LentPort:
-    """Port of the rendezvous store, which is lent to the workers' store during a round if this agent hosts
-    the rendezvous store. That store keeps its open connections.
+    """Port of the rendezvous store. If this agent hosts that store, the port is lent to the workers' store
+    during a round. Connections to the rendezvous store that are already open stay open.
     """
 
     __slots__ = ("_deadline", "_is_lent", "_store", "trouble")
@@ -138,10 +139,11 @@ class LentPort:
 
 
 class Driver:
-    """Driver of one agent's state machine. Raises :class:`.UsageError` for an unusable endpoint.
+    """Driver of one agent's rendezvous state machine. Raises :class:`.UsageError` for an unusable endpoint.
 
     Without a ``supervisor``, a separate thread serves the stores. Without ``use_agent_store``, rank 0 serves
-    the workers' store on a port that its agent reserves. ``workers`` are passed on to :class:`.ThisAgent`.
+    the workers' store on a port that its agent reserves. ``workers`` are arguments of :class:`.ThisAgent`
+    that describe the workers.
     """
 
     def __init__(
@@ -180,7 +182,8 @@ class Driver:
 
     def node_names(self, *, asks: bool = False) -> list[str] | None:
         """Return the names of the round's nodes, by group rank; ``None`` while they are unknown. The leader
-        knows them. Any other agent requests them once in each round, when ``asks`` is first true.
+        always knows them. Any other agent requests them from the store when ``asks`` is first true in a
+        round.
         """
         member, head = self._member, self.last_head
         leader = None if member is None else member.leader
@@ -198,7 +201,9 @@ class Driver:
 
     @property
     def job_number(self) -> int:
-        """Store revision that created the job's record; 0 if unknown. Distinguishes jobs of the same name."""
+        """Store revision at which the job's record was created; 0 if unknown. Distinguishes jobs of the same
+        name.
+        """
         return 0 if self._member is None else self._member.joining.job_revision
 
     # --- events in, actions out ---
@@ -273,7 +278,7 @@ class Driver:
         return () if fd is None else (fd,)
 
     def lose(self, why: str) -> list[LoopAction]:
-        """Close the connection, if it is open, and report its loss to the state machine."""
+        """Close the connection to the store, if it is open, and report its loss to the state machine."""
         if self.store.fd is None:
             return []
         self.store.disconnect()
@@ -297,8 +302,9 @@ class Driver:
         return f"{where} is taken by another program: {self._port.trouble}"
 
     def group_over(self, event: Event) -> list[LoopAction]:
-        """Report with ``event`` that all worker processes have exited. With ``static``, take the port back
-        first. While that fails, hold back events that lead to the next round.
+        """Report with ``event`` that all worker processes have exited. With ``static``, first take the
+        store's port back from the workers. As long as that fails, hold back the events that lead to the next
+        round.
         """
         if self._port.take_back():
             return self.tell(event)
@@ -358,7 +364,9 @@ class Driver:
 
     @property
     def _stays(self) -> bool:
-        """True if the store stays open for this agent's next job. It then waits for no other agent."""
+        """True if the store stays open for this agent's next job. The agent then need not wait for other
+        agents to read the outcome of this one.
+        """
         is_success = self._exit is not None and self._exit.outcome.kind in {"succeeded", "spare"}
         return is_success and self.store.may_stay
 
@@ -428,9 +436,9 @@ def names_of(table: Iterable[Entry], prefix: str, size: int) -> list[str] | None
 
 
 def drop_stale(events: list[StoreEvent], head: str) -> list[StoreEvent]:
-    """If the last event is the loss of the connection, drop earlier events, because they could start workers
-    although the lease may have expired. Keep changes of the key ``head`` that close the job, because the
-    store's host may exit before this agent can read the key again.
+    """Drop outdated events: if the last event is the loss of the connection, earlier ones could start workers
+    although this agent's lease may have expired. Keep changes of the key ``head`` (state of the job) that
+    close the job, because the store's host may exit before this agent can read the key again.
     """
     if not events or not isinstance(events[-1], ConnectionLost):
         return events

@@ -1,14 +1,16 @@
 """Decide which agent hosts the coordination store, where it listens, and which address a node publishes.
 
 - **HOST-1** The setting ``is_host`` decides. Without it, an agent may host the store if the endpoint is a
-  loopback name, or a name or address of this machine. Its first agent takes the port; others become clients.
+  loopback name, or a name or address of this machine. The first agent on this machine takes the port; later
+  ones become clients.
 - **HOST-2** If the endpoint is a loopback name and the job has one node, the store listens on loopback only.
   Otherwise it listens on ``bind_addr`` or all interfaces: a host's own name may resolve to 127.0.1.1 on that
   host only, and a loopback name may be the endpoint on the hosting node only.
 - **HOST-3** An unknown name in the endpoint is no error at first, because a container's name may appear late,
   or refer to an earlier container. The agent retries as a client, and decides again if no store answers.
 - **ADDR-1** A node publishes the user's address (rank 0 of ``static``: the endpoint's host, as in torch), or
-  the local address of its connection to the store. Torch's full host name may be unknown to other nodes.
+  the local address of its connection to the store. Torch publishes its full host name instead, which other
+  nodes may be unable to resolve.
 - **ADDR-2** If that local address is loopback, a node publishes the endpoint's host. If that is loopback too,
   the node publishes the address of its own name, or the address that the kernel uses for other networks.
 - **ADDR-3** Agents share a loopback interface if their kernel's boot id and network namespace are the same.
@@ -45,7 +47,9 @@ ANY_PORT = (("127.0.0.1", 0),)
 
 _LOOPBACK = ("127.0.0.1", "::1")
 _ELSEWHERE = ((_socket.AF_INET, "192.0.2.1"), (_socket.AF_INET6, "2001:db8::1"))
-"""Addresses for documentation, which no machine has. Used to find the route to other networks."""
+"""Addresses that are reserved for documentation, so no machine has them. The kernel's route to them shows
+which of this machine's addresses it uses for other networks.
+"""
 
 
 class Hosting(Value):
@@ -54,7 +58,7 @@ class Hosting(Value):
     Args:
         listen: numeric addresses and ports; empty for a client. ``"::"`` includes IPv4.
         is_explicit: true if the user decided. If the port is taken, the agent then does not become a client.
-        trouble: why the endpoint's name could not be resolved.
+        trouble: why the endpoint's name could not be resolved, if it could not.
         doubt: warning to the user about hosting the store here.
         fallback: name or address (without brackets) at which other machines reach this node, if its
             connection to the store has a loopback address.
@@ -80,7 +84,8 @@ def decide_hosting(rendezvous: Rendezvous, resolver: SystemResolver) -> Hosting:
     or its port is 0 and its host is another machine.
     """
     if rendezvous.etcd is not None:
-        # The connection to etcd may have a loopback address, so find one that other machines can reach.
+        # This node's connection to etcd may have a loopback address, so find an address that other machines
+        # reach.
         address = _address_of_own_name(resolver)
         return Hosting((), "the nodes meet in etcd", is_explicit=True, fallback=address)
     return _with_fallback(rendezvous, _decide(rendezvous, resolver), resolver)
@@ -114,7 +119,7 @@ def _decide(rendezvous: Rendezvous, resolver: SystemResolver) -> Hosting:
 
 
 def decide_again(hosting: Hosting, rendezvous: Rendezvous, resolver: SystemResolver) -> Hosting:
-    """Decide again, because the endpoint's name may now resolve to different addresses."""
+    """Decide again whether this agent hosts the store: the endpoint's name may have other addresses now."""
     if hosting.is_explicit or hosting.may_host:
         return hosting
     return _with_fallback(rendezvous, _by_address(rendezvous, resolver), resolver)
@@ -180,7 +185,8 @@ def _with_fallback(rendezvous: Rendezvous, hosting: Hosting, resolver: SystemRes
     fallback = None if is_unspecified(rendezvous.host) or not hosting.may_host else rendezvous.host
     is_own_address = fallback is not None and is_usable_elsewhere(fallback) and resolver.is_local(fallback)
     if fallback is None or (hosting.is_explicit and not is_own_address):
-        # Prefer this machine's address, because the endpoint may be a proxy of the store's port only.
+        # Prefer the address of this machine's name, because the endpoint may be a proxy for the store's port
+        # only.
         fallback = _address_of_own_name(resolver) or fallback
     return hosting.replaced(fallback=fallback)
 
@@ -227,7 +233,7 @@ def _why(error: OSError) -> str:
 
 
 def _doubt(rendezvous: Rendezvous, resolver: SystemResolver) -> str | None:
-    """Return a warning if other nodes seem to connect to another machine (or to a proxy of this one)."""
+    """Return a warning if the endpoint, as other nodes see it, seems to be another machine or a proxy."""
     host, here = rendezvous.host, "node rank 0 is here, but"
     if is_loopback_name(host) or is_unspecified(host):
         return None
@@ -300,8 +306,8 @@ class SystemResolver:
     def is_local(self, address: str) -> bool:
         """Return true if a numeric address belongs to this machine, so that a server can listen on it.
 
-        A successful bind does not prove that (``ip_nonlocal_bind``), so also check that the kernel uses the
-        address as the source of connections to it.
+        A successful bind does not prove that, because ``ip_nonlocal_bind`` also allows foreign addresses. So
+        also check that the kernel uses the address as the source of connections to it.
         """
         family = _socket.AF_INET6 if ":" in address else _socket.AF_INET
         try:
@@ -339,7 +345,8 @@ def _talks_from(family: int, sockaddr: tuple[object, ...], address: str) -> bool
         sock.connect(sockaddr)
         return packed(sock.getsockname()[0]) == packed(address)
     except OSError as error:
-        # Without a route, the address is foreign. Trust `bind` after other errors, which a sandbox may cause.
+        # If there is no route to the address, it is not this machine's. A sandbox may cause other errors, so
+        # after those, trust that `bind` has succeeded.
         return error.errno not in (errno.ENETUNREACH, errno.EHOSTUNREACH)
     finally:
         sock.close()

@@ -61,17 +61,20 @@ _BY_HAND = (
     ("--rdzv-endpoint HOST:PORT", "--master-port PORT"),
     ("--rdzv-endpoint", "--master-addr and --master-port"),
 )
-"""Options that messages to the user recommend, each with its counterpart for the static rendezvous."""
+"""Options that messages to the user recommend, each with the option to name instead for ``static``."""
 
 _CALL_TIMEOUT = 1.0
-"""Seconds to wait for a name lookup or for a store's reply. The next attempt to connect repeats both."""
+"""Seconds to wait for a name lookup or for a store's reply. If the time is over, the next attempt to connect
+tries again.
+"""
 
 _BEFORE_MEETING = ("refused", "unreachable")
 """Kinds of connection loss that suggest a wrong endpoint if this agent has never been connected."""
 
 
 _ANY_RUN = ""
-"""Run id that only a store for all jobs accepts. An agent's own store silently closes the connection."""
+"""Run id that only a store for all jobs accepts. A store that an agent hosts silently closes the connection.
+"""
 
 
 class CannotHost(Exception):  # noqa: N818 -- a statement, told to the user
@@ -79,7 +82,9 @@ class CannotHost(Exception):  # noqa: N818 -- a statement, told to the user
 
 
 class KeptState(Record):
-    """State that an agent keeps between runs, including an open store with the jobs of all runs."""
+    """State that an agent keeps between its runs, including an open rendezvous store with the jobs of all
+    runs.
+    """
 
     runs: int = 0
     server: Server | None = None
@@ -98,7 +103,7 @@ class RendezvousStore:
 
     Without a ``supervisor``, a separate thread serves the store. ``kept`` belongs to an agent that runs
     several times, each time with another job. ``found`` is the result of :func:`.hosting.decide_hosting`. If
-    it is ``None``, that function is called here, and may raise :class:`.UsageError`.
+    it is ``None``, the constructor calls that function, which may raise :class:`.UsageError`.
     """
 
     def __init__(
@@ -115,7 +120,8 @@ class RendezvousStore:
         self._kept = kept
         self.job = rendezvous.job or rendezvous.run_id
         """Name of the job in the store."""
-        # Job whose etcd lease holds the lasting keys. Workers cannot attach keys to the agents' lease.
+        # Name of the job whose lease in etcd holds the keys that outlive a session, the same for all runs.
+        # Workers use another job name, because they cannot attach keys to the agents' lease.
         self._lasting = self.job
         if kept is not None:
             kept.runs += 1
@@ -132,7 +138,8 @@ class RendezvousStore:
         self._shared: Store | None = None
         self._notices: list[Notice] = []
         self._led_to: tuple[str, int] | None = None
-        # With ``static``, open the nodes' shared store before the round, in which workers use the port.
+        # With ``static``, open the store that the nodes share before a round, because during the round the
+        # workers use the port.
         self._shares_early = rendezvous.is_static and (kept is not None or supervisor is None)
 
     @staticmethod
@@ -178,7 +185,8 @@ class RendezvousStore:
             self._lead_workers(None)
         except OSError as error:
             if error.errno == errno.EADDRINUSE and not self._hosting.is_explicit:
-                # Another agent probably hosts the store, so become a client. If not, connecting will fail.
+                # The port is taken, so another agent probably hosts the store. Become a client. If no agent
+                # hosts the store, connecting will fail.
                 self._host_alone()
                 return
             option, other = "--rdzv-endpoint HOST:PORT", ""
@@ -196,14 +204,15 @@ class RendezvousStore:
             run_id=self._rendezvous.run_id,
             token=self._rendezvous.settings.token,
             max_connections=self._rendezvous.max_connections,
-            # A server that is kept for later runs may outlive the supervisor, so do not use its thread.
+            # If the store is kept for later runs, it may outlive the supervisor, so do not serve it in the
+            # supervisor's thread.
             supervisor=self._supervisor if self._kept is None else None,
         )
 
     def _host_alone(self) -> None:
-        """Serve the store at a free port if this agent needs no other node, because the endpoint's port is
-        taken. Do nothing if a store for all jobs has it: an agent that waits in that store may replace this
-        one.
+        """Serve the store at a free port, because the endpoint's port is taken, and this job needs no other
+        node. Do nothing if a store for all jobs has the port, because an agent that waits at that store may
+        later replace this agent.
         """
         if not self._rendezvous.needs_no_other_node or self._ask(self._is_store_of_all_jobs, _CALL_TIMEOUT):
             return
@@ -234,8 +243,9 @@ class RendezvousStore:
             session.close()
 
     def follow(self, head: Head | None) -> None:
-        """Make the store hosted here forward worker connections to the workers' store of the round in
-        ``head``, for scripts that set ``MASTER_ADDR`` and ``MASTER_PORT`` to the endpoint of the rendezvous.
+        """Make the rendezvous store hosted here forward workers' connections to the workers' store of the
+        round in ``head``. Some scripts need this, because they set ``MASTER_ADDR`` and ``MASTER_PORT`` to the
+        endpoint of the rendezvous.
         """
         address = workers_store(head)
         if address != self._led_to:
@@ -251,7 +261,7 @@ class RendezvousStore:
 
     def announce_workers_store(self, agent: str, head: Head | None) -> None:
         """Tell a store for all jobs the address of the round's workers' store; see :meth:`follow`. Do nothing
-        in a worker, whose token gives no access to such keys.
+        in a worker, because its token gives no access to the keys for that.
         """
         address = workers_store(head)
         rendezvous = self._rendezvous
@@ -263,14 +273,16 @@ class RendezvousStore:
         self.send(Txn(0, [], [put]))
 
     def connect(self, *, same: bool = False) -> ConnectionLost | None:
-        """Start to connect. :meth:`take` returns the result later; a failure at once is returned here.
+        """Start to connect to the store. :meth:`take` returns the result later. A failure that is known
+        immediately is returned here.
 
-        Until the first success, every attempt but the first decides again whether this agent hosts the store.
-        With ``same``, the store must be the previous one, or one that continues with its state.
+        Until this agent has connected once, every attempt except the first decides again whether it hosts the
+        store. With ``same``, the store must be the previous one, or one that continues with its state.
         """
         self.disconnect()
         if self._supervisor is not None:
-            # The lost session has no workers left, so the nursery (their parent) may release its connection.
+            # No workers of the lost session are left, so the nursery (the process that starts the workers)
+            # may close its copy of the connection.
             self._supervisor.release_connection()
         if self._may_decide_again and self._server is None and self._rendezvous.etcd is None:
             question = partial(hosting.decide_again, self._hosting, self._rendezvous, self._resolver)
@@ -286,7 +298,8 @@ class RendezvousStore:
                 self.close_shared_store()
                 self._shared = self._open_store("")
             except DistNetworkError:
-                # If the store is unreachable, opening the agent's own connection reports the reason.
+                # Go on without the shared store: if the store is unreachable, opening the agent's own
+                # connection reports the reason.
                 self._shared = None
         try:
             self._session = self._connected(self._met if same else None)
@@ -298,7 +311,8 @@ class RendezvousStore:
 
     def _connected(self, met: tuple[bytes, int] | None) -> NativeSession:
         settings, supervisor = self._rendezvous.settings, self._supervisor
-        # Without a supervisor, the agent polls the client itself, and may be busy with workers for long.
+        # Only with a supervisor is there a limit. Without one, the agent polls the client itself, and may be
+        # too busy with workers to do so in time.
         stall_timeout = settings.stall_timeout if supervisor is not None else None
         more: dict[str, Any]
         if self._rendezvous.etcd is not None:
@@ -328,7 +342,8 @@ class RendezvousStore:
             return self._rendezvous.host, self._rendezvous.port
         address = self._hosting.listen[0][0]
         if is_unspecified(address):
-            # Workers get this address, and programs expect IPv4 unless the endpoint is an IPv6 address.
+            # Workers get this address, so prefer IPv4: programs expect it unless the endpoint is an IPv6
+            # address.
             is_v4 = packed(address) == bytes(4) or self._rendezvous.host in ("localhost", "127.0.0.1")
             address = "127.0.0.1" if is_v4 else "::1"
         return address, self._server.port
@@ -349,11 +364,13 @@ class RendezvousStore:
         self._notices.clear()
         for event in self._session.take():
             if isinstance(event, ConnectionLost):
-                # Do not decide again after a failed name lookup, because that would repeat the slow lookup.
+                # After a failed name lookup, do not decide again who hosts the store, because that would
+                # repeat the lookup, which is slow.
                 self._may_decide_again = not self._has_met and event.kind != "resolve"
                 events.append(ConnectionLost(event.kind, self._explained(event)))
             elif isinstance(event, Connected) and self._shares_early and self._shared is None:
-                # Reconnect, to also open the nodes' shared store. It was probably not listening before.
+                # Reconnect, to open also the store that the nodes share. That failed before this connection,
+                # probably because the store was not listening yet.
                 self.disconnect()
                 return [ConnectionLost("unreachable", f"only one connection to {self._rendezvous.endpoint}")]
             else:
@@ -414,9 +431,9 @@ class RendezvousStore:
         return self._server.sessions() > own
 
     def open_shared_store(self, round: int) -> Store:  # noqa: A002 -- the field's own word
-        """Open the store for user data of a round on a new connection, and close that of the previous round.
-        With ``static``, one connection serves all rounds. Keys of other rounds are not visible. Raises
-        :class:`DistNetworkError`.
+        """Open the store for user data of a round on a new connection, and close the connection of the
+        previous round. With ``static``, one connection serves all rounds. Keys of other rounds are not
+        visible. Raises :class:`DistNetworkError`.
         """
         prefix = Keys(self.job).store(round)
         if self._shares_early and self._shared is not None:
@@ -445,7 +462,9 @@ class RendezvousStore:
             self._server.stop_listening()
 
     def listen_again(self) -> None:
-        """Accept connections again, or raise :class:`OSError` if another program uses the port."""
+        """Let the store hosted here accept connections again. Raise :class:`OSError` if another program uses
+        the port.
+        """
         if self._server is not None:
             self._server.listen_again()
 
@@ -455,7 +474,9 @@ class RendezvousStore:
         return self._kept is not None
 
     def close(self, *, stays: bool = False) -> None:
-        """Close all connections, and the store unless it stays open for the next run. Idempotent."""
+        """Close all connections, and the store hosted here unless it stays open for the agent's next run.
+        Idempotent.
+        """
         self.close_shared_store()
         self.disconnect()
         if self._kept is not None and stays:

@@ -19,10 +19,10 @@ FILE_LIMIT = 3.0
 
 
 class FileAccess:
-    """Runs functions that access files, one at a time, each on a thread and with a time limit.
+    """Runs functions that access files, one at a time. Each runs on a thread and has a time limit.
 
-    If a function exceeds the limit, ``hangs`` is called, and further functions are refused until it returns.
-    A hanging file system therefore delays the agent only once and occupies only one thread.
+    If a function exceeds the limit, ``hangs`` is called, and no other function is started until it returns. A
+    file system that hangs therefore delays the agent only once and occupies only one thread.
     """
 
     def __init__(self, hangs: Callable[[], object] = lambda: None) -> None:
@@ -31,7 +31,10 @@ class FileAccess:
         self._free = _thread.allocate_lock()
 
     def run(self, ask: Callable[[], _T], default: _T) -> _T:
-        """Return the function's result; ``default`` if this or an earlier function takes too long."""
+        """Return the result of ``ask``.
+
+        Return ``default`` if it takes too long, or if an earlier function still hangs.
+        """
         if not self._free.acquire(timeout=0 if self._is_stuck else self._limit):
             return self._late(default)
         self._is_stuck = False
@@ -41,7 +44,7 @@ class FileAccess:
         done.acquire()
 
         def work() -> None:
-            # Other threads handle the signals.
+            # Block all signals in this thread, because other threads handle them.
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             try:
                 found.append(ask())
@@ -62,7 +65,10 @@ class FileAccess:
         return found[0]
 
     def begin(self, act: Callable[[], object]) -> None:
-        """Start a function that raises no exception, unless an earlier one is running. Ignore its result."""
+        """Start a function, which must raise no exception, and ignore its result.
+
+        Do nothing if an earlier one is running.
+        """
         if self._free.acquire(blocking=False):
 
             def work() -> None:
@@ -87,9 +93,9 @@ class FileAccess:
 class BackgroundCall:
     """Calls a function that may block, on a separate thread. ``fd`` becomes readable when it has returned.
 
-    The main thread runs no signal handlers while it is blocked in the C library, for example in the resolver.
-    The constructor raises ``OSError`` if no file descriptor is free, and ``RuntimeError`` if no thread can
-    be started.
+    The thread is needed because the main thread runs no signal handlers while it is blocked in the C library,
+    for example in the resolver. The constructor raises ``OSError`` if no file descriptor is free, and
+    ``RuntimeError`` if no thread can be started.
     """
 
     def __init__(self, ask: Callable[[], Any]) -> None:
@@ -106,7 +112,7 @@ class BackgroundCall:
             raise
 
     def _run(self) -> None:
-        # Other threads handle the signals.
+        # Block all signals in this thread, because other threads handle them.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             self._answer = self._ask()
@@ -120,7 +126,10 @@ class BackgroundCall:
                 os.eventfd_write(self.fd, 1)
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until the function has returned. Return false on timeout. Signal handlers may raise here."""
+        """Wait until the function has returned.
+
+        Return false on timeout. Signal handlers may raise an exception here.
+        """
         poll = select.poll()
         poll.register(self.fd, select.POLLIN)
         return bool(poll.poll(None if seconds is None else 1000 * seconds))
@@ -131,7 +140,7 @@ class BackgroundCall:
         return self._answer
 
     def close(self) -> None:
-        """Close the file descriptor. A function that is still running continues, without a result."""
+        """Close the file descriptor. If the function still runs, it continues, but its result is ignored."""
         with self._lock:
             if self._is_over and not self._is_closed:
                 os.close(self.fd)

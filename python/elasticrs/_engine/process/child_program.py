@@ -31,9 +31,9 @@ def command(module: str, *arguments: str) -> list[str]:
 def main() -> int:
     """Kill a process group as soon as the program that started this one dies, even by SIGKILL.
 
-    The starter writes the group's number to standard input, and keeps the pipe open. To end the group itself,
-    it kills this program first, because the number may belong to another group afterwards. A starter that
-    dies before it writes the number leaves the group behind.
+    The starter writes the group's number to this process's standard input, and keeps the pipe open. A starter
+    that ends the group itself kills this process first, because another group may get the number afterwards.
+    If a starter dies before it writes the number, the group continues to run.
     """
     group = b""
     while part := os.read(0, 64):

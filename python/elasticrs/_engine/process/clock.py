@@ -8,7 +8,10 @@ from elasticrs._engine.job.value import Value
 
 
 class Clock(Value):
-    """Wall clock of the store, relative to this node's. ``error_ns`` is ``None`` if not measured yet."""
+    """Difference between the wall clock of the store's host and this node's.
+
+    ``error_ns`` is ``None`` if it has not been measured yet.
+    """
 
     offset_ns: int = 0
     error_ns: int | None = 0
@@ -23,7 +26,8 @@ class Clock(Value):
 def _wall_minus_monotonic() -> int:
     """Return this node's wall-clock time minus its monotonic time, in nanoseconds.
 
-    Use the fastest of three readings, because the thread may be preempted between reading the two clocks.
+    Read both clocks three times and use the fastest attempt, because the thread may be interrupted between
+    the two.
     """
     found = []
     for _ in range(3):

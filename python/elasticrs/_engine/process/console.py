@@ -34,7 +34,8 @@ _NOT_AT_ONCE = frozenset((
 """Error numbers of a non-blocking write after which a blocking write may still succeed."""
 _KEPT = 1000
 _MOMENT = 0.002
-"""Seconds to wait until a line is written, which keeps it in order with the lines of the workers."""
+"""Seconds to wait until a line is written. The wait keeps the line in order with the output of the workers.
+"""
 END_PATIENCE = 1.0
 """Maximum number of seconds to wait for the last lines at the end of a job."""
 
@@ -46,7 +47,7 @@ DESCRIPTORS = {"stdout": 1, "stderr": 2}
 
 
 def descriptors(std: str) -> set[int]:
-    """Return the file descriptor of C code and child processes, and the one of Python's stream."""
+    """Return a stream's descriptors: that of C code and child processes, and that of Python's object."""
     usual = DESCRIPTORS[std]
     try:
         return {usual, int(getattr(sys, std).fileno())}
@@ -67,14 +68,20 @@ def prefix(time_ns: int | None = None, node: str = "", group_rank: int | None = 
 
 
 def has_time(log_prefix: str | None, fd: int) -> bool:
-    """Return true if lines have a timestamp. Without ``log_prefix``, ``PET_LOG_PREFIX`` decides."""
+    """Return true if the launcher's lines have a timestamp.
+
+    If ``log_prefix`` is ``None``, the variable ``PET_LOG_PREFIX`` decides.
+    """
     if log_prefix is None:
         log_prefix = os.environ.get("PET_LOG_PREFIX")
     return log_prefix == "time" or (log_prefix != "none" and not os.isatty(fd))
 
 
 class Console:
-    """Writes lines with a prefix, which names the node and the agent's pid if ``is_one_of_several``."""
+    """Writes lines with a prefix.
+
+    If ``is_one_of_several`` agents, the prefix contains the node and this agent's pid.
+    """
 
     __slots__ = (
         *("_fd", "_has_time", "_is_gone", "_is_late", "_is_writing", "_lines", "_lock", "_node", "_writing"),
@@ -102,7 +109,10 @@ class Console:
         return prefix(time.time_ns() if self._has_time else None, self._node, self.group_rank) + text
 
     def say(self, text: str) -> None:
-        """Write one line, truncated to a pipe's atomic size. Queue it if the reader has stopped reading."""
+        """Write one line, truncated to the size that a pipe accepts at once.
+
+        Queue the line if the reader has stopped reading.
+        """
         line = _encode(self.prefixed(" ".join(text[:_PIPE_BUF].splitlines())))
         if self.waiting < _KEPT:
             self._put([_whole(line, _PIPE_BUF - 1) + b"\n"])
@@ -123,10 +133,13 @@ class Console:
         is_enough: Callable[[], bool] = lambda: True,
         paint: Callable[[str], str] = lambda text: text,
     ) -> bool:
-        """Write the queued lines and a text of any length. Return false if a part of it is still queued.
+        """Write the queued lines, and then a text of any length.
 
-        Wait at most ``patience`` seconds while the reader does not read. Stop if ``wake_fd`` is readable and
-        ``is_enough`` returns true. If the console shows colours, ``paint`` adds them to the text.
+        Return false if a part of it is still queued.
+
+        If the reader does not read, wait at most ``patience`` seconds. Stop earlier if ``wake_fd`` is
+        readable and ``is_enough`` returns true. If the console shows colours, ``paint`` adds them to the
+        text.
         """
         shown = visible(text)
         data = (paint(shown) if self._has_colours() else shown).encode("utf-8", "backslashreplace")
@@ -183,7 +196,7 @@ class Console:
 
     def _work(self) -> None:
         """Write all queued lines. Called in the console's thread, where writes may block."""
-        # Other threads handle the signals.
+        # Block all signals in this thread, because other threads handle them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         while True:
             with self._lock:
@@ -218,5 +231,8 @@ def _whole(text: bytes, limit: int) -> bytes:
 
 
 def _encode(text: str) -> bytes:
-    """Encode text as UTF-8. Escape lone surrogates, because programs may fail on invalid UTF-8."""
+    """Encode text as UTF-8.
+
+    Escape lone surrogates, because programs that read the output may fail on invalid UTF-8.
+    """
     return visible(text).encode("utf-8", "backslashreplace")

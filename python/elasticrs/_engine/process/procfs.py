@@ -6,9 +6,11 @@ import os
 
 
 def has_own_proc() -> bool:
-    """Return true if ``/proc`` shows the pid namespace of this process, not an outer one with other pids.
+    """Return true if ``/proc`` shows the pid namespace of this process.
 
-    The core applies the same rule.
+    It may show an outer one, with other pids.
+
+    The core decides this in the same way.
     """
     try:
         with open("/proc/self/status", encoding="ascii", errors="replace") as status:
@@ -19,13 +21,13 @@ def has_own_proc() -> bool:
 
 
 def started_at(pid: str) -> int:
-    """Return the start time of a process (a pid or ``self``) in clock ticks since boot; 0 if unreadable."""
+    """Return when a process (pid or ``self``) started, in clock ticks since boot; 0 if it cannot be read."""
     fields = stat_fields(pid)
     return int(fields[19]) if fields else 0
 
 
 def stat_fields(pid: str, proc: str = "/proc") -> list[bytes]:
-    """Return the fields of ``/proc/PID/stat``, starting with the third (the state); empty if unreadable."""
+    """Return the fields of ``/proc/PID/stat`` from the third (the state) on; empty if they cannot be read."""
     try:
         with open(f"{proc}/{pid}/stat", "rb") as file:
             # The second field, the name in parentheses, can contain any byte.

@@ -21,26 +21,30 @@ if TYPE_CHECKING:
 
 _installed: list[tuple[Callable[[], None], Collection[int]]] = []
 _masks: dict[int, set[int]] = {}
-"""Signals that were blocked before a fork, by thread id."""
+"""Signals that each thread had blocked before its fork began, by thread id."""
 
 
 def undo_in_children(undo: Callable[[], None], signums: Collection[int]) -> None:
-    """Register a function that restores the previous signal handling. Forked children call it first.
+    """Register a function that restores the previous signal handling.
 
-    The collection of signals is read again at each fork.
+    It is called first in each forked child.
+
+    ``signums`` are the signals that it restores. They are looked up again at each fork, because the
+    collection may change.
     """
     _installed.append((undo, signums))
 
 
 def is_undone(undo: Callable[[], None]) -> None:
-    """Unregister a function after the signal handlers have been removed. Idempotent."""
+    """Unregister a function of :func:`undo_in_children`, once the signal handlers are removed. Idempotent."""
     _installed[:] = [each for each in _installed if each[0] != undo]
 
 
 def _before() -> None:
     signums = {signum for _, each in _installed for signum in tuple(each)}
     if signums:
-        # Save the mask first, because each call of `pthread_sigmask` may run handlers, which may raise.
+        # Save the signal mask first, because each call of `pthread_sigmask` may run signal handlers, which
+        # may raise.
         _masks[_thread.get_ident()] = set(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
         signal.pthread_sigmask(signal.SIG_BLOCK, signums)
 
@@ -78,9 +82,9 @@ os.register_at_fork(before=_before, after_in_parent=_after_in_parent, after_in_c
 
 
 ECHO = 0.1
-"""Seconds after the first stop signal in which further stop signals belong to the same request.
+"""Seconds after the first stop signal in which further stop signals count as the same request to stop.
 
-Wrapper programs pass on signals, and systemd, schedulers and terminals send several kinds at once.
+Wrapper programs pass signals on, and systemd, schedulers and terminals send several kinds at once.
 """
 
 KEYBOARD = frozenset((signal.SIGINT, signal.SIGQUIT))
@@ -88,7 +92,7 @@ KEYBOARD = frozenset((signal.SIGINT, signal.SIGQUIT))
 
 
 class StopRequests:
-    """Detector for stop signals that only repeat an earlier request."""
+    """Decides whether a stop signal is a new request to stop, or only repeats an earlier one."""
 
     __slots__ = ("_came", "_first")
 
@@ -97,10 +101,12 @@ class StopRequests:
         self._came: set[int] = set()
 
     def is_new(self, signum: int, now: float) -> bool:
-        """Record a stop signal at ``now``, in monotonic seconds. Return true if it is a new request.
+        """Record a stop signal that arrived at ``now``, in monotonic seconds.
 
-        The first signal is a new request. After :data:`ECHO` seconds, a signal from the keyboard or a
-        repeated SIGTERM is a new request as well.
+        Return true if it is a new request to stop.
+
+        The first signal is a new request. Later than :data:`ECHO` seconds after it, a signal from the
+        keyboard or a repeated SIGTERM is a new request as well.
         """
         first, came = self._first, signum in self._came
         self._came.add(signum)

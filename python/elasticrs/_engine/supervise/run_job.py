@@ -46,8 +46,9 @@ def run_job(
 ) -> JobResult:
     """Run a job to its end on this node. Raises ``UsageError``, and the exceptions of :meth:`.Agent.run`.
 
-    ``owns_process``: the process runs nothing but the launcher, so events record the agent's end. ``created``
-    gets the agent before it runs. ``consoles`` are descriptors (1, 2) for the workers' output.
+    If ``owns_process``, the process runs nothing but the launcher, so events record the agent's end.
+    ``created`` is called with the agent before the agent runs. ``consoles`` are the file descriptors (1, 2)
+    on which the workers' output is shown.
     """
     workers = make_workers(job, consoles)
     for notice in job.notices:

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from elasticrs._engine.workers.plan import Plan
 
 TOKEN_VARIABLE = "ELASTICRS_TOKEN"
-"""Variable with the secret that the agents of a job share, unless the rendezvous settings contain one."""
+"""Environment variable with the token, a secret that a job's agents share.
+
+The rendezvous settings may contain it instead.
+"""
 
 _HERE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "inside")
 _HOOK = os.path.join(_HERE, "hook")
@@ -32,7 +35,10 @@ def worker_env(
     restarts: int,
     inherited: Mapping[str, str],
 ) -> dict[str, str]:
-    """Return the variables that the agent adds. The log layout later adds ``TORCHELASTIC_ERROR_FILE``."""
+    """Return the environment variables that the agent sets for a worker.
+
+    ``TORCHELASTIC_ERROR_FILE`` is not among them, because it is added later, with the paths of the log files.
+    """
     return {
         "RANK": str(ranks.global_rank),
         "LOCAL_RANK": str(ranks.local_rank),
@@ -57,7 +63,7 @@ def worker_env(
 def virtual_local_rank(local_rank: int, inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that make a worker see only one GPU and use local rank 0, as in torch.
 
-    Raise ``ValueError`` if the agent sees too few GPUs for this local rank.
+    Raise ``ValueError`` if the agent itself sees too few GPUs for a worker with this local rank.
     """
     names = ["CUDA_VISIBLE_DEVICES"]
     source = names[0]
@@ -75,12 +81,18 @@ def virtual_local_rank(local_rank: int, inherited: Mapping[str, str]) -> dict[st
 
 
 def inherited_environment() -> dict[str, str]:
-    """Return the environment that workers inherit, without the token, because only agents need it."""
+    """Return the environment that workers inherit.
+
+    Leave out the token of the job, because only agents need it.
+    """
     return {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
 
 
 def hook_environment(env: dict[str, str]) -> dict[str, str]:
-    """Return a copy of ``env`` in which Python loads the hook, unless ``ELASTICRS_TRACEBACKS`` is 0."""
+    """Return a copy of ``env`` in which Python loads the hook (our ``sitecustomize``) at its start.
+
+    Leave out the hook if ``ELASTICRS_TRACEBACKS`` is 0.
+    """
     worker_env = dict(env)
     # A directory whose name contains a colon cannot be an entry of PYTHONPATH.
     if env.get("ELASTICRS_TRACEBACKS") == "0" or os.pathsep in _HOOK:
@@ -95,7 +107,10 @@ def hook_environment(env: dict[str, str]) -> dict[str, str]:
 
 
 def warm_environment(env: dict[str, str], preload: Preload, core: str) -> dict[str, str]:
-    """Return the environment of a warm nursery; see ``_engine/inside/nursery/nursery.py``."""
+    """Return the environment of a warm nursery, the process that imports modules and then forks the workers.
+
+    See ``_engine/inside/nursery/nursery.py``.
+    """
     import json
 
     entries = [entry for entry in (env.get("PYTHONPATH") or _HOOK).split(os.pathsep) if entry != _HOOK]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Overdue(Value):
-    """Reason why a worker has failed, whatever its exit code: it exceeded a time limit, or it is blamed.
+    """Reason why a worker counts as failed, whatever its exit code: an exceeded time limit, or blame.
 
     At most one of ``timer``, ``hung`` and ``raised`` is set.
     """
@@ -33,27 +33,31 @@ class Overdue(Value):
     is_blamed: bool = False
 
 
-# The agent's own events. All times are in nanoseconds of the monotonic clock.
+# The events below come from the agent itself, not from the core. Times are in nanoseconds of the monotonic
+# clock.
 
 
 class Stamp(Value):
-    """Time of a step of the agent; see :attr:`EventLog.stamps`."""
+    """Event: the agent has finished a step of its work, at this time; see :attr:`EventLog.stamps`."""
 
     name: str
     at_ns: int
 
 
 class Adopted(Value):
-    """Another process has started the workers. ``pids`` is in the order of the local ranks."""
+    """Event: the workers were started by a process other than the core.
+
+    ``pids`` is in the order of the local ranks.
+    """
 
     pids: Sequence[int]
 
 
 class Blamed(Value):
-    """Decision which workers are to blame for a hang (``hung``) or a failed collective.
+    """Event: the agent has decided which workers are to blame for a hang (``hung``) or a failed collective.
 
-    At least one worker is named. These workers are blamed instead of the one that the core killed or saw
-    fail first.
+    At least one worker is named. These workers count as the cause instead of the worker that the core killed
+    or saw fail first.
     """
 
     blame: Blame
@@ -63,7 +67,10 @@ class Blamed(Value):
 
 
 class Silent(Value):
-    """Workers exited with 0 before their work was done. ``ended_ns`` is ``None`` while other workers run."""
+    """Event: these workers exited with 0 before their work was done.
+
+    ``ended_ns`` is ``None`` as long as other workers run.
+    """
 
     local_ranks: Collection[int]
     ended_ns: int | None = None
@@ -78,9 +85,9 @@ _DERIVED = ("first_failure", "expired", "stamps")
 class EventLog:
     """Events of a group of workers, in the order in which they became known. Only :meth:`append` changes it.
 
-    If ``replaces``, failed workers are replaced while the others run, and the core reports no first failure.
-    ``pids``, ``exits`` and ``raised`` (last uncaught exception) are by local rank. ``signalled`` is the
-    number of other workers that were signalled because of the first failure.
+    If ``replaces`` is true, a failed worker is replaced while the others run, and the core reports no first
+    failure. ``pids``, ``exits`` and ``raised`` (the last uncaught exception of each worker) are by local
+    rank. ``signalled`` is the number of workers that were signalled because another worker failed first.
     """
 
     def __init__(self, *, replaces: bool = False) -> None:
@@ -167,7 +174,7 @@ class EventLog:
     # --- the first failure ---
 
     def _seen_first(self) -> tuple[int, int] | None:
-        """Return the time of the first failure, and the local rank."""
+        """Return the time and local rank of the first failure that the core has seen, or ``None``."""
         found = [(each.seen_ns, each.local_rank) for each in self._failures]
         if not found and self._replaces:
             stopped_ns = self._times.get("stopped")
@@ -178,7 +185,7 @@ class EventLog:
         return min(found, default=None)
 
     def _silent_end(self) -> tuple[int, int] | None:
-        """Return the first of the workers that failed silently, and the time when that became known."""
+        """Return the first worker that exited with 0 before its work was done, and when that became known."""
         for each in self._silent:
             ranks = [rank for rank in each.local_ranks if rank in self.exits]
             if each.ended_ns is not None and ranks:
@@ -196,7 +203,11 @@ class EventLog:
         return None if first is None else self.accused(first[1])
 
     def _named(self, blamed: Blamed) -> Sequence[int]:
-        """Return the workers to blame. If that is undecided, return only one, preferably the core's."""
+        """Return the local ranks of the workers to blame.
+
+        As long as the blame is not decided, return only one of them: if possible, the worker that the core
+        has named.
+        """
         if blamed.blame.is_decided:
             return blamed.local_ranks
         first = self._seen_first()
@@ -205,10 +216,13 @@ class EventLog:
 
     @cached_property
     def expired(self) -> Mapping[int, Overdue]:
-        """Why workers failed regardless of their exit code, by local rank. The first limit counts."""
+        """Reasons why workers count as failed whatever their exit code, by local rank.
+
+        If a worker exceeded several limits, the first one is the reason.
+        """
         found: dict[int, Overdue] = {}
         for local_rank, why in sorted(self._overdue, key=lambda each: each[1].seen_ns):
-            # The workers to blame for a hang replace the worker that the core has named.
+            # If the agent has blamed workers for a hang, leave out the worker that the core has named for it.
             if why.hung is None or all(each.hung is not why.hung for each in self._blames):
                 found.setdefault(local_rank, why)
         for blamed in self._blames:
@@ -219,23 +233,26 @@ class EventLog:
         return found
 
     def accused(self, local_rank: int) -> int:
-        """Return the worker that is blamed for a hang instead of a given worker, or the given worker."""
+        """Return the worker that is blamed for the hang of a given worker.
+
+        Return the given one if no other is blamed.
+        """
         if self.blame is None or local_rank in self.expired:
             return local_rank
         return next((each for each, why in self.expired.items() if why.is_blamed), local_rank)
 
     def was_stopped_by_exception(self) -> bool:
-        """Return true if the others were stopped after the first worker's exception, before its exit."""
+        """Return true if the others were stopped because the first worker to fail raised an exception."""
         raised = None if self.first_failure is None else self.raised.get(self.first_failure)
         return raised is not None and self.stamps.get("failure_seen") == raised.seen_ns
 
     def is_slow_to_exit(self, local_rank: int) -> bool:
-        """Return true if a worker exceeded ``--exit-timeout`` although its exit was making progress."""
+        """Return true if a worker exceeded ``--exit-timeout``, although its exit still made progress."""
         event = self.expired.get(local_rank)
         return event is not None and event.raised is not None and event.raised.exit == "slow"
 
     def is_told_at_once(self, local_rank: int) -> bool:
-        """Return true if a failure is reported before the exit: a hang, an exception or a slow exit."""
+        """Return true if a worker's failure (hang, exception or slow exit) is reported before its exit."""
         if local_rank == self.first_failure and self.was_stopped_by_exception():
             return True
         event = self.expired.get(local_rank)
@@ -246,7 +263,7 @@ class EventLog:
         return worker.seen_ns if event is None else event.seen_ns
 
     def failed_exits(self) -> list[WorkerExited]:
-        """Return the failed workers, starting with the first failure, and then in the order of exits."""
+        """Return the exits of the failed workers: first that of the first failure, then by time."""
         first, ended = self.first_failure, {*self.expired, *self.silent}
         if first is not None and self.was_stopped_by_exception():
             ended.add(first)
@@ -257,10 +274,11 @@ class EventLog:
 
     @cached_property
     def stamps(self) -> Mapping[str, int]:
-        """Times of events of the agent and of the workers, such as ``planned`` and ``failure_seen``.
+        """Times of events of the agent and of the workers, by name, such as ``planned`` and ``failure_seen``.
 
-        ``imported``, ``raised`` and ``memory_free`` exist only if the agent waited for the imports, for the
-        exit after an exception, or for device memory. ``stopped`` exists only after a request to stop.
+        ``imported``, ``raised`` and ``memory_free`` exist only if the agent waited for the imports, for a
+        worker's exit after its exception, or for free device memory. ``stopped`` exists only after a request
+        to stop.
         """
         found = dict(self._times)
         if self._failures:
@@ -277,7 +295,9 @@ class EventLog:
 
     @property
     def failed_ns(self) -> int:
-        """Time of the first failure; that of the exception, if the agent waited for the exit after it.
+        """Time of the first failure.
+
+        If the agent waited for a worker to exit after an exception, time of the exception.
 
         Raise ``KeyError`` if no worker has failed.
         """

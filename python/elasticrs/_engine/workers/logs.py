@@ -50,8 +50,8 @@ class LogPaths(Value):
         return os.path.dirname(os.path.dirname(os.path.dirname(error_file)))
 
     def only_written(self) -> list[tuple[int, int, str]]:
-        """Return rank, descriptor and path of files that hold one stream and are not read by the agent."""
-        # In a file with several streams, nothing shows which bytes belong to which stream.
+        """Return local rank, descriptor and path of files with one stream that the agent does not read."""
+        # In a file with several streams, nothing shows which bytes belong to which stream, so leave it out.
         owners: dict[str, list[tuple[int, int, str]]] = {}
         for stream, files in ((STDOUT, self.stdouts), (STDERR, self.stderrs)):
             for local_rank, path in files.items():
@@ -61,7 +61,10 @@ class LogPaths(Value):
 
 
 class RunLogs:
-    """The log directory of one run. Raise ``UsageError`` if it cannot be created or written to."""
+    """The log directory of one run.
+
+    The constructor raises ``UsageError`` if it cannot be created or written to.
+    """
 
     def __init__(self, settings: LogSettings, run_id: str, nproc: int) -> None:
         self._settings = settings
@@ -72,7 +75,10 @@ class RunLogs:
         )
 
     def attempt(self, name: str, variables: Mapping[int, dict[str, str]]) -> LogPaths:
-        """Create the directories of an attempt. Add each worker's error file to its ``variables``."""
+        """Create the directories of an attempt.
+
+        Add the path of each worker's error file to its ``variables``.
+        """
         directory = ""
         if self.directory:
             directory = os.path.join(self.directory, f"attempt_{name}")
@@ -118,7 +124,7 @@ def layout(settings: LogSettings, directory: str, nproc: int) -> LogPaths:
 
 
 def followed_files(settings: LogSettings, nproc: int) -> int:
-    """Return the number of log files to keep open. Do not loop over ``nproc``, which may be huge."""
+    """Return how many log files the agent keeps open. Do not loop over ``nproc``, which may be huge."""
     if settings.log_dir == os.devnull:
         return 0
     # A filter adds two open files to a stream: the source and the copy of the filtered lines.
@@ -133,7 +139,7 @@ def followed_files(settings: LogSettings, nproc: int) -> int:
 
 
 def line_prefixes(template: str | None, ranks: Sequence[WorkerRanks]) -> dict[int, str]:
-    """Return the prefixes of the workers' console lines, by local rank. Replace the template's macros."""
+    """Replace the template's macros. Return the prefixes of the workers' console lines, by local rank."""
     hostname = visible(os.uname().nodename.split(".")[0])
     prefixes = {}
     for own in ranks:
@@ -172,14 +178,17 @@ def _make_run_directory(log_dir: str | None, run_id: str) -> str:
 
 
 def run_prefix(run_id: str) -> str:
-    """Return the prefix of a run's directory. It names the host, because nodes often share a file system."""
+    """Return the first part of the name of a run's directory.
+
+    It names the host, because nodes often share a file system.
+    """
     return f"{run_id}_{os.uname().nodename.split('.')[0]}_".replace(os.sep, "_")
 
 
 def attempt_name(restarts: int, round_number: int) -> str:
-    """Return the name of an attempt, which is the same on all nodes.
+    """Return the name of an attempt of all nodes. The name is the same on every node.
 
-    The number of the round is greater than ``restarts + 1`` if some rounds were not charged as restarts.
+    ``round_number`` is greater than ``restarts + 1`` if some attempts were not charged as restarts.
     """
     return str(restarts) if round_number == restarts + 1 else f"{restarts}_r{round_number}"
 
@@ -196,10 +205,10 @@ def make_private_directory(parent: str, prefix: str) -> str:
 
 
 def make_again(run_directory: str, *, is_temporary: bool) -> None:
-    """Recreate a run's directory and its parent, if a clean-up tool has removed them during a long job.
+    """Recreate a run's directory and its parent folder, if a clean-up tool has removed them.
 
-    If ``is_temporary``, other users can create files in the folder of the parent. In this case, reject their
-    directories with ``PermissionError``.
+    ``is_temporary`` means that other users can create files where the parent folder was. In this case, raise
+    ``PermissionError`` if the folder now belongs to another user.
     """
     if not is_temporary:
         os.makedirs(run_directory, 0o700, exist_ok=True)

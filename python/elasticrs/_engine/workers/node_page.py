@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 VARIABLE = "ELASTICRS_TRAIN_PAGE"
 
 RATE_INTERVAL = 1_000_000_000
-"""Minimum number of nanoseconds between two published rates, because measuring may be slow on a GPU."""
+"""Minimum number of nanoseconds between two reports of a worker's training rate, because measuring it may be
+slow on a GPU.
+"""
 
 # Offsets into the page, in 8-byte words.
 _MARK, _ASKED, _SERVED, _RESULT, _SERVED_NS = range(5)
@@ -34,9 +36,9 @@ _RESULTS: tuple[Result, ...] = ("saved", "failed", "no manager")
 
 
 class Standing(Value):
-    """Training progress of a worker. ``rank`` is ``None`` and ``round`` is 0 before its first round.
+    """Training progress of a worker. Before its first rendezvous, ``rank`` is ``None`` and ``round`` is 0.
 
-    ``step_ns`` is when the last step ended, in nanoseconds of the monotonic clock.
+    ``step_ns`` is the time at which the last step ended, in nanoseconds of the monotonic clock.
     """
 
     local_rank: int
@@ -50,14 +52,17 @@ class Standing(Value):
 
 
 class Met(Value):
-    """Last rendezvous round that a worker took part in."""
+    """A worker's last rendezvous: its number (``round``) and its result."""
 
     round: int
     rank: int
 
 
 class AgentPage:
-    """The agent's access to the page. ``variable`` is the value of :data:`VARIABLE` for the workers."""
+    """The agent's access to the node's page, a file in memory that it shares with its workers.
+
+    ``variable`` is the value of the workers' environment variable :data:`VARIABLE`.
+    """
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
@@ -70,12 +75,13 @@ class AgentPage:
         self._map = mmap(self._fd, size)
         self._bytes = memoryview(self._map)
         self._words, self._floats = self._bytes.cast("Q"), self._bytes.cast("d")
-        # Workers check this number, because the path may lead to a different file in another pid namespace.
+        # Workers check this number of the file, because the path may lead to another file in another pid
+        # namespace.
         self._words[_MARK] = mark = int.from_bytes(os.urandom(7), "big")
         self.variable = f"{mark}:/proc/{os.getpid()}/fd/{self._fd}"
 
     def ask(self) -> int:
-        """Request a checkpoint. Return the number of the request."""
+        """Request a checkpoint from the workers. Return the number of the request."""
         self._words[_ASKED] += 1
         return self._words[_ASKED]
 
@@ -84,7 +90,7 @@ class AgentPage:
         return self._words[_ASKED]
 
     def answer(self) -> tuple[int, Result, int]:
-        """Return the number of served requests, and the result and monotonic time (ns) of the last save."""
+        """Return the number of served requests, and result and monotonic time (ns) of the last checkpoint."""
         served = self._words[_SERVED]
         result = min(self._words[_RESULT], len(_RESULTS) - 1)
         return served, _RESULTS[result], self._words[_SERVED_NS]
@@ -110,7 +116,7 @@ class AgentPage:
         return None if standing.rank is None else Met(standing.round, standing.rank)
 
     def meetings(self) -> tuple[int | None, ...]:
-        """Return the round of each worker's last rendezvous; ``None`` for a worker that has had none."""
+        """Return the number of each worker's last rendezvous; ``None`` for a worker that has had none."""
         found = map(self.last_met, range(self._workers))
         return tuple(None if met is None else met.round for met in found)
 
@@ -119,7 +125,7 @@ class AgentPage:
         return bool(self._words[at + _ROUND]) and not self._words[at + _HAS_FINISHED]
 
     def final_world_size(self) -> int | None:
-        """Return the size of the last rendezvous; ``None`` if there was none or workers still train."""
+        """Return the last rendezvous's number of workers; ``None`` without one, or if workers still train."""
         if self._fd < 0:
             return None
         met = [each for each in self.standings() if each.rank is not None]
@@ -149,7 +155,10 @@ class AgentPage:
 
 
 class WorkerPage:
-    """A worker's access to the page. Only the process that created this object may use it."""
+    """A worker's access to the page that it shares with the agent.
+
+    Only the process that created this object may use it.
+    """
 
     def __init__(self, words: memoryview, local_rank: int) -> None:
         self._all = words
@@ -168,11 +177,14 @@ class WorkerPage:
 
     @property
     def asked(self) -> int:
-        """Number of requests so far. A save that starts now serves all of them."""
+        """Number of checkpoints that the agent has requested so far.
+
+        A save that starts now serves all of these requests.
+        """
         return self._all[_ASKED]
 
     def serve(self, asked: int, result: Result) -> None:
-        """Report the result of a save, which serves all requests up to number ``asked``."""
+        """Report the result of a save, which serves all checkpoint requests up to the number ``asked``."""
         words = self._all
         if asked > words[_SERVED]:
             words[_RESULT] = _RESULTS.index(result)
@@ -180,7 +192,7 @@ class WorkerPage:
             words[_SERVED] = asked
 
     def place(self, rank: int, world_size: int, number: int) -> None:
-        """Publish this worker's rank, and the size and number of the round that is starting."""
+        """Publish this worker's rank, and the size and number of the rendezvous round that is starting."""
         own = self._own
         own[_RANK], own[_WORLD], own[_ROUND] = rank + 1, world_size, number
         own[_HAS_FINISHED] = 0

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class Plan(Record):
-    """Ranks and addresses of an attempt.
+    """Ranks and addresses of the workers in an attempt.
 
-    ``port`` reserves the port of the store; ``None`` if another agent does so. ``members`` are the names
-    under which workers register in their rendezvous, by local rank; ``None`` if there is no rendezvous. A
-    replaced worker keeps its name until its replacement has been started.
+    ``port`` reserves the port of the workers' store; it is ``None`` if another agent does so. ``members`` are
+    the names under which the workers register in a rendezvous of their own, by local rank; ``None`` if they
+    have none. A worker that is replaced keeps its name until its replacement has been started.
     """
 
     ranks: Sequence[WorkerRanks]
@@ -42,7 +42,10 @@ class Plan(Record):
 
 
 def agent_hosts_store(environ: Mapping[str, str]) -> bool:
-    """Return true if the agent hosts the workers' store when no port is given. The variable is torch's."""
+    """Return true if the agent hosts the workers' store when no port is given.
+
+    A variable of torch decides this.
+    """
     return environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
 
 
@@ -70,7 +73,10 @@ class StorePort:
             self.number = self._socket.getsockname()[1]
 
     def serve(self, supervisor: _core.Supervisor | None) -> None:
-        """Start answering clients if this process hosts the store. The supervisor reports messages."""
+        """Start answering the store's clients if this process hosts it.
+
+        The supervisor reports the store's messages.
+        """
         if self.store is not None:
             self.store.serve(supervisor)
 
@@ -100,7 +106,8 @@ def bind(port: int, *, reuses_address: bool = True) -> _socket.socket:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise
-        # The kernel has no IPv6. If descriptors have run out instead, this call raises the same error again.
+        # The kernel has no IPv6, so try IPv4. If there was no free descriptor instead, this call raises the
+        # same error again.
         return _bind_family(_socket.AF_INET, port, reuses_address)
 
 

@@ -22,20 +22,23 @@ SupervisorError = _core.SupervisorError
 def check_limits(
     nproc: int, hang_timeout: float | str | None, environ: Mapping[str, str], followed: int = 0
 ) -> None:
-    """Check, before any start, the limits on processes and open files. ``followed`` counts log files to open.
+    """Check the limits on processes and on open files, before any worker is started.
 
-    Raise ``ValueError`` if a limit is too low.
+    ``followed`` is the number of log files to open. Raise ``ValueError`` if a limit is too low.
     """
     # Each worker needs one descriptor for its heartbeat page, and a second one during startup.
     pages = 2 * nproc if hang_timeout is not None else 0
-    # The FIFO needs two descriptors. Each process with a timer needs a pidfd. Assume one such process per
-    # worker.
+    # The FIFO of the timers needs two descriptors, and each process with a timer needs a pidfd. Assume one
+    # such process per worker.
     timers = nproc + 2 if environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1" else 0
     _core.check_limits(nproc, followed, pages + timers)
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the soft limit on open files. Workers keep the old limit; other children inherit the new one."""
+    """Raise the soft limit on open files for this process.
+
+    Workers get the old limit back, other children inherit the new one.
+    """
     _core.raise_descriptor_limit()
 
 
@@ -50,7 +53,7 @@ def process_spec(
     pass_fds: Sequence[int] = (),
     warm: bool = False,
 ) -> _core.ProcessSpec:
-    """Return a process specification for the core, with a complete ``env``.
+    """Return a specification with which the core starts a process. ``env`` is its complete environment.
 
     By default, the process inherits this process's standard output, standard error and CPUs.
     """
@@ -72,7 +75,9 @@ def adopt(
     statuses: Sequence[int],
     pages: Mapping[int, int] | None = None,
 ) -> bool:
-    """Make the supervisor monitor existing processes. Return false if the supervisor's group has ended.
+    """Let the supervisor monitor existing processes.
+
+    Return false if the supervisor has already finished its group.
 
     Raise ``ProcessLookupError`` if a process has already exited.
     """
@@ -89,7 +94,10 @@ def end_at_once(supervisor: _core.Supervisor) -> None:
 
 
 def heartbeat_page() -> tuple[int, str]:
-    """Create a heartbeat page. Return its descriptor, and the value of the worker's variable for it."""
+    """Create a page in memory for a worker's heartbeats.
+
+    Return its descriptor, and the value of the worker's environment variable for it.
+    """
     return _core.heartbeat_page()
 
 
@@ -112,10 +120,11 @@ class macros:  # noqa: N801 -- torch's name
 
 
 class Follower(Value):
-    """Debugger or tracer that follows the child processes of a Python program.
+    """Debugger or tracer that follows a Python program into the child processes that it starts.
 
-    Such a tool replaces the functions with which Python creates processes. Elasticrs does not use them for
-    workers, so it asks the tool for its ``command``, and reports the start with ``started``.
+    Such a tool replaces the functions with which Python creates processes. Elasticrs does not use these
+    functions for workers, so it asks the tool for the ``command`` to run, and calls ``started`` after the
+    start.
     """
 
     name: str
@@ -124,10 +133,10 @@ class Follower(Value):
 
 
 def follower_of(command: Sequence[str]) -> Follower | None:
-    """Return the tool that would follow a child with this command line; ``None`` if there is none."""
+    """Return the debugger or tracer that would follow a child with this command line, or ``None``."""
     given = list(command)
     for module, ask in (("_pydev_bundle.pydev_monkey", _of_pydevd), ("subprocess", _of_subprocess)):
-        # Do not import the modules. A tool that has replaced a function has imported its module.
+        # Look only at imported modules: a tool that has replaced a function has imported the module with it.
         loaded = sys.modules.get(module)
         found = None if loaded is None else ask(loaded, given)
         if found is not None and list(found.command) != given:
@@ -136,7 +145,7 @@ def follower_of(command: Sequence[str]) -> Follower | None:
 
 
 def is_script_file(program: str) -> bool:
-    """Return false if a program is a binary or cannot be read."""
+    """Return true if a program is a script; false if it is a binary or cannot be read."""
     import shutil
 
     try:

@@ -14,9 +14,12 @@ _LONG_WITH_VALUE = "--check-hash-based-pycs"
 
 
 class PythonCommand(Value):
-    """Command line of a Python interpreter. ``kind`` is ``script``, ``m``, ``c``, ``stdin``, or empty.
+    """Command line of a Python interpreter.
 
-    ``options`` do not include their values. ``letters`` joins the letters of the short options.
+    ``kind`` is what it runs: ``script``, ``m``, ``c``, ``stdin``, or empty.
+
+    ``options`` do not include the values of options. ``letters`` are the letters of all short options, in one
+    string.
     """
 
     kind: str

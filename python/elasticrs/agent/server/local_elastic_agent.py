@@ -199,7 +199,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         check_limits(spec.local_world_size, spec.hang_timeout, os.environ)
 
     def _rendezvous_settings(self) -> Rendezvous | None:
-        """Return the rendezvous that the event loop can run; ``None`` if the handler must be polled."""
+        """Return the rendezvous if the event loop can run it; ``None`` if its handler must be polled."""
         rendezvous: Rendezvous | None = getattr(self._worker_group.spec.rdzv_handler, "rendezvous", None)
         if rendezvous is None:
             return None
@@ -209,7 +209,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         return rendezvous.replaced(settings=settings)
 
     def _setup_healthcheck(self) -> None:
-        """Start the health check server. Called once; torch calls it before every start of workers."""
+        """Start the health check server once. Torch calls this hook before every start of workers."""
         if self._health_check_server is None:
             try:
                 made = server_of_environment(os.environ, self._get_alive_time)
@@ -284,7 +284,8 @@ class LocalElasticAgent(SimpleElasticAgent):
                 "the worker ids %s are not those of the processes that were started: %s", ids, pcontext.pids()
             )
             return RunResult(WorkerState.UNKNOWN)
-        # After a failure, wait until all workers have stopped, because the result contains their exit codes.
+        # After a failure, wait until all workers have stopped, because the result contains the exit codes of
+        # all.
         with self._progress.within("_monitor_workers", self._shutdown_timeout if pcontext.has_failed else 0):
             found = pcontext.wait(-1 if pcontext.has_failed else 0)
         if found is None:
@@ -325,7 +326,11 @@ _HOOKS = (
     *("_restart_workers", "_shutdown", "_start_workers", "_stop_workers", "record_duration"),
 )
 _OWN_HOOKS = {name: getattr(LocalElasticAgent, name) for name in _HOOKS}
-"""The original hooks, for comparison: a hook may have been replaced in a subclass, the class or an object."""
+"""Original hooks.
+
+They are compared with the current ones, because a user may have replaced a hook in a subclass, the class or
+an object.
+"""
 
 
 def _name_command(spec: WorkerSpec) -> None:
@@ -353,7 +358,9 @@ def _name_command(spec: WorkerSpec) -> None:
 
 
 def _policy_without_effect(spec: WorkerSpec) -> list[str]:
-    """Return the names of changed restart policy settings that torch's polling loop ignores."""
+    """Return the names of settings that the user has changed from their default, but that torch's polling
+    loop ignores.
+    """
     names = ("restart_delay", "max_same_failures", "fatal_exit_codes", "exit_codes", "max_excluded_nodes")
     found = [
         name
@@ -370,8 +377,8 @@ def _policy_without_effect(spec: WorkerSpec) -> list[str]:
 def why_hooks_decide(agent: LocalElasticAgent) -> str | None:
     """Return why the agent must use its polling hooks; ``None`` if it can use the event-driven loop.
 
-    Users may replace a hook in a subclass, in the class itself or in an object. A rendezvous back end of the
-    user must be polled.
+    It must if the user has replaced a hook (in a subclass, in the class itself or in an object), or if the
+    rendezvous back end is the user's own, because that must be polled.
     """
     if agent._local.made is not None:
         return "the command line has chosen a handler that is polled"

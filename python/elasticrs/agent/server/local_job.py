@@ -81,7 +81,10 @@ class LocalJob:
 
     @property
     def forwarded(self) -> tuple[int, ...]:
-        """Signals to pass on to the workers; by default, without those that the program itself handles."""
+        """Signals to pass on to the workers.
+
+        By default, signals that the program itself handles are not passed on.
+        """
         if self._forwarded is not None:
             return self._forwarded
         found = defaults.forwarded_signals(None, self.signals)
@@ -92,7 +95,10 @@ class LocalJob:
         return self._prefix_template or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
 
     def config(self, rendezvous: Rendezvous | None = None) -> JobSpec:
-        """Return the job. ``rendezvous`` is ``None`` for a single node, and if the agent polls."""
+        """Return the specification of the job.
+
+        ``rendezvous`` is ``None`` for a single node, and if the agent polls.
+        """
         if self.made is not None:
             return self.made[0]
         spec = self._spec
@@ -275,7 +281,10 @@ class EventRunner(Record):
 
 
 def _plan(group: WorkerGroup, handler: OneNodeRendezvous, supervisor: _core.Supervisor) -> Plan:
-    """Plan an attempt of a single-node job. The handler stays open, because the agent may run again."""
+    """Return the plan for an attempt of a single-node job.
+
+    Keep the handler open, because the agent may run again.
+    """
     bootstrap = handler.next_served_by(supervisor)
     plan = Plan(
         assign([NodeShare(group.spec.role, group.spec.local_world_size)], 0),

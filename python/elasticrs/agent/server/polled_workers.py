@@ -75,7 +75,10 @@ class PolledWorkers:
         self._tracker.forward(signum, are_running=self._has_started and self.is_running)
 
     def start(self, plan: Plan, restarts: int) -> dict[int, int]:
-        """Start all workers, or raise ``RuntimeError`` and start none. Return their pids by local rank."""
+        """Start all workers, and return their pids by local rank.
+
+        If one cannot be started, start none and raise ``RuntimeError``.
+        """
         if self._ended is not None and self._ended.stuck_ranks:
             raise RuntimeError(phrases.not_restarted(phrases.stuck(self._ended.stuck_ranks)))
         tracker = self._tracker
@@ -89,7 +92,7 @@ class PolledWorkers:
             try:
                 tracker.start(tracker.begin(action, plan))
             except BaseException:
-                # After a failed call of `tracker.start`, no event reports the end of the attempt.
+                # If `tracker.start` has failed, no event would report the end of the attempt.
                 self._ended = machine.GroupEnded("failed")
                 self._release_plan()
                 raise
@@ -103,7 +106,7 @@ class PolledWorkers:
         return self.pids()
 
     def announce(self, restarts_left: int) -> bool:
-        """Announce a restart to the observers, if a worker's failure caused it. Return false otherwise."""
+        """Tell the observers about a restart if a worker's failure is its cause. Otherwise, return false."""
         if self.has_failed:
             self._tracker.observers.acting(machine.AnnounceRestart(restarts_left), None)
         return self.has_failed
@@ -230,7 +233,9 @@ class PolledWorkers:
 def start_by(
     start_processes: Callable[..., PContext], spec: WorkerSpec, local: LocalJob, plan: Plan, restarts: int
 ) -> GivenContext:
-    """Start the workers of an attempt with the user's function, which gets the same arguments as in torch."""
+    """Start an attempt's workers with the function by which the user has replaced torch's
+    ``start_processes``. It gets the same arguments as in torch.
+    """
     template = local.prefix_template
     try:
         context = start_processes(
@@ -255,7 +260,10 @@ def start_by(
 
 
 class GivenContext:
-    """Wraps the context from the user's ``start_processes``, and keeps the workers' port until ``close``."""
+    """Wraps the context that the user's ``start_processes`` has returned.
+
+    Keeps the port of the workers' store until ``close``.
+    """
 
     has_failed = False
     attempt = None
@@ -269,7 +277,7 @@ class GivenContext:
         return getattr(self._context, name)
 
     def wait_for_news(self, seconds: float) -> None:
-        """Sleep, because no event reports the exit of a worker."""
+        """Sleep for this time, because the user's context reports no event when a worker exits."""
         time.sleep(seconds)
 
     def close(self, death_sig: signal.Signals | None = None, timeout: float = 30) -> None:
@@ -295,9 +303,9 @@ def raised_signals(
 ) -> Iterator[None]:
     """Raise :class:`SignalException` in the main thread when a signal requests a stop during the block.
 
-    A repetition of the same stop request (see :class:`.StopRequests`) raises nothing. Ignored signals stay
-    ignored. Signals in ``forwarded`` are given to ``pass_on``. Outside of the main thread, this function only
-    logs a warning. Forked children get the previous handlers.
+    A signal that only repeats the same stop request (see :class:`.StopRequests`) raises nothing. Signals that
+    the process ignores stay ignored. Signals in ``forwarded`` are given to ``pass_on``. Outside of the main
+    thread, this function only logs a warning. Forked children get the previous handlers back.
     """
     if threading.current_thread() is not threading.main_thread():
         _log.warning("signals are not handled, because the job does not run in the main thread")

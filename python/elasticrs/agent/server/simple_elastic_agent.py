@@ -74,7 +74,8 @@ class SimpleElasticAgent(ElasticAgent):
     """Agent whose subclass defines how workers are started, monitored and stopped, as in torch.
 
     ``_stop_workers`` and ``_shutdown`` get only the arguments that they accept, because torch's releases
-    differ. A hook that takes long can call ``_tell_progress``, so that health checks do not consider it hung.
+    differ. A hook that takes long can call ``_tell_progress``, so that health checks do not take the agent
+    for hung.
 
     Args:
         spec: specification of the workers.
@@ -159,7 +160,10 @@ class SimpleElasticAgent(ElasticAgent):
     def _assign_worker_ranks(
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        """Assign ranks to the workers. Use the store only if nodes may differ in their workers or roles."""
+        """Assign ranks to the workers.
+
+        Exchange data through the store only if nodes may differ in their workers or roles.
+        """
         own = NodeShare(spec.role, spec.local_world_size)
         if group_world_size == 1 or os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL", "0") == "1":
             ranks = node_ranks([own] * group_world_size)[group_rank]
@@ -196,7 +200,10 @@ class SimpleElasticAgent(ElasticAgent):
         return self._run_and_shut_down(partial(self._invoke_run, role))
 
     def _run_and_shut_down(self, invoke: Callable[[], RunResult], *, is_observed: bool = False) -> RunResult:
-        """Call ``invoke``, then ``_shutdown``. If ``is_observed``, observers record events and metrics."""
+        """Call ``invoke``, and then ``_shutdown``.
+
+        If ``is_observed``, observers record the events and metrics of the run.
+        """
         started = time.monotonic()
         is_shut_down = False
         try:
@@ -229,7 +236,7 @@ class SimpleElasticAgent(ElasticAgent):
             self._total_execution_time = int(time.monotonic() - started)
 
     def _tell_failure(self, found: RunResult | Exception) -> None:
-        """Report the failure's reason to the other nodes, if the rendezvous handler has ``set_failed``."""
+        """Tell the other nodes the reason for the failure, if the rendezvous handler has ``set_failed``."""
         set_failed = getattr(self._worker_group.spec.rdzv_handler, "set_failed", None)
         if set_failed is not None:
             set_failed(_first_failure(found))
@@ -266,13 +273,14 @@ class SimpleElasticAgent(ElasticAgent):
                     with self._progress.within("_stop_workers", self._shutdown_timeout):
                         _call(self._stop_workers, group)
                     group.state = WorkerState.FAILED
-                    # Do not return UNHEALTHY, which torch's launcher does not treat as a failure.
+                    # Do not return UNHEALTHY, because torch's launcher does not treat it as a failure.
                     return RunResult(WorkerState.FAILED, result.return_values, result.failures)
                 self._remaining_restarts -= 1
                 self._tell_restart(result.state)
                 self._restart_workers(group)
             elif result.state == WorkerState.HEALTHY:
-                # Restart so that a waiting node can join. This restart is not charged to the restart budget.
+                # Restart the workers, so that a waiting node can join. This restart does not count towards
+                # the maximum number of restarts.
                 with self._progress.within("num_nodes_waiting", 0):
                     are_waiting = group.spec.rdzv_handler.num_nodes_waiting() > 0
                 if are_waiting:
@@ -285,11 +293,17 @@ class SimpleElasticAgent(ElasticAgent):
         _log.warning("the workers are %s; restarting, %d of %d left", state.name, left, most)
 
     def _get_alive_time(self) -> float:
-        """Return the time of the last progress in seconds since 1970, or now if no hook is late."""
+        """Return when the agent last made progress, in seconds since 1970.
+
+        As long as no hook is late, this is now.
+        """
         return time.time() - self._progress.overdue()[0]
 
     def _tell_progress(self, seconds: float = 0.0) -> None:
-        """Report progress, from any thread. The next report is due in ``seconds``. Not available in torch."""
+        """Report that the agent makes progress, from any thread.
+
+        The next report is due in ``seconds``. Not available in torch.
+        """
         self._progress.tell(seconds)
 
     def _pause(self, seconds: float) -> None:
@@ -297,7 +311,10 @@ class SimpleElasticAgent(ElasticAgent):
         time.sleep(seconds)
 
     def _exit_barrier(self) -> bool | None:
-        """Wait until all nodes have finished. Return ``False`` if the round has ended for another reason."""
+        """Wait until all nodes have finished.
+
+        Return ``False`` if the rendezvous round has ended for another reason.
+        """
         group = self._worker_group
         handler = group.spec.rdzv_handler
         set_succeeded = getattr(handler, "set_succeeded", None)
@@ -307,10 +324,11 @@ class SimpleElasticAgent(ElasticAgent):
             return True
         self._in_exit_barrier = True
         try:
-            # Do not watch torch's handlers: they also count new nodes, which are no reason to restart.
+            # Do not watch the handlers of torch: they also count new nodes, which are no reason to restart.
             return self._wait_for_others(group, watches=set_succeeded is not None)
         except RuntimeError as error:
-            # Ignore this, as torch does: the work is done, and the node that hosts the store may have exited.
+            # Ignore this error, as torch does: the work is done, and the node that hosts the store may have
+            # exited already.
             _log.warning("the store was lost in the exit barrier: %s", error)
             return True
         finally:
@@ -331,11 +349,14 @@ class SimpleElasticAgent(ElasticAgent):
         return True
 
     def get_event_failed(self) -> Event:
-        """Return the event of this agent's failure, which contains the exception that is being handled."""
+        """Return the event that reports this agent's failure.
+
+        It contains the exception that is being handled.
+        """
         return self._construct_event("FAILED", EventSource.AGENT, raw_error=traceback.format_exc())
 
     def get_event_succeeded(self) -> Event:
-        """Return the event of this agent's success."""
+        """Return the event that reports this agent's success."""
         return self._construct_event("SUCCEEDED", EventSource.AGENT)
 
     @contextmanager
@@ -366,7 +387,7 @@ class SimpleElasticAgent(ElasticAgent):
         has_failed = worker.global_rank in result.failures
         if result.state in {WorkerState.UNHEALTHY, WorkerState.FAILED} and not has_failed:
             return "TERMINATED"
-        # Programs have no return values, and a subclass may omit them.
+        # A program has no return value, and the result of a subclass may lack the values of functions.
         if has_failed or worker.global_rank in result.return_values or not result.return_values:
             return result.state.value
         raise ValueError(f"Unknown worker: {worker.global_rank}")
@@ -434,7 +455,7 @@ def _first_failure(found: RunResult | Exception) -> str:
 
 
 def _call(method: Callable[..., Any], *arguments: Any, **named: Any) -> None:
-    """Call a hook with those arguments in ``named`` that it accepts, because torch's releases differ."""
+    """Call a hook with only those arguments in ``named`` that it accepts, because torch's releases differ."""
     taken = inspect.signature(method).parameters
     kinds = {each.kind for each in taken.values()}
     if inspect.Parameter.VAR_KEYWORD not in kinds or "timeout" not in named:
@@ -447,9 +468,10 @@ _RANKS = "torchelastic/assigned_ranks/"
 
 
 def exchange_ranks(store: Any, group_rank: int, group_world_size: int, own: NodeShare) -> NodeRanks:
-    """Agree with the other nodes on the ranks of all workers, with torch's keys and JSON format.
+    """Agree with the other nodes on the ranks of all workers.
 
-    Agents of torch can take part. The timeout of the shared store applies.
+    Agents of torch can take part, because the keys and the JSON format are torch's. The wait for other nodes
+    is limited by the timeout of the shared store.
     """
     told = _RoleInstanceInfo(own.role, group_rank, own.local_world_size)
     store.set(f"{_INFO}{group_rank}", told.serialize().decode())
@@ -467,7 +489,10 @@ def exchange_ranks(store: Any, group_rank: int, group_world_size: int, own: Node
 
 
 def begin_exit_barrier(store: Any, group_world_size: int) -> str:
-    """Report that this node has finished. Return the key that is set once all nodes have finished."""
+    """Record in the store that this node has finished.
+
+    Return the key that is set once all nodes have finished.
+    """
     return _barrier_nonblocking(store, group_world_size, _TERMINAL_STATE_SYNC_ID)
 
 
@@ -476,11 +501,11 @@ __all__ = ["START_ALLOWANCE", "UNLIMITED", "Progress"]
 UNLIMITED = inf
 
 START_ALLOWANCE = 600.0
-"""Seconds that the start of workers may take, which may include waiting for machines or downloads."""
+"""Seconds that starting the workers may take, with waiting for machines or downloads."""
 
 
 class Progress:
-    """Current activity of an agent, and its deadline for reporting progress, if it has one."""
+    """What an agent is doing, and when it must report progress at the latest, if at all."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -488,30 +513,40 @@ class Progress:
 
     @contextmanager
     def within(self, name: str, allowance: float) -> Iterator[None]:
-        """Expect the block to finish or report progress in ``allowance`` seconds, without inner blocks."""
+        """Expect that the block ends or reports progress within ``allowance`` seconds.
+
+        Inner blocks with limits of their own do not count.
+        """
         outer = self._place
         try:
             self._place = _Place(name, allowance, self._clock() + allowance)
             yield
         finally:
-            # An exception from a signal handler may have kept inner activities from restoring `_place`.
+            # Inner blocks may not have restored `_place`, if a signal handler has raised an exception in
+            # them.
             self._place = outer
             self.renew()
 
     def tell(self, seconds: float = 0.0) -> None:
-        """Report progress. The next report is due in ``seconds``. Can be called from any thread."""
+        """Report progress of the current activity.
+
+        The next report is due in ``seconds``. Can be called from any thread.
+        """
         place = self._place
         if place is not None:
             place.silent_until = self._clock() + seconds
 
     def renew(self) -> None:
-        """Restart the time limit of the current activity, because the process was paused."""
+        """Restart the time limit of the current activity, because the process was suspended meanwhile."""
         place = self._place
         if place is not None:
             self.tell(place.allowance)
 
     def overdue(self) -> tuple[float, str | None]:
-        """Return by how many seconds a report is overdue, and the activity. Can be called from any thread."""
+        """Return by how many seconds the report of progress is overdue, and the current activity.
+
+        Can be called from any thread.
+        """
         place = self._place
         if place is None:
             return 0.0, None

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def with_settings(made: type[T]) -> type[T]:
-    """Make the inherited fields of a class keyword-only, so that torch's fields keep their positions."""
+    """Make the inherited fields of a class keyword-only, so that torch's own fields keep their positions."""
     made.__annotations__["_"] = KW_ONLY
     for base in made.__bases__:
         made.__annotations__ |= base.__annotations__
@@ -136,7 +136,7 @@ class WorkerState(str, Enum):
 
 
 class WorkerGroup:
-    """The workers of one node, and the data of their current round."""
+    """The workers of one node, and their data in the current rendezvous round."""
 
     workers: list[Worker]
     group_rank: int | None = None
@@ -163,7 +163,10 @@ class WorkerGroup:
         self._store, self._open_store = store, None
 
     def take_plan(self, plan: Plan, open_store: Callable[[], Any]) -> None:
-        """Copy the plan of the next attempt. A port or address that the user has chosen has priority."""
+        """Copy the plan of the next attempt to this group.
+
+        If the user has chosen a port or address, keep that one.
+        """
         plan.master_addr = self.spec.master_addr or plan.master_addr
         if self.spec.master_port:
             # The worker with rank 0 hosts the store on a port that the user has chosen.
@@ -176,7 +179,10 @@ class WorkerGroup:
             worker.world_size, worker.role_world_size = own.world_size, own.role_world_size
 
     def plan(self) -> Plan:
-        """Create an attempt's plan. Raise ``RuntimeError`` before the first rendezvous. Not in torch."""
+        """Return the plan of the current attempt.
+
+        Raise ``RuntimeError`` before the first rendezvous. Not available in torch.
+        """
         spec = self.spec
         if self.group_rank is None or self.group_world_size is None:
             raise RuntimeError("workers are started before a rendezvous")
@@ -227,7 +233,7 @@ class RunResult:
 
 @dataclass(repr=False, eq=False)
 class _RoleInstanceInfo:
-    """Data about a node's workers that its agent sends to the other agents, in torch's JSON format."""
+    """What an agent tells the other agents about the workers of its node, in torch's JSON format."""
 
     role: str
     rank: int

@@ -31,11 +31,11 @@ __all__ = [
 
 
 def record(fn: Callable[_P, _R], error_handler: ErrorHandler | None = None) -> Callable[_P, _R | None]:
-    """Decorate a worker's main function to write its exceptions to the error file with ``error_handler``.
+    """Decorate a worker's main function, so that ``error_handler`` writes its exceptions to the error file.
 
-    Programs need this decorator only for an error handler of their own. As in torch, the decorated function
-    returns ``None`` after ``SystemExit(0)``, only an ``Exception`` is recorded, and for a
-    :class:`ChildFailedError`, the error file of the root cause is copied.
+    Programs need this decorator only to use an error handler of their own. As in torch, the decorated
+    function returns ``None`` after ``SystemExit(0)``, and exceptions that are no ``Exception`` are not
+    recorded. After a :class:`ChildFailedError`, the error file of its root cause is copied.
     """
     handler = error_handler or get_error_handler()
 
@@ -57,7 +57,8 @@ def record(fn: Callable[_P, _R], error_handler: ErrorHandler | None = None) -> C
         except Exception as error:
             handler.record_exception(error)
             raise
-        # Not inside the `try`, because an error in `record_success` is not a failure of the function.
+        # Call this outside of the `try`, because an error in `record_success` is not a failure of the
+        # function.
         handler.record_success()
         return result
 

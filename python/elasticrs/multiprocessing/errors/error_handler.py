@@ -33,7 +33,7 @@ def _logger() -> logging.Logger:
 
 
 def _debug(text: str, *args: object) -> None:
-    # Without `logging`, DEBUG cannot be enabled, so do not import it here.
+    # If the program has not imported `logging`, it cannot have enabled DEBUG. So do not import it here.
     if "logging" in sys.modules:
         _logger().debug(text, *args)
 
@@ -52,13 +52,15 @@ class ErrorHandler:
         self._fn_name = fn_name
 
     def initialize(self) -> None:
-        """Enable :mod:`faulthandler` for all threads, before the function runs.
+        """Enable :mod:`faulthandler` for all threads, before the decorated function runs.
 
-        Under an elasticrs agent, the failure report contains the stacks. Otherwise, they go to stderr.
+        Under an elasticrs agent, the stacks of a crash appear in the failure report. Otherwise, they go to
+        stderr.
         """
         import faulthandler
 
-        # `record_exception` needs the hook, and a later import could be interrupted.
+        # Import the hook now: `record_exception` needs it, and an import at that time could be interrupted by
+        # a signal.
         from elasticrs._engine.inside.flight import answer_with_stacks
         from elasticrs._engine.inside.hook import sitecustomize  # noqa: F401
 
@@ -87,9 +89,9 @@ class ErrorHandler:
             _debug("%s has returned", self._fn_name)
 
     def maybe_enrich_signal_failure_message(self, message: str, error_file: str) -> str:  # noqa: ARG002
-        """Return the message for a worker that a signal has killed: by default, ``message``.
+        """Return the failure message for a worker that a signal has killed. By default, this is ``message``.
 
-        ``error_file`` is the path of the worker's error file, beside its logs, or ``"<N/A>"``.
+        ``error_file`` is the path of the worker's error file, beside its logs, or ``"<N/A>"`` if it has none.
         """
         return message
 
@@ -106,7 +108,7 @@ class ErrorHandler:
             )
 
     def dump_error_file(self, rootcause_error_file: str, error_code: int = 0) -> None:
-        """Copy a worker's error file to this process's error file, or only log that it cannot be read."""
+        """Copy a worker's error file to this process's error file. If it cannot be read, only log this."""
         import json
 
         from elasticrs._engine.failures.failure import load_object
@@ -138,7 +140,7 @@ class ErrorHandler:
             _warn(f"Unable to write error to file. {type(error).__name__}: {error}")
 
     def _rm(self, my_error_file: str) -> None:
-        """Log and remove an existing error file, which a child of the worker may have written."""
+        """Log and remove the error file of this process, which a child of the worker may have written."""
         from elasticrs._engine.inside.error_file import may_be_replaced
 
         if not os.path.isfile(my_error_file) or not may_be_replaced(my_error_file):

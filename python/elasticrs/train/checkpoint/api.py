@@ -36,7 +36,7 @@ class CheckpointUtil:
 
     Attributes:
         checkpoint_manager: Manager that was set when this object was created. ``None`` if there was none.
-        checkpoint_loaded: True if this worker has a state of this job, and needs no checkpoint.
+        checkpoint_loaded: True if this worker already has this job's state, so it needs no checkpoint.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
@@ -47,7 +47,8 @@ class CheckpointUtil:
     def load_checkpoint(self, state: State, rank: int) -> State:
         """On rank 0, load the newest checkpoint, unless some worker has already loaded one. Return the state.
 
-        All workers must call this together, and then ``state.sync``. All raise ``CheckpointError`` on errors.
+        All workers must call this method together, and then call ``state.sync``. If rank 0 cannot load the
+        checkpoint, all workers raise ``CheckpointError``.
         """
         if self.checkpoint_manager is not None and not any(
             is_loaded for (is_loaded,) in self.coordinator.exchange([int(self.checkpoint_loaded)])
@@ -56,7 +57,10 @@ class CheckpointUtil:
         return state
 
     def set_checkpoint_loaded(self) -> None:
-        """Record, after ``state.sync``, that :meth:`load_checkpoint` must keep this worker's state."""
+        """Record that this worker has the job's state, so that :meth:`load_checkpoint` does not replace it.
+
+        Call this after ``state.sync``.
+        """
         self.checkpoint_loaded = True
 
     def save_checkpoint(self, state: State, rank: int) -> None:

@@ -1,10 +1,11 @@
 """Store checkpoints in a directory. Each checkpoint is a subdirectory named by its number.
 
-- **SAVE-1** a directory is renamed to its number when all its data is on disk. Before that, the next writer
-  removes it if its own writer has died.
+- **SAVE-1** a checkpoint's directory gets its final name, a number, when all its data is on disk. If the
+  writer dies before that, the next writer removes the directory.
 - **SAVE-2** the length and checksum of every stream are recorded, and checked before the stream is read.
-- **SAVE-3** the newest complete checkpoint is used. A damaged one is skipped with a log message. One of
-  another job, or in a newer format, is an error, because users would not expect an older checkpoint instead.
+- **SAVE-3** the newest complete checkpoint is loaded. A damaged checkpoint is skipped with a log message. A
+  checkpoint of another job, or in a newer format, is an error, because users would not expect that an older
+  checkpoint is loaded instead.
 """
 
 from __future__ import annotations
@@ -96,7 +97,10 @@ class FileSystemCheckpointManager(CheckpointManager):
         return found
 
     def place(self, unfinished: str) -> str:
-        """Rename a directory to the next number and return its path. Remove old checkpoints if possible."""
+        """Rename a written directory to the next checkpoint number, and return its new path.
+
+        Then remove old checkpoints, as far as possible.
+        """
         numbers = self._numbers()
         number = numbers[0] + 1 if numbers else 0
         while True:
@@ -131,7 +135,7 @@ class FileSystemCheckpointManager(CheckpointManager):
         return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
     def _remove(self, path: str) -> None:
-        # A partly removed checkpoint must not look complete.
+        # Rename the checkpoint first, because a partly removed one must not look complete.
         gone = tempfile.mkdtemp(prefix=_UNFINISHED, dir=self.directory)
         os.rename(path, gone)
         shutil.rmtree(gone, ignore_errors=True)
@@ -139,7 +143,7 @@ class FileSystemCheckpointManager(CheckpointManager):
     def _remove_unfinished(self) -> None:
         for name in os.listdir(self.directory):
             path = os.path.join(self.directory, name)
-            # A writer keeps its directory locked until it exits.
+            # A locked directory has a living writer, because a writer holds the lock until it exits.
             if name.startswith(_UNFINISHED) and (lock := _lock(path)) is not None:
                 shutil.rmtree(path, ignore_errors=True)
                 os.close(lock)
@@ -271,7 +275,7 @@ def _flush(directory: str) -> None:
 
 
 def _lock(path: str) -> int | None:
-    """Lock a directory and return the descriptor that holds the lock; ``None`` if that is not possible."""
+    """Lock a directory and return the descriptor that holds the lock; ``None`` if it cannot be locked."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:

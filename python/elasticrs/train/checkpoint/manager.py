@@ -1,4 +1,4 @@
-"""Base classes for checkpoint storage. Save and load checkpoints together with the other workers."""
+"""Base classes for checkpoint storage, and a class with which all workers save and load together."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def commit(self) -> None:
-        """Make everything written so far visible as a checkpoint. Idempotent."""
+        """Make everything written so far visible as a checkpoint. Further calls have no effect."""
 
     @abstractmethod
     def discard(self) -> None:
@@ -76,7 +76,7 @@ _manager: CheckpointManager | None = None
 
 
 def set_checkpoint_manager(checkpoint_manager: CheckpointManager | None) -> None:
-    """Set the checkpoint manager of this process, or none, on all workers before training starts."""
+    """Set or (``None``) remove this process's checkpoint manager. All workers call this before training."""
     global _manager  # noqa: PLW0603 -- process-wide
     _manager = checkpoint_manager
 
@@ -89,7 +89,7 @@ def get_checkpoint_manager() -> CheckpointManager | None:
 _log = logging.getLogger("elasticrs.train")
 
 KEY = "default"
-"""Name of the checkpoint stream that contains the state."""
+"""Name of the stream in a checkpoint that contains the training state."""
 
 _MAX_REASON = 500
 """Maximum number of bytes of rank 0's error message that are sent to the other workers."""
@@ -145,7 +145,7 @@ def load_newest(state: State) -> bool:
 
 
 def _save(manager: CheckpointManager, state: State) -> bool:
-    """Save a state. Return false if the disk failed. Any other error is a bug in the program."""
+    """Save the state. Return false if the disk failed. Other errors are raised, as bugs of the program."""
     failed: list[OSError] = []
     try:
         checkpoint = manager.create_checkpoint()

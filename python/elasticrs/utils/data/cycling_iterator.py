@@ -11,7 +11,10 @@ _T = TypeVar("_T")
 
 
 class CyclingIterator(Iterator[_T]):
-    """Iterator over epochs ``start_epoch`` to ``n - 1``. ``generator_fn`` returns the items of an epoch."""
+    """Iterator over the items of the epochs ``start_epoch`` to ``n - 1``.
+
+    ``generator_fn`` returns the items of one epoch.
+    """
 
     def __init__(self, n: int, generator_fn: Callable[[int], Iterator[_T]], start_epoch: int = 0) -> None:
         self._n = n

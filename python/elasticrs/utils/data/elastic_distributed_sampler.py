@@ -44,7 +44,8 @@ class ElasticDistributedSampler(DistributedSampler[Any]):
         generator.manual_seed(self.epoch)
         left = torch.randperm(self._size - self.start_index, generator=generator)
         indices: list[int] = left.add(self.start_index).tolist()
-        # Repeat items until every rank gets equally many, even (unlike torch) with fewer items than ranks.
+        # Repeat items until every rank gets equally many. Unlike torch, do so even if there are fewer items
+        # than ranks.
         while len(indices) < self.total_size:
             indices += indices[: self.total_size - len(indices)]
         return iter(indices[self.rank : self.total_size : self.num_replicas])

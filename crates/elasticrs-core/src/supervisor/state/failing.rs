@@ -1,6 +1,6 @@
-//! Handles failed workers: those that are still running, for example because they hang or because a timer has expired,
-//! and those that have recorded an uncaught exception but may fail to exit by themselves. Replaces failed workers while
-//! the rest of the group continues.
+//! Handles workers that have failed but are still running, for example because they hang or because a timer has
+//! expired. Also handles workers that have recorded an uncaught exception, because they may fail to exit by themselves.
+//! In a group that replaces failed workers, starts their replacements while the other workers continue.
 //!
 //! Each member has a place in the group. The place is *left* once the worker has failed, *free* once all of the
 //! worker's processes are gone, *promised* while a replacement is being started, and *taken* while a worker is running
@@ -156,12 +156,12 @@ impl Group {
         self.stop_after_raise(dying);
     }
 
-    /// Stops the other workers if an uncaught exception is ending a worker. Does not wait for the worker's exit,
-    /// because the interpreter may need seconds to exit. During that time, the other workers would waste their
-    /// computation or fail as a consequence.
+    /// Stops the other workers if a worker is exiting because of an uncaught exception. Does not wait for that exit,
+    /// because the interpreter may need seconds for it. During that time, the other workers would compute in vain or
+    /// fail as a consequence.
     ///
     /// Does nothing in three cases. First, if the group replaces failed workers. Second, if another worker is dead or
-    /// dying, because its exit may have caused the exception and is reported next. Third, if evidence of a hang is
+    /// dying, because its exit may have caused the exception and will be reported next. Third, if evidence of a hang is
     /// being gathered, because the hang came first.
     pub(super) fn stop_after_raise(&mut self, dying: &[i32]) {
         if self.phase != Phase::Running || self.policy.replaces || self.waiting.is_some() {
@@ -190,8 +190,8 @@ impl Group {
         self.members.iter_mut().find(|m| m.local_rank == local_rank && m.is_excused())
     }
 
-    /// Handles a new sample of a worker that is exiting after an uncaught exception. `progressed` is true if the
-    /// worker has made progress since the previous sample, and `None` for the first sample.
+    /// Handles a new progress check of a worker that is exiting after an uncaught exception. `progressed` is true if
+    /// the worker has made progress since the previous check, and `None` for the first check.
     pub(super) fn on_exit_sampled(&mut self, local_rank: u32, progressed: Option<bool>) {
         let member = self.members.iter_mut().find(|m| m.local_rank == local_rank && m.runs());
         let Some(raised) = member.and_then(|m| m.raised.clone()) else { return };
@@ -213,8 +213,8 @@ impl Group {
         self.effects.push(Effect::Arm(Deadline::Exit(local_rank), between_samples(limit)));
     }
 
-    /// Reports an excused worker that has exceeded the time limit for its exit but makes progress. Gives the worker
-    /// another grace period to exit.
+    /// Reports an excused worker (whose own exception stopped the group) that has exceeded the time limit for its exit
+    /// but makes progress. Gives the worker another grace period to exit.
     fn on_excused_slow(&mut self, local_rank: u32) {
         let grace = self.policy.on_failure.grace;
         let Some(raised) = self.excused(local_rank).and_then(|member| member.raised.as_mut()) else { return };
@@ -224,7 +224,8 @@ impl Group {
         self.effects.push(Effect::Arm(Deadline::Condemned(local_rank), grace));
     }
 
-    /// Kills an excused worker that is still exiting at the end of its grace period.
+    /// Kills an excused worker (whose own exception stopped the group) that is still exiting at the end of its grace
+    /// period.
     pub(super) fn on_excused_overdue(&mut self, local_rank: u32) {
         let limit = self.policy.on_failure.grace;
         self.kill_excused(local_rank, |member| {
@@ -233,7 +234,7 @@ impl Group {
         });
     }
 
-    /// Kills an excused worker and reports the reason. The worker is no longer excused.
+    /// Kills an excused worker and reports the reason. From then on, the worker does not count as excused.
     fn kill_excused(&mut self, local_rank: u32, why: impl FnOnce(&Member) -> Event) {
         let Some(member) = self.excused(local_rank) else { return };
         let (kill, why) = (member.send(Signal::KILL, StopScope::Group), why(member));
@@ -285,8 +286,8 @@ impl Group {
     }
 }
 
-/// Time limit for each replacement worker that is still starting while the group is being killed. A start that takes
-/// longer is aborted.
+/// Time limit for the start of a replacement worker once the group is being killed. A start that takes longer is
+/// aborted.
 const LAST_CHANCE: Duration = Duration::from_secs(1);
 
 impl Group {
@@ -305,7 +306,7 @@ impl Group {
         }
     }
 
-    /// Returns the local ranks whose replacements are being started.
+    /// Returns the local ranks of the workers whose replacements are being started.
     pub fn starting(&self) -> impl Iterator<Item = u32> {
         self.members.iter().filter(|m| m.place == Place::Promised).map(|m| m.local_rank)
     }
@@ -352,7 +353,7 @@ impl Group {
         self.sweep_left();
     }
 
-    /// Adds a member that Python started.
+    /// Adds a member whose process Python has started.
     pub(super) fn on_adopted(&mut self, local_rank: u32, pid: i32) {
         let mut member = Member::new(local_rank, pid, true);
         // If the group is no longer running, kill the new member.
@@ -399,8 +400,8 @@ impl Group {
         self.sweep_when_all_have_ended();
     }
 
-    /// Forgets the pending clean-ups and the pending replacements, because the nursery that would have performed them
-    /// is lost.
+    /// Forgets the pending clean-ups and the pending replacements, because the nursery (the process that starts the
+    /// workers) would have performed them and is lost.
     pub(super) fn forget_places(&mut self) {
         self.left.clear();
         for member in self.members.iter_mut().filter(|m| m.place == Place::Promised) {

@@ -1,5 +1,6 @@
 //! Handles workers that hang: decides when to check heartbeats, when to gather evidence, and which worker to blame.
-//! Also requests the flight records for a failure that another worker may have caused.
+//! Also requests the flight records (files in which torch records collectives) when a worker fails and another worker
+//! may be the cause.
 //!
 //! The rules for the time limits are in [`crate::timer::hang`]. Workers may recover or exit while evidence is gathered.
 //! Decisions therefore use the latest heartbeats when the evidence is complete. If a worker fails before that, the
@@ -350,10 +351,11 @@ impl Group {
         }
     }
 
-    /// Treats dead workers that have exceeded their time limit as running, so that they can still be reported as hung.
+    /// Treats workers that have exceeded their time limit and have just died as running, so that they can still be
+    /// reported as hung.
     ///
-    /// The signal that requests stack traces may kill several workers at once. The first reported exit ends the group,
-    /// and may be that of a worker that only waited for the hung one.
+    /// This is needed because the signal that requests stack traces may kill several workers at once. The first exit
+    /// that is reported ends the group, but may be the exit of a worker that only waited for the hung one.
     fn revive_overdue(&mut self, actions: &[PendingAction]) {
         for action in actions {
             let PendingAction::Hung(check) = action else { continue };
@@ -637,13 +639,14 @@ fn unwatched(local_ranks: &[u32], limit: Duration) -> String {
 
 // Flight records for a failure that another worker may have caused.
 //
-// If the workers call a collective with different arguments, gloo may abort a worker whose arguments are right. Only the
-// flight records of the other workers show which call is wrong. These records are lost when the workers are stopped.
+// If the workers call a collective with different arguments, gloo may abort a worker whose arguments are right. Only
+// the flight records of the other workers show which call is wrong. These records are lost when the workers are
+// stopped.
 //
-// Therefore, the group requests the flight records before it handles one of these exits: the death of a worker by SIGABRT,
-// or the exit of a worker whose exception reports a lost peer. The group handles the exit when the records are written,
-// or when a short time limit has passed. All other failures stop the group at once. The rest of the state machine cannot
-// tell a held exit from an exit that was noticed a little later.
+// Therefore, the group requests the flight records before it handles one of these exits: the death of a worker by
+// SIGABRT, or the exit of a worker whose exception reports a lost peer. The group handles the exit when the records are
+// written, or when a short time limit has passed. All other failures stop the group at once. The rest of the state
+// machine cannot tell a held exit from an exit that was noticed a little later.
 
 /// State of the request for flight records. The records are requested only once, because a second request would delete
 /// the records of workers that have exited in the meantime.
@@ -655,7 +658,7 @@ pub(super) enum Records {
     Done,
 }
 
-/// Exit that was noticed but is not handled until the flight records are written.
+/// A held exit: it was noticed, but it is not handled until the flight records are written.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct HeldExit {
     pub(super) pid: i32,
@@ -668,8 +671,8 @@ impl Group {
         !self.held.is_empty()
     }
 
-    /// Requests the flight records if the exception of a running worker reports a lost peer. The group does not wait
-    /// for the records until that worker exits.
+    /// Requests the flight records if the exception of a running worker reports a lost peer. The group starts to wait
+    /// for the records only when that worker exits.
     pub(super) fn take_records_after_raise(&mut self) {
         if self.members.iter().any(|m| m.runs() && has_lost_peer(m)) {
             self.take_records();

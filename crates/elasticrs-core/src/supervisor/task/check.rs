@@ -1,5 +1,6 @@
-//! Periodic checks: decides what to do when the nursery does not report the exits of dead workers, and reaps the zombies
-//! that this process adopts as pid 1, for example in a container without an init program.
+//! Periodic checks of the supervisor. They decide what to do when the nursery (the process that starts the workers)
+//! does not report the exits of dead workers. They also reap zombies that this process adopts if it is pid 1, for
+//! example in a container without an init program.
 //!
 //! - **ORPHAN-1** A child that other code waits for is not reaped here, because its exit status would be lost. The
 //!   kernel does not tell an adopted child from a child that Python has started in another session. Code that starts a
@@ -100,11 +101,11 @@ impl HeldReports {
     }
 }
 
-/// A zombie child. The start time distinguishes it from a later child with the same pid. `None` if `/proc` does not
-/// show it.
+/// A zombie child: its pid, and its start time, which distinguishes it from a later child with the same pid. The start
+/// time is `None` if `/proc` does not show it.
 type Zombie = (i32, Option<u64>);
 
-/// Zombie children that the last check found.
+/// Zombie children of this process that the last check found.
 #[derive(Debug, Default)]
 pub(super) struct Orphans {
     found: BTreeSet<Zombie>,
@@ -123,7 +124,7 @@ impl Orphans {
         let has_zombies = waitid(Id::All, peek).is_ok_and(|status| status.pid().is_some());
         let zombies = if has_zombies { zombies(nursery) } else { BTreeSet::new() };
         for (pid, _) in self.overdue(&zombies) {
-            // Ignore the result, because other code may have waited for the child by now.
+            // Ignore errors, because other code may have reaped the child by now.
             let _ = waitid(Id::Pid(Pid::from_raw(pid)), WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG);
         }
     }

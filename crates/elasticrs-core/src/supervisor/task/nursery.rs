@@ -1,6 +1,8 @@
-//! The agent's end of the link to the nursery: converts the replies and the exit of the nursery into events for the
-//! runtime. Also keeps the current nursery, the token that identifies the processes that it leaves behind, and the
-//! nurseries that are being shut down in the background.
+//! The agent's end of the connection to the nursery (the process that starts the workers). Converts the replies and the
+//! exit of the nursery into events for the runtime.
+//!
+//! Owns the current nursery and the nurseries that are being shut down in the background. Also keeps the token by which
+//! processes are found that a nursery has left behind.
 
 use std::fs;
 use std::io::{self, ErrorKind};
@@ -401,7 +403,7 @@ fn exit_of(pidfd: &OwnedFd) -> WorkerExit {
     reaped.map_or(WorkerExit::Unknown, WorkerExit::of)
 }
 
-/// Time after which the user is notified that workers are waiting for an import.
+/// Time after which the user is notified that the workers' start is waiting for an import in the nursery.
 const SLOW_IMPORT: Duration = Duration::from_secs(5);
 
 /// The nursery that starts the workers. If it is lost, there is no nursery until the next group starts.
@@ -449,7 +451,7 @@ impl CurrentNursery {
         self.nursery.as_mut()
     }
 
-    /// Sends a request. Does nothing if there is no nursery.
+    /// Sends a request to the nursery. Does nothing if there is no nursery.
     pub(super) fn send(&mut self, request: &Request, fds: Vec<OwnedFd>) {
         if let Some(nursery) = &mut self.nursery {
             nursery.send(request, fds);
@@ -473,7 +475,7 @@ impl CurrentNursery {
         self.nursery.as_ref()?.import.as_ref()
     }
 
-    /// Records that the imports are complete. Returns false if the nursery was not importing modules.
+    /// Records that the nursery's imports are complete. Returns false if the nursery was not importing modules.
     pub(super) fn finish_import(&mut self, deadlines: &mut Deadlines) -> bool {
         let was_warming = self.nursery.as_mut().and_then(|nursery| nursery.import.take()).is_some();
         if was_warming {
@@ -482,8 +484,8 @@ impl CurrentNursery {
         was_warming
     }
 
-    /// Sets the deadlines for the imports. Called again when a group starts to wait for the imports, because all
-    /// deadlines were cleared at the end of the previous group.
+    /// Sets the deadlines for the nursery's imports. Called again when a group starts to wait for the imports, because
+    /// all deadlines were cleared at the end of the previous group.
     pub(super) fn arm_import(&self, deadlines: &mut Deadlines) {
         if let Some(import) = self.import() {
             // Do not postpone a deadline that is already set, because all imports share one time limit. If an import
@@ -500,7 +502,7 @@ impl CurrentNursery {
         }
     }
 
-    /// Returns a message about the module that is still being imported. `None` if no imports are in progress.
+    /// Returns a message about the module that the nursery is still importing. `None` if no imports are in progress.
     pub(super) fn slow_import(&self) -> Option<String> {
         let import = self.import()?;
         let module = report::importing(&import.warm.report, import.since);

@@ -1,4 +1,5 @@
-//! The group of workers that is being started or is running: its state machine, and the descriptors of its members.
+//! The group of workers that is being started or is running. Keeps the group's state machine, and the descriptors of
+//! its members.
 //!
 //! Also watches the processes whose exits no nursery reports: processes that a program started itself, and the workers
 //! of a nursery that has died.
@@ -235,7 +236,7 @@ impl Member {
     }
 }
 
-/// Exit of a watched process.
+/// Exit of a process that the agent itself watches.
 #[derive(Debug)]
 pub(super) struct MemberExit {
     pub(super) pid: i32,
@@ -243,7 +244,7 @@ pub(super) struct MemberExit {
     pub(super) seen: Stamp,
 }
 
-/// Time limit for a parent to send the status of a child after the child's exit.
+/// Time limit within which a parent must send the exit status of a child after the child's exit.
 const STATUS_LIMIT: Duration = Duration::from_secs(5);
 
 /// Waits until a process exits, and returns its exit status.
@@ -279,7 +280,7 @@ async fn status_from_parent(status: OwnedFd) -> Option<WorkerExit> {
     }
 }
 
-/// State of the current group.
+/// State of the current group of workers.
 #[expect(clippy::large_enum_variant, reason = "there is only one")]
 pub(super) enum Current {
     Idle,

@@ -49,7 +49,10 @@ def _step_aside() -> None:
 
 
 def _handles_signals() -> bool:
-    """Return true in the thread that runs signal handlers. ``threading`` may not have been imported yet."""
+    """Return true in the main thread, which runs signal handlers.
+
+    ``threading`` may not have been imported yet.
+    """
     from _signal import SIGTERM, signal  # type: ignore[import-not-found]
 
     try:
@@ -62,10 +65,10 @@ def _handles_signals() -> bool:
 
 
 def undisturbed(write: "Callable[[], None]") -> None:
-    """Call ``write`` and delay Python signal handlers until it has returned. Raise any of their exceptions.
+    """Call ``write`` without interruption by Python signal handlers. Raise their exceptions afterwards.
 
     A handler may raise an exception between any two instructions of the main thread. Blocking the signals
-    does not help, because another thread may receive them, and the handler still runs in the main thread.
+    would not help, because another thread may receive them, and the handler still runs in the main thread.
     """
     from _signal import getsignal, raise_signal, signal, valid_signals
 
@@ -109,7 +112,10 @@ def undisturbed(write: "Callable[[], None]") -> None:
 
 
 def _despite_handlers(action: "Callable[[], None]") -> "BaseException | None":
-    """Repeat ``action`` whenever a signal handler raises inside it. Return the last such exception."""
+    """Call ``action`` again whenever a signal handler raises an exception inside it.
+
+    Return the last such exception.
+    """
     raised = None
     for _ in range(100):
         try:
@@ -122,14 +128,14 @@ def _despite_handlers(action: "Callable[[], None]") -> "BaseException | None":
 
 
 def _is_end(frame: "types.FrameType") -> bool:
-    """Return true if the uncaught exception ends the program, so that no frame of the program is left."""
+    """Return true if no frame of the program is left, so that the uncaught exception ends the program."""
     while frame.f_back is not None:
         frame = frame.f_back
     return frame.f_code.co_name not in ("<module>", "_run_module_as_main")
 
 
 def _is_of_program(error: BaseException) -> bool:
-    """Return true if the exception has ended the main module. Exceptions in callbacks do not."""
+    """Return true if the exception has ended the main module. An exception in a callback does not do so."""
     traceback = error.__traceback__
     if traceback is None:
         return False
@@ -141,8 +147,9 @@ def _is_of_program(error: BaseException) -> bool:
 def _watch_exits(ended: "Callable[[Any], None]") -> None:
     """Wrap ``sys.exit``. Call ``ended`` when a ``SystemExit`` of the wrapper has ended the program (HOOK-8).
 
-    The interpreter calls no hook for a ``SystemExit``. Therefore, the exception gets a code with a finalizer.
-    If the exception ends the program, the finalizer runs when no frame of the program is left.
+    The interpreter calls no hook for a ``SystemExit``. Therefore, its exit code is an object with a
+    finalizer. If the exception has ended the program, no frame of the program is left when the finalizer
+    runs.
     """
     real, is_collecting = sys.exit, False
 
@@ -151,7 +158,8 @@ def _watch_exits(ended: "Callable[[Any], None]") -> None:
         is_collecting = phase == "start"
 
     def drop(code: object) -> None:
-        # Ignore the garbage collector, which may delete a caught exception without a frame of the program.
+        # Ignore calls by the garbage collector, which may delete a caught exception while no frame of the
+        # program runs.
         if sys._getframe(1).f_back is None and not is_collecting:
             ended(code)
 
@@ -257,7 +265,8 @@ class _Failure:
     def at_exit(self) -> None:
         if os.getpid() == self._pid:
             _ignore_requests()
-        # The program may have replaced `sys.excepthook`. The interpreter itself sets `last_value`.
+        # Do not rely on `sys.excepthook`, which the program may have replaced. The interpreter itself sets
+        # `last_value`.
         error = getattr(sys, "last_value", None)
         if error is not None and error is not self._recorded:
             self._record(error, _is_of_program(error))
@@ -314,8 +323,9 @@ def _install(path: str) -> None:
     failure = _Failure(path)
     sys.excepthook = failure.excepthook
     _watch_exits(failure.exited)
-    # Callbacks run in reverse order. In a worker that was forked from a warm nursery, imported modules have
-    # registered callbacks, so the nursery has registered a callback before them, which calls `at_end`.
+    # Callbacks run in reverse order. This worker may be a fork of a warm nursery (the process that preloads
+    # modules). Modules that were imported there have already registered callbacks, so the nursery has
+    # registered a callback before them, which calls `at_end`.
     sys.__dict__.pop("_elasticrs_at_end", atexit.register)(failure.at_end)
     atexit.register(failure.at_exit)
     _keep_stacks(path)
@@ -334,7 +344,7 @@ def _keep_stacks(path: str) -> None:
         return  # Only the stacks of a crash or a hang are missing from the report.
     if not faulthandler.is_enabled():
         faulthandler.enable(descriptor)
-    # The agent sends this signal when a rank hangs; see `flight.py`.
+    # The agent sends this signal when a worker hangs; see `flight.py`.
     from _signal import SIG_DFL, SIGRTMIN, getsignal
 
     if getsignal(SIGRTMIN + 12) == SIG_DFL:
@@ -342,7 +352,7 @@ def _keep_stacks(path: str) -> None:
 
 
 class _OptimizerImport:
-    """Import finder that detects the import of torch's optimizers, to start the heartbeats of their steps."""
+    """Import finder that notices the import of torch's optimizers, so that their steps send heartbeats."""
 
     name = "torch.optim.optimizer"
 
@@ -385,7 +395,8 @@ def _start() -> None:
     _step_aside()
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if "ELASTICRS_HEARTBEAT" in os.environ:
-        # A warm nursery may have imported the optimizers before it forked this worker.
+        # A warm nursery (the process that preloads modules) may have imported the optimizers before it forked
+        # this worker.
         if _OptimizerImport.name in sys.modules:
             _beat_with_steps(sys.modules[_OptimizerImport.name])
         else:
@@ -401,7 +412,8 @@ def _start() -> None:
         failed = missing.name != "sitecustomize"
         raise
     finally:
-        # With `-v`, `site` passes an error of the user's `sitecustomize` to `sys.excepthook` and continues.
+        # With `-v`, `site` passes an error in the user's own `sitecustomize` to `sys.excepthook` and
+        # continues.
         if path and not (failed and sys.flags.verbose):
             _install(path)
 

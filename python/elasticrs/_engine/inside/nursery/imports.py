@@ -12,19 +12,26 @@ if TYPE_CHECKING:
 
 _ARROW = "JE_ARROW_MALLOC_CONF"
 _QUIET = {"OPENBLAS_NUM_THREADS": "1", _ARROW: "background_thread:false"}
-"""Variables that keep libraries from starting threads. Only C code sees them; Python code is not affected."""
+"""Environment variables that keep libraries from starting threads.
+
+Only C code sees them; Python code is not affected.
+"""
 
 _OF_ATTEMPTS = frozenset(
     b"RANK LOCAL_RANK GROUP_RANK ROLE_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE ROLE_WORLD_SIZE "
     b"MASTER_ADDR MASTER_PORT TORCHELASTIC_RESTART_COUNT".split()
 )
-"""Variables that only workers have. A module that reads one of them at import cannot be preloaded."""
+"""Environment variables that only workers have.
+
+A module that reads one of them during its import cannot be preloaded.
+"""
 
 
 class Variables(dict):  # type: ignore[type-arg]
-    """Data of ``os.environ`` during the imports. Records reads of the workers' variables in ``asked``.
+    """Data of ``os.environ`` during the imports. Reads of the workers' variables are recorded in ``asked``.
 
-    Only C code sees the values of the variables in ``hidden``. Modules in ``rank_zero`` may read the rank.
+    Only C code sees the values of the variables in ``hidden``. The modules in ``rank_zero`` may read the
+    rank.
     """
 
     def __init__(self, hidden: dict[str, str], rank_zero: Collection[str]) -> None:
@@ -50,30 +57,37 @@ class Variables(dict):  # type: ignore[type-arg]
         raise KeyError(name)
 
     def hide(self) -> None:
-        """Set the variables that only C code may see. Call this after assignments, which may undo it."""
+        """Set the variables that only C code may see.
+
+        Call this after each assignment, which may have undone it.
+        """
         for name, value in self._hidden.items():
             os.putenv(name, value)
 
     def assign(self, name: str, value: str) -> None:
-        # Use `get`, because a lookup in `os.environ` would count as a module's read of the variable.
+        # Use `get`, because a lookup in `os.environ` would count as a read of this variable by the module.
         self._before.setdefault(name, self.get(os.fsencode(name)))
         self.assigned[name] = os.environ[name] = value
-        # The script configures Arrow's allocator itself. Workers set OpenBLAS's thread count after the fork.
+        # Let C code see how the script itself configures Arrow's allocator. OpenBLAS's thread count stays
+        # hidden, because workers set it after the fork.
         if name == _ARROW:
             self._hidden.pop(name, None)
         self.hide()
 
     def changed(self) -> str | None:
-        """Return a variable that an import has changed after the script had set it.
+        """Return the name of a variable that the script had set before, and that an import has changed since.
 
-        In a worker, the script would overwrite the changed value.
+        In a worker, the script would run after the import, and would overwrite the changed value.
         """
         now = {name: self.get(os.fsencode(name)) for name in self.assigned}
         changed = [name for name, value in self.assigned.items() if now[name] != os.fsencode(value)]
         return changed[0] if changed else None
 
     def end(self) -> None:
-        """Undo the assignments, so that the script starts with the original environment. Stop recording."""
+        """Undo the assignments, so that the script starts with the original environment.
+
+        Stop recording reads.
+        """
         for name, value in self._before.items():
             del os.environ[name]
             os.environb.update({} if value is None else {os.fsencode(name): value})
@@ -91,7 +105,10 @@ class Variables(dict):  # type: ignore[type-arg]
 
 
 class Captured:
-    """Captures stdout and stderr until :meth:`end`. The originals get descriptors from ``lowest`` on."""
+    """Captures stdout and stderr until :meth:`end`.
+
+    Meanwhile, the original streams have descriptors from ``lowest`` on.
+    """
 
     def __init__(self, lowest: int) -> None:
         import fcntl
@@ -99,7 +116,8 @@ class Captured:
         self._kept = {}
         for fd in (1, 2):
             memory = os.memfd_create("imports")
-            # Keep another descriptor of the memory file, because an import may close the stream's descriptor.
+            # Keep a second descriptor of the file that captures the output, because an import may close the
+            # stream's descriptor.
             self._kept[fd] = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, lowest) for each in (fd, memory)]
             os.dup2(memory, fd)
             os.close(memory)
@@ -109,7 +127,7 @@ class Captured:
 
         printed = {}
         for fd, (kept, memory) in self._kept.items():
-            # Ignore errors, because an import may have closed the stream or its descriptor.
+            # Ignore errors here: an import may have closed the stream or its descriptor.
             with suppress(ValueError, OSError):
                 (sys.stdout if fd == 1 else sys.stderr).flush()
             printed[fd] = os.pread(memory, os.fstat(memory).st_size, 0)
@@ -120,7 +138,10 @@ class Captured:
 
 
 def reserve(limit: int) -> list[int]:
-    """Open and return all free descriptors below ``limit``, so that imported modules cannot get them."""
+    """Open all free descriptors below ``limit``, so that imported modules cannot get them.
+
+    Return the descriptors.
+    """
     null = os.open(os.devnull, os.O_RDONLY)
     free = [fd for fd in range(3, limit) if fd != null and not os.path.exists(f"/proc/self/fd/{fd}")]
     for fd in free:
@@ -134,10 +155,11 @@ def child_pids() -> list[int]:
 
 
 def end_children() -> None:
-    """Kill the children that do not exit within half a second, and reap all children.
+    """Reap all children of this process. Kill those that do not exit within half a second.
 
-    Wait for resource trackers, which remove files from ``/dev/shm``. They exit after all other children.
-    There is no timeout, because the agent limits the total time of the imports.
+    Do not kill multiprocessing's resource trackers, which remove files from ``/dev/shm``. They exit after all
+    other children. Wait for them without a time limit, because the agent limits the total time of the
+    imports.
     """
     import select
     import signal
@@ -167,9 +189,9 @@ def _is_resource_tracker(pid: int) -> bool:
 def stamp(file: str, since: int | None = None) -> list[int]:
     """Return the modification time and the size of a file; an empty list if it is missing.
 
-    If the file has changed after ``since``, the start of the imports in wall-clock nanoseconds, return an
-    impossible time, because the old contents may have been imported. Ignore a change time in the future,
-    which a wrong clock causes.
+    ``since`` is the start of the imports in wall-clock nanoseconds. If the file has changed after it, return
+    an impossible time, because the old contents may have been imported. Ignore a change time in the future,
+    because it results from a wrong clock.
     """
     import time
 
@@ -184,11 +206,14 @@ def stamp(file: str, since: int | None = None) -> list[int]:
 NEEDED = ("random", "bisect", "hashlib", "math", "operator", "warnings")
 """Modules that :class:`GeneratorWatch` imports, directly or indirectly."""
 _SEED_BYTES = 16
-"""Length of a seed that numpy takes from the operating system, in bytes."""
+"""Length, in bytes, of the seed that numpy's generators take from the operating system."""
 
 
 class _Entropy:
-    """``os.urandom`` that records possible numpy seeds. A function would become a method in a class."""
+    """Replacement for ``os.urandom`` that also records possible numpy seeds.
+
+    It is an object, because a function would become a method if a class stores it.
+    """
 
     def __init__(self, real: Callable[[int], bytes]) -> None:
         self._real = real
@@ -243,11 +268,13 @@ class GeneratorWatch:
             return []
         shared = numpy.mtrand._rand._bit_generator
         found = [shared]
-        # The search is slow. The first recorded seed belongs to numpy's shared generator.
+        # Search for other generators only if there is a second seed, because the search is slow. The first
+        # seed belongs to numpy's shared generator.
         if len(self._entropy.drawn) > 1:
             import gc
 
-            # Use `type` instead of `isinstance`, because reading `__class__` of a proxy may import a module.
+            # Use `type` instead of `isinstance`, because `isinstance` reads `__class__`, which may import a
+            # module if the object is a proxy.
             every = [each for each in gc.get_objects() if issubclass(type(each), numpy.BitGenerator)]
             found += [each for each in every if each is not shared]
         unseeded = [each for each in found if self._is_unseeded(each)]

@@ -29,8 +29,11 @@ if TYPE_CHECKING:
         dict[str, dict[str, str]],
         "list[Callable[[], None]] | None",
     ]
-    """Printed output by descriptor; changed variables with their values before and after; the variables that
-    the script had set, by OpenBLAS library; functions that reseed generators, or ``None`` if not watched.
+    """Results of the imports, which each worker needs.
+
+    They are: the printed output by descriptor; the changed environment variables with their values before and
+    after; for each OpenBLAS library, the variables that the script had set when it was loaded; and functions
+    that reseed the random generators, or ``None`` if the generators were not watched.
     """
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -43,11 +46,18 @@ _CORE = "ELASTICRS_WARM_CORE"
 _START = "ELASTICRS_NURSERY_START"
 """Environment variable with the start parameters. The core's ``launch.rs`` uses the same name."""
 _AGENT, _REPORT = (3, 4, 5), 6
-"""Descriptors that lead to the agent (the first is a socket), and that of the report. See ``launch.rs``."""
+"""Descriptors of the connections to the agent (the first is a socket), and of the report. See ``launch.rs``.
+"""
 _PID = "ELASTICRS_NURSERY_PID"
-"""Environment variable with the nursery's pid, which reveals a program that an import has executed."""
+"""Environment variable with this process's pid.
+
+It reveals if an import has executed another program in this process.
+"""
 _SINCE = "ELASTICRS_WARM_SINCE"
-"""Environment variable with the offset in the report from which lines of earlier nurseries must be read."""
+"""Environment variable with an offset in the report.
+
+The lines from there on, by earlier nurseries, must be read.
+"""
 
 _RESERVED = min(256, os.sysconf("SC_OPEN_MAX") // 2)
 """Descriptors below this number are reserved for workers. Modules cannot open such descriptors."""
@@ -60,10 +70,11 @@ _RANK_ZERO = {
     "lightning_fabric.utilities.rank_zero": "RANK",
     "torchmetrics.utilities.prints": "LOCAL_RANK",
 }
-"""Modules that may read the rank at import, because each worker sets it again from these variables."""
+"""Modules that may read the rank during their import, because each worker sets it again from these variables.
+"""
 
 _AT: list[str] = []
-"""Name of the module that is being imported, if any."""
+"""Name of the module that is being imported now, if any."""
 
 _exit, _execv, _execve = os._exit, os.execv, os.execve  # Keep the originals, because imports may patch `os`.
 _executable = sys.executable
@@ -82,11 +93,11 @@ def _report(**line: object) -> None:
 
 
 class _ProgramError(BaseException):
-    """Raised if an import calls ``exec``, which would replace the nursery by another program."""
+    """Raised if an import calls an ``exec`` function, which would replace this process by another program."""
 
 
 def _refusing(real: Any) -> Any:
-    """Make an ``exec`` function raise :class:`_ProgramError` in this process, but not in its children."""
+    """Wrap an ``exec`` function: it raises :class:`_ProgramError` in this process, but works in children."""
     pid = os.getpid()
 
     def execute(*args: object, **named: object) -> None:
@@ -120,7 +131,10 @@ def _has_threads() -> bool:
 
 
 def _temporary_folders() -> list[Any]:
-    """Return finalizers of temporary directories. The first worker to exit would run them for all workers."""
+    """Return the finalizers of temporary directories.
+
+    In forked workers, the first one to exit would remove the directories of all.
+    """
     registry: Any = getattr(getattr(sys.modules.get("weakref"), "finalize", None), "_registry", ())
     # Compare only the function's name, because building the `repr` of a whole finalizer may be slow.
     return [end for end in list(registry) if _name_of_function(end) == "TemporaryDirectory._cleanup"]
@@ -163,7 +177,7 @@ def _settings(stream: Any) -> dict[str, object] | None:
 
 
 class _Surroundings:
-    """Process state that imports must not change, because each worker starts with it."""
+    """State of this process that imports must not change, because each worker starts with it."""
 
     def __init__(self, folders: list[str], variables: Any, imports: Any) -> None:
         import signal
@@ -180,15 +194,19 @@ class _Surroundings:
         """Variables that the script had set when an OpenBLAS library was loaded, by path of the library."""
 
     def note_blas(self) -> None:
-        """For each OpenBLAS library loaded since the last call, save the variables that the script has set.
+        """For each OpenBLAS library loaded since the last call, save which variables the script has set.
 
-        The library reads them when it is loaded, so call this before each further assignment.
+        A library reads these variables when it is loaded, so call this before the script sets further
+        variables.
         """
         for path in _mapped("openblas") - self.blas.keys():
             self.blas[path] = dict(self.variables.assigned)
 
     def restore(self) -> str | None:
-        """Undo changes by imports to this process's state. Return the last change found, or ``None``."""
+        """Undo what imports have changed in this process's state.
+
+        Return the last change found; ``None`` if there is none.
+        """
         import signal
 
         changed = None
@@ -205,7 +223,8 @@ class _Surroundings:
                 os.setpriority(os.PRIO_PROCESS, 0, self._nice)
                 changed = "the nice value"
             except PermissionError:
-                # This process may not lower the value. A worker that imports the module would raise it, too.
+                # This process is not permitted to set the value back. A worker that imports the module would
+                # raise the value, too.
                 self._nice = os.getpriority(os.PRIO_PROCESS, 0)
         if os.getcwd() != self._place:
             os.chdir(self._place)
@@ -234,13 +253,19 @@ class _Surroundings:
         return changed
 
     def hidden(self) -> str | None:
-        """Return a new module with the name of a file beside the script. The script would import the file."""
+        """Return the name of a newly imported module if a file beside the script has the same name.
+
+        The script would import that file instead.
+        """
         new = [name for name in sys.modules if name not in self._known]
         self._known.update(new)
         return self.beside_script(new)
 
     def hidden_by_us(self) -> str | None:
-        """Like :meth:`hidden`, for the nursery's own imports. If there is one, workers cannot be forked."""
+        """Like :meth:`hidden`, for modules that the nursery itself has imported.
+
+        If one is found, workers cannot be forked.
+        """
         return self.beside_script([name for name in sys.modules if name not in _AT_FIRST])
 
     def beside_script(self, names: Sequence[str]) -> str | None:
@@ -256,7 +281,9 @@ class _Surroundings:
 
 
 def _kept(fd: int) -> str | None:
-    """Describe a descriptor that workers must not share, such as ``a socket``; ``None`` for any other."""
+    """Describe what a descriptor refers to if workers must not share it, such as ``a socket``; ``None`` if
+    they may.
+    """
     import fcntl
     import stat
 
@@ -272,7 +299,7 @@ def _kept(fd: int) -> str | None:
 
 
 def _why_unclean(before: dict[int, str], surroundings: _Surroundings) -> str | None:
-    """Return why a module cannot be preloaded. Forks would lose or wrongly share its side effects."""
+    """Return why a module cannot be preloaded: forked workers would lose or wrongly share an effect of it."""
     opened = {fd: link for fd, link in _open_files().items() if before.get(fd) != link}
     if _has_threads():
         return "it starts a thread at import"
@@ -307,7 +334,10 @@ def _why_unclean(before: dict[int, str], surroundings: _Surroundings) -> str | N
 def _import(
     written: str, is_explicit: bool, before: dict[int, str], surroundings: _Surroundings
 ) -> tuple[str, str | None] | None:
-    """Import a module. Return why it cannot be preloaded, with the traceback, if any; ``None`` if it can."""
+    """Import a module.
+
+    Return ``None`` if it can be preloaded. Otherwise, return the reason, and the traceback of an error.
+    """
     import time
 
     name, _, attribute = written.partition(":")
@@ -329,7 +359,7 @@ def _import(
         if os.getpid() != pid:
             _exit(0)  # The module forked this child. Exit, because there can be only one nursery.
         _end_if_cut_off(before)
-    # Check a module that was not found as well, because its parent packages may have been imported.
+    # Check the state even if the module was not found, because its parent packages may have been imported.
     why = _why_unclean(before, surroundings)
     if why is not None:
         return why, None
@@ -341,12 +371,13 @@ def _import(
 
 
 def _end_if_cut_off(before: dict[int, str]) -> None:
-    """If an import has closed a descriptor to the agent, disconnect, and wait for SIGKILL from the agent."""
+    """If an import has closed a descriptor to the agent, disconnect and wait until the agent kills us."""
     now = _open_files()
     if any(now.get(fd) != before[fd] for fd in _AGENT):
         import signal
 
-        # The agent would take a missing pipe as a sign of `exec`.
+        # Put a pipe there, because the agent would take a missing pipe as a sign that an import has called
+        # `exec`.
         os.dup2(os.pipe()[1], _AGENT[-1])
         os.close(_AGENT[0])
         while True:
@@ -358,7 +389,8 @@ def _begin_again(environ: dict[str, str], settings: dict[str, object], imports: 
 
     for remove in _temporary_folders():
         remove()
-    # Also close the pipe of multiprocessing's resource tracker, which then cleans up and exits.
+    # Also close the pipe to multiprocessing's resource tracker, a child process that then cleans up and
+    # exits.
     os.closerange(_REPORT + 1, os.sysconf("SC_OPEN_MAX"))
     imports.end_children()
     for fd in _AGENT:
@@ -392,7 +424,8 @@ def _import_all(environ: dict[str, str]) -> _Done:
     imports = _beside("imports")
     variables = imports.Variables(shielded, _RANK_ZERO)
     surroundings = _Surroundings(settings["folders"], variables, imports)
-    # If a file beside the script has the name of a module that the watch imports, the script needs the file.
+    # The watch for random generators imports modules. If a file beside the script has the name of one, the
+    # script needs that file instead.
     watch = imports.GeneratorWatch() if surroundings.beside_script(imports.NEEDED) is None else None
     reserved, captured = imports.reserve(_RESERVED), imports.Captured(_RESERVED)
     before, untouched = _open_files(), dict(os.environ)
@@ -412,7 +445,8 @@ def _import_all(environ: dict[str, str]) -> _Done:
             module = name.partition(":")[0]
             rest = steps
             if not is_explicit and dict(variables) != environment:
-                # A later module may read an environment variable that the skipped module changes.
+                # Skip the later modules, too, because one may read an environment variable that the skipped
+                # module would have changed.
                 rest = steps[: steps.index(step)]
                 why += "; later imports were left out as well, because it changes the environment"
             rest = [other for other in rest if other.partition(":")[0] != module]
@@ -443,7 +477,8 @@ def _tell_ready(begun: float, since: int, surroundings: _Surroundings) -> None:
         _report(failed=f"{hidden} is next to the script and has the name of a module that --warm needs")
         _exit(1)
     paths = sysconfig.get_paths()
-    # sysconfig's `data` may be `/usr`, which may contain the user's programs, as in `/usr/src`.
+    # Leave out sysconfig's `data` folder. It may be `/usr`, which may contain the user's programs, as in
+    # `/usr/src`.
     library = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     folders = [*library, *site.getsitepackages(), site.getusersitepackages()]
     prefixes = {path for folder in folders for path in (folder, os.path.realpath(folder))}
@@ -512,7 +547,7 @@ def _start_cold(argv: list[bytes], env: list[bytes], error: BaseException) -> No
 
 
 def _register_last_callback() -> Callable[[Callable[[], None]], None]:
-    """Register an ``atexit`` callback that runs last. Return a function that sets what the callback calls."""
+    """Register an ``atexit`` callback that runs last. Return a function that sets what it calls."""
     import atexit
 
     chosen: list[Callable[[], None]] = []
@@ -537,7 +572,8 @@ def _serve() -> None:
     start = environ[_START]
     for name in (_SETTINGS, _START, _SINCE):
         os.environ.pop(name, None)
-    # Set close-on-exec, so that the agent notices if an import executes another program.
+    # Set close-on-exec for these descriptors, so that the agent notices if an import executes another
+    # program.
     for fd in _AGENT:
         os.set_inheritable(fd, False)
     entries = os.environ["PYTHONPATH"].split(os.pathsep)[1:]
@@ -574,7 +610,7 @@ def _start() -> None:
     try:
         _serve()
     except BaseException:
-        # `site` would ignore the error and run the script in a half-initialized process.
+        # Exit, because `site` would ignore the error and run the script in a half-initialized process.
         try:
             import traceback
 

@@ -17,7 +17,10 @@ _SET_BLAS_THREADS = [
 
 
 def last_collection(open_files: Callable[[], dict[int, str]]) -> None:
-    """At exit, unfreeze the garbage collector if a file is open, because only collected files are flushed."""
+    """At the exit of a worker, unfreeze the garbage collector if a file is open.
+
+    Only files that it collects are flushed.
+    """
     import atexit
 
     atexit.register(_unfreeze_if_needed, open_files, set(open_files()))
@@ -41,14 +44,19 @@ def _unfreeze_if_needed(open_files: Callable[[], dict[int, str]], known: set[int
 
 
 def main_module() -> None:
-    """Replace ``__main__`` with a copy, because the collector ignores the frozen original and its objects."""
+    """Replace the module ``__main__`` with a copy.
+
+    The garbage collector ignores the original and its objects, because it was frozen before the fork.
+    """
     main = type(sys)("__main__")
     main.__dict__.update(sys.modules["__main__"].__dict__)
     sys.modules["__main__"] = main
 
 
 def environment(entries: list[bytes], done: dict[str, tuple[str | None, str | None]]) -> None:
-    """Set the environment to ``entries``, and repeat the imports' changes (``done``: old and new values)."""
+    """Set the environment to ``entries``, and then apply the changes that the imports have made (``done`` has
+    the old and new values).
+    """
     os.environ.clear()
     for entry in entries:
         name, _, value = entry.partition(b"=")
@@ -56,7 +64,7 @@ def environment(entries: list[bytes], done: dict[str, tuple[str | None, str | No
     for variable, (before, after) in done.items():
         if after is None:
             os.environ.pop(variable, None)
-        # Keep the worker's value, because the import's value is probably only a default.
+        # Keep the worker's own value, because the value that the import has set is probably only a default.
         elif before is not None or variable not in os.environ:
             os.environ[variable] = after
 
@@ -89,10 +97,11 @@ def streams(standard: Iterable[Any]) -> None:
 
 
 def seeds(rank_zero: dict[str, str], generators: list[Callable[[], None]] | None) -> None:
-    """Reseed the random number generators (``None`` if not watched), and reset other values of modules."""
+    """Seed the random generators again (``None`` if not watched), and reset other values in modules."""
     import time
 
-    # Do not copy the dictionary, because changed reference counts would make the kernel copy shared pages.
+    # Do not copy the dictionary. This would change reference counts, so the kernel would have to copy memory
+    # that is shared with other workers.
     loaded: Any = sys.modules
     for seed in generators or ():
         seed()
@@ -115,9 +124,9 @@ def seeds(rank_zero: dict[str, str], generators: list[Callable[[], None]] | None
 
 
 def blas(assigned: dict[str, dict[str, str]]) -> None:
-    """Set the thread count of each OpenBLAS library, which the nursery has limited to one.
+    """Set the thread count of each OpenBLAS library. Before the fork, it was limited to one.
 
-    ``assigned`` has the variables that the script sets before it loads the library, by path of the library.
+    ``assigned`` has, by path of the library, the variables that the script sets before it loads the library.
     """
     processors = len(os.sched_getaffinity(0))
     for path, overriding in assigned.items():

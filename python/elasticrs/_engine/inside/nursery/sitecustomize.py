@@ -7,8 +7,8 @@ _here = os.path.dirname(os.path.abspath(__file__))
 
 if "ELASTICRS_NURSERY_START" not in os.environ:
     if os.environ.pop("ELASTICRS_NURSERY_PID", "") == str(os.getpid()):
-        # A library in the nursery has called `exec`. Wait until the agent kills this process, because
-        # the user's script would otherwise run in a process that is not a worker.
+        # A library has called `exec` in the process that preloads modules. Wait until the agent kills this
+        # process, because the user's script would otherwise run in a process that is not a worker.
         import signal
 
         while True:

@@ -48,10 +48,12 @@ MEMBERS_PER_TXN = 99
 """Number of members whose slots are written in one transaction, which then has 100 operations."""
 
 MAX_COMPARED = 50
-"""Maximum number of registrations on which an exclusion depends. A write has at most 125 conditions."""
+"""Maximum number of agents that must still be registered for the exclusion of a node to be written. There is
+a limit because a write has at most 125 conditions.
+"""
 
 FIRST_NEWS, LATER_NEWS = 1.0, 30.0
-"""Seconds until the first message that nodes are missing, and between later ones."""
+"""Seconds until the first message to the user that nodes are missing, and between later messages."""
 
 
 MISTAKE_DELAY = 10.0
@@ -75,8 +77,9 @@ def between_rounds(member: Member, leader: Leader, view: View) -> None:
             close(member, leader, view, head.replaced(outcome="failed", reason=judged.reason), alive)
             return
         if head.delay > 0 or head.note:
-            # Write the verdict before the next round, so that all nodes can announce the delay, an excluded
-            # node can leave, and a new leader does not blame a node that was lost only during the delay.
+            # Write the verdict on the ended round before the next round starts. Then all nodes can announce
+            # the restart delay, an excluded node can leave, and a new leader does not blame a node that was
+            # lost only during the delay.
             if head.excluded_agent is not None:
                 alive = [*alive, *_enough(view, head.excluded_agent, member.rendezvous.min_nodes)]
             write(member, leader, view, [member.put_head(head)], here(member, alive))
@@ -130,7 +133,7 @@ def _tell_of_refusal(member: Member, leader: Leader, view: View) -> None:
 
 
 def likely_mistake(rendezvous: Rendezvous, agent: ThisAgent, joined: Sequence[Node]) -> str | None:
-    """Return the probable mistake, as a message, if no other machine has joined the store hosted here."""
+    """Return a message with the user's probable mistake, if no other machine has joined the store here."""
     is_hosted_here = agent.why_hosts is not None and not is_loopback_name(rendezvous.host)
     if not is_hosted_here or any(node.host != agent.host for node in joined):
         return None
@@ -161,7 +164,7 @@ def crowd(view: View) -> tuple[str, str] | None:
 
 
 def tell_of_crowd(member: Member, leader: Leader, view: View) -> None:
-    # Look again only if the number of waiting nodes has changed, because looking takes time.
+    # Look for such nodes again only if the number of waiting nodes has changed, because that takes time.
     if "crowd" in leader.told or not leader.is_news("spares", len(view.waiting)):
         return
     found = crowd(view)
@@ -185,11 +188,11 @@ def _tell_of_more(member: Member, view: View) -> None:
 
 
 def _judged(member: Member, leader: Leader, view: View, head: Head) -> round_outcome.RoundVerdict:
-    """Return the verdict on the finished round. It is cached, because it takes time proportional to the
-    number of members, and many replacement nodes may arrive one by one.
+    """Return the verdict on the finished round. It is cached: computing it takes time proportional to the
+    number of members, and would be repeated for each of many replacement nodes that arrive one by one.
 
-    Until the next round, members only stop or leave, so ``slow``, ``missing`` and ``absent`` each only grow
-    or only shrink, and their sizes detect every change.
+    The sizes of the view's sets ``slow``, ``missing`` and ``absent`` show whether the cached verdict is
+    outdated. Until the next round, members only stop or leave, so each set only grows or only shrinks.
     """
     sizes = len(view.slow), len(view.missing), len(view.absent)
     was_short = member.age.was_short
@@ -246,9 +249,9 @@ def _too_few(member: Member, view: View) -> str:
 def _form(member: Member, leader: Leader, view: View, ended: Head | None, alive: list[str]) -> None:
     """Propose the next round: send its slots, its member table and its head without waiting for replies.
 
-    The conditions of these transactions never become true again once they are false, so if an early one is
-    rejected, the head is rejected as well. Slots of a proposal are ignored unless the head names the
-    proposal.
+    Once a condition of these transactions is false, it stays false. So if one of the transactions is
+    rejected, the last, which writes the head (the state of the job), is rejected as well. Slots of a proposal
+    are ignored unless the head names the proposal.
     """
     members = _members(view, member.rendezvous.max_nodes)
     registration = member.registered
@@ -347,7 +350,8 @@ def written(member: Member, leader: Leader, reply: Reply) -> None:
 def lead(member: Member, leader: Leader) -> None:
     """Choose and execute the leader's next action. Called after every event that can change the choice."""
     view, link = leader.view, member.link
-    # Wait until this agent's own watch has delivered the head in the view, because the view may be newer.
+    # The leader's view may contain a newer head (the state of the job) than this agent's own watch has
+    # delivered. Wait until both are the same.
     if view is None or link is None or not leader.is_free() or view.head_revision != link.head_revision:
         return
     if view.head_revision != leader.of_head:
@@ -377,7 +381,9 @@ def may_grow(member: Member, view: View, head: Head) -> bool:
 
 
 def _forget_workers(member: Member, view: View, gone: set[int]) -> None:
-    """Delete the keys of lost agents' workers, which were killed before the agents' sessions ended."""
+    """Delete the keys of lost agents' workers. These are dead: they were killed before the agents' sessions
+    ended.
+    """
     keys = workers_keys(member.rendezvous, member.agent.job, member.joining.job_revision)
     for seat in (view.seats[rank] for rank in gone):
         if seat.member not in view.farewells:

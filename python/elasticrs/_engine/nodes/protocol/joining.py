@@ -9,11 +9,12 @@ because the other nodes may already count it as lost.
 - **JOIN-3** Settings that affect the decisions of a leader are the same on all nodes of a job.
 - **JOIN-4** The commands of all nodes are the same, unless the user sets ``same_command=0``.
 - **HAND-1** With ``static``, at most one registration has a node rank: the transaction that registers an
-  agent (T1) also creates the rank's key, and fails if another agent has it. Both keys share a lease.
-- **HAND-2** The node that has the rank may be dead, so an agent that wants the rank retries until a dead
-  node's lease would have expired.
-- **HAND-3** During a round, the port is lent to the workers of rank 0. An agent whose connection is refused,
-  or that reaches another program, therefore retries.
+  agent (T1) also creates a key for the rank, and fails if another agent has created that key. The
+  registration and the rank's key share a lease.
+- **HAND-2** If another node has the rank, that node may be dead. So the agent retries until a dead node's
+  lease would have expired.
+- **HAND-3** During a round, the rendezvous store's port is lent to the workers of rank 0. An agent therefore
+  retries if its connection to the port is refused, or if another program answers.
 """
 
 from __future__ import annotations
@@ -72,8 +73,9 @@ if TYPE_CHECKING:
     )
 
 FORGET_EARLIER = 60
-"""Number of earlier registrations that an agent deletes when it registers. Older ones were deleted before,
-and a delayed request that creates one again would have arrived by now.
+"""Number of its earlier registrations that an agent deletes when it registers. Older ones need no deletion,
+because earlier registrations have deleted them, and a delayed request that creates one again would have
+arrived by now.
 """
 
 MAX_REFUSAL = MAX_NAME - 8
@@ -169,7 +171,9 @@ def other_command(member: Member, job: dict[str, Any]) -> str | None:
 
 
 def _is_not_needed(member: Member, job: dict[str, Any]) -> str | None:
-    """Return an error message for a job whose only node hosts the store: no other node could replace it."""
+    """Return an error message if the job's only node hosts the store: as its loss ends the job, no spare
+    helps.
+    """
     is_taken = member.rendezvous.needs_no_other_node and job.get("is_hosted") is True
     if not is_taken or member.agent.hosts_store:
         return None
@@ -237,7 +241,7 @@ def _difference(member: Member, key: str, value: bytes, *, is_alone: bool) -> st
     found = mismatch(member, job)
     if found is None and not is_alone:
         return _is_not_needed(member, job)
-    # If no agent is registered, all agents may have been killed before they could close the job.
+    # If no agent of the job is registered, all its agents may have been killed before they could close it.
     return f"{found}{_NOBODY_LEFT}" if found is not None and is_alone else found
 
 
@@ -283,7 +287,8 @@ def register(member: Member, link: Link) -> None:
     if node_rank is not None:
         is_mine, claim = claim_rank(member, registration, node_rank)
         compares.append(is_mine)
-        # Insert the claim first, because the reply handler expects `Get` and `Predecessor` at the end.
+        # Insert the claim of the node rank at the start, because the handler of the reply expects the results
+        # of `Get` and `Predecessor` at the end.
         ops.insert(0, claim)
         otherwise = [Get(keys.job), Get(claim.key), Get(own)]
     ops.insert(0, Range(neighbors, MAX_NEIGHBORS))
@@ -294,7 +299,9 @@ def register(member: Member, link: Link) -> None:
 
 
 def earlier_registrations(member: Member, incarnation: int) -> list[Operation]:
-    """Delete registrations of earlier connections and of a replaced process before their leases expire."""
+    """Return operations that delete this agent's registrations over earlier connections, and those of a
+    process that it replaces, without waiting for their leases to expire.
+    """
     earlier = range(max(1, incarnation - FORGET_EARLIER), incarnation)
     names = [f"{member.agent.agent}/{each}" for each in earlier]
     kinds = (member.keys.node, member.keys.slot)
@@ -304,10 +311,11 @@ def earlier_registrations(member: Member, incarnation: int) -> list[Operation]:
 
 
 def look_for_twin(member: Member, reply: Reply) -> None:
-    """Check whether another launch on this host takes part in the job. It may be an independent job by
-    mistake.
+    """Check whether another launch on this host takes part in the job. The user may have intended two
+    independent jobs.
 
-    Tell the user only if the job already runs, because a job's nodes may be started in several sessions.
+    Tell the user only if the job is already running. Before, the other launch may just be another node of the
+    same job, started in another session.
     """
     neighbors = reply.results[0]
     if member.joining.was_registered or not isinstance(neighbors, Sequence):
@@ -328,7 +336,9 @@ def _launch_of(entry: Entry) -> str | None:
 
 
 def registered(member: Member, registration: Registration, own: Entry | None) -> None:
-    """Handle a confirmed registration. Use the revision of its key ``own``: T1 may have been sent twice."""
+    """Handle a confirmed registration. Its revision is that of the key ``own``, not that of the reply,
+    because the registering transaction (T1) may have been sent twice.
+    """
     assert own is not None
     joining = member.joining
     joining.claim, joining.rank_holder, joining.told_of_port = None, None, False
@@ -367,7 +377,7 @@ def job_seen(member: Member, link: Link, entry: Entry | None) -> None:
 
 FIRST_DELAY = 0.02
 LONGEST_DELAY = 0.5
-"""Minimum and maximum seconds between two attempts to connect."""
+"""Minimum (constant above) and maximum seconds between two attempts to connect."""
 
 FIRST_NEWS = 5.0
 """Seconds without a connection after which the reason is reported to the user."""
@@ -416,8 +426,8 @@ def connection_lost(member: Member, event: ConnectionLost) -> None:
         member.exit(Outcome("refused", event.message))
         return
     if event.kind == OTHER and member.leaving is None:
-        # Leave, because without the job's data, the numbers of rounds and restarts could start at zero again.
-        # User scripts rely on increasing numbers to detect outdated processes.
+        # Leave the job. A store without the job's data would count rounds and restarts from zero again, but
+        # users' scripts rely on increasing numbers to detect outdated processes.
         _give_up(member, Outcome("lost", event.message))
         if member.has_exited:
             return
@@ -526,7 +536,9 @@ def claim_rank(member: Member, registration: Registration, node_rank: int) -> tu
 
 
 def rank_refused(member: Member, entry: Entry | None) -> None:
-    """Retry on a new connection after a rejected T1. ``entry`` is the rank's key; ``None`` if it is free."""
+    """Retry to register on a new connection, because another node has this node's rank. ``entry`` is the key
+    of the rank; ``None`` if that has become free.
+    """
     joining = member.joining
     joining.claim = None
     if entry is not None:

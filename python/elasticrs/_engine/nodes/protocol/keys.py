@@ -29,14 +29,15 @@ def workers_job(run_id: str, job: str, number: int) -> str:
 
 
 def workers_keys(rendezvous: Rendezvous, job: str, number: int) -> Keys:
-    """Return the keys of the workers' own rendezvous. Agents use them to delete dead workers' registrations,
-    because a worker cannot detect another's death: a broken or refused connection does not prove it.
+    """Return the keys of the workers' own rendezvous. Agents use them to delete the registrations of dead
+    workers. Workers cannot do that, because a broken or refused connection does not prove the death of
+    another worker.
     """
     return Keys(workers_job(rendezvous.run_id, job, number))
 
 
 def workers_of(agent: str) -> str:
-    """Return the prefix of the names of this agent's workers in the workers' rendezvous."""
+    """Return the prefix of the names that the agent's workers have in their own rendezvous."""
     return f"{agent}-"
 
 
@@ -74,7 +75,9 @@ class Keys:
         return f"{self.tables}{form}/"
 
     def farewell(self, member: str) -> str:
-        """Return the key of a member that leaves on purpose. The key has no lease: later leaders need it."""
+        """Return the key that says that a member leaves on purpose. It has no lease, because later leaders
+        need it.
+        """
         return self.farewells + member
 
     def host(self, host: str) -> str:
@@ -86,14 +89,17 @@ class Keys:
         return f"{self.ranks}{node_rank}"
 
     def forget_rounds(self) -> list[Operation]:
-        """Return operations that delete keys of a closed job, because the store may outlive the job."""
+        """Return operations that delete a closed job's keys of its rounds, because the store may outlive the
+        job.
+        """
         folders = (self.slots, self.tables, self.dones, self.evidences, self.farewells, self.refusal)
         return [DeletePrefix(each) for each in folders]
 
     def store(self, round: int) -> str:  # noqa: A002 -- the field's own word
         """Return the prefix of the data that the nodes of a round share.
 
-        It is outside :attr:`prefix`, which leaders watch. Run ids escape ``%``, so each job has its own.
+        This prefix is not below :attr:`prefix`, because leaders watch all keys there. It differs for each
+        job.
         """
         return f"{self.prefix[:-1]}%stores/{round}/"
 

@@ -1,10 +1,11 @@
-"""The leader's local copy of the job's keys. An update takes the same time for any number of agents.
+"""The leader's view: its local copy of all keys of the job in the store. The time to apply the change of one
+key does not depend on the number of agents.
 
 - **VIEW-1** The view contains every key of the job as of :attr:`View.revision`.
 - **VIEW-2** The derived sets (:attr:`View.slow`, :attr:`View.candidates`, …) always match their definitions.
-  They are recomputed from scratch only for a new round.
-- **VIEW-3** A damaged record changes nothing that the view knows, and never makes a member with workers look
-  idle, finished or lost.
+  Each change updates them for the affected members; they are recomputed from scratch only for a new round.
+- **VIEW-3** If a record in the store is damaged, the view keeps what it knew before. Damage never makes a
+  member with workers look idle, finished or lost.
 """
 
 from __future__ import annotations
@@ -42,12 +43,13 @@ class View:
 
     Attributes:
         joined: create revisions of the registrations, by member.
-        slots: round of each member's last slot; ``None`` if the slot is damaged.
+        slots: round of each member's last slot (the ranks that it got); ``None`` if the slot is damaged.
         seats, rank_of: members of the current round by group rank, and group ranks by member.
         absent: group ranks whose registration no longer exists.
-        missing: absent ranks whose workers had not finished.
+        missing: those of ``absent`` whose workers had not finished.
         slow: registered members of the current round that may still have workers.
-        candidates: latest registrations that are neither leaving nor excluded, and have no workers.
+        candidates: members that could take part in the next round: the latest registration of each agent that
+            is neither leaving nor excluded, and has no workers.
         waiting: candidates that are not members of the current round.
         causes: members that report a failure on their node, or that their node is unfit.
         refusal: why another node was last refused since the current round started.
@@ -112,8 +114,8 @@ class View:
 
     def holds(self, member: str) -> bool:
         """Return true if a member may still have workers: its last assigned round has started, and it has not
-        reported since that it is idle. Use its own slot, because the current round may have been formed
-        without it.
+        reported since that it is idle. The member's own slot decides, because the current round may have been
+        formed without it.
         """
         given = self.slots.get(member, 0)
         if given is None:

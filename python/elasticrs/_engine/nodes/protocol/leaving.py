@@ -1,4 +1,4 @@
-"""Leave the job: after a signal to drain the node, if its workers are stuck, or when the job ends.
+"""Leave the job: after a signal to drain this node, if this node's workers are stuck, or when the job ends.
 
 - **LEAVE-1** The other nodes are notified before the workers of this node have stopped.
 - **LEAVE-2** A member that has written its farewell (a key that says that it leaves on purpose) takes part in
@@ -50,7 +50,7 @@ def leave_with(member: Member, outcome: Outcome) -> None:
 
 
 def round_ended(member: Member, reply: Reply) -> None:
-    """Handle the reply to the request that ends the round and contains the farewell."""
+    """Handle the reply to this agent's request that ends the round and announces that the agent leaves."""
     if reply.ok:
         farewell_known(member)
         return
@@ -77,7 +77,9 @@ def farewell_known(member: Member) -> None:
 
 
 def go_on(member: Member) -> None:
-    """Exit once no workers are left, and the farewell is confirmed or its confirmation is overdue."""
+    """Exit once this node has no workers left, and the store has confirmed the farewell or its reply is
+    overdue.
+    """
     leaving = member.leaving
     if member.workers is not None or leaving is None:
         return
@@ -128,7 +130,9 @@ def _abort_from(member: Member, head: Head | None, revision: int) -> None:
 
 
 def aborted(member: Member, reply: Reply) -> Entry | None:
-    """Handle the reply to T10. Return the head's entry if the job is closed. Otherwise, retry."""
+    """Handle the reply to the request that closes the job (T10). Return the entry of the head (the state of
+    the job) if the job is closed now. Otherwise, repeat the request.
+    """
     entry = reply.entry(-1)
     head = None if entry is None else Head.read(entry)
     if reply.ok or (head is not None and head.state == "CLOSED"):

@@ -66,7 +66,9 @@ def _changes(member: Member, event: Changes) -> None:
 
 
 def _snapshot(member: Member, link: Link, registration: Registration, reply: Reply) -> None:
-    """Handle a new leader's snapshot of all keys. Changes in it may also concern this agent as a member."""
+    """Handle the snapshot of all keys that this agent has requested as a new leader. Some of the keys also
+    concern this agent as a member.
+    """
     entries = {entry.key: entry for entry in reply.entries()}
     joining.job_seen(member, link, entries.get(member.keys.job))
     _take_in(member, link, registration, entries.values())

@@ -65,12 +65,13 @@ class Purpose(Enum):
 
 
 class Registration(Record):
-    """Registration of this agent, and the slot (ranks) that the leader has assigned to it.
+    """Registration of this agent, with what it knows about its slot (the ranks that the leader assigns to
+    it).
 
     Args:
         create_revision: 0 until the store has confirmed the registration.
         idle: last round after which this agent reported that it has no workers.
-        slot_asked: revision of the head for which this agent last read its slot.
+        slot_asked: revision of the head (the state of the job) for which this agent last read its slot.
         slot_known: store revision of the reply to that read.
         predecessor: key of the previous registration. If it is deleted, this agent may become the leader.
         leader: ``None`` while another agent leads.
@@ -104,12 +105,13 @@ class Leader(Record):
 
     Args:
         view: ``None`` until the snapshot of the store has arrived.
-        early: changes that arrived before the snapshot.
+        early: changes of keys that arrived before the snapshot.
         pending: tag of the unanswered write that delays the next decision.
         sent_at: revision of the view when the last write was sent.
         wait_for: revision that the view must reach before the next decision.
-        stalled: true if the last write was rejected, and the view has not changed since.
-        timers: whether each timer of the head with revision ``of_head`` has fired.
+        stalled: true if the store has rejected the last write, and the view has not changed since then.
+        timers: whether each timer has fired, by name. They belong to the head (the state of the job) with
+            revision ``of_head``.
         count: number of rounds that this leader has proposed.
         judged: inputs of the last verdict on an ended round, and that verdict.
         told: latest value of each kind of news; see :meth:`is_news`.
@@ -128,13 +130,17 @@ class Leader(Record):
     told: dict[str, int] = fresh(factory=dict)
 
     def is_news(self, what: str, value: int = 1) -> bool:
-        """Remember ``value``. Return true (so tell the user) if it differs from the last for ``what``."""
+        """Remember ``value`` for the message ``what``. Return true (the user should get it) if ``value`` is
+        new.
+        """
         is_known = self.told.get(what) == value
         self.told[what] = value
         return not is_known
 
     def is_free(self) -> bool:
-        """Return true if all writes were answered and are reflected in the view."""
+        """Return true if the store has answered all writes of this leader, and the view contains their
+        results.
+        """
         is_settled = self.view is not None and self.view.revision >= self.wait_for
         return is_settled and self.pending is None and not self.stalled
 
@@ -145,8 +151,8 @@ class Leader(Record):
         if reply.ok:
             self.wait_for = reply.revision
         else:
-            # Wait for any change of this job, because a change that has not arrived yet caused the rejection.
-            # Do not wait for the reply's revision, which may belong to another job.
+            # A change that the view does not contain yet has caused the rejection, so wait for the next
+            # change of this job. Do not wait for the revision in the reply, which may belong to another job.
             self.stalled = self.view is None or self.view.revision <= self.sent_at
         return True
 
@@ -164,11 +170,12 @@ class Joining(Record):
         job: value of the job's record, which this agent has checked.
         has_seen_round: true after a round of this job. The agent then joins no other job of the same name.
         claim: value of the node rank's key, if an earlier registration of this agent still has the rank.
-        rank_holder: another node that has this node's rank.
+        rank_holder: another node that has the node rank that this node wants.
         told_of_port: true if the user knows that another program responds at the store's port.
         refusal: why this agent may not join. It reports that to the other nodes before it exits.
         found_round: round of the job when this agent found it; 0 before the first round.
-        has_twin: true if another launch on this host, perhaps an independent run, had joined before.
+        has_twin: true if another launch on this host, which may be an independent job by mistake, had joined
+            before.
     """
 
     begun: int | None = None
@@ -194,8 +201,8 @@ class Joining(Record):
 
 
 class Listener(Record):
-    """Listener that is reserved for the workers' store of the next round. The report that this node is idle
-    after round ``idle_after`` waits until there is a new listener.
+    """Listener that is reserved for the workers' store of the next round. Without one, the report that this
+    node is idle (has no workers left) after round ``idle_after`` waits until there is a new listener.
     """
 
     port: int | None
@@ -211,15 +218,18 @@ class RoundWorkers(Record):
 
 
 class Done(Record):
-    """State of a finished node. ``is_known``: the store knows that. ``is_over``: the exit barrier is over."""
+    """State of a node whose workers have succeeded. ``is_known``: the store has recorded that. ``is_over``:
+    the time limit to wait for the other nodes (exit barrier) is over.
+    """
 
     is_known: bool = False
     is_over: bool = False
 
 
 class RoundAge(Record):
-    """Last round whose start this agent has seen (``seen``), and last round that ran for ``short_round``
-    seconds (``aged``). ``was_short`` is ``None`` if this agent did not see the start of the round.
+    """Last round whose start this agent has seen (``seen``), and last round that ran for at least
+    ``short_round`` seconds (``aged``). The age of a round is unknown if this agent did not see its start;
+    then ``was_short`` is ``None``.
     """
 
     seen: int = 0
@@ -300,12 +310,12 @@ class Member:
 
     @property
     def registration(self) -> Registration | None:
-        """Registration requested over the current connection."""
+        """Registration that this agent has requested over its current connection, confirmed or not."""
         return None if self.link is None else self.link.registration
 
     @property
     def registered(self) -> Registration | None:
-        """Registration that the store has confirmed over the current connection."""
+        """Registration that the store has confirmed over this agent's current connection."""
         registration = self.registration
         return registration if registration is not None and registration.create_revision else None
 
@@ -326,7 +336,9 @@ class Member:
 
     @property
     def patience(self) -> float:
-        """Seconds to wait for a new round. The restart delay counts twice, as a new leader may repeat it."""
+        """Seconds to wait for a new round. Includes the restart delay twice: if the leader is lost, the next
+        leader starts the delay again.
+        """
         policy = self.agent.policy
         return self.settings.patience + 2 * max(policy.first_delay, policy.longest_delay)
 
@@ -359,7 +371,9 @@ class Member:
         return tag
 
     def watch(self, purpose: Purpose, prefix: str, *, exact: bool = True) -> None:
-        """Watch a key or, unless ``exact``, a prefix. The reply contains the existing keys."""
+        """Watch a key or, if ``exact`` is false, all keys with a prefix. The reply contains the existing
+        keys.
+        """
         self.do(Watch(self._ask(purpose), prefix, exact, True))
 
     def _ask(self, purpose: Purpose) -> int:
@@ -375,7 +389,9 @@ class Member:
         return head is not None and head.state == "RUNNING" and head.round == number
 
     def node(self, cause: Cause | None = None) -> Node:
-        """Return this agent's record. ``cause`` is from the last round whose workers have exited."""
+        """Return the record of this agent for its registration. ``cause`` is this node's failure, if any, in
+        the last round whose workers have exited.
+        """
         agent, registration, findings = self.agent, self.registration, self.findings
         idle = 0 if registration is None else registration.idle
         return Node(
@@ -413,7 +429,9 @@ class Member:
         return Put(self.keys.head, head.encode(), False)
 
     def exists(self, registration: Registration) -> Exists:
-        """Return the condition of every write by a member: its registration exists."""
+        """Return the condition that a registration exists. Every write by a member depends on its own
+        registration.
+        """
         return Exists(self.keys.node(registration.member))
 
     def stop(
@@ -425,7 +443,9 @@ class Member:
         planned: bool = False,
         after_failure: bool = False,
     ) -> None:
-        """Stop the workers: with SIGKILL if ``fenced``, otherwise gracefully, with ``why`` for the user."""
+        """Stop the workers: with SIGKILL if ``fenced``, otherwise gracefully. ``why`` tells the user the
+        reason.
+        """
         workers = self.workers
         if workers is None or (workers.is_stopping and not fenced):
             return
@@ -465,7 +485,9 @@ def forget_timers(member: Member, leader: Leader) -> None:
 
 
 def has_passed(member: Member, leader: Leader, name: str, seconds: float) -> bool:
-    """Return true if a timer has expired. The first call starts it, and a change of the head cancels it."""
+    """Return true if the leader's timer ``name`` has expired. The first call starts it. A change of the head
+    (the state of the job) cancels it.
+    """
     timer = _timer(leader, name)
     if timer not in leader.timers:
         leader.timers[timer] = False
@@ -498,13 +520,17 @@ def guards(member: Member, view: View) -> list[Compare]:
 def write(
     member: Member, leader: Leader, view: View, then: Sequence[Operation], compares: Sequence[Compare] = ()
 ) -> None:
-    """Write if :func:`guards` and ``compares`` hold. The leader decides nothing until the reply arrives."""
+    """Send ``then`` to the store, which executes it if the conditions ``compares`` and :func:`guards` hold.
+    The leader decides nothing until the reply arrives.
+    """
     leader.sent_at = view.revision
     leader.pending = member.txn(Purpose.LEAD, [*guards(member, view), *compares], then)
 
 
 def close(member: Member, leader: Leader, view: View, closed: Head, alive: Sequence[str] = ()) -> None:
-    """Close the job. ``closed`` is valid only while the members in ``alive`` are registered."""
+    """Close the job by writing the head ``closed``, on condition that the members in ``alive`` are
+    registered.
+    """
     closed = closed.replaced(state="CLOSED", time_ns=member.now)
     write(member, leader, view, [member.put_head(closed), *member.keys.forget_rounds()], here(member, alive))
 

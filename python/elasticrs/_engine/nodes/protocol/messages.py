@@ -1,4 +1,4 @@
-"""Events and actions of the rendezvous state machine. Those of the store are in :mod:`.coordination`."""
+"""Events and actions of the rendezvous state machine. Those about the store are in :mod:`.coordination`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ class Begin(Value):
 
 
 class StartFailed(Value):
-    """Event: the workers could not be started, and none are left. If ``transient``, a retry may succeed."""
+    """Event: this node's workers could not be started, and none of their processes is left. If ``transient``,
+    a retry may succeed.
+    """
 
     message: str
     transient: bool = False
@@ -45,8 +47,8 @@ class WorkersDone(Value):
 
 
 class GroupEnded(Value):
-    """Event: all processes of this node's workers have exited, except ``stuck`` ones that survive SIGKILL.
-    Without an earlier :class:`Stop` or :class:`WorkerFailed`, this counts as a failure.
+    """Event: all processes of this node's workers have exited, except ``stuck`` ones that survive SIGKILL. If
+    neither :class:`Stop` nor :class:`WorkerFailed` came before, this counts as a failure.
 
     Args:
         cause: first failure on this node, with more details than in :class:`WorkerFailed`.
@@ -80,7 +82,7 @@ class AskForRound(Value):
 
 
 class StoreHosted(Value):
-    """Event: this process started to serve the store after the rendezvous had begun."""
+    """Event: this process has started to serve the rendezvous store, after the rendezvous had begun."""
 
     fallback_addr: str | None = None
     why_hosts: str | None = None
@@ -102,7 +104,9 @@ class StorePortFailed(Value):
 
 
 class Connect(Value):
-    """Action: open a session of this incarnation (1, 2, …). ``Connected`` or ``ConnectionLost`` follows."""
+    """Action: open a session with the store, for the registration with this incarnation number (1, 2, …).
+    ``Connected`` or ``ConnectionLost`` follows.
+    """
 
     incarnation: int
 
@@ -158,7 +162,9 @@ class Stop(Value):
 
 
 class BindStore(Value):
-    """Action: bind a new workers' store listener. :class:`StorePort` or :class:`StorePortFailed` follows."""
+    """Action: bind a new listener for the workers' store. :class:`StorePort` or :class:`StorePortFailed`
+    follows.
+    """
 
 
 class CloseStore(Value):

@@ -1,7 +1,9 @@
-"""Records in the store, encoded as compact JSON of limited size.
+"""Records that agents write to the store, encoded as compact JSON of limited size.
 
-- **RECORD-1** A head has at most :data:`MAX_HEAD` bytes, because it is sent to all agents.
-- **RECORD-2** Reading any bytes returns valid types and ranges, or raises :class:`DamagedError`.
+- **RECORD-1** A head (the state of the job) has at most :data:`MAX_HEAD` bytes, because it is sent to all
+  agents.
+- **RECORD-2** Decoding a record, whatever its bytes, returns values of valid types and ranges, or raises
+  :class:`DamagedError`.
 """
 
 from __future__ import annotations
@@ -122,7 +124,9 @@ CAUSE: dict[str, Check] = {
 
 
 def checked_fields(record: Any, checks: Mapping[str, Check], required: Iterable[str]) -> dict[str, Any]:
-    """Return the fields that are not null, or raise :class:`DamagedError`. ``checks``: all known fields."""
+    """Return the record's fields that are not null. Raise :class:`DamagedError` if one fails its check in
+    ``checks``, which lists all known fields.
+    """
     if not isinstance(record, dict):
         raise DamagedError(f"{_shown(record)} is not an object")
     found = {name: value for name, value in record.items() if value is not None}
@@ -136,7 +140,9 @@ def checked_fields(record: Any, checks: Mapping[str, Check], required: Iterable[
 
 
 def checked_row(record: Any, checks: Sequence[Check]) -> list[Any]:
-    """Return ``record`` if its values pass one check each. Otherwise, raise :class:`DamagedError`."""
+    """Return the list ``record`` if each value passes the check at its position. Otherwise, raise
+    :class:`DamagedError`.
+    """
     if not row_of(*checks)(record):
         raise DamagedError(f"{_shown(record)} is not a list of the expected values")
     found: list[Any] = record
@@ -144,8 +150,8 @@ def checked_row(record: Any, checks: Sequence[Check]) -> list[Any]:
 
 
 def checked_cause(record: Any) -> dict[str, Any] | None:
-    """Return a cause's valid and unknown fields; ``None`` if it is no object. Drop invalid fields, because a
-    cause only decides which failure is reported first.
+    """Return the fields of a failure's cause without invalid ones; ``None`` if it is no object. A cause only
+    decides which failure is reported first, so invalid fields are no error. Unknown fields are kept.
     """
     if not isinstance(record, dict):
         return None
@@ -172,7 +178,9 @@ _MAX_SHORT = 128
 
 
 def encode(record: object) -> bytes:
-    """Encode as ASCII-only JSON, because file names may contain characters that UTF-8 cannot encode."""
+    """Encode a record as ASCII-only JSON, because file names in it may contain characters that UTF-8 cannot
+    encode.
+    """
     return json.dumps(record, separators=(",", ":")).encode("ascii")
 
 
@@ -191,7 +199,9 @@ def cut(text: str, limit: int) -> str:
 
 
 def bound_cause(cause: Mapping[str, Any] | None, limit: int = MAX_CAUSE) -> dict[str, Any] | None:
-    """Shorten a cause: remove its oldest lines, cut long text, and finally keep only :data:`CAUSE_FIELDS`."""
+    """Shorten a failure's cause to ``limit`` bytes: remove its oldest lines, then cut long text, and finally
+    keep only :data:`CAUSE_FIELDS`.
+    """
     if cause is None:
         return None
     bounded = dict(cause)
@@ -229,7 +239,9 @@ GROUNDS = ("stopped", "behind", "elsewhere", "apart", "oldest")
 
 
 def blame_of(cause: Mapping[str, Any] | None) -> tuple[Any, ...] | None:
-    """Return a sort key for a hung worker, smallest for the one that blocks others; otherwise ``None``."""
+    """Return a sort key for a cause that is a hang, smallest for the worker that blocks the others; ``None``
+    for any other cause.
+    """
     ground = cause.get("ground") if cause else None
     if cause is None or ground not in GROUNDS:
         return None
@@ -251,16 +263,19 @@ def silence_of(cause: Mapping[str, Any] | None) -> float | None:
 
 
 def is_of_same_node(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return true if the same agent reported both causes. Agents of one node differ in their group ranks."""
+    """Return true if the same agent has reported both causes: their nodes and group ranks are the same."""
     return all(one.get(name) == other.get(name) for name in ("node", "group_rank"))
 
 
 def may_be_first(own: Mapping[str, Any], recorded: Mapping[str, Any] | None) -> bool:
-    """Return true if this node's failure ``own`` may precede the ``recorded`` one, or adds details to it."""
+    """Return true if this node's failure ``own`` may be earlier than the ``recorded`` failure, or adds
+    details.
+    """
     if recorded:
         if is_of_same_node(own, recorded):
             return True
-        # A failure without a message may be a consequence: it was recorded before the error file was read.
+        # A recorded failure without a message may be a consequence of another: the worker's error file, which
+        # would show that, had not been read when the failure was recorded.
         may_be_consequence = recorded.get("is_consequence") or recorded.get("message") is None
         if may_be_consequence and not own.get("is_consequence"):
             return True
@@ -274,13 +289,13 @@ def may_be_first(own: Mapping[str, Any], recorded: Mapping[str, Any] | None) -> 
 
 
 class Node(Value):
-    """Record of one registration.
+    """Record of an agent's registration in the store.
 
     Args:
         host: identifier of the host.
-        address: local address of the connection to the store. Others use ``local_addr``, if the user has
-            given it, and ``fallback_addr`` in place of a loopback address.
-        hint: order of ranks, with precedence over the name.
+        address: local address of this node's connection to the store. Other nodes use ``local_addr`` instead,
+            if the user has given it, and ``fallback_addr`` instead of a loopback address.
+        hint: number by which the nodes' ranks are ordered. It takes precedence over the node's name.
         port: port of the listener for the workers' store of the next round.
         idle: last round whose workers are known to have exited on this node.
         cause: failure of this node in round ``idle`` that may precede the recorded failure.
@@ -324,9 +339,9 @@ class Head(Value):
         form: name of the proposal that became this round.
         used: number of restarts that the job has used.
         master: address and port of the round's workers' store.
-        end: how the round ended, or in state ``RUNNING`` the previous round. The leader's verdict adds
-            ``charged`` and, where they apply, ``delay`` (seconds until the next round), ``excluded`` (member)
-            and ``note`` (line for the user about suspect nodes).
+        end: how the round ended; in state ``RUNNING``, how the previous round ended. The leader's verdict
+            adds ``charged`` and, where they apply, ``delay`` (seconds until the next round), ``excluded``
+            (member) and ``note`` (line for the user about suspect nodes).
         cause: first failure in that round, over all nodes.
         history: data about earlier failures, for the restart policy; see :meth:`failures`.
         permanent: true if the job was closed because another attempt would fail in the same way.
@@ -400,7 +415,7 @@ class Head(Value):
         return FailureHistory(self.used, **kept)
 
     def with_failures(self, failures: FailureHistory) -> Head:
-        """Return a copy with this failure history, in which long names are truncated."""
+        """Return a copy of the head with this failure history, in which long names are truncated."""
         fields, defaults = failures.fields(), FailureHistory.defaults()
         used = fields.pop("charged")
         kept = {name: _shortened(each) for name, each in fields.items() if each != defaults[name]}
@@ -408,7 +423,9 @@ class Head(Value):
 
     @staticmethod
     def read(entry: Entry) -> Head:
-        """Decode the head. A damaged one closes the job as failed, with a reason that names the key."""
+        """Decode the head (the state of the job). For a damaged entry, return a head that closes the job as
+        failed, with a reason that names the key.
+        """
         try:
             return Head.decode(entry.value or b"")
         except DamagedError as error:
@@ -428,7 +445,7 @@ def _shortened(value: Any) -> Any:
 
 
 class Seat(Value):
-    """Row of a round's member table, for reports about members whose registration was deleted."""
+    """Row of a round's member table. It is used to report about members whose registration was deleted."""
 
     member: str
     name: str
@@ -436,7 +453,9 @@ class Seat(Value):
 
 
 class Slot(Value):
-    """Ranks that the leader assigns to a member, valid once the head names ``round`` and ``form``."""
+    """Ranks that the leader assigns to a member for a round. They are valid once the head (the state of the
+    job) names the same ``round`` and ``form``.
+    """
 
     round: int
     form: str
@@ -446,7 +465,7 @@ class Slot(Value):
     role_world_size: int
 
     def encode(self) -> bytes:
-        """Encode as a compact list, because the store holds one slot for every member."""
+        """Encode the slot as a compact list, because the store holds one slot for every member."""
         return encode(self.values())
 
     @staticmethod
@@ -558,8 +577,9 @@ _SEAT = (NAME, NAME, ADDRESS)
 def master_addr(nodes: Sequence[Node]) -> str:
     """Return an address at which all members reach the first of ``nodes``, which are sorted by group rank.
 
-    Without an address from the user, use the local one of its connection to the store, which is known to
-    work. Use a loopback address only if all nodes are on one host, or there is no other address.
+    If the user has given no address for that node, use the local address of its connection to the store,
+    because that is known to work. Use a loopback address only if all nodes are on one host, or there is no
+    other address.
     """
     first = nodes[0]
     if first.local_addr:

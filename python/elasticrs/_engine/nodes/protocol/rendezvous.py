@@ -3,8 +3,10 @@ run the same command, so that independent jobs never merge into one.
 
 - **CMD-1** Two commands are the same if their programs, arguments and users are equal. The Python interpreter
   and the options of the launcher are not compared.
-- **CMD-2** Values of options in :data:`OF_ONE_NODE`, and differences in the node's name only, are ignored.
-- **CMD-3** The record of a command has a limited size. A digest replaces the rest of a longer command.
+- **CMD-2** The comparison ignores the values of the options in :data:`OF_ONE_NODE`, and words that differ
+  only in the name of the node.
+- **CMD-3** The record of a command in the store has a limited size. Of a longer command, a digest replaces
+  the rest.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class Rendezvous(Value):
         config: settings as the user has given them.
         member: prefix of the names of this process's registrations; a random name if ``None``.
         replaces: prefix of the registrations of a dead process that this process replaces.
-        clients: number of store clients on each node.
+        clients: number of clients of the store on each node.
         job: name of the job in the store; the run id if ``None``.
         scope: prefix of the keys that the token gives access to; ``None`` for all keys.
         command: command of the workers; ``None`` if it is unknown.
@@ -80,7 +82,9 @@ class Rendezvous(Value):
 
     @property
     def max_connections(self) -> int:
-        """Number of connections that the store accepts, with room for stale ones and for tools."""
+        """Number of connections that the rendezvous store accepts, with room for stale connections and for
+        tools.
+        """
         return 2 * self.max_nodes * self.clients + 64
 
     @property
@@ -89,7 +93,9 @@ class Rendezvous(Value):
 
     @property
     def master_port(self) -> int | None:
-        """Fixed port of the workers' store with ``static``; ``None`` if the port changes every round."""
+        """Fixed port of the workers' store with ``static``; ``None`` for other back ends, which use a new
+        port in each round.
+        """
         return self.port if self.is_static else None
 
     @property
@@ -111,13 +117,15 @@ class ThisAgent(Value):
     """Description of this node's agent and its workers, as input to the rendezvous.
 
     Args:
-        agent: name of this process in all its registrations, random except for the rendezvous's prefix.
+        agent: name of this process in all its registrations, random except for the prefix that
+            :attr:`Rendezvous.member` gives.
         node: name of this node, for the user and for the order of ranks.
         host: identifier of the host. Agents with the same identifier share their loopback interface.
         fatal_exit_codes: exit codes of workers that end the job, as the user has written them.
         hosts_store: true if this process serves the store, so that it must stay until the job is over.
         fallback_addr: address for other hosts if the connection to the store has a loopback address.
-        keeps_workers: true if workers keep running when a round ends. The caller then reports rounds.
+        keeps_workers: true if workers keep running when a round ends. The caller then tells the user about
+            rounds.
         health_timeout: seconds that the node check and the wait for free device memory take at most, after
             the workers have stopped.
         why_hosts: why this process serves the store; ``None`` if it does not.
@@ -155,8 +163,8 @@ MAX_WORDS = 3000
 
 
 class Command(Value):
-    """Command of a node's workers. ``place`` is the absolute path of the program. It has to be the same only
-    on the same host, because other hosts may keep the job in another folder.
+    """Command of a node's workers. ``place`` is the absolute path of the program. It is compared only between
+    agents on the same host, because other hosts may keep the job in another folder.
     """
 
     words: tuple[str, ...]
@@ -184,7 +192,9 @@ def command_of_python(words: Sequence[str]) -> Command:
 
 
 def _command_of_name(name: str, arguments: Sequence[str]) -> Command:
-    """Return the command of a program's name, which may mean another program in another directory."""
+    """Return the command of a program that is given by name. In another directory, the name may mean another
+    program, so the program's path belongs to the command.
+    """
     return command_of([name, *arguments], os.path.join(_real(os.curdir), name))
 
 
@@ -206,7 +216,9 @@ def command_of_function(function: Callable[..., object]) -> Command:
 
 
 def difference(ours: Command, theirs: Command, *, is_same_host: bool) -> tuple[str, str] | None:
-    """Return phrases about the first difference between our and their command; ``None`` if there is none."""
+    """Return two phrases that describe the first difference between our command and theirs: what we have, and
+    what they have. Return ``None`` if there is no difference.
+    """
     if ours.user != theirs.user:
         return f"user {ours.user}", f"user {theirs.user}"
     is_elsewhere = ours.place != theirs.place

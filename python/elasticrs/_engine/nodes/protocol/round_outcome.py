@@ -1,8 +1,8 @@
 """Evaluate the end of a round, and format messages to the user about nodes, rounds and failures. All
 functions are pure. :mod:`.restart_policy` decides how to react to a failure.
 
-- **VERDICT-1** A restart is charged only if workers have failed and no member was lost. Workers often fail
-  *because* a node died, and may report that before the loss is known.
+- **VERDICT-1** A restart is charged to the budget only if workers have failed and no member was lost. A loss
+  explains failures: workers often fail *because* a node died, and may report that before its loss is known.
 - **VERDICT-2** The first cause is the earliest that members report for the round. An exception that only
   reports a lost or silent peer counts only if there is no other cause. If workers hung, the first cause is
   the hang of the worker that the others waited for (:func:`~.records.blame_of`).
@@ -41,8 +41,9 @@ MAX_SETUPS = 3
 
 
 class RoundVerdict(Value):
-    """Verdict on a finished round. It requires that the members in ``alive`` are still registered when it is
-    written, because the loss of one of them would explain the failure. ``reason`` ends the job.
+    """Verdict on a finished round. It is valid only if the members in ``alive`` are still registered when it
+    is written, because the loss of one of them would explain the failure. If there is a ``reason``, the job
+    ends for it.
     """
 
     alive: list[str]
@@ -73,7 +74,9 @@ def kind_of(head: Head) -> str:
 
 
 def known_causes(view: View, head: Head) -> list[dict[str, Any]]:
-    """Return one cause per agent: its latest report, which includes the contents of the error files."""
+    """Return one cause for each agent that has reported a failure: its latest report, because that includes
+    the contents of the workers' error files.
+    """
     found = [node.cause for node in _reports(view, head) if node.cause is not None]
     first = head.cause
     if first is not None and not any(is_of_same_node(cause, first) for cause in found):
@@ -103,13 +106,14 @@ def diagnosed(
     """Return the cause of a round's failure, and a diagnosis if this is a hang or a failed collective and
     there are enough flight records.
 
-    If the records blame another rank than the heartbeats, which are weak evidence with one rank per node,
-    return the cause of that rank. If they are not conclusive, the cause names the candidates.
+    If the flight records blame another rank than the heartbeats do, return the cause of that rank, because
+    heartbeats are weak evidence with one rank per node. If the records are not conclusive, the cause names
+    the candidates.
     """
     if cause is None or not view.has_evidence:
         return cause, None
     is_hang = blame_of(cause) is not None
-    # NCCL's watchdog aborts the process (SIGABRT) after a failed collective.
+    # Only SIGABRT can mean a failed collective here: NCCL's watchdog then aborts the process.
     if not is_hang and not cause.get("is_consequence") and cause.get("exitcode") != -signal.SIGABRT:
         return cause, None
     from elasticrs._engine.hangs.culprits import decide, decide_failure
@@ -134,7 +138,7 @@ def diagnosed(
 
 def _cause_of(view: View, head: Head, cause: dict[str, Any], rank: int) -> dict[str, Any]:
     """Return the cause to report if flight records blame ``rank``: the hang that a node has reported for it,
-    or a new cause with its node and local rank. Return ``cause`` if these are unknown.
+    or a new cause with its node and local rank. Return ``cause`` unchanged if these are unknown.
     """
     from elasticrs._engine.hangs.node_evidence import NodeEvidenceError, decode
 
@@ -191,7 +195,9 @@ def _bound_nodes(view: View) -> Iterator[tuple[str, str]]:
 
 
 def _member_of(view: View, name: str) -> str:
-    """Return the member on node ``name``, which is excluded and so has only one agent."""
+    """Return the member on the node ``name``. The node is to be excluded, so it has only one agent in the
+    round.
+    """
     return next(
         member for member in sorted(view.rank_of) if member in view.nodes and view.nodes[member].name == name
     )
@@ -207,8 +213,9 @@ def judge(
     *,
     min_nodes: int = 1,
 ) -> RoundVerdict:
-    """Decide whether the job continues, once every member has stopped or is lost, or after ``settle``
-    seconds. ``was_short`` is ``None`` if this agent did not see the start of the round.
+    """Decide whether the job continues after a round. Called once every member of the round has stopped or is
+    lost, or after ``settle`` seconds. ``was_short`` tells whether the round was short; ``None`` if this agent
+    did not see its start.
     """
     kind, charged = kind_of(head), is_charged(view, head)
     first, diagnosis = diagnosed(view, head, first_cause(view, head))
@@ -219,14 +226,16 @@ def judge(
         nodes=head.size,
         now=now_ns / 1e9,
         ran=None if was_short is None else 0.0 if was_short else STEADY,
-        # Derive the jitter from the round, because a decision may depend only on data in the store.
+        # Derive the random part of the delay from the name of the round, because a decision may depend only
+        # on data in the store.
         jitter=zlib.crc32(f"{head.form}/{head.round}".encode()) / 0xFFFFFFFF,
         unfit=tuple((node.name, node.unfit) for node in _reports(view, head) if node.unfit is not None),
         bound=tuple(_bound_nodes(view)),
         available=len(view.candidates),
         min_nodes=min_nodes,
     )
-    # Exclude unfit nodes in any case: a lost node explains failed workers, but not a failed node check.
+    # Exclude unfit nodes even if no restart is charged: a lost node explains failed workers, but not a failed
+    # node check.
     decision = (decide if charged else exclude)(policy, head.failures, evidence)
     more: dict[str, Any] = {"delay": round(decision.delay, 3), "note": decision.note}
     if decision.exclude is not None:
@@ -287,7 +296,7 @@ TWIN = f"beside another launch on this machine; if this is a run of its own, sto
 
 
 def named(names: Sequence[str]) -> str:
-    """List the first :data:`MAX_NAMED` names, and the number of further names."""
+    """Format the first :data:`MAX_NAMED` names, and the number of further names, for a message."""
     shown = ", ".join(names[:MAX_NAMED])
     return shown if len(names) <= MAX_NAMED else f"{shown} and {len(names) - MAX_NAMED} more"
 
@@ -314,7 +323,7 @@ def end_of(head: Head, *, names_pid: bool = True) -> str:
 
 
 def failure_of(cause: Mapping[str, Any] | None, node: object = None, *, names_pid: bool = True) -> str:
-    """Describe which worker failed, where, and how. ``node`` is used if the cause names none."""
+    """Describe which worker failed, where, and how. ``node`` is named if the cause names no node."""
     told = cause or {}
     where = f"on node {told.get('node') or node or '?'}"
     if told.get("rank") is None and told.get("permanent_sign"):

@@ -5,7 +5,7 @@ An agent that is *idle* after a round has no workers of that round or of earlier
 
 - **ROUND-1** Workers start only when no earlier workers remain, and only when the head (the state of the job)
   and the member's own slot (its ranks) name the same proposed round.
-- **ROUND-2** A failure is reported before the workers are stopped, and only for the running round.
+- **ROUND-2** A member reports a failure before it stops its workers, and only for the running round.
 - **ROUND-3** An agent reports that it is idle only when no processes of that round's workers remain.
 - **ROUND-4** An agent exits only when none of its workers remain, except those that survive SIGKILL.
 """
@@ -79,7 +79,9 @@ def take_slot(member: Member, registration: Registration, entry: Entry) -> None:
 
 
 def _slot_damaged(member: Member, registration: Registration, error: DamagedError) -> None:
-    """Handle an unreadable slot: register again to get ranks, unless workers with ranks are running."""
+    """Handle this member's slot (its ranks) if it is unreadable: register again to get a new slot, unless
+    workers are running, because they have ranks already.
+    """
     text = damage(member.keys.slot(registration.member), error)
     if member.phase in (Phase.IDLE, Phase.CONNECTING):
         fence(member, text)
@@ -92,7 +94,7 @@ def take_head(member: Member, link: Link, entry: Entry) -> None:
         return
     if entry.value is None:
         if link.head is not None:
-            # Stop the workers, because without the job's record no agent can end the round.
+            # Stop the workers, because without the head (the state of the job) no agent can end the round.
             fence(member, REMOVED)
         return
     head = Head.read(entry)
@@ -140,7 +142,7 @@ def _ended(member: Member, head: Head) -> None:
 
 
 def _announce_verdict(member: Member, head: Head) -> None:
-    """Tell the user the leader's verdict. If it excludes this agent, take part in no further rounds."""
+    """Tell the user the leader's verdict. If that excludes this agent, take part in no further rounds."""
     if head.excluded_agent == member.agent.agent:
         _excluded(member, head)
     elif head.note:
@@ -185,7 +187,9 @@ def _running(member: Member, link: Link, head: Head, is_news: bool) -> None:
 
 
 def stop_earlier(member: Member, head: Head) -> None:
-    """Stop workers of an earlier round, whose end this agent may have missed while it was disconnected."""
+    """Stop this node's workers of an earlier round. This agent may have missed the end of that round while it
+    was disconnected.
+    """
     if member.workers is not None and member.workers.round < head.round:
         member.stop(end_of(head))
 
@@ -197,7 +201,9 @@ def _is_spare(member: Member, head: Head) -> bool:
 
 
 def _find_slot(member: Member, link: Link) -> None:
-    """Read this member's slot once for each head, because the watch may deliver it late."""
+    """Read this member's slot (its ranks) once for each head (state of the job), because the watch of the
+    slot may deliver it late.
+    """
     registration = link.registration
     assert registration is not None
     if registration.slot_asked < link.head_revision:
@@ -206,7 +212,9 @@ def _find_slot(member: Member, link: Link) -> None:
 
 
 def slot_found(member: Member, link: Link, registration: Registration, reply: Reply) -> None:
-    """Handle the slot that was read. If this node has no rank in the running round, tell the user."""
+    """Handle the reply to the read of this member's slot. If this node has no rank in the running round, tell
+    the user.
+    """
     registration.slot_known = reply.revision
     entry, head = reply.entry(0), link.head
     if entry is not None and entry.mod_revision > registration.slot_revision:
@@ -224,7 +232,9 @@ def slot_found(member: Member, link: Link, registration: Registration, reply: Re
 
 
 def is_slot_known(link: Link, registration: Registration) -> bool:
-    """Return true if the slot was read after the head. It is then final: slots precede the head."""
+    """Return true if this member's slot was read after the head (the state of the job) had been written. The
+    slot is then final, because the leader writes a round's slots before the head.
+    """
     return registration.slot_known >= link.head_revision
 
 
@@ -240,8 +250,8 @@ def is_mine(registration: Registration | None, head: Head) -> bool:
 
 
 def look(member: Member) -> None:
-    """Start the workers if the running round includes this member. Report that it is idle if its slot is for
-    a round that has ended, or that was formed without it.
+    """Start the workers if the running round includes this member. If its slot is for a round that has ended,
+    or that was formed without this member, report that it is idle.
     """
     link, registration, phase = member.link, member.registered, member.phase
     if link is None or registration is None or registration.slot is None or member.leaving is not None:
@@ -260,7 +270,7 @@ def look(member: Member) -> None:
         else:
             _slot_damaged(member, registration, DamagedError("its ranks are beyond those of the round"))
     elif head.state == "RUNNING" and slot.round == head.round and not is_slot_known(link, registration):
-        # The member's slot belongs to a discarded proposal for this round. A newer slot may still arrive.
+        # The slot belongs to a proposal for this round that was not accepted. A newer slot may still arrive.
         _find_slot(member, link)
     elif head.state != "CLOSED":
         member.done = None
@@ -289,8 +299,8 @@ def _start(member: Member, head: Head, slot: Slot) -> None:
 
 
 def _master(member: Member, head: Head) -> tuple[str, int]:
-    """Return where this node's workers reach their store. With ``static``, that is this node's own endpoint,
-    as under torchrun, because nodes may reach rank 0 over different routes.
+    """Return the address and port at which this node's workers reach their store. With ``static``, that is
+    this node's own endpoint, as under torchrun, because nodes may reach rank 0 over different routes.
     """
     rendezvous = member.rendezvous
     return (rendezvous.host, rendezvous.port) if rendezvous.is_static else head.master
@@ -308,7 +318,7 @@ def worker_failed(member: Member, event: WorkerFailed) -> None:
 
 
 def ask_for_round(member: Member, event: AskForRound) -> None:
-    """End the running round at the request of healthy workers, unless it has already ended (T2)."""
+    """End the running round (transaction T2), as healthy workers have requested, unless it has ended."""
     workers = member.workers
     if member.phase is Phase.RUN and workers is not None and member.runs(workers.round):
         end = {"kind": "asked", "message": cut(event.reason, leaving.MAX_REASON)}
@@ -347,7 +357,8 @@ def workers_done(member: Member) -> None:
     put = Put(member.keys.done(workers.round, slot.group_rank), encode({}), False)
     member.txn(Purpose.TELL_DONE, [ModifiedAt(member.keys.head, link.head_revision)], [put])
     if slot.group_rank != 0 and not member.agent.hosts_store:
-        # Hosts of the workers' store (group rank 0) or of the rendezvous store must stay until the job ends.
+        # Limit the time to wait for the other nodes. Only hosts of the workers' store (group rank 0) or of
+        # the rendezvous store must stay until the job ends.
         member.arm("barrier", member.settings.exit_barrier_timeout)
 
 
@@ -364,7 +375,9 @@ def barrier(member: Member) -> None:
 
 
 def leave_barrier(member: Member) -> None:
-    """Exit with success if the exit barrier has timed out and the store knows that this node finished."""
+    """Exit with success if the time to wait for the other nodes (exit barrier) is over, and the store has
+    recorded that this node has finished.
+    """
     done = member.done
     if done is not None and done.is_over and done.is_known and member.runs(member.finished_round):
         member.exit(Outcome("succeeded", "this node has finished; other nodes are still running"))
@@ -405,7 +418,9 @@ def workers_gone(member: Member) -> None:
 
 
 def idle(member: Member, registration: Registration, number: int) -> None:
-    """Report that no workers of a round are left (T4), once there is a listener for the next round."""
+    """Report that this node has no workers of a round left (transaction T4), once it has a listener for the
+    workers' store of the next round.
+    """
     if fresh_listener(member):
         say_idle(member, registration, number)
     else:
@@ -422,7 +437,9 @@ def say_idle(member: Member, registration: Registration, number: int) -> None:
 
 
 def _evidence(member: Member, number: int) -> list[Put]:
-    """Return the write of this node's evidence, a part of the idle report (T4) that the leader awaits."""
+    """Return the write of this node's evidence about a failure. It is part of the report that the node has no
+    workers left (T4), because the leader waits for that report before it decides.
+    """
     evidence, member.findings.evidence = member.findings.evidence, None
     slot = None if member.registration is None else member.registration.slot
     if evidence is None or slot is None or not member.findings.round == number == slot.round:
@@ -431,11 +448,14 @@ def _evidence(member: Member, number: int) -> list[Put]:
 
 
 def _earlier_cause(member: Member, number: int) -> Cause | None:
-    """Return this node's failure if it may precede the recorded one, or shows that a retry would fail too."""
+    """Return this node's failure if it may be earlier than the one that the head records, or shows that
+    another attempt would fail in the same way.
+    """
     own, head = member.findings, member.head
     if own.round != number or own.cause is None or head is None:
         return None
-    # While the round is running, the head still has the previous round's cause.
+    # While a round is running, the head (the state of the job) still has the cause of the previous round's
+    # end.
     recorded = head.cause if head.round == number and head.state == "ENDED" else None
     is_permanent = own.cause.get("permanence") is not None
     return own.cause if is_permanent or may_be_first(own.cause, recorded) else None
@@ -463,13 +483,16 @@ def follow(member: Member, registration: Registration, predecessor: Entry | None
         registration.predecessor = predecessor.key
         member.watch(Purpose.SEE_PREDECESSOR, predecessor.key)
     else:
-        # Another program wrote this key and may never delete it, so find the registration before it.
+        # The key just before this agent's is no registration. Another program wrote it and may never delete
+        # it, so look for the registration before it.
         before = CreatedAt(predecessor.key, predecessor.create_revision)
         _ask(member, registration, Purpose.FIND_BEFORE_STRANGER, predecessor.key, before)
 
 
 def end_own_watches(member: Member, registration: Registration) -> None:
-    """Stop watching single keys, because several watches may deliver one transaction at different times."""
+    """Stop the watches of single keys. A new leader watches all keys, and several watches might deliver the
+    changes of one transaction at different times.
+    """
     keys = member.keys
     for key in (keys.slot(registration.member), keys.head, keys.job):
         member.do(Unwatch(key, True))
@@ -493,7 +516,9 @@ def _ask(member: Member, registration: Registration, purpose: Purpose, key: str,
 
 
 def predecessor_found(member: Member, registration: Registration, reply: Reply, is_before: bool) -> None:
-    """Watch the predecessor. With ``is_before``, look again if the skipped key was deleted."""
+    """Watch the predecessor: the registration just before this agent's. With ``is_before``, a foreign key was
+    skipped; if that was deleted, look again.
+    """
     if reply.ok:
         follow(member, registration, reply.entry(0))
     elif is_before:

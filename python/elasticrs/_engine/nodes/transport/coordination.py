@@ -3,13 +3,14 @@
 A :class:`.NativeSession` holds a single lease. While the lease lasts, it may reconnect, or wait for a store
 that is down. Requests are then only delayed. A session for another store must provide:
 
-- transactions of at most :data:`MAX_OPERATIONS` compares and as many operations. Each transaction is one
-  revision, and puts or deletes a key at most once;
+- transactions with up to :data:`MAX_OPERATIONS` compares and up to as many operations. Each transaction is
+  one revision, and puts or deletes a key at most once;
 - leased keys, which are deleted when the session ends, or some seconds later. All puts of a key are leased,
   or none is;
-- watches of keys and prefixes, from a snapshot or the next revision. Revisions arrive complete and in order.
-  The order between several watches, or between watches and replies, is not specified. Two different watches
-  never cover the same key. Changes that a resumed watch has missed arrive as a single revision;
+- watches of keys and prefixes, which begin with a snapshot or at the next revision. Each revision arrives
+  complete, and revisions arrive in order. The order between several watches, or between watches and replies,
+  is not specified. Two different watches never cover the same key. Changes that a resumed watch has missed
+  arrive as a single revision;
 - requests that are executed in order, and replies in that order; an :class:`Unwatch` takes effect for all
   later changes. Requests whose replies were lost may be executed again, in order, and may then be rejected;
 - leases that outlast the session: the store ends the lease only after the session has reported its loss;
@@ -47,7 +48,9 @@ if TYPE_CHECKING:
     Result: TypeAlias = "int | Entry | Sequence[Entry] | None"
 
 MAX_OPERATIONS = 125
-"""Limit of compares, and of operations, in a transaction. Etcd allows 128, and our client adds three."""
+"""Maximum number of compares, and of operations, in a transaction. Etcd allows 128, of which elasticrs's
+client uses up to three itself.
+"""
 
 
 # --- parts of a transaction ---
@@ -84,7 +87,7 @@ class Operation(Value):
 
 
 class Put(Operation):
-    """Set a key, and delete it when this session ends if ``leased`` is true. The result is 1."""
+    """Set a key. If ``leased`` is true, the store deletes the key when this session ends. The result is 1."""
 
     key: str
     value: bytes

@@ -90,7 +90,9 @@ _OF_OWN_STORE = ("is_host", "bind_addr", "keep_alive_interval", "keep_alive_max_
 
 
 class EtcdSite(Value):
-    """Addresses of etcd's members (hosts without brackets), and settings for them. Times are in seconds."""
+    """Addresses of the servers of an etcd cluster (hosts without brackets), and settings for them. Times are
+    in seconds.
+    """
 
     endpoints: tuple[tuple[str, int], ...]
     _: KW_ONLY
@@ -106,7 +108,9 @@ class EtcdSite(Value):
 
     @property
     def keep_alive(self) -> dict[str, object]:
-        """Settings for a lease of ``ttl`` seconds: five keep-alive intervals."""
+        """Settings that make etcd's lease last ``ttl`` seconds, because a lease lasts five keep-alive
+        intervals.
+        """
         return {"keep_alive_interval": self.ttl / 5, "keep_alive_max_attempt": 5}
 
     @property
@@ -123,10 +127,10 @@ class EtcdSite(Value):
         supervisor: _core.Supervisor | None = None,
         links: tuple[str, str | None] | None = None,
     ) -> Client:
-        """Open a session with etcd, or raise :class:`OSError` if file descriptors have run out. All sessions
-        of a job share a second lease, for keys that outlive a session. It lasts until ``job_ttl`` seconds
-        after the last session. ``connect_timeout`` is for all endpoints together. See
-        :class:`elasticrs._core.CoordinationClient`.
+        """Open a session with etcd, or raise :class:`OSError` if file descriptors have run out. Besides its
+        own lease, a session uses a second lease for keys that outlive it. All sessions of a job share that
+        lease, which ends ``job_ttl`` seconds after the last session. The attempts at all endpoints together
+        take at most ``connect_timeout`` seconds. See :class:`elasticrs._core.CoordinationClient`.
         """
         from elasticrs._engine.nodes.transport.coordination import Client
 
@@ -168,9 +172,10 @@ def lease_of(name: str) -> int:
 def read_site(
     endpoint: str, config: Mapping[str, object], source: str, option: str
 ) -> tuple[EtcdSite, dict[str, object], list[str]]:
-    """Parse the endpoints (``[SCHEME://]HOST[:PORT],…``) and etcd's settings. Return the :class:`EtcdSite`,
-    the other settings (some are derived from etcd's), and messages to the user. Raise :class:`.UsageError`
-    for invalid settings from ``source``, or an invalid endpoint in ``option``.
+    """Parse the endpoints (``[SCHEME://]HOST[:PORT],…``) and etcd's settings. Return three values: the
+    :class:`EtcdSite`; the settings that are not etcd's own, some of which are derived from etcd's; and
+    messages to the user. Raise :class:`.UsageError` if a setting or an endpoint is invalid. Its message names
+    ``source``, from which the settings come, or ``option``, which gives the endpoints.
     """
     given, rest = _sorted(config, source)
     read = {key.name: read_value(key, given[key.name], source) for key in KEYS if key.name in given}
@@ -199,7 +204,7 @@ def read_site(
 
 
 def _sorted(config: Mapping[str, object], source: str) -> tuple[dict[str, object], dict[str, object]]:
-    """Separate etcd's settings, with aliases resolved, from all others."""
+    """Split the settings into etcd's, under their main names, and all others."""
     given: dict[str, object] = {}
     rest: dict[str, object] = {}
     for name, value in config.items():

@@ -1,5 +1,5 @@
-"""Settings of the elastic rendezvous, from ``--rdzv-conf`` or ``rdzv_configs``. Torch's settings have torch's
-names. Settings that only torch needs are checked, but have no effect.
+"""Settings of the elastic rendezvous, from ``--rdzv-conf`` or ``rdzv_configs``. Settings that torch also has
+have torch's names. Settings that only torch needs are checked, but have no effect.
 
 - **SET-1** An unknown key is an error. Torch ignores it, so that a typo silently has no effect.
 - **SET-2** Durations may have fractions of a second. Torch truncates them.
@@ -37,7 +37,8 @@ _MAX_TOKEN_BYTES = 4096
 
 class Key(Value):
     """Definition of one setting. ``read`` converts text or a Python value, or raises ``ValueError`` with the
-    expected format. If ``is_stored`` is false, the setting changes another one, or has no effect.
+    expected format. If ``is_stored`` is false, :class:`Settings` has no attribute for the setting: it changes
+    another one, or has no effect.
     """
 
     name: str
@@ -202,8 +203,8 @@ class Settings(Value):
     """Settings of a rendezvous, with one attribute for each stored key of :data:`KEYS`.
 
     ``settle`` defaults to 5 s plus two lease times plus ``grace`` (seconds that workers may take to stop).
-    The second lease time is for a store that was unreachable for almost one lease time: it restarts all
-    leases when it is back.
+    The second lease time is needed if the store was unreachable for almost one lease time, because it
+    restarts all leases when it is back.
     """
 
     join_timeout: float
@@ -248,7 +249,9 @@ class Settings(Value):
             object.__setattr__(self, "settle", grace + 2 * self.ttl + _SETTLE_MARGIN)
 
     def adapted(self, *, grace: float, exit_barrier_timeout: float | None = None) -> Settings:
-        """Return a copy with values that became known after reading the settings. ``grace`` is in seconds."""
+        """Return a copy of the settings with these values, which become known only after the settings are
+        read. ``grace`` is the number of seconds that workers may take to stop.
+        """
         values = self.fields()
         if not self.is_settle_given:
             del values["settle"]
@@ -264,13 +267,15 @@ class Settings(Value):
     @property
     def patience(self) -> float:
         """Seconds to wait for a round: the longest time that a leader may need. The leader may start up to
-        ``join_timeout`` later than this agent, and waits first for enough nodes, then for more nodes.
+        ``join_timeout`` later than this agent. It waits first for enough nodes, then for additional nodes.
         """
         return 2 * self.join_timeout + max(self.last_call_timeout, self.restart_call_timeout)
 
     @property
     def rank_timeout(self) -> float:
-        """Seconds to wait for a node rank that another node holds, until a dead node's lease has expired."""
+        """Seconds to wait for a node rank that another node has. If that node is dead, its lease expires in
+        this time.
+        """
         return self.ttl + 1.0
 
     def __repr__(self) -> str:
@@ -327,7 +332,7 @@ def read_settings(
 
 
 def exit_barrier_timeout_of(given: Mapping[str, object], environ: Mapping[str, str], source: str) -> float:
-    """Return how many seconds a finished node waits for others if no command-line option is given."""
+    """Return how many seconds a finished node waits for other nodes, if no command-line option says it."""
     name = "exit_barrier_timeout"
     if given.get(name) is None:
         return exit_barrier_timeout_from(environ)

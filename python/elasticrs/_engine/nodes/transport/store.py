@@ -72,10 +72,10 @@ _CLOSED = "the store object is closed"
 
 class Requests:
     """Sends requests over a shared session. Whichever caller waits first receives the events for all callers,
-    so no extra thread is needed. A caller that waits for a key misses no put, because puts are counted before
-    the caller reads the key.
+    so no extra thread is needed. A caller that waits for a key misses no put of another process, because it
+    starts to count the puts before it reads the key.
 
-    ``make`` creates the session when it is first needed, and may raise exceptions in the caller.
+    ``make`` creates the session when a caller first needs it. Its exceptions are raised in that caller.
     """
 
     def __init__(self, make: Callable[[], NativeSession]) -> None:
@@ -139,7 +139,8 @@ class Requests:
     def close(self) -> None:
         """Close the session. Waiting calls raise :class:`DistNetworkError`."""
         with self._beginning:
-            # Drop the reference, because the session keeps a descriptor open while it exists.
+            # Drop the reference to the session, because the session keeps a file descriptor open while it
+            # exists.
             session, self._session, self._make = self._session, None, None
         if session is not None:
             session.close()
@@ -174,7 +175,8 @@ class Requests:
                 raise DistNetworkError(self._lost)
             self._tag += 1
             tag = self._tag
-            # Hold the lock, so that a `Watch` and an `Unwatch` of two threads are sent in the right order.
+            # Send while the lock is held, so that a `Watch` of one thread and an `Unwatch` of another are
+            # sent in the right order.
             session.send(make(tag))
             self._replies[tag] = None
         try:
@@ -269,7 +271,9 @@ def connect(
 
 
 def connected(client: Client, prefix: str = "", timeout: datetime.timedelta = DEFAULT_TIMEOUT) -> Store:
-    """Connect the client and return a store that owns it, or close it and raise :class:`DistNetworkError`."""
+    """Connect the client, and return a store that owns it. On failure, close the client and raise
+    :class:`DistNetworkError`.
+    """
     requests = Requests(lambda: NativeSession(client))
     requests.connect()
     return Store(requests, prefix, timeout)
@@ -511,7 +515,9 @@ class Store:
                 return first
 
     def _change(self, key: str, change: Callable[[bytes], bytes]) -> bytes:
-        """Atomically set a key to ``change(old value)``, and return the result. A missing value is empty."""
+        """Atomically set a key to ``change(old value)``, and return the new value. If the key does not exist,
+        its old value is empty.
+        """
         name = self._key(key)
         found = self._txn(then=[Get(name)]).entry(0)
         while True:

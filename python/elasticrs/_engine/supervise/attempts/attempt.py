@@ -38,14 +38,16 @@ class Attempt(EventLog):
     Attributes:
         restarts: number of charged restarts.
         name: name of the log directory.
-        paths: files of the attempt; none until its workers are about to be started.
+        paths: files of the attempt. There are none until its workers are about to be started.
         variables: variables added to each worker's environment, by local rank.
-        met: last rendezvous of each worker that has exited, by local rank, if it recorded any.
-        replaced_workers: an attempt for each replaced worker, whose events are no longer in this log.
-        heartbeats: last heartbeat of each worker that sent any. Set when the attempt has ended.
+        met: last rendezvous of each worker that has exited and has taken part in one, by local rank.
+        replaced_workers: an attempt of its own for each worker that was replaced. The worker's events are
+            moved there from this log.
+        heartbeats: last heartbeat of each worker that sent any; set when the attempt has ended.
         xids: errors of NVIDIA's driver since the start of the attempt, by GPU and code.
-        oom_kills: counters of the kernel's OOM killer at the start; ``oom_kills_after`` after the failure.
-        cause: reason for the end of the attempt, as one line; ``None`` for the job's last attempt.
+        oom_kills: counters of the kernel's OOM killer at the start of the attempt. ``oom_kills_after`` has
+            their values after the failure.
+        cause: one line that says why the attempt ended; ``None`` for the job's last attempt.
         warm: true if the workers were forked from a preloaded process; ``None`` without ``--warm``.
         after: attempt whose end led to this one; ``None`` for the first start of the workers.
         delay: seconds by which the restart policy delayed the next attempt.
@@ -91,7 +93,9 @@ class Attempt(EventLog):
 
     @property
     def nursery_exitcode(self) -> int | None:
-        """Exit code of a lost nursery (the workers' parent); ``None`` if it was not lost, or if it hung."""
+        """Exit code of the nursery (the process that starts the workers) if that exited unexpectedly;
+        otherwise, or if it hung, ``None``.
+        """
         return None if self.end is None else self.end.nursery_exitcode
 
     @property
@@ -99,7 +103,7 @@ class Attempt(EventLog):
         return self.end is not None and self.end.nursery_hung
 
     def replace(self, event: WorkerReplaced, restarts: int) -> Attempt:
-        """Move a worker that is replaced to an attempt of its own, and return that attempt."""
+        """Move the events of a worker that is replaced to an attempt of its own, and return that attempt."""
         local_rank, paths, pids = event.local_rank, self.paths, self.pids
         if error_file := paths.error_files.get(local_rank):
             path = error_file_of(error_file, pids[local_rank])
@@ -111,7 +115,7 @@ class Attempt(EventLog):
         failed.append(Adopted(pids))
         for kind, own in self._take(local_rank):
             failed.append(own, kind)
-        # The recovery lasts until the replacement runs.
+        # The recovery ends when the worker that replaces the failed one runs.
         failed.append(Stamp("started", event.started_ns))
         if local_rank in self.met:
             failed.met[local_rank] = self.met.pop(local_rank)
@@ -123,7 +127,9 @@ class Attempt(EventLog):
         return failed
 
     def how_it_began(self) -> str:
-        """Describe the restart that led to this attempt: duration, phases, and whether it was warm."""
+        """Describe the restart that led to this attempt: its duration and phases, and whether the workers
+        were forked from a preloaded process.
+        """
         span = phrases.milliseconds(round(1e6 * sum(self.phases.values())))
         how = {None: "", True: ", warm", False: f", cold: {self.why_cold}"}[self.warm]
         is_elsewhere = "stopping" in self.phases and "signalling" not in self.phases
@@ -131,7 +137,9 @@ class Attempt(EventLog):
         return f"{span} after {since}{phrases.phases(self.phases)}{how}"
 
     def why_expired(self, local_rank: int) -> str | None:
-        """Describe the time limit that made the agent kill this worker, if the agent did."""
+        """Describe the time limit that this worker exceeded, so that the agent killed it; ``None`` if the
+        agent did not.
+        """
         event = self.expired.get(local_rank)
         if event is None:
             return None
@@ -170,7 +178,9 @@ class Attempt(EventLog):
         self.append(Blamed(blame, [places[rank] for rank in blame.ranks], at_ns, event))
 
     def who_failed(self, local_rank: int, pid: int | None = None, *, of: str = "") -> str:
-        """Identify the first failed worker, or all workers to blame for a hang. Add ``of`` after ranks."""
+        """Name the worker that failed first, or all workers to blame for a hang. ``of`` is added after their
+        ranks.
+        """
         event = self.expired.get(local_rank)
         if self.blame is None or event is None or not event.is_blamed:
             return self.who(local_rank, pid) + of
@@ -189,15 +199,16 @@ class Attempt(EventLog):
         return page.last_met(local_rank)
 
     def global_ranks(self) -> dict[int, int]:
-        """Return unique global ranks by local rank: from the last round, or else from the plan. A rank that
-        another worker has taken over is a negative placeholder; see :meth:`shown_ranks`.
+        """Return the workers' global ranks by local rank, all different: from each worker's last rendezvous,
+        or from the plan if it took part in none. If another worker has taken over a worker's rank, the value
+        is a negative placeholder; see :meth:`shown_ranks`.
         """
         began = {ranks.local_rank: ranks.global_rank for ranks in self.plan.ranks}
         if self.plan.members is None:
             return began
         met = {local_rank: self.last_met(local_rank) for local_rank in began}
         taken: dict[int, int] = {}
-        # The worker that held the rank in the later round keeps it.
+        # If two workers had the same rank in different rounds, the one of the later round keeps it.
         for local_rank, last in sorted(met.items(), key=lambda each: -each[1].round if each[1] else 0):
             rank = last.rank if last else began[local_rank]
             taken[-1 - local_rank if rank in taken else rank] = local_rank
@@ -209,7 +220,9 @@ class Attempt(EventLog):
         return {place: rank if rank >= 0 else None for place, rank in self.global_ranks().items()}
 
     def who(self, local_rank: int, pid: int | None = None) -> str:
-        """Identify a worker to the user: by global rank if it is known, by local rank otherwise."""
+        """Name a worker in a message to the user: by its global rank if that is known, otherwise by its local
+        rank.
+        """
         pids = "" if pid is None else f"pid {pid}"
         if self.plan.members is None:
             rank = f"rank {self.plan.ranks[local_rank].global_rank}"
@@ -230,8 +243,9 @@ class Attempt(EventLog):
 def phases(failed: Attempt, running: Attempt) -> dict[str, float]:
     """Return the durations of a restart's phases in milliseconds. Their sum is the whole restart.
 
-    The restart starts at an exception whose worker was still exiting, when the failure was seen, or when the
-    workers were stopped because of a failure on another node. The phases end:
+    The restart starts when the agent sees the failure, or earlier, at the exception of a worker that took
+    time to exit. After a failure on another node, it starts when the workers here are stopped. The phases
+    end:
 
     - ``exiting``: when the failure was seen. Only after an exception.
     - ``signalling``: when the other workers have been signalled.
@@ -242,7 +256,7 @@ def phases(failed: Attempt, running: Attempt) -> dict[str, float]:
     - ``importing``: when the warm nursery is ready, if the start had to wait for it.
     - ``starting``: when all workers run.
 
-    If the end of a phase is unknown, its time counts as part of the next phase.
+    If it is unknown when a phase ended, its time counts as part of the next phase.
     """
     ends = {
         "exiting": failed.stamps.get("failure_seen"),
@@ -258,7 +272,7 @@ def phases(failed: Attempt, running: Attempt) -> dict[str, float]:
     last = next((begin for begin in begins if begin is not None), None)
     for name, end in ends.items():
         if name == "rendezvous" and failed.delay > 0 and last is not None and end is not None:
-            # The leader measures the delay, but a late node waits for less than the full delay.
+            # The delay is measured by the leader. A node that is late waits for less than the full delay.
             delay_ns = max(0, min(int(failed.delay * 1e9), end - last))
             found["delay"], last = delay_ns / 1e6, last + delay_ns
         if last is not None and end is not None and end > last:
@@ -276,9 +290,9 @@ class JobResult(Record):
         verdict: advice to the scheduler if the job has failed.
         ending: summary line of a failed job, in two parts around the root cause, which the launcher inserts.
         start_errno: ``errno`` of the error that prevented the start of the last attempt.
-        first_cause: first failure of a job on several nodes.
+        first_cause: first failure of the job, over all nodes, if it has several.
         clock: wall clock of the nodes' store, as estimated on this node.
-        read_history: as in :class:`.Decisions`, like ``shared_cause`` and ``node_names``.
+        read_history: see :class:`.Decisions`; ``shared_cause`` and ``node_names`` likewise.
         return_values: return values of the workers, by global rank.
     """
 
@@ -305,6 +319,7 @@ class JobResult(Record):
     def restarts_left(self, policy: RestartSettings) -> int:
         history = self.read_history()
         if policy.window is None or not history.charged:
-            # Count all restarts if there is no restart window, or if no history tells when they happened.
+            # All restarts count if there is no time window for them, or if no history tells when they
+            # happened.
             return policy.max_restarts - self.restarts
         return max(0, policy.max_restarts - len(recent(policy, history, time.monotonic_ns() / 1e9)))

@@ -24,7 +24,7 @@ MAX_FRAMES_OF_OTHERS = 4
 MAX_STACKS = 4
 """Maximum number of distinct stacks of candidates in a report."""
 _EARLIER = 0.01
-"""Minimum seconds by which a worker stopped before the others for the report to mention it."""
+"""Seconds by which a worker must have stopped before the others, so that the report mentions it."""
 _STATES = {"T": "it is stopped by a signal", "t": "a debugger has stopped it", "D": "it waits for a device"}
 
 
@@ -39,8 +39,8 @@ def hung(
 ) -> str:
     """Describe which worker hung, since when, and what the other workers did meanwhile.
 
-    ``local_rank`` defaults to the event's. ``ranks`` are global, by local rank. ``was_found_here`` is false
-    if only another node's worker exceeded a limit.
+    ``local_rank`` is the worker to describe, by default that of the event. ``ranks`` are global ranks, by
+    local rank. ``was_found_here`` is false if only a worker of another node exceeded a time limit.
     """
     if local_rank is None:
         local_rank = event.local_rank
@@ -58,7 +58,9 @@ def hung(
 
 
 def kept_waiting(exited: WorkerExited | None, at_ns: int, diagnosis: Diagnosis | None) -> str:
-    """Describe a worker that made other workers' collective fail. It failed at ``at_ns`` (monotonic)."""
+    """Describe a worker that made a collective of other workers fail. The collective failed at ``at_ns``
+    (monotonic).
+    """
     summary = "" if diagnosis is None else diagnosis.summary
     how = "made a collective of the others fail"
     if exited is not None and exited.seen_ns <= at_ns:
@@ -96,7 +98,8 @@ def _missed(event: WorkerHung, own: RankSeen | None, was_found_here: bool) -> st
     if not was_found_here:
         others = ", but a rank on another node is waiting"
     elif silent < event.limit:
-        # This worker counts as hung although its limit has not passed, because other ranks wait for it.
+        # This worker counts as hung although its own time limit has not passed, because other ranks wait for
+        # it.
         others = ", but the limit of another rank has passed"
     return f"hung: {what} for {seconds(silent)} (limit {event.limit:g} s{others})"
 
@@ -118,7 +121,9 @@ def _stopped_at(own: RankSeen | None, others: Sequence[RankSeen]) -> str:
 
 
 def step_text(step: int, *, is_automatic: bool) -> str:
-    """Format a step. If this library counts optimizer steps, the count restarts at 0 in each attempt."""
+    """Format the number of a training step. With ``is_automatic``, this library counted optimizer steps, so
+    the count has restarted at 0 in this attempt.
+    """
     return f"optimizer step {step:,} of this attempt" if is_automatic else f"step {step:,}"
 
 
@@ -142,7 +147,9 @@ def _where(own: RankSeen | None, others: Sequence[RankSeen], ranks: Mapping[int,
 
 
 def place(frame: str) -> str:
-    """Shorten a frame of ``faulthandler``, such as ``all_reduce (distributed_c10d.py:2501)``."""
+    """Shorten a line of a stack written by ``faulthandler``, for example to ``all_reduce
+    (distributed_c10d.py:2501)``.
+    """
     parsed = frame_of(frame)
     return printable(frame) if parsed is None else short(parsed)
 
@@ -169,8 +176,8 @@ def heartbeat_notes(beats: Iterable[Heartbeat], end_ns: int, ranks: Mapping[int,
 
 
 def stack(path: str, *, others: int = 0) -> str | None:
-    """Return the innermost frames of the first thread in a worker's stack dump, if there are any: the one
-    that handled the dump signal (``faulthandler``), or the main thread (``py-spy``). Also include up to
+    """Return the innermost frames of the first thread in a worker's stack dump, if there are any. That thread
+    handled the signal for the dump (``faulthandler``), or is the main thread (``py-spy``). Also include up to
     ``others`` further threads, because one of them may delay the worker's exit.
     """
     try:
@@ -216,5 +223,5 @@ def _first(frames: Sequence[Frame], limit: int) -> list[str]:
 
 
 def seconds(span: float) -> str:
-    """Format seconds with three digits or more: ``9.99 s``, ``99.9 s``, ``999 s``."""
+    """Format seconds with at least three digits, as in ``9.99 s``, ``99.9 s`` and ``999 s``."""
     return f"{span:.2f} s" if span < 9.995 else f"{span:.1f} s" if span < 99.95 else f"{span:,.0f} s"

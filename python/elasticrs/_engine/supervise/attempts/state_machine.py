@@ -8,11 +8,14 @@
 Invariants, each tested by a property test:
 
 - **AGENT-1** :class:`Start` is requested only after all processes of the previous workers have exited.
-- **AGENT-2** A failure is followed by a restart only if the restart policy allows it, within the budget. Only
-  a port conflict is retried without a charge, at most :data:`MAX_PORT_RETRIES` times.
+- **AGENT-2** A failure is followed by a restart only if the restart policy and the restart budget allow it.
+  Only after a port conflict are workers restarted without a charge to the budget, at most
+  :data:`MAX_PORT_RETRIES` times.
 - **AGENT-3** Terminal phases are final. Each is entered with exactly one :class:`Exit`, the last action.
-- **AGENT-4** The exit code is 0 only if each worker of the last group exited with 0, without a stop request.
-- **AGENT-5** After the first stop signal, no process starts, and the agent exits when the group has ended.
+- **AGENT-4** The agent's exit code is 0 only if each worker of the last group exited with 0, and nothing
+  asked the agent to stop.
+- **AGENT-5** After the first signal to stop, no process is started, and the agent exits when all workers have
+  ended.
 - **AGENT-6** A node is not used again if a worker survived SIGKILL or hung in the kernel.
 - **AGENT-7** With ``replaces``, a failed worker is replaced after all its processes have exited, and the
   other workers keep running, as long as the restart budget lasts. A single restart is charged for all workers
@@ -78,13 +81,16 @@ class AgentState(Value):
         shutdown_timeout: seconds between the first signal and SIGKILL.
         round: number of the attempt, from 1. Every attempt counts.
         stopped_by: the restart policy's decision to stop the job, while workers are still running.
-        port_retries: attempts repeated because another process took the port of the workers' store.
+        port_retries: number of attempts that were repeated because another process had taken the port of the
+            workers' store.
         signum: first signal that asked the agent to stop.
         worker_failed: true if a worker of the current group has failed.
-        group_exists: true if a group may have processes: from :class:`Start` to its failure or end.
+        group_exists: true if a group of workers may have processes: from :class:`Start` until the start fails
+            or the group ends.
         replaces: true if a failed worker is replaced while the others continue.
         replacing: local ranks of failed workers that have no running replacement yet.
-        met: last rendezvous of each worker when a failure was charged, unless it was replaced since then.
+        met: last rendezvous of each worker at the time when a restart was charged; without workers that were
+            replaced since then.
     """
 
     policy: RestartSettings
@@ -127,7 +133,7 @@ class RendezvousCompleted(Event):
 
 
 class RendezvousFailed(Event):
-    """No further attempt is possible. ``message`` tells the user the reason."""
+    """The rendezvous failed, so no further attempt is possible. ``message`` tells the user the reason."""
 
     message: str
 
@@ -136,9 +142,9 @@ class Started(Event): ...
 
 
 class StartFailed(Event):
-    """The start failed, and no worker process is left. ``transient``: another try may succeed soon (no
-    memory, no process slots, a killed nursery). ``has_no_program``: this node cannot execute the program, but
-    others may.
+    """The start failed, and no worker process is left. ``transient``: another try may succeed soon, because
+    memory or process slots had run out, or the nursery (the process that starts the workers) was killed.
+    ``has_no_program``: this node cannot execute the program, but other nodes may.
     """
 
     message: str
@@ -163,7 +169,9 @@ class FailureSeen(Event):
 
 
 class WorkerExited(Event):
-    """A worker has exited; a negative code is a signal. ``met``: each worker's last rendezvous round."""
+    """A worker has exited. A negative exit code is the number of a signal. ``met`` has the number of each
+    worker's last rendezvous round, by local rank.
+    """
 
     local_rank: int
     exitcode: int | None
@@ -193,8 +201,8 @@ class GroupEnded(Event):
 
     Args:
         port_conflict: true if the workers' store could not bind the port that the agent had chosen.
-        unfit: other reason why this node cannot be used again.
-        evidence: evidence about the failure; empty if the group succeeded.
+        unfit: reason other than ``stuck_ranks`` why this node cannot be used again.
+        evidence: facts about the failure for the restart policy; empty if the group succeeded.
         found_unfit: reason why a check found this node unfit.
     """
 
@@ -246,7 +254,9 @@ class Start(Action):
 
 
 class HungElsewhere(Value):
-    """Hung worker on another node: seconds without a heartbeat, step, and frame as in ``RankSeen``."""
+    """Hung worker on another node: seconds since its last heartbeat, its training step, and its innermost
+    stack frame as in ``RankSeen``.
+    """
 
     silence: float
     step: int | None = None
@@ -254,7 +264,7 @@ class HungElsewhere(Value):
 
 
 class Stop(Action):
-    """Stop the workers, with ``grace`` seconds until SIGKILL. Answered by :class:`GroupEnded`.
+    """Stop the workers. SIGKILL follows after ``grace`` seconds. Answered by :class:`GroupEnded`.
 
     ``is_announced``: the user knows the reason. ``hung``: a worker on another node that may be waiting for
     ranks here, so this node first collects evidence.
@@ -297,7 +307,9 @@ class Exit(Action):
 
 
 def step(state: AgentState, event: Event) -> tuple[AgentState, list[Action]]:
-    """Return the new state and the actions, in order. Ignore an event that does not fit the phase."""
+    """Handle an event. Return the new state, and the actions in order. Ignore an event that does not fit the
+    phase.
+    """
     if state.phase.is_terminal:
         return state, []
     if isinstance(event, SignalReceived):
@@ -412,7 +424,7 @@ def _on_replacement(
 
 
 def _stop_all(state: AgentState) -> tuple[AgentState, list[Action]]:
-    """Stop all workers, because one cannot be replaced. They are then restarted, or the job fails."""
+    """Stop all workers, because a failed one cannot be replaced. Then all are restarted, or the job fails."""
     stop = Stop(SIGTERM, state.shutdown_timeout, is_announced=True)
     return state.replaced(phase=Phase.STOPPING, worker_failed=True), [stop]
 
@@ -420,7 +432,9 @@ def _stop_all(state: AgentState) -> tuple[AgentState, list[Action]]:
 def _restart(
     state: AgentState, evidence: Evidence, message: str | None = None
 ) -> tuple[AgentState, list[Action]]:
-    """Restart all workers if the policy allows it. Otherwise, report ``message`` as the reason."""
+    """Restart all workers if the restart policy allows it. Otherwise, report that the job failed, with
+    ``message`` as the reason.
+    """
     decision = state.stopped_by or decide(state.policy, state.history, evidence)
     if decision.stop is not None:
         if decision.stop is StopKind.PERMANENT:

@@ -1,4 +1,6 @@
-"""Interface between the agent's loop and the code that decides, and its implementation for a single node."""
+"""Interface between the agent's loop and the code that decides how the agent reacts, and the implementation
+of this interface for a single node.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.workers.plan import Plan
 
     Planner: TypeAlias = Callable[[_core.Supervisor], Plan]
-    """Creates the plan for each start of the workers, with their ranks and addresses."""
+    """Function that creates the plan for each start of the workers, with their ranks and addresses."""
 
 
 class Decisions(ABC):
@@ -33,13 +35,13 @@ class Decisions(ABC):
     Attributes:
         signum: first signal that asked the agent to stop.
         plan: plan of the attempt that :class:`.Start` requests.
-        first_cause: first failure of a job on several nodes.
+        first_cause: first failure of the job, over all nodes, if it has several.
         clock: wall clock of the nodes' store, as estimated on this node.
         has_taken_part: true if workers of this node ran in the last round.
         has_peers: true if other nodes depend on the outcome of this node.
-        planned: may change a round's plan before the workers start. Its second argument opens the round's
-            store.
-        kept: state of an agent of several nodes that survives from one run of the agent to the next.
+        planned: function that may change a round's plan before the workers start. It is called with the plan,
+            and a function that opens the round's store.
+        kept: state that an agent of a multi-node job keeps from one run of the agent to the next.
         failed_elsewhere: true if this node's workers were stopped because workers on another node failed.
     """
 
@@ -65,13 +67,13 @@ class Decisions(ABC):
         return None
 
     def node_names(self, *, asks: bool = False) -> Sequence[str] | None:  # noqa: ARG002 -- subclasses use it
-        """Return the names of the round's nodes, by group rank; ``None`` if this agent does not know them. If
-        ``asks`` is true, the agent then requests them in the background.
+        """Return the names of the round's nodes, by group rank; ``None`` if this agent does not know them.
+        Then, if ``asks`` is true, the agent requests them from the store in the background.
         """
         return (os.uname().nodename,)
 
     def read_history(self) -> FailureHistory:
-        """Return the job's failures. Times are in seconds on this node's monotonic clock."""
+        """Return the history of the job's failures. Times are in seconds on this node's monotonic clock."""
         return FailureHistory()
 
     def seconds_left(self) -> float:
@@ -82,18 +84,24 @@ class Decisions(ABC):
         return []
 
     def fd_ready(self, fd: int) -> list[machine.Action] | None:  # noqa: ARG002 -- subclasses use it
-        """Handle a readable file descriptor and return actions; ``None`` if it belongs to another object."""
+        """Handle a readable file descriptor, and return the actions. Return ``None`` if the descriptor
+        belongs to another object.
+        """
         return None
 
     def fenced(self) -> list[machine.Action]:
-        """Return the actions after this node's lease has expired. The nursery already kills the workers."""
+        """Return the actions after this node's lease in the store has expired. They need not kill the
+        workers: the nursery (the process that starts the workers) already does.
+        """
         return []
 
     def observe(self, attempt: Attempt) -> None:  # noqa: B027 -- nothing to do for one node
         """Set the attempt to which all later events belong."""
 
     def next_plan(self, supervisor: _core.Supervisor) -> machine.Event:  # noqa: ARG002 -- subclasses use it
-        """Execute :class:`.Rendezvous`, and return its result. A user's handler may raise any exception."""
+        """Execute the action :class:`.Rendezvous`, and return the event that answers it. A user's rendezvous
+        handler may raise any exception.
+        """
         raise RuntimeError("plans come with the rounds")
 
     def release_plan(self) -> None:
@@ -126,7 +134,7 @@ class OneNode(Decisions):
         return actions
 
     def _with_evidence(self, event: machine.Event) -> machine.Event:
-        """Add the cause of the failure to the event, if the restart policy needs it."""
+        """Add the evidence about the failure to the event, if the restart policy needs it."""
         if self._attempt is None:
             return event
         match event:
@@ -138,7 +146,8 @@ class OneNode(Decisions):
                 try:
                     from elasticrs._engine.supervise.failures.failed_attempt import evidence
                 except OSError:
-                    # No file descriptor is free for the import. The restart budget still limits the restarts.
+                    # Without a free file descriptor, the import of the code that reads the evidence fails.
+                    # Then decide without evidence: the restart budget still limits the restarts.
                     return event
                 return event.replaced(evidence=evidence(self._attempt, self._job.fatal_codes))
         return event

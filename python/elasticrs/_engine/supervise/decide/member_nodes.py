@@ -1,7 +1,8 @@
-"""Decisions of one node's agent in a multi-node job with ``--on-failure replace``.
+"""Decisions of one node's agent in a multi-node job with ``--on-failure replace``, where workers keep running
+when others fail.
 
-The agents have their own rendezvous, which counts restarts and determines how the job ends.
-:mod:`.shared_budget` decides how its rounds affect the workers of this node.
+The workers have a rendezvous of their own. That of the agents only counts restarts and determines how the job
+ends. :mod:`.shared_budget` decides how its rounds affect the workers of this node.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class MemberNodes(SeveralNodes):
 
     def __init__(self, job: JobSpec, rendezvous: Rendezvous, console: Console) -> None:
         super().__init__(job, rendezvous, console)
-        # Do not wait for late nodes, because a node can join later without affecting running workers.
+        # Do not wait for late nodes at the start of a round, because a node can join later without affecting
+        # running workers.
         waits = {"last_call_timeout": 0.0, "restart_call_timeout": 0.0}
         settings = Settings({**self._rendezvous.settings.fields(), **waits})
         # Allow two store clients per worker: one for its session and one for its round.
@@ -73,7 +75,8 @@ class MemberNodes(SeveralNodes):
 
     def fenced(self) -> list[machine.Action]:
         found = super().fenced()
-        # Kill the workers even if the rendezvous, between two rounds, does not know that they are running.
+        # Kill the workers in any case: between two rounds, the agents' rendezvous does not know that they
+        # run.
         return found + self._carry(shared.MustStop(machine.SIGKILL, is_fence=True))
 
     def _translate(self, actions: Iterable[messages.LoopAction]) -> list[machine.Action]:
@@ -114,9 +117,9 @@ class MemberNodes(SeveralNodes):
         return self._final_world_size if page is None else page.final_world_size()
 
     def _look_for_unfinished_ranks(self, begun: messages.Start) -> None:
-        """Record that results may be incomplete if a node of the training's last rendezvous was lost after
-        the training. No other workers take over its ranks, so their remaining work, such as saving, is not
-        repeated.
+        """Record that the results may be incomplete, if a node of the workers' last rendezvous was lost after
+        the training. No other workers take over the ranks of that node, so their remaining work, such as
+        saving, is not repeated.
         """
         before, world_size = self._begun, self._known_final_world_size()
         if not begun.after_loss or before is None or world_size is None:
@@ -128,7 +131,9 @@ class MemberNodes(SeveralNodes):
             )
 
     def _tell_round(self, begun: messages.Start) -> None:
-        """Print why a new round has started, unless a line about a worker replaced here says why."""
+        """Print why a new round has started, unless a line about a worker that was replaced on this node
+        already says so.
+        """
         why, self._why, self._first_word = self._why, "", None
         is_own, self._is_own = self._is_own, False
         attempt = self._attempt
@@ -184,7 +189,7 @@ class MemberNodes(SeveralNodes):
         attempt = self._attempt
         assert attempt is not None
         first = first_word(attempt, local_rank, self._place())
-        # Include all fields now, because no later report about this failure follows.
+        # Include all fields about the failure in this report, because no later report about it follows.
         known = facts(attempt, local_rank, self._job.fatal_codes)
         self._first_word = first.replaced(round=None, **known)
         return self._first_word

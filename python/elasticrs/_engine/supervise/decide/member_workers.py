@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 _FOR_WORKERS = frozenset(
     {
-        # Connection to the store.
+        # Settings for the connection to the store.
         *("connect_timeout", "store_lost_timeout", "store_grace"),
         *("keep_alive_interval", "keep_alive_max_attempt"),
-        # Connection to etcd. Workers get the path of the password file, never the password.
+        # Settings for the connection to etcd. Workers get the path of the password file, never the password.
         *("protocol", "ca_cert", "cacert", "ssl_cert", "cert", "ssl_cert_key", "key"),
         *("user", "password_file", "etcd_prefix", "lease_ttl", "read_timeout"),
-        # Rendezvous: its time limits, the ports of its store, and the order of ranks.
+        # Settings of the rendezvous: time limits, ports of the workers' store, and the order of ranks.
         *("join_timeout", "last_call_timeout", "restart_call_timeout", "worker_port_range", "order_hint"),
     }
 )
@@ -108,19 +108,21 @@ def _alone(job: JobSpec) -> Rendezvous:
 
 
 def among_workers(nodes: Rendezvous, job: JobSpec) -> Rendezvous:
-    """Return a copy of the nodes' rendezvous whose members are workers."""
+    """Return the workers' rendezvous: a copy of the nodes' rendezvous, with workers as its members."""
     return nodes.replaced(min_nodes=nodes.min_nodes * job.nproc, max_nodes=nodes.max_nodes * job.nproc)
 
 
 def variables_of_members(rendezvous: Rendezvous, store: RendezvousStore, number: int) -> dict[str, str]:
-    """Return the variables with which the workers find each other; see :func:`.keys.workers_job`."""
+    """Return the environment variables with which the workers find their rendezvous. ``number`` distinguishes
+    jobs of the same name; see :func:`.keys.workers_job`.
+    """
     etcd = rendezvous.etcd
     settings = for_workers(rendezvous.config)
     if etcd is None:
         scheme, endpoint = "elasticrs", shown_endpoint(*store.address)
     else:
         scheme, endpoint = "etcd", rendezvous.endpoint
-        # The user may have specified the protocol only in the endpoint.
+        # The user may have given the protocol only in the endpoint, so pass it on as a setting.
         settings["protocol"] = "https" if etcd.is_tls else "http"
         if "timeout" in rendezvous.config:
             settings.setdefault("join_timeout", str(rendezvous.config["timeout"]))
@@ -129,7 +131,8 @@ def variables_of_members(rendezvous: Rendezvous, store: RendezvousStore, number:
     variables = {
         "ELASTICRS_TRAIN": f"{scheme}://{endpoint}/{job}?{urlencode({**settings, **limits})}",
         "ELASTICRS_TRAIN_JOB": workers_job(rendezvous.run_id, store.job, number),
-        # NCCL's watchdog would kill a worker whose collective was aborted, although the worker can continue.
+        # Tell NCCL's watchdog not to end the process. It would kill a worker whose collective was aborted,
+        # although the worker can continue.
         NCCL_ENDS_PROCESSES: os.environ.get(NCCL_ENDS_PROCESSES, "0"),
     }
     if (token := _workers_token(rendezvous)) is not None:
@@ -138,7 +141,7 @@ def variables_of_members(rendezvous: Rendezvous, store: RendezvousStore, number:
 
 
 def for_workers(config: Mapping[str, object]) -> dict[str, str]:
-    """Return the settings of ``--rdzv-conf`` for the workers, including how to log in to a site's etcd."""
+    """Return the settings of ``--rdzv-conf`` that workers get, including those to log in to etcd."""
     return {key: str(value) for key, value in config.items() if key in _FOR_WORKERS and value is not None}
 
 

@@ -140,15 +140,18 @@ class SeveralNodes(Decisions):
     def fenced(self) -> list[machine.Action]:
         if self._driver is None:
             return []
-        # The store client may know why the connection was lost.
+        # Events of the store's client may tell why the connection was lost, so handle them first.
         found = self._translate(self._driver.poll())
         if not self._group_exists:
-            # Keep the connection to the store, because the expired lease belonged to an earlier connection.
+            # Keep the current connection to the store, because the lease that expired belonged to an earlier
+            # connection.
             return found
         return found + self._translate(self._driver.lose("no keep-alive reached the store in time"))
 
     def release_plan(self) -> None:
-        """Drop the plan, but do not close its port: the rendezvous does so at the end of the round."""
+        """Drop the plan of the attempt, but do not close the port in it, because the rendezvous closes the
+        port at the end of the round.
+        """
         self.plan = None
 
     def close(self) -> None:
@@ -181,7 +184,7 @@ class SeveralNodes(Decisions):
                 return self._over(messages.GroupEnded(cause.encoded()))
             return self._over(messages.StartFailed(why, event.transient))
         if isinstance(event, machine.FailureSeen):
-            # A later event reports how the worker exited.
+            # Only note the worker now: a later event reports how it exited.
             self._first_failure = event.local_rank
             return []
         if isinstance(event, machine.HangSeen):
@@ -216,8 +219,9 @@ class SeveralNodes(Decisions):
         return self._tell(messages.Leave(reason, close=ends_the_job))
 
     def _on_hang(self, event: machine.HangSeen) -> list[machine.Action]:
-        """Report the hang before the hung worker is killed. Its death makes the waiting workers fail, and
-        failed workers cannot write stacks or flight records.
+        """Report the hang to the other nodes before the hung worker is killed, so that they can collect
+        evidence. Its death makes the workers that wait for it fail, and failed workers cannot write stacks or
+        flight records (files in which torch records collectives).
         """
         self._gathers_evidence = True
         attempt = self._attempt
@@ -279,7 +283,7 @@ class SeveralNodes(Decisions):
             return None
 
     def _health_timeout(self) -> float:
-        """Return the maximum seconds for the node check and the wait for free device memory."""
+        """Return how many seconds the node check and the wait for free device memory take at most."""
         check = self._job.node_check_timeout if self._job.node_check else 0.0
         return check + (MEMORY_LIMIT if are_gpus_visible(os.environ) else 0.0)
 
@@ -388,7 +392,8 @@ def has_failed_alone(cause: Cause | None, history: FailureHistory, node: str) ->
 
 
 def verdict_of(outcome: messages.Outcome, *, is_unfit: bool, has_failed_alone: bool) -> Verdict:
-    # A permanent failure is the program's fault, even if this node was often the first to fail.
+    # Do not blame this node for a permanent failure, even if it was often the first to fail: the program is
+    # at fault.
     if is_unfit or outcome.kind in ("stuck", "excluded") or (has_failed_alone and not outcome.is_permanent):
         return Verdict.UNFIT
     return Verdict.PERMANENT if outcome.is_permanent else Verdict.FAILED

@@ -1,15 +1,16 @@
 """State machine (a pure function) of an agent whose workers keep running when workers on other nodes fail.
 
-The agents have their own rendezvous (:mod:`.machine`), separate from the workers', to charge restarts: a
-failure ends a round, and the leader charges the restart budget and starts the next round. No worker is
-stopped for a new round. Invariants, each tested by a property test:
+The agents have a rendezvous of their own (:mod:`.machine`), separate from that of the workers, to count
+restarts: a failure of a worker ends the agents' round. Then their leader charges a restart to the budget of
+the job, and starts the next round. No worker is stopped for a new round. Invariants, each tested by a
+property test:
 
-- **SHARE-1** A replacement is started only after all processes of the failed worker have exited and the
-  restart has been charged, by a round that started after the failure or for an earlier failure.
-- **SHARE-2** A failure ends the round in which it is seen. A single restart is charged for all failures
-  before the start of the next round. It also covers later failures of workers that have not taken part in a
-  new rendezvous since then. A local rank that has already failed does not count again until its worker is
-  replaced.
+- **SHARE-1** A failed worker is replaced only after all its processes have exited and its restart has been
+  charged. The charge is made by a round that started after the failure, or was made for an earlier failure.
+- **SHARE-2** A failure ends the agents' round in which it is seen. A single restart is charged for all
+  failures before the start of the next round. It also covers later failures of workers that have not taken
+  part in a new rendezvous since then. A local rank that has already failed does not count again until its
+  worker is replaced.
 - **SHARE-3** A group of workers is started only after all processes of an earlier group have exited, and
   never after a group has succeeded.
 - **SHARE-4** The agent exits once, and only after all processes of its workers have exited.
@@ -56,9 +57,10 @@ class NodeState(Value):
         in_round: true if the node takes part in a round of the agents' rendezvous.
         restarts: number of restarts charged so far on all nodes.
         failed: local ranks of failed workers that have no running replacement yet.
-        swept: those of ``failed`` for which all processes of the worker have exited.
+        swept: those of ``failed`` whose workers have no processes left.
         paid: those of ``failed`` whose restart was charged. Their workers may be replaced.
-        met: each worker's last rendezvous when a failure ended the last round, unless replaced since then.
+        met: each worker's last rendezvous at the time when a failure ended the last round; without workers
+            that were replaced since then.
         unfit: reason why this node cannot take part in another round.
         has_ended: true if the job has ended for this node.
     """
@@ -93,13 +95,17 @@ class RoundBegan(Event):
 
 
 class RoundEnded(Event):
-    """The round has ended. ``met`` as in :class:`WorkerFailed`, but empty if it ended without a failure."""
+    """The agents' round has ended. ``met`` is as in :class:`WorkerFailed`, but empty if no failure ended the
+    round.
+    """
 
     met: Meetings = ()
 
 
 class MustStop(Event):
-    """The workers must be stopped, or (``is_fence``: this node's lease has expired) killed at once."""
+    """The workers must be stopped. With ``is_fence``, they must be killed at once, because this node's lease
+    has expired.
+    """
 
     signum: int
     is_fence: bool = False
@@ -120,7 +126,9 @@ class SayIdle(Value):
 
 
 class SayEnded(Value):
-    """Report that the workers' processes have exited. ``unfit``: why no other round is possible here."""
+    """Report that all processes of the workers have exited. ``unfit`` tells why this node can take part in no
+    further round, if so.
+    """
 
     unfit: str | None = None
 
@@ -129,7 +137,9 @@ class Finish(Value): ...
 
 
 def step(state: NodeState, event: Event) -> tuple[NodeState, list[Effect]]:
-    """Return the new state and the actions, in order. Ignore an event that does not fit the state."""
+    """Handle an event. Return the new state, and the actions in order. Ignore an event that does not fit the
+    state.
+    """
     if state.has_finished:
         return state, []
     match event:
@@ -242,7 +252,9 @@ def _group_ended(state: NodeState, event: GroupEnded) -> tuple[NodeState, list[E
 
 
 def _gone(state: NodeState, say: Answer) -> tuple[NodeState, list[Effect]]:
-    """Update the state after the end of the workers. Unless they succeeded, the node leaves the round."""
+    """Update the state after all workers of this node have ended. Unless they succeeded, the node leaves the
+    agents' round.
+    """
     state = state.replaced(group="none", failed=frozenset(), swept=frozenset(), paid=frozenset(), met=())
     if state.has_ended:
         return state.replaced(has_finished=True), [Finish()]

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from elasticrs._engine.supervise.attempts.attempt import Attempt
 
 MAX_MESSAGE = 1400
-"""Maximum characters of a message. :func:`.shortened` cuts the start: a traceback's end says the most."""
+"""Maximum characters of a message. :func:`.shortened` cuts the start of a longer one, because the end of a
+traceback says the most.
+"""
 
 BEFORE_ALL_STEPS = -1
 """Step that is reported for a rank that missed the deadline of its first heartbeat."""
@@ -43,7 +45,9 @@ _UNREAD = f"its error file could not be read within {FILE_LIMIT:g} s"
 
 
 def failures(attempt: Attempt) -> dict[int, ProcessFailure]:
-    """Map the global ranks of the failed workers to their failures. The first failure comes first."""
+    """Return the failures of the failed workers, by global rank. The first entry is the worker that failed
+    first.
+    """
     ranks = attempt.global_ranks()
     exits = attempt.failed_exits()
     read = attempt.files.run(lambda: [_failure(attempt, worker) for worker in exits], None)
@@ -51,7 +55,8 @@ def failures(attempt: Attempt) -> dict[int, ProcessFailure]:
         read = [_failure(attempt, worker, _UNREAD) for worker in exits]
     found = {ranks[worker.local_rank]: failure for worker, failure in zip(exits, read, strict=True)}
     first = next(iter(found.values()), None)
-    # The first exit is another worker's if the worker to blame has survived SIGKILL.
+    # Mark the first failure only if its worker is to blame for the hang. If the worker to blame has survived
+    # SIGKILL, the first exit is that of another worker.
     why = None if first is None else attempt.expired.get(first.local_rank)
     if first is not None and attempt.blame is not None and why is not None and why.is_blamed:
         first.is_first = True
@@ -61,7 +66,9 @@ def failures(attempt: Attempt) -> dict[int, ProcessFailure]:
 
 
 def _add_xids(attempt: Attempt, failed: Mapping[int, ProcessFailure]) -> None:
-    """Add each Xid (an NVIDIA driver error) to the failures that caused it, or to the first if none did."""
+    """Add each Xid (an error of NVIDIA's driver) to the failures of the workers that caused it, or to the
+    first failure if no worker is known to have caused it.
+    """
     first = next(iter(failed.values()))
     for xid in reversed(attempt.xids.values()):
         owners = [failure for failure in failed.values() if failure.pid in xid.workers]
@@ -76,16 +83,18 @@ def reports_lost_peer(attempt: Attempt) -> bool:
 
 
 def first_of(attempt: Attempt) -> tuple[int, str]:
-    """Return the local rank of the worker that failed first, and a phrase to append to its name."""
+    """Return the local rank of the worker that failed first, and a phrase that says how it failed, to append
+    to the worker's name.
+    """
     failed = failures(attempt)
     failure = failed[root_cause(failed)]
     return failure.local_rank, told_here(attempt, failure)
 
 
 def told_here(attempt: Attempt, failure: ProcessFailure) -> str:
-    """Return :func:`.how_it_failed`, with the diagnosis added if all workers ran on this node."""
+    """Return the phrase of :func:`.how_it_failed`. If all workers ran on this node, add the diagnosis."""
     told = how_it_failed(failure)
-    # After a hang, the phrase contains the diagnosis already.
+    # After an exceeded time limit, do not add the diagnosis, because the phrase contains it already.
     return told if attempt.diagnosis is None or attempt.expired else f"{told}; {attempt.diagnosis.summary}"
 
 
@@ -97,7 +106,8 @@ def _failure(attempt: Attempt, worker: _core.WorkerExited, unread: str = "") -> 
     failure = failure_of(
         worker,
         *(paths.stdouts.get(rank), paths.stderrs.get(rank), paths.error_files.get(rank, "")),
-        # Report the exception or the hang, because the signal that killed the worker later is a consequence.
+        # Report the worker's exception or hang. The signal that killed the worker later is only a
+        # consequence.
         seen_ns=attempt.ended_ns(worker),
         sent_signal=worker.sent_signal if timer is None else None,
         cause=why_it_failed(attempt, rank),
@@ -108,11 +118,13 @@ def _failure(attempt: Attempt, worker: _core.WorkerExited, unread: str = "") -> 
     if unread:
         failure.more_notes = [unread]
     raised = attempt.raised.get(rank)
-    # The file may be unreadable, or torch may have written it without this information.
+    # Use what the worker itself told about its exception. The error file may be unreadable, or torch may have
+    # written it without this information.
     if raised is not None and raised.origin == "peer" and raised.pid in (worker.pid, failure.recorded_pid):
         failure.is_lost_peer = True
     if timer is not None and failure.error_file != NOT_AVAILABLE:
-        # The error file mentions only the signal that the worker received, not the time limit that caused it.
+        # Add the time limit that the worker exceeded, because the error file mentions only the signal that it
+        # received for that.
         failure.note = attempt.why_expired(rank)
     if failure.how is None and probably_oom(
         worker.exitcode, worker.sent_signal, attempt.oom_kills, attempt.oom_kills_after
@@ -169,7 +181,9 @@ def last_heartbeats(attempt: Attempt, end_ns: int | None, where: str = "") -> li
 
 
 class Place(Value):
-    """Identity of this node in a round. ``clock`` is the store's clock, for the times of failures."""
+    """Identity of this node in a round. ``clock`` is the clock of the nodes' store, used for the times of
+    failures.
+    """
 
     node: str
     host: str
@@ -207,11 +221,11 @@ def own_cause(
     *,
     fatal_exit_codes: Collection[int] = (),
 ) -> Cause | None:
-    """Describe the first failure on this node in full. ``None`` if the workers were only stopped.
+    """Describe the first failure on this node in full; ``None`` if workers were stopped but none failed.
 
-    Workers that were killed because their nursery exited count as failed. ``told`` is the earlier report from
-    :func:`first_word`. The failure is not later than its time, even if the estimate of the store's clock has
-    changed.
+    Workers that were killed because the nursery (the process that starts the workers) exited count as failed.
+    ``told`` is the earlier, shorter report from :func:`first_word`. The time of the failure here is never
+    later than the time there, even if the estimate of the store's clock has changed since then.
     """
     failed = failures(attempt)
     is_nursery_lost = attempt.nursery_exitcode is not None or attempt.nursery_hung
@@ -239,7 +253,8 @@ def own_cause(
         rank=rank,
         local_rank=first.local_rank,
         pid=first.pid,
-        # If the agent killed the worker during its exit, the code only shows the agent's signal.
+        # If the agent killed the worker while it exited after an exception, the exit code only shows the
+        # agent's signal, so leave it out.
         exitcode=None if first.recorded_ns is not None and first.sent_signal is not None else first.exitcode,
         message=shortened(_message(attempt, first), MAX_MESSAGE),
         how=how_it_failed(first)[: phrases.MAX_HOW],
@@ -247,7 +262,7 @@ def own_cause(
         xids=tuple(xid.note() for xid in attempt.xids.values())[:MAX_XIDS],
         **_hang(attempt, first.local_rank),
         exception=first.exception,
-        # The cause of an error that only reports a lost peer is not in this worker's program.
+        # An error that only reports a lost peer has no place in this worker's program as its cause.
         place=None if is_consequence else _place(attempt, first),
         is_consequence=is_consequence or None,
         is_transient=first.is_transient or None,
@@ -282,7 +297,9 @@ def evidence(attempt: Attempt, fatal_exit_codes: Collection[int]) -> Evidence:
 
 
 def _reached(attempt: Attempt) -> dict[str, Any]:
-    """Return the highest step; ``is_global`` is true if all workers count steps across restarts."""
+    """Return fields with the highest training step that a worker has reached. ``is_global`` is true if all
+    workers count their steps across restarts.
+    """
     found = [(beat.step, beat.is_global) for beat in attempt.heartbeats if beat.step is not None]
     if not found:
         return {}
@@ -299,7 +316,9 @@ def _place(attempt: Attempt, failure: ProcessFailure) -> str | None:
 
 
 def _ran(attempt: Attempt, failure: ProcessFailure) -> float | None:
-    """Return the seconds from the start to the failure, or to the last progress before a hang, if known."""
+    """Return how many seconds a worker ran, if known: from its start to its failure or, for a hang, to its
+    last progress.
+    """
     overdue, started_ns = attempt.expired.get(failure.local_rank), attempt.stamps.get("started")
     hung = None if overdue is None else overdue.hung
     end_ns = failed_ns(failure) if hung is None else hung.since_ns
@@ -314,7 +333,7 @@ def _permanence(
     stopped: Collection[int],
     fatal_exit_codes: Collection[int],
 ) -> dict[str, Any]:
-    """Return why another attempt would fail in the same way; empty if it may succeed."""
+    """Return fields that say why another attempt would fail in the same way; empty if it may succeed."""
     own = {rank: failure for rank, failure in failed.items() if rank not in stopped}
     marked = [rank for rank, failure in failed.items() if not failure.is_retryable]
     fatal = [rank for rank, failure in own.items() if failure.exitcode in fatal_exit_codes]
@@ -335,13 +354,15 @@ def _permanence(
 
 def _failed_at_start(attempt: Attempt, failure: ProcessFailure) -> bool:
     started_ns, at_ns = attempt.stamps.get("started"), failed_ns(failure)
-    # A late import may fail for a temporary reason, such as a file system error.
+    # An import that fails late in the run may fail for a temporary reason, such as a file system error.
     is_late = started_ns is not None and at_ns is not None and at_ns - started_ns >= STEADY * 1e9
     return failure.is_start_error and not is_late
 
 
 def _hang(attempt: Attempt, local_rank: int) -> dict[str, Any]:
-    """Return a hang's fields. The nodes compare them to find the worker that caused the hang."""
+    """Return the fields of a :class:`Cause` about a hang. From those of all nodes, the worker that caused the
+    hang is found.
+    """
     overdue = attempt.expired.get(local_rank)
     event = overdue.hung if overdue is not None else None
     if event is None:
@@ -366,7 +387,7 @@ def _message(attempt: Attempt, first: ProcessFailure) -> str:
         text = first.member
     why = attempt.why_expired(first.local_rank)
     if why is None:
-        # Without an exceeded time limit, the only possible note is the one about the OOM killer.
+        # The worker has exceeded no time limit, so the only possible note is the one about the OOM killer.
         return f"{text}\n{first.note}" if first.note else text
     return f"{text.removeprefix(why).strip()}\n{why}".strip()
 

@@ -77,7 +77,7 @@ def first_seen(attempt: Attempt) -> int:
     for local_rank in sorted({first, *attempt.raised}):
         seen[local_rank] = failure = seen_failure(attempt, local_rank)
         failure.seen_ns = end_ns
-        # The agent is already stopping the other workers.
+        # Treat the other workers as stopped by the agent, because it is already stopping them.
         failure.sent_signal = None if local_rank == first else signal.SIGTERM
         if failure.recorded_pid is not None:
             failure.pid = failure.recorded_pid
@@ -85,7 +85,7 @@ def first_seen(attempt: Attempt) -> int:
 
 
 def seen_failure(attempt: Attempt, local_rank: int) -> ProcessFailure:
-    """Return a worker's failure as far as events tell it, without reading a file."""
+    """Return a worker's failure as far as the supervisor's events describe it, without reading a file."""
     from elasticrs._engine.failures.failure import ProcessFailure
 
     worker, raised = attempt.exits.get(local_rank), attempt.raised.get(local_rank)
@@ -109,7 +109,7 @@ def seen_failure(attempt: Attempt, local_rank: int) -> ProcessFailure:
 
 
 def why_it_failed(attempt: Attempt, local_rank: int) -> str | None:
-    """Return why a worker failed, if neither its exit code nor an exception shows it."""
+    """Return why a worker failed, if that is known, but neither its exit code nor an exception shows it."""
     worker = attempt.exits.get(local_rank)
     if local_rank in attempt.expired:
         return attempt.why_expired(local_rank)
@@ -126,7 +126,7 @@ def why_it_failed(attempt: Attempt, local_rank: int) -> str | None:
 def how_by_evidence(attempt: Attempt, local_rank: int) -> str | None:
     """Return :func:`why_it_failed` as a phrase; ``None`` if the exit code or the exception says more."""
     why = why_it_failed(attempt, local_rank)
-    # Report no time limit if the worker was merely slow to exit.
+    # If the worker was merely slow to exit, do not report the time limit that it exceeded.
     if why is None or attempt.is_slow_to_exit(local_rank):
         return None
     return f" {why}" if why == phrases.SILENT else f": {why}"
@@ -145,7 +145,8 @@ def _how_it_hung(attempt: Attempt, event: WorkerHung) -> str:
 def how_it_was_seen(attempt: Attempt, local_rank: int) -> str:
     """Return a phrase to append to the worker's name, such as `` raised KeyError`` or `` died by SIGKILL``.
 
-    It omits the exception's text, because the line about the restart or the report has it.
+    The phrase omits the text of the exception, because the line about the restart, or the report, contains
+    it.
     """
     raised, worker = attempt.raised.get(local_rank), attempt.exits.get(local_rank)
     overdue = attempt.expired.get(local_rank)
@@ -162,7 +163,8 @@ def how_it_was_seen(attempt: Attempt, local_rank: int) -> str:
         return f": {attempt.who(local_rank)} {attempt.why_expired(local_rank)}"
     if overdue is not None and overdue.is_blamed:
         return f" {attempt.why_expired(local_rank)}"
-    # If the worker was killed during its exit, the signal is the cause of its death, not the exception.
+    # If the worker was killed while it exited after an exception, it died of the signal, not of the
+    # exception.
     is_killed = worker is not None and worker.sent_signal is None and (worker.exitcode or 0) < 0
     said = None
     if raised is not None and not is_killed:
@@ -182,7 +184,9 @@ def how_it_was_seen(attempt: Attempt, local_rank: int) -> str:
 
 
 def request_records(attempt: Attempt) -> list[str]:
-    """Request a flight record from each worker that can write one, and return their paths. Never blocks."""
+    """Request a flight record (a file in which torch records collectives) from each worker that can write
+    one. Return the paths of these files. Never blocks.
+    """
     paths = attempt.paths.error_files.values()
     return [flight_record_file(path) for path in paths if path and _is_requested(path)]
 
@@ -202,9 +206,10 @@ def _is_requested(error_file: str) -> bool:
 
 
 def record_files(attempt: Attempt, local_rank: int, since: float = 0.0) -> list[str]:
-    """Return a worker's flight records: the requested one, then NCCL's dump.
+    """Return the files in which torch has recorded a worker's collectives (flight records): first the
+    requested one, then the one that NCCL's watchdog writes.
 
-    ``since`` is the earliest modification time, in seconds of the wall clock.
+    Files that were last modified before ``since`` (seconds of the wall clock) are left out.
     """
     error_file = attempt.paths.error_files.get(local_rank)
     if not error_file:
@@ -227,7 +232,8 @@ def has_records(attempt: Attempt) -> bool:
 
 
 def is_collective_failure(attempt: Attempt) -> bool:
-    """Return true if another rank may have caused the first failure by making a collective fail.
+    """Return true if another rank may have caused the first failure, because it made a collective fail. That
+    is so in these cases:
 
     - The ranks to blame exited with code 0 while other ranks still waited for them.
     - No time limit expired, and the first failure is an exception that reports a lost or silent peer.
@@ -245,7 +251,8 @@ def is_collective_failure(attempt: Attempt) -> bool:
 def aborted(attempt: Attempt) -> int | None:
     """Return the local rank of the first worker that died by SIGABRT without a signal from elasticrs.
 
-    Other workers may have exited before, because the kernel closes connections before it reports the exit.
+    It need not be the first worker that exited. The kernel closes a worker's connections before it reports
+    the exit, so workers that lose a connection may exit earlier.
     """
     for local_rank, exited in attempt.exits.items():
         if exited.exitcode == -signal.SIGABRT and exited.sent_signal is None:

@@ -38,7 +38,9 @@ _MAX_RECORDS = 4
 
 _MAX_RANK = 1 << 31
 _MAX_AGE = 600.0
-"""Maximum age of a failed collective's record, in seconds. NCCL's watchdog writes it before the exit."""
+"""Maximum age, in seconds, of a failed collective's flight record when it is read. NCCL's watchdog writes the
+record some time before the process exits.
+"""
 
 _RAISING_NS = 1_000_000_000
 """Maximum time from a failed collective until its exception is in the error file, in nanoseconds. Torch marks
@@ -50,14 +52,19 @@ _TIME_LIMIT = 1.0
 """Maximum number of seconds to spend on reading flight records. The remaining records are skipped."""
 
 _ALL_BYTES, _MOST_BYTES, _LEAST_BYTES = 16 << 20, 32 << 10, 1 << 10
-"""Maximum bytes of evidence of a whole job; the upper and lower bound of a single node's limit."""
+"""Maximum bytes of evidence of a whole job, which is divided among its nodes; then the largest and the
+smallest limit for a single node.
+"""
 
 _ALL_STEPS = 1 << 15
-"""Maximum number of collectives of a job for each process group. Limits the time needed to compare them."""
+"""Maximum number of collectives that are compared for each of torch's process groups, all ranks together.
+Limits the time that the comparison takes.
+"""
 
 
 def examine(attempt: Attempt) -> Diagnosis | None:
-    """Name the ranks that keep the others waiting. Call this before the exits of killed workers are recorded.
+    """Find the ranks that keep the others waiting after a hang. Call this before the attempt records that
+    workers were killed and have exited.
 
     Return ``None`` if the flight records show neither an incomplete collective nor a rank to blame, or if the
     job has workers on other nodes, because their evidence arrives later.
@@ -66,10 +73,11 @@ def examine(attempt: Attempt) -> Diagnosis | None:
 
 
 def examine_failure(attempt: Attempt) -> tuple[Diagnosis | None, Blame | None]:
-    """Name the ranks that made a collective fail, if all workers of the job ran on this node. Call this after
+    """Find the ranks that made a collective fail, if all workers of the job ran on this node. Call this after
     the worker that failed first has exited.
 
-    The second result is ``None`` if no evidence speaks against blaming the rank that failed first.
+    The second result names the ranks to blame; ``None`` if no evidence speaks against blaming the rank that
+    failed first.
     """
     facts, first = _facts_of_failure(attempt), aborted(attempt)
     first = attempt.first_failure if first is None else first
@@ -84,7 +92,7 @@ def examine_failure(attempt: Attempt) -> tuple[Diagnosis | None, Blame | None]:
 
 
 def _may_have_waited(attempt: Attempt, local_rank: int, facts: RankFacts) -> bool:
-    """Return true if the rank's stack shows that it waited, or if the stack is unknown and it uses torch."""
+    """Return true if a rank's stack shows that it waited, or if its stack is unknown and it uses torch."""
     if facts.frames:
         return bool(shows_waiting(facts.frames))
     return os.path.lexists(flight_requests_file(attempt.paths.error_files.get(local_rank, "")))
@@ -93,7 +101,8 @@ def _may_have_waited(attempt: Attempt, local_rank: int, facts: RankFacts) -> boo
 def accuse(attempt: Attempt, event: WorkerHung) -> None:
     """Decide which workers of this node are to blame for a hang. Call this after :func:`examine`.
 
-    With several nodes, the leader makes the final decision when it has the evidence of all nodes.
+    In a job of several nodes, the agent that leads the rendezvous makes the final decision, when it has the
+    evidence of all nodes.
     """
     rank = attempt.global_ranks()[event.local_rank]
     attempt.accuse(decide(attempt.diagnosis, rank, event.ground), event.seen_ns, event)
@@ -102,9 +111,9 @@ def accuse(attempt: Attempt, event: WorkerHung) -> None:
 def diagnose_running(attempt: Attempt, seconds: float) -> Diagnosis | None:
     """Find the ranks that other ranks of a running job wait for; ``None`` if unknown, or if no rank waits.
 
-    Blocks for at most ``seconds``, until the workers whose heartbeats are watched have written their records.
-    Does not use stacks, because the signal that requests a stack would interrupt the program's system calls.
-    A rank that is waiting is not necessarily stuck, because every collective takes some time.
+    Blocks until the workers whose heartbeats are watched have written their flight records, at most
+    ``seconds``. Does not use stacks, because the signal that requests a stack would interrupt the program's
+    system calls. A rank that is waiting is not necessarily stuck, because every collective takes some time.
     """
     requested = request_records(attempt)
     deadline = time.monotonic() + seconds
@@ -120,8 +129,8 @@ def _telling(attempt: Attempt, facts: list[RankFacts]) -> Diagnosis | None:
 def node_evidence(attempt: Attempt, *, is_hang: bool) -> bytes | None:
     """Encode this node's evidence for the diagnosis of the whole job; ``None`` if it would be too large.
 
-    Call this after the workers have exited. After a hang (``is_hang``), the core has gathered evidence about
-    all local ranks. Otherwise, a collective failed.
+    Call this after the workers have exited. If ``is_hang`` is true, a worker hung, and the core (the Rust
+    extension) has gathered evidence about all local ranks. Otherwise, a collective failed.
     """
     stamps, nodes = attempt.stamps, attempt.plan.ranks[0].group_world_size
     if is_hang:
@@ -139,8 +148,9 @@ def limits(nodes: int, world_size: int) -> dict[str, int]:
 
 
 def _facts(attempt: Attempt, stopped_ns: int | None = None, *, has_stacks: bool = True) -> list[RankFacts]:
-    """Read the evidence of workers that were still running at ``stopped_ns`` (monotonic), when all were
-    stopped; ``None`` if they were not stopped. Without ``has_stacks``, ignore outdated stack files.
+    """Read the evidence of the workers that had not exited before ``stopped_ns`` (monotonic time at which all
+    were stopped; ``None`` if they were not stopped). If ``has_stacks`` is false, ignore the stack files,
+    because they are outdated.
     """
     deadline = time.monotonic() + _TIME_LIMIT
     facts = []
@@ -157,7 +167,7 @@ def _facts(attempt: Attempt, stopped_ns: int | None = None, *, has_stacks: bool 
 
 
 def _facts_of_failure(attempt: Attempt) -> list[RankFacts]:
-    """Read the records that the agent requested after the failure, or that NCCL's watchdog wrote."""
+    """Read the flight records that the agent requested after the failure, or that NCCL's watchdog wrote."""
     oldest = time.time() - _MAX_AGE
     deadline = time.monotonic() + _TIME_LIMIT
     facts = []
@@ -181,7 +191,8 @@ def _facts_of_failure(attempt: Attempt) -> list[RankFacts]:
             age_ns = _age(error_file, path)
             has_raised = age_ns is not None and age_ns >= -_RAISING_NS
             has_raised |= local_rank in attempt.raised or any(map(_is_of_hook, written.frames))
-            # The stack after an exception shows the exit of the program instead of the failed collective.
+            # Ignore a stack that was written after an exception: it shows the exit of the program instead of
+            # the failed collective.
             frames = () if has_raised else written.frames
             found = found._replace(
                 records=written.records, groups=written.groups, has_raised=has_raised, frames=frames

@@ -1,4 +1,6 @@
-"""Events with torch's names, order and JSON format; see ``docs/events.md``. Imported only with a handler."""
+"""Events with torch's names, order and JSON format; see ``docs/events.md``. Imported only if a job records
+events.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ events = public("events")
 
 
 class EventRecorder(Observer):
-    """Records the events of torch's agent and launcher; the agent's end only if ``tells_end`` is true."""
+    """Records the events of torch's agent and launcher. Records the agent's end only if ``tells_end``."""
 
     def __init__(self, job: JobSpec, *, tells_end: bool = True) -> None:
         self._job = job
@@ -41,8 +43,8 @@ class EventRecorder(Observer):
         self._handler = events.get_logging_handler(job.event_log_handler)
         if isinstance(self._handler, events.handlers.LineFileHandler):
             self._handler.write_behind()
-        # The failed attempt and all later events, until the next workers have started, because reading the
-        # cause of the failure takes time, which would delay the restart.
+        # The failed attempt, and all events since then. They are recorded once the next workers have started,
+        # because reading the cause of the failure takes time and would delay the restart.
         self._failed: tuple[Attempt, int] | None = None
         self._later: list[Any] = []
         self._hung: _core.WorkerHung | None = None
@@ -59,7 +61,7 @@ class EventRecorder(Observer):
             self._plan, self._restarts = plan, action.restarts
             span = (time.monotonic() - self._meeting_since) * 1000
             self._record("RENDEZVOUS", events.EventSource.AGENT, duration_ms=span)
-            # The duration is 0, because the plan already contains the ranks.
+            # The duration is 0, because the plan for the attempt already contains the ranks.
             self._record("ASSIGN_WORKER_RANKS", events.EventSource.AGENT, duration_ms=0.0)
             self._record_watching(True)
 
@@ -105,7 +107,7 @@ class EventRecorder(Observer):
             self._record_watchdog("kill worker process", claim)
 
     def hung(self, event: _core.WorkerHung) -> None:
-        """Store the event, because the next one shows whether this node or another detected the hang."""
+        """Store the event. The next event will show whether this node or another node detected the hang."""
         self._hung = event
 
     def killed(self, attempt: Attempt, event: _core.WorkersKilled) -> None:
@@ -144,15 +146,16 @@ class EventRecorder(Observer):
             self._later.append(event)
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:
-        """Record how all workers and then the agent ended. An agent that ran to completion has succeeded."""
+        """Record how all workers ended, and then how the agent ended."""
         self._catch_up()
         if result.phase is not Phase.SUCCEEDED:
-            # As in torch, the watchdog's stop comes before the workers' exits only if they have failed.
+            # As in torch, the stop of the timer watchdog precedes the workers' exits only if workers failed.
             self._record_watching(False)
         reason = _reason(result, error)
         if reason is None and result.attempts:
             self._record_ends(result.attempts[-1], has_succeeded=result.phase is Phase.SUCCEEDED)
-            # Torch's agent raises an exception only for such failures.
+            # As in torch, an agent has failed only if it could not start the workers. If workers failed, the
+            # agent has still succeeded.
             is_workers = result.exit_code == 0 or result.attempts[-1].pids
             reason = None if is_workers else result.message
         self._record_watching(False)
@@ -289,7 +292,7 @@ def _milliseconds(at_ns: int | None = None) -> int:
 
 
 def _error_of(failure: ProcessFailure) -> dict[str, object]:
-    """Return the contents of the error file, or the report's message if there is no error file."""
+    """Return the contents of the worker's error file, or, without such a file, the message in the report."""
     if failure.error_file != NOT_AVAILABLE or failure.cause is not None:
         return failure.error_file_data
     from elasticrs._engine.failures.report import traceback_text
@@ -308,7 +311,9 @@ def _reason(result: JobResult, error: BaseException | None) -> str | None:
 
 
 def _ends(attempt: Attempt, *, succeeded: bool) -> Iterator[tuple[WorkerRanks, str, ProcessFailure | None]]:
-    """Yield final states of workers. As in torch, ``TERMINATED`` is a stopped one that no signal killed."""
+    """Yield the final state of each worker, with its failure if any. As in torch, the state is ``TERMINATED``
+    if elasticrs stopped the worker and no signal killed it.
+    """
     if succeeded:
         yield from ((ranks, "SUCCEEDED", None) for ranks in attempt.plan.ranks)
         return

@@ -1,7 +1,7 @@
 """Observer that publishes the job's health through the health check server.
 
-Important changes are published at once, so that the server shows them even if the loop hangs. Frequent
-changes, such as exits of workers, are published only when a client requests the status.
+Important changes are published at once, so that the server shows them even if the agent's loop hangs.
+Frequent changes, such as exits of workers, are published only when a client requests the status.
 """
 
 from __future__ import annotations
@@ -98,15 +98,17 @@ class HealthObserver(Observer):
                 waits = self._who_waits(attempt, max(beat.at_ns for beat in beats))
                 self._no_progress["what"] += f"; {waits}" if waits else ""
         if self._result is not None:
-            # Request the names only now, because with many nodes the store sends many bytes for them.
+            # Request the names of the nodes only when a client asks for the status, because with many nodes
+            # the store sends many bytes for them.
             self._result.node_names(asks=True)
-        # A cause on another node and the time since the last progress change without an event on this node.
+        # Publish again in these cases, because the cause of a failure on another node and the time since the
+        # last progress change without an event on this node.
         self._is_stale |= self._job.is_multi_node or self._no_progress is not None
         if attempt is not None and (attempt.shown_ranks(), self._budget()) != (
             self._ranks,
             self._shown_budget,
         ):
-            # A new round may assign different ranks, and the count includes restarts on other nodes.
+            # A new round may assign different ranks, and other nodes may have restarted workers.
             self._publish(self._workers_now(attempt))
         self._server.answer()
         if self._is_stale:
@@ -118,8 +120,9 @@ class HealthObserver(Observer):
     def _who_waits(self, attempt: Attempt, since_ns: int) -> str | None:
         """Return which ranks wait in which collective; ``None`` if this is not known.
 
-        Request the flight records at most once after each heartbeat, on another thread, because the request
-        blocks, and not shortly before the hang timeout, because the core will soon request them itself.
+        Request the flight records on another thread, because the request blocks. Request them at most once
+        after each heartbeat. Do not request them shortly before the hang timeout, because the Rust core will
+        soon request them itself.
         """
         if self._asked_ns != since_ns:
             self._asked_ns, self._waits = since_ns, None
@@ -146,7 +149,7 @@ class HealthObserver(Observer):
             self._is_uncharged = not action.charged
 
     def prepared(self, attempt: Attempt) -> None:
-        """Let the server count the bytes in log files, except in files that the agent reads anyway."""
+        """Let the server count the bytes in the workers' log files, except in those that the agent reads."""
         self._native.watch_files(attempt.paths.only_written(), attempt.paths.are_new)
 
     def not_started(self) -> None:

@@ -63,7 +63,7 @@ class MetricRecorder(Observer):
         self._state("failed")
 
     def over(self, attempt: Attempt, outcome: str) -> None:
-        """Publish the final state; if the workers have failed before, publish the stop duration instead."""
+        """Publish the workers' final state, or, if they failed before, how long it took to stop them."""
         self._meeting_since = now = time.monotonic()
         if attempt.silent:
             self.failed(attempt)
@@ -79,7 +79,8 @@ class MetricRecorder(Observer):
         if not has_run:
             return
         if result.attempts:
-            # This count also includes replaced workers and restarts that other nodes have caused.
+            # Take the attempt's count of restarts, because it also includes replaced workers and restarts
+            # that other nodes have caused.
             self._restarts = result.attempts[-1].restarts
         is_failed, has_retried = result.phase is not Phase.SUCCEEDED, self._restarts > 0
         # With a restart window, `_restarts` can exceed `max_restarts`.

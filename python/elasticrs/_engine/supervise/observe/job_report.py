@@ -40,7 +40,7 @@ SCHEMA = 1
 """Version of the JSON report. It changes when a field is removed or the meaning of a field changes."""
 
 MAX_TERMINATION_MESSAGE = 4096
-"""Maximum size in bytes. Kubernetes truncates longer messages."""
+"""Maximum size of a termination message in bytes. Kubernetes truncates longer messages."""
 
 _MAX_TEXT = 16384
 
@@ -235,7 +235,7 @@ def _named(names: Sequence[str]) -> str:
 
 
 def all_failures(result: JobResult) -> dict[int, ProcessFailure]:
-    """Return the last attempt's failures of this node, and the job's first failure, by rank.
+    """Return failures by rank: those on this node in the last attempt, and the first failure of the job.
 
     Causes of earlier attempts are added to the notes of the root cause.
     """

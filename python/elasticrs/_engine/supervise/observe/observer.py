@@ -63,7 +63,7 @@ class Observer:
         """Handle a worker that was paused by a signal such as SIGSTOP, or that was continued."""
 
     def training(self, standings: Sequence[Standing]) -> None:
-        """Handle the workers' reports through ``elasticrs.train``. Called every few seconds."""
+        """Handle what the workers have reported through ``elasticrs.train``. Called every few seconds."""
 
     def quiet(self) -> None:
         """Do periodic work, after a wait of the loop of at most a few seconds without an event."""

@@ -78,7 +78,7 @@ class SlowWorkerCheck:
         self._next = 0.0
 
     def look(self) -> float:
-        """Check if the next check is due. Return the number of seconds until the next one."""
+        """Check the workers' rates if a check is due. Return the number of seconds until the next check."""
         now = time.monotonic()
         if now < self._next:
             return self._next - now

@@ -87,7 +87,7 @@ class TerminalReporter(Observer):
         )
 
     def failed(self, attempt: Attempt) -> None:
-        """Print the first failure now if :meth:`exited` would print it late."""
+        """Print the first failure now if :meth:`exited` would print it late, as the worker exits late."""
         if attempt.first_failure is not None and attempt.is_told_at_once(attempt.first_failure):
             self._tell_first(attempt)
 
@@ -156,7 +156,9 @@ class TerminalReporter(Observer):
             self._say("".join(ending))
 
     def _node_changes(self) -> str:
-        """Count the rounds that started because nodes joined or left, without restarts after failures."""
+        """Return text about the number of rounds that started because nodes joined or left. Rounds that
+        started because of a failure do not count.
+        """
         if not self._job.is_multi_node or self._job.replaces_workers:
             return ""
         last = self._result.attempts[-1]
@@ -192,7 +194,8 @@ class TerminalReporter(Observer):
         try:
             from elasticrs._engine.supervise.failures.failed_attempt import first_of
         except OSError:
-            # The import fails if this process has no free file descriptor. Report only how the worker exited.
+            # Without a free file descriptor, the import of `failed_attempt` fails. Then report only how the
+            # worker exited.
             local_rank, how = failed[0].local_rank, f" {attempt.how_it_ended(failed[0])}"
         else:
             local_rank, how = first_of(attempt)

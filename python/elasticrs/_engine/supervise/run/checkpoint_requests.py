@@ -21,7 +21,7 @@ TICK = 0.02
 """Seconds between two checks for the result of a request."""
 
 PATIENCE = 60.0
-"""Seconds without a result after which the agent warns the user."""
+"""Seconds after a checkpoint request after which the agent warns the user if there is no result yet."""
 
 
 class CheckpointRequests:
@@ -59,7 +59,9 @@ class CheckpointRequests:
         return self.page.asked > self._told
 
     def look(self) -> float:
-        """Report results, one line per save. Return the seconds until the next call; infinity if idle."""
+        """Report the results of checkpoint requests, one line for each checkpoint. Return the seconds until
+        the next call is due; infinity if no request is pending.
+        """
         served, result, served_ns = self.page.answer()
         first = self._asked_ns.get(self._told + 1)
         if served > self._told and first is not None:

@@ -75,7 +75,8 @@ class FunctionWorkers(Workers):
         self._arguments = list(arguments)
         self._start_method = start_method
         self._is_script = is_script
-        # If `sys.executable` differs from what multiprocessing remembers, a profiler may have replaced it.
+        # If `sys.executable` is not the interpreter that multiprocessing remembers, a profiler may have
+        # replaced it.
         if sys.executable != os.fsdecode(spawn.get_executable()) and is_script_file(sys.executable):
             self.unfollowed = sys.executable
         if not BY_METHOD[start_method].has_keeper:
@@ -229,7 +230,7 @@ class KeptWorkers(FunctionWorkers):
         """Add the workers to the supervised process group, and then let the workers run."""
         attempt = self._attempt
         if attempt is None or self._was_stopped:
-            # Do nothing after a stop request, because a later event reports the end of the process group.
+            # Do not let the workers run after a stop request. A later event reports the process group's end.
             supervisor.unwatch_fd(kept.control)
             return
         try:

@@ -32,11 +32,13 @@ if TYPE_CHECKING:
 
 KERNEL_LOG = "/dev/kmsg"
 KERNEL_PID_NAMESPACE = "pid:[4026531836]"
-"""Initial pid namespace, whose pids the kernel log contains."""
+"""Initial pid namespace of the machine. The kernel log contains pids of this namespace."""
 ANSWER_LIMIT = 1.0
 """Seconds to wait for an attempt's last Xids if no further attempt can follow."""
 START_LIMIT = 0.0
-"""Seconds to wait for a child that is still starting. Workers that fail so early have hardly used a GPU."""
+"""Seconds to wait for the child process if it is still starting when an attempt ends. Workers that fail so
+early have hardly used a GPU.
+"""
 _EXIT_LIMIT = 1.0
 """Seconds to wait for the child's exit after SIGKILL. It takes longer only if it hangs in the driver."""
 _WORTH_A_LINE = 1.0

@@ -87,7 +87,8 @@ class Agent:
 
     def run(self) -> JobResult:
         """Run the job to its end, including failures of workers. Raises ``SupervisorError`` (all workers have
-        been stopped), ``OSError`` (no descriptors, old kernel), and exceptions of the user's code.
+        been stopped), ``OSError`` (no free file descriptor, or an old kernel), and exceptions of the user's
+        code.
         """
         try:
             result = self._run()
@@ -142,7 +143,7 @@ class Agent:
         return self._decisions.phase.is_terminal
 
     def _check_before_joining(self) -> str | None:
-        """Run ``--node-check`` before this node joins the job. Return why this node is unfit, if so."""
+        """Run ``--node-check`` before this node joins the job. Return why this node is unfit, if it is."""
         check = None if self._events else self._new_check()
         if check is None:
             return None
@@ -156,7 +157,6 @@ class Agent:
                 check.cancel()
         results = check.finish()
         if self._events and isinstance(first := self._events[0], machine.SignalReceived):
-            # The signal has cancelled the checks.
             self._console.say(f"{phrases.signal_name(first.signum)} received: the node check was cancelled")
             return None
         unfit = self._reported(results)
@@ -176,7 +176,9 @@ class Agent:
             return None
 
     def _reported(self, results: Sequence[NodeCheckResult]) -> str | None:
-        """Print the output of checks that did not pass. Return why this node is unfit, if a check says so."""
+        """Print the output of node checks that did not pass. Return why the node is unfit, if a check says
+        so.
+        """
         for result in results:
             if result.unfit is not None or result.problem is not None:
                 for line in result.lines:
@@ -225,11 +227,12 @@ class Agent:
                 self._tracker.observers.quiet()
 
     def _prepare(self) -> float:
-        """After the first failure, import the code that describes its cause, to save time in the restart."""
+        """Import, after the first failure, the code that describes its cause. This makes restarts faster."""
         attempts = self._tracker.result.attempts
         if not self._is_prepared and attempts and attempts[-1].first_failure is not None:
             self._is_prepared = True
-            # Use another thread, because the search for `json` may hang in the working directory.
+            # Import on another thread, because Python searches the working directory for `json`, too, and its
+            # file system may hang.
             FileAccess().begin(_import_for_cause)
         return _NEVER
 
@@ -253,7 +256,7 @@ class Agent:
             self._duties += [self.checkpoints.look, check.look]
 
     def _ask_for_checkpoint(self, checkpoints: CheckpointRequests) -> None:
-        """Request a checkpoint in shared memory: a signal would kill workers that are not training."""
+        """Request a checkpoint through shared memory, because a signal kills workers that do not train."""
         if not checkpoints.are_open:
             self._console.say(phrases.checkpoint_requested(signal.SIGUSR1))
         checkpoints.ask()

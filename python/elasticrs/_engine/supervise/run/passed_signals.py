@@ -43,7 +43,8 @@ def can_take(pid: int, signum: int) -> bool | None:
     except (OSError, LookupError, ValueError):
         return None
     if _has(blocked, signal.SIGSEGV):
-        # The C library briefly blocks all signals, even SIGSEGV, while it starts a process.
+        # Ignore this mask, because the C library sets it only briefly: while it starts a process, it blocks
+        # all signals, even SIGSEGV.
         blocked = 0
     return _has(blocked | ignored | caught, signum) or _waits_for(pid, signum)
 
@@ -79,7 +80,8 @@ class PassedSignals:
     ) -> None:
         self._send, self._say = send, say
         self._can_take, self._now, self._has_own_proc = can_take, now, has_own_proc
-        # Arrival of each undelivered signal in seconds, by signal number, local rank and pid.
+        # Times (monotonic, in seconds) at which signals arrived that have not been passed on to a worker yet.
+        # Keys: signal number, local rank and pid of the worker.
         self._held: dict[tuple[int, int, int], float] = {}
 
     def pass_on(self, signum: int, workers: Mapping[int, int]) -> None:
@@ -95,7 +97,7 @@ class PassedSignals:
         self._drop(gone, _EXITED)
 
     def look(self, workers: Mapping[int, int]) -> float | None:
-        """Deliver or drop held signals. Return the seconds until the next call, if it is needed."""
+        """Deliver or drop held signals. Return the seconds until the next call; ``None`` if none is held."""
         if not self._held:
             return None
         self._drop(self._deliver(workers), _EXITED)

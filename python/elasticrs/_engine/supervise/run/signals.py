@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
 
 IGNORED_BY_PYTHON = frozenset((signal.SIGPIPE, signal.SIGXFSZ))
-"""Signals that Python itself ignores, so whether they were ignored before is unknown."""
+"""Signals that Python itself ignores. So it is unknown whether they were ignored before Python started."""
 
 
 def ignored_signals() -> tuple[int, ...]:
@@ -101,7 +101,7 @@ class SignalPipe:
         return frozenset(self._caught)
 
     def catch(self, signums: Iterable[int], *, pauses: bool = False) -> None:
-        """Catch exactly these signals. ``pauses`` adds SIGTSTP for :meth:`stop_this_process`."""
+        """Catch exactly these signals, and, if ``pauses``, also SIGTSTP for :meth:`stop_this_process`."""
         wanted = set(signums)
         self._has_pauses = pauses and signal.SIGTSTP not in wanted
         if self._has_pauses:
@@ -119,7 +119,9 @@ class SignalPipe:
             self.order_pauses()
 
     def order_pauses(self) -> None:
-        """Keep SIGTSTP and SIGCONT in order. Call this again after installing a SIGTSTP handler."""
+        """Let SIGTSTP and SIGCONT be handled in the order of their arrival (SIG-4). Call this again after a
+        SIGTSTP handler has been installed.
+        """
         from elasticrs import _core
 
         _core.order_stop_signals()
@@ -144,7 +146,8 @@ class SignalPipe:
         """Stop this process until it is continued, unless a SIGCONT has followed the last SIGTSTP."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTSTP,))
         try:
-            # The kernel discards this SIGTSTP on a later SIGCONT. `_is_continued` detects an earlier one.
+            # If a SIGCONT arrives from now on, the kernel discards this SIGTSTP. `_is_continued` has detected
+            # a SIGCONT that arrived before.
             signal.pthread_kill(_thread.get_ident(), signal.SIGTSTP)
             if not self._is_continued():
                 _stop_unless_continued()

@@ -1,8 +1,8 @@
 """Detects workers in uninterruptible sleep (``D`` in ``/proc``), which cannot be killed.
 
-They wait for a device or file system that does not respond, and hold resources that a replacement would need,
-so the job fails and is not restarted. Torch reports success in this case. Short waits are normal, so a worker
-counts only if it was in this state at every check for a certain time.
+Such workers wait for a device or file system that does not respond, and hold resources that replacements
+need, so the job fails and is not restarted. Torch reports success in this case. Short waits are normal, so a
+worker counts only if it was in this state at every check for a certain time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ _LONGEST = 1.0
 
 
 def since(earlier: Mapping[int, float], states: Mapping[int, str], now: float) -> dict[int, float]:
-    """Return when each sleeping process was first seen sleeping. ``states`` are letters by pid."""
+    """Return the time at which each sleeping process was first seen asleep, by pid. ``states`` has the
+    letters of the current process states in ``/proc``, by pid. ``earlier`` is the last result.
+    """
     return {pid: earlier.get(pid, now) for pid, state in states.items() if state == "D"}
 
 
@@ -38,7 +40,8 @@ class Sleepers:
     """Finds workers that have slept for more than ``limit`` seconds; none if ``limit`` is not positive."""
 
     def __init__(self, limit: float, proc: str = "/proc") -> None:
-        # In the /proc of another pid namespace, the pids would refer to other processes.
+        # Disable the check if /proc belongs to another pid namespace, because the pids there refer to other
+        # processes.
         self._limit = limit = limit if has_own_proc() else 0.0
         self._proc = proc
         self._next = 0.0

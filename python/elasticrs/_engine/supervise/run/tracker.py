@@ -65,7 +65,7 @@ _NO_PROGRAM = frozenset((
 """Errors for which this node cannot execute the program, although other nodes may be able to."""
 
 GENEROUS = 1800.0
-"""Minimum limit for a step in seconds, after a worker has exceeded a learned one."""
+"""Minimum time limit for a training step, in seconds, after a worker has exceeded a learned time limit."""
 
 DRAIN_TIMEOUT = 10.0
 """Seconds to wait for a slow console at the end. The log files are complete even if the console is not."""
@@ -235,7 +235,7 @@ class AttemptTracker:
         self._follow_workers()
 
     def stop_waiting(self) -> None:
-        """Do not wait for free device memory, because the user wants the job to stop."""
+        """Stop waiting for free device memory, because the user wants the job to stop."""
         if self._gpus is not None:
             self._gpus.stop_waiting()
             self._follow_workers()
@@ -271,7 +271,7 @@ class AttemptTracker:
             if isinstance(event, (_core.LogTrouble, _core.Degraded)):
                 _RECORDERS[type(event)](self, event)
             elif isinstance(event, _core.FdReady) and not self._owner.on_fd(event.fd, is_over=True):
-                # Nobody reads from this descriptor any more, so it would stay readable.
+                # Nobody reads from this descriptor any more. It would stay readable, and wake the loop again.
                 self.supervisor.unwatch_fd(event.fd)
 
     def tidy_up(self) -> None:
@@ -310,8 +310,9 @@ class AttemptTracker:
         self._follow_workers()
 
     def _follow_workers(self) -> None:
-        """Report that all workers are running, or that all their processes have exited. If a keeper forks the
-        workers, wait for its reports, because the supervisor's events come earlier.
+        """Report that all workers are running, or that all their processes have exited. If a keeper (their
+        parent process) forks the workers, wait for its reports, because the supervisor's events come too
+        early.
         """
         if self._begun is not None and self._workers.are_started:
             begun, self._begun = self._begun, None
@@ -324,7 +325,7 @@ class AttemptTracker:
 
     def _run_begins(self, event: _core.GroupStarted) -> None:
         attempt = self.result.attempts[-1]
-        # If the group was started without workers, they were added only now.
+        # If the process group was started without workers, they have been added only now.
         started_ns = event.started_ns if event.pids else time.monotonic_ns()
         attempt.append(Stamp("started", started_ns))
         # The report about the imports may arrive after the workers' start.
@@ -362,8 +363,9 @@ class AttemptTracker:
         self.observers.not_started()
 
     def _start_cold(self, why: str) -> bool:
-        """Start forked workers again without forking, because a library's fork handler may have failed.
-        Return false if they were not forked, or have been told to stop.
+        """Start workers again as new programs if they were forked from a preloaded process, because a
+        library's fork handler may have failed. Return false if they were not forked, or have been told to
+        stop.
         """
         attempt = self.result.attempts[-1]
         if self._warming is None or "stopped" in attempt.stamps:
@@ -428,8 +430,8 @@ class AttemptTracker:
             self._console.say(attempt.diagnosis.summary)
 
     def _learn_from(self, event: _core.WorkerHung) -> None:
-        """Use a generous limit from the next attempt on: a worker may have exceeded the learned limit in an
-        evaluation, which the next attempt repeats.
+        """Use a generous time limit for steps from the next attempt on. The worker may have exceeded the
+        learned limit only because of an evaluation, which the next attempt repeats.
         """
         if not isinstance(self._job.hang_timeout, str) or event.missed not in ("step", "line"):
             return
@@ -465,7 +467,8 @@ class AttemptTracker:
         self.events.append(machine.WorkerExited(event.local_rank, event.exitcode, meetings))
         self.observers.exited(attempt, event)
         if is_early:
-            # The others would wait for this worker. The core considers it successful and cannot replace it.
+            # The other workers would wait for this worker. The core cannot replace it, because it considers
+            # the worker successful.
             who = self._who(event.local_rank, event.pid)
             self._console.say(f"{who} exited with code 0 in the middle of the training; stopping all workers")
             self.events.append(machine.ReplaceFailed(event.local_rank))
@@ -474,7 +477,8 @@ class AttemptTracker:
         """Find the ranks to blame if the first failure may be a failed collective."""
         from elasticrs._engine.supervise.failures.first_failure import is_collective_failure
 
-        # If the diagnosis or the blame is still unknown, try again at the end of the attempt.
+        # If the diagnosis or the ranks to blame are still unknown, try to find them again at the attempt's
+        # end.
         is_explained = attempt.diagnosis is not None and attempt.blame is not None
         if is_explained or self._replaces or not is_collective_failure(attempt):
             return
@@ -507,7 +511,8 @@ class AttemptTracker:
     def _on_ended(self, event: _core.GroupEnded) -> None:
         attempt = self.result.attempts[-1]
         if event.outcome == "lost" and "started" not in attempt.stamps and not event.stuck_ranks:
-            # The nursery died while it forked, perhaps by a library's fork handler. Start cold instead.
+            # The nursery (the process that forks the workers) died while it forked, perhaps because of a
+            # library's fork handler. So start the workers as new programs instead.
             self._workers.ended(self.supervisor)
             how = phrases.how_the_nursery_ended(event.nursery_exitcode, event.nursery_hung)
             if self._start_cold(f"the nursery {how}"):

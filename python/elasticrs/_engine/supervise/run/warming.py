@@ -27,15 +27,17 @@ if TYPE_CHECKING:
     _T = TypeVar("_T")
 
 _PATIENCE = 0.5
-"""Seconds for checking the files before workers start. A network file system may not respond."""
+"""Time limit in seconds for checking the modules' files before workers start. There is a limit, because a
+network file system may not respond.
+"""
 
 _MOST_TOUCHED = 3
 """Maximum number of consecutive imports during which a file has changed. After that, workers start cold."""
 
 
 class Warming:
-    """Decides whether workers may be forked from the nursery. ``limit`` is for its imports, in seconds.
-    ``report`` is the descriptor to which the nurseries report.
+    """Decides whether workers may be forked from the nursery. ``limit`` is the time limit for its imports, in
+    seconds. ``report`` is the file descriptor to which the nurseries report.
     """
 
     def __init__(self, say: Callable[[str], None], limit: float) -> None:
@@ -115,7 +117,7 @@ class Warming:
         return found
 
     def _has_ended(self, asked: BackgroundCall) -> bool:
-        """Wait for a file check. Return false after a timeout, and print a message after the first one."""
+        """Wait until the files are checked. Return false after a timeout. Report only the first timeout."""
         was_stuck, self._is_stuck = self._is_stuck, not asked.wait(0 if self._is_stuck else _PATIENCE)
         if self._is_stuck and not was_stuck:
             self._say(

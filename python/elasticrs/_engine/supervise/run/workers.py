@@ -30,14 +30,15 @@ if TYPE_CHECKING:
 
 
 _STOP_DELAY = 1.0
-"""Seconds between a hang and the stop of the workers, in which other nodes gather evidence."""
+"""Seconds between a hang and the stop of the workers. In this time, other nodes gather evidence."""
 
 _DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-"""Variables with the path of torch's flight record dumps. Torch uses the first one set."""
+"""Environment variables for the path of torch's flight record dumps. Torch uses the first one that is set."""
 
 _TIMER_FILE = "ELASTICRS_TIMER_FILE"
-"""Tells elasticrs's timer client that an elasticrs agent reads the FIFO. Otherwise, the client must not keep
-the FIFO open, because torch's timer server expires no timers while it is open.
+"""Environment variable that tells elasticrs's timer client that an elasticrs agent reads the timers' FIFO.
+Otherwise, the client must not keep the FIFO open, because torch's timer server expires no timers while the
+FIFO is open.
 """
 
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
@@ -54,7 +55,7 @@ def _bad_timer_file(path: str, error: OSError) -> str:
 
 
 def _enough(limit: float | None) -> float | None:
-    """Return ``limit``, but at least 1 ms, because the agent does not check limits more often."""
+    """Return the time limit, but at least 1 ms, because the agent does not check time limits more often."""
     return None if limit is None else max(0.001, limit)
 
 
@@ -161,7 +162,9 @@ class Workers(ABC):
 
 
 def watch_timers(setup: WorkerSetup, supervisor: _core.Supervisor) -> dict[str, str]:
-    """Watch timers and heartbeats. Return the workers' variables. Raises ``UsageError`` for a bad FIFO."""
+    """Watch timers and heartbeats. Return environment variables for the workers. Raises ``UsageError`` if the
+    timers' FIFO cannot be used.
+    """
     variables: dict[str, str] = {}
     environ = setup.environ
     if environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1":
@@ -178,7 +181,7 @@ def watch_timers(setup: WorkerSetup, supervisor: _core.Supervisor) -> dict[str, 
 
 
 def watch_hangs(setup: WorkerSetup, supervisor: _core.Supervisor, least: float = 0.0) -> None:
-    """Watch heartbeats from the next attempt on. Learned limits are at least ``least`` seconds."""
+    """Watch heartbeats from the next attempt on. Limits learned from steps are at least ``least`` seconds."""
     job = setup.job
     if job.hang_timeout is None:
         return
@@ -237,7 +240,7 @@ def prepare_group(
 def prepare_replacement(
     workers: Workers, supervisor: _core.Supervisor, attempt: Attempt, local_rank: int, restarts: int
 ) -> _core.ProcessSpec:
-    """Return the replacement for a worker that is gone. It appends to the old worker's log files."""
+    """Return the process that replaces a dead worker. It appends to the log files of that worker."""
     setup, paths = workers.setup, attempt.paths
     own = attempt.variables[local_rank]
     own["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
@@ -314,7 +317,7 @@ def variables_of(
 
 
 def warm_nursery(workers: Workers, report: int) -> _core.WarmNursery | None:
-    """Return the nursery, which imports modules and forks the workers, if anything is preloaded."""
+    """Return the nursery (the process that imports modules and forks the workers), if there is any import."""
     setup, command = workers.setup, workers.warm_command
     if setup.preload is None or command is None:
         return None

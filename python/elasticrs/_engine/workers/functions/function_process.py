@@ -27,7 +27,10 @@ _PIPE_CAPACITY = 65536
 
 
 class ReturnPipe:
-    """Pipe for a function's return value. ``data`` stays empty if the function fails. Closed ends are -1."""
+    """Pipe through which a process returns a function's value.
+
+    ``data``, the pickled value, stays empty if the function fails. The descriptor of a closed end is -1.
+    """
 
     def __init__(self) -> None:
         self.reader, self.writer = os.pipe()
@@ -41,7 +44,10 @@ class ReturnPipe:
             self.writer = -1
 
     def read(self) -> bool | None:
-        """Read a part. Return true at the end, false if no data is available, ``None`` if more may follow."""
+        """Read available data from the pipe.
+
+        Return true at the end of the data, false if none is available now, and ``None`` if more may follow.
+        """
         try:
             piece = os.read(self.reader, _CHUNK)
         except BlockingIOError:
@@ -107,7 +113,10 @@ _BEGIN = (
 
 
 def command_line(tracker_fd: int, pipe_handle: int) -> list[str]:
-    """Return multiprocessing's command line, with the arguments that differ between workers at the end."""
+    """Return the command line of a multiprocessing child.
+
+    The arguments that differ between workers come last.
+    """
     _, *options = spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=pipe_handle)
     if "-c" in options:  # A frozen program has no `-c` option, and its arguments need no change.
         told = (f"tracker_fd={tracker_fd}", f"pipe_handle={pipe_handle}")
@@ -116,7 +125,10 @@ def command_line(tracker_fd: int, pipe_handle: int) -> list[str]:
 
 
 class PreparedFunction:
-    """All that a child process needs to run a function. The child inherits ``fds`` under the same numbers."""
+    """All that a child process needs to run a function.
+
+    The child inherits the descriptors ``fds`` under the same numbers.
+    """
 
     def __init__(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], result: int, name: str
@@ -157,9 +169,10 @@ def close_all(fds: list[int]) -> None:
 
 
 class _Deferred(Value):
-    """Placeholder for a process object. Unpickling the placeholder loads the object from a file in memory.
+    """Placeholder for a process object of multiprocessing, which is stored in a file in memory.
 
-    Some objects can be unpickled only while multiprocessing itself is unpickling.
+    Unpickling the placeholder loads the object from the file. It can be unpickled only at that time, because
+    some objects can be unpickled only while multiprocessing itself unpickles.
     """
 
     fd: int
@@ -177,10 +190,10 @@ def _load_process(fd: int) -> BaseProcess:
 def call_and_return(function: Callable[..., Any], arguments: tuple[Any, ...], result: int) -> None:
     """Run a function, wrapped in ``record`` as in torch. Write the pickled return value to ``result``."""
     try:
-        # A program may have replaced the error handler.
+        # Look up the error handler now, because a program may have replaced it.
         record = public("multiprocessing.errors.record")
         value = record(function)(*arguments)
-        # Record pickling errors as well, because multiprocessing would only print them.
+        # Pickle inside of the recorded function, because multiprocessing would only print a pickling error.
         record(_send)(value, result)
     except Exception as error:
         from elasticrs._engine.inside import fast_exit

@@ -25,14 +25,18 @@ if TYPE_CHECKING:
     Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
 
 _waits: list[Callable[[], None]] = []
-"""Functions that interrupt the waits of the main thread, innermost last. A signal handler may also wait."""
+"""Functions that interrupt the current waits of the main thread.
+
+The last function belongs to the innermost wait: a signal handler may wait while the program waits.
+"""
 
 _holds: list[bool] = []
 _kept: list[Callable[[], object]] = []
 
 
 def _begin_anew() -> None:
-    # Create new lists, because the child may still be in `with` blocks that will change the old lists.
+    # This is a forked child. Create new lists, because its `with` blocks that are still open will change the
+    # old ones.
     global _waits, _holds, _kept
     _waits, _holds, _kept = [], [], []
 
@@ -41,7 +45,7 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 def when_safe(call: Callable[[], object]) -> None:
-    """Call a function from a signal handler. Defer the call while it could cause an event to be lost."""
+    """Call a function from a signal handler: now, or later if a call now could cause an event to be lost."""
     _kept.append(call)
     if _waits:
         _waits[-1]()
@@ -72,7 +76,10 @@ def call_kept() -> None:
 
 @contextmanager
 def waiting(end: Callable[[], None]) -> Iterator[None]:
-    """Mark a block that waits for an event and records it. A signal handler calls ``end`` to end the wait."""
+    """Mark a block that waits for an event and records it.
+
+    To end the wait early, a signal handler calls ``end``.
+    """
     with _block(_waits, end, is_wait=True):
         if _kept and threading.current_thread() is threading.main_thread():
             # A signal arrived before this wait started, so end the wait immediately.
@@ -100,7 +107,10 @@ def _block(blocks: list[_T], block: _T, *, is_wait: bool) -> Iterator[None]:
 
 
 class CaughtSignals:
-    """Signal handlers that contexts of the main thread share. The last release restores the old handler."""
+    """Signal handlers that several contexts of the main thread share.
+
+    The last release restores the old handler.
+    """
 
     def __init__(self) -> None:
         self._before: dict[int, Handler] = {}

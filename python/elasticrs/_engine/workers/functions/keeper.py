@@ -39,8 +39,10 @@ LINGER = 5.0
 """Seconds for which a worker's descendants may continue after success, as under the nursery."""
 
 WORD = struct.Struct("d")
-"""Message to the keeper when the workers have exited or must be killed: seconds for which descendants may
-continue, :data:`AT_ONCE`, or :data:`LEAVE`. A later message kills the remaining descendants at once.
+"""Message to the keeper (the process that forks the workers) when the workers have exited or must be killed.
+
+It is the number of seconds for which the workers' descendants may continue, :data:`AT_ONCE`, or
+:data:`LEAVE`. A further message kills the remaining descendants at once.
 """
 AT_ONCE, LEAVE = -1.0, -2.0
 
@@ -57,14 +59,17 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 exit_at_once = posix._exit
-"""Original ``os._exit``. A profiler may have replaced it with a function that raises an exception, with which
-the forked copy of the program would continue.
+"""Original ``os._exit``, which ends a forked copy of the program.
+
+A profiler may have replaced ``os._exit`` with a function that raises an exception. The copy would then
+continue to run the program.
 """
 
 IMPORT_NO_MORE = signal.SIGRTMAX
-"""Signal that kills a keeper during its imports, with the processes that they started. Ignored afterwards.
+"""Signal that kills a keeper and the processes that it has started, during its imports; ignored afterwards.
 
-It has a name in ``signal.Signals``, because a profiler that replaces ``signal.signal`` may require one.
+The signal has a name in ``signal.Signals``, because a profiler that replaces ``signal.signal`` may require
+one.
 """
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, IMPORT_NO_MORE)
@@ -74,9 +79,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class WorkerPlan(Value):
-    """Parameters for forking one worker. An empty path does not redirect the stream.
+    """Parameters for forking one worker. If the path for a stream is empty, the stream is not redirected.
 
-    The exit status goes to the descriptor ``status``. Only this worker needs the descriptors in ``keeps``.
+    The worker's exit status is written to the descriptor ``status``. ``keeps`` are the descriptors that this
+    worker inherits, but no other worker.
     """
 
     run: Callable[[], int]
@@ -90,8 +96,9 @@ class WorkerPlan(Value):
 def keep(workers: Sequence[WorkerPlan], control: int, gate: int, parent: int) -> None:
     """Fork the workers, and serve the program's requests until the workers are no longer needed.
 
-    The keeper sends the workers' pids (zeros if one could not run) to the socket ``control``. It receives a
-    :data:`WORD`, and sends the names of the processes that it kills. Workers run after a byte from ``gate``.
+    ``control`` is a socket to the program. The keeper sends the workers' pids (zeros if one could not run),
+    and later the names of the processes that it kills. It receives messages of the type :data:`WORD`. The
+    workers call their functions when a byte arrives on the pipe ``gate``.
     """
     lead_session()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -171,14 +178,18 @@ def _be_worker(worker: WorkerPlan, unused: set[int], handlers: dict[int, Any], g
 
 
 def _serve(statuses: dict[int, int], control: int, parent_pidfd: int) -> float:
-    """Report exit statuses until the program exits or sends a :data:`WORD`. Return the number in it."""
+    """Report exit statuses of the workers until the program exits or sends a :data:`WORD`.
+
+    Return the number of seconds in it.
+    """
     poll = select.poll()
     running = {os.pidfd_open(pid): pid for pid in statuses}
     for fd in (control, parent_pidfd, *running):
         poll.register(fd, select.POLLIN)
     ended: set[int] = set()
     while True:
-        # No event announces that a debugger has released an exited worker, so poll while there is one.
+        # A debugger may hold back an exited worker. No event announces its release, so poll while there is
+        # such a worker.
         ready = {fd for fd, _ in poll.poll(1000 * _LOOK_AT_TRACED if ended else None)}
         for fd in ready & running.keys():
             ended.add(running.pop(fd))
@@ -198,7 +209,7 @@ def _serve(statuses: dict[int, int], control: int, parent_pidfd: int) -> float:
 
 
 def _end_lingerers(linger: float, control: int, parent_pidfd: int) -> None:
-    """Send SIGTERM to leftover processes after ``linger`` seconds.
+    """Let the workers' leftover descendants continue for ``linger`` seconds, and then send them SIGTERM.
 
     Return early if the program exits or sends a message.
     """
@@ -233,7 +244,10 @@ def _outlasted(seconds: float, control: int, parent_pidfd: int) -> bool:
 
 
 def _tell_names(pids: Sequence[int], control: int) -> None:
-    """Send pid and name of the first killed processes, one per line, and then the number of the others."""
+    """Send the pid and the name of each killed process, one per line.
+
+    If there are too many, send only the number of the remaining ones.
+    """
     lines = [f"{pid} {_name_of(pid)}\n" for pid in pids[:_NAMED]]
     lines.append(f"{len(pids) - len(lines)}\n")
     try:
@@ -243,12 +257,15 @@ def _tell_names(pids: Sequence[int], control: int) -> None:
 
 
 def _name_of(pid: int) -> str:
-    """Return the name of a process, without unprintable characters, because they could break the line."""
+    """Return a process's name without unprintable characters, because it must fit into one line."""
     return "".join(character if character.isprintable() else " " for character in _core.name_of(pid))
 
 
 def _end_all() -> None:
-    """Kill all descendants, resource trackers last. Repeat, because orphans become children of the keeper."""
+    """Kill all descendants, and multiprocessing's resource trackers last.
+
+    Repeat this until none is left, because orphans become children of the keeper.
+    """
     give_up = time.monotonic() + _GIVE_UP
     alone_since = None
     while (now := time.monotonic()) < give_up + _LAST_MOMENT:
@@ -306,7 +323,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 class RunPrepared(Value):
-    """Callable that loads and runs a function that was prepared as for multiprocessing's ``spawn``."""
+    """Callable that loads and runs a function, which was prepared as multiprocessing does for ``spawn``."""
 
     environment: dict[str, str]
     tracker_fd: int
@@ -322,17 +339,21 @@ class RunPrepared(Value):
 
 
 def main(plan_fd: int) -> None:
-    """Run a fork server: import modules, then :func:`keep`. The file ``plan_fd`` contains the arguments."""
-    # Create a process group before any user code runs, because the program kills this group to stop imports.
+    """Run a fork server: import modules, and then call :func:`keep`.
+
+    The file ``plan_fd`` contains the arguments.
+    """
+    # Create a process group before any user code runs, because the program kills this group to stop the
+    # imports.
     lead_session()
     with open(plan_fd, "rb") as file:
         preload, main_path, argv, arguments = pickle.load(file)
-    # This signal arrives when the program dies. It kills this process during the imports, which may take
-    # forever. Afterwards it is ignored, because this process must kill its workers before it exits.
+    # The kernel sends this signal when the program dies. During the imports, which may take forever, it kills
+    # this process. Afterwards it is ignored, because this process must kill its workers before it exits.
     _prctl(_PR_SET_PDEATHSIG, IMPORT_NO_MORE)
     if os.getppid() != arguments[-1]:
         return
-    # The workers import the main module with the same arguments.
+    # The workers import the program's main module, which must see the program's own arguments.
     sys.argv[:] = argv
     current: Any = multiprocessing_process.current_process()
     for name in preload:

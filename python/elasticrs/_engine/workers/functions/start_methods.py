@@ -40,13 +40,18 @@ _LOOK_FOR_SIGNALS = 0.1
 _MOST_SAID = 1 << 16
 
 PATIENCE = 30.0
-"""Seconds to wait for the exit of a keeper. The keeper waits for a shorter time for its own processes."""
+"""Seconds to wait for the exit of a keeper (the process that forks the workers).
+
+The keeper itself waits less for its processes.
+"""
 
 
 class Functions(Value):
-    """Functions to start together, by local rank, with complete environments. Empty paths do not redirect.
+    """Functions to start together, by local rank, with complete environments.
 
-    ``keeps`` has further file descriptors to inherit, except with ``spawn``. ``warm`` requires ``spawn``.
+    A stream whose path is empty is not redirected. ``keeps`` has further file descriptors that the processes
+    inherit, except with ``spawn``. ``warm`` (a fork from a process with preloaded modules) requires
+    ``spawn``.
     """
 
     name: str
@@ -71,8 +76,8 @@ class Watcher(Protocol):
 class FunctionStart(ABC):
     """Base class of the start methods. An object starts functions once, and reads their return values.
 
-    ``statuses`` are the pipes, by local rank, for exit statuses from a :mod:`keeper <.keeper>`, which is the
-    parent of the functions if ``has_keeper``. Otherwise, the core is their parent.
+    If ``has_keeper``, the parent of the functions' processes is a :mod:`keeper <.keeper>`, which writes their
+    exit statuses to the pipes ``statuses`` (by local rank). Otherwise, the core is their parent.
     """
 
     has_keeper: ClassVar[bool] = False
@@ -87,11 +92,11 @@ class FunctionStart(ABC):
 
     @property
     def values(self) -> dict[int, bytearray]:
-        """Pickled return values by local rank, empty if the function has not returned."""
+        """Pickled return values by local rank. A value is empty as long as its function has not returned."""
         return {rank: pipe.data for rank, pipe in self._pipes.items()}
 
     def start(self, streams: Sequence[LogStream]) -> SupervisedGroup:
-        """Start all functions in a new group, or none. The group copies ``streams`` to the console."""
+        """Start all functions in a new group, or none. The core copies ``streams`` to the console."""
         try:
             specs = self.prepare()
             pids = self._wait_for_pids()
@@ -109,13 +114,13 @@ class FunctionStart(ABC):
 
     @abstractmethod
     def prepare(self) -> list[ProcessSpec]:
-        """Prepare the processes. Return the specifications of those that the core must start."""
+        """Prepare the processes. Return the specifications of the processes that the core must start."""
 
     def _wait_for_pids(self) -> dict[int, int]:
         return {}
 
     def watch(self, watcher: Watcher) -> None:
-        """Watch for return values when all functions have started. ``watcher`` must call :meth:`fd_ready`."""
+        """Let ``watcher`` wait for return values, once all functions run. It must call :meth:`fd_ready`."""
         for prepared in self._prepared:
             prepared.close_childs_ends()
         self.watcher = watcher
@@ -178,8 +183,9 @@ class Spawn(FunctionStart):
 class Kept(FunctionStart):
     """Start method in which a :mod:`keeper <.keeper>` is the parent of the functions' processes.
 
-    ``keeper_pidfd`` becomes readable when the keeper and all its processes have exited. :meth:`finish` sets
-    ``ended`` to the first processes that the keeper had to kill, ``more_ended`` to the number of the others.
+    ``keeper_pidfd`` becomes readable when the keeper and all its processes have exited. :meth:`finish` stores
+    which processes the keeper had to kill: ``ended`` has the first ones, ``more_ended`` is the number of the
+    others.
     """
 
     has_keeper = True
@@ -197,10 +203,13 @@ class Kept(FunctionStart):
 
     @abstractmethod
     def _start_keeper(self, statuses: list[int], control: int, gate: int) -> int:
-        """Start the keeper with its ends of the pipes and the socket. Return its pid."""
+        """Start the keeper, which gets its ends of the pipes and of the socket. Return its pid."""
 
     def prepare(self) -> list[ProcessSpec]:
-        """Start the keeper, whose workers wait. Return an empty list, because the core starts no process."""
+        """Start the keeper, whose workers then wait.
+
+        Return an empty list, because the core need not start a process.
+        """
         ends: list[int] = []
         try:
             self._open_pipes()
@@ -246,7 +255,10 @@ class Kept(FunctionStart):
         return dict(enumerate(pids))
 
     def watch(self, watcher: Watcher) -> None:
-        """Let the workers call their functions, because the core now monitors all workers."""
+        """Let the workers call their functions.
+
+        Until now they waited, because the core did not monitor all of them yet.
+        """
         super().watch(watcher)
         os.write(self._gate, keeper.GO * len(self._pipes))
 
@@ -279,19 +291,24 @@ class Kept(FunctionStart):
         self.finish()
 
     def begin_end(self, linger: float) -> None:
-        """Send a :data:`keeper.WORD`, so that the keeper exits. A second call kills remaining processes."""
+        """Send a :data:`keeper.WORD`, so that the keeper ends its workers and exits.
+
+        A second call kills processes that are still running.
+        """
         if self._control is not None:
-            # A broken connection means that the keeper has exited.
+            # If the connection is broken, the keeper has exited.
             with suppress(BrokenPipeError, ConnectionResetError):
                 self._control.send(keeper.WORD.pack(linger))
         if self._keeper is not None and not self._has_told_pids:
-            # Interrupt the imports. Do not use SIGKILL, because the keeper may have workers to kill first.
+            # Interrupt the keeper's imports. Do not use SIGKILL, because the keeper may have workers to kill
+            # first.
             with suppress(ProcessLookupError):
                 if self.keeper_pidfd != -1:
                     signal.pidfd_send_signal(self.keeper_pidfd, keeper.IMPORT_NO_MORE)
                 else:
                     os.kill(self._keeper, keeper.IMPORT_NO_MORE)
-                # Stop what the imports have started. The keeper may not have created the group yet.
+                # Stop the processes that the imports have started. The keeper may not have created its
+                # process group yet.
                 os.killpg(self._keeper, keeper.IMPORT_NO_MORE)
         if self.keeper_pidfd != -1:
             # Resume a stopped keeper (SIGSTOP), because it can neither read messages nor exit.
@@ -301,11 +318,12 @@ class Kept(FunctionStart):
     def finish(self, patience: float = PATIENCE) -> None:
         """Wait until the keeper has exited, and release all resources. Idempotent.
 
-        Kill the keeper after ``patience`` seconds, without a further wait, because it may be in state D.
+        After ``patience`` seconds, kill the keeper and do not wait any longer, because a keeper that hangs in
+        the kernel cannot exit.
         """
         if self._keeper is not None:
             if self.keeper_pidfd == -1 or has_ended(self.keeper_pidfd, patience):
-                # The program may already have reaped this child.
+                # The program itself may already have reaped the keeper.
                 with suppress(ChildProcessError):
                     os.waitpid(self._keeper, 0)
             else:
@@ -345,7 +363,8 @@ class Fork(Kept):
     """Runs functions in forks of this process. Arguments can have any type, because they are not pickled."""
 
     def _start_keeper(self, statuses: list[int], control: int, gate: int) -> int:
-        # Workers detect the program's exit by this pipe, through `multiprocessing.parent_process()`.
+        # The workers detect through this pipe that the program has exited, by
+        # `multiprocessing.parent_process()`.
         sentinel, writer = os.pipe()
         self._ours.append(writer)
         try:
@@ -393,7 +412,7 @@ class Fork(Kept):
 
 
 class ForkServer(Kept):
-    """Imports multiprocessing's preload modules in a new interpreter, and forks it for each function."""
+    """Start method: a new interpreter imports multiprocessing's preload modules and forks each process."""
 
     def _start_keeper(self, statuses: list[int], control: int, gate: int) -> int:
         workers: list[keeper.WorkerPlan] = []
@@ -431,7 +450,10 @@ class ForkServer(Kept):
 
 
 class _RunForked(Value):
-    """Runs a multiprocessing process object in a fork. The pipe ``sentinel`` ends when the program exits."""
+    """Callable that runs a multiprocessing process object in a fork.
+
+    The pipe ``sentinel`` ends when the program exits.
+    """
 
     process: BaseProcess
     env: dict[str, str]

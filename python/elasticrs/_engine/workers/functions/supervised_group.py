@@ -23,10 +23,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 DRAIN_TIMEOUT = 10.0
-"""Seconds that a finished group waits for a slow console. The log files are complete in any case."""
+"""Seconds that a finished group waits until a slow console has shown all output.
+
+The log files are complete in any case.
+"""
 
 LATE = 1.0
-"""Maximum number of seconds to handle pending events after a wait. A descriptor may stay readable forever."""
+"""Maximum number of seconds for which events that are already pending are handled after a wait.
+
+There is a limit because a descriptor may stay readable forever.
+"""
 
 _END_SLACK = 45.0
 """Seconds to wait for the group after the grace period. This is longer than the core's own limit of 30 s."""
@@ -61,9 +67,10 @@ def not_started(text: str, number: int | None) -> NotStartedError:
 class SupervisedGroup:
     """Group of processes that this class starts, and whose events it records in ``log``.
 
-    ``grace`` is the time between SIGTERM and SIGKILL in seconds. Stop signals go to a worker's process group.
-    If ``stop_scope`` is ``"worker"``, those except SIGKILL first go to the worker alone, and to the rest of
-    its group when it has exited. ``on_fd`` is called in the thread that waits for events.
+    ``grace`` is the time between SIGTERM and SIGKILL in seconds. A stop signal goes to the process group of
+    each worker. If ``stop_scope`` is ``"worker"``, a stop signal other than SIGKILL goes to the worker alone
+    at first, and to the rest of its process group when the worker has exited. ``on_fd`` is called in the
+    thread that waits for events.
     """
 
     def __init__(self, grace: float = 30.0, *, stop_scope: str = "group") -> None:
@@ -85,14 +92,14 @@ class SupervisedGroup:
         self._supervisor.watch_fd(self._bell)
 
     def __del__(self) -> None:
-        # `close` was never called. The destructor of the supervisor kills the remaining processes.
+        # The program never called `close`. The destructor of the supervisor kills the remaining processes.
         if getattr(self, "_supervisor", None) is not None:
             os.close(self._bell)
 
     # --- starting ---
 
     def start(self, specs: Sequence[_core.ProcessSpec], streams: Sequence[_core.LogStream] = ()) -> None:
-        """Start all processes, or none of them, and return when they run. The core copies ``streams``."""
+        """Start all processes or none. Return when they run. The core copies ``streams`` to the console."""
         supervisor = self._running()
         if streams:
             supervisor.follow(streams)
@@ -104,7 +111,9 @@ class SupervisedGroup:
             raise not_started(text, self._failure.errno)
 
     def adopt(self, pids: Mapping[int, int], statuses: Sequence[int]) -> None:
-        """Adopt processes before they run. Their parent writes the exit statuses to the pipes ``statuses``.
+        """Monitor processes of another parent, before they run the functions.
+
+        The parent writes their exit statuses to the pipes ``statuses``.
 
         Raise ``RuntimeError`` if one of them has already exited.
         """
@@ -141,7 +150,7 @@ class SupervisedGroup:
         return True
 
     def _advance(self, timeout: float | None) -> bool:
-        """Handle one event, or wait while another thread handles one. Return false on timeout."""
+        """Handle one event. If another thread is handling events, wait for it. Return false on timeout."""
         me = threading.get_ident()
         with self._turn:
             if self._waiter not in {None, me}:
@@ -225,7 +234,10 @@ class SupervisedGroup:
 
 
 class SupervisedProcess:
-    """A process with the interface of :class:`subprocess.Popen`. If it ``is_alone``, it closes its group."""
+    """One process of a group, with the interface of :class:`subprocess.Popen`.
+
+    If it ``is_alone`` in the group, its end closes the group.
+    """
 
     def __init__(
         self, group: SupervisedGroup, local_rank: int, args: Sequence[str], *, is_alone: bool = False
@@ -242,7 +254,7 @@ class SupervisedProcess:
         ended = self._group.log.exits.get(self._local_rank)
         if ended is None:
             return None
-        # `Popen` cannot represent an unknown exit status.
+        # The exit status may be unknown, which `Popen` cannot represent.
         return 255 if ended.exitcode is None else ended.exitcode
 
     def poll(self) -> int | None:
@@ -259,7 +271,8 @@ class SupervisedProcess:
         return code
 
     def send_signal(self, sig: int) -> None:
-        # The event of an exit may be late. The signal would then reach only leftover processes of the group.
+        # The process may have exited before the event of its exit arrives. The signal would then reach only
+        # leftover processes of its process group.
         if self.poll() is None and not _has_exited(self.pid):
             self._group.signal(int(sig), self._local_rank)
 
@@ -270,7 +283,7 @@ class SupervisedProcess:
         self.send_signal(9)
 
     def _let_go(self) -> None:
-        # This method must not wait for leftover processes.
+        # Do not wait for leftover processes here.
         if self._is_alone and self._group.log.end is not None:
             self._group.close()
 

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from typing import Any
 
     Stamp = tuple[int, int] | None
-    """Modification time in nanoseconds, and size; ``None`` if the file does not exist."""
+    """Modification time of a file in nanoseconds, and its size; ``None`` if the file does not exist."""
 
 
 class LeftOut(Value):
-    """A module that was not preloaded. ``why`` is a clause in which "it" is the module."""
+    """A module that was not preloaded. ``why`` is a clause with the reason, in which "it" is the module."""
 
     name: str
     why: str
@@ -44,9 +44,11 @@ class LeftOut(Value):
 
 
 class Ready(Value):
-    """Result of the imports. ``prefixes`` are the folders of the standard library and installed packages.
+    """Result of preloading modules.
 
-    The interpreter's folder is not included, because applications may be below it, as in ``/usr/src``.
+    ``prefixes`` are the folders of the standard library and installed packages.
+
+    The interpreter's own folder is not included, because applications may be below it, as in ``/usr/src``.
     """
 
     seconds: float
@@ -55,7 +57,10 @@ class Ready(Value):
 
 
 class Report(Value):
-    """Contents of the report so far. ``imported`` has the seconds of each import, in order."""
+    """What has been reported about the preloading so far.
+
+    ``imported`` has the seconds that each module took, in order.
+    """
 
     imported: Mapping[str, float] = fresh(factory=dict)
     left_out: tuple[LeftOut, ...] = ()
@@ -135,7 +140,9 @@ def _shown(name: str) -> str:
 
 
 class Sources:
-    """Stamps of files: ``own`` and ``installed`` modules, and ``signs``, which every installation changes."""
+    """Times and sizes of files, to detect changes: of the user's ``own`` modules, of ``installed`` modules,
+    and of ``signs``, which are files and folders that every installation changes.
+    """
 
     def __init__(
         self, own: Mapping[str, Stamp], installed: Mapping[str, Stamp], signs: Mapping[str, Stamp]
@@ -149,18 +156,20 @@ class Sources:
         if signs != self.signs:
             installed = _changes(self.installed)
             if not installed:
-                # No preloaded module has changed. Update `signs`, so that later calls do not check all files.
+                # Something was installed, but no preloaded module has changed. Update `signs`, so that the
+                # next call does not check all files again.
                 self.signs = signs
             changes |= installed
         return changes
 
 
 def remember(stamps: Mapping[str, Stamp], prefixes: Iterable[str], names: Iterable[str]) -> Sources:
-    """Record the stamps (times and sizes) of these files, so that later changes can be detected."""
+    """Record the times and sizes of these files, so that later changes can be detected."""
     folders = [prefix.rstrip(os.sep) for prefix in dict.fromkeys(prefixes)]
     inside = tuple(folder + os.sep for folder in folders)
     files = {path: found for path, found in stamps.items() if path.rstrip(os.sep) not in folders}
-    # Always check the files that changed during the imports, because `signs` may have been read later.
+    # Check the files that changed during the imports in each call, because `signs` may be newer than the
+    # imports.
     always = touched(files)
     installed = {
         path: found for path, found in files.items() if path.startswith(inside) and path not in always
@@ -174,12 +183,17 @@ def remember(stamps: Mapping[str, Stamp], prefixes: Iterable[str], names: Iterab
 
 
 def touched(stamps: Mapping[str, Stamp]) -> list[str]:
-    """Return the files that changed during the imports. Their invalid time makes each check find a change."""
+    """Return the files that changed while they were imported.
+
+    They have an invalid time, so each check reports them as changed.
+    """
     return [path for path, found in stamps.items() if found is not None and found[0] == TOUCHED]
 
 
 TOUCHED = -1
-"""Recorded instead of the modification time if a file changed while the nursery imported modules."""
+"""Time that is recorded for a file that changed while the nursery (the process that forks the workers)
+imported modules.
+"""
 
 
 def stamp(path: str) -> Stamp:

@@ -43,10 +43,11 @@ LAZY: tuple[tuple[tuple[bytes, ...], str], ...] = (
     # `torch.compile` imports about 400 more modules, plus its code generators.
     ((b"torch.compile", b"torch_compile"), "torch._inductor.compile_fx"),
 )
-"""Words that may occur in a source file, and the module that torch imports lazily because of them.
+"""Words in a source file because of which torch imports a module lazily, and that module.
 
-Other parts, such as collectives and data loaders, import nothing lazily. These modules are not always
-preloaded, because together they take 80 MB, and some of them, such as triton, print to stderr at exit.
+Other parts of torch, such as collectives and data loaders, import nothing lazily. These modules are preloaded
+only if such a word occurs, because together they take 80 MB, and some of them, such as triton, print to
+stderr at exit.
 """
 
 _READ_LAZILY = (
@@ -68,13 +69,16 @@ _AT_START = frozenset(
 """Modules that every Python interpreter imports before it runs a script."""
 _WIDTH, _SHOWN = 60, 4
 _ENOUGH = 1 << 19
-"""Maximum number of bytes to parse, because the launch waits. The parser reads 5000 bytes per millisecond."""
+"""Maximum number of bytes of source to parse.
+
+The launch waits for the parser, which reads 5000 bytes per millisecond.
+"""
 
 
 def preload(value: str, entry: Entry) -> Preload:
-    """Choose the modules to preload. ``value`` is ``auto`` or lists modules, separated by commas.
+    """Choose the modules to preload. ``value`` is ``auto``, or a list of modules, separated by commas.
 
-    Raise ``UsageError`` if this interpreter cannot find a module.
+    Raise ``UsageError`` if this interpreter cannot find one of the modules.
     """
     if entry.why_cold is not None:
         return Preload(remarks=(f"no effect: {entry.why_cold}",))
@@ -94,7 +98,8 @@ def _of_list(names: Sequence[str], entry: Entry) -> Preload:
         else:
             chosen.append(name)
     plan = _Plan(entry)
-    # Ignore errors, because the script is only read to find the statements before its imports.
+    # Ignore errors here, because an explicit list of modules needs the script only for the statements before
+    # its imports.
     with suppress(OSError, *_CANNOT_PARSE):
         plan.read_entry()
     tops = {_top(name) for name in chosen}
@@ -145,10 +150,11 @@ def _of_source(entry: Entry) -> Preload:
 
 
 class _Plan:
-    """Preload steps derived from the source of a script and of the user's own modules that it imports.
+    """Preload steps, derived from the source of a script and of the user's own modules that it imports.
 
-    ``steps`` and their ``modules`` end at ``unknown``, the first statement whose effect is unknown, if any.
-    ``left_out`` are the modules imported after it. ``folders`` include those that are added to ``sys.path``.
+    ``unknown`` is the first statement whose effect is unknown, if any. ``steps`` and their ``modules`` are
+    those before it, ``left_out`` are the modules that are imported after it. ``folders`` are those in which
+    Python looks for modules, with those that the script adds to ``sys.path``.
     """
 
     def __init__(self, entry: Entry) -> None:
@@ -167,7 +173,10 @@ class _Plan:
         return list(self._sources.values())
 
     def read_entry(self) -> None:
-        """Read the sources. Raise ``OSError`` or :data:`_CANNOT_PARSE` if the entry itself is invalid."""
+        """Read the sources.
+
+        Raise ``OSError`` or :data:`_CANNOT_PARSE` if the script itself cannot be read or parsed.
+        """
         if self._entry.path is None:
             return
         if self._entry.package:
@@ -223,7 +232,7 @@ class _Plan:
                     self.unknown or f"{file}, which was not read because the sources are too large,"
                 )
                 return
-            # The worker will report the error when it imports that module.
+            # Ignore the error here. The worker will report it when it imports that module.
             with suppress(OSError, *_CANNOT_PARSE):
                 self._read_source(file, package, is_certain=step.is_certain)
 
@@ -271,8 +280,9 @@ def lazily_imported(source: bytes) -> list[str]:
 def why_not_lazily(sources: Sequence[bytes], known: AbstractSet[str]) -> str | None:
     """Return why the modules in :data:`LAZY` cannot be preloaded; ``None`` if they can be.
 
-    In a cold worker, functions of the program may set variables before these modules read them. The nursery
-    sets the ``known`` variables itself.
+    These modules read environment variables. Without preloading, functions of the program may set the
+    variables first. The variables in ``known`` are no reason, because the preloading process sets them
+    itself.
     """
     import re
 
@@ -292,10 +302,11 @@ _ISOLATED = "IES"
 
 
 class Entry(Value):
-    """Code that the workers run first, with its ``name`` as the user wrote it. ``path`` may be unknown.
+    """Code that the workers run first. ``name`` is its name as the user wrote it. ``path`` may be unknown.
 
-    Each worker imports the modules in ``folders`` itself. ``interpreter`` is ``None`` for the interpreter of
-    this process. ``why_cold`` is ``None`` if modules can be preloaded. ``package`` is for relative imports.
+    Modules in ``folders`` are not preloaded; each worker imports them itself. ``interpreter`` is ``None`` for
+    the interpreter of this process. ``why_cold`` is the reason why no module can be preloaded; ``None`` if
+    modules can be. ``package`` is the package for relative imports.
     """
 
     name: str
@@ -314,7 +325,8 @@ def entry_of_command(command: Sequence[str]) -> Entry:
     if program not in (sys.executable, os.environ.get("PYTHON_EXEC")) and not name.startswith("python"):
         return Entry(name, why_cold=f"{name} is not a Python interpreter")
     interpreter = None if program == sys.executable else program
-    # A script could remove `PYTHONPATH`, and the nursery would then run the user's program.
+    # Reject a script as interpreter: it could remove `PYTHONPATH`, and the preloading process would then run
+    # the user's program.
     if is_script_file(program):
         return Entry(name, why_cold=f"{name} is a script, which may start Python in another way")
     found = parse_python(arguments)
@@ -329,7 +341,7 @@ def entry_of_command(command: Sequence[str]) -> Entry:
 
 
 def entry_of_function(function: Callable[..., Any], arguments: Sequence[Any], start_method: str) -> Entry:
-    """Find the file that workers load first to call a function, or the script that the function runs."""
+    """Return the code that a worker loads first to call a function: its file, or the script that it runs."""
     name = getattr(function, "__qualname__", repr(function))
     of_module = getattr(function, "__module__", None) or ""
     if of_module == "elasticrs._engine.inside.run_path":
@@ -337,7 +349,7 @@ def entry_of_function(function: Callable[..., Any], arguments: Sequence[Any], st
     if start_method != "spawn":
         return Entry(name, why_cold=_KEPT)
     module = sys.modules.get(of_module)
-    # With `python -m package.program`, the module is named `__main__`. Its spec contains the real name.
+    # With `python -m package.program`, the module is named `__main__`. Its spec contains its real name.
     spec = getattr(module, "__spec__", None)
     top = sys.modules.get((of_module if spec is None else spec.name).partition(".")[0])
     files = getattr(top, "__path__", None) or [getattr(top, "__file__", None)]
@@ -371,7 +383,10 @@ def _is_archive(path: str) -> bool:
 
 
 def _entry_of_module(name: str, interpreter: str | None) -> Entry:
-    """Find the code of ``python -m``. Do not import parent packages, even if they move their modules."""
+    """Return the code that ``python -m`` runs for this module, without importing its parent packages.
+
+    These could change where their modules are found.
+    """
     here = os.getcwd()
     package, _, _ = name.rpartition(".")
     top, *rest = name.split(".")
@@ -390,7 +405,7 @@ def _entry_of_module(name: str, interpreter: str | None) -> Entry:
 
 
 def own_sources(name: str, folders: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the files that run when one of the user's own modules is imported, with each file's package."""
+    """Yield the source files that run when a module of the user is imported, each with its package."""
     package, place = "", folders
     for part in name.replace(":", ".").split("."):
         file, place = _child(place, part)
@@ -415,7 +430,10 @@ def _child(folders: Sequence[str], name: str) -> tuple[str | None, list[str]]:
 
 
 def _own(folders: Iterator[str] | Sequence[str]) -> tuple[str, ...]:
-    """Return the folders that can contain the user's modules, without the standard library and packages."""
+    """Return those of the folders that can contain the user's modules.
+
+    Leave out the standard library and installed packages.
+    """
     library = os.path.dirname(os.__file__)
     return tuple(
         folder

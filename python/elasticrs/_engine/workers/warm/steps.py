@@ -63,7 +63,10 @@ _CONTEXTS = ("contextlib.nullcontext()", "contextlib.suppress()")
 
 
 class Import(Value):
-    """Import of a module, ``a.b`` or ``a.b:c``. ``is_certain`` is false if the statement may not run."""
+    """Import of a module, ``a.b`` or ``a.b:c`` (``c`` from ``a.b``).
+
+    ``is_certain`` is false if the statement may not run.
+    """
 
     name: str
     is_certain: bool = True
@@ -86,10 +89,10 @@ class Unknown(Value):
 
 
 def steps(source: bytes, package: str = "", *, file: str = "", is_main: bool = True) -> Iterator[Step]:
-    """Yield the top-level statements that can affect imports, in execution order.
+    """Yield the top-level statements of a source that can affect imports, in execution order.
 
-    Without ``package``, skip relative imports. ``SyntaxError``, ``ValueError``, ``RecursionError`` and
-    ``MemoryError`` mean that the source cannot be parsed.
+    Without ``package``, skip relative imports. If the source cannot be parsed, raise ``SyntaxError``,
+    ``ValueError``, ``RecursionError`` or ``MemoryError``.
     """
     with warnings.catch_warnings():
         # Suppress the parser's warnings, because the worker prints them when it compiles the script.
@@ -135,7 +138,7 @@ class _Reader:
         return line, text.decode("utf-8", "replace").strip()
 
     def _blocks(self, node: ast.AST, is_certain: bool) -> list[tuple[ast.AST, bool]]:
-        """Return the statements of a node's blocks that can run, and for each if it is certain to run."""
+        """Return the statements in a node's blocks that may run, each with true if it is certain to run."""
         if isinstance(node, (*_FUNCTIONS, _ast.ClassDef)):
             return []
         names: Sequence[str] = _BLOCKS
@@ -196,7 +199,7 @@ class _Reader:
         return [] if found is None else [Folder(os.path.abspath(found))]
 
     def _text(self, node: ast.expr) -> str | None:
-        """Return the value of an expression of constant strings and ``__file__``; ``None`` for any other."""
+        """Return the text of an expression of constant strings and ``__file__``; ``None`` for any other."""
         match node:
             case _ast.Constant(str(text)):
                 return text
@@ -280,7 +283,8 @@ class _Reader:
         if not self._are_harmless([node.value]):
             return False
         if isinstance(node, _ast.AugAssign):
-            # Check what the name refers to, because `paths = sys.path; paths += ["…"]` changes `sys.path`.
+            # Check which object the name refers to, because `paths = sys.path; paths += ["…"]` changes
+            # `sys.path`.
             known = self._path(node.target) if isinstance(node.target, _ast.Name) else ""
             return known in (None, _CONTAINER, _TEXT)
         path, text = self._path(node.value), self._text(node.value)
@@ -288,7 +292,7 @@ class _Reader:
         return all(self._binds(target, path, text) for target in targets)
 
     def _binds(self, target: ast.expr, path: str | None = None, text: str | None = None) -> bool:
-        """Record the variables that an assignment sets. Return false if it could affect later imports."""
+        """Record which variables an assignment sets. Return false if it could affect later imports."""
         match target:
             case _ast.Name(name):
                 self._names[name] = path
