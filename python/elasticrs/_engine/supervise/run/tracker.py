@@ -551,9 +551,7 @@ class AttemptTracker:
                 outcome = "failed"
         conflict = outcome == "failed" and attempt.files.run(partial(_is_port_conflict, attempt), False)
         if outcome == "failed":
-            from elasticrs._engine.supervise.failures.failed_attempt import reports_lost_peer
-
-            self._accuse_leavers(attempt, reports_lost_peer)
+            self._diagnose(attempt, partial(self._accuse_leavers, attempt, _reports_lost_peer))
             self._diagnose(attempt, partial(self._explain, attempt))
         stuck = tuple(event.stuck_ranks)
         if outcome == "lost" and not stuck and "started" not in attempt.stamps:
@@ -603,6 +601,13 @@ def _discard_unused_files(paths: LogPaths) -> None:
 
 def _named(processes: Sequence[_core.Descendant]) -> list[tuple[int, str]]:
     return [(process.pid, process.command) for process in processes]
+
+
+def _reports_lost_peer(attempt: Attempt) -> bool:
+    # Few attempts get here. The import can fail, for example without a free file descriptor.
+    from elasticrs._engine.supervise.failures.failed_attempt import reports_lost_peer
+
+    return reports_lost_peer(attempt)
 
 
 _CONFLICT_BYTES = 65536
