@@ -70,7 +70,8 @@ def attacking(attack, *args) -> threading.Thread:
 def test_a_scoped_client_with_long_searches(stores, agent):
     port, _ = stores
     scope = "/own/"
-    scoped = {"token": _core.scoped_token(TOKEN, scope).encode(), "scope": scope}
+    # The store reads a client's keep-alives after its searches, so a short lease would end during them.
+    scoped = {"token": _core.scoped_token(TOKEN, scope).encode(), "scope": scope, "interval": 30.0}
     filling = Client(port, **scoped).connected()
     count = 50_000
     for part in ("b", "k", "a"):
