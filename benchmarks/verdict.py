@@ -18,9 +18,8 @@ from benchmarks.harness import HANG, Launcher, Options, Row, Samples, take_turns
 from benchmarks.nodes import Shape, job
 from elasticrs._engine.job.restart_policy import RestartSettings
 from elasticrs._engine.nodes.protocol import round_outcome
-from elasticrs._engine.nodes.protocol.keys import Keys
 from elasticrs._engine.nodes.protocol.leader_view import View
-from elasticrs._engine.nodes.protocol.records import Head, Node, Slot, encode
+from elasticrs._engine.nodes.protocol.records import Head, Keys, Node, Slot, encode
 from elasticrs._engine.nodes.transport.settings import Settings
 
 SHAPE = Shape(nodes=3, nproc=2)

@@ -1,8 +1,16 @@
 """Invariants that every schedule must keep, numbered as in ``docs/design/rendezvous.md``."""
 
-from elasticrs._engine.nodes.protocol.keys import Keys, agent_of
 from elasticrs._engine.nodes.protocol.machine import Phase
-from elasticrs._engine.nodes.protocol.records import MAX_HEAD, Head, Node, Slot, decode, time_of
+from elasticrs._engine.nodes.protocol.records import (
+    MAX_HEAD,
+    Head,
+    Keys,
+    Node,
+    Slot,
+    agent_of,
+    decode,
+    time_of,
+)
 
 from . import agents
 

@@ -5,9 +5,8 @@ clock.
 from helpers.said import says
 
 from elasticrs._engine.nodes.protocol import messages as m
-from elasticrs._engine.nodes.protocol.keys import Keys
 from elasticrs._engine.nodes.protocol.machine import step
-from elasticrs._engine.nodes.protocol.records import Head
+from elasticrs._engine.nodes.protocol.records import Head, Keys
 from elasticrs._engine.nodes.transport.coordination import Connected, ConnectionLost, Txn, Unwatch, Watch
 
 from . import agents

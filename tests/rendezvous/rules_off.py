@@ -10,17 +10,16 @@ from unittest import mock
 from elasticrs._engine.nodes.protocol import (
     formation,
     joining,
-    leaving,
     round_outcome,
     rounds,
 )
 from elasticrs._engine.nodes.protocol import (
     member as leading,
 )
-from elasticrs._engine.nodes.protocol.keys import agent_of
 from elasticrs._engine.nodes.protocol.leader_view import View
 from elasticrs._engine.nodes.protocol.member import Member
 from elasticrs._engine.nodes.protocol.messages import Outcome
+from elasticrs._engine.nodes.protocol.records import agent_of
 from elasticrs._engine.nodes.transport.coordination import CreatedAt, Delete
 
 from .store import Conn, Store
@@ -235,7 +234,7 @@ def slots_are_not_heard(member, registration, entry):
     return None
 
 
-@instead_of(leaving.aborted)
+@instead_of(joining.aborted)
 def an_abort_is_tried_once(member, reply):
     return reply.entry(-1) if reply.ok else None
 

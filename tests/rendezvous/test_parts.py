@@ -8,12 +8,12 @@ from elasticrs._engine.job.policy_options import MAX_IN_WINDOW
 from elasticrs._engine.job.ranks import NodeShare, assign, node_ranks
 from elasticrs._engine.job.restart_policy import FailureHistory
 from elasticrs._engine.nodes.protocol.formation import Candidate, assign_seats, natural
-from elasticrs._engine.nodes.protocol.keys import Keys
 from elasticrs._engine.nodes.protocol.leader_view import View
 from elasticrs._engine.nodes.protocol.records import (
     MAX_CAUSE,
     MAX_HEAD,
     Head,
+    Keys,
     Node,
     Slot,
     bound_cause,

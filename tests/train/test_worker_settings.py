@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from elasticrs._engine.nodes.describe import describe
-from elasticrs._engine.nodes.protocol.keys import Keys, workers_keys, workers_of
+from elasticrs._engine.nodes.protocol.records import Keys, workers_keys, workers_of
 from elasticrs._engine.nodes.transport import etcd_site, settings
 from elasticrs._engine.supervise.decide.member_workers import among_workers, for_workers, variables_of_members
 from elasticrs.train.meeting_url import parse

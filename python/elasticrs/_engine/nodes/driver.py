@@ -10,10 +10,9 @@ from collections.abc import Sequence
 
 from elasticrs._engine.nodes.protocol import messages
 from elasticrs._engine.nodes.protocol.formation import MEMBERS_PER_TXN
-from elasticrs._engine.nodes.protocol.keys import number_of, workers_keys
 from elasticrs._engine.nodes.protocol.machine import Member, step
 from elasticrs._engine.nodes.protocol.messages import Outcome
-from elasticrs._engine.nodes.protocol.records import DamagedError, Head, table_of
+from elasticrs._engine.nodes.protocol.records import DamagedError, Head, number_of, table_of, workers_keys
 from elasticrs._engine.nodes.rendezvous_store import CannotHost, KeptState, RendezvousStore
 from elasticrs._engine.nodes.transport.coordination import (
     Changes,

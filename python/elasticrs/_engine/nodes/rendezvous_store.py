@@ -8,7 +8,7 @@ from functools import partial
 
 from elasticrs._engine.job.value import Record
 from elasticrs._engine.nodes import hosting
-from elasticrs._engine.nodes.protocol.keys import WORKERS_STORES, Keys
+from elasticrs._engine.nodes.protocol.records import WORKERS_STORES, Keys
 from elasticrs._engine.nodes.protocol.rendezvous import ThisAgent
 from elasticrs._engine.nodes.transport.addresses import is_unspecified, packed
 from elasticrs._engine.nodes.transport.coordination import (

@@ -16,7 +16,6 @@ from elasticrs._engine.job.ranks import NodeShare, node_ranks
 from elasticrs._engine.job.value import Value
 from elasticrs._engine.nodes.protocol import round_outcome
 from elasticrs._engine.nodes.protocol.joining import fence
-from elasticrs._engine.nodes.protocol.keys import agent_of, workers_keys, workers_of
 from elasticrs._engine.nodes.protocol.leader_view import View
 from elasticrs._engine.nodes.protocol.member import (
     Purpose,
@@ -29,7 +28,15 @@ from elasticrs._engine.nodes.protocol.member import (
     write,
 )
 from elasticrs._engine.nodes.protocol.messages import Announce
-from elasticrs._engine.nodes.protocol.records import Head, Slot, encode, master_addr
+from elasticrs._engine.nodes.protocol.records import (
+    Head,
+    Slot,
+    agent_of,
+    encode,
+    master_addr,
+    workers_keys,
+    workers_of,
+)
 from elasticrs._engine.nodes.protocol.round_outcome import named, nodes
 from elasticrs._engine.nodes.protocol.rounds import GONE
 from elasticrs._engine.nodes.transport.addresses import is_loopback_name

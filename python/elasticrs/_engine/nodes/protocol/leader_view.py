@@ -10,14 +10,17 @@ key does not depend on the number of agents.
 
 from __future__ import annotations
 
-from elasticrs._engine.nodes.protocol.keys import agent_of, incarnation_of, is_member, number_of
 from elasticrs._engine.nodes.protocol.records import (
     DamagedError,
     Head,
     Node,
     Slot,
+    agent_of,
     check_done,
     damage,
+    incarnation_of,
+    is_member,
+    number_of,
     table_of,
     text_of,
 )
@@ -26,8 +29,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from elasticrs._engine.nodes.protocol.keys import Keys
-    from elasticrs._engine.nodes.protocol.records import Seat
+    from elasticrs._engine.nodes.protocol.records import Keys, Seat
     from elasticrs._engine.nodes.transport.coordination import Entry
 
 MAX_DAMAGED = 8

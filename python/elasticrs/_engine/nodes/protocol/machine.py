@@ -9,7 +9,7 @@ sequence of events can be replayed. Requirements on the caller:
 
 from __future__ import annotations
 
-from elasticrs._engine.nodes.protocol import formation, joining, leaving, messages, rounds
+from elasticrs._engine.nodes.protocol import formation, joining, messages, rounds
 from elasticrs._engine.nodes.protocol.member import Link, Member, Phase, Purpose
 from elasticrs._engine.nodes.protocol.messages import Outcome
 from elasticrs._engine.nodes.transport.coordination import Changes, Connected, ConnectionLost, Reply
@@ -50,7 +50,7 @@ def _connected(member: Member, event: Connected) -> None:
         text = "it continues from an older copy of its state; start the job again"
         member.exit(Outcome("lost", f"{member.rendezvous.store}: {text}"))
     elif member.leaving is not None and member.leaving.closing is not None:
-        leaving.abort(member, link)
+        joining.abort(member, link)
     else:
         joining.check_job(member)
 
@@ -121,11 +121,11 @@ def _reply(member: Member, reply: Reply) -> None:  # noqa: PLR0912 -- a table of
             if reply.ok:
                 rounds.done_known(member)
         case Purpose.SAY_FAREWELL:
-            leaving.farewell_known(member)
+            joining.farewell_known(member)
         case Purpose.END_ROUND:
-            leaving.round_ended(member, reply)
+            joining.round_ended(member, reply)
         case Purpose.ABORT:
-            closed = leaving.aborted(member, reply)
+            closed = joining.aborted(member, reply)
             if closed is not None:
                 rounds.take_head(member, link, closed)
         case _ if link.registration is not None:
@@ -177,7 +177,7 @@ def _store_hosted(member: Member, event: messages.StoreHosted) -> None:
 
 def _store_port_failed(member: Member, event: messages.StorePortFailed) -> None:
     text = f"node {member.agent.node}: no port for the workers' store: {event.message}"
-    leaving.leave_with(member, Outcome("failed", text))
+    joining.leave_with(member, Outcome("failed", text))
 
 
 def _store_port(member: Member, event: messages.StorePort) -> None:
@@ -209,7 +209,7 @@ _TIMERS: dict[str, Callable[[Member], None]] = {
     "give_up": rounds.give_up,
     "barrier": rounds.barrier,
     "round_age": rounds.age_reached,
-    "leave": leaving.timeout,
+    "leave": joining.leave_timeout,
     "rank": joining.rank_timeout,
 }
 
@@ -228,5 +228,5 @@ _EVENTS: dict[type[Event], Callable[[Member, Any], None]] = {
     messages.StoreHosted: _store_hosted,
     messages.StorePort: _store_port,
     messages.StorePortFailed: _store_port_failed,
-    messages.Leave: leaving.leave,
+    messages.Leave: joining.leave,
 }

@@ -7,9 +7,8 @@ from __future__ import annotations
 from enum import Enum
 
 from elasticrs._engine.job.value import Record, fresh
-from elasticrs._engine.nodes.protocol.keys import Keys
 from elasticrs._engine.nodes.protocol.messages import Arm, Disarm, Disconnect, Exit, Stop
-from elasticrs._engine.nodes.protocol.records import MAX_TEXT, Node, bound_cause, cut
+from elasticrs._engine.nodes.protocol.records import MAX_TEXT, Keys, Node, bound_cause, cut
 from elasticrs._engine.nodes.transport.coordination import CreatedAt, Exists, ModifiedAt, Put, Txn, Watch
 
 TYPE_CHECKING = False

@@ -14,9 +14,15 @@ from __future__ import annotations
 
 from elasticrs._engine.job.phrases import duration
 from elasticrs._engine.job.ranks import NodeRanks
-from elasticrs._engine.nodes.protocol import leaving
-from elasticrs._engine.nodes.protocol.joining import fence, fresh_listener, without_workers
-from elasticrs._engine.nodes.protocol.keys import is_member
+from elasticrs._engine.nodes.protocol.joining import (
+    MAX_REASON,
+    fence,
+    fresh_listener,
+    go_on,
+    leave_with,
+    outcome_of,
+    without_workers,
+)
 from elasticrs._engine.nodes.protocol.member import Done, Findings, Leader, Phase, Purpose, RoundWorkers
 from elasticrs._engine.nodes.protocol.messages import Announce, Outcome, Start
 from elasticrs._engine.nodes.protocol.records import (
@@ -26,6 +32,7 @@ from elasticrs._engine.nodes.protocol.records import (
     cut,
     damage,
     encode,
+    is_member,
     may_be_first,
     silence_of,
 )
@@ -113,11 +120,11 @@ def take_head(member: Member, link: Link, entry: Entry) -> None:
 
 def _closed(member: Member, head: Head) -> None:
     if member.workers is None:
-        member.exit(leaving.outcome_of(member, head))
+        member.exit(outcome_of(member, head))
         return
     if member.leaving is None or member.leaving.outcome is None:
         # Set the outcome now, because the connection may be lost before the workers have stopped.
-        member.set_outcome(leaving.outcome_of(member, head))
+        member.set_outcome(outcome_of(member, head))
     member.stop("the job ends")
 
 
@@ -156,7 +163,7 @@ def _excluded(member: Member, head: Head) -> None:
     if member.leaving is not None or member.serves_only:
         return
     if not member.agent.hosts_store:
-        leaving.leave_with(member, Outcome("excluded", head.note, head.cause))
+        leave_with(member, Outcome("excluded", head.note, head.cause))
         return
     member.serves_only = True
     member.do(Announce(f"{head.note}; this agent stays without workers, because it hosts the store"))
@@ -321,7 +328,7 @@ def ask_for_round(member: Member, event: AskForRound) -> None:
     """End the running round (transaction T2), as healthy workers have requested, unless it has ended."""
     workers = member.workers
     if member.phase is Phase.RUN and workers is not None and member.runs(workers.round):
-        end = {"kind": "asked", "message": cut(event.reason, leaving.MAX_REASON)}
+        end = {"kind": "asked", "message": cut(event.reason, MAX_REASON)}
         member.end_round(Purpose.NOTHING, end)
 
 
@@ -394,7 +401,7 @@ def group_ended(member: Member, event: GroupEnded) -> None:
     if event.stuck is not None:
         member.workers = None
         text = f"{event.stuck}; this node cannot take part in another round"
-        leaving.leave_with(member, Outcome("stuck", text, event.cause))
+        leave_with(member, Outcome("stuck", text, event.cause))
         return
     workers_gone(member)
 
@@ -407,9 +414,9 @@ def workers_gone(member: Member) -> None:
     if registration is None:
         without_workers(member)
     elif head is not None and head.state == "CLOSED":
-        member.exit(leaving.outcome_of(member, head))
+        member.exit(outcome_of(member, head))
     elif member.leaving is not None:
-        leaving.go_on(member)
+        go_on(member)
     else:
         idle(member, registration, workers.round)
 

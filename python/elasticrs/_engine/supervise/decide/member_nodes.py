@@ -12,7 +12,7 @@ from functools import partial
 
 from elasticrs._engine.job.ranks import NodeShare
 from elasticrs._engine.nodes.protocol import messages
-from elasticrs._engine.nodes.protocol.keys import workers_of
+from elasticrs._engine.nodes.protocol.records import workers_of
 from elasticrs._engine.nodes.protocol.round_outcome import nodes, restart_cost
 from elasticrs._engine.nodes.transport.settings import Settings
 from elasticrs._engine.supervise.attempts import state_machine as machine

@@ -9,7 +9,7 @@ from urllib.parse import quote, urlencode
 from elasticrs._engine.job.config import LOOPBACK
 from elasticrs._engine.nodes.describe import describe
 from elasticrs._engine.nodes.hosting import SystemResolver, decide_hosting
-from elasticrs._engine.nodes.protocol.keys import workers_job, workers_scope
+from elasticrs._engine.nodes.protocol.records import workers_job, workers_scope
 from elasticrs._engine.nodes.rendezvous_store import CannotHost, RendezvousStore
 from elasticrs._engine.nodes.transport.addresses import shown_endpoint
 from elasticrs._engine.nodes.transport.coordination import scoped_token
