@@ -122,7 +122,7 @@ def test_an_exception_in_a_child_that_the_worker_handles_stops_nobody(launch, wo
     failing.write_text("raise ValueError('handled')\n")
     script = worker_script(f"""
         import os, subprocess, sys
-        from elasticrs._engine.workers.environment import hook_environment
+        from elasticrs._engine.workers.plan import hook_environment
         argv = [sys.executable, {str(failing)!r}]
         assert subprocess.run(argv, env=hook_environment(os.environ)).returncode == 1
         print("WENT ON")

@@ -11,8 +11,8 @@ from helpers.groups import Group
 from helpers.procs import HANG, children, process
 
 from elasticrs import _core
-from elasticrs._engine.workers.environment import warm_environment
-from elasticrs._engine.workers.warm.modules import Preload
+from elasticrs._engine.job.config import Preload
+from elasticrs._engine.workers.plan import warm_environment
 
 SLEEP = ["sleep", "1234"]
 

@@ -19,7 +19,7 @@ from elasticrs._engine.job.config import UsageError
 from elasticrs._engine.job.options import OPTIONS, OURS
 from elasticrs._engine.nodes.transport import etcd_site
 from elasticrs._engine.nodes.transport.settings import KEYS
-from elasticrs._engine.workers.python_options import PythonCommand, parse_python
+from elasticrs._engine.workers.process import PythonCommand, parse_python
 
 ENV = {"PATH": "/usr/bin:/bin"}
 

@@ -10,7 +10,7 @@ import pytest
 from helpers.fake_nvml import gpus
 from helpers.procs import HANG
 
-from elasticrs._engine.process.child_program import command
+from elasticrs._engine.process.other_processes import command
 
 __all__ = ["gpus"]
 

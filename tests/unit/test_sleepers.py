@@ -10,7 +10,7 @@ from helpers import procs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs._engine.process.procfs import read_state
+from elasticrs._engine.process.other_processes import read_state
 from elasticrs._engine.supervise.run.sleepers import Sleepers, overdue, since
 
 PIDS = st.integers(1, 4)

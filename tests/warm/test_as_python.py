@@ -11,7 +11,7 @@ from helpers.procs import run_program
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticrs._engine.workers import warm
+from elasticrs._engine.workers.warm import modules as warm
 
 LIBRARY = tuple(f"library{number}" for number in range(6))
 """Modules in another folder."""

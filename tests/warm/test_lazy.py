@@ -25,7 +25,7 @@ def test_lazy_torch_imports_are_inferred_from_the_source(source, names):
 
 
 def test_a_script_without_torch_preloads_no_torch_modules(tmp_path):
-    from elasticrs._engine.workers import warm
+    from elasticrs._engine.workers.warm import modules as warm
 
     script = tmp_path / "train.py"
     script.write_text("from scipy import optimize")
@@ -43,7 +43,7 @@ def test_a_script_without_torch_preloads_no_torch_modules(tmp_path):
     ],
 )
 def test_dynamo_is_not_preloaded_if_a_function_may_configure_it(tmp_path, lines, why):
-    from elasticrs._engine.workers import warm
+    from elasticrs._engine.workers.warm import modules as warm
 
     script = tmp_path / "train.py"
     script.write_text(f"import os, torch\n{lines}\ntorch.optim.SGD\n")
@@ -54,7 +54,7 @@ def test_dynamo_is_not_preloaded_if_a_function_may_configure_it(tmp_path, lines,
 
 PROBE = """
 import json, os, runpy, sys
-from elasticrs._engine.workers import warm
+from elasticrs._engine.workers.warm import modules as warm
 
 script = sys.argv[1]
 for name in warm.preload("auto", warm.entry_of_script(script)).modules:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticrs._engine.job.config import UsageError
-from elasticrs._engine.workers import warm
+from elasticrs._engine.workers.warm import modules as warm
 from elasticrs._engine.workers.warm.steps import Import, steps
 
 

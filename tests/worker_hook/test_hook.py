@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from helpers.procs import HANG, interpreters, run_program
 
-from elasticrs._engine.workers.environment import hook_environment
+from elasticrs._engine.workers.plan import hook_environment
 
 HOOK = str(Path(hook_environment({})["PYTHONPATH"]))
 

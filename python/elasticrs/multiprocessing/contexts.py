@@ -15,8 +15,8 @@ from elasticrs._engine.gpus.numa import cpus_of_options
 from elasticrs._engine.job.config import check_start_method, default_stop_scope
 from elasticrs._engine.job.phrases import SILENT
 from elasticrs._engine.job.value import Record, fresh
-from elasticrs._engine.workers.environment import hook_environment, inherited_environment
 from elasticrs._engine.workers.functions.supervised_group import SupervisedGroup
+from elasticrs._engine.workers.plan import hook_environment, inherited_environment
 from elasticrs._engine.workers.process import console_stream, process_spec
 from elasticrs.multiprocessing import api
 from elasticrs.multiprocessing.api import PContext, RunProcsResult, clean_up, get_std_cm, logger

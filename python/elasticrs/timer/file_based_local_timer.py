@@ -14,7 +14,7 @@ from _thread import RLock
 from math import isnan
 
 from elasticrs import lazy
-from elasticrs._engine.process.procfs import started_at
+from elasticrs._engine.process.other_processes import started_at
 from elasticrs.timer.api import TimerClient, TimerRequest, _logger, places
 
 try:

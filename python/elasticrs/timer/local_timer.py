@@ -6,7 +6,7 @@ import _signal  # type: ignore[import-not-found]  # `signal` would import more m
 import os
 import time
 
-from elasticrs._engine.process.procfs import started_at, stat_fields
+from elasticrs._engine.process.other_processes import started_at, stat_fields
 from elasticrs.timer.api import RequestQueue, SteadyClock, TimerClient, TimerRequest, TimerServer, _logger
 
 TYPE_CHECKING = False

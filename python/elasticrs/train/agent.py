@@ -8,8 +8,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from elasticrs._engine.nodes.transport.addresses import shown_endpoint
-from elasticrs._engine.workers.environment import TOKEN_VARIABLE
-from elasticrs._engine.workers.plan import bind
+from elasticrs._engine.workers.plan import TOKEN_VARIABLE, bind
 from elasticrs.train.meeting_url import JOB_VARIABLE, MEMBER_VARIABLE, MeetingPlace, parse
 from elasticrs.train.p2p import CoordinatorP2P
 

@@ -28,7 +28,7 @@ import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from elasticrs._engine.workers.environment import NCCL_ENDS_PROCESSES
+from elasticrs._engine.workers.plan import NCCL_ENDS_PROCESSES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -14,7 +14,7 @@ from elasticrs._engine.job.config import UsageError, seconds_within
 from elasticrs._engine.job.value import Value
 from elasticrs._engine.nodes.describe import Words, describe
 from elasticrs._engine.nodes.protocol.records import workers_scope
-from elasticrs._engine.workers.environment import TOKEN_VARIABLE
+from elasticrs._engine.workers.plan import TOKEN_VARIABLE
 from elasticrs.train.membership import STUCK_TIMEOUT
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elasticrs._engine.process.procfs import read_state
+from elasticrs._engine.process.other_processes import read_state
 
 __all__ = ["is_uninterruptible_state", "read_proc_state"]
 

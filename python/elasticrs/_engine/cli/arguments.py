@@ -13,10 +13,9 @@ import elasticrs
 from elasticrs._engine import public
 from elasticrs._engine.cli.checks import hint_for_missing_script, settings_without_effect, why_no_module
 from elasticrs._engine.job import config
-from elasticrs._engine.job.config import JobSpec, LogSettings, UsageError
+from elasticrs._engine.job.config import JobSpec, LogSettings, Preload, UsageError
 from elasticrs._engine.job.options import NEWER, OPTIONS, OURS, Namespace, Option
 from elasticrs._engine.job.policy_options import HealthSource, similar_source
-from elasticrs._engine.workers.python_options import parse_python
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from elasticrs._engine.nodes.protocol.rendezvous import Command, Rendezvous
-    from elasticrs._engine.workers.warm import Entry, Preload
+    from elasticrs._engine.workers.warm.modules import Entry
 
 _BY_NAME = {option.name: option for option in OPTIONS}
 _ALL = "; --help all lists the options"
@@ -486,7 +485,7 @@ def _check_replace(args: Namespace, meeting: Mapping[str, Any]) -> None:
 
 
 def _entry(args: Namespace, command: list[str]) -> Entry:
-    from elasticrs._engine.workers import warm
+    from elasticrs._engine.workers.warm import modules as warm
 
     if args.no_python:
         return warm.Entry(command[0], why_cold="with --no-python, the workers are not Python programs")
@@ -498,7 +497,7 @@ def _entry(args: Namespace, command: list[str]) -> Entry:
 def _preload(args: Namespace, command: list[str]) -> Preload | None:
     if args.warm == "off":
         return None
-    from elasticrs._engine.workers import warm
+    from elasticrs._engine.workers.warm import modules as warm
 
     entry = _entry(args, command)
     try:
@@ -508,7 +507,7 @@ def _preload(args: Namespace, command: list[str]) -> Preload | None:
 
 
 def _check_devices(nproc: int, environ: Mapping[str, str]) -> None:
-    from elasticrs._engine.workers.environment import virtual_local_rank
+    from elasticrs._engine.workers.plan import virtual_local_rank
 
     try:
         virtual_local_rank(nproc - 1, environ)
@@ -543,6 +542,8 @@ def _command(args: Namespace, environ: Mapping[str, str]) -> list[str]:
 
 
 def _is_from_stdin(args: Namespace) -> bool:
+    from elasticrs._engine.workers.process import parse_python
+
     script = args.training_script
     if script == "/dev/stdin":
         return True
@@ -552,6 +553,8 @@ def _is_from_stdin(args: Namespace) -> bool:
 
 def _python_words(args: Namespace, python: str) -> list[str]:
     """Return the words after ``--`` as Python's arguments, such as ``-X faulthandler train.py``."""
+    from elasticrs._engine.workers.process import parse_python
+
     words = [args.training_script, *args.training_script_args]
     found = parse_python(words)
     if found.unknown is not None:

@@ -239,7 +239,7 @@ def _nvml_count(environ: Mapping[str, str]) -> int:
         return 0
     import subprocess
 
-    from elasticrs._engine.process.child_program import command
+    from elasticrs._engine.process.other_processes import command
 
     try:
         done = subprocess.run(

@@ -18,7 +18,7 @@ from functools import partial
 from elasticrs._engine.job.phrases import how_it_ended, printable
 from elasticrs._engine.job.value import Value
 from elasticrs._engine.process.background_call import BackgroundCall
-from elasticrs._engine.process.child_program import command as program
+from elasticrs._engine.process.other_processes import command as program
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -152,11 +152,11 @@ def _run(source: HealthSource, timeout: float, cancelled: int) -> NodeCheckResul
 
 
 class _Guard:
-    """Helper process that kills the command if this process dies first. See :func:`.child_program.main`."""
+    """Helper process that kills the command if this process dies first. See :func:`.other_processes.main`."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            program("elasticrs._engine.process.child_program"),
+            program("elasticrs._engine.process.other_processes"),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -10,8 +10,13 @@ from elasticrs._engine.job.ranks import NodeShare, assign
 from elasticrs._engine.supervise.run.loop import Agent
 from elasticrs._engine.supervise.run.signals import ignored_signals
 from elasticrs._engine.supervise.run.workers import CommandWorkers, WorkerSetup
-from elasticrs._engine.workers.environment import hook_environment, inherited_environment
-from elasticrs._engine.workers.plan import Plan, StorePort, agent_hosts_store
+from elasticrs._engine.workers.plan import (
+    Plan,
+    StorePort,
+    agent_hosts_store,
+    hook_environment,
+    inherited_environment,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Describe worker processes for the supervisor, and let it take over or kill running workers."""
+"""Worker processes and their command lines: parse them, and describe the processes for the supervisor."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 SupervisorError = _core.SupervisorError
 """Raised when the supervisor itself has failed."""
 
+heartbeat_page = _core.heartbeat_page
+raise_descriptor_limit = _core.raise_descriptor_limit
+
 
 def check_limits(
     nproc: int, hang_timeout: float | str | None, environ: Mapping[str, str], followed: int = 0
@@ -32,14 +35,6 @@ def check_limits(
     # such process per worker.
     timers = nproc + 2 if environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1" else 0
     _core.check_limits(nproc, followed, pages + timers)
-
-
-def raise_descriptor_limit() -> None:
-    """Raise the soft limit on open files for this process.
-
-    Workers get the old limit back, other children inherit the new one.
-    """
-    _core.raise_descriptor_limit()
 
 
 def process_spec(
@@ -91,14 +86,6 @@ def adopt(
 
 def end_at_once(supervisor: _core.Supervisor) -> None:
     supervisor.stop(_core.StopPolicy(signal.SIGKILL, 0.0))
-
-
-def heartbeat_page() -> tuple[int, str]:
-    """Create a page in memory for a worker's heartbeats.
-
-    Return its descriptor, and the value of the worker's environment variable for it.
-    """
-    return _core.heartbeat_page()
 
 
 class macros:  # noqa: N801 -- torch's name
@@ -193,3 +180,65 @@ def _recorded(subprocess: ModuleType, command: list[str]) -> list[str]:
     with suppress(NotStarted):
         Recorder(command)
     return found[0] if found else command
+
+
+_WITH_VALUE = "cmWX"
+_LETTERS = frozenset("bBdEhiIJOPqRsStuvVxX?") | frozenset(_WITH_VALUE)
+_LONG_WITH_VALUE = "--check-hash-based-pycs"
+
+
+class PythonCommand(Value):
+    """Command line of a Python interpreter.
+
+    ``kind`` is what it runs: ``script``, ``m``, ``c``, ``stdin``, or empty.
+
+    ``options`` do not include the values of options. ``letters`` are the letters of all short options, in one
+    string.
+    """
+
+    kind: str
+    program: str | None
+    arguments: tuple[str, ...]
+    options: tuple[str, ...] = ()
+    letters: str = ""
+
+    @property
+    def unknown(self) -> str | None:
+        for option in self.options:
+            is_long = option.startswith("--")
+            if option != _LONG_WITH_VALUE if is_long else not _LETTERS.issuperset(option[1:]):
+                return option
+        return None
+
+
+def parse_python(words: Sequence[str]) -> PythonCommand:
+    """Parse the arguments of a Python interpreter. Invalid arguments do not raise an error."""
+    options: list[str] = []
+    letters = ""
+    rest = list(words)
+
+    def found(kind: str, program: str | None) -> PythonCommand:
+        return PythonCommand(kind, program, tuple(rest), tuple(options), letters)
+
+    while rest:
+        word = rest.pop(0)
+        if word == "-":
+            return found("stdin", word)
+        if word == "--":
+            return found("script", rest.pop(0) if rest else None)
+        if not word.startswith("-"):
+            return found("script", word)
+        if word.startswith("--"):
+            options.append(word)
+            if word == _LONG_WITH_VALUE and rest:
+                rest.pop(0)
+            continue
+        index = next((index for index, letter in enumerate(word) if letter in _WITH_VALUE), len(word))
+        letters += word[1 : index + 1]
+        options.append(word[: index + 1])
+        if index == len(word):
+            continue
+        value = word[index + 1 :] or (rest.pop(0) if rest else None)
+        if word[index] in "cm":
+            return found(word[index], value)
+    return found("", None)

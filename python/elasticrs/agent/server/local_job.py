@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from elasticrs._engine.gpus.numa import cpus_of_options
 from elasticrs._engine.job import config as defaults
-from elasticrs._engine.job.config import JobSpec, LogSettings
+from elasticrs._engine.job.config import JobSpec, LogSettings, Preload
 from elasticrs._engine.job.ranks import NodeShare, assign
 from elasticrs._engine.job.value import Record
 from elasticrs._engine.process.console import Console
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.supervise.observe.health_check_server import HealthCheckServer
     from elasticrs._engine.supervise.run.loop import Agent
     from elasticrs._engine.supervise.run.workers import Workers
-    from elasticrs._engine.workers.warm import Entry, Preload
+    from elasticrs._engine.workers.warm.modules import Entry
     from elasticrs.agent.server.worker_group import WorkerGroup, WorkerSpec
     from elasticrs.multiprocessing.api import LogsSpecs
 
@@ -149,7 +149,7 @@ def own_consoles() -> set[int]:
 
 
 def _entry(spec: WorkerSpec, start_method: str) -> Entry:
-    from elasticrs._engine.workers import warm
+    from elasticrs._engine.workers.warm import modules as warm
 
     if callable(spec.entrypoint):
         return warm.entry_of_function(spec.entrypoint, spec.args, start_method)
@@ -160,7 +160,7 @@ def _preload(spec: WorkerSpec, start_method: str) -> Preload | None:
     # The fields of a mock specification are mocks.
     if not isinstance(spec.warm, str) or spec.warm == "off":
         return None
-    from elasticrs._engine.workers import warm
+    from elasticrs._engine.workers.warm import modules as warm
 
     try:
         return warm.preload(spec.warm, _entry(spec, start_method))

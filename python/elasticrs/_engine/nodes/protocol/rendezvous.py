@@ -17,7 +17,7 @@ import sys
 
 from elasticrs._engine.job.value import Value, fresh
 from elasticrs._engine.nodes.transport.addresses import is_unspecified, shown_endpoint
-from elasticrs._engine.workers.python_options import parse_python
+from elasticrs._engine.workers.process import parse_python
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from elasticrs._engine.job.config import (
     seconds_within,
 )
 from elasticrs._engine.job.value import Value
-from elasticrs._engine.workers.environment import TOKEN_VARIABLE
+from elasticrs._engine.workers.plan import TOKEN_VARIABLE
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

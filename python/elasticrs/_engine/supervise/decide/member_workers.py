@@ -16,7 +16,7 @@ from elasticrs._engine.nodes.transport.coordination import scoped_token
 from elasticrs._engine.process.background_call import BackgroundCall
 from elasticrs._engine.supervise.attempts import state_machine as machine
 from elasticrs._engine.supervise.decide.decisions import OneNode
-from elasticrs._engine.workers.environment import NCCL_ENDS_PROCESSES
+from elasticrs._engine.workers.plan import NCCL_ENDS_PROCESSES
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

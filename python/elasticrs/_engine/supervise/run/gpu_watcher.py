@@ -14,7 +14,7 @@ import time
 
 from elasticrs._engine.gpus import MEMORY_LIMIT
 from elasticrs._engine.gpus.xids import Xid
-from elasticrs._engine.process.child_program import command
+from elasticrs._engine.process.other_processes import command
 from elasticrs._engine.supervise.attempts.state_machine import Stop
 from elasticrs._engine.supervise.observe.observer import Observer
 from elasticrs._engine.workers.event_log import Stamp

@@ -17,7 +17,7 @@ import sys
 import time
 
 from elasticrs._engine.job import phrases
-from elasticrs._engine.process.procfs import has_own_proc
+from elasticrs._engine.process.other_processes import has_own_proc
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 
-from elasticrs._engine.process.procfs import has_own_proc, read_state
+from elasticrs._engine.process.other_processes import has_own_proc, read_state
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from elasticrs import _core
 from elasticrs._engine.failures.files import error_file_of, fault_file, flight_dumps, hang_file
 from elasticrs._engine.job.config import UsageError, hang_limits
 from elasticrs._engine.job.value import Value
-from elasticrs._engine.workers.environment import virtual_local_rank, warm_environment, worker_env
 from elasticrs._engine.workers.logs import LogPaths, coloured, line_prefixes, wants_colour
+from elasticrs._engine.workers.plan import virtual_local_rank, warm_environment, worker_env
 from elasticrs._engine.workers.process import console_stream, follower_of, process_spec
 
 TYPE_CHECKING = False
@@ -22,11 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
     from dataclasses import KW_ONLY
 
-    from elasticrs._engine.job.config import JobSpec
+    from elasticrs._engine.job.config import JobSpec, Preload
     from elasticrs._engine.supervise.attempts.attempt import Attempt
     from elasticrs._engine.workers.plan import Plan
     from elasticrs._engine.workers.process import Follower
-    from elasticrs._engine.workers.warm import Preload
 
 
 _STOP_DELAY = 1.0

@@ -17,7 +17,6 @@ from multiprocessing import forkserver, spawn, util
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from elasticrs._engine.job.value import Value, fresh
-from elasticrs._engine.workers.environment import TOKEN_VARIABLE
 from elasticrs._engine.workers.functions import keeper
 from elasticrs._engine.workers.functions.function_process import (
     PreparedFunction,
@@ -27,6 +26,7 @@ from elasticrs._engine.workers.functions.function_process import (
 )
 from elasticrs._engine.workers.functions.interrupts import call_kept
 from elasticrs._engine.workers.functions.supervised_group import SupervisedGroup, has_ended
+from elasticrs._engine.workers.plan import TOKEN_VARIABLE
 from elasticrs._engine.workers.process import process_spec
 
 if TYPE_CHECKING:

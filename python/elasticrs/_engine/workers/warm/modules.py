@@ -2,6 +2,21 @@
 
 Source files are parsed, never run. Imports at the top level count, even inside ``if``, ``try`` or loops, but
 not imports in functions and classes, or for type checkers. The user's own modules are parsed, not preloaded.
+
+The *nursery*, the process that imports the modules and then forks the workers, executes ``preload.steps`` in
+order. Each step has one of three forms:
+
+- ``a.b``: import the module as ``import a.b`` does.
+- ``a.b:c``: import it as ``from a.b import c`` does, with all that ``a.b`` loads lazily for ``c``. A missing
+  ``c`` causes no error here, because the script itself raises the error.
+- ``NAME=value``: set an environment variable, because the script sets it before its next import.
+
+If ``preload.is_explicit``, the user has named the modules, and a missing module is reported. Otherwise, it is
+skipped silently, because the script may not import it (because of ``if``, ``try``, or a path that it adds).
+
+``preload.folders`` contain the user's own modules, such as a ``profile.py`` beside the script. But
+``torch._dynamo`` imports the standard library's ``profile``, and the script would then get that module, too.
+So a module is left out if its import has loaded a module whose name also exists in these folders.
 """
 
 from __future__ import annotations
@@ -15,8 +30,7 @@ from importlib.machinery import PathFinder
 from elasticrs._engine.job.config import Preload, UsageError
 from elasticrs._engine.job.phrases import printable
 from elasticrs._engine.job.value import Value
-from elasticrs._engine.workers.process import is_script_file
-from elasticrs._engine.workers.python_options import parse_python
+from elasticrs._engine.workers.process import is_script_file, parse_python
 from elasticrs._engine.workers.warm.steps import Folder, Import, Variable, steps
 
 TYPE_CHECKING = False
