@@ -136,9 +136,9 @@ assert torch.distributed.run is elasticrs.run
 assert torch.distributed.launch is elasticrs.launch
 assert api is elasticrs.launcher.api
 # The other way about: first by torch's name.
-from torch.distributed.elastic.timer import file_server
-import elasticrs.timer.file_server
-assert file_server is elasticrs.timer.file_server
+from torch.distributed.elastic.utils import log_level
+import elasticrs.utils.log_level
+assert log_level is elasticrs.utils.log_level
 from unittest.mock import patch
 with patch("torch.distributed.elastic.timer.api.expires", 1):
     assert elasticrs.timer.api.expires == 1

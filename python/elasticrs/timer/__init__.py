@@ -14,12 +14,8 @@ If the block takes more than a minute, the agent kills this worker and restarts 
 from elasticrs import lazy
 from elasticrs._engine.inside.heartbeats import heartbeat
 from elasticrs.timer.api import RequestQueue, TimerClient, TimerRequest, TimerServer, configure, expires
-from elasticrs.timer.file_based_local_timer import FileTimerClient, FileTimerRequest
+from elasticrs.timer.file_based_local_timer import FileTimerClient, FileTimerRequest, FileTimerServer
 from elasticrs.timer.local_timer import LocalTimerClient, LocalTimerServer, MultiprocessingRequestQueue
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from elasticrs.timer.file_server import FileTimerServer
 
 __all__ = [
     "FileTimerClient",
@@ -39,6 +35,4 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    # Import lazily, because workers use only the clients.
-    homes = {"elasticrs.timer.file_server": ("FileTimerServer",)}
-    return lazy(__name__, name, homes, ("debug_info_logging",))
+    return lazy(__name__, name, {}, ("debug_info_logging",))

@@ -69,7 +69,55 @@ class RequestQueue(ABC):
         """Remove and return at most ``size`` requests, waiting up to ``timeout`` seconds."""
 
 
-class TimerServer(ABC):
+class Watchdog(ABC):
+    """Thread of a timer server."""
+
+    def __init__(self, max_interval: float, daemon: bool) -> None:
+        super().__init__()
+        self._max_interval = max_interval
+        self._daemon = daemon
+        self._watchdog_thread: threading.Thread | None = None
+        self._stop_signaled = False
+
+    @abstractmethod
+    def _run_watchdog(self) -> None:
+        """Wait for requests, handle them, and stop the workers whose timers have expired."""
+
+    def start(self) -> None:
+        """Start the server thread."""
+        from threading import Thread
+
+        self._stop_signaled = False
+        self._watchdog_thread = Thread(
+            target=self._watchdog_loop, name=type(self).__name__, daemon=self._daemon
+        )
+        self._watchdog_thread.start()
+
+    def stop(self) -> None:
+        """Stop the thread, and wait at most ``max_interval`` seconds for it to finish. Idempotent."""
+        self._stop_signaled = True
+        thread, self._watchdog_thread = self._watchdog_thread, None
+        if thread is not None:
+            thread.join(self._join_limit())
+
+    def _join_limit(self) -> float | None:
+        return self._max_interval
+
+    def _seconds_to_wait(self) -> float:
+        """Return how many seconds the next loop iteration may wait for a request."""
+        return self._max_interval
+
+    def _watchdog_loop(self) -> None:
+        while not self._stop_signaled:
+            try:
+                self._run_watchdog()
+            except Exception:  # noqa: PERF203 -- the loop must continue
+                _logger().exception("the timer server could not handle its requests; retrying")
+                # Sleep before the next try, because a permanent error would otherwise keep a CPU core busy.
+                time.sleep(min(self._max_interval, 0.1))
+
+
+class TimerServer(Watchdog):
     """Base class of timer servers, with a thread that kills workers whose timers have expired.
 
     Args:
@@ -79,12 +127,8 @@ class TimerServer(ABC):
     """
 
     def __init__(self, request_queue: RequestQueue, max_interval: float, daemon: bool = True) -> None:
-        super().__init__()
+        super().__init__(max_interval, daemon)
         self._request_queue = request_queue
-        self._max_interval = max_interval
-        self._daemon = daemon
-        self._watchdog_thread: threading.Thread | None = None
-        self._stop_signaled = False
 
     @abstractmethod
     def register_timers(self, timer_requests: list[TimerRequest]) -> None:
@@ -105,42 +149,9 @@ class TimerServer(ABC):
     def _reap_worker(self, worker_id: Any) -> bool:
         """Kill a worker. After a false result, the server retries; after an exception, it does not."""
 
-    def start(self) -> None:
-        """Start the server thread."""
-        from threading import Thread
-
-        self._stop_signaled = False
-        self._watchdog_thread = Thread(
-            target=self._watchdog_loop, name=type(self).__name__, daemon=self._daemon
-        )
-        self._watchdog_thread.start()
-
-    def stop(self) -> None:
-        """Stop the thread, and wait at most ``max_interval`` seconds for it to finish. Idempotent."""
-        self._stop_signaled = True
-        thread, self._watchdog_thread = self._watchdog_thread, None
-        if thread is not None:
-            thread.join(self._join_limit())
-
-    def _join_limit(self) -> float:
-        return self._max_interval
-
-    def _seconds_to_wait(self) -> float:
-        """Return how many seconds the next loop iteration may wait for a request."""
-        return self._max_interval
-
     def _now(self) -> float:
         """Return the current time in seconds since 1970, to compare with expiration times."""
         return time.time()
-
-    def _watchdog_loop(self) -> None:
-        while not self._stop_signaled:
-            try:
-                self._run_watchdog()
-            except Exception:  # noqa: PERF203 -- the loop must continue
-                _logger().exception("the timer server could not handle its requests; retrying")
-                # Sleep before the next try, because a permanent error would otherwise keep a CPU core busy.
-                time.sleep(min(self._max_interval, 0.1))
 
     def _run_watchdog(self) -> None:
         batch = max(1, self._request_queue.size())

@@ -1,8 +1,8 @@
-"""Timer client that writes requests to a FIFO, for an elasticrs agent or another server.
+"""Timers over a FIFO: the client of a worker, and the server of a program that runs without an agent.
 
-Without an elasticrs agent (``ELASTICRS_TIMER_FILE``), the FIFO is opened for each record, because torch's
-server expires no timers while a writer has it open. A write never blocks. If the pipe is full, a request is
-dropped, but a *release* is sent again, because a healthy worker would be killed without it.
+Without an elasticrs agent (``ELASTICRS_TIMER_FILE``), the client opens the FIFO for each record, because
+torch's server expires no timers while a writer has it open. A write never blocks. If the pipe is full, a
+request is dropped, but a *release* is sent again, because a healthy worker would be killed without it.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import _signal  # type: ignore[import-not-found]  # `signal` would import more m
 import os
 import time
 from _thread import RLock
-from math import isnan
+from math import ceil, isnan
 
 from elasticrs import lazy
+from elasticrs._engine import public
 from elasticrs._engine.process.other_processes import started_at
 from elasticrs.timer.api import TimerClient, TimerRequest, _logger, places
+from elasticrs.timer.local_timer import DescendantServer
 
 try:
     from _json import encode_basestring_ascii as _quote
@@ -24,10 +26,10 @@ except ImportError:  # The interpreter was built without the C JSON accelerator.
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
-# `__getattr__` imports the server on demand.
-__all__ = ["FileTimerClient", "FileTimerRequest", "FileTimerServer"]  # noqa: F822
+__all__ = ["FileTimerClient", "FileTimerRequest", "FileTimerServer"]
 
 _PIPE_BUF = 4096
 _ATTEMPTS, _PAUSE = 10, 0.1
@@ -35,14 +37,9 @@ _FAR = 1e11
 """Latest expiration time of a timer, in seconds since 1970. It replaces later and infinite times."""
 
 
-_HOMES = {
-    "elasticrs.timer.file_server": ("FileTimerServer",),
-    "elasticrs.timer.debug_info_logging": ("log_debug_info_for_expired_timers",),
-}
-
-
 def __getattr__(name: str) -> Any:
-    return lazy(__name__, name, _HOMES)
+    homes = {"elasticrs.timer.debug_info_logging": ("log_debug_info_for_expired_timers",)}
+    return lazy(__name__, name, homes)
 
 
 class FileTimerRequest(TimerRequest):
@@ -285,3 +282,150 @@ class FileTimerClient(TimerClient):
                 room.poll(1000)
             finally:
                 os.close(fd)
+
+
+class FileTimerServer(DescendantServer):
+    """Kills descendants of this process whose timers have expired, but **never this process itself**.
+
+    Unlike in torch, a timer expires when it is due, only this user can access the FIFO, and :meth:`stop`
+    waits until the thread has finished.
+
+    Args:
+        file_path: path of the FIFO. ``OSError`` is raised if it cannot be created, or if another file exists.
+        run_id: name of the job, for the log.
+        max_interval: maximum number of seconds between iterations of the thread.
+        daemon: true if the process may exit while the thread runs.
+        log_event: called with ``"watchdog started"``, ``"watchdog stopped"``, or, with the request, ``"timer
+            expired"`` or ``"kill worker process"``.
+    """
+
+    def __init__(
+        self,
+        file_path: str,
+        run_id: str,
+        max_interval: float = 10,
+        daemon: bool = True,
+        log_event: Callable[[str, FileTimerRequest | None], None] | None = None,
+    ) -> None:
+        # Import this lazily, because workers use only the client.
+        from elasticrs._core import TimerFifo
+
+        super().__init__(max_interval, daemon)
+        self._file_path = os.fspath(file_path)
+        self._run_id = run_id
+        self._log_event = log_event or (lambda _name, _request: None)
+        self._request_count = 0
+        self._has_refused = False
+        self._last_progress_time = int(time.time())
+        self._fifo = TimerFifo(self._file_path)
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def start(self) -> None:
+        """Start the server thread."""
+        super().start()
+        self._log_event("watchdog started", None)
+
+    def stop(self) -> None:
+        """Stop the thread and remove the FIFO. Idempotent."""
+        if self._bell != -1:
+            self._end_thread()
+            self._close()
+            self._log_event("watchdog stopped", None)
+
+    def run_once(self) -> None:
+        """Process the requests currently in the FIFO, then stop the server."""
+        if self._bell != -1:
+            self._end_thread()
+            try:
+                self._run_watchdog()
+            finally:
+                self._close()
+
+    def _end_thread(self) -> None:
+        os.eventfd_write(self._bell, 1)
+        super().stop()
+
+    def _join_limit(self) -> None:
+        return None
+
+    def _close(self) -> None:
+        self._fifo.close()
+        self._close_pidfds()
+        os.close(self._bell)
+        self._bell = -1
+
+    @staticmethod
+    def is_process_running(pid: int) -> bool:
+        """Return true if a process with this pid exists and this process may signal it."""
+        try:
+            os.kill(pid, 0)
+        except (OSError, OverflowError):
+            return False
+        return True
+
+    def get_last_progress_time(self) -> int:
+        """Return when the thread last ran its loop, in whole seconds since 1970."""
+        return self._last_progress_time
+
+    def clear_timers(self, worker_pids: set[int]) -> None:
+        """Remove all timers of these processes, and of all processes that have exited."""
+        super().clear_timers(
+            {pid for pid, _ in self._timers if pid in worker_pids or not self.is_process_running(pid)}
+        )
+
+    def _run_watchdog(self) -> None:
+        from select import POLLIN, poll
+
+        news = poll()
+        for fd in (self._fifo.fd, self._bell):
+            news.register(fd, POLLIN)
+        news.poll(ceil(self._seconds_to_wait() * 1000))
+        # Handle the pending requests first, because they may release or restart timers that are due.
+        self.register_timers(self._get_requests())
+        all_expired = self.get_expired_timers(self._now())
+        log = public("timer.file_based_local_timer.log_debug_info_for_expired_timers")
+        log(self._run_id, {pid: [timer.to_json() for timer in timers] for pid, timers in all_expired.items()})
+        for pid, timers in all_expired.items():
+            self._expire(pid, sorted(timers, key=lambda timer: timer.expiration_time))
+        if all_expired:
+            self.clear_timers(set(all_expired))
+        self._last_progress_time = int(time.time())
+
+    def _expire(self, pid: int, timers: list[FileTimerRequest]) -> None:
+        for timer in timers:
+            self._log_event("timer expired", timer)
+            if timer.signal > 0:
+                if self._reap_worker(pid, timer.signal):
+                    self._log_event("kill worker process", timer)
+                return
+
+    def _reap_worker(self, worker_pid: int, signal: int) -> bool:
+        """Send a signal to a descendant of this process. Return false if that is not possible."""
+        if not self._bind(worker_pid):
+            _logger().warning("pid %s has ended, or is not a descendant of this process", worker_pid)
+            return False
+        return self._signal(worker_pid, signal)
+
+    def _get_requests(self) -> list[FileTimerRequest]:
+        records, complaints = self._fifo.read()
+        # Count all requests, even those of exited processes, so that the number does not depend on timing.
+        self._request_count += len(records)
+        for complaint in complaints:
+            _logger().warning("%s", complaint)
+        return [request for record in records if self._may_ask(request := FileTimerRequest(*record))]
+
+    def _may_ask(self, request: FileTimerRequest) -> bool:
+        """Return true if the server may carry out a request: a release, or a timer of a descendant."""
+        pid = request.worker_pid
+        if request.expiration_time < 0 or self._bind(pid):
+            return True
+        # Usually, the sender has exited. If it still exists, it is not a descendant of this process and must
+        # not be signalled.
+        if not self._has_refused and self.is_process_running(pid):
+            self._has_refused = True
+            _logger().warning(
+                "a timer record was refused (further ones are only dropped): "
+                "pid %s is not a descendant of this process",
+                pid,
+            )
+        return False

@@ -7,29 +7,70 @@ import os
 import time
 
 from elasticrs._engine.process.other_processes import started_at, stat_fields
-from elasticrs.timer.api import RequestQueue, SteadyClock, TimerClient, TimerRequest, TimerServer, _logger
+from elasticrs.timer.api import (
+    RequestQueue,
+    SteadyClock,
+    TimerClient,
+    TimerRequest,
+    TimerServer,
+    Watchdog,
+    _logger,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from typing import Any
 
 __all__ = ["LocalTimerClient", "LocalTimerServer", "MultiprocessingRequestQueue"]
 
 _SLICE = 1.0
+_MAX_TIMERS = 16384
 
 
-class Descendants:
-    """Holds a pidfd for each known descendant of this process, because the kernel may reuse a pid."""
+class DescendantServer(Watchdog):
+    """Base class of servers that run without an agent. They kill descendants of this process, never itself.
 
-    def __init__(self) -> None:
+    The running timers are kept by pid and scope. The server holds a pidfd for each descendant with a timer,
+    because the kernel may reuse a pid.
+    """
+
+    def __init__(self, *how: Any) -> None:
+        super().__init__(*how)
+        self._timers: dict[tuple[Any, str], Any] = {}
         self._pidfds: dict[int, int] = {}
+        self._clock = SteadyClock()
 
-    def pidfds(self) -> Iterable[int]:
-        """Return the pidfds. Each becomes readable when its process exits."""
-        return self._pidfds.values()
+    def register_timers(self, timer_requests: list[Any]) -> None:
+        self._forget_the_dead()
+        for request in timer_requests:
+            key = (request.worker_id, request.scope_id)
+            if request.expiration_time < 0:
+                self._timers.pop(key, None)
+            elif key in self._timers or len(self._timers) < _MAX_TIMERS:
+                # Keep the timer even if no pidfd can be opened, so that its expiration is at least logged.
+                self._bind(request.worker_id, getattr(request, "start_time", 0))
+                request.expiration_time = self._clock.steady(request.expiration_time)
+                self._timers[key] = request
 
-    def bind(self, pid: int, started: int = 0) -> bool:
+    def clear_timers(self, worker_ids: set[Any]) -> None:
+        for key in [key for key in self._timers if key[0] in worker_ids]:
+            del self._timers[key]
+
+    def get_expired_timers(self, deadline: float) -> dict[Any, list[Any]]:
+        expired: dict[Any, list[Any]] = {}
+        for (pid, _), timer in self._timers.items():
+            if timer.expiration_time <= deadline:
+                expired.setdefault(pid, []).append(timer)
+        return expired
+
+    def _now(self) -> float:
+        return self._clock.now()
+
+    def _seconds_to_wait(self) -> float:
+        soonest = min((timer.expiration_time for timer in self._timers.values()), default=float("inf"))
+        return min(self._max_interval, max(0.0, soonest - self._clock.now()))
+
+    def _bind(self, pid: int, started: int = 0) -> bool:
         """Open and hold a pidfd for a descendant.
 
         Return false if ``pid`` is not a running descendant that started at this time (0: any time).
@@ -45,15 +86,12 @@ class Descendants:
             self._pidfds[pid] = pidfd
         return True
 
-    def holds(self, pid: int) -> bool:
-        return pid in self._pidfds
-
-    def send(self, pid: int, signum: int) -> bool:
+    def _signal(self, pid: int, signum: int) -> bool:
         """Send a signal to a process whose pidfd is held. Return true even if it has exited."""
-        import signal
+        from signal import pidfd_send_signal
 
         try:
-            signal.pidfd_send_signal(self._pidfds[pid], signum)
+            pidfd_send_signal(self._pidfds[pid], signum)
         except ProcessLookupError:
             _logger().info("pid %s has already exited", pid)
         except OSError:
@@ -61,8 +99,8 @@ class Descendants:
             return False
         return True
 
-    def forget_the_dead(self) -> set[int]:
-        """Close the pidfds of processes that have exited. Return their pids."""
+    def _forget_the_dead(self) -> None:
+        """Remove the timers of processes that have exited, and close their pidfds."""
         from select import POLLIN, poll
 
         watch = poll()
@@ -72,36 +110,11 @@ class Descendants:
         dead = {pid for pid, pidfd in self._pidfds.items() if pidfd in ended}
         for pid in dead:
             os.close(self._pidfds.pop(pid))
-        return dead
+        self._timers = {key: timer for key, timer in self._timers.items() if key[0] not in dead}
 
-    def close(self) -> None:
+    def _close_pidfds(self) -> None:
         while self._pidfds:
             os.close(self._pidfds.popitem()[1])
-
-
-class DescendantTimers:
-    """Base class of timer servers that run without an agent. Holds the running timers by pid and scope."""
-
-    def __init__(self, *how: Any) -> None:
-        super().__init__(*how)
-        self._timers: dict[tuple[Any, str], Any] = {}
-        self._descendants = Descendants()
-        self._clock = SteadyClock()
-
-    def get_expired_timers(self, deadline: float) -> dict[Any, list[Any]]:
-        expired: dict[Any, list[Any]] = {}
-        for (pid, _), timer in self._timers.items():
-            if timer.expiration_time <= deadline:
-                expired.setdefault(pid, []).append(timer)
-        return expired
-
-    def _seconds_until_due(self) -> float:
-        soonest = min((timer.expiration_time for timer in self._timers.values()), default=float("inf"))
-        return max(0.0, soonest - self._clock.now())
-
-    def _forget(self, pids: set[Any]) -> None:
-        for key in [key for key in self._timers if key[0] in pids]:
-            del self._timers[key]
 
 
 def descends_from_us(pid: int) -> bool:
@@ -171,7 +184,7 @@ class MultiprocessingRequestQueue(RequestQueue):
         return requests
 
 
-class LocalTimerServer(DescendantTimers, TimerServer):
+class LocalTimerServer(DescendantServer, TimerServer):
     """Kills descendants of this process whose timers have expired, but never this process itself.
 
     Unlike in torch, a timer expires when it is due. Steps of the wall clock have no effect. The timers of a
@@ -190,37 +203,19 @@ class LocalTimerServer(DescendantTimers, TimerServer):
         thread = self._watchdog_thread
         super().stop()
         if thread is None or not thread.is_alive():
-            self._descendants.close()
-
-    def register_timers(self, timer_requests: list[TimerRequest]) -> None:
-        self._forget(self._descendants.forget_the_dead())
-        for request in timer_requests:
-            key = (request.worker_id, request.scope_id)
-            if request.expiration_time < 0:
-                self._timers.pop(key, None)
-            else:
-                # Keep the timer even if no pidfd can be opened, so that its expiration is at least logged.
-                self._descendants.bind(request.worker_id, getattr(request, "start_time", 0))
-                request.expiration_time = self._clock.steady(request.expiration_time)
-                self._timers[key] = request
-
-    def clear_timers(self, worker_ids: set[int]) -> None:
-        self._forget(worker_ids)
+            self._close_pidfds()
 
     def _reap_worker(self, worker_id: int) -> bool:
-        if not self._descendants.holds(worker_id):
+        if worker_id not in self._pidfds:
             _logger().info(
                 "pid %s is not killed, because it has exited or is no descendant of this process", worker_id
             )
             return True
-        return self._descendants.send(worker_id, _signal.SIGKILL)
+        return self._signal(worker_id, _signal.SIGKILL)
 
     def _join_limit(self) -> float:
         return max(self._max_interval, 2 * _SLICE)
 
     def _seconds_to_wait(self) -> float:
         # Limit the wait, because only a request can interrupt it, and the server has to stop promptly.
-        return min(self._max_interval, self._seconds_until_due(), _SLICE)
-
-    def _now(self) -> float:
-        return self._clock.now()
+        return min(super()._seconds_to_wait(), _SLICE)
