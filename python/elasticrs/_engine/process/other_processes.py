@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # `signal` would import more modules
 import os
-import signal
 import sys
 
 # Put this package's folder first, because another release of the package may be installed.
@@ -40,7 +40,7 @@ def main() -> int:
         group += part
     try:
         if group:
-            os.killpg(int(group), signal.SIGKILL)
+            os.killpg(int(group), _signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
         return 0  # The group no longer exists, or its processes belong to another user.
     return 0
