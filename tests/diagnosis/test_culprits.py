@@ -50,6 +50,29 @@ def blamed(evidence):
 WAITS, DONE = calls("all_reduce", "all_reduce"), calls("all_reduce", waits=False)
 
 
+@pytest.mark.parametrize("other", ["all_reduce", "barrier"])
+def test_a_rank_that_gloo_has_aborted_is_blamed_if_the_others_made_the_same_calls(other):
+    """On a busy machine, gloo marks a collective as retired some time after the next call."""
+    aborted, waits = rank(1, NoRecord.ABORTED), calls("all_reduce", "all_reduce")
+    late = [waits[1], waits[0]]
+    late = [{**raw, "record_id": index, "collective_seq_id": index + 1} for index, raw in enumerate(late)]
+    late[1]["profiling_name"] = f"gloo:{other}"
+    evidence = [rank(0, waits), aborted, rank(2, late, has_raised=True), rank(3, waits)]
+    is_same = other == "all_reduce"
+    assert diagnose(evidence).blamed() == ({1} if is_same else {2})
+    assert diagnose([*evidence[:3], rank(3, NoRecord.LATE)]).blamed() == set()
+
+
+def test_no_rank_is_blamed_if_gloo_may_have_aborted_it_in_either_of_two_groups():
+    groups = {"1": [0, 1, 2], "2": [1, 3, 4]}
+    first, second = (calls("all_reduce", group=(name, "dp")) for name in groups)
+    own = {number: {name: found for name, found in groups.items() if number in found} for number in range(5)}
+    waiting = [rank(number, first if number < 3 else second, groups=own[number]) for number in (0, 2, 3, 4)]
+    evidence = [*waiting, rank(1, NoRecord.ABORTED, groups=own[1])]
+    assert diagnose(evidence).blamed() == set()
+    assert 1 in diagnose(evidence).candidates
+
+
 def test_a_rank_without_a_record_is_suspect_if_all_others_wait():
     others = [rank(number, WAITS) for number in range(3)]
     assert blamed([*others, rank(3, NoRecord.LATE)]) == [((3,), Reason.NO_RECORD, LIKELY)]

@@ -22,6 +22,7 @@ from elasticrs._engine.failures.files import (
     flight_record_file,
     flight_requests_file,
     hang_file,
+    last_record_file,
 )
 from elasticrs._engine.hangs.culprits import Basis, Blame
 from elasticrs._engine.hangs.flight_record import MAX_BYTES
@@ -257,7 +258,10 @@ def mismatched(tmp_path):
     return evidence
 
 
-def test_the_records_of_the_survivors_clear_the_rank_that_gloo_has_aborted(mismatched):
+@pytest.mark.parametrize("has_answered", [True, False])
+def test_the_records_of_the_survivors_clear_the_rank_that_gloo_has_aborted(mismatched, has_answered):
+    if not has_answered:
+        mismatched.record(2).rename(last_record_file(mismatched.files[2]))
     found = after_failure(mismatched.attempt)
     assert found.no_record == {NoRecord.ABORTED: (0,)}
     assert mismatched.attempt.blame == Blame((2,), True, Basis.RECORDS)

@@ -101,6 +101,30 @@ def test_each_request_gets_the_newest_entries_the_groups_and_the_stack(worker, e
     assert (process.returncode, output) == (0, "")
 
 
+FAIL = "from elasticrs._engine.inside.error_file import keep_flight_record; keep_flight_record"
+
+
+@pytest.mark.parametrize(
+    ("error", "start", "is_kept"),
+    [
+        ("ConnectionResetError()", START, True),
+        ("ValueError()", START, False),
+        ("ConnectionResetError()", "", False),
+    ],
+)
+def test_a_worker_that_has_lost_a_peer_writes_its_record_itself(worker, error_file, error, start, is_kept):
+    process = worker(TORCH, start, f"{FAIL}({error})", UP)
+    process.communicate("")
+    kept = error_file.with_name("error.json.flight_at_exit")
+    assert kept.exists() is is_kept
+    if is_kept:
+        header, _ = map(json.loads, kept.read_text().splitlines())
+        assert header["groups"] == {"0": [0, 1], "dp": [5]}
+        # The record of an earlier process of this rank is of no use.
+        worker(START, UP)
+        assert not kept.exists()
+
+
 @pytest.mark.parametrize(
     ("state", "retired", "is_waiting"),
     [

@@ -24,6 +24,11 @@ def flight_record_file(error_file: str) -> str:
     return f"{error_file}.flight"
 
 
+def last_record_file(error_file: str) -> str:
+    """Return the path to which a worker writes its flight record when it fails because of a lost peer."""
+    return f"{error_file}.flight_at_exit"
+
+
 def flight_requests_file(error_file: str) -> str:
     """Return the path of the FIFO for requests of flight records. It exists while the worker reads it."""
     return f"{error_file}.flight_requests"

@@ -248,17 +248,24 @@ class _Search:
     def _aborted_ones(self) -> Iterator[Culprit]:
         """Yield the ranks that gloo aborted because they called another collective (**CUL-5**).
 
-        The confidence is "likely" if more ranks wait than were aborted, if the records of all other ranks are
-        known, and if the ranks cannot have been aborted in another collective.
+        The confidence is "likely" if the records of all other ranks are known, and if these ranks made the
+        same call to each collective in which the ranks may have been aborted, and are more. All of these
+        collectives must belong to one group, because one of several groups may have no such majority.
         """
         stuck_in = [stuck for stuck in self._matched.stuck if stuck.waiting and self._aborted_in(stuck)]
-        for stuck in stuck_in:
-            aborted = sorted(self._aborted_in(stuck))
-            is_alone = len(self._matched.no_record) == len(aborted) and len(stuck_in) == 1
-            is_odd = is_alone and len(stuck.waiting) > len(aborted)
+        groups = {(stuck.group, stuck.members) for stuck in stuck_in}
+        is_odd = len(groups) == 1 and all(map(self._is_other_call, stuck_in))
+        for stuck in sorted(stuck_in, key=lambda stuck: -len(stuck.waiting)):
             if not stuck.sides:
                 confidence = Confidence.LIKELY if is_odd else Confidence.POSSIBLE
-                yield Culprit(tuple(aborted), Reason.NO_RECORD, confidence, stuck)
+                aborted = tuple(sorted(self._aborted_in(stuck)))
+                yield Culprit(aborted, Reason.NO_RECORD, confidence, stuck)
+
+    def _is_other_call(self, stuck: StuckCollective) -> bool:
+        """Return true if all ranks that called a collective, except the aborted ones, made the same call."""
+        aborted = len(self._aborted_in(stuck))
+        called = len(stuck.members) - len(stuck.absent) - len(stuck.unknown)
+        return not stuck.sides and len(self._matched.no_record) == aborted and called > aborted
 
     # --- roots ---
 

@@ -45,10 +45,11 @@ def answer_with_record() -> None:
         return  # The error file is a device such as /dev/null, so create no file next to it.
     requests = f"{path}.flight_requests"
     try:
-        if os.path.lexists(requests):
-            # Another process of this worker has created the FIFO for requests. Only the newest process
-            # answers them.
-            os.unlink(requests)
+        for left in (requests, f"{path}.flight_at_exit"):
+            if os.path.lexists(left):
+                # Another process of this worker has created this file. Only the newest process answers
+                # requests.
+                os.unlink(left)
         os.mkfifo(requests, 0o600)
         _start_thread(requests, f"{path}.flight")
     except (OSError, RuntimeError):
@@ -85,6 +86,21 @@ def _answer(requests: str, record: str) -> None:
             write_whole(record, flight_document())
         except OSError:  # noqa: PERF203 -- one iteration for each request
             return  # Ignore the error. The report will only lack this record.
+
+
+def keep_record() -> None:
+    """Write the flight record of a program that ends because it has lost a peer.
+
+    The agent requests this record, but the process may exit before the thread can answer.
+    """
+    if _owner != os.getpid():
+        return  # The thread does not run, so the agent does not monitor this process.
+    from elasticrs._engine.inside.error_file import write_whole
+
+    try:
+        write_whole(os.environ["TORCHELASTIC_ERROR_FILE"] + ".flight_at_exit", flight_document())
+    except (OSError, KeyError):
+        return  # Ignore the error, because a report without a flight record is still useful.
 
 
 def _wait_for_request(requests: str) -> bool:

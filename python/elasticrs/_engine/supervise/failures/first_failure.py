@@ -9,7 +9,12 @@ import os
 import signal
 import stat
 
-from elasticrs._engine.failures.files import flight_dumps, flight_record_file, flight_requests_file
+from elasticrs._engine.failures.files import (
+    flight_dumps,
+    flight_record_file,
+    flight_requests_file,
+    last_record_file,
+)
 from elasticrs._engine.job import phrases
 from elasticrs._engine.job.traceback_summary import summarize
 
@@ -207,7 +212,7 @@ def _is_requested(error_file: str) -> bool:
 
 def record_files(attempt: Attempt, local_rank: int, since: float = 0.0) -> list[str]:
     """Return the files in which torch has recorded a worker's collectives (flight records): first the
-    requested one, then the one that NCCL's watchdog writes.
+    requested one, then the one that the worker wrote at its end, then the one of NCCL's watchdog.
 
     Files that were last modified before ``since`` (seconds of the wall clock) are left out.
     """
@@ -215,7 +220,8 @@ def record_files(attempt: Attempt, local_rank: int, since: float = 0.0) -> list[
     if not error_file:
         return []
     rank = attempt.plan.ranks[local_rank].global_rank
-    paths = flight_record_file(error_file), f"{flight_dumps(error_file)}{rank}"
+    dump = f"{flight_dumps(error_file)}{rank}"
+    paths = flight_record_file(error_file), last_record_file(error_file), dump
     return [path for path in paths if _is_file(path, since)]
 
 

@@ -12,7 +12,13 @@ import stat
 import time
 from typing import NamedTuple
 
-from elasticrs._engine.failures.files import fault_file, flight_record_file, flight_requests_file, hang_file
+from elasticrs._engine.failures.files import (
+    fault_file,
+    flight_dumps,
+    flight_record_file,
+    flight_requests_file,
+    hang_file,
+)
 from elasticrs._engine.hangs.culprits import decide, decide_failure, shows_waiting
 from elasticrs._engine.hangs.diagnose import observe, telling
 from elasticrs._engine.hangs.flight_record import MAX_BYTES, MAX_NAME
@@ -186,8 +192,10 @@ def _facts_of_failure(attempt: Attempt) -> list[RankFacts]:
             found = found._replace(records=_why_late(attempt, local_rank))
         path = next(iter(record_files(attempt, local_rank, oldest)), None)
         if path is not None and time.monotonic() < deadline:
-            is_dump = path != flight_record_file(error_file)
-            written = _Written((_content(path, MAX_BYTES) or b"",)) if is_dump else _document(error_file)
+            is_dump = path.startswith(flight_dumps(error_file))
+            written = (
+                _Written((_content(path, MAX_BYTES) or b"",)) if is_dump else _document(path, error_file)
+            )
             age_ns = _age(error_file, path)
             has_raised = age_ns is not None and age_ns >= -_RAISING_NS
             has_raised |= local_rank in attempt.raised or any(map(_is_of_hook, written.frames))
@@ -222,7 +230,7 @@ def _evidence(rank: int, error_file: str, *, has_exited: bool, is_late: bool) ->
         reason = NoRecord.EXITED if has_exited else NoRecord.LATE if is_late else NoRecord.NO_TORCH
         return RankEvidence(rank, node, reason)
     stacks = _content(hang_file(error_file), MAX_TEXT)
-    written = _document(error_file)
+    written = _document(flight_record_file(error_file), error_file)
     return RankEvidence(
         rank,
         node,
@@ -247,8 +255,8 @@ class _Written(NamedTuple):
     frames: tuple[Frame, ...] = ()
 
 
-def _document(error_file: str) -> _Written:
-    document = _content(flight_record_file(error_file), MAX_BYTES)
+def _document(path: str, error_file: str) -> _Written:
+    document = _content(path, MAX_BYTES)
     if document is None:
         has_thread = os.path.lexists(flight_requests_file(error_file))
         return _Written(NoRecord.LATE if has_thread else NoRecord.NO_TORCH)

@@ -197,9 +197,10 @@ def call_and_return(function: Callable[..., Any], arguments: tuple[Any, ...], re
         record(_send)(value, result)
     except Exception as error:
         from elasticrs._engine.inside import fast_exit
-        from elasticrs._engine.inside.error_file import give_notice
+        from elasticrs._engine.inside.error_file import give_notice, keep_flight_record
 
         give_notice(os.environ.get("ELASTICRS_NOTICES", ""), error)
+        keep_flight_record(error)
         if fast_exit.is_enabled():
             fast_exit.leave_after_callbacks(1)
         raise
