@@ -1,9 +1,11 @@
-"""Tests for the summary line at the end of a job: duration, restarts, node changes and goodput."""
+"""Tests for the line about the first failure, and for the summary line at the end of a job: duration,
+restarts, node changes and goodput.
+"""
 
 import time
 
 import pytest
-from helpers.attempts import stamped
+from helpers.attempts import adopted, exited, failed, raised, stamped
 
 from elasticrs._engine.job.config import JobSpec
 from elasticrs._engine.job.phrases import goodput
@@ -28,6 +30,41 @@ def last_line(phase, attempts, *, is_multi_node=True, began_s_ago=1):
     reporter._begun_ns = time.monotonic_ns() - began_s_ago * S
     reporter.ended(result, None)
     return said[0] if said else "".join(result.ending)
+
+
+STOPPING = "stopping the other rank"
+SIDE_EFFECTS = f"{STOPPING}: its errors are side effects"
+
+
+@pytest.mark.parametrize(
+    ("left", "exitcode", "origin", "said"),
+    [
+        (
+            (1, 2),
+            1,
+            None,
+            f"ranks 1, 2 exited with code 0, then rank 3 (pid 103) exited with code 1; {STOPPING}",
+        ),
+        ((1, 2), 1, "own", f"rank 3 (pid 103) raised an exception; {SIDE_EFFECTS}"),
+        ((1, 2), -9, None, f"rank 3 (pid 103) died by SIGKILL; {SIDE_EFFECTS}"),
+        ((0, 1, 2), 1, None, f"rank 3 (pid 103) exited with code 1; {SIDE_EFFECTS}"),
+        ((), 1, None, f"rank 3 (pid 103) exited with code 1; {SIDE_EFFECTS}"),
+    ],
+)
+def test_the_first_line_blames_no_rank_if_ranks_that_left_may_have_caused_the_failure(
+    left, exitcode, origin, said
+):
+    """The exception may become known later. If it reports a lost peer, ranks that left early are to blame."""
+    job, lines = JobSpec(4, "job"), []
+    attempt = adopted(Attempt(1, 0, Plan(assign([NodeShare("default", 4)], 0), "a", 1)), 100, 101, 102, 103)
+    for rank in left:
+        exited(attempt, rank, 0)
+    exited(attempt, 3, exitcode)
+    failed(attempt, 3)
+    if origin is not None:
+        raised(attempt, 3, origin=origin)
+    TerminalReporter(job, JobResult(), lines.append, owns_process=True).exited(attempt, attempt.exits[3])
+    assert lines == [said]
 
 
 @pytest.mark.parametrize(

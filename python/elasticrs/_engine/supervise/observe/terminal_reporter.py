@@ -11,7 +11,7 @@ from functools import partial
 
 from elasticrs._engine.job import phrases
 from elasticrs._engine.supervise.attempts.state_machine import AnnounceRestart, Phase
-from elasticrs._engine.supervise.failures.first_failure import first_seen, how_it_was_seen
+from elasticrs._engine.supervise.failures.first_failure import early_leavers, first_seen, how_it_was_seen
 from elasticrs._engine.supervise.observe.observer import Observer
 
 TYPE_CHECKING = False
@@ -172,14 +172,20 @@ class TerminalReporter(Observer):
         self._is_told = True
         first = first_seen(attempt)
         who = attempt.who_failed(first, attempt.pids[first]) + how_it_was_seen(attempt, first)
-        others = (
-            "the other rank: its" if attempt.signalled == 1 else f"the other {attempt.signalled} ranks: their"
-        )
+        others, their = ("rank", "its") if attempt.signalled == 1 else (f"{attempt.signalled} ranks", "their")
+        # The exception may become known only later. If it reports a lost peer, the ranks that left are to
+        # blame.
+        exited = attempt.exits.get(first)
+        left = early_leavers(attempt, lambda _: exited is not None and (exited.exitcode or 0) > 0)
         if attempt.blame is not None and not attempt.blame.is_decided:
             # One of the other ranks may be to blame, so do not call their errors side effects.
             self._say(f"{who}; stopping all ranks")
+        elif attempt.blame is None and left:
+            self._say(
+                f"{phrases.ranks_text(left)} exited with code 0, then {who}; stopping the other {others}"
+            )
         else:
-            self._say(f"{who}; stopping {others} errors are side effects")
+            self._say(f"{who}; stopping the other {others}: {their} errors are side effects")
 
     def _cause(self, attempt: Attempt) -> str:
         """Return the reason why an attempt ended, and store it for the report."""
