@@ -211,7 +211,7 @@ def _health_check_server(values: Namespace) -> HealthCheckServer | None:
     if values.health_check_port is None:
         # The agent opens this server itself if `TORCHELASTIC_HEALTH_CHECK_PORT` is set.
         return None
-    from elasticrs._engine.supervise.observe.observer_factory import open_server
+    from elasticrs._engine.supervise.observe import open_server
 
     host = values.health_check_host or os.environ.get("ELASTICRS_HEALTH_CHECK_HOST") or defaults.LOOPBACK
     job = defaults.JobSpec.taken_from(values, nproc=1, run_id="", health_check_host=host)

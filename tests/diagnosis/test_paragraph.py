@@ -15,9 +15,9 @@ from elasticrs._engine.hangs.diagnose import MAX_LINES, diagnose, ranks_text
 from elasticrs._engine.hangs.values import NoRecord, failed
 from elasticrs._engine.job.phrases import spans
 from elasticrs._engine.job.ranks import WorkerRanks
-from elasticrs._engine.supervise.attempts import hangs
 from elasticrs._engine.supervise.attempts.attempt import Attempt
 from elasticrs._engine.supervise.failures import hang_diagnosis
+from elasticrs._engine.supervise.failures.first_failure import why_expired
 from elasticrs._engine.supervise.run.tracker import AttemptTracker
 from elasticrs._engine.workers.plan import Plan
 
@@ -182,9 +182,9 @@ def test_an_exception_while_the_evidence_is_read_is_told_in_one_line(monkeypatch
 
 
 def test_an_exception_in_the_text_about_a_hang_leaves_the_other_facts(monkeypatch, attempt):
-    monkeypatch.setattr(hangs, "hung", breaks)
+    monkeypatch.setattr(hang_diagnosis, "hung", breaks)
     attempt.append(SimpleNamespace(local_rank=1, seen_ns=7), _core.WorkerHung)
-    text = attempt.why_expired(1)
+    text = why_expired(attempt, 1)
     assert text.startswith("hung; the diagnosis failed")
     assert "KeyError" in text
 

@@ -55,7 +55,7 @@ def test_unused_observer_modules_are_not_imported():
         "elasticrs.events",
         "elasticrs.metrics",
         "elasticrs._engine.supervise.observe.job_",
-        "elasticrs._engine.supervise.observe.observer_factory",
+        "elasticrs._engine.supervise.observe.recorder",
         "elasticrs._engine.workers.warm",
     )
     assert not {name for name in loaded("--no-python", "true") if name.startswith(watchers)}

@@ -29,7 +29,6 @@ from elasticrs._engine.hangs.flight_record import MAX_BYTES
 from elasticrs._engine.hangs.values import Confidence, Frame, MergedStack, NoRecord
 from elasticrs._engine.inside.error_file import write_whole
 from elasticrs._engine.job.ranks import WorkerRanks
-from elasticrs._engine.supervise.attempts import hangs
 from elasticrs._engine.supervise.attempts.attempt import Attempt
 from elasticrs._engine.supervise.failures import hang_diagnosis
 from elasticrs._engine.supervise.failures.first_failure import is_collective_failure
@@ -315,15 +314,15 @@ def test_the_stack_of_a_rank_that_has_raised_is_not_shown(mismatched):
 
 def test_the_report_shows_the_stacks_of_all_candidates(mismatched):
     found = after_failure(mismatched.attempt)
-    text = hangs.stacks_of(found, (0, 1, 2))
+    text = hang_diagnosis.stacks_of(found, (0, 1, 2))
     # Ranks 1 and 2 have the same stack.
     assert text.count("where ") == 2
     assert "where ranks 1, 2 were, " in text
     assert "where rank 0 was, " in text
     assert text.count('File "train.py", line 9 in <module>') == 2
-    assert hangs.stacks_of(found._replace(stacks=()), (0, 1)) is None
+    assert hang_diagnosis.stacks_of(found._replace(stacks=()), (0, 1)) is None
     more = tuple(MergedStack((rank,), (Frame("a.py", rank, "f"),)) for rank in range(9))
-    assert hangs.stacks_of(found._replace(stacks=more), range(9)).endswith("and 5 more stacks")
+    assert hang_diagnosis.stacks_of(found._replace(stacks=more), range(9)).endswith("and 5 more stacks")
 
 
 def test_after_a_failed_collective_the_diagnosis_says_where_the_absent_rank_is(mismatched):

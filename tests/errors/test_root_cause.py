@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs._engine.failures.root_cause import (
+from elasticrs._engine.failures.failure import (
     RECORD_WINDOW_NS,
     WAVE_NS,
     in_order,

@@ -13,7 +13,7 @@ from helpers.schema import schemas
 from elasticrs._engine.job.config import JobSpec
 from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
 from elasticrs._engine.supervise.attempts.state_machine import Phase
-from elasticrs._engine.supervise.observe.job_metrics import MetricRecorder
+from elasticrs._engine.supervise.observe.recorder import MetricRecorder
 from elasticrs.metrics.api import add_sink, remove_sink
 
 pytestmark = pytest.mark.beyond_torchrun

@@ -18,9 +18,8 @@ from elasticrs._engine.supervise.attempts.attempt import Attempt, phases
 from elasticrs._engine.supervise.failures import failed_attempt
 from elasticrs._engine.supervise.failures.failed_attempt import Place, evidence, facts, first_word, own_cause
 from elasticrs._engine.supervise.observe import job_report
-from elasticrs._engine.supervise.observe.job_events import EventRecorder
-from elasticrs._engine.supervise.observe.job_metrics import MetricRecorder
 from elasticrs._engine.supervise.observe.job_report import all_failures, headline_of
+from elasticrs._engine.supervise.observe.recorder import EventRecorder, MetricRecorder
 from elasticrs._engine.supervise.run import tracker
 from elasticrs._engine.supervise.run.tracker import AttemptTracker
 from elasticrs._engine.supervise.run.workers import CommandWorkers, WorkerSetup

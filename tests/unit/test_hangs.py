@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticrs._engine.inside import flight
-from elasticrs._engine.supervise.attempts import hangs
+from elasticrs._engine.supervise.failures import hang_diagnosis
 
 SECOND = 10**9
 RANKS = {0: 4, 1: 5, 2: 6, 3: 7}
@@ -51,7 +51,7 @@ def test_hang_messages_match_the_golden_file(golden):
     beats = [beat(0, 99.5, 1205), beat(1, 40, 1204), beat(2, 99.25, 1205), beat(3, 90, 1205, "checkpoint")]
 
     def line(told, **how):
-        return hangs.hung(told, RANKS, **how)
+        return hang_diagnosis.hung(told, RANKS, **how)
 
     texts = {
         "its step, and what the others do": line(hung(ranks)),
@@ -61,7 +61,7 @@ def test_hang_messages_match_the_golden_file(golden):
         "stopped": line(hung([seen(1, beat(1, 40.0), READ, state="T")])),
         "another node waits": line(hung([], limit=600.0), was_found_here=False),
         "another rank was late": line(hung([], limit=61.04)),
-        "heartbeats": "\n".join(hangs.heartbeat_notes(beats, 100 * SECOND, RANKS)),
+        "heartbeats": "\n".join(hang_diagnosis.heartbeat_notes(beats, 100 * SECOND, RANKS)),
     }
     golden("hang", texts)
 
@@ -69,26 +69,26 @@ def test_hang_messages_match_the_golden_file(golden):
 def test_steps_that_the_launcher_counts_are_named_as_such():
     own, counted = beat(1, 40.0, 57), beat(1, 40.0, 57, is_automatic=True)
     for found, text in ((own, "step 57"), (counted, "optimizer step 57 of this attempt")):
-        said = hangs.hung(hung([seen(1, found)]), RANKS)
+        said = hang_diagnosis.hung(hung([seen(1, found)]), RANKS)
         assert f"stopped at {text}" in said
-        (note,) = hangs.heartbeat_notes([found], 100 * SECOND, RANKS)
+        (note,) = hang_diagnosis.heartbeat_notes([found], 100 * SECOND, RANKS)
         assert f"in {text}, " in note
 
 
 def test_the_stack_of_the_current_thread_is_shown(tmp_path):
     path = tmp_path / "hang.txt"
-    assert hangs.stack(str(path)) is None
+    assert hang_diagnosis.stack(str(path)) is None
     path.write_text("no activity\n\nno stacks\n")
-    assert hangs.stack(str(path)) is None
+    assert hang_diagnosis.stack(str(path)) is None
     frames = "".join(f'  File "train.py", line {line} in f\n' for line in range(20))
     thread = 'Thread 0x1 (most recent call first):\n  File "other.py", line 1 in g\n\n'
     path.write_text(
         f"{thread}Current thread 0x2 (most recent call first):\n{frames}\nthreads in the kernel\n"
     )
-    lines = (hangs.stack(str(path)) or "").split("\n")
+    lines = (hang_diagnosis.stack(str(path)) or "").split("\n")
     assert lines[1] == '  File "train.py", line 0 in f'
     assert lines[-1] == "  (8 more)"
-    assert len(lines) == hangs.MAX_FRAMES + 2
+    assert len(lines) == hang_diagnosis.MAX_FRAMES + 2
 
 
 def test_stacks_omit_the_thread_that_serves_diagnosis_requests(tmp_path):
@@ -98,7 +98,7 @@ def test_stacks_omit_the_thread_that_serves_diagnosis_requests(tmp_path):
     path.write_text(
         f'{header}{own}\n{header}{other}\nCurrent {header.lower()}  File "train.py", line 3 in f\n'
     )
-    assert (hangs.stack(str(path), others=3) or "").split("\n")[1:] == [
+    assert (hang_diagnosis.stack(str(path), others=3) or "").split("\n")[1:] == [
         '  File "train.py", line 3 in f',
         "another thread:",
         other.rstrip(),
@@ -131,20 +131,22 @@ Thread 7 (idle): "MainThread"
 def test_stacks_from_py_spy_are_parsed(tmp_path):
     path = tmp_path / "hang.txt"
     path.write_text(SPIED)
-    assert (hangs.stack(str(path)) or "").split("\n")[1:] == [
+    assert (hang_diagnosis.stack(str(path)) or "").split("\n")[1:] == [
         '  File "/home (old)/train.py", line 41 in read',
         '  File "/home (old)/train.py", line 50 in <module>',
     ]
     path.write_text(SPIED.replace(': "MainThread"', "").replace(': "loader"', ""))
-    assert (hangs.stack(str(path)) or "").split("\n")[1:] == ['  File "/lib/threading.py", line 327 in wait']
+    assert (hang_diagnosis.stack(str(path)) or "").split("\n")[1:] == [
+        '  File "/lib/threading.py", line 327 in wait'
+    ]
     path.write_text(
         SPIED.partition("Process 7")[0] + "Error: Failed to suspend process\n\nCaused by:\n    0: EPERM\n"
     )
-    assert hangs.stack(str(path)) is None
+    assert hang_diagnosis.stack(str(path)) is None
 
 
 @given(st.text(max_size=300))
 def test_text_from_a_worker_is_made_printable_and_cut(text):
-    for shown in (hangs.place(text), hangs.printable(text)):
+    for shown in (hang_diagnosis.place(text), hang_diagnosis.printable(text)):
         assert shown.isprintable()
         assert len(shown) <= 201

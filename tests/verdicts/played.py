@@ -18,7 +18,7 @@ from rendezvous.cluster import Cluster
 
 from elasticrs import _core
 from elasticrs._engine.cli.arguments import parse, resolve
-from elasticrs._engine.failures.root_cause import root_cause
+from elasticrs._engine.failures.failure import root_cause
 from elasticrs._engine.job.failure_cause import Cause
 from elasticrs._engine.job.policy_options import ExitCodes
 from elasticrs._engine.job.ranks import NodeShare, assign

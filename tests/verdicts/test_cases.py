@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticrs._engine.cli.arguments import parse, resolve
-from elasticrs._engine.failures import root_cause
+from elasticrs._engine.failures import failure
 from elasticrs._engine.job import restart_policy
 from elasticrs._engine.job.config import UsageError
 from elasticrs._engine.nodes.protocol import round_outcome
@@ -68,7 +68,7 @@ def test_every_row_of_the_tables_and_every_rule_has_a_case():
     assert [file for file in ELSEWHERE.values() if not (DOCS.parent / "tests" / file).exists()] == []
     rules = {
         rule
-        for module in (restart_policy, root_cause, round_outcome)
+        for module in (restart_policy, failure, round_outcome)
         for rule in re.findall(r"\*\*([A-Z]+-\d)\*\*", module.__doc__)
     }
     assert len(rules) >= 12

@@ -6,7 +6,7 @@ from elasticrs import lazy
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from elasticrs._engine.failures.errors import JobFailedError
+    from elasticrs._engine.failures import JobFailedError
 
 __all__ = ["JobFailedError", "NonRetryable"]
 
@@ -21,4 +21,4 @@ class NonRetryable(Exception):  # noqa: N818 -- the name says what the launcher 
 
 def __getattr__(name: str) -> object:
     # Import lazily, because workers need only `NonRetryable`.
-    return lazy(__name__, name, {"elasticrs._engine.failures.errors": ("JobFailedError",)})
+    return lazy(__name__, name, {"elasticrs._engine.failures": ("JobFailedError",)})

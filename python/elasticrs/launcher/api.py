@@ -15,8 +15,8 @@ from elasticrs._engine.job import options
 from elasticrs._engine.job.config import UnresolvedSettings, WorkerSettings
 from elasticrs._engine.nodes.transport.addresses import parse_endpoint
 from elasticrs._engine.nodes.transport.settings import exit_barrier_timeout_of
+from elasticrs._engine.supervise.observe import check_destination
 from elasticrs._engine.supervise.observe.health_check_server import _AliveCallbackProxy
-from elasticrs._engine.supervise.observe.observer_factory import check_destination
 from elasticrs.agent.server.local_elastic_agent import LocalElasticAgent
 from elasticrs.agent.server.worker_group import WorkerSpec, with_settings
 from elasticrs.metrics import MetricsConfig, initialize_metrics

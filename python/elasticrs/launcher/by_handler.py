@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticrs._engine.job import phrases
 from elasticrs._engine.job.config import UsageError
-from elasticrs._engine.supervise.observe.observer_factory import check_destination, open_server
+from elasticrs._engine.supervise.observe import check_destination, open_server
 from elasticrs._engine.supervise.run.signals import suspend
 from elasticrs._engine.supervise.run_job import make_workers, remove_logs
 from elasticrs._engine.workers.process import SupervisorError

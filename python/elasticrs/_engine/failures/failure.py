@@ -1,4 +1,25 @@
-"""Failure of a worker, with its exit code, error message and time."""
+"""A worker's failure, and the root cause of several failures.
+
+Workers import this module, so imports that are needed only after a failure are in functions.
+
+The root cause is the failure that came first and caused the others:
+
+- **ROOT-0** The nodes' agreement on a root cause takes precedence over what a single node saw first.
+- **ROOT-1** The root cause is the worker whose exit was noticed first. If times are equal, the first in the
+  mapping counts.
+- **ROOT-2** A worker that elasticrs had signalled before it exited is a victim. A victim is chosen as root
+  cause only if no other worker failed.
+- **ROOT-3** A worker that recorded an uncaught error *before* the first exit was noticed is not a victim. It
+  failed at the time of the record, because with torch, a process often takes longer to exit than its peers
+  take to notice its closed connections. A program that runs for another minute has survived the error.
+- **ROOT-4** If a worker exits by itself without an exception (``os._exit``, a crash), exceptions that
+  only report a lost peer are consequences if they were raised in the five seconds before this exit, because
+  a process closes its connections before the kernel reports its exit.
+- **ROOT-5** If these times are missing (in failures that code written for torch creates), the smallest
+  timestamp in seconds counts, as in torch. If timestamps are equal, the first in the mapping counts.
+- **ROOT-6** An exception that only reports a lost or silent peer is a consequence, unless no other worker
+  failed by itself within five seconds.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +27,7 @@ import _signal  # type: ignore[import-not-found]  # `signal` would import more m
 import os
 import time
 
-from elasticrs._engine.failures.files import OWN_THREAD, fault_file, last_bytes, last_lines
+from elasticrs._engine.failures.files import EmptyFileError, fault_stack, last_lines, load_object, message_of
 from elasticrs._engine.job.phrases import describe_exit, printable
 
 TYPE_CHECKING = False
@@ -26,19 +47,7 @@ TORCH_HINT = "To enable traceback see: https://pytorch.org/docs/stable/elastic/e
 """Message of a worker that recorded no exception, as in torch."""
 _FAULTS = {_signal.SIGILL, _signal.SIGABRT, _signal.SIGBUS, _signal.SIGFPE, _signal.SIGSEGV}
 """Signals for which :mod:`faulthandler` writes the stack."""
-_STACK_LIMIT = 16384
-_ERROR_FILE_LIMIT = 1 << 20
-"""Maximum number of bytes to read of a worker's error file. There is a limit, because a restart waits until
-the file is read. Of a larger file, only the first line of the message and the data of elasticrs at the end
-are used.
-"""
-_TEXT_LIMIT = 1 << 16
-"""Maximum number of characters of a text in an error file. Longer texts are shortened in the middle."""
-_LINE_LIMIT = 1000
-_BEGINNING = rb'\s*\{\s*"message"\s*:\s*(?:\{\s*"message"\s*:\s*)?"'
-_PART_OF_STRING = r'(?:[^"\\]+|\\u[0-9a-fA-F]{4}|\\[^u])*'
 _TAIL_LINES = 50
-_OWN_DATA = b'"elasticrs": {'
 
 
 class ProcessFailure:
@@ -132,7 +141,7 @@ class ProcessFailure:
         self.more_members = 0
         self.is_retryable = True
         has_stack = self.signal_number() in _FAULTS and error_file and not unread
-        self.stack = _read_stack(error_file) if has_stack else None
+        self.stack = fault_stack(error_file) if has_stack else None
 
         self.more_notes: Sequence[str] = ()
         self.named: str | None = None
@@ -310,95 +319,78 @@ def _comparable(theirs: int | None, ours: int | None) -> str:
     return f"times of different nodes are comparable to {tenths / 10:.1f} ms"
 
 
-class EmptyFileError(ValueError):
-    """Raised if the worker created its error file, but could not write to it."""
+# --- the root cause ---
+
+RECORD_WINDOW_NS = 60_000_000_000
+WAVE_NS = 5_000_000_000
 
 
-def message_of(data: Mapping[str, Any]) -> tuple[str | dict[str, Any], int]:
-    """Return the message and the timestamp (seconds since 1970) from an error file, in torch's nested form or
-    the flat form. Raise ``ValueError`` for any other contents.
-    """
-    if "message" not in data:
-        raise ValueError("no `message` in it")
-    message = data["message"]
-    try:
-        if isinstance(message, str):
-            return message, int(data.get("timestamp", 0))
-        return message, int(message["extraInfo"]["timestamp"])
-    except (KeyError, TypeError, ValueError, OverflowError) as problem:
-        raise ValueError(f"no timestamp in it: {problem!r}") from None
+def failed_ns(failure: ProcessFailure) -> int | None:
+    """Return when a worker recorded its error, or when its exit was noticed, in monotonic nanoseconds."""
+    seen, recorded = failure.seen_ns, failure.recorded_ns
+    if seen is None:
+        return None
+    if recorded is None or failure.recorded_pid != failure.pid:
+        return seen
+    return recorded if seen - RECORD_WINDOW_NS <= recorded <= seen else seen
 
 
-def load_object(path: str) -> dict[str, Any]:
-    """Read a JSON object that another program has written.
-
-    Raise :class:`EmptyFileError` for an empty file, and ``ValueError`` if no JSON object is found.
-    """
-    import json
-
-    with open(path, "rb") as file:
-        content = file.read(_ERROR_FILE_LIMIT + 1)
-        if len(content) > _ERROR_FILE_LIMIT:
-            found = os.fstat(file.fileno())
-            file.seek(max(_ERROR_FILE_LIMIT, found.st_size - _TEXT_LIMIT))
-            return _parts(content, file.read(_TEXT_LIMIT), found.st_mtime, found.st_size)
-    if not content:
-        raise EmptyFileError("it is empty")
-    try:
-        data = json.loads(content.decode("utf-8", errors="replace"))
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    if not isinstance(data, dict):
-        raise ValueError("not a JSON object, so there is no `message` in it")
-    _shorten(data)
-    return data
+def failed_wall_ns(failure: ProcessFailure) -> int:
+    """Return the time of :func:`failed_ns` on this node's wall clock, in nanoseconds since 1970."""
+    return failure.wall_ns + (failed_ns(failure) or 0) - (failure.seen_ns or 0)
 
 
-def _parts(beginning: bytes, end: bytes, written: float, size: int) -> dict[str, Any]:
-    """Return the contents that are used of an error file above the limit; see :data:`_ERROR_FILE_LIMIT`."""
-    import json
-    import re
-
-    found = re.match(_BEGINNING, beginning)
-    if found is None:
-        raise ValueError(f"it has {size:,} bytes, and no `message` at its beginning")
-    text = beginning[found.end() : found.end() + _TEXT_LIMIT].decode("utf-8", "replace")
-    message = json.loads(f'"{re.match(_PART_OF_STRING, text)[0]}"', strict=False)  # type: ignore[index]
-    line = message.lstrip().split("\n", 1)[0][:_LINE_LIMIT]
-    # As in a traceback, the line of the exception is the last one.
-    told = f"[the error file has {size:,} bytes; only the first line of its message is shown]\n{line}"
-    data = {"message": {"message": told, "extraInfo": {"timestamp": str(int(written))}}}
-    own = end.rpartition(_OWN_DATA)[2].decode("utf-8", "replace")
-    try:
-        data["elasticrs"], _ = json.JSONDecoder().raw_decode("{" + own)
-    except (ValueError, RecursionError):
-        return data
-    return data
+def _times(failures: Mapping[int, ProcessFailure]) -> dict[int, int | None]:
+    """Return the time at which each worker failed by ROOT-3 and ROOT-4; ``None`` if it is unknown."""
+    found = {rank: failed_ns(failure) for rank, failure in failures.items()}
+    silent = [failure.seen_ns for failure in failures.values() if _is_silent(failure)]
+    for rank, failure in failures.items():
+        recorded = found[rank]
+        if recorded is None or recorded != failure.recorded_ns:
+            continue
+        later = [end for end in silent if end is not None and recorded < end <= recorded + WAVE_NS]
+        if later and failure.is_lost_peer:
+            found[rank] = min(later) + 1
+    return found
 
 
-def _shorten(data: dict[str, Any]) -> None:
-    message = data.get("message")
-    extra = message.get("extraInfo") if isinstance(message, dict) else None
-    for each, name in ((data, "message"), (message, "message"), (extra, "py_callstack")):
-        if isinstance(each, dict) and isinstance(each.get(name), str):
-            each[name] = shortened(each[name])
+def _is_silent(failure: ProcessFailure) -> bool:
+    return failure.sent_signal is None and failure.recorded_ns is None and failure.cause is None
 
 
-def shortened(text: str) -> str:
-    """Return the text. Omit the middle of a text that is longer than :data:`_TEXT_LIMIT` characters."""
-    left_out = len(text) - _TEXT_LIMIT
-    if left_out <= 0:
-        return text
-    first, last = text[: _TEXT_LIMIT // 4], text[-(3 * _TEXT_LIMIT // 4) :]
-    return f"{first}\n[{left_out:,} characters are left out; the error file has them]\n{last}"
+def in_order(failures: Mapping[int, ProcessFailure]) -> list[int]:
+    known = _times(failures)
+    if None in known.values():
+        return sorted(failures, key=lambda rank: failures[rank].timestamp)
+    return sorted(failures, key=lambda rank: known[rank] or 0)
 
 
-def _read_stack(error_file: str) -> str | None:
-    # The file is missing or empty if the program is not Python or runs without the hook.
-    text = last_bytes(fault_file(error_file), _STACK_LIMIT).decode("utf-8", "replace")
-    # Use the last entry, because forked children may have written earlier entries to the same file.
-    last = text[max(0, text.rfind("Fatal Python error")) :]
-    last = "\n\n".join(part for part in last.split("\n\n") if f'{OWN_THREAD}", line ' not in part)
-    # Remove the list of extension modules. It contains hundreds of names and does not help to explain the
-    # crash.
-    return last.partition("\nExtension modules:")[0].rstrip() or None
+def victims(failures: Mapping[int, ProcessFailure]) -> list[int]:
+    """Return the workers that exited because elasticrs stopped them."""
+    unprompted = (f.seen_ns for f in failures.values() if f.sent_signal is None and f.seen_ns is not None)
+    first, known = min(unprompted, default=0), _times(failures)
+
+    def failed_before(rank: int) -> bool:
+        failed = known[rank]
+        return failed is not None and failed != failures[rank].seen_ns and failed < first
+
+    return [rank for rank in failures if failures[rank].sent_signal is not None and not failed_before(rank)]
+
+
+def root_cause(failures: Mapping[int, ProcessFailure]) -> int:
+    """Return the rank of the root cause. Raise ``ValueError`` if there are no failures."""
+    for rank, failure in failures.items():
+        if failure.is_first:
+            return rank
+    spared = set(victims(failures))
+    order = in_order(failures)
+    if not order:
+        raise ValueError("no failures")
+    own = [rank for rank in order if rank not in spared]
+    first = own[0] if own else order[0]
+    if failures[first].is_lost_peer:
+        known = _times(failures)
+        latest = (known[first] or 0) + WAVE_NS
+        causes = (rank for rank in own if not failures[rank].is_lost_peer)
+        return next((rank for rank in causes if (known[rank] or 0) <= latest), first)
+    return first

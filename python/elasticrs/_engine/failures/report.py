@@ -9,8 +9,8 @@ import os
 import signal
 
 from elasticrs._engine import public
-from elasticrs._engine.failures.failure import NOT_AVAILABLE
-from elasticrs._engine.failures.root_cause import (
+from elasticrs._engine.failures.failure import (
+    NOT_AVAILABLE,
     failed_ns,
     failed_wall_ns,
     in_order,

@@ -7,6 +7,7 @@ import os
 from functools import partial
 
 from elasticrs._engine.job.ranks import NodeShare, assign
+from elasticrs._engine.supervise.observe import make_observers
 from elasticrs._engine.supervise.run.loop import Agent
 from elasticrs._engine.supervise.run.signals import ignored_signals
 from elasticrs._engine.supervise.run.workers import CommandWorkers, WorkerSetup
@@ -59,8 +60,6 @@ def run_job(
     for notice in job.notices:
         console.say(notice)
     if job.is_observed or server is not None:
-        from elasticrs._engine.supervise.observe.observer_factory import make_observers
-
         observers = (*make_observers(job, console.say, server, tells_end=owns_process), *observers)
     agent = Agent(
         *(job, workers, decisions or make_decisions(job, console)),

@@ -14,12 +14,12 @@ from elasticrs._engine.job import config as defaults
 from elasticrs._engine.job import phrases
 from elasticrs._engine.job.policy_options import MaxRestarts
 from elasticrs._engine.process.console import Console
+from elasticrs._engine.supervise.observe import make_observers_of_hooks
 from elasticrs._engine.supervise.observe.health_check_server import HealthCheckServer as OurServer
 from elasticrs._engine.supervise.observe.health_check_server import (
     _AliveCallbackProxy,  # noqa: F401 -- torch exports it here
     server_of_environment,
 )
-from elasticrs._engine.supervise.observe.observer_factory import make_observers_of_hooks
 from elasticrs._engine.supervise.run.signals import suspend
 from elasticrs._engine.supervise.run.sleepers import Sleepers
 from elasticrs._engine.workers.process import check_limits

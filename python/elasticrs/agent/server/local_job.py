@@ -252,7 +252,7 @@ class EventRunner(Record):
             group.state = WorkerState.STOPPED
             sigval = signal.Signals(result.signum)
             raise SignalException(f"stopped by {sigval.name}", sigval)
-        from elasticrs._engine.failures.root_cause import root_cause
+        from elasticrs._engine.failures.failure import root_cause
         from elasticrs._engine.job.policy_options import ExitCodes
         from elasticrs._engine.supervise.observe.job_report import all_failures, exit_code
 

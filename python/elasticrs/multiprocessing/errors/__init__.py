@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import wraps
 
-from elasticrs._engine.failures.errors import ChildFailedError
+from elasticrs._engine.failures import ChildFailedError
 from elasticrs._engine.failures.failure import NOT_AVAILABLE, ProcessFailure
 from elasticrs.multiprocessing.errors.error_handler import ErrorHandler
 from elasticrs.multiprocessing.errors.handlers import get_error_handler

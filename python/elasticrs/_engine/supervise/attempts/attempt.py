@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import time
 
-from elasticrs._engine.failures.files import error_file_of
+from elasticrs._engine.failures.files import error_file_of, flight_records
 from elasticrs._engine.job import phrases
 from elasticrs._engine.job.failure_cause import Verdict
 from elasticrs._engine.job.restart_policy import FailureHistory, recent
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from elasticrs._engine.hangs.values import Diagnosis
     from elasticrs._engine.job.failure_cause import Cause
     from elasticrs._engine.job.restart_policy import RestartSettings
-    from elasticrs._engine.workers.event_log import Overdue
     from elasticrs._engine.workers.node_page import Met
     from elasticrs._engine.workers.plan import Plan
 
@@ -136,42 +136,26 @@ class Attempt(EventLog):
         since = "the workers were told to stop" if is_elsewhere else "the failure was seen"
         return f"{span} after {since}{phrases.phases(self.phases)}{how}"
 
-    def why_expired(self, local_rank: int) -> str | None:
-        """Describe the time limit that this worker exceeded, so that the agent killed it; ``None`` if the
-        agent did not.
+    def aborted(self) -> int | None:
+        """Return the local rank of the first worker that died by SIGABRT without a signal from elasticrs.
+
+        It need not be the first worker that exited. The kernel closes a worker's connections before it
+        reports the exit, so workers that lose a connection may exit earlier.
         """
-        event = self.expired.get(local_rank)
-        if event is None:
-            return None
-        if event.timer is not None:
-            return phrases.timer_expired(event.timer)
-        if event.raised is not None:
-            was = "was still exiting" if event.raised.exit == "slow" else "its exit made no progress"
-            return f"it raised an exception, and {was} {event.raised.limit:g} s later (--exit-timeout)"
-        if event.hung is None and not event.is_blamed:
-            return None
-        try:
-            return self._why_blamed(event, local_rank)
-        # An error in the code that writes this text must not end the job without a report.
-        except Exception as error:
-            from elasticrs._engine.hangs.values import failed
+        own = [each for each in self.exits.values() if each.sent_signal is None]
+        return next((each.local_rank for each in own if each.exitcode == -signal.SIGABRT), None)
 
-            return f"{'failed' if event.hung is None else 'hung'}; {failed(error).summary}"
-
-    def _why_blamed(self, event: Overdue, local_rank: int) -> str:
-        from elasticrs._engine.supervise.attempts.hangs import hung, kept_waiting
-
-        if event.hung is None:
-            return kept_waiting(self.exits.get(local_rank), event.seen_ns, self.diagnosis)
-        is_found_here = self.first_failure is not None
-        return hung(
-            event.hung,
-            self.global_ranks(),
-            self.diagnosis,
-            was_found_here=is_found_here,
-            local_rank=local_rank,
-            exited=self.exits.get(local_rank),
+    def flight_records(self, local_rank: int, since: float = 0.0) -> list[str]:
+        """Return the files in which torch has recorded a worker's collectives; see
+        :func:`.files.flight_records`.
+        """
+        error_file = self.paths.error_files.get(local_rank)
+        return (
+            flight_records(error_file, self.plan.ranks[local_rank].global_rank, since) if error_file else []
         )
+
+    def has_flight_records(self) -> bool:
+        return any(map(self.flight_records, self.global_ranks()))
 
     def accuse(self, blame: Blame, at_ns: int, event: WorkerHung | None = None) -> None:
         places = {rank: local_rank for local_rank, rank in self.global_ranks().items()}

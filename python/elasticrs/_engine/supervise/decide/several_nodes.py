@@ -262,10 +262,8 @@ class SeveralNodes(Decisions):
         else:
             cause = None
         self._last_cause = cause
-        from elasticrs._engine.supervise.failures.first_failure import has_records
-
         evidence = None
-        if self._gathers_evidence or attempt.files.run(partial(has_records, attempt), False):
+        if self._gathers_evidence or attempt.files.run(attempt.has_flight_records, False):
             evidence = self._evidence(attempt)
         told = None if cause is None else cause.encoded()
         return self._over(messages.GroupEnded(told, event.why_stuck, evidence, event.found_unfit))

@@ -7,10 +7,16 @@ from __future__ import annotations
 import os
 import time
 
-from elasticrs._engine.failures.failure import NOT_AVAILABLE, ProcessFailure, failure_of
+from elasticrs._engine.failures.failure import (
+    NOT_AVAILABLE,
+    ProcessFailure,
+    failed_ns,
+    failure_of,
+    root_cause,
+    victims,
+)
 from elasticrs._engine.failures.files import hang_file
 from elasticrs._engine.failures.report import how_it_failed, traceback_text
-from elasticrs._engine.failures.root_cause import failed_ns, root_cause, victims
 from elasticrs._engine.job import phrases
 from elasticrs._engine.job.failure_cause import Cause, Permanence
 from elasticrs._engine.job.restart_policy import STEADY, Evidence
@@ -19,7 +25,12 @@ from elasticrs._engine.job.value import Value
 from elasticrs._engine.process.background_call import FILE_LIMIT
 from elasticrs._engine.process.clock import Clock
 from elasticrs._engine.supervise.attempts.evidence import oom_note, probably_oom
-from elasticrs._engine.supervise.failures.first_failure import how_by_evidence, seen_failure, why_it_failed
+from elasticrs._engine.supervise.failures.first_failure import (
+    how_by_evidence,
+    seen_failure,
+    why_expired,
+    why_it_failed,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -125,7 +136,7 @@ def _failure(attempt: Attempt, worker: _core.WorkerExited, unread: str = "") -> 
     if timer is not None and failure.error_file != NOT_AVAILABLE:
         # Add the time limit that the worker exceeded, because the error file mentions only the signal that it
         # received for that.
-        failure.note = attempt.why_expired(rank)
+        failure.note = why_expired(attempt, rank)
     if failure.how is None and probably_oom(
         worker.exitcode, worker.sent_signal, attempt.oom_kills, attempt.oom_kills_after
     ):
@@ -139,12 +150,12 @@ def _add_hang(
 ) -> None:
     rank = worker.local_rank
     if is_read and rank in attempt.expired and (error_file := attempt.paths.error_files.get(rank)):
-        from elasticrs._engine.supervise.attempts import hangs
+        from elasticrs._engine.supervise.failures import hang_diagnosis
 
         path = hang_file(error_file)
         if os.path.isfile(path):
             others = 3 if attempt.expired[rank].raised is not None else 0
-            failure.stack = hangs.stack(path, others=others)
+            failure.stack = hang_diagnosis.stack(path, others=others)
             failure.log_paths["hang"] = path
     blame = attempt.blame
     if (
@@ -153,9 +164,9 @@ def _add_hang(
         and attempt.diagnosis is not None
         and rank in attempt.expired
     ):
-        from elasticrs._engine.supervise.attempts import hangs
+        from elasticrs._engine.supervise.failures import hang_diagnosis
 
-        failure.stack = hangs.stacks_of(attempt.diagnosis, blame.ranks) or failure.stack
+        failure.stack = hang_diagnosis.stacks_of(attempt.diagnosis, blame.ranks) or failure.stack
     if rank == attempt.first_failure and attempt.diagnosis is not None and not attempt.expired:
         failure.more_notes = [attempt.diagnosis.summary]
     if rank == attempt.first_failure or (attempt.first_failure is None and rank in attempt.expired):
@@ -170,10 +181,10 @@ def _add_hang(
 def last_heartbeats(attempt: Attempt, end_ns: int | None, where: str = "") -> list[str]:
     if not attempt.heartbeats:
         return []
-    from elasticrs._engine.supervise.attempts import hangs
+    from elasticrs._engine.supervise.failures import hang_diagnosis
 
     end_ns = attempt.stamps.get("failure_seen", end_ns or attempt.stamps.get("ended", 0))
-    notes = hangs.heartbeat_notes(attempt.heartbeats, end_ns, attempt.global_ranks())
+    notes = hang_diagnosis.heartbeat_notes(attempt.heartbeats, end_ns, attempt.global_ranks())
     return [f"{where}{note}" for note in notes]
 
 
@@ -197,7 +208,7 @@ class Place(Value):
 
 def first_word(attempt: Attempt, local_rank: int, place: Place) -> Cause:
     """Describe the first failure without reading any file, so that it can be reported immediately."""
-    seen, why = seen_failure(attempt, local_rank), attempt.why_expired(local_rank)
+    seen, why = seen_failure(attempt, local_rank), why_expired(attempt, local_rank)
     raised = attempt.raised.get(local_rank)
     message = why or (raised.text if raised is not None else "")
     return place.cause(
@@ -310,9 +321,9 @@ def _place(attempt: Attempt, failure: ProcessFailure) -> str | None:
     frame = _hang(attempt, failure.local_rank).get("frame")
     if frame is None:
         return failure.place
-    from elasticrs._engine.supervise.attempts import hangs
+    from elasticrs._engine.supervise.failures import hang_diagnosis
 
-    return hangs.place(frame)
+    return hang_diagnosis.place(frame)
 
 
 def _ran(attempt: Attempt, failure: ProcessFailure) -> float | None:
@@ -385,7 +396,7 @@ def _message(attempt: Attempt, first: ProcessFailure) -> str:
     text = traceback_text(first)
     if first.member is not None and not _is_same(text, first.member):
         text = first.member
-    why = attempt.why_expired(first.local_rank)
+    why = why_expired(attempt, first.local_rank)
     if why is None:
         # The worker has exceeded no time limit, so the only possible note is the one about the OOM killer.
         return f"{text}\n{first.note}" if first.note else text

@@ -5,16 +5,8 @@ No file is read, because a slow file system would delay the stop of the workers 
 
 from __future__ import annotations
 
-import os
 import signal
-import stat
 
-from elasticrs._engine.failures.files import (
-    flight_dumps,
-    flight_record_file,
-    flight_requests_file,
-    last_record_file,
-)
 from elasticrs._engine.job import phrases
 from elasticrs._engine.job.traceback_summary import summarize
 
@@ -74,7 +66,7 @@ def first_seen(attempt: Attempt) -> int:
     assert first is not None
     if not attempt.raised.keys() - {first} or first in attempt.expired:
         return first
-    from elasticrs._engine.failures.root_cause import root_cause
+    from elasticrs._engine.failures.failure import root_cause
 
     exited = attempt.exits.get(first)
     end_ns = exited.seen_ns if exited is not None else attempt.stamps["failure_seen"]
@@ -113,11 +105,36 @@ def seen_failure(attempt: Attempt, local_rank: int) -> ProcessFailure:
     return failure
 
 
+def why_expired(attempt: Attempt, local_rank: int) -> str | None:
+    """Describe the time limit that this worker exceeded, so that the agent killed it; ``None`` if the agent
+    did not.
+    """
+    event = attempt.expired.get(local_rank)
+    if event is None:
+        return None
+    if event.timer is not None:
+        return phrases.timer_expired(event.timer)
+    if event.raised is not None:
+        was = "was still exiting" if event.raised.exit == "slow" else "its exit made no progress"
+        return f"it raised an exception, and {was} {event.raised.limit:g} s later (--exit-timeout)"
+    if event.hung is None and not event.is_blamed:
+        return None
+    try:
+        from elasticrs._engine.supervise.failures.hang_diagnosis import why_blamed
+
+        return why_blamed(attempt, event, local_rank)
+    # An error in the code that writes this text must not end the job without a report.
+    except Exception as error:
+        from elasticrs._engine.hangs.values import failed
+
+        return f"{'failed' if event.hung is None else 'hung'}; {failed(error).summary}"
+
+
 def why_it_failed(attempt: Attempt, local_rank: int) -> str | None:
     """Return why a worker failed, if that is known, but neither its exit code nor an exception shows it."""
     worker = attempt.exits.get(local_rank)
     if local_rank in attempt.expired:
-        return attempt.why_expired(local_rank)
+        return why_expired(attempt, local_rank)
     if worker is not None and attempt.nursery_exitcode is not None:
         how = phrases.how_the_nursery_ended(attempt.nursery_exitcode, attempt.nursery_hung)
         return f"the nursery {how}, which killed the worker"
@@ -165,9 +182,9 @@ def how_it_was_seen(attempt: Attempt, local_rank: int) -> str:
         and attempt.blame is not None
         and not attempt.blame.is_decided
     ):
-        return f": {attempt.who(local_rank)} {attempt.why_expired(local_rank)}"
+        return f": {attempt.who(local_rank)} {why_expired(attempt, local_rank)}"
     if overdue is not None and overdue.is_blamed:
-        return f" {attempt.why_expired(local_rank)}"
+        return f" {why_expired(attempt, local_rank)}"
     # If the worker was killed while it exited after an exception, it died of the signal, not of the
     # exception.
     is_killed = worker is not None and worker.sent_signal is None and (worker.exitcode or 0) < 0
@@ -185,58 +202,6 @@ def how_it_was_seen(attempt: Attempt, local_rank: int) -> str:
     return " failed" if worker is None else f" {attempt.how_it_ended(worker)}"
 
 
-# --- flight records ---
-
-
-def request_records(attempt: Attempt) -> list[str]:
-    """Request a flight record (a file in which torch records collectives) from each worker that can write
-    one. Return the paths of these files. Never blocks.
-    """
-    paths = attempt.paths.error_files.values()
-    return [flight_record_file(path) for path in paths if path and _is_requested(path)]
-
-
-def _is_requested(error_file: str) -> bool:
-    record, requests = flight_record_file(error_file), flight_requests_file(error_file)
-    try:
-        if os.path.lexists(record):
-            os.unlink(record)  # Delete the record of an earlier hang, from which the worker has recovered.
-        descriptor = os.open(requests, os.O_WRONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-    except OSError:
-        return False  # The worker has no thread that answers requests.
-
-    # Opening the FIFO for writing requests a record. The worker reads until EOF, and then writes the record.
-    os.close(descriptor)
-    return True
-
-
-def record_files(attempt: Attempt, local_rank: int, since: float = 0.0) -> list[str]:
-    """Return the files in which torch has recorded a worker's collectives (flight records): first the
-    requested one, then the one that the worker wrote at its end, then the one of NCCL's watchdog.
-
-    Files that were last modified before ``since`` (seconds of the wall clock) are left out.
-    """
-    error_file = attempt.paths.error_files.get(local_rank)
-    if not error_file:
-        return []
-    rank = attempt.plan.ranks[local_rank].global_rank
-    dump = f"{flight_dumps(error_file)}{rank}"
-    paths = flight_record_file(error_file), last_record_file(error_file), dump
-    return [path for path in paths if _is_file(path, since)]
-
-
-def _is_file(path: str, since: float) -> bool:
-    try:
-        found = os.lstat(path)
-        return stat.S_ISREG(found.st_mode) and found.st_mtime >= since
-    except OSError:
-        return False  # The file does not exist or cannot be accessed.
-
-
-def has_records(attempt: Attempt) -> bool:
-    return any(record_files(attempt, local_rank) for local_rank in attempt.global_ranks())
-
-
 def is_collective_failure(attempt: Attempt) -> bool:
     """Return true if another rank may have caused the first failure, because it made a collective fail. That
     is so in these cases:
@@ -251,16 +216,4 @@ def is_collective_failure(attempt: Attempt) -> bool:
     if attempt.first_failure is None or attempt.first_failure in attempt.expired:
         return False
     raised = attempt.raised.get(first_seen(attempt))
-    return aborted(attempt) is not None if raised is None else raised.origin == "peer"
-
-
-def aborted(attempt: Attempt) -> int | None:
-    """Return the local rank of the first worker that died by SIGABRT without a signal from elasticrs.
-
-    It need not be the first worker that exited. The kernel closes a worker's connections before it reports
-    the exit, so workers that lose a connection may exit earlier.
-    """
-    for local_rank, exited in attempt.exits.items():
-        if exited.exitcode == -signal.SIGABRT and exited.sent_signal is None:
-            return local_rank
-    return None
+    return attempt.aborted() is not None if raised is None else raised.origin == "peer"

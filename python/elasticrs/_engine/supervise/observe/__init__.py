@@ -1,1 +1,102 @@
-"""Records what happens: messages for the user, events, metrics, health, and the report of the job."""
+"""Records what happens: messages for the user, events, metrics, health, and the report of the job.
+
+This module creates the observers that a job asks for.
+"""
+
+from __future__ import annotations
+
+from elasticrs._engine import public
+from elasticrs._engine.job.config import UsageError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from elasticrs._engine.job.config import JobSpec
+    from elasticrs._engine.supervise.observe.health_check_server import HealthCheckServer
+    from elasticrs._engine.supervise.observe.observer import Observer
+
+
+def make_observers(
+    job: JobSpec,
+    say: Callable[[str], None],
+    server: HealthCheckServer | None = None,
+    *,
+    tells_end: bool = True,
+) -> Sequence[Observer]:
+    """Return the observers of a job that the command line or the launcher's API has started.
+
+    If ``server`` is ``None``, one is created if the job requests it. Without ``tells_end``, the caller
+    records the end of the agent. Raise ``UsageError`` if the handler for events cannot be opened.
+    """
+    observers: list[Observer] = []
+    if job.event_log_handler != "null":
+        check_destination(job.event_log_handler)
+        from elasticrs._engine.supervise.observe.recorder import EventRecorder
+
+        observers.append(EventRecorder(job, tells_end=tells_end))
+    if server is None and job.health_check_port is not None:
+        server = open_server(job, say)
+    if job.has_metrics or server is not None:
+        from elasticrs._engine.supervise.observe.recorder import MetricRecorder
+
+        observers.append(MetricRecorder(job))
+    # The health observer closes the server, so the metrics observer must record the final metrics before.
+    return [*observers, *_health(job, server, say, is_asked=True)]
+
+
+def make_observers_of_hooks(
+    job: JobSpec, say: Callable[[str], None], server: HealthCheckServer | None
+) -> Sequence[Observer]:
+    """Return the observers of an agent whose hooks already record torch's events and metrics.
+
+    A thread of ``server`` answers the health requests, because hooks may block for a long time.
+    """
+    observers: list[Observer] = []
+    if job.event_log_handler != "null":
+        from elasticrs._engine.supervise.observe.recorder import WatchdogRecorder
+
+        observers.append(WatchdogRecorder(job))
+    return [*observers, *_health(job, server, say, is_asked=False)]
+
+
+def _health(
+    job: JobSpec, server: HealthCheckServer | None, say: Callable[[str], None], *, is_asked: bool
+) -> Sequence[Observer]:
+    if server is None:
+        return ()
+    from elasticrs._engine.supervise.observe.job_health import HealthObserver
+
+    return (HealthObserver(job, server, say, is_asked=is_asked),)
+
+
+def open_server(job: JobSpec, say: Callable[[str], None]) -> HealthCheckServer | None:
+    """Open the configured health check server's port. If that fails, print why and return ``None``."""
+    import time
+
+    from elasticrs._engine.supervise.observe.health_check_server import HealthCheckServer
+
+    port, host = job.health_check_port or 0, job.health_check_host
+    server = HealthCheckServer(time.time, port, job.health_check_timeout, host)
+    try:
+        server.open()
+    except OSError as error:
+        # Continue, because the job matters more than its health checks.
+        say(f"no health check server: {error.strerror or error}; the job continues without it")
+        return None
+    say(f"health check server on http://{server.address}")
+    return server
+
+
+def check_destination(name: str) -> None:
+    """Raise ``UsageError`` if the handler for events does not exist or cannot be opened."""
+    try:
+        public("events.get_logging_handler")(name)
+    except KeyError as error:
+        raise UsageError(f"--event-log-handler: {error}") from None
+    except OSError as error:
+        raise UsageError(
+            f"--event-log-handler: got {name!r}, which cannot be opened: {error.strerror}"
+        ) from None
+    except Exception as error:
+        raise UsageError(f"--event-log-handler: {name!r} failed: {error!r}") from error

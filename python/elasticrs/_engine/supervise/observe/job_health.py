@@ -354,7 +354,7 @@ def no_progress(
     seconds = (now_ns - max(beat.at_ns for beat in beats)) / 1e9
     if seconds < PROGRESS_LIMIT:
         return None
-    from elasticrs._engine.supervise.attempts.hangs import step_text
+    from elasticrs._engine.supervise.failures.hang_diagnosis import step_text
 
     places: dict[tuple[float, str], list[int]] = {}
     for beat in beats:

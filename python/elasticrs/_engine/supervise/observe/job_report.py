@@ -9,10 +9,16 @@ import os
 from functools import partial
 
 from elasticrs._engine import public
-from elasticrs._engine.failures.errors import ChildFailedError
-from elasticrs._engine.failures.failure import TORCH_HINT, remote_failure
+from elasticrs._engine.failures import ChildFailedError
+from elasticrs._engine.failures.failure import (
+    TORCH_HINT,
+    failed_ns,
+    failed_wall_ns,
+    remote_failure,
+    root_cause,
+    victims,
+)
 from elasticrs._engine.failures.report import format_report, how_it_failed
-from elasticrs._engine.failures.root_cause import failed_ns, failed_wall_ns, root_cause, victims
 from elasticrs._engine.job import phrases
 from elasticrs._engine.job.failure_cause import Verdict
 from elasticrs._engine.process.background_call import FileAccess

@@ -14,7 +14,7 @@ import time
 from typing import TYPE_CHECKING
 
 from elasticrs import _core
-from elasticrs._engine.failures.errors import JobFailedError
+from elasticrs._engine.failures import JobFailedError
 from elasticrs._engine.workers.event_log import Adopted, EventLog
 from elasticrs._engine.workers.functions.interrupts import waiting
 from elasticrs._engine.workers.process import adopt, end_at_once
