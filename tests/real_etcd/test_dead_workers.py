@@ -12,13 +12,12 @@ pytestmark = pytest.mark.beyond_torchrun
 WORKER = """
     # Meets the other worker once. A replacement does not take part, so only agents can report the death.
     import os, signal
-    from elasticrs.train.agent import agent_place
     from elasticrs.train.membership import Membership
+    from elasticrs.train.rendezvous import rendezvous_of_agent
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        place = agent_place()
         def changed(stop):
             os.write(1, f"CHANGED planned={stop.planned}\\n".encode())
-        member = Membership(place.rendezvous, place.backend, on_change=changed)
+        member = Membership(rendezvous_of_agent(), changed)
         current = member.meet()
         os.write(1, f"MET rank={current.rank} pid={os.getpid()}\\n".encode())
         with member.alone():

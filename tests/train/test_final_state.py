@@ -19,7 +19,7 @@ CONTENT = b"the final state"
 
 
 def seat(url, content=CONTENT):
-    return {"place": "", "url": url, "sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
+    return {"slot": "", "url": url, "sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from elasticrs.train.groups import Connections, connect
-from elasticrs.train.membership import STUCK_TIMEOUT
+from elasticrs.train.rendezvous import STUCK_TIMEOUT
 
 
 def gloo_socket():

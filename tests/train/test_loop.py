@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from elasticrs.train.state_machine import OF_OTHERS, Action, Event, Loop, step
+from elasticrs.train.state_machine import OF_OTHERS, Action, Event, Loop, transition
 
 ENDS = {Action.RETURN, Action.GIVE_UP, Action.RAISE}
 AFTER = {
@@ -28,7 +28,7 @@ def test_the_loop_rules_hold_for_every_sequence_of_events(data, max_failures):
     is_synced = knows_the_end = False
     for _ in range(60):
         before = loop
-        loop, actions = step(loop, event)
+        loop, actions = transition(loop, event)
         assert before == before.replaced()
         failures += event is Event.FAILED
         broken_off += event is Event.BROKEN_OFF
@@ -60,7 +60,7 @@ def test_a_completed_step_resets_the_failure_count():
     loop = Loop(3)
     for _ in range(10):
         for event in (Event.FAILED, Event.BROKEN_OFF, Event.FAILED, Event.MET, Event.SYNCED, Event.STEPPED):
-            loop, actions = step(loop, event)
+            loop, actions = transition(loop, event)
     assert actions == (Action.STEP,)
     assert loop == Loop(3)
 
@@ -77,9 +77,9 @@ def test_a_completed_step_resets_the_failure_count():
 def test_the_loop_gives_up_after_the_maximum_number_of_failures(failures, event, times):
     loop = Loop(failures)
     for _ in range(times - 1):
-        loop, actions = step(loop, event)
+        loop, actions = transition(loop, event)
         assert actions == (Action.ROLL_BACK, Action.MEET)
-    assert step(loop, event)[1] == (Action.ROLL_BACK, Action.GIVE_UP)
+    assert transition(loop, event)[1] == (Action.ROLL_BACK, Action.GIVE_UP)
 
 
 class Worker:
@@ -92,7 +92,7 @@ class Worker:
         self.tell(Event.BEGIN)
 
     def tell(self, event):
-        self.loop, (*before, self.doing) = step(self.loop, event)
+        self.loop, (*before, self.doing) = transition(self.loop, event)
         if Action.ROLL_BACK in before:
             self.state = self.snapshot
         # Take a snapshot. In real training, each step takes its own.

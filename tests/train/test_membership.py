@@ -17,13 +17,9 @@ from elasticrs._engine.nodes.describe import describe
 from elasticrs._engine.nodes.transport.coordination import Server
 from elasticrs._engine.workers.node_page import VARIABLE, AgentPage, page_of
 from elasticrs.rendezvous.elastic_handler import ElasticRendezvousHandler
-from elasticrs.train import SimpleWorkerStats, agent
-from elasticrs.train.agent import AgentCoordinator
-from elasticrs.train.custom_loop import on_change
-from elasticrs.train.meeting_url import parse
+from elasticrs.train import AgentCoordinator, CoordinatorP2P, SimpleWorkerStats, on_change, rendezvous
 from elasticrs.train.membership import Membership
-from elasticrs.train.p2p import CoordinatorP2P
-from elasticrs.train.rendezvous import RendezvousParameters
+from elasticrs.train.rendezvous import RendezvousParameters, parse
 
 URL = "elasticrs://localhost:1/job?min_workers=2&max_workers=4"
 
@@ -91,8 +87,7 @@ def test_steps_and_their_rate_are_reported_to_the_agent():
 
 
 def test_a_forked_child_cannot_join_a_rendezvous():
-    place = parse(URL, {})
-    member = Membership(place.rendezvous, place.backend)
+    member = Membership(parse(URL, {}))
     pid = os.fork()
     if not pid:
         try:
@@ -108,11 +103,10 @@ IN_A_ROUND = """
 import logging, os, resource, socket, sys, threading
 from elasticrs._engine.nodes.protocol.messages import Stop
 from elasticrs.train.groups import Connections
-from elasticrs.train.meeting_url import parse
 from elasticrs.train.membership import Membership, Round
+from elasticrs.train.rendezvous import parse
 
-place = parse("elasticrs://localhost:1/job?min_workers=2&max_workers=4", {})
-member = Membership(place.rendezvous, place.backend)
+member = Membership(parse("elasticrs://localhost:1/job?min_workers=2&max_workers=4", {}))
 listener, connections = socket.create_server(("127.0.0.1", 0)), Connections()
 member._round = Round(1, 0, 2, "127.0.0.1", 1, None, connections)
 member._thread = threading.Thread(target=member._watch)
@@ -142,7 +136,7 @@ try:
         taken.append(os.dup(0))
 except OSError:
     pass
-member._told(Stop(1, "a member is lost", fenced=True))
+member._record_stop(Stop(1, "a member is lost", fenced=True))
 assert waiting.seen.wait(60)
 for fd in taken:
     os.close(fd)
@@ -165,7 +159,7 @@ logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s")
 with connections.recorded():
     one = socket.create_connection(listener.getsockname())
     other, _ = listener.accept()
-    member._told(Stop(1, "a member is lost", fenced=True))
+    member._record_stop(Stop(1, "a member is lost", fenced=True))
     is_ended = one.recv(1) == b""
 member._round = None
 member._end_thread()
@@ -183,35 +177,35 @@ def test_a_hanging_group_creation_over_unknown_connections_is_aborted():
 
 
 def test_an_elasticrs_url_is_parsed():
-    place = parse(
+    parsed = parse(
         "elasticrs://node7:29500/a%2Fb?min_workers=2&max_workers=4&last_call_timeout=3&stuck_timeout=20", {}
     )
-    rendezvous = place.rendezvous
-    assert (rendezvous.host, rendezvous.port, rendezvous.run_id) == ("node7", 29500, "a/b")
-    assert (rendezvous.min_nodes, rendezvous.max_nodes) == (2, 4)
-    assert rendezvous.settings.last_call_timeout == 3
-    assert place.stuck_timeout == 20
-    assert rendezvous.settings.settle > 20, "a worker that hangs has ended itself before the others go on"
-    assert rendezvous.settings.max_short_losses == 2**31 - 1, "lost rounds in a row do not end the job"
+    found = parsed.rendezvous
+    assert (found.host, found.port, found.run_id) == ("node7", 29500, "a/b")
+    assert (found.min_nodes, found.max_nodes) == (2, 4)
+    assert found.settings.last_call_timeout == 3
+    assert parsed.stuck_timeout == 20
+    assert found.settings.settle > 20, "a worker that hangs has ended itself before the others go on"
+    assert found.settings.max_short_losses == 2**31 - 1, "lost rounds in a row do not end the job"
 
 
 def test_an_etcd_url_in_torchelastic_0_1_format_is_parsed():
     url = "etcd://etcd7:2379/job7?min_workers=2&timeout=60&last_call_timeout=5&etcd_prefix=/x&protocol=http"
-    rendezvous = parse(url, {}).rendezvous
-    assert rendezvous.etcd is not None
-    assert rendezvous.etcd.endpoints == (("etcd7", 2379),)
-    assert (rendezvous.min_nodes, rendezvous.max_nodes) == (2, 2), "max_workers is min_workers by default"
-    assert rendezvous.settings.join_timeout == 60
+    found = parse(url, {}).rendezvous
+    assert found.etcd is not None
+    assert found.etcd.endpoints == (("etcd7", 2379),)
+    assert (found.min_nodes, found.max_nodes) == (2, 2), "max_workers is min_workers by default"
+    assert found.settings.join_timeout == 60
 
 
 def test_the_token_comes_from_the_environment():
-    place = parse("elasticrs://localhost:1/j?min_workers=1", {"ELASTICRS_TOKEN": "secret"})
-    assert place.rendezvous.settings.token == b"secret"
+    found = parse("elasticrs://localhost:1/j?min_workers=1", {"ELASTICRS_TOKEN": "secret"})
+    assert found.rendezvous.settings.token == b"secret"
 
 
 def test_a_worker_of_an_agent_never_hosts_the_store():
-    place = parse("elasticrs://localhost:1/j?min_workers=1&is_host=1", {}, may_host=False)
-    assert place.rendezvous.settings.is_host is False
+    found = parse("elasticrs://localhost:1/j?min_workers=1&is_host=1", {}, may_host=False)
+    assert found.rendezvous.settings.is_host is False
 
 
 def test_the_smaller_maximum_number_of_workers_applies():
@@ -280,11 +274,8 @@ def test_a_replacement_gets_the_rank_of_its_predecessor_at_once(handler):
 
 PROGRAM = """
 from elasticrs._engine.nodes.transport.coordination import Server
-from elasticrs.train import NonRetryableException, groups
-from elasticrs.train.p2p import CoordinatorP2P
+from elasticrs.train import CoordinatorP2P, NonRetryableException
 
-# PyTorch is not needed before there is a round.
-groups.destroy = lambda: None
 server = Server([("127.0.0.1", 0)], run_id="job")
 conf = "is_host=0&join_timeout=0.3&close_timeout=1"
 url = f"elasticrs://127.0.0.1:{server.port}/job?min_workers=2&max_workers=2&{conf}"
@@ -316,17 +307,16 @@ def test_no_other_process_gets_the_port_before_it_is_used(monkeypatch):
     torch.distributed.rendezvous = lambda _url: iter([(store, 0, 2)])
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setitem(sys.modules, "torch.distributed", torch.distributed)
-    monkeypatch.setattr(agent, "_stores", [])
-    for name in agent._OF_EVERY_WORKER:
+    monkeypatch.setattr(rendezvous, "_held", [])
+    for name in rendezvous._OF_EVERY_WORKER:
         monkeypatch.setenv(name, "127.0.0.1" if name == "MASTER_ADDR" else "0")
-    place = agent._place_of_restarted_workers.__wrapped__()
-    port = place.rendezvous.port
-    assert store[agent._PLACE_KEY].startswith(str(port).encode())
+    port = rendezvous._rendezvous_at_rank_0.__wrapped__().rendezvous.port
+    assert store[rendezvous._ADDRESS_KEY].startswith(str(port).encode())
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(("127.0.0.1", port))
     for host in ("127.0.0.1", "0.0.0.0", "::"):
         server = _core.CoordinationServer([(host, port)], run_id="job")
         assert server.port == port
         server.close()
-    for held in agent._stores[:-1]:
+    for held in rendezvous._held[:-1]:
         held.close()

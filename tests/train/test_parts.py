@@ -22,11 +22,18 @@ from elasticrs.train import (
     events,
     fault_injection,
 )
-from elasticrs.train.checkpoint.manager import CheckpointError
+from elasticrs.train.checkpoint import CheckpointError
 from elasticrs.train.coordinator import CannotContinueError
 from elasticrs.train.data import Shares
 from elasticrs.train.rendezvous import RendezvousParameters, get_rendezvous
-from elasticrs.train.state_machine import AHEAD, AT_ONCE, LeaveStep, agreed, heard, said
+from elasticrs.train.state_machine import (
+    AHEAD,
+    AT_ONCE,
+    LeaveStep,
+    decode_leave_step,
+    encode_leave_step,
+    largest_cap,
+)
 
 
 @given(
@@ -360,13 +367,13 @@ class Worker:
         """Return false while this worker waits, either at its cap, or in a collective for another worker
         that is a step behind.
         """
-        if self.left is not None or self.step.verdict() == "wait":
+        if self.left is not None or self.step.decision() == "wait":
             return False
         return not is_coupled or all(other.step.done >= self.step.done for other in others)
 
     def passes(self) -> None:
         self.step.done += 1
-        if self.step.verdict() == "leave":
+        if self.step.decision() == "leave":
             self.left = self.step.done
 
 
@@ -398,19 +405,19 @@ def test_all_workers_leave_a_round_at_the_same_step(seed, size, is_coupled, told
         elif what == "publish":
             published[id(worker)] = worker.cap
         elif what == "agree":
-            leave.append(agreed(list(published.values())))
+            leave.append(largest_cap(list(published.values())))
         else:
             # No worker has passed the leave step, so all of them can still leave there.
             assert worker.step.done <= leave[0]
             worker.step.at = leave[0]
-            if worker.step.verdict() == "leave":
+            if worker.step.decision() == "leave":
                 worker.left = worker.step.done
     assert [worker.left for worker in workers] == [leave[0]] * size
 
 
 @given(at=st.integers(1, 2**60), saves=st.booleans())
 def test_an_encoded_leave_step_decodes_to_the_same_value(at, saves):
-    assert heard(said(at, saves=saves)) == (at, saves)
+    assert decode_leave_step(encode_leave_step(at, saves=saves)) == (at, saves)
 
 
 def test_set_cap_keeps_the_first_cap():
@@ -422,6 +429,6 @@ def test_set_cap_keeps_the_first_cap():
 
 def test_a_broken_round_is_left_at_the_next_step_boundary():
     step = LeaveStep(done=3)
-    assert step.verdict() == "go"
+    assert step.decision() == "go"
     step.at = AT_ONCE
-    assert step.verdict() == "leave"
+    assert step.decision() == "leave"

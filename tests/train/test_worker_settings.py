@@ -9,7 +9,7 @@ from elasticrs._engine.nodes.describe import describe
 from elasticrs._engine.nodes.protocol.records import Keys, workers_keys, workers_of
 from elasticrs._engine.nodes.transport import etcd_site, settings
 from elasticrs._engine.supervise.decide.member_workers import among_workers, for_workers, variables_of_members
-from elasticrs.train.meeting_url import parse
+from elasticrs.train.rendezvous import parse
 
 OF_THE_STORE = {"connect_timeout", "store_lost_timeout", "store_grace", "lease_ttl", "read_timeout"}
 OF_THE_STORE |= {"keep_alive_interval", "keep_alive_max_attempt", "etcd_prefix", "protocol"}
@@ -25,7 +25,7 @@ JOB = SimpleNamespace(nproc=4)
 POINT = SimpleNamespace(job="a/job", address=("10.0.0.1", 29400))
 
 
-def place_of(backend="c10d", token="secret", **conf):
+def workers_rendezvous(backend="c10d", token="secret", **conf):
     """Return the workers' rendezvous, as parsed from the variables of agents with these settings."""
     environ = {} if token is None else {"ELASTICRS_TOKEN": token}
     nodes, _ = describe(backend, "10.0.0.1:29400", "a/job", (2, 3), conf, environ)
@@ -50,7 +50,7 @@ def test_each_setting_is_either_for_workers_or_for_nodes():
 def test_agents_remove_the_registration_of_a_worker(backend, token, conf):
     environ = {} if token is None else {"ELASTICRS_TOKEN": token}
     nodes, _ = describe(backend, "10.0.0.1:29400", "a/job", (2, 3), conf, environ)
-    worker = place_of(backend, token, **conf)
+    worker = workers_rendezvous(backend, token, **conf)
     prefixes = [found.etcd.prefix if found.etcd else "" for found in (nodes, worker)]
     name = f"{workers_of('agent')}1234.5678/1"
     for key in (Keys(worker.job).node(name), Keys(worker.job).slot(name)):
@@ -64,7 +64,9 @@ def test_agents_remove_the_registration_of_a_worker(backend, token, conf):
 
 
 def test_limits_for_nodes_do_not_apply_to_workers():
-    found = place_of(max_node_losses=1, scale_up=0, scale_up_delay=60, drain="job", connect_timeout=3)
+    found = workers_rendezvous(
+        max_node_losses=1, scale_up=0, scale_up_delay=60, drain="job", connect_timeout=3
+    )
     assert (found.min_nodes, found.max_nodes, found.job) == (8, 12, "a/job#workers.17")
     own = found.settings
     assert (own.max_node_losses, own.scale_up, own.scale_up_delay, own.drain) == (None, True, 1.0, "node")
@@ -72,18 +74,18 @@ def test_limits_for_nodes_do_not_apply_to_workers():
 
 
 def test_workers_get_a_token_for_only_their_own_keys():
-    found = place_of()
+    found = workers_rendezvous()
     assert found.scope == "/elasticrs/a%2Fjob#workers"
     assert len(found.settings.token) == 64
-    assert place_of(token="other").settings.token != found.settings.token
-    without = place_of(token=None)
+    assert workers_rendezvous(token="other").settings.token != found.settings.token
+    without = workers_rendezvous(token=None)
     assert (without.scope, without.settings.token) == (None, None)
 
 
 def test_workers_use_the_agents_user_in_an_external_etcd(tmp_path):
     (tmp_path / "password").write_text("secret")
     (tmp_path / "password").chmod(0o600)
-    found = place_of("etcd", user="job", password_file=str(tmp_path / "password"))
+    found = workers_rendezvous("etcd", user="job", password_file=str(tmp_path / "password"))
     assert (found.etcd.user, found.etcd.password) == ("job", "secret")
 
 

@@ -14,8 +14,7 @@ from urllib.parse import urlencode
 import acceptance
 import torch
 
-from elasticrs.train.agent import URL_VARIABLE
-from elasticrs.train.meeting_url import MEMBER_VARIABLE
+from elasticrs.train.rendezvous import MEMBER_VARIABLE, URL_VARIABLE
 
 
 def main():

@@ -18,8 +18,7 @@ import acceptance
 import torch
 import torch.distributed as dist
 
-from elasticrs.train import NonRetryableException, SimpleWorkerStats, StopException, p2p
-from elasticrs.train.custom_loop import on_change
+from elasticrs.train import NonRetryableException, SimpleWorkerStats, StopException, on_change, p2p
 
 torch.set_num_threads(1)
 

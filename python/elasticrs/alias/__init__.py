@@ -23,16 +23,19 @@ _ELASTIC = f"{_TORCH}.elastic"
 _OF_2019 = "torchelastic"
 # Modules of torchelastic that have a different name in elasticrs.
 _MOVED = {
-    f"{_OF_2019}.checkpoint.file_system_checkpoint": "elasticrs.train.checkpoint.files",
+    f"{_OF_2019}.checkpoint.api": "elasticrs.train.checkpoint",
+    f"{_OF_2019}.checkpoint.file_system_checkpoint": "elasticrs.train.checkpoint",
     f"{_OF_2019}.distributed.collectives": "elasticrs.train.distributed",
     f"{_OF_2019}.distributed.utils": "elasticrs.train.distributed",
     f"{_OF_2019}.event_logger.api": "elasticrs.train.event_logger",
     f"{_OF_2019}.metrics.api": "elasticrs.metrics.api",
     f"{_OF_2019}.p2p.coordinator_p2p": "elasticrs.train.p2p",
     f"{_OF_2019}.rendezvous.api": "elasticrs.train.rendezvous",
+    f"{_OF_2019}.rendezvous.etcd_rendezvous": "elasticrs.rendezvous.etcd_rendezvous",
     f"{_OF_2019}.rendezvous.parameters": "elasticrs.train.rendezvous",
     f"{_OF_2019}.train_loop": "elasticrs.train.running",
     f"{_OF_2019}.version": "elasticrs",
+    f"{_OF_2019}.worker_stats": "elasticrs.train.state",
 }
 _OURS = {
     # The first match wins, so the most specific names come first.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from elasticrs import lazy
 from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
 from elasticrs._engine.nodes.transport.etcd_site import EtcdSite
 from elasticrs._engine.nodes.transport.settings import Settings
@@ -13,6 +14,11 @@ if TYPE_CHECKING:
     from elasticrs.rendezvous.api import RendezvousHandler, RendezvousParameters
 
 __all__ = ["EtcdRendezvous", "EtcdRendezvousHandler", "create_rdzv_handler"]
+
+
+def __getattr__(name: str) -> object:
+    # Import lazily, because torch's module imports torch.
+    return lazy(__name__, name, {"torch.distributed.elastic.rendezvous.etcd_store": ("EtcdStore",)})
 
 
 class EtcdRendezvous:

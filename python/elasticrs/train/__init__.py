@@ -5,14 +5,11 @@ from __future__ import annotations
 from elasticrs import __version__, lazy
 from elasticrs.train.coordinator import Coordinator, NonRetryableException, RetryableException, StopException
 from elasticrs.train.running import run_train, train
-from elasticrs.train.state import State
-from elasticrs.train.worker_stats import SimpleWorkerStats, WorkerStats
+from elasticrs.train.state import SimpleWorkerStats, State, WorkerStats
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from elasticrs.train.agent import AgentCoordinator
-    from elasticrs.train.custom_loop import Participant, on_change
-    from elasticrs.train.p2p import CoordinatorP2P
+    from elasticrs.train.p2p import AgentCoordinator, CoordinatorP2P, Participant, on_change
 
 __all__ = [
     "AgentCoordinator",
@@ -31,14 +28,10 @@ __all__ = [
     "train",
 ]
 
-_HOMES = {
-    "elasticrs.train.agent": ("AgentCoordinator",),
-    "elasticrs.train.custom_loop": ("Participant", "on_change"),
-    "elasticrs.train.p2p": ("CoordinatorP2P",),
-}
+_HOMES = {"elasticrs.train.p2p": ("AgentCoordinator", "CoordinatorP2P", "Participant", "on_change")}
 _SUBMODULES = (
-    *("agent", "checkpoint", "custom_loop", "data", "distributed", "event_logger", "events"),
-    *("fault_injection", "metrics", "p2p", "rendezvous"),
+    *("checkpoint", "data", "distributed", "event_logger", "events", "fault_injection", "metrics", "p2p"),
+    "rendezvous",
 )
 
 

@@ -12,8 +12,7 @@ from elasticrs.errors import NonRetryable
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from elasticrs.train.state import State
-    from elasticrs.train.worker_stats import WorkerStats
+    from elasticrs.train.state import State, WorkerStats
 
 __all__ = ["Coordinator", "FinalState", "NonRetryableException", "RetryableException", "StopException"]
 

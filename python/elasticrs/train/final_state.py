@@ -1,13 +1,13 @@
 """Final state of a job, for workers that start after training has finished.
 
 Each worker serves a copy of the state over HTTP. For each rank, the store holds the URL and the digest of
-the copy, and the worker's *place*: the name that an agent gives to a worker and its replacements. By the
-place, a replacement finds the rank of its predecessor.
+the copy, and the worker's *slot*: the name that an agent gives to a worker and its replacements. By the
+slot, a replacement finds the rank of its predecessor.
 
 - **FINAL-1** all copies are published before the job is closed, so late workers find them.
 - **FINAL-2** a downloaded copy is used only if its digest equals the digest in the store.
 - **FINAL-3** the download succeeds if at least one worker that has a copy can send it.
-- **FINAL-4** no two living processes have the same rank, because a process in a new place gets a new rank.
+- **FINAL-4** no two living processes have the same rank, because a process in a new slot gets a new rank.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ The time limit of a transfer is its size divided by this rate, plus :data:`TRANS
 _END, _SEAT, _LATE = "end", "seat/", "late"
 
 
-class Late(Value):
+class LateWorker(Value):
     """Rank and final state for a process that starts after the training.
 
     If its rank is new, ``world_size`` includes it.
@@ -73,7 +73,7 @@ class Late(Value):
     final: FinalState
 
 
-def place_of(environ: Mapping[str, str]) -> str | None:
+def slot_of(environ: Mapping[str, str]) -> str | None:
     """Return the name that an agent's worker and its replacements share; ``None`` without an agent."""
     mark, local_rank = environ.get(VARIABLE, "").partition(":")[0], environ.get("LOCAL_RANK")
     return f"{mark} {local_rank}" if mark and local_rank else None
@@ -81,7 +81,7 @@ def place_of(environ: Mapping[str, str]) -> str | None:
 
 def publish(
     store: Store,
-    place: str | None,
+    slot: str | None,
     rank: int,
     world_size: int,
     content: memoryview | None,
@@ -93,11 +93,11 @@ def publish(
 
     The server listens on the network interface that leads to ``near``, the host and port of another worker.
     """
-    _take_seat(store, place, rank, content, near)
+    _take_seat(store, slot, rank, content, near)
     store.set(_END, json.dumps({"world_size": world_size, "in_checkpoint": in_checkpoint}))
 
 
-def join_late(store: Store, place: str | None, *, is_protected: bool) -> Late | None:
+def join_late(store: Store, slot: str | None, *, is_protected: bool) -> LateWorker | None:
     """Get a rank and the final state, if one was published, and serve it. Raise ``DistError`` or ``OSError``.
 
     ``is_protected``: the store accepts only clients that know the job's token.
@@ -111,27 +111,27 @@ def join_late(store: Store, place: str | None, *, is_protected: bool) -> Late | 
         for key, value in zip(keys, store.multi_get(keys), strict=True)
     }
     world_size = end["world_size"]
-    rank = next((rank for rank, seat in seats.items() if place and seat["place"] == place), None)
+    rank = next((rank for rank, seat in seats.items() if slot and seat["slot"] == slot), None)
     if rank is None:
         rank = world_size + store.add(_LATE, 1) - 1
     world_size = max(world_size, rank + 1)
     content, near = _fetch(list(seats.values()))
-    _take_seat(store, place, rank, None if content is None else memoryview(content), near)
+    _take_seat(store, slot, rank, None if content is None else memoryview(content), near)
     trouble = (
         "no live worker has it, and there is no final checkpoint; call set_checkpoint_manager so that the"
         " final state is saved"
     )
-    return Late(rank, world_size, FinalState(content, end["in_checkpoint"], trouble, is_protected))
+    return LateWorker(rank, world_size, FinalState(content, end["in_checkpoint"], trouble, is_protected))
 
 
 def _take_seat(
-    store: Store, place: str | None, rank: int, content: memoryview | None, near: tuple[str, int] | None
+    store: Store, slot: str | None, rank: int, content: memoryview | None, near: tuple[str, int] | None
 ) -> None:
     url = digest = ""
     size = 0
     if content is not None and near is not None:
         url, digest, size = _serve(content, near), hashlib.sha256(content).hexdigest(), len(content)
-    seat = {"place": place or "", "url": url, "sha256": digest, "size": size}
+    seat = {"slot": slot or "", "url": url, "sha256": digest, "size": size}
     store.set(f"{_SEAT}{rank}", json.dumps(seat))
 
 

@@ -324,8 +324,10 @@ def create(backend: str, store: Any, rank: int, world_size: int, timeout: dateti
 
 
 def destroy() -> None:
-    from torch import distributed
-
+    """Destroy all process groups of this process, if it has imported torch."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is None:
+        return
     if _helper:
         distributed.distributed_c10d._new_process_group_helper = _helper.pop()
     if distributed.is_initialized():
@@ -363,34 +365,25 @@ _COLLECTIVES = (
 )
 """Collectives that raise an error in a forked child of a worker, where they would block forever."""
 
-_forks: dict[str, Any] = {"count": 0, "parent": 0, "is_watched": False, "kept": []}
+_kept: list[Any] = []
+"""In a forked child, its copies of its parent's groups. A destructor would wait for threads of the parent."""
 
 
-def fork_depth() -> int:
-    """Return 0 in the process that first called :func:`watch_forks`, 1 in its forked children, and so on."""
-    found: int = _forks["count"]
-    return found
+def not_a_worker(worker: int) -> str:
+    """Return the error message for a forked child of ``worker``, a pid, that tries to act as a worker."""
+    return f"this process was forked from worker {worker} during the training, so it is not a worker"
 
 
-def not_a_worker() -> str:
-    """Return the error message for a forked child that tries to act as a worker."""
-    return (
-        f"this process was forked from worker {_forks['parent']} during the training, so it is not a worker"
-    )
+@functools.cache
+def refuse_in_forked_children() -> None:
+    """Make collectives raise ``RuntimeError`` in all children that this process forks from now on."""
+    os.register_at_fork(after_in_child=_refuse)
 
 
-def watch_forks() -> None:
-    _forks["parent"] = os.getpid()
-    if not _forks["is_watched"]:
-        _forks["is_watched"] = True
-        os.register_at_fork(after_in_child=_in_child)
-
-
-def _in_child() -> None:
-    _forks["count"] += 1
+def _refuse() -> None:
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     group = None if c10d is None else c10d.GroupMember.WORLD
-    if group is None:
+    if group is None or group in _kept:
         return
     refusing = _refusing(group)
     # Queries for the rank, size or backend must still work.
@@ -400,16 +393,17 @@ def _in_child() -> None:
     ):
         if group in table:
             table[refusing] = table[group]
-    # The old group's destructor would wait for threads that do not exist in this process.
-    _forks["kept"].append(group)
+    _kept.extend((group, refusing))
     c10d.GroupMember.WORLD = refusing
 
 
 def _refusing(group: ProcessGroup) -> ProcessGroup:
     from torch.distributed import ProcessGroup
 
+    worker = os.getppid()
+
     def refuse(*_: object, **__: object) -> NoReturn:
-        raise RuntimeError(not_a_worker())
+        raise RuntimeError(not_a_worker(worker))
 
     kind = type("_Refusing", (ProcessGroup,), dict.fromkeys(_COLLECTIVES, refuse))
     made: ProcessGroup = kind(group.rank(), group.size())

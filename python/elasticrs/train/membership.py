@@ -24,30 +24,33 @@ from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from elasticrs._engine.job.value import Record, fresh
+from elasticrs._engine.workers.node_page import page_of
 from elasticrs.rendezvous.api import RendezvousClosedError, RendezvousError
 from elasticrs.rendezvous.elastic_handler import ElasticRendezvousHandler
 from elasticrs.store import DistError
+from elasticrs.train import final_state, groups
 from elasticrs.train.groups import Connections
-from elasticrs.train.state_machine import AT_ONCE, LeaveStep, agreed, heard, said
+from elasticrs.train.state_machine import (
+    AT_ONCE,
+    LeaveStep,
+    decode_leave_step,
+    encode_leave_step,
+    largest_cap,
+)
 
 if TYPE_CHECKING:
+    import datetime
     from collections.abc import Callable, Iterator
+    from typing import Any
 
     from elasticrs._engine.nodes.protocol.messages import Stop
-    from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
-    from elasticrs._engine.workers.node_page import WorkerPage
     from elasticrs.store import Store
-    from elasticrs.train.final_state import Late
+    from elasticrs.train.final_state import LateWorker
+    from elasticrs.train.rendezvous import WorkerRendezvous
 
 __all__ = ["Membership", "Round"]
 
 _log = logging.getLogger("elasticrs.train")
-
-STUCK_TIMEOUT = 10.0
-"""Time limit for leaving a broken round, in seconds.
-
-Twice the longest time between two step boundaries so far is added.
-"""
 
 _FIRST_SPAN = 25.0
 """Initial longest time between two step boundaries, in seconds, because the first step may compile code."""
@@ -78,7 +81,7 @@ class Round(Record):
     master_addr: str
     master_port: int
     board: Store
-    connections: Connections = fresh(factory=Connections)
+    connections: Connections
     step: LeaveStep = fresh(factory=LeaveStep)
 
 
@@ -88,27 +91,22 @@ class Membership:
     The thread that requests the rounds must be the one that counts the steps.
 
     Args:
+        settings: settings of the rendezvous.
         on_change: called first by the watching thread when a round ends. Its errors are logged.
-        stuck_timeout: see :data:`STUCK_TIMEOUT`.
 
     Attributes:
-        abort: called once by the watching thread for each broken round, to abort NCCL communicators.
         page: memory page in which this worker shows its agent, if any, each round and the end of training.
     """
 
-    def __init__(
-        self,
-        rendezvous: Rendezvous,
-        backend: str,
-        *,
-        on_change: Callable[[Stop], None] | None = None,
-        stuck_timeout: float = STUCK_TIMEOUT,
-    ) -> None:
-        self._handler = ElasticRendezvousHandler(rendezvous, backend, on_stop=self._told)
-        self.abort: Callable[[], None] | None = None
-        self.page: WorkerPage | None = None
+    def __init__(self, settings: WorkerRendezvous, on_change: Callable[[Stop], None] | None = None) -> None:
+        self._handler = ElasticRendezvousHandler(
+            settings.rendezvous, settings.backend, on_stop=self._record_stop
+        )
+        # A program under an agent may use a URL of its own. The agent also has to see that membership.
+        self.page = page_of(os.environ)
         self._on_change = on_change
-        self._stuck_timeout = stuck_timeout
+        self._stuck_timeout = settings.stuck_timeout
+        self._uses_nccl = False
         self._is_alone = self._has_failed = False
         # Keep the lock itself. Every step acquires it, which takes twice as long through the condition.
         self._lock = threading.RLock()
@@ -120,8 +118,9 @@ class Membership:
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
         self._is_over = False
-        etcd = rendezvous.etcd
-        self._ports = {rendezvous.port, *(port for _, port in (etcd.endpoints if etcd is not None else ()))}
+        etcd = settings.rendezvous.etcd
+        endpoints = () if etcd is None else etcd.endpoints
+        self._ports = {settings.rendezvous.port, *(port for _, port in endpoints)}
         _members.append(self)
 
     # --- the main thread ---
@@ -139,7 +138,7 @@ class Membership:
         return stop is not None and stop.round >= current.number and not stop.planned
 
     def meet(self) -> Round:
-        """Leave the current round and wait for the next one. Destroy the process groups first.
+        """Destroy the process groups, leave the current round, and wait for the next one.
 
         Sets ``RANK``, ``WORLD_SIZE``, and the store's ``MASTER_ADDR`` and ``MASTER_PORT``.
 
@@ -148,7 +147,8 @@ class Membership:
             RuntimeError: this process was forked from a worker.
         """
         if self._pid != os.getpid():
-            raise RuntimeError("this process was forked from a worker, so it cannot join the training")
+            raise RuntimeError(groups.not_a_worker(self._pid))
+        groups.destroy()
         with self._changed:
             # From here on, the watching thread must ignore the previous round.
             self._round = None
@@ -184,6 +184,28 @@ class Membership:
             self._changed.notify_all()
         return current
 
+    def connect(self) -> Any:
+        """Return torch's client of the round's store. Raise ``RuntimeError`` if the round has ended."""
+        current = self._joined()
+        with current.connections.recorded():
+            return groups.connect(current.master_addr, current.master_port, lambda: self.is_broken)
+
+    def create_group(self, backend: str, store: Any, timeout: datetime.timedelta) -> None:
+        """Create the default process group, whose collectives can be aborted. ``timeout`` is for collectives.
+
+        Raise ``RuntimeError`` if the round has ended.
+        """
+        current = self._joined()
+        self._uses_nccl = "nccl" in backend
+        with current.connections.recorded():
+            groups.create(backend, store, current.rank, current.world_size, timeout)
+        groups.record_further_groups(current.connections)
+
+    def _joined(self) -> Round:
+        if self._round is None:
+            raise RuntimeError("there is no round: call meet() first")
+        return self._round
+
     def passed(self) -> bool:
         """Count a step. Return true if this worker must leave the round, after an agreement if necessary."""
         with self._lock:
@@ -195,10 +217,10 @@ class Membership:
             if now - self._since > self._longest or not self._has_passed:
                 self._longest, self._has_passed = now - self._since, True
             self._since = now
-            while (verdict := step.verdict()) == "wait":
+            while (decision := step.decision()) == "wait":
                 self._changed.wait()
                 self._since = time.monotonic()
-            return verdict == "leave"
+            return decision == "leave"
 
     def was_broken_off(self, *, is_meeting: bool) -> bool:
         """Return true if another worker's loss or failure ended the round and caused this worker's error.
@@ -271,16 +293,14 @@ class Membership:
 
     def keep_final_state(self, content: memoryview | None, *, in_checkpoint: bool) -> None:
         """Publish the final state for workers that start later. See :meth:`.Coordinator.keep_final_state`."""
-        from elasticrs.train import final_state
-
         current = self._round
         if current is None:
             return
         near = current.master_addr, current.master_port
-        place, seat = self._place(), (current.rank, current.world_size)
+        slot, ranks = self._slot(), (current.rank, current.world_size)
         try:
             with closing(self._handler.open_job_store()) as store:
-                final_state.publish(store, place, *seat, content, near, in_checkpoint=in_checkpoint)
+                final_state.publish(store, slot, *ranks, content, near, in_checkpoint=in_checkpoint)
         except (DistError, OSError, RendezvousError) as error:
             _log.warning(
                 "rank %d: the final state is not kept, so a worker that is replaced from now on may fail: %s",
@@ -288,26 +308,26 @@ class Membership:
                 error,
             )
 
-    def join_late(self) -> Late | None:
+    def join_late(self) -> LateWorker | None:
         """Return a rank and the final state of a finished job, if any. Raise ``DistError`` or ``OSError``."""
-        from elasticrs.train import final_state
-
         rendezvous = self._handler.rendezvous
         password = None if rendezvous.etcd is None else rendezvous.etcd.password
         is_protected = bool(rendezvous.settings.token or password)
         with closing(self._handler.open_job_store()) as store:
-            late = final_state.join_late(store, self._place(), is_protected=is_protected)
+            late = final_state.join_late(store, self._slot(), is_protected=is_protected)
         if late is not None:
             os.environ.update(RANK=str(late.rank), WORLD_SIZE=str(late.world_size))
         return late
 
-    def _place(self) -> str | None:
-        from elasticrs.train import final_state
-
-        return None if self.page is None else final_state.place_of(os.environ)
+    def _slot(self) -> str | None:
+        return None if self.page is None else final_state.slot_of(os.environ)
 
     def leave(self) -> None:
         """Leave the job at once. The other workers abort their current step and continue."""
+        self._leave()
+        groups.destroy()
+
+    def _leave(self) -> None:
         has_left = self.has_left_as_agreed
         with self._changed:
             current, self._round = self._round, None
@@ -347,6 +367,7 @@ class Membership:
             _members.remove(self)
         self._handler.shutdown()
         self._end_thread()
+        groups.destroy()
 
     def _end_thread(self) -> None:
         """Stop the watching thread after its current work, and wait at most :data:`_END_TIMEOUT` for it."""
@@ -363,7 +384,7 @@ class Membership:
 
     # --- rendezvous callback, called while the rendezvous holds its lock ---
 
-    def _told(self, stop: Stop) -> None:
+    def _record_stop(self, stop: Stop) -> None:
         with self._changed:
             self._stop = stop
             self._changed.notify_all()
@@ -436,11 +457,11 @@ class Membership:
             seen |= keys
             if step.at is None:
                 if "leave" in keys:
-                    at, saves = heard(board.get("leave").decode())
+                    at, saves = decode_leave_step(board.get("leave").decode())
                     self._set_leave_step(current, at, saves=saves)
                 elif current.rank == 0 and keys.issuperset(caps):
-                    at = agreed([int(each) for each in board.multi_get(caps)])
-                    board.set("leave", said(at, saves="save" in keys))
+                    at = largest_cap([int(each) for each in board.multi_get(caps)])
+                    board.set("leave", encode_leave_step(at, saves="save" in keys))
                     continue
                 elif time.monotonic() > deadline:
                     return False
@@ -473,12 +494,12 @@ class Membership:
         self._set_leave_step(current, AT_ONCE)
         connections, limit = current.connections, self._stuck_timeout + 2 * self._longest
         began = time.monotonic()
-        if self.abort is not None and self._is_in(current):
+        if self._uses_nccl and self._is_in(current):
             try:
-                self.abort()
+                groups.abort()
             except Exception:
                 _log.exception("round %s: a process group could not be aborted", current.number)
-        is_told = False
+        is_logged = False
         while self._is_in(current):
             try:
                 connections.shut()
@@ -487,9 +508,9 @@ class Membership:
                     _shut_others(current)
             except Exception:
                 # The error may be temporary, such as `EMFILE`.
-                if not is_told:
+                if not is_logged:
                     _log.exception("round %s: a collective could not be interrupted yet", current.number)
-                is_told = True
+                is_logged = True
             if self._is_alone:
                 began = time.monotonic()
             elif time.monotonic() - began > limit:

@@ -1,4 +1,6 @@
-"""Coordinator for workers that find each other through a rendezvous URL, with or without an agent."""
+"""Take part in a job whose workers find each other at a URL or through an agent: the coordinators for
+:func:`~elasticrs.train.train`, and :func:`on_change` for custom training loops and frameworks.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +12,27 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from elasticrs._engine.workers.node_page import page_of
 from elasticrs.rendezvous.api import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 from elasticrs.store import DistError
-from elasticrs.train import groups
 from elasticrs.train.checkpoint import get_checkpoint_manager
 from elasticrs.train.coordinator import CannotContinueError, Coordinator, FinalState, StopException
 from elasticrs.train.events import record
-from elasticrs.train.meeting_url import parse
 from elasticrs.train.membership import Membership
+from elasticrs.train.rendezvous import URL_VARIABLE, parse, rendezvous_of_agent
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
+    from types import TracebackType
 
-    from elasticrs.train.meeting_url import MeetingPlace
+    from typing_extensions import Self
+
+    from elasticrs._engine.nodes.protocol.messages import Stop
     from elasticrs.train.membership import Round
-    from elasticrs.train.state import State
-    from elasticrs.train.worker_stats import WorkerStats
+    from elasticrs.train.rendezvous import WorkerRendezvous
+    from elasticrs.train.state import State, WorkerStats
 
-__all__ = ["CoordinatorP2P"]
+__all__ = ["AgentCoordinator", "CoordinatorP2P", "Participant", "on_change"]
 
 _log = logging.getLogger("elasticrs.train")
 
@@ -50,11 +53,11 @@ def _rate_of(stats: WorkerStats) -> float | None:
 
 
 class CoordinatorP2P(Coordinator):
-    """Coordinator whose workers meet at a rendezvous URL; see :mod:`elasticrs.train.meeting_url`.
+    """Coordinator whose workers meet at a rendezvous URL; see :mod:`elasticrs.train.rendezvous`.
 
     With ``elasticrs://``, the first worker on the URL's machine hosts the store, and the job ends when that
     worker exits. If workers may die, use ``python -m elasticrs.store``, etcd, or an agent
-    (:class:`~elasticrs.train.agent.AgentCoordinator`).
+    (:class:`AgentCoordinator`).
 
     Args:
         c10d_backend: backend of the default process group, such as ``"gloo"``.
@@ -87,21 +90,26 @@ class CoordinatorP2P(Coordinator):
         process_group_timeout: int = 10000,
         coordinator_pg_timeout: int = 600000,
     ) -> None:
-        place = parse(init_method, os.environ, max_num_trainers)
-        self._begin(c10d_backend, place, (process_group_timeout, coordinator_pg_timeout))
+        settings = parse(init_method, os.environ, max_num_trainers)
+        self._begin(c10d_backend, settings, process_group_timeout, coordinator_pg_timeout)
 
-    def _begin(self, c10d_backend: str, place: MeetingPlace, timeouts: tuple[int, int]) -> None:
-        process_group_timeout, coordinator_pg_timeout = timeouts
+    def _begin(
+        self,
+        c10d_backend: str,
+        settings: WorkerRendezvous,
+        process_group_timeout: int,
+        coordinator_pg_timeout: int,
+    ) -> None:
         if not 0 < process_group_timeout < coordinator_pg_timeout:
             raise ValueError(
                 f"coordinator_pg_timeout: got {coordinator_pg_timeout} ms, expected more than "
                 f"process_group_timeout ({process_group_timeout} ms), which has to be more than 0"
             )
-        for notice in place.notices:
+        for notice in settings.notices:
             _log.warning("%s", notice)
         self.c10d_backend = c10d_backend
-        self.init_method = place.url
-        self.max_num_trainers = place.rendezvous.max_nodes
+        self.init_method = settings.url
+        self.max_num_trainers = settings.rendezvous.max_nodes
         self.process_group_timeout = process_group_timeout
         self.coordinator_pg_timeout = coordinator_pg_timeout
         self.rank = -1
@@ -116,12 +124,8 @@ class CoordinatorP2P(Coordinator):
         self._serves = 0
         self._has_saved = False
         self._final: FinalState | None = None
-        self._job = place.rendezvous.endpoint, place.rendezvous.job or place.rendezvous.run_id
-        self._member = Membership(place.rendezvous, place.backend, stuck_timeout=place.stuck_timeout)
-        # A program under an agent may use its own URL, so the agent also has to see this membership.
-        self._member.page = page_of(os.environ)
-        if "nccl" in c10d_backend:
-            self._member.abort = groups.abort
+        self._job = settings.rendezvous.endpoint, settings.rendezvous.job or settings.rendezvous.run_id
+        self._member = Membership(settings)
 
     def rendezvous_barrier(self) -> tuple[Any, int, int]:
         """Join the next round, and set ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``.
@@ -132,15 +136,11 @@ class CoordinatorP2P(Coordinator):
             RuntimeError: the round ended before its store was reached. The call can be repeated.
         """
         record("rendezvous_started", self.rank)
-        groups.destroy()
         current = self._meet()
         self.rank, self.world_size, self.rounds_before = current.rank, current.world_size, current.number - 1
         self.is_worker_straggler, self.monitor_progress_step, self._gathered = False, 0, 0
         self._has_saved, self._ask_again_at = False, 0.0
-        with current.connections.recorded():
-            self._store = groups.connect(
-                current.master_addr, current.master_port, lambda: self._member.is_broken
-            )
+        self._store = self._member.connect()
         record("rendezvous_succeeded", self.rank)
         return self._store, self.rank, self.world_size
 
@@ -175,13 +175,13 @@ class CoordinatorP2P(Coordinator):
 
     def init_process_group(self) -> None:
         """Create the default process group. Raise ``RuntimeError`` if the round has ended."""
-        current = self._member.round
-        if current is None:
-            raise RuntimeError("there is no round: call rendezvous_barrier() first")
         timeout = datetime.timedelta(milliseconds=self.process_group_timeout)
-        with current.connections.recorded():
-            groups.create(self.c10d_backend, self._store, self.rank, self.world_size, timeout)
-        groups.record_further_groups(current.connections)
+        self._member.create_group(self.c10d_backend, self._joined_store(), timeout)
+
+    def _joined_store(self) -> Any:
+        if self._store is None:
+            raise RuntimeError("there is no round: call rendezvous_barrier() first")
+        return self._store
 
     def barrier(self) -> None:
         self._gather("")
@@ -194,10 +194,8 @@ class CoordinatorP2P(Coordinator):
 
         The texts are sent over the store, because a step may be using collectives.
         """
-        if self._store is None:
-            raise RuntimeError("there is no round: call rendezvous_barrier() first")
+        store = self._joined_store()
         last, self._gathered = self._gathered, self._gathered + 1
-        store = self._store
         keys = [f"elasticrs/{self._gathered}/{rank}" for rank in range(self.world_size)]
         store.set(keys[self.rank], own)
         store.wait(keys, datetime.timedelta(milliseconds=self.coordinator_pg_timeout))
@@ -298,7 +296,6 @@ class CoordinatorP2P(Coordinator):
         self.stop_training = True
         _trained.add(self._job)
         self._member.shutdown()
-        groups.destroy()
 
     def monitor_progress(self, state: State, worker_stats: WorkerStats | None) -> None:  # noqa: ARG002
         """Compare all workers' rates, and set :attr:`is_worker_straggler`.
@@ -329,4 +326,101 @@ class CoordinatorP2P(Coordinator):
 
     def leave(self) -> None:
         self._member.leave()
-        groups.destroy()
+
+
+class AgentCoordinator(CoordinatorP2P):
+    """Coordinator that finds the other workers through the agent's environment variables.
+
+    With ``--on-failure replace``, the agent replaces a worker that exits; otherwise, it restarts all workers.
+    Raise ``RuntimeError`` without an agent. For the arguments, see :class:`CoordinatorP2P`.
+    """
+
+    def __init__(
+        self, c10d_backend: str, process_group_timeout: int = 10000, coordinator_pg_timeout: int = 600000
+    ) -> None:
+        self._begin(c10d_backend, rendezvous_of_agent(), process_group_timeout, coordinator_pg_timeout)
+        # An agent that restarts all workers does not set the variable.
+        self.others_come_back = URL_VARIABLE in os.environ
+
+
+def on_change(callback: Callable[[Stop], None] | None = None, init_method: str | None = None) -> Participant:
+    """Join the job with a custom training loop, so that the loop survives failures of other workers.
+
+    ::
+
+        with elasticrs.train.on_change() as job:
+            while not is_finished(model):
+                job.meet()                               # a new round: RANK, WORLD_SIZE, MASTER_* are set
+                try:
+                    job.init_process_group("gloo")
+                    synchronise(model)                   # the most advanced worker sends to all
+                    while not is_finished(model):
+                        step(model)
+                        if job.passed():                 # once after each step
+                            break
+                except RuntimeError:                     # a collective was aborted
+                    roll_back(model)
+            job.close()                                  # end the job for all workers
+
+    Args:
+        callback: Called on a separate thread with a :class:`.Stop` as soon as a round ends for this worker.
+            It should abort the communication that this library does not know, unless the stop is
+            ``planned``. Must not raise.
+        init_method: Rendezvous URL, as for :class:`CoordinatorP2P`. ``None`` for the agent's.
+
+    Raises:
+        RuntimeError: This process was not started by an agent.
+        ValueError: The URL is invalid.
+    """
+    settings = rendezvous_of_agent() if init_method is None else parse(init_method, os.environ)
+    return Participant(Membership(settings, callback))
+
+
+class Participant:
+    """Membership of a worker in a job. Only :meth:`close` ends the job, not the end of a ``with`` block."""
+
+    def __init__(self, member: Membership) -> None:
+        self._member = member
+        self._is_over = False
+
+    def meet(self) -> Round:
+        """Destroy the process group, wait for the next rendezvous round, and return that round.
+
+        Raises:
+            RendezvousError: this worker cannot join; ``RendezvousClosedError`` if the job has ended.
+        """
+        return self._member.meet()
+
+    def init_process_group(self, backend: str, timeout: float = 10.0) -> None:
+        """Create a default process group whose collectives (``timeout`` in seconds) can be aborted.
+
+        If a program creates its default group in another way, it must do so in a block
+        ``with round.connections.recorded()``. Raise ``RuntimeError`` if the round has ended, so that the
+        program must call :meth:`meet`.
+        """
+        self._member.create_group(backend, self._member.connect(), datetime.timedelta(seconds=timeout))
+
+    def passed(self) -> bool:
+        """Count a completed step. Return true if the program must now call :meth:`meet`.
+
+        The call sends no message, but may block while the workers agree on their last step.
+        """
+        return self._member.passed()
+
+    def announce_end(self) -> None:
+        """Announce that this worker has finished. The others stop after the same number of steps."""
+        self._member.announce_end()
+
+    def close(self) -> None:
+        """End the job for all workers."""
+        self._is_over = True
+        self._member.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if not self._is_over:
+            self._member.leave()

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import random
 import textwrap
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from elasticrs._engine.inside.heartbeats import Section, heartbeat_unless_given
 from elasticrs.metrics import api as metrics
-from elasticrs.train import groups, measuring, state_machine
-from elasticrs.train.checkpoint import get_checkpoint_manager
-from elasticrs.train.checkpoint.manager import CheckpointError, CheckpointSaver, load_newest
+from elasticrs.train import groups, state_machine
+from elasticrs.train.checkpoint import CheckpointError, CheckpointSaver, get_checkpoint_manager, load_newest
 from elasticrs.train.coordinator import CannotContinueError, Coordinator, NonRetryableException, StopException
-from elasticrs.train.measuring import GROUP, Measured, Times
 from elasticrs.train.request_signals import RequestSignals
-from elasticrs.train.state import State, is_torchelastic_program, load_from_peer, why_not_saved
+from elasticrs.train.state import State, WorkerStats, is_torchelastic_program, load_from_peer, why_not_saved
 from elasticrs.train.state_machine import Action, Event, Loop, Vote, disagreement, have_ended_together
-from elasticrs.train.worker_stats import WorkerStats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -164,7 +163,7 @@ class _Run:
         self._steps: Any = None
         self._snapshot: Any = _NOTHING
         self._error: Exception | None = None
-        self._forks = groups.fork_depth()
+        self._pid = os.getpid()
         self._checkpoints: CheckpointSaver | None = None
         self._is_meeting = self._is_loaded = False
         # Progress of this worker in the current round, which it sends at the start of the next round.
@@ -176,6 +175,7 @@ class _Run:
         self._is_final = False
         self._rank, self._world_size = -1, 0
         self._signals = RequestSignals(coordinator)
+        # `None` if nobody listens to the metrics.
         self._times: Times | None = None
 
     def run(self) -> State:
@@ -188,12 +188,12 @@ class _Run:
             Action.GIVE_UP: self._give_up,
             Action.RAISE: self._raise,
         }
-        groups.watch_forks()
+        groups.refuse_in_forked_children()
         event = Event.BEGIN
         try:
             with self._signals:
                 while True:
-                    self._loop, actions = state_machine.step(self._loop, event)
+                    self._loop, actions = state_machine.transition(self._loop, event)
                     if actions is state_machine.ONE_STEP:
                         event = self._step()
                         continue
@@ -204,7 +204,7 @@ class _Run:
         except BaseException as error:
             # Leave the job even on an interrupt, because if the program caught it, the others would wait
             # for this worker. But a forked child must not leave, because its parent is still in the job.
-            if self._forks == groups.fork_depth():
+            if self._pid == os.getpid():
                 self._plain.leave()
             if isinstance(error, SystemExit) and not error.code:
                 # Do not exit with code 0, because to the agent, that would mean that the worker has finished.
@@ -219,7 +219,7 @@ class _Run:
 
     def _meet(self) -> Event:
         self._error, self._snapshot, self._is_meeting = None, _NOTHING, False
-        measuring.begin_meeting()
+        _begin_meeting()
         self._listen()
         try:
             self._close_steps()
@@ -373,8 +373,8 @@ class _Run:
         coordinator = self._coordinator
         self._snapshot = _NOTHING
         try:
-            if self._forks != groups.fork_depth():
-                raise CannotContinueError(groups.not_a_worker())
+            if self._pid != os.getpid():
+                raise CannotContinueError(groups.not_a_worker(self._pid))
             if coordinator.should_stop_training():
                 return Event.ENDED
             self._snapshot = self._state.capture_snapshot()
@@ -390,7 +390,7 @@ class _Run:
                 self._times.put("train_step", began)
             if stats is not None and not isinstance(stats, WorkerStats):
                 raise TypeError(f"worker_stats: got {stats!r}, expected a WorkerStats or None")
-            measuring.step_is_done()
+            _end_step()
             coordinator.monitor_progress(self._state, stats)
             is_saved = None if self._checkpoints is None else self._save_if_due(self._checkpoints)
             if coordinator.should_rendezvous(self._state):
@@ -432,12 +432,12 @@ class _Run:
         self._signals.end_process()
 
     def _judge(self, error: Exception) -> Event:
-        if self._forks != groups.fork_depth():
+        if self._pid != os.getpid():
             # This process is a forked child, which must not use the parent's coordinator.
             self._error = (
                 error
                 if isinstance(error, NonRetryableException)
-                else CannotContinueError(groups.not_a_worker())
+                else CannotContinueError(groups.not_a_worker(self._pid))
             )
             return Event.BROKE
         if isinstance(error, StopException):
@@ -496,3 +496,72 @@ class _Run:
     def _raise(self) -> None:
         if self._error is not None:
             raise self._error
+
+
+# --- metrics and heartbeats ---
+
+GROUP = "torchelastic"
+
+_METHODS = (
+    *("rendezvous_barrier", "init_process_group", "barrier", "exchange", "should_save_checkpoint"),
+    *("should_rendezvous", "should_stop_training", "announce_end", "signal_training_done"),
+    *("monitor_progress", "report_progress", "on_error"),
+)
+
+
+class Times:
+    """Durations of the activities of a training loop, as metrics."""
+
+    def __init__(self) -> None:
+        self._outer = time.perf_counter()
+        self.inner: float | None = None
+
+    def put(self, name: str, began: float) -> None:
+        """Publish the duration of an activity that began at ``began``."""
+        metrics.put_metric(f"{name}.duration.ms", int((time.perf_counter() - began) * 1000), GROUP)
+
+    def end_turn(self) -> None:
+        if self.inner is not None:
+            self.put("inner_train_loop", self.inner)
+        self.put("outer_train_loop", self._outer)
+
+
+class Measured:
+    """Coordinator whose calls are measured."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        for name in _METHODS:
+            setattr(self, name, metrics.prof(getattr(coordinator, name), group=GROUP))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._coordinator, name)
+
+
+_meeting = Section("meeting of the workers", None)
+_is_meeting = False
+_count = 0
+_are_watched: bool | None = None
+
+
+def _begin_meeting() -> None:
+    """Suspend the time limit for heartbeats until a step is done. A rendezvous has its own time limits."""
+    global _is_meeting  # noqa: PLW0603 -- process-wide, like the heartbeats
+    # Before the first heartbeat, only the time limit for the start applies.
+    if _count > 0 and not _is_meeting:
+        _is_meeting = True
+        _meeting.__enter__()
+
+
+def _end_step() -> None:
+    """Send a heartbeat, unless the program has already sent one during the step."""
+    global _is_meeting, _count, _are_watched  # noqa: PLW0603 -- see above
+    if _are_watched is None:
+        # The parent (nursery) process may have imported this module before it forked this worker.
+        _are_watched = "ELASTICRS_HEARTBEAT" in os.environ
+    if not _are_watched:
+        return
+    if _is_meeting:
+        _is_meeting = False
+        _meeting.__exit__(None, None, None)
+    _count = heartbeat_unless_given(_count)

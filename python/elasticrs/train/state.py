@@ -1,4 +1,4 @@
-"""Base class for the training state of a job."""
+"""What a train step returns: the training state of a job, and statistics about the worker."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from abc import ABC, abstractmethod
 from typing import IO, Any
 
-__all__ = ["State"]
+__all__ = ["SimpleWorkerStats", "State", "WorkerStats"]
 
 _log = logging.getLogger("elasticrs.train")
 
@@ -74,6 +74,24 @@ class State(ABC):
     def should_save_checkpoint(self, rank: int) -> bool:  # noqa: ARG002 -- used by subclasses
         """Return true, on all workers, if it is time for a checkpoint. Called after every step."""
         return False
+
+
+class WorkerStats(ABC):
+    """Base class for statistics returned by a train step."""
+
+    @abstractmethod
+    def get_progress_rate(self) -> float | None:
+        """Return a number that is larger for faster workers, such as samples per second, or ``None``."""
+
+
+class SimpleWorkerStats(WorkerStats):
+    """Worker statistics that contain only a given progress rate."""
+
+    def __init__(self, progress_rate: float | None) -> None:
+        self.progress_rate = progress_rate
+
+    def get_progress_rate(self) -> float | None:
+        return self.progress_rate
 
 
 def load_from_peer(state: State, stream: IO[bytes], *, is_protected: bool) -> None:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Literal, TypeAlias
 
-    Verdict: TypeAlias = Literal["go", "wait", "leave"]
+    Decision: TypeAlias = Literal["go", "wait", "leave"]
 
 OF_OTHERS = 100
 """Limit for aborted collectives, as a multiple of the limit for failures."""
@@ -94,7 +94,7 @@ _MEET = (Action.MEET,)
 _SYNC = (Action.SYNC,)
 
 
-def step(loop: Loop, event: Event) -> tuple[Loop, tuple[Action, ...]]:
+def transition(loop: Loop, event: Event) -> tuple[Loop, tuple[Action, ...]]:
     """Return the state that follows an event, and the actions to execute in order."""
     if event is STEPPED:
         return _with_progress(loop), ONE_STEP
@@ -219,7 +219,7 @@ class LeaveStep(Record):
     at: int | None = None
     saves: bool = False
 
-    def verdict(self) -> Verdict:
+    def decision(self) -> Decision:
         """Return the action at the current step boundary: ``go`` (continue), ``wait`` or ``leave``."""
         if self.at is not None:
             return "leave" if self.done >= self.at else "go"
@@ -232,16 +232,16 @@ class LeaveStep(Record):
         return self.cap
 
 
-def agreed(caps: list[int]) -> int:
+def largest_cap(caps: list[int]) -> int:
     """Return the leave step for the caps of all workers: the largest cap, which no worker has passed."""
     return max(caps)
 
 
-def said(at: int, *, saves: bool) -> str:
+def encode_leave_step(at: int, *, saves: bool) -> str:
     """Encode the leave step and whether to save in one string, because they must be published together."""
     return f"{at} saving" if saves else str(at)
 
 
-def heard(text: str) -> tuple[int, bool]:
+def decode_leave_step(text: str) -> tuple[int, bool]:
     at, _, saving = text.partition(" ")
     return int(at), bool(saving)
