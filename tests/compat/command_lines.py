@@ -13,9 +13,8 @@ import random
 import sys
 from typing import Any
 
-from elasticrs._engine.cli.arguments import TextRequested, parse
 from elasticrs._engine.job.config import UsageError
-from elasticrs._engine.job.options import OPTIONS, OURS
+from elasticrs._engine.job.options import OPTIONS, OURS, TextRequested, parse
 
 SHARED = tuple(option for option in OPTIONS if option.group != OURS and option.name != "print-completion")
 VALUES = {

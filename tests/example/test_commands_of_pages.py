@@ -28,8 +28,8 @@ from helpers import ports
 from helpers.launcher import Launched, clean_environment
 from helpers.procs import run_program
 
-from elasticrs._engine.cli.arguments import TextRequested, parse
 from elasticrs._engine.job.config import UsageError
+from elasticrs._engine.job.options import TextRequested, parse
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from helpers import procs
 
-from elasticrs._engine.cli.arguments import parse
+from elasticrs._engine.job.options import parse
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "examples/docker/Dockerfile"

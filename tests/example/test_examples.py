@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from helpers.procs import HANG, process
 
-from elasticrs._engine.cli.arguments import parse
+from elasticrs._engine.job.options import parse
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"

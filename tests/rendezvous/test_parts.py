@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs._engine.job.policy_options import MAX_IN_WINDOW
+from elasticrs._engine.job.config import MAX_IN_WINDOW
 from elasticrs._engine.job.ranks import NodeShare, assign, node_ranks
 from elasticrs._engine.job.restart_policy import FailureHistory
 from elasticrs._engine.nodes.protocol.formation import Candidate, assign_seats, natural

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs._engine.cli.arguments import TextRequested, parse, resolve
-from elasticrs._engine.cli.help import COMMON, TOPICS, WIDTH, help_text
+from elasticrs._engine.cli.arguments import resolve
+from elasticrs._engine.cli.help import COMMON, WIDTH, help_text
 from elasticrs._engine.cli.parser import get_args_parser
 from elasticrs._engine.job.config import UsageError
-from elasticrs._engine.job.options import OPTIONS, OURS
+from elasticrs._engine.job.options import OPTIONS, OURS, TOPICS, TextRequested, parse
 from elasticrs._engine.nodes.transport import etcd_site
 from elasticrs._engine.nodes.transport.settings import KEYS
 from elasticrs._engine.workers.process import PythonCommand, parse_python

@@ -9,8 +9,8 @@ import pytest
 import yaml
 from helpers.procs import run_program
 
-from elasticrs._engine.cli.arguments import parse
-from elasticrs._engine.job.policy_options import ExitCodes
+from elasticrs._engine.job.config import ExitCodes
+from elasticrs._engine.job.options import parse
 
 CONTRIB = Path(__file__).resolve().parents[2] / "contrib"
 KUBERNETES = [

@@ -7,8 +7,9 @@ import re
 
 import pytest
 
-from elasticrs._engine.cli.arguments import parse, resolve
+from elasticrs._engine.cli.arguments import resolve
 from elasticrs._engine.job.config import UsageError
+from elasticrs._engine.job.options import parse
 from elasticrs._engine.nodes.describe import PYTHON, describe
 from elasticrs._engine.nodes.transport.etcd_site import EXPECTED, NAMES, lease_of
 from elasticrs._engine.nodes.transport.settings import KEYS

@@ -3,6 +3,7 @@ contrib/ that query services of a site.
 """
 
 import json
+import os
 import socket
 import sys
 import threading
@@ -13,9 +14,11 @@ import pytest
 from helpers.procs import run_program
 
 import elasticrs
+from elasticrs._engine.cli.arguments import resolve
 from elasticrs._engine.gpus import node_check
 from elasticrs._engine.gpus.node_check import NO_ANSWER, UNFIT, NodeCheck
-from elasticrs._engine.job.policy_options import HealthSource, similar_source
+from elasticrs._engine.job.config import HealthSource, UsageError
+from elasticrs._engine.job.options import parse
 
 CHECKS = Path(__file__).resolve().parents[2] / "contrib" / "node-checks"
 
@@ -46,9 +49,11 @@ class TestSourceSyntax:
             HealthSource.parse(text)
         assert (CHECKS / script).is_file()
 
-    @pytest.mark.parametrize(("word", "name"), [("NVML", "nvml"), ("nvlm:0", "nvml"), ("true", None)])
-    def test_a_misspelt_source_name_gets_a_hint(self, word, name):
-        assert similar_source(word) == name
+    @pytest.mark.parametrize(("word", "is_similar"), [("NVML", True), ("nvlm:0", True), ("no-such", False)])
+    def test_a_misspelt_source_name_gets_a_hint(self, word, is_similar):
+        with pytest.raises(UsageError, match="was not found in PATH") as error:
+            resolve(parse(["--node-check", word, "--no-python", "true"], {}), {"PATH": os.environ["PATH"]})
+        assert ("did you mean nvml?" in str(error.value)) == is_similar
 
 
 class TestHealthProgram:

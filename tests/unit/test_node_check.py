@@ -10,7 +10,7 @@ from helpers import procs
 
 from elasticrs._engine.gpus import node_check
 from elasticrs._engine.gpus.node_check import MAX_LINE, MAX_LINES, NodeCheck
-from elasticrs._engine.job.policy_options import HealthSource
+from elasticrs._engine.job.config import HealthSource
 
 
 def command(*words):
@@ -112,7 +112,7 @@ def test_a_check_command_does_not_outlive_a_killed_agent(tmp_path):
     program = """
 import sys
 from elasticrs._engine.gpus import node_check
-from elasticrs._engine.job.policy_options import HealthSource
+from elasticrs._engine.job.config import HealthSource
 
 watch = node_check._watch
 

@@ -9,7 +9,7 @@ from helpers.procs import run_program
 
 from elasticrs._engine.gpus.node_check import NO_ANSWER, UNFIT, NodeCheck
 from elasticrs._engine.gpus.nvml import RECOVERY_ACTIONS
-from elasticrs._engine.job.policy_options import HealthSource
+from elasticrs._engine.job.config import HealthSource
 
 __all__ = ["gpus"]
 

@@ -11,8 +11,8 @@ from helpers import http_client
 from helpers.procs import HANG
 
 import elasticrs.launch as distrib_launch
-from elasticrs._engine.cli.arguments import parse
 from elasticrs._engine.job.config import DEFAULT_SIGNALS
+from elasticrs._engine.job.options import parse
 from elasticrs.multiprocessing import DefaultLogsSpecs, Std
 from elasticrs.run import (
     _get_logs_specs_class,

@@ -8,9 +8,9 @@ from helpers.host_lists import host_lists
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs._engine.cli.arguments import parse
 from elasticrs._engine.cli.schedulers import FIRST_PORT, MAX_HOSTS, PORTS, expand, slurm_place, with_scheduler
 from elasticrs._engine.job.config import UsageError
+from elasticrs._engine.job.options import parse
 
 STEP = {
     "SLURM_JOB_ID": "4711",

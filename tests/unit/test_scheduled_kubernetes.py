@@ -3,9 +3,10 @@
 import pytest
 
 from elasticrs._engine.cli import schedulers
-from elasticrs._engine.cli.arguments import meeting_of, parse, resolve
+from elasticrs._engine.cli.arguments import meeting_of, resolve
 from elasticrs._engine.cli.schedulers import with_scheduler
 from elasticrs._engine.job.config import UsageError
+from elasticrs._engine.job.options import parse
 
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
 TRAIN_JOB = {

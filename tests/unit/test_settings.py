@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from elasticrs._engine.cli.arguments import parse, resolve
+from elasticrs._engine.cli.arguments import resolve
 from elasticrs._engine.job import options
 from elasticrs._engine.job.config import (
     JobSpec,
@@ -13,6 +13,7 @@ from elasticrs._engine.job.config import (
     UnresolvedSettings,
     WorkerSettings,
 )
+from elasticrs._engine.job.options import parse
 from elasticrs._engine.job.value import defaults_of
 from elasticrs.agent.server import LocalElasticAgent, WorkerSpec
 from elasticrs.launcher import LaunchConfig, api
@@ -41,7 +42,7 @@ VALUES = {
 
 DERIVED = {
     JobSpec: {
-        *("nproc", "run_id", "name", "signals", "forwarded", "is_multi_node"),
+        *("nproc", "run_id", "name", "signals", "forwarded"),
         *("cpus", "uninterruptible_state_timeout", "preload"),
         *("command", "variables", "logs", "notices", "rendezvous", "is_polled", "has_metrics"),
     },

@@ -4,8 +4,9 @@ error messages.
 
 import pytest
 
-from elasticrs._engine.cli.arguments import parse, resolve
+from elasticrs._engine.cli.arguments import resolve
 from elasticrs._engine.job.config import UsageError
+from elasticrs._engine.job.options import parse
 from elasticrs._engine.nodes.describe import PYTHON, describe
 from elasticrs.rendezvous import RendezvousParameters
 from elasticrs.rendezvous.registry import get_rendezvous_handler

@@ -24,7 +24,7 @@ def attempt_of(round_, restarts, **stamps):
 
 
 def last_line(phase, attempts, *, is_multi_node=True, began_s_ago=1):
-    job = JobSpec(1, "job", is_multi_node=is_multi_node, max_restarts=3)
+    job = JobSpec(1, "job", rendezvous=object() if is_multi_node else None, max_restarts=3)
     result, said = JobResult(phase=phase, attempts=attempts), []
     reporter = TerminalReporter(job, result, said.append, owns_process=True)
     reporter._begun_ns = time.monotonic_ns() - began_s_ago * S

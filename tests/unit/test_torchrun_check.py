@@ -8,11 +8,12 @@ import shlex
 
 import pytest
 
-from elasticrs._engine.cli import command_line, torchrun_check
-from elasticrs._engine.cli.help import WIDTH
+from elasticrs._engine.cli import command_line
+from elasticrs._engine.cli import help as texts
+from elasticrs._engine.cli.arguments import resolve
 from elasticrs._engine.gpus import devices, numa
 from elasticrs._engine.job.config import UsageError
-from elasticrs._engine.job.options import OPTIONS
+from elasticrs._engine.job.options import OPTIONS, parse
 
 SCREEN = 45
 """Lines of a terminal that fills a screen."""
@@ -33,33 +34,38 @@ def check(title):
     environ = {"PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""}
     while words[0].partition("=")[0].isupper():
         name, _, environ[name] = words.pop(0).partition("=")
-    return torchrun_check.check(words, environ)
+    return texts.check(words, environ)
+
+
+def all_differences():
+    args = parse(["train.py"], {})
+    return texts._differences("torchrun", args, frozenset(), resolve(args, {"PATH": "/usr/bin:/bin"}), {})
 
 
 def test_check_output_and_exit_codes_match_the_golden_file(folder, golden):
-    texts = {}
+    outputs = {}
     for title in golden.titles("check-torchrun"):
         text, code = check(title)
         assert code == (2 if "would not run" in text else 0)
         lines = text.splitlines()
         assert len(lines) <= SCREEN
         assert all(
-            len(line) <= WIDTH for line in lines if not line.startswith(("  elasticrun", "elasticrun"))
+            len(line) <= texts.WIDTH for line in lines if not line.startswith(("  elasticrun", "elasticrun"))
         )
-        texts[title] = text
-    golden("check-torchrun", texts)
+        outputs[title] = text
+    golden("check-torchrun", outputs)
 
 
 def test_every_difference_is_shown_for_some_command_line(folder, golden, monkeypatch):
     monkeypatch.setattr(numa, "cpus_by_local_rank", lambda _mode, nproc, _environ: [[0]] * nproc)
     titles = [*golden.titles("check-torchrun"), "torchrun --numa-binding node train.py"]
-    texts = " ".join(check(title)[0] for title in titles)
-    flat = " ".join(texts.split())
-    assert [each.text for each in torchrun_check._DIFFERENCES if each.text not in flat] == []
+    printed = " ".join(check(title)[0] for title in titles)
+    flat = " ".join(printed.split())
+    assert [text for _, _, text in all_differences() if text not in flat] == []
 
 
-def test_differences_name_only_existing_options():
-    named = {each.subject for each in torchrun_check._DIFFERENCES if each.subject.startswith("--")}
+def test_differences_name_only_existing_options(folder):
+    named = {subject for _, subject, _ in all_differences() if subject.startswith("--")}
     # torch.distributed.launch adds `--local-rank` to the arguments of the script, so it is not an option of
     # elasticrun.
     assert named - {option.flag for option in OPTIONS} == {"--local-rank"}

@@ -5,8 +5,9 @@ import zipfile
 
 import pytest
 
-from elasticrs._engine.cli.arguments import parse, resolve
+from elasticrs._engine.cli.arguments import resolve
 from elasticrs._engine.job.config import UsageError
+from elasticrs._engine.job.options import parse
 
 ENV = {"PATH": "/usr/bin:/bin"}
 SEVERAL = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=a:1", "--rdzv-id=x")

@@ -17,10 +17,11 @@ from helpers import attempts as told
 from rendezvous.cluster import Cluster
 
 from elasticrs import _core
-from elasticrs._engine.cli.arguments import parse, resolve
+from elasticrs._engine.cli.arguments import resolve
 from elasticrs._engine.failures.failure import root_cause
+from elasticrs._engine.job.config import ExitCodes
 from elasticrs._engine.job.failure_cause import Cause
-from elasticrs._engine.job.policy_options import ExitCodes
+from elasticrs._engine.job.options import parse
 from elasticrs._engine.job.ranks import NodeShare, assign
 from elasticrs._engine.nodes.protocol import messages
 from elasticrs._engine.process import clock

@@ -13,10 +13,11 @@ from helpers.schema import DOCS
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs._engine.cli.arguments import parse, resolve
+from elasticrs._engine.cli.arguments import resolve
 from elasticrs._engine.failures import failure
 from elasticrs._engine.job import restart_policy
 from elasticrs._engine.job.config import UsageError
+from elasticrs._engine.job.options import parse
 from elasticrs._engine.nodes.protocol import round_outcome
 from verdicts.played import NODES, Played, expected, orders
 

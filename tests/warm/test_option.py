@@ -3,8 +3,9 @@
 import pytest
 from helpers.said import line_with, says
 
-from elasticrs._engine.cli.arguments import parse, resolve
+from elasticrs._engine.cli.arguments import resolve
 from elasticrs._engine.job.config import UsageError
+from elasticrs._engine.job.options import parse
 from elasticrs.launcher import LaunchConfig, elastic_launch
 
 

@@ -6,8 +6,8 @@ import os
 import sys
 
 from elasticrs import launch
-from elasticrs._engine.cli.arguments import TextRequested, parse
 from elasticrs._engine.job.config import UsageError
+from elasticrs._engine.job.options import TextRequested, parse
 
 
 def with_local_rank(argv: list[str]) -> list[str]:

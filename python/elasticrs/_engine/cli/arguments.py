@@ -1,7 +1,7 @@
-"""Parse the command line and the ``PET_*`` environment variables into a :class:`.JobSpec`.
+"""Convert the options into a :class:`.JobSpec`: read the environment, check values, choose the rendezvous.
 
-Words are parsed as argparse would parse them, as far as users of torchrun can notice a difference. All words
-after the script's name are arguments of the script.
+Everything that can be checked is checked before a process is started. A setting without effect is only a line
+for the user.
 """
 
 from __future__ import annotations
@@ -11,43 +11,32 @@ import sys
 
 import elasticrs
 from elasticrs._engine import public
-from elasticrs._engine.cli.checks import hint_for_missing_script, settings_without_effect, why_no_module
 from elasticrs._engine.job import config
-from elasticrs._engine.job.config import JobSpec, LogSettings, Preload, UsageError
-from elasticrs._engine.job.options import NEWER, OPTIONS, OURS, Namespace, Option
-from elasticrs._engine.job.policy_options import HealthSource, similar_source
+from elasticrs._engine.job.config import (
+    BUILT_IN_SOURCES,
+    HealthSource,
+    JobSpec,
+    LogSettings,
+    Preload,
+    UsageError,
+)
+from elasticrs._engine.job.options import OPTIONS, Namespace
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+    from importlib.machinery import ModuleSpec
     from typing import Any
 
     from elasticrs._engine.nodes.protocol.rendezvous import Command, Rendezvous
     from elasticrs._engine.workers.warm.modules import Entry
 
-_BY_NAME = {option.name: option for option in OPTIONS}
-_ALL = "; --help all lists the options"
-_ALIKE = 4
-"""Minimum length of the prefix that an unknown option and the suggested option share."""
 _MANY = 32
 """Number of workers per CPU above which the launcher warns of a likely mistake."""
 _SCHEDULERS = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST")
 """Environment variables by which a scheduler is recognized. They are defined here, because a launch without a
 scheduler should not import :mod:`.schedulers`.
 """
-_REPEATED = frozenset(option.dest for option in OPTIONS if option.repeats)
-_BY_LETTER = {option.short: option for option in OPTIONS if option.short}
-
-
-class TextRequested(Exception):  # noqa: N818 -- not an error
-    """Raised for an option such as ``--help``, which only prints text. ``words`` are the option's values."""
-
-    def __init__(self, what: str, *words: str) -> None:
-        super().__init__(what)
-        self.what = what
-        self.words = words
-
-
 _GONE = {
     "ELASTICRS_KUBEFLOW_PROGRESS": "let the script report its progress to Kubeflow; /status shows the"
     " training step (--health-check-port)",
@@ -55,29 +44,6 @@ _GONE = {
     " (--event-log-handler file:PATH)",
 }
 """Environment variables that only earlier versions of elasticrs read, each with advice on its replacement."""
-
-
-def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Namespace:
-    """Parse the command line; it overrides ``PET_*`` variables. Raise ``UsageError`` or ``TextRequested``."""
-    values: dict[str, object] = {}
-    script: str | None = None
-    rest: list[str] = []
-    arguments = iter(argv)
-    for argument in arguments:
-        if argument != "--" and argument.startswith("-") and len(argument) > 1:
-            for name, value in _read(argument, arguments).items():
-                earlier = values.get(name) if name in _REPEATED else None
-                values[name] = earlier + value if isinstance(earlier, tuple) else value  # type: ignore[operator]
-            continue
-        script = next(arguments, None) if argument == "--" else argument
-        rest = list(arguments)
-    given = frozenset(values)
-    values = {**_defaults(environ, values), **values}
-    if isinstance(values["signals_to_handle"], str):
-        values["signals_to_handle"] = config.parse_signals(config.DEFAULT_SIGNALS)
-    if script is None:
-        raise UsageError("no script given: elasticrun [options] script [arguments of the script]")
-    return Namespace(**values, given=given, training_script=script, training_script_args=rest)
 
 
 def resolve(args: Namespace, environ: Mapping[str, str]) -> JobSpec:
@@ -111,7 +77,7 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> JobSpec:
         raise UsageError("--hang-exit-timeout needs --hang-timeout: SECONDS or auto")
     is_polled = "is_polled" in meeting
     is_alone = not is_polled and rendezvous is None
-    notices += settings_without_effect(args, environ, nproc, is_polled=is_polled, is_alone=is_alone)
+    notices += _settings_without_effect(args, environ, nproc, is_polled=is_polled, is_alone=is_alone)
     cpus = len(os.sched_getaffinity(0))
     if nproc > _MANY * cpus:
         notices.append(f"--nproc-per-node is {nproc}, but this node has only {cpus} CPUs to run workers on")
@@ -141,7 +107,6 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> JobSpec:
         forwarded=_forwarded(args),
         stop_scope=args.stop_scope or ("group" if args.no_python else "worker"),
         linger=None if args.keep_descendants else args.linger,
-        is_multi_node=rendezvous is not None,
         cpus=_cpus(args.numa_binding, nproc, environ),
         uninterruptible_state_timeout=config.uninterruptible_state_timeout_from(environ),
         preload=_preload(args, command),
@@ -162,19 +127,38 @@ def meeting_of(
     c10d, elasticrs, etcd                                       the rendezvous assigns the ranks
     anything else, or c10d in a file                            the agent polls a rendezvous handler
     """
-    if is_alone(args):
-        return _alone(args, environ, grace, notices)
-    from elasticrs._engine.nodes.describe import BACKENDS, C10D, ETCD, STATIC, is_in_file
+    found: dict[str, Any] = {"run_id": args.rdzv_id, "master_addr": args.local_addr or "localhost"}
+    if _is_alone(args):
+        if args.rdzv_conf or args.node_rank != 0:
+            # No rendezvous is used, but check its settings anyway. As in torch, ignore the back end and
+            # endpoint.
+            _describe("static", args, environ, grace, notices)
+        return {**found, "run_id": config.random_run_id()}
+    from elasticrs._engine.nodes.describe import BACKENDS, C10D, STATIC, is_in_file
+    from elasticrs._engine.nodes.transport.addresses import parse_endpoint
 
-    makers: dict[str, Callable[[Namespace, Mapping[str, str], float, list[str]], dict[str, Any]]]
-    makers = {STATIC: _static, C10D: _elastic, ETCD: _elastic}
-    backend = BACKENDS.get(args.rdzv_backend, "")
-    if args.rdzv_backend == C10D and is_in_file(args.rdzv_conf):
-        backend = ""
-    return makers.get(backend, _polled)(args, environ, grace, notices)
+    is_file = args.rdzv_backend == C10D and is_in_file(args.rdzv_conf)
+    kind = None if is_file else BACKENDS.get(args.rdzv_backend)
+    if kind is None:
+        return {**found, **_polled(args, environ, notices)}
+    found["rendezvous"] = _describe(args.rdzv_backend, args, environ, grace, notices)
+    if kind == STATIC:
+        endpoint = _static_endpoint(args)
+        host, port = parse_endpoint("--rdzv-endpoint", endpoint)
+        if port is None:
+            raise UsageError(
+                f"--rdzv-endpoint: got {endpoint!r}, expected HOST:PORT with the static rendezvous, "
+                "the same on all nodes"
+            )
+        return {**found, "master_addr": host, "master_port": port or None}
+    if args.master_port is not None:
+        # The nodes' rendezvous already uses the endpoint's port, so the workers' store gets a new port for
+        # every attempt.
+        notices.append("--master-port has no effect: only the static rendezvous uses it")
+    return found
 
 
-def is_alone(args: Any) -> bool:
+def _is_alone(args: Namespace) -> bool:
     low, high = args.nnodes
     if args.standalone and low > 1:
         nodes = str(low) if low == high else f"{low}:{high}"
@@ -183,51 +167,7 @@ def is_alone(args: Any) -> bool:
     return bool(args.standalone) or (is_plain and not args.rdzv_endpoint.strip())
 
 
-def _alone(args: Namespace, environ: Mapping[str, str], grace: float, notices: list[str]) -> dict[str, Any]:
-    if args.rdzv_conf or args.node_rank != 0:
-        # No rendezvous is used, but check its settings anyway. As in torch, ignore the back end and endpoint.
-        _describe("static", args, environ, grace, notices)
-    return {
-        "run_id": config.random_run_id(),
-        "master_addr": args.local_addr or "localhost",
-        "master_port": None,
-    }
-
-
-def _static(args: Namespace, environ: Mapping[str, str], grace: float, notices: list[str]) -> dict[str, Any]:
-    from elasticrs._engine.nodes.transport.addresses import parse_endpoint
-
-    rendezvous = _describe("static", args, environ, grace, notices)
-    endpoint = _static_endpoint(args)
-    host, port = parse_endpoint("--rdzv-endpoint", endpoint)
-    if port is None:
-        raise UsageError(
-            f"--rdzv-endpoint: got {endpoint!r}, expected HOST:PORT with the static rendezvous, "
-            "the same on all nodes"
-        )
-    return {
-        "run_id": args.rdzv_id,
-        "master_addr": host,
-        "master_port": port or None,
-        "rendezvous": rendezvous,
-    }
-
-
-def _elastic(args: Namespace, environ: Mapping[str, str], grace: float, notices: list[str]) -> dict[str, Any]:
-    rendezvous = _describe(args.rdzv_backend, args, environ, grace, notices)
-    if args.master_port is not None:
-        notices.append("--master-port has no effect: only the static rendezvous uses it")
-    # The nodes' rendezvous already uses the endpoint's port, so the workers' store gets a new port for every
-    # attempt.
-    return {
-        "run_id": args.rdzv_id,
-        "master_addr": args.local_addr or "localhost",
-        "master_port": None,
-        "rendezvous": rendezvous,
-    }
-
-
-def _polled(args: Namespace, environ: Mapping[str, str], _grace: float, notices: list[str]) -> dict[str, Any]:
+def _polled(args: Namespace, environ: Mapping[str, str], notices: list[str]) -> dict[str, Any]:
     from elasticrs._engine.nodes.describe import COMMAND_LINE
     from elasticrs._engine.nodes.transport.settings import exit_barrier_timeout_of
 
@@ -243,14 +183,7 @@ def _polled(args: Namespace, environ: Mapping[str, str], _grace: float, notices:
     barrier = args.exit_barrier_timeout
     if barrier is None:
         barrier = exit_barrier_timeout_of(args.rdzv_conf, environ, "--rdzv-conf")
-    return {
-        "run_id": args.rdzv_id,
-        "master_addr": args.local_addr or "localhost",
-        "master_port": None,
-        "is_polled": True,
-        "rdzv_backend": args.rdzv_backend,
-        "exit_barrier_timeout": barrier,
-    }
+    return {"is_polled": True, "rdzv_backend": args.rdzv_backend, "exit_barrier_timeout": barrier}
 
 
 def _describe(
@@ -308,122 +241,6 @@ def _health_port(args: Namespace, environ: Mapping[str, str], notices: list[str]
             f"no health check server: TORCHELASTIC_HEALTH_CHECK_PORT: got {text!r}, expected {error}"
         )
         return None
-
-
-def _read(argument: str, arguments: Iterator[str]) -> dict[str, object]:
-    if argument.startswith("--"):
-        name, equals, text = argument.partition("=")
-        try:
-            option = _find(name)
-        except TextRequested as request:
-            if request.what == "help":
-                raise _help(text if equals else next(arguments, ""), is_exact=bool(equals)) from None
-            raise
-        if option.is_flag:
-            if equals:
-                raise UsageError(f"{option.flag}: got {text!r}, expected no value")
-            return {option.dest: True}
-        value = _convert(option, option.flag, text if equals else _value(option, arguments))
-        if option.name in ("print-completion", "check"):
-            raise TextRequested(option.name, str(value), *arguments)
-        return {option.dest: value}
-    letter, tail = argument[1], argument[2:]
-    if letter == "h":
-        raise _help(tail or next(arguments, ""), is_exact=False)
-    found = _BY_LETTER.get(letter)
-    if found is None:
-        near = _suggestion(argument[1:])
-        # The word may combine several short options, so report only its first letter. But report the whole
-        # word if it resembles a long option.
-        raise UsageError(f"unknown option {argument if near != _ALL else '-' + letter}{near}")
-    if found.is_flag:
-        more = _read("-" + tail, arguments) if tail else {}
-        return {found.dest: True, **more}
-    text = tail[1:] if tail.startswith("=") else tail
-    return {found.dest: _convert(found, "-" + letter, text or _value(found, arguments))}
-
-
-def _help(word: str, *, is_exact: bool) -> TextRequested:
-    """Return the exception for ``--help=WORD`` (``is_exact``) or ``--help WORD``. The word is a help topic.
-
-    Without ``=``, the word may also be the name of the script.
-    """
-    from elasticrs._engine.cli.help import TOPICS
-
-    if is_exact and word not in TOPICS:
-        raise UsageError(f"--help: got {word!r}, expected " + " or ".join(TOPICS))
-    return TextRequested("help", *([word] if word in TOPICS else []))
-
-
-def _find(typed: str) -> Option:
-    name = typed[2:].replace("_", "-")
-    if name in _BY_NAME:
-        return _BY_NAME[name]
-    if name in ("help", "version"):
-        raise TextRequested(name)
-    candidates = [option for option in OPTIONS if name and option.name.startswith(name)]
-    # Prefer torchrun's options, because every abbreviation that torchrun accepts must also work here.
-    torchs = [option for option in candidates if option.group != OURS]
-    if not torchs and name and "help".startswith(name):
-        raise TextRequested("help")
-    candidates = torchs or [option for option in candidates if option.name in NEWER] or candidates
-    if len(candidates) == 1:
-        return candidates[0]
-    if candidates:
-        raise UsageError(f"{typed} could be " + " or ".join(option.flag for option in candidates))
-    raise UsageError(f"unknown option {typed}{_suggestion(name)}")
-
-
-def _suggestion(name: str) -> str:
-    import difflib
-
-    typed = name.partition("=")[0].lower().replace("_", "-")
-    near = difflib.get_close_matches(typed, _BY_NAME, 1)
-    if not near:
-        # Suggest an option with the same start, such as --nproc-per-node for --nprocs.
-        near = [known for known in _BY_NAME if known.startswith(typed[: max(_ALIKE, len(typed) - 1)])]
-    return f" (did you mean --{near[0]}?)" if near else _ALL
-
-
-def _value(option: Option, arguments: Iterator[str]) -> str:
-    text = next(arguments, None)
-    # Like argparse, reject values that look like options. Negative numbers and text with spaces are accepted.
-    if text is None or (text.startswith("-") and len(text) > 1 and " " not in text and not _is_number(text)):
-        example = f"{option.flag} {option.kind.metavar if option.kind is not None else ''}"
-        raise UsageError(f"{option.flag}: a value is missing, as in {example}")
-    return text
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _convert(option: Option, name: str, text: str) -> object:
-    try:
-        return option.converted(text)
-    except ValueError as error:
-        raise UsageError(f"{name}: got {text!r}, expected {error}") from None
-
-
-def _defaults(environ: Mapping[str, str], given: Mapping[str, object]) -> dict[str, object]:
-    found: dict[str, object] = {}
-    for option in OPTIONS:
-        found[option.dest] = option.default
-        text = environ.get(option.variable) if option.has_variable else None
-        if text is None or option.dest in given:
-            continue
-        if option.is_flag:
-            try:
-                found[option.dest] = bool(int(text))
-            except ValueError:
-                raise UsageError(f"{option.variable}: got {text!r}, expected 0 or 1") from None
-        else:
-            found[option.dest] = _convert(option, option.variable, text)
-    return found
 
 
 def _names(signums: Sequence[int]) -> str:
@@ -530,7 +347,7 @@ def _command(args: Namespace, environ: Mapping[str, str]) -> list[str]:
     if args.module:
         if not script:
             raise UsageError("-m: got '', expected the name of a module")
-        if python == sys.executable and (why := why_no_module(script)):
+        if python == sys.executable and (why := _why_no_module(script)):
             raise UsageError(f"-m: got {script!r}, but {why}")
         return [python, "-u", "-m", script, *args.training_script_args]
     if script.startswith("-") and not os.path.exists(script):
@@ -568,7 +385,7 @@ def _python_words(args: Namespace, python: str) -> list[str]:
         )
     if found.kind == "script":
         _check_script(found.program)
-    elif found.kind == "m" and python == sys.executable and (why := why_no_module(found.program)):
+    elif found.kind == "m" and python == sys.executable and (why := _why_no_module(found.program)):
         raise UsageError(f"-m: got {found.program!r}, but {why}")
     return words
 
@@ -589,13 +406,16 @@ def _check_source(source: HealthSource, environ: Mapping[str, str]) -> None:
         try:
             _check_program(source.words[0], "--node-check: program", environ)
         except UsageError as error:
-            near = similar_source(source.words[0])
-            raise UsageError(f"{error} (did you mean {near}?)" if near else str(error)) from None
+            import difflib
+
+            word = source.words[0].partition(":")[0].lower()
+            near = difflib.get_close_matches(word, BUILT_IN_SOURCES, 1, 0.5)
+            raise UsageError(f"{error} (did you mean {near[0]}?)" if near else str(error)) from None
 
 
 def _check_script(script: str) -> None:
     if not os.path.exists(script):
-        raise UsageError(f"script {script!r} does not exist{hint_for_missing_script(script)}")
+        raise UsageError(f"script {script!r} does not exist{_hint_for_missing_script(script)}")
     if os.path.isdir(script) and not os.path.exists(os.path.join(script, "__main__.py")):
         raise UsageError(f"script {script!r} is a folder without a __main__.py")
     if not os.access(script, os.R_OK):
@@ -626,3 +446,183 @@ def _check_program(program: str, what: str, environ: Mapping[str, str]) -> None:
         if os.path.isfile(path) and os.access(path, os.X_OK):
             return
     raise UsageError(f"{what} {program!r} was not found in PATH")
+
+
+_HARDLY_OF_A_SCRIPT = frozenset((
+    *("nproc-per-node", "nnodes", "standalone", "max-restarts", "on-failure", "hang-timeout", "no-python"),
+    *("rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "local-ranks-filter", "shutdown-timeout"),
+))  # fmt: skip
+"""Launcher options that a script is unlikely to define itself, unlike options such as ``--log-dir``."""
+
+
+def _settings_without_effect(
+    args: Namespace,
+    environ: Mapping[str, str],
+    nproc: int,
+    *,
+    is_polled: bool = False,
+    is_alone: bool = False,
+) -> Iterator[str]:
+    yield from _options_of_the_script(args.training_script, args.training_script_args)
+    yield from _unknown_variables(environ)
+    yield from _replaced_by_standalone(args)
+    if is_polled:
+        yield from _without_policy(args)
+    if is_alone and args.on_failure == "replace" and args.restart_delay != "0":
+        yield (
+            "--restart-delay has no effect with --on-failure replace on one node: a failed worker "
+            "is replaced at once"
+        )
+    if args.on_failure == "replace" and args.max_excluded_nodes != JobSpec.defaults()["max_excluded_nodes"]:
+        yield (
+            "--max-excluded-nodes has no effect with --on-failure replace: an unfit node leaves once its "
+            "workers have exited"
+        )
+    yield from _filters(args)
+    yield from _local_ranks(args.local_ranks_filter, nproc)
+    template = args.log_line_prefix_template or environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or ""
+    yield from _unknown_names(template)
+
+
+def _options_of_the_script(script: str, arguments: list[str]) -> Iterator[str]:
+    for argument in arguments:
+        if argument == "--":
+            return
+        flag = argument.partition("=")[0]
+        if flag.startswith("--") and flag[2:].replace("_", "-") in _HARDLY_OF_A_SCRIPT:
+            yield f"{flag} has no effect, because it is passed to {script}; put it before {script}"
+
+
+def _unknown_variables(environ: Mapping[str, str]) -> Iterator[str]:
+    known = {option.variable: option for option in OPTIONS}
+    for name in sorted(name for name in environ if name.startswith("PET_")):
+        option = known.get(name)
+        if option is None:
+            import difflib
+
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            yield f"{name} has no effect: there is no such option{hint}"
+        elif not option.has_variable:
+            yield f"{name} has no effect: as with torchrun, {option.flag} is read from the command line only"
+
+
+def _replaced_by_standalone(args: Namespace) -> Iterator[str]:
+    given = {
+        "--rdzv-endpoint": bool(args.rdzv_endpoint.strip()),
+        "--rdzv-id": args.rdzv_id != "none",
+        "--master-port": args.master_port is not None,
+    }
+    for flag in (flag for flag, is_given in given.items() if is_given and args.standalone):
+        yield f"{flag} has no effect with --standalone: one node, a free port and a random id"
+
+
+def _without_policy(args: Namespace) -> Iterator[str]:
+    """Yield a warning for each failure-handling option that torch's polling loop ignores."""
+    unset = JobSpec.defaults()
+    for flag in (
+        *("--restart-delay", "--max-same-failures", "--fatal-exit-codes", "--exit-codes", "--report"),
+        *("--node-check", "--node-check-timeout", "--max-excluded-nodes"),
+    ):
+        name = flag[2:].replace("-", "_")
+        if getattr(args, name) != unset[name]:
+            yield f"{flag} has no effect, because the rendezvous handler is polled (--rdzv-backend)"
+    if getattr(args.max_restarts, "window", None) is not None:
+        yield (
+            f"--max-restarts: {int(args.max_restarts)} restarts are allowed for the whole job, because the "
+            "rendezvous handler is polled (--rdzv-backend)"
+        )
+
+
+def _filters(args: Namespace) -> Iterator[str]:
+    for name, stream in (("stdout", 1), ("stderr", 2)):
+        tee = (
+            args.tee if isinstance(args.tee, int) else max(args.tee.values(), key=lambda bits: bits & stream)
+        )
+        if stream == 2 and args.capture_stderr:
+            continue
+        if getattr(args, f"duplicate_{name}_filters") and not tee & stream:
+            yield f"--duplicate-{name}-filters has no effect: it needs --tee for {name}"
+
+
+def _local_ranks(chosen: frozenset[int] | None, nproc: int) -> Iterator[str]:
+    missing = sorted(rank for rank in chosen or () if rank >= nproc)
+    if missing:
+        names = ",".join(map(str, missing))
+        shown = "" if len(missing) < len(chosen or ()) else ", so the console shows no worker"
+        exist = f"0 to {nproc - 1} exist"
+        yield f"--local-ranks-filter: no worker of this node has local rank {names} ({exist}){shown}"
+
+
+def _unknown_names(template: str) -> Iterator[str]:
+    names = [part.partition("}")[0] for part in template.split("${")[1:] if "}" in part]
+    unknown = ", ".join(f"${{{name}}}" for name in names if name not in config.PREFIX_NAMES)
+    if unknown:
+        known = ", ".join(f"${{{name}}}" for name in config.PREFIX_NAMES)
+        yield f"--log-line-prefix-template: {unknown} is not replaced; the known names are {known}"
+
+
+def _hint_for_missing_script(script: str) -> str:
+    if script[:1] in {"\u2010", "\u2011", "\u2012", "\u2013", "\u2014", "\u2212"}:
+        plain = script.lstrip("\u2010\u2011\u2012\u2013\u2014\u2212-")
+        return f"; it starts with a typographic dash instead of '-': type --{plain}"
+    first = script.split(" ", maxsplit=1)[0]
+    if " " in script and os.path.isfile(first):
+        return f"; pass the script and its arguments as separate words, without quotes around {script}"
+    return ""
+
+
+def _why_no_module(name: str) -> str | None:
+    """Return why ``python -m NAME`` cannot run; ``None`` if it can or if that is unknown."""
+    try:
+        return _why_not(name)
+    except Exception:
+        # The check itself failed, for example in an import hook. Python reports a missing module when it
+        # runs.
+        return None
+
+
+def _why_not(name: str) -> str | None:
+    # With `-m`, Python puts the working directory first on `sys.path`.
+    places: Sequence[str] | None = ["", *sys.path]
+    parts = name.split(".")
+    for depth in range(1, len(parts) + 1):
+        part = ".".join(parts[:depth])
+        found = _spec_of(part, places)
+        if found is None:
+            return f"there is no module {part!r}{_hint(name)}"
+        places = found.submodule_search_locations
+        if depth == len(parts):
+            break
+        if places is None:
+            # Accept names such as `os.path`, because a plain module may register submodules on import.
+            return f"{part!r} is a file, not a package{_hint(name)}" if name.endswith(".py") else None
+        if _changes_its_path(found):
+            return None
+    if places is not None and _spec_of(f"{name}.__main__", places) is None:
+        return f"{name!r} is a package without a __main__ module"
+    return None
+
+
+def _changes_its_path(package: ModuleSpec) -> bool:
+    if not package.has_location or package.origin is None:
+        return False
+    with open(package.origin, "rb") as file:
+        return b"__path__" in file.read()
+
+
+def _spec_of(name: str, places: Sequence[str] | None) -> ModuleSpec | None:
+    for finder in sys.meta_path:
+        # Pass a top-level module's path only to `PathFinder`; other finders expect `None`.
+        is_of_files = getattr(finder, "__name__", "") == "PathFinder"
+        path = places if is_of_files or "." in name else None
+        spec = finder.find_spec(name, path)
+        if spec is not None:
+            return spec
+    return None
+
+
+def _hint(name: str) -> str:
+    if name.endswith(".py") and os.path.isfile(name):
+        return f"; to run the file {name}, leave out -m"
+    return "; is it installed in this environment, or is another directory meant?"

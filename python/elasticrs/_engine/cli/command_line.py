@@ -75,8 +75,9 @@ def _catch_first_signals(ends_by_sigint: bool) -> SignalPipe | None:
 
 
 def _main(argv: Sequence[str], signals: SignalPipe | None, *, owns_process: bool) -> int:
-    from elasticrs._engine.cli.arguments import TextRequested, check_limits, parse, resolve
+    from elasticrs._engine.cli.arguments import check_limits, resolve
     from elasticrs._engine.job.config import UsageError
+    from elasticrs._engine.job.options import TextRequested, parse
 
     log_prefix = None
     try:
@@ -198,7 +199,7 @@ def _print_text(what: str, words: Sequence[str]) -> int:
 
         text = f"elasticrs {__version__}{os.linesep}"
     elif what == "check":
-        from elasticrs._engine.cli.torchrun_check import check
+        from elasticrs._engine.cli.help import check
         from elasticrs._engine.job.config import UsageError
 
         try:
@@ -335,7 +336,7 @@ def _conclude(job: JobSpec, result: JobResult, headline: str | None, say: Callab
     path = _termination_log() if result.phase is Phase.FAILED else None
     if job.report is None and path is None and (result.exit_code == 0 or job.exit_codes == "torchrun"):
         return result.exit_code
-    from elasticrs._engine.job.policy_options import ExitCodes
+    from elasticrs._engine.job.config import ExitCodes
     from elasticrs._engine.supervise.observe import job_report
     from elasticrs._engine.supervise.observe.job_report import all_failures
 

@@ -205,7 +205,7 @@ class ProcessFailure:
         callstack = extra.get("py_callstack") if isinstance(extra, dict) else None
         if self.exception is None or not isinstance(callstack, str):
             return
-        from elasticrs._engine.job.traceback_summary import summarize
+        from elasticrs._engine.job.failure_cause import summarize
 
         found = summarize(callstack)
         if found is None or found.exception is None:

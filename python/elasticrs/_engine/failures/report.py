@@ -240,7 +240,7 @@ def _ended_by_itself(failure: ProcessFailure) -> bool:
 def _headline(failure: ProcessFailure) -> str | None:
     if failure.error_file == NOT_AVAILABLE and not failure.cause:
         return None
-    from elasticrs._engine.job.traceback_summary import headline
+    from elasticrs._engine.job.failure_cause import headline
 
     if failure.member is not None:
         return headline(failure.member, failure.more_members)

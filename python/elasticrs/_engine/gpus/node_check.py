@@ -24,7 +24,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from elasticrs._engine.job.policy_options import HealthSource
+    from elasticrs._engine.job.config import HealthSource
 
 UNFIT = 10
 """Exit code for an unfit node. Python itself exits with 1 if this program cannot be imported."""

@@ -10,8 +10,8 @@ import os
 import re
 
 from elasticrs._engine.hangs.values import Frame, MergedStack
+from elasticrs._engine.job.failure_cause import LIBRARIES
 from elasticrs._engine.job.phrases import printable
-from elasticrs._engine.job.traceback_summary import LIBRARIES
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

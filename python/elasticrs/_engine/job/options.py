@@ -1,25 +1,23 @@
 """Table of the command-line options, each declared once, for all parsers, ``--help`` and programs.
 
-The default comes from the field with the option's name in :mod:`.config`, if there is one. A launch does not
-use :mod:`argparse`, which takes 13 ms with this many options.
+The default comes from the field with the option's name in :mod:`.config`, if there is one.
+
+:func:`parse` reads words as argparse would, as far as users of torchrun can notice a difference. It replaces
+:mod:`argparse`, which takes 13 ms with this many options. All words after the script's name are arguments of
+the script.
 """
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
-from elasticrs._engine.job import config, policy_options
-from elasticrs._engine.job.config import (
-    JobSpec,
-    LogSettings,
-    UnresolvedSettings,
-    WorkerSettings,
-)
+from elasticrs._engine.job import config
+from elasticrs._engine.job.config import JobSpec, LogSettings, UnresolvedSettings, UsageError, WorkerSettings
 from elasticrs._engine.job.value import Value, defaults_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from dataclasses import KW_ONLY
     from typing import Any
 
@@ -29,6 +27,8 @@ NEWER = frozenset(("exit-barrier-timeout",))
 """Options in torch's source code that no release has yet."""
 
 SHELLS = ("bash", "zsh", "tcsh")
+TOPICS = ("all", "rdzv")
+"""Words that ``--help`` accepts."""
 
 
 class Namespace(SimpleNamespace):
@@ -195,7 +195,7 @@ def _text_of(parse: Callable[[str], object]) -> Callable[[str], str]:
 
 
 def _node_check(text: str) -> tuple[str]:
-    policy_options.HealthSource.parse(text)
+    config.HealthSource.parse(text)
     return (text,)
 
 
@@ -215,12 +215,12 @@ EXIT_TIMEOUT = Kind(config.seconds, "DURATION", "seconds, 0 for any time")
 INTERVAL = Kind(_interval, "DURATION", "seconds above 0")
 HANG_TIMEOUT = Kind(_hang_timeout, "DURATION|auto", "seconds above 0, 'auto' or 'auto:SECONDS'")
 ON_FAILURE = Kind(_one_of("restart", "replace"), "restart|replace", "'restart' or 'replace'")
-MAX_RESTARTS = Kind(policy_options.MaxRestarts.parse, "N|N/DURATION")
-RESTART_DELAY = Kind(_text_of(policy_options.delays), "FIRST..LONGEST")
-REPORT = Kind(policy_options.report_path, "PATH")
+MAX_RESTARTS = Kind(config.MaxRestarts.parse, "N|N/DURATION")
+RESTART_DELAY = Kind(_text_of(config.delays), "FIRST..LONGEST")
+REPORT = Kind(config.report_path, "PATH")
 NODE_CHECK = Kind(_node_check, "COMMAND|SOURCE")
-FATAL_EXIT_CODES = Kind(_text_of(policy_options.exit_codes), "CODES")
-EXIT_CODES = Kind(_text_of(policy_options.ExitCodes.parse), "torchrun|verdict|worker")
+FATAL_EXIT_CODES = Kind(_text_of(config.exit_codes), "CODES")
+EXIT_CODES = Kind(_text_of(config.ExitCodes.parse), "torchrun|verdict|worker")
 STOP_SCOPE = Kind(_one_of("worker", "group"), "worker|group", "'worker' or 'group'")
 WARM = Kind(_warm, "auto|MODULE,…", "'off', 'auto' or names of modules separated by commas")
 COUNT = Kind(_whole("a whole number, 0 or more", 0), "N")
@@ -397,11 +397,163 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
 
 OPTIONS = tuple(option for options in SECTIONS.values() for option in options)
 
+_BY_NAME = {option.name: option for option in OPTIONS}
+_BY_LETTER = {option.short: option for option in OPTIONS if option.short}
+_REPEATED = frozenset(option.dest for option in OPTIONS if option.repeats)
+_ALL = "; --help all lists the options"
+_ALIKE = 4
+"""Minimum length of the prefix that an unknown option and the suggested option share."""
 _BY_DEST = {option.dest: option for option in OPTIONS}
 
 
 def set_by_variables(environ: Mapping[str, str]) -> set[str]:
     return {option.dest for option in OPTIONS if option.has_variable and option.variable in environ}
+
+
+class TextRequested(Exception):  # noqa: N818 -- not an error
+    """Raised for an option such as ``--help``, which only prints text. ``words`` are the option's values."""
+
+    def __init__(self, what: str, *words: str) -> None:
+        super().__init__(what)
+        self.what = what
+        self.words = words
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Namespace:
+    """Parse the command line; it overrides ``PET_*`` variables. Raise ``UsageError`` or ``TextRequested``."""
+    values: dict[str, object] = {}
+    script: str | None = None
+    rest: list[str] = []
+    arguments = iter(argv)
+    for argument in arguments:
+        if argument != "--" and argument.startswith("-") and len(argument) > 1:
+            for name, value in _read(argument, arguments).items():
+                earlier = values.get(name) if name in _REPEATED else None
+                values[name] = earlier + value if isinstance(earlier, tuple) else value  # type: ignore[operator]
+            continue
+        script = next(arguments, None) if argument == "--" else argument
+        rest = list(arguments)
+    given = frozenset(values)
+    values = {**_defaults(environ, values), **values}
+    if isinstance(values["signals_to_handle"], str):
+        values["signals_to_handle"] = config.parse_signals(config.DEFAULT_SIGNALS)
+    if script is None:
+        raise UsageError("no script given: elasticrun [options] script [arguments of the script]")
+    return Namespace(**values, given=given, training_script=script, training_script_args=rest)
+
+
+def _read(argument: str, arguments: Iterator[str]) -> dict[str, object]:
+    if argument.startswith("--"):
+        name, equals, text = argument.partition("=")
+        try:
+            option = _find(name)
+        except TextRequested as request:
+            if request.what == "help":
+                raise _help(text if equals else next(arguments, ""), is_exact=bool(equals)) from None
+            raise
+        if option.is_flag:
+            if equals:
+                raise UsageError(f"{option.flag}: got {text!r}, expected no value")
+            return {option.dest: True}
+        value = _convert(option, option.flag, text if equals else _value(option, arguments))
+        if option.name in ("print-completion", "check"):
+            raise TextRequested(option.name, str(value), *arguments)
+        return {option.dest: value}
+    letter, tail = argument[1], argument[2:]
+    if letter == "h":
+        raise _help(tail or next(arguments, ""), is_exact=False)
+    found = _BY_LETTER.get(letter)
+    if found is None:
+        near = _suggestion(argument[1:])
+        # The word may combine several short options, so report only its first letter. But report the whole
+        # word if it resembles a long option.
+        raise UsageError(f"unknown option {argument if near != _ALL else '-' + letter}{near}")
+    if found.is_flag:
+        more = _read("-" + tail, arguments) if tail else {}
+        return {found.dest: True, **more}
+    text = tail[1:] if tail.startswith("=") else tail
+    return {found.dest: _convert(found, "-" + letter, text or _value(found, arguments))}
+
+
+def _help(word: str, *, is_exact: bool) -> TextRequested:
+    """Return the exception for ``--help=WORD`` (``is_exact``) or ``--help WORD``. The word is a help topic.
+
+    Without ``=``, the word may also be the name of the script.
+    """
+    if is_exact and word not in TOPICS:
+        raise UsageError(f"--help: got {word!r}, expected " + " or ".join(TOPICS))
+    return TextRequested("help", *([word] if word in TOPICS else []))
+
+
+def _find(typed: str) -> Option:
+    name = typed[2:].replace("_", "-")
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    if name in ("help", "version"):
+        raise TextRequested(name)
+    candidates = [option for option in OPTIONS if name and option.name.startswith(name)]
+    # Prefer torchrun's options, because every abbreviation that torchrun accepts must also work here.
+    torchs = [option for option in candidates if option.group != OURS]
+    if not torchs and name and "help".startswith(name):
+        raise TextRequested("help")
+    candidates = torchs or [option for option in candidates if option.name in NEWER] or candidates
+    if len(candidates) == 1:
+        return candidates[0]
+    if candidates:
+        raise UsageError(f"{typed} could be " + " or ".join(option.flag for option in candidates))
+    raise UsageError(f"unknown option {typed}{_suggestion(name)}")
+
+
+def _suggestion(name: str) -> str:
+    import difflib
+
+    typed = name.partition("=")[0].lower().replace("_", "-")
+    near = difflib.get_close_matches(typed, _BY_NAME, 1)
+    if not near:
+        # Suggest an option with the same start, such as --nproc-per-node for --nprocs.
+        near = [known for known in _BY_NAME if known.startswith(typed[: max(_ALIKE, len(typed) - 1)])]
+    return f" (did you mean --{near[0]}?)" if near else _ALL
+
+
+def _value(option: Option, arguments: Iterator[str]) -> str:
+    text = next(arguments, None)
+    # Like argparse, reject values that look like options. Negative numbers and text with spaces are accepted.
+    if text is None or (text.startswith("-") and len(text) > 1 and " " not in text and not _is_number(text)):
+        example = f"{option.flag} {option.kind.metavar if option.kind is not None else ''}"
+        raise UsageError(f"{option.flag}: a value is missing, as in {example}")
+    return text
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _convert(option: Option, name: str, text: str) -> object:
+    try:
+        return option.converted(text)
+    except ValueError as error:
+        raise UsageError(f"{name}: got {text!r}, expected {error}") from None
+
+
+def _defaults(environ: Mapping[str, str], given: Mapping[str, object]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for option in OPTIONS:
+        found[option.dest] = option.default
+        text = environ.get(option.variable) if option.has_variable else None
+        if text is None or option.dest in given:
+            continue
+        if option.is_flag:
+            try:
+                found[option.dest] = bool(int(text))
+            except ValueError:
+                raise UsageError(f"{option.variable}: got {text!r}, expected 0 or 1") from None
+        else:
+            found[option.dest] = _convert(option, option.variable, text)
+    return found
 
 
 def check(settings: WorkerSettings) -> None:
@@ -423,7 +575,7 @@ def check(settings: WorkerSettings) -> None:
     most = getattr(settings, "max_restarts", 0)
     if isinstance(most, str):
         try:
-            settings.max_restarts = policy_options.MaxRestarts.parse(most)  # type: ignore[attr-defined]
+            settings.max_restarts = config.MaxRestarts.parse(most)  # type: ignore[attr-defined]
         except ValueError as error:
             raise ValueError(f"max_restarts must be {error}, got {most!r}") from None
     if settings.hang_startup_timeout is not None and settings.hang_timeout is None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from elasticrs._engine.inside.run_path import run_script_path
 from elasticrs._engine.job import config as defaults
 from elasticrs._engine.job import phrases
-from elasticrs._engine.job.policy_options import MaxRestarts
+from elasticrs._engine.job.config import MaxRestarts
 from elasticrs._engine.process.console import Console
 from elasticrs._engine.supervise.observe import make_observers_of_hooks
 from elasticrs._engine.supervise.observe.health_check_server import HealthCheckServer as OurServer

@@ -122,7 +122,6 @@ class LocalJob:
             signals=self.signals,
             forwarded=self.forwarded,
             stop_scope=spec.stop_scope or defaults.default_stop_scope(function),
-            is_multi_node=rendezvous is not None,
             rendezvous=rendezvous,
             rdzv_backend=spec.rdzv_handler.get_backend(),
             event_log_handler=spec.event_log_handler,
@@ -253,7 +252,7 @@ class EventRunner(Record):
             sigval = signal.Signals(result.signum)
             raise SignalException(f"stopped by {sigval.name}", sigval)
         from elasticrs._engine.failures.failure import root_cause
-        from elasticrs._engine.job.policy_options import ExitCodes
+        from elasticrs._engine.job.config import ExitCodes
         from elasticrs._engine.supervise.observe.job_report import all_failures, exit_code
 
         group.state = WorkerState.FAILED

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 
-from elasticrs._engine.job.policy_options import MAX_IN_WINDOW
+from elasticrs._engine.job.config import MAX_IN_WINDOW
 from elasticrs._engine.job.restart_policy import MAX_SUSPECTS, FailureHistory
 from elasticrs._engine.job.value import Value
 from elasticrs._engine.nodes.protocol.rendezvous import Command

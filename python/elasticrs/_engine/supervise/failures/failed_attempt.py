@@ -18,9 +18,8 @@ from elasticrs._engine.failures.failure import (
 from elasticrs._engine.failures.files import hang_file
 from elasticrs._engine.failures.report import how_it_failed, traceback_text
 from elasticrs._engine.job import phrases
-from elasticrs._engine.job.failure_cause import Cause, Permanence
+from elasticrs._engine.job.failure_cause import Cause, Permanence, shortened, summarize
 from elasticrs._engine.job.restart_policy import STEADY, Evidence
-from elasticrs._engine.job.traceback_summary import shortened, summarize
 from elasticrs._engine.job.value import Value
 from elasticrs._engine.process.background_call import FILE_LIMIT
 from elasticrs._engine.process.clock import Clock

@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 
 from elasticrs._engine.job import phrases
-from elasticrs._engine.job.traceback_summary import summarize
+from elasticrs._engine.job.failure_cause import summarize
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

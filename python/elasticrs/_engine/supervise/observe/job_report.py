@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
     from elasticrs._engine.failures.failure import ProcessFailure
     from elasticrs._engine.gpus.xids import Xid
-    from elasticrs._engine.job.config import JobSpec
-    from elasticrs._engine.job.policy_options import ExitCodes
+    from elasticrs._engine.job.config import ExitCodes, JobSpec
     from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
 
     Failures = Mapping[int, ProcessFailure]

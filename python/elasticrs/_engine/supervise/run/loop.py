@@ -166,7 +166,7 @@ class Agent:
         if not self._job.node_check:
             return None
         from elasticrs._engine.gpus.node_check import NodeCheck
-        from elasticrs._engine.job.policy_options import HealthSource
+        from elasticrs._engine.job.config import HealthSource
 
         try:
             sources = [HealthSource.parse(text) for text in self._job.node_check]
