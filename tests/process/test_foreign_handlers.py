@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from helpers import procs
 
+from elasticrs._engine.workers.functions import supervised_group
 from elasticrs.multiprocessing import (
     DefaultLogsSpecs,
     PContext,
     Std,
     SubprocessContext,
-    contexts,
     start_processes,
 )
 
@@ -102,7 +102,7 @@ def test_a_program_that_survives_sigkill_is_left_behind(monkeypatch, caplog):
     """SIGKILL does not end a program that hangs in the kernel. Only a broken file system causes such a hang,
     so this test uses a fake program that never exits.
     """
-    monkeypatch.setattr(contexts, "_KILL_LIMIT", 0.01)
+    monkeypatch.setattr(supervised_group, "_KILL_LIMIT", 0.01)
 
     class Stuck:
         pid = 17
@@ -120,8 +120,8 @@ def test_a_program_that_survives_sigkill_is_left_behind(monkeypatch, caplog):
             sent.append(death_sig)
 
     sent: list[int] = []
-    programs = contexts.ForeignPrograms(None, None, {0: StuckHandler()})  # type: ignore[arg-type]
+    programs = supervised_group.PolledGroup({0: StuckHandler()})
     programs.stop(signal.SIGTERM, 0.01)
     assert sent == [signal.SIGTERM, signal.SIGKILL]
     assert "pid 17" in caplog.text
-    assert programs.exits == {}
+    assert programs.log.exits == {}

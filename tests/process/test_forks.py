@@ -123,7 +123,7 @@ def test_a_wait_times_out_although_a_descriptor_is_always_ready():
     try:
         group.watch_fd(reader)
         assert not group.wait_until(lambda: False, 0.0)
-        group.poll()
+        group.wait(0.0)
         group.unwatch_fd(reader)
     finally:
         group.close()

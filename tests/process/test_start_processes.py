@@ -122,7 +122,7 @@ def test_a_handler_sends_no_signal_between_the_exit_and_its_event(monkeypatch):
     group, signals = handler._group, []
     assert procs.wait_gone(handler.proc.pid)
     with monkeypatch.context() as patch:
-        patch.setattr(group, "poll", lambda: None)
+        patch.setattr(group, "wait", lambda _timeout: None)
         patch.setattr(group, "signal", lambda signum, local_rank: signals.append((signum, local_rank)))
         handler.close()
     assert signals == []

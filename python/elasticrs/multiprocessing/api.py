@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -15,33 +16,42 @@ import time
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from enum import IntFlag
 from typing import TYPE_CHECKING, Any, TextIO
 
-from elasticrs import lazy
+from elasticrs._engine.failures.failure import failure_of
 from elasticrs._engine.failures.files import discard_unused_files
-from elasticrs._engine.job.config import DEFAULT_SIGNALS, LogSettings, parse_streams
+from elasticrs._engine.gpus.numa import cpus_of_options
+from elasticrs._engine.job.config import DEFAULT_SIGNALS, check_start_method, default_stop_scope
+from elasticrs._engine.job.phrases import SILENT
 from elasticrs._engine.process.signals import StopRequests
-from elasticrs._engine.workers import logs
 from elasticrs._engine.workers.functions import interrupts
-from elasticrs.multiprocessing.tail_log import TailLog
+from elasticrs._engine.workers.functions.supervised_group import PolledGroup, SupervisedGroup
+from elasticrs._engine.workers.plan import hook_environment, inherited_environment
+from elasticrs._engine.workers.process import console_stream, process_spec
+from elasticrs.multiprocessing.errors import ProcessFailure, record
+from elasticrs.multiprocessing.logs_specs import DefaultLogsSpecs, LogsDest, LogsSpecs, Std, to_map
+from elasticrs.multiprocessing.redirects import redirect_stderr, redirect_stdout
+from elasticrs.multiprocessing.subprocess_handler import SubprocessHandler, get_subprocess_handler, handlers
+from elasticrs.multiprocessing.tail_log import TailLog, replaced_streams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
     from types import FrameType
 
-    from elasticrs.multiprocessing.errors import ProcessFailure
+    from elasticrs._core import LogStream, WorkerExited
+    from elasticrs._engine.gpus.numa import NumaOptions
+    from elasticrs._engine.workers.functions.start_methods import FunctionStart
 
 __all__ = [
     "DefaultLogsSpecs",
     "LogsDest",
     "LogsSpecs",
-    "MultiprocessContext",  # noqa: F822 -- imported by `__getattr__`
+    "MultiprocessContext",
     "PContext",
     "RunProcsResult",
     "SignalException",
     "Std",
-    "SubprocessContext",  # noqa: F822 -- imported by `__getattr__`
+    "SubprocessContext",
     "get_std_cm",
     "to_map",
 ]
@@ -60,18 +70,6 @@ _NO_HANDLERS = (
 The warning is for users' subclasses that start processes themselves.
 """
 
-_HOMES = {
-    "elasticrs.multiprocessing.contexts": ("MultiprocessContext", "SubprocessContext", "_wrap"),
-    "elasticrs.multiprocessing.errors": ("ProcessFailure", "record"),
-    "elasticrs.multiprocessing.subprocess_handler": ("SubprocessHandler", "get_subprocess_handler"),
-    "elasticrs.multiprocessing.redirects": ("redirect_stderr", "redirect_stdout"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    # Import lazily, because these modules import this one.
-    return lazy(__name__, name, _HOMES)
-
 
 class SignalException(Exception):  # noqa: N818 -- torch's name
     """Raised when the signal ``sigval`` asks the program to stop the workers."""
@@ -79,162 +77,6 @@ class SignalException(Exception):  # noqa: N818 -- torch's name
     def __init__(self, msg: str, sigval: signal.Signals) -> None:
         super().__init__(msg)
         self.sigval = sigval
-
-
-class Std(IntFlag):
-    """Output streams of a process, as flags."""
-
-    NONE = 0
-    OUT = 1
-    ERR = 2
-    ALL = OUT | ERR
-
-    @classmethod
-    def from_str(cls, vm: str) -> Std | dict[int, Std]:
-        """Parse ``"3"`` (for all ranks) or ``"0:3,1:0"`` (by local rank). Raise ``ValueError`` otherwise."""
-        try:
-            found = parse_streams(vm)
-        except ValueError as error:
-            raise ValueError(f"{vm} does not match: {error}") from None
-        if isinstance(found, int):
-            return cls(found)
-        return {local_rank: cls(bits) for local_rank, bits in found.items()}
-
-
-def to_map(val_or_map: Std | Mapping[int, Std], local_world_size: int) -> dict[int, Std]:
-    """Return the streams for each local rank. Ranks that are missing from a mapping get ``NONE``."""
-    if isinstance(val_or_map, Std):
-        return dict.fromkeys(range(local_world_size), val_or_map)
-    return {local_rank: val_or_map.get(local_rank, Std.NONE) for local_rank in range(local_world_size)}
-
-
-@dataclass
-class LogsDest:
-    """Paths of log files, keyed by local rank. An empty path means the console."""
-
-    stdouts: dict[int, str] = field(default_factory=dict)
-    stderrs: dict[int, str] = field(default_factory=dict)
-    tee_stdouts: dict[int, str] = field(default_factory=dict)
-    tee_stderrs: dict[int, str] = field(default_factory=dict)
-    error_files: dict[int, str] = field(default_factory=dict)
-    filtered_stdout: str = ""
-    filtered_stderr: str = ""
-
-
-class LogsSpecs(ABC):
-    """Base class of objects that choose the log files of workers.
-
-    Args:
-        log_dir: base directory of the log files.
-        redirects: streams that are written to files, for all ranks or by local rank.
-        tee: streams that are written to files and to the console.
-        local_ranks_filter: local ranks whose output is printed on the console; ``None`` for all.
-    """
-
-    def __init__(
-        self,
-        log_dir: str | None = None,
-        redirects: Std | dict[int, Std] = Std.NONE,
-        tee: Std | dict[int, Std] = Std.NONE,
-        local_ranks_filter: set[int] | None = None,
-    ) -> None:
-        self._root_log_dir = log_dir
-        self._redirects = redirects
-        self._tee = tee
-        self._local_ranks_filter = local_ranks_filter
-
-    @abstractmethod
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Return the log files of an attempt, and add ``TORCHELASTIC_ERROR_FILE`` to the variables."""
-
-    @property
-    @abstractmethod
-    def root_log_dir(self) -> str:
-        """Base directory of the log files."""
-
-
-class DefaultLogsSpecs(LogsSpecs):
-    """Files ``<log_dir>/<run_id>_<host>_XXXX/attempt_<n>/<local_rank>/{stdout.log,stderr.log,error.json}``.
-
-    Raise ``NotADirectoryError`` if ``log_dir`` is a file.
-    """
-
-    def __init__(
-        self,
-        log_dir: str | None = None,
-        redirects: Std | dict[int, Std] = Std.NONE,
-        tee: Std | dict[int, Std] = Std.NONE,
-        local_ranks_filter: set[int] | None = None,
-    ) -> None:
-        self._is_temporary = not log_dir
-        if not log_dir:
-            log_dir = logs.make_private_directory(logs.temporary_directory(), "elasticrs_")
-        elif os.path.isfile(log_dir):
-            raise NotADirectoryError(f"log_dir: {log_dir} is a file")
-        elif log_dir != os.devnull:
-            os.makedirs(log_dir, exist_ok=True)
-        super().__init__(log_dir, redirects, tee, local_ranks_filter)
-        self._run_log_dir: str | None = None
-
-    @property
-    def root_log_dir(self) -> str:
-        return str(self._root_log_dir)
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        some = envs.get(0, {})
-        directory = ""
-        if self._root_log_dir != os.devnull:
-            directory = self._attempt_directory(some)
-            for local_rank in range(len(envs)):
-                os.mkdir(os.path.join(directory, str(local_rank)))
-        paths = logs.layout(self._settings(), directory, len(envs))
-        for local_rank, env in envs.items():
-            env["TORCHELASTIC_ERROR_FILE"] = paths.error_files[local_rank]
-        found = paths.fields()
-        del found["are_new"]
-        return LogsDest(**found)
-
-    def _remove_if_empty(self, attempt: str | None = None) -> None:
-        """Remove the base directory, or ``attempt``, if it is temporary and contains no files."""
-        if self._is_temporary:
-            logs.remove_if_empty(attempt or self.root_log_dir, levels=2 if attempt else 0)
-
-    def _settings(self) -> LogSettings:
-        chosen = self._local_ranks_filter
-        return LogSettings(
-            self._root_log_dir, self._redirects, self._tee, frozenset(chosen) if chosen else None
-        )
-
-    def _attempt_directory(self, env: Mapping[str, str]) -> str:
-        if self._run_log_dir is None:
-            run_id = env.get("TORCHELASTIC_RUN_ID", "").replace(os.sep, "_")
-            self._run_log_dir = logs.make_private_directory(self.root_log_dir, logs.run_prefix(run_id))
-        # An earlier job may have removed the empty directory.
-        logs.make_again(self._run_log_dir, is_temporary=self._is_temporary)
-        attempt = os.path.join(self._run_log_dir, f"attempt_{env.get('TORCHELASTIC_RESTART_COUNT', '0')}")
-        if os.path.exists(attempt) and env.get("ELASTICRS_ROUND"):
-            attempt = f"{attempt}_r{env['ELASTICRS_ROUND']}"
-        path, again = attempt, 0
-        while os.path.exists(path):
-            again += 1
-            path = f"{attempt}_{again}"
-        os.mkdir(path)
-        return path
-
-    def __repr__(self) -> str:
-        return (
-            f"DefaultLogsSpecs(root_log_dir={self._root_log_dir}, redirects={self._redirects}, "
-            f"tee={self._tee}, local_ranks_filter={self._local_ranks_filter})"
-        )
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, DefaultLogsSpecs) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        return hash(self._root_log_dir)
-
-    def _key(self) -> tuple[Any, ...]:
-        return (self._root_log_dir, self._redirects, self._tee, self._local_ranks_filter)
 
 
 @dataclass
@@ -478,3 +320,251 @@ def refuse_while_main_is_imported() -> None:
     process = sys.modules.get("multiprocessing.process")
     if process is not None and getattr(process.current_process(), "_inheriting", False):
         sys.exit(_UNGUARDED)
+
+
+class _SupervisedContext(PContext):
+    def __init__(self, *how: Any, numa_options: NumaOptions | None = None) -> None:
+        super().__init__(*how)
+        self._numa_options = numa_options
+        self._group: SupervisedGroup | PolledGroup | None = None
+        self._result: RunProcsResult | None = None
+
+    def _show_by_core(self) -> None:
+        """Let the core copy the output to those standard streams that the program has not replaced."""
+        self._streams: list[LogStream] = []
+        replaced = replaced_streams()
+        for to, tail_log in ((1, self._stdout_tail), (2, self._stderr_tail)):
+            if to in replaced:
+                continue
+            for local_rank, path in tail_log.take_files().items():
+                prefix = self._prefixes.get(local_rank, f"[{self.name}{local_rank}]:")
+                self._streams.append(console_stream(local_rank, path, to, prefix))
+
+    def _processes(self) -> SupervisedGroup | PolledGroup:
+        if self._group is None:
+            raise AssertionError("call start() first")
+        return self._group
+
+    def _poll(self) -> RunProcsResult | None:
+        processes = self._processes()
+        processes.wait(0.0)
+        if self._result is None and processes.has_ended:
+            # Close the group before unpickling the return values, because that runs code of the user, which
+            # may raise an exception.
+            self.close()
+            self._result = self._make_result(processes)
+        return self._result
+
+    def _pause(self, seconds: float) -> None:
+        self._processes().wait(seconds)
+
+    def _make_result(self, processes: SupervisedGroup | PolledGroup) -> RunProcsResult:
+        result = RunProcsResult(stdouts=self.stdouts, stderrs=self.stderrs)
+        failed = [ended for ended in processes.log.exits.values() if ended.exitcode != 0]
+        failed.sort(key=lambda ended: (ended.local_rank != processes.log.first_failure, ended.seen_ns))
+        for ended in failed:
+            result.failures[ended.local_rank] = self._failure(ended, processes)
+        if not failed:
+            result.return_values = dict.fromkeys(range(self.nprocs))
+        return result
+
+    def _failure(
+        self, ended: WorkerExited, processes: SupervisedGroup | PolledGroup, cause: str | None = None
+    ) -> ProcessFailure:
+        rank = ended.local_rank
+        if ended.exitcode is None:
+            end = processes.log.end
+            lost = end is not None and end.nursery_exitcode is not None
+            cause = "the nursery was lost, which killed the process" if lost else self._unknown_end()
+        files = (self.stdouts[rank], self.stderrs[rank], self.error_files.get(rank, ""))
+        return failure_of(ended, *files, cause=cause)
+
+    def _unknown_end(self) -> str:
+        return "its exit status is unknown"
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        return {**inherited_environment(), **self.envs[rank]}
+
+    def _cpus(self) -> list[list[int]] | None:
+        return cpus_of_options(self._numa_options, self.nprocs)
+
+    def pids(self) -> dict[int, int]:
+        return dict(enumerate(self._processes().log.pids))
+
+    def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        """Stop all processes.
+
+        If this is a clean-up after a :class:`SignalException`, a further signal ends the wait early.
+        """
+        with clean_up(self._hurry):
+            super().close(death_sig, timeout)
+
+    def _hurry(self) -> None:
+        if self._group is not None:
+            self._group.hurry()
+
+    def _close(self, death_sig: signal.Signals, timeout: float = 30) -> None:
+        if self._group is None:
+            return
+        try:
+            self._group.stop(death_sig, timeout)
+        finally:
+            self._group.close()
+
+
+class SubprocessContext(_SupervisedContext):
+    """Context whose processes run a program. See :class:`PContext`.
+
+    ``subprocess_handlers`` is keyed by local rank.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        entrypoint: str,
+        args: dict[int, tuple[Any, ...]],
+        envs: dict[int, dict[str, str]],
+        logs_specs: LogsSpecs,
+        log_line_prefixes: dict[int, str] | None = None,
+        numa_options: NumaOptions | None = None,
+        duplicate_stdout_filters: list[str] | None = None,
+        duplicate_stderr_filters: list[str] | None = None,
+    ) -> None:
+        super().__init__(
+            *(name, entrypoint, args, envs, logs_specs, log_line_prefixes),
+            *(duplicate_stdout_filters, duplicate_stderr_filters),
+            numa_options=numa_options,
+        )
+        self.subprocess_handlers: dict[int, SubprocessHandler] = {}
+
+    def _start(self) -> None:
+        if self._group is not None:
+            raise ValueError("start() was called twice")
+        if get_subprocess_handler is not handlers._OWN:
+            self._start_by_replacement()
+            return
+        self._show_by_core()
+        cpus = self._cpus()
+        commands = {rank: [str(self.entrypoint), *map(str, self.args[rank])] for rank in range(self.nprocs)}
+        specs = [
+            process_spec(
+                *(rank, command, hook_environment(self._environment(rank))),
+                *(self.stdouts[rank], self.stderrs[rank]),
+                cpus=None if cpus is None else cpus[rank],
+            )
+            for rank, command in commands.items()
+        ]
+        self._group = group = SupervisedGroup(stop_scope=default_stop_scope(self.entrypoint))
+        group.start(specs, self._streams)
+        self.subprocess_handlers = {
+            rank: SubprocessHandler.of_group(group, rank, command) for rank, command in commands.items()
+        }
+
+    def _start_by_replacement(self) -> None:
+        """Start the programs with the function by which the user has replaced ``get_subprocess_handler``."""
+        self._group = group = PolledGroup(self.subprocess_handlers)
+        for rank in range(self.nprocs):
+            handler = get_subprocess_handler(
+                entrypoint=str(self.entrypoint),
+                args=self.args[rank],
+                env=self.envs[rank],
+                stdout=self.stdouts[rank],
+                stderr=self.stderrs[rank],
+                local_rank_id=rank,
+                numa_options=self._numa_options,
+            )
+            group.add(rank, handler)
+
+
+class MultiprocessContext(_SupervisedContext):
+    """Context whose processes run a function. See :class:`PContext`.
+
+    ``start_method`` is ``spawn``, ``fork`` or ``forkserver``; otherwise, raise ``ValueError``. As in torch,
+    processes that were stopped because another one failed are not listed as failures.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        entrypoint: Callable[..., Any],
+        args: dict[int, tuple[Any, ...]],
+        envs: dict[int, dict[str, str]],
+        start_method: str,
+        logs_specs: LogsSpecs,
+        log_line_prefixes: dict[int, str] | None = None,
+        numa_options: NumaOptions | None = None,
+        duplicate_stdout_filters: list[str] | None = None,
+        duplicate_stderr_filters: list[str] | None = None,
+    ) -> None:
+        check_start_method(start_method)
+        super().__init__(
+            *(name, entrypoint, args, envs, logs_specs, log_line_prefixes),
+            *(duplicate_stdout_filters, duplicate_stderr_filters),
+            numa_options=numa_options,
+        )
+        self.start_method = start_method
+        self._function = entrypoint
+        self._functions: FunctionStart | None = None
+
+    def _start(self) -> None:
+        from elasticrs._engine.workers.functions.start_methods import BY_METHOD, Functions
+
+        if self._functions is not None:
+            raise ValueError("start() was called twice")
+        self._show_by_core()
+        environments = {rank: self._environment(rank) for rank in range(self.nprocs)}
+        files = (self.stdouts, self.stderrs)
+        functions = Functions(self.name, self._function, self.args, environments, *files, cpus=self._cpus())
+        self._functions = BY_METHOD[self.start_method](functions)
+        self._group = self._functions.start(self._streams)
+
+    def _unknown_end(self) -> str:
+        if self._functions is not None and self._functions.has_keeper:
+            return "the keeper (the parent process of the functions) was killed, which killed the process"
+        return super()._unknown_end()
+
+    def _make_result(self, processes: SupervisedGroup | PolledGroup) -> RunProcsResult:
+        result = super()._make_result(processes)
+        values = {} if self._functions is None else self._functions.values
+        own = {rank: failure for rank, failure in result.failures.items() if failure.sent_signal is None}
+        result.failures = own or {
+            rank: self._failure(ended, processes, SILENT)
+            for rank, ended in processes.log.exits.items()
+            if not values.get(rank)
+        }
+        if result.is_failed():
+            result.return_values = {}
+        result.return_values = {rank: pickle.loads(values[rank]) for rank in result.return_values}
+        return result
+
+    def _close(self, death_sig: signal.Signals, timeout: float = 30) -> None:
+        try:
+            super()._close(death_sig, timeout)
+        finally:
+            if self._functions is not None:
+                self._functions.close()
+
+
+def _wrap(
+    local_rank: int,
+    fn: Callable[..., Any],
+    args: dict[int, tuple[Any, ...]],
+    envs: dict[int, dict[str, str]],
+    stdout_redirects: dict[int, str],
+    stderr_redirects: dict[int, str],
+    ret_vals: dict[int, Any],
+    queue_finished_reading_event: Any,
+    numa_options: NumaOptions | None = None,
+) -> None:
+    """Run a function in this process as a worker, for programs that call torch's function of this name."""
+    os.environ.update(envs[local_rank])
+    cpus = cpus_of_options(numa_options, len(args))
+    if cpus is not None:
+        os.sched_setaffinity(0, cpus[local_rank])
+    with (
+        get_std_cm(stdout_redirects[local_rank], redirect_stdout),
+        get_std_cm(stderr_redirects[local_rank], redirect_stderr),
+    ):
+        value = record(fn)(*args[local_rank])
+    ret_vals[local_rank].put(value)
+    queue_finished_reading_event.wait()

@@ -7,6 +7,7 @@ newline, and stopping does not wait for another interval. The core prints the ou
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +39,7 @@ class _File(Record):
     def advance(self) -> bool:
         if self.file is None:
             try:
-                self.file = open(self.path, "rb", buffering=0)  # noqa: SIM115 -- closed by `finish`
+                self.file = open(self.path, "rb", buffering=0)  # noqa: SIM115 -- see `close`
             except FileNotFoundError:
                 return False
         piece = self.file.read(_CHUNK)
@@ -53,13 +54,9 @@ class _File(Record):
         return True
 
     def finish(self) -> None:
-        try:
-            while self.advance():
-                continue
-            if self.rest:
-                self._show(self.rest)
-        finally:
-            self.close()
+        if self.rest:
+            self._show(self.rest)
+        self.close()
 
     def close(self) -> None:
         self.rest = b""
@@ -91,20 +88,42 @@ def tail_logfile(
         interval_sec: seconds between two reads.
         log_line_filter: function that returns true for lines to copy; ``None`` for all (in torch: no) lines.
     """
-    followed = _File(header, file, dst, log_line_filter)
-    try:
-        is_finished = False
-        while not is_finished:
-            # Check `finished` before reading, so that the last read includes everything that was written
-            # before it was set.
-            is_finished = finished.is_set()
-            while followed.advance():
-                continue
-            if not is_finished:
-                finished.wait(interval_sec)
-        followed.finish()
-    finally:
-        followed.close()
+
+    def failed(_file: _File, error: Exception) -> None:
+        raise error
+
+    _follow([_File(header, file, dst, log_line_filter)], finished, interval_sec, failed)
+
+
+def _follow(
+    files: list[_File], finished: Event, interval_sec: float, failed: Callable[[_File, Exception], None]
+) -> None:
+    is_finished = False
+    while not is_finished:
+        # Check `finished` before reading, so that the last read includes everything that was written before
+        # it was set.
+        is_finished = finished.is_set()
+        until = math.inf if is_finished else time.monotonic() + interval_sec
+        # Read one chunk of each file in turn, so that a lot of new data does not delay the others.
+        while _each(files, _File.advance, failed) and time.monotonic() < until:
+            continue
+        if not is_finished:
+            finished.wait(interval_sec)
+    _each(files, _File.finish, failed)
+
+
+def _each(
+    files: list[_File], act: Callable[[_File], bool | None], failed: Callable[[_File, Exception], None]
+) -> bool:
+    was_news = False
+    for file in list(files):
+        try:
+            was_news = bool(act(file)) or was_news
+        except Exception as error:  # noqa: PERF203 -- the other files must still be copied
+            files.remove(file)
+            file.close()
+            failed(file, error)
+    return was_news
 
 
 class TailLog:
@@ -151,7 +170,7 @@ class TailLog:
     def start(self) -> TailLog:
         """Start to copy the files in a thread."""
         if self._threadpool is not None and self._dst is not None and self._log_files:
-            self._future = self._threadpool.submit(self._follow, self._dst)
+            self._future = self._threadpool.submit(self._copy, self._dst)
         return self
 
     def stop(self) -> None:
@@ -167,38 +186,17 @@ class TailLog:
         """Return true if :meth:`stop` has returned."""
         return self._stopped
 
-    def _follow(self, dst: TextIO) -> None:
-        files = {
-            index: _File(self._prefixes.get(index, f"[{self._name}{index}]:"), path, dst, self._filter)
+    def _copy(self, dst: TextIO) -> None:
+        files = [
+            _File(self._prefixes.get(index, f"[{self._name}{index}]:"), path, dst, self._filter)
             for index, path in self._log_files.items()
-        }
-        is_finished = False
-        while not is_finished:
-            is_finished = self._finished.is_set()
-            began = time.monotonic()
-            # Read one chunk of each file in turn, so that a lot of new data does not delay the others.
-            while self._each(files, _File.advance):
-                if is_finished or time.monotonic() - began < self._interval_sec:
-                    continue
-                break
-            if not is_finished:
-                self._finished.wait(self._interval_sec)
-        self._each(files, _File.finish)
+        ]
+        _follow(files, self._finished, self._interval_sec, _log_failure)
 
-    def _each(self, files: dict[int, _File], act: Callable[[_File], bool | None]) -> bool:
-        # Use a list, because `any` on a generator would stop at the first true result and skip the other
-        # files.
-        news = [self._try(files, index, act) for index in list(files)]
-        return any(news)
 
-    def _try(self, files: dict[int, _File], index: int, act: Callable[[_File], bool | None]) -> bool:
-        try:
-            return bool(act(files[index]))
-        except Exception as error:
-            path, kind = self._log_files[index], type(error).__name__
-            logger.exception("%s%d: the log %s cannot be shown: %s", self._name, index, path, kind)
-            files.pop(index).close()
-            return False
+def _log_failure(file: _File, error: Exception) -> None:
+    kind = type(error).__name__
+    logger.error("%s the log %s cannot be shown: %s", file.header, file.path, kind, exc_info=error)
 
 
 def replaced_streams() -> dict[int, TextIO]:

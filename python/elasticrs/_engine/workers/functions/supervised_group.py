@@ -1,26 +1,35 @@
-"""Process group with its own supervisor. Every ``PContext`` runs its workers in such a group.
+"""Process groups of a ``PContext``: with its own supervisor, or of programs that other code has started.
 
-If several threads use a group, one of them waits for events, and the others wait for that thread.
+If several threads use a supervised group, one of them waits for events, and the others wait for that thread.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import select
+import signal
 import subprocess
 import threading
 import time
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 from elasticrs import _core
 from elasticrs._engine.failures import JobFailedError
+from elasticrs._engine.job.value import Value
 from elasticrs._engine.workers.event_log import Adopted, EventLog
 from elasticrs._engine.workers.functions.interrupts import waiting
 from elasticrs._engine.workers.process import adopt, end_at_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+logger = logging.getLogger("elasticrs.multiprocessing")
+
+GRACE = 30.0
+"""Seconds between SIGTERM and SIGKILL if a process has failed."""
 
 DRAIN_TIMEOUT = 10.0
 """Seconds that a finished group waits until a slow console has shown all output.
@@ -32,6 +41,15 @@ LATE = 1.0
 """Maximum number of seconds for which events that are already pending are handled after a wait.
 
 There is a limit because a descriptor may stay readable forever.
+"""
+
+_LOOK = 0.1
+"""Seconds between polls of programs that other code has started."""
+
+_KILL_LIMIT = 10.0
+"""Seconds to wait for the exit of such programs after SIGKILL.
+
+The wait is limited, because a program may hang in the kernel.
 """
 
 _END_SLACK = 45.0
@@ -67,21 +85,18 @@ def not_started(text: str, number: int | None) -> NotStartedError:
 class SupervisedGroup:
     """Group of processes that this class starts, and whose events it records in ``log``.
 
-    ``grace`` is the time between SIGTERM and SIGKILL in seconds. A stop signal goes to the process group of
-    each worker. If ``stop_scope`` is ``"worker"``, a stop signal other than SIGKILL goes to the worker alone
-    at first, and to the rest of its process group when the worker has exited. ``on_fd`` is called in the
-    thread that waits for events.
+    A stop signal goes to the process group of each worker. If ``stop_scope`` is ``"worker"``, a stop signal
+    other than SIGKILL goes to the worker alone at first, and to the rest of its process group when the worker
+    has exited. ``on_fd`` is called in the thread that waits for events.
     """
 
-    def __init__(self, grace: float = 30.0, *, stop_scope: str = "group") -> None:
-        self._grace = grace
+    def __init__(self, *, stop_scope: str = "group") -> None:
         self._stop_scope = stop_scope
         self._turn = threading.Condition()
         self._waiter: int | None = None
         self.on_fd: Callable[[int], None] = lambda _fd: None
         self.log = EventLog()
         self._is_started = False
-        self._trouble: list[str] = []
         self._failure: _core.StartFailed | None = None
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         try:
@@ -103,7 +118,7 @@ class SupervisedGroup:
         supervisor = self._running()
         if streams:
             supervisor.follow(streams)
-        policy = _core.StopPolicy(15, self._grace)
+        policy = _core.StopPolicy(signal.SIGTERM, GRACE)
         supervisor.start(_core.GroupSpec(specs, on_failure=policy, stop_scope=self._stop_scope))
         self.wait_until(lambda: self._is_started or self._failure is not None or self.log.end is not None)
         if self._failure is not None:
@@ -134,8 +149,13 @@ class SupervisedGroup:
 
     # --- waiting ---
 
-    def poll(self) -> None:
-        self.wait_until(lambda: self.log.end is not None, 0.0)
+    @property
+    def has_ended(self) -> bool:
+        return self.log.has_ended
+
+    def wait(self, timeout: float) -> None:
+        """Wait for at most ``timeout`` seconds until the group has ended."""
+        self.wait_until(lambda: self.has_ended, timeout)
 
     def wait_until(self, is_met: Callable[[], bool], timeout: float | None = None) -> bool:
         """Wait for a condition, for at most ``timeout`` seconds. Return true if it was met in time."""
@@ -183,16 +203,11 @@ class SupervisedGroup:
         elif isinstance(event, _core.StartFailed):
             self._failure = event
         elif isinstance(event, _core.LogTrouble):
-            self._trouble.append(f"log file {event.path}: {os.strerror(event.errno)}")
+            logger.warning("log file %s: %s", event.path, os.strerror(event.errno))
         elif isinstance(event, _core.Degraded):
-            self._trouble.append(event.message)
+            logger.warning("%s", event.message)
         elif isinstance(event, (_core.FailureSeen, _core.WorkerExited, _core.GroupEnded)):
             self.log.append(event)
-
-    def take_trouble(self) -> list[str]:
-        """Return the messages for the user that were added since the last call."""
-        taken, self._trouble = self._trouble, []
-        return taken
 
     # --- stopping ---
 
@@ -258,7 +273,7 @@ class SupervisedProcess:
         return 255 if ended.exitcode is None else ended.exitcode
 
     def poll(self) -> int | None:
-        self._group.poll()
+        self._group.wait(0.0)
         self._let_go()
         return self.returncode
 
@@ -305,3 +320,79 @@ def has_ended(pidfd: int, patience: float) -> bool:
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(1000 * patience))
+
+
+class _PolledExit(Value):
+    """Exit of a program. It has the fields of the core's event that a failure needs."""
+
+    local_rank: int
+    pid: int
+    exitcode: int
+    seen_ns: int
+    sent_signal: int | None
+
+
+class PolledGroup:
+    """Group of programs that other code has started. They have to be polled.
+
+    Each of the ``handlers``, by local rank, has torch's interface: ``proc`` is like
+    :class:`subprocess.Popen`, and ``close`` sends a signal.
+    """
+
+    def __init__(self, handlers: dict[int, Any]) -> None:
+        self._handlers = handlers
+        self._sent: dict[int, int] = {}
+        self.log = EventLog()
+
+    def add(self, local_rank: int, handler: Any) -> None:
+        self._handlers[local_rank] = handler
+        self.log.append(Adopted([each.proc.pid for each in self._handlers.values()]))
+
+    @property
+    def has_ended(self) -> bool:
+        """True if all programs have exited, or if one has failed."""
+        exits = self.log.exits
+        return len(exits) == len(self._handlers) or any(each.exitcode for each in exits.values())
+
+    def wait(self, timeout: float) -> None:
+        """Look for exits, after a wait of at most ``timeout`` seconds."""
+        time.sleep(min(timeout, _LOOK))
+        for rank, handler in self._handlers.items():
+            if rank not in self.log.exits and (exitcode := handler.proc.poll()) is not None:
+                seen = (time.monotonic_ns(), self._sent.get(rank))
+                self.log.append(_PolledExit(rank, handler.proc.pid, exitcode, *seen), _core.WorkerExited)
+
+    def stop(self, death_sig: int, timeout: float) -> None:
+        """Send a signal to the programs, and SIGKILL after ``timeout`` seconds.
+
+        Limit the wait after that as well.
+        """
+        self._send(death_sig)
+        self._wait_for_exits(timeout)
+        self.hurry()
+        for rank in self._wait_for_exits(_KILL_LIMIT):
+            logger.warning(
+                "local rank %d (pid %d) did not exit within %g s after SIGKILL; it is left behind",
+                *(rank, self._handlers[rank].proc.pid, _KILL_LIMIT),
+            )
+
+    def hurry(self) -> None:
+        self._send(signal.SIGKILL)
+
+    def close(self) -> None:
+        """Do nothing, because the group has no resources."""
+
+    def _wait_for_exits(self, timeout: float) -> set[int]:
+        deadline = time.monotonic() + timeout
+        for handler in self._handlers.values():
+            with suppress(subprocess.TimeoutExpired):
+                handler.proc.wait(max(0.0, deadline - time.monotonic()))
+        self.wait(0.0)
+        return self._handlers.keys() - self.log.exits.keys()
+
+    def _send(self, signum: int) -> None:
+        self.wait(0.0)
+        for rank in self._handlers.keys() - self.log.exits.keys():
+            self._sent[rank] = signum
+            with suppress(ProcessLookupError):
+                self._handlers[rank].close(death_sig=signal.Signals(signum))
