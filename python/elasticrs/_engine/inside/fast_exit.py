@@ -37,7 +37,7 @@ def leave(status: int) -> None:
             except Exception:
                 # The interpreter flushes the stream again, and exits with its own code if that fails.
                 return
-    if _has_files():
+    if written_files():
         _finish_files()
     os._exit(status)
 
@@ -71,11 +71,16 @@ def leave_after_callbacks(status: int) -> None:
     atexit.register(run_others)
 
 
-def _has_files() -> bool:
-    """Return true if a file or pipe is open for writing. If not, no object can hold unwritten data."""
+def written_files() -> "set[int]":
+    """Return the descriptors of files and pipes that are open for writing, but for the standard streams.
+
+    Without such a descriptor, no object can hold unwritten data. Leave out ``.fault`` files, which belong to
+    the hook, because no Python file object writes to them.
+    """
     import stat
     from fcntl import F_GETFL, fcntl
 
+    found = set()
     for name in os.listdir("/proc/self/fd"):
         descriptor = int(name)
         try:
@@ -83,10 +88,10 @@ def _has_files() -> bool:
             if descriptor > 2 and (stat.S_ISREG(kind) or stat.S_ISFIFO(kind)):
                 is_written = fcntl(descriptor, F_GETFL) & os.O_ACCMODE != os.O_RDONLY
                 if is_written and not os.readlink("/proc/self/fd/" + name).endswith(".fault"):
-                    return True
+                    found.add(descriptor)
         except OSError:
             continue
-    return False
+    return found
 
 
 def _finish_files() -> None:
