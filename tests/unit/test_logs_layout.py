@@ -8,6 +8,7 @@ import pytest
 
 from elasticrs._engine.job.config import LogSettings, UsageError, parse_streams
 from elasticrs._engine.job.ranks import NodeShare, assign
+from elasticrs._engine.process.console import wants_colour
 from elasticrs._engine.workers.logs import (
     LogPaths,
     RunLogs,
@@ -15,7 +16,6 @@ from elasticrs._engine.workers.logs import (
     followed_files,
     layout,
     line_prefixes,
-    wants_colour,
 )
 from elasticrs.multiprocessing import DefaultLogsSpecs, Std, to_map
 

@@ -57,25 +57,16 @@ def answer_with_record() -> None:
 
 
 def _start_thread(requests: str, record: str) -> None:
-    from _signal import (  # type: ignore[import-not-found]
-        SIG_BLOCK,
-        SIG_SETMASK,
-        SIGABRT,
-        SIGBUS,
-        SIGFPE,
-        SIGILL,
-        SIGSEGV,
-        pthread_sigmask,
-        valid_signals,
-    )
+    import signal
     from _thread import start_new_thread
 
     # Block all signals except faults, because the program may wait for a signal with `sigwait`.
-    before = pthread_sigmask(SIG_BLOCK, valid_signals() - {SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGSEGV})
+    faults = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - faults)
     try:
         start_new_thread(_answer, (requests, record))
     finally:
-        pthread_sigmask(SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _answer(requests: str, record: str) -> None:
@@ -188,32 +179,18 @@ def _groups() -> dict[str, list[int]]:
 
 
 def answer_with_stacks() -> int | None:
-    """Let ``faulthandler`` write the stacks of all threads on a real-time signal, which the agent sends to a
-    hung worker.
-
-    This is for workers that do not load ``hook/sitecustomize.py``. Return the descriptor of the file for the
-    stacks; ``None`` if no handler was installed.
-    """
+    """Call :func:`.keep_stacks` in a worker that has not loaded the hook at its start. Return its result."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     is_off = os.environ.get("ELASTICRS_TRACEBACKS") == "0"
     if not path or is_off or "ELASTICRS_ROUND" not in os.environ:
         return None
-    import faulthandler
-    from _signal import SIGRTMIN
+    from _signal import SIGRTMIN  # type: ignore[import-not-found]
 
-    signum = SIGRTMIN + 12
-    if _is_caught(signum):
+    if _is_caught(SIGRTMIN + 12):
         return None
-    from elasticrs._engine.inside.error_file import may_be_replaced
+    from elasticrs._engine.inside.hook.sitecustomize import keep_stacks
 
-    if not may_be_replaced(path):
-        return None  # The error file is a device such as /dev/null, so create no file next to it.
-    try:
-        descriptor = os.open(path + ".fault", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-    except OSError:
-        return None  # Ignore the error, because only the stacks will be missing from the report.
-    faulthandler.register(signum, descriptor, all_threads=True)
-    return descriptor
+    return keep_stacks(path)
 
 
 def _is_caught(signum: int) -> bool:

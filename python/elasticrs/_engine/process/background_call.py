@@ -18,15 +18,26 @@ FILE_LIMIT = 3.0
 """Time limit in seconds for file accesses. The limit is short, because files are read before each restart."""
 
 
+def _start_thread(work: Callable[[], None]) -> None:
+    """Run a function on a new thread. Raise ``RuntimeError`` if no thread can be started."""
+
+    def run() -> None:
+        # Block all signals in this thread, because other threads handle them.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        work()
+
+    _thread.start_new_thread(run, ())
+
+
 class FileAccess:
-    """Runs functions that access files, one at a time. Each runs on a thread and has a time limit.
+    """Runs functions that access files, one at a time. Each runs on a thread and has a time limit in seconds.
 
     If a function exceeds the limit, ``hangs`` is called, and no other function is started until it returns. A
     file system that hangs therefore delays the agent only once and occupies only one thread.
     """
 
-    def __init__(self, hangs: Callable[[], object] = lambda: None) -> None:
-        self._hangs, self._limit = hangs, FILE_LIMIT
+    def __init__(self, hangs: Callable[[], object] = lambda: None, limit: float | None = None) -> None:
+        self._hangs, self._limit = hangs, FILE_LIMIT if limit is None else limit
         self._is_stuck = False
         self._free = _thread.allocate_lock()
 
@@ -44,8 +55,6 @@ class FileAccess:
         done.acquire()
 
         def work() -> None:
-            # Block all signals in this thread, because other threads handle them.
-            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             try:
                 found.append(ask())
             except BaseException as error:
@@ -53,10 +62,7 @@ class FileAccess:
             self._free.release()
             done.release()
 
-        try:
-            _thread.start_new_thread(work, ())
-        except RuntimeError:
-            self._free.release()
+        if not self._has_started(work):
             return default
         if not done.acquire(timeout=self._limit):
             return self._late(default)
@@ -69,19 +75,23 @@ class FileAccess:
 
         Do nothing if an earlier one is running.
         """
-        if self._free.acquire(blocking=False):
 
-            def work() -> None:
-                signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-                try:
-                    act()
-                finally:
-                    self._free.release()
-
+        def work() -> None:
             try:
-                _thread.start_new_thread(work, ())
-            except RuntimeError:
+                act()
+            finally:
                 self._free.release()
+
+        if self._free.acquire(blocking=False):
+            self._has_started(work)
+
+    def _has_started(self, work: Callable[[], None]) -> bool:
+        try:
+            _start_thread(work)
+        except RuntimeError:  # The process has reached its limit on threads.
+            self._free.release()
+            return False
+        return True
 
     def _late(self, default: _T) -> _T:
         if not self._is_stuck:
@@ -106,14 +116,12 @@ class BackgroundCall:
         self._is_over = self._is_closed = False
         self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         try:
-            _thread.start_new_thread(self._run, ())
+            _start_thread(self._run)
         except RuntimeError:
             os.close(self.fd)
             raise
 
     def _run(self) -> None:
-        # Block all signals in this thread, because other threads handle them.
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             self._answer = self._ask()
         except BaseException as error:

@@ -20,7 +20,7 @@ from elasticrs._engine.job.phrases import NAME, local_time, visible
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
 # Number of bytes that the kernel writes to a pipe atomically.
 _PIPE_BUF = 4096
@@ -65,6 +65,10 @@ def prefix(time_ns: int | None = None, node: str = "", group_rank: int | None = 
     if group_rank is not None:
         parts.append(f"group {group_rank}")
     return f"{NAME}[{' '.join(parts)}]: " if parts else f"{NAME}: "
+
+
+def wants_colour(fd: int, environ: Mapping[str, str]) -> bool:
+    return not environ.get("NO_COLOR") and environ.get("TERM") != "dumb" and os.isatty(fd)
 
 
 def has_time(log_prefix: str | None, fd: int) -> bool:
@@ -142,7 +146,9 @@ class Console:
         text.
         """
         shown = visible(text)
-        data = (paint(shown) if self._has_colours() else shown).encode("utf-8", "backslashreplace")
+        if wants_colour(self._fd, os.environ):
+            shown = paint(shown)
+        data = shown.encode("utf-8", "backslashreplace")
         self._put(data[start : start + _PIPE_BUF] for start in range(0, len(data), _PIPE_BUF))
         waking = select.poll()
         if wake_fd is not None:
@@ -155,10 +161,6 @@ class Console:
                 self._is_late = True
                 return False
         return True
-
-    def _has_colours(self) -> bool:
-        environ = os.environ
-        return not environ.get("NO_COLOR") and environ.get("TERM", "dumb") != "dumb" and os.isatty(self._fd)
 
     def _put(self, lines: Iterable[bytes]) -> None:
         with self._lock:

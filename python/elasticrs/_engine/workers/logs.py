@@ -156,10 +156,6 @@ def coloured(prefix: str, local_rank: int) -> str:
     return f"\x1b[{_COLOURS[local_rank % len(_COLOURS)]}m{prefix}\x1b[0m"
 
 
-def wants_colour(fd: int, environ: Mapping[str, str]) -> bool:
-    return not environ.get("NO_COLOR") and environ.get("TERM") != "dumb" and os.isatty(fd)
-
-
 def _bits(choice: int | Mapping[int, int], local_rank: int) -> int:
     return int(choice) if isinstance(choice, int) else int(choice.get(local_rank, 0))
 

@@ -163,25 +163,22 @@ def _watch_exits(ended: "Callable[[Any], None]") -> None:
         if sys._getframe(1).f_back is None and not is_collecting:
             ended(code)
 
-    class Status(int):
-        def __del__(self) -> None:
-            drop(self)
+    def with_finalizer(base: "Any") -> "Any":
+        class ExitCode(base):  # type: ignore[misc]
+            def __del__(self) -> None:
+                drop(self)
 
-        def __reduce__(self) -> "tuple[Any, ...]":
-            return int, (int(self),)
+            def __reduce__(self) -> "tuple[Any, ...]":
+                return base, (base(self),)
 
-    class Text(str):
-        def __del__(self) -> None:
-            drop(self)
+        return ExitCode
 
-        def __reduce__(self) -> "tuple[Any, ...]":
-            return str, (str(self),)
+    kinds = {int: with_finalizer(int), str: with_finalizer(str)}
 
     def leave(*status: object) -> "NoReturn":
         try:
             real(*status)  # type: ignore[arg-type]
         except SystemExit as error:
-            kinds: dict[type, Any] = {int: Status, str: Text}
             kind = kinds.get(type(error.code))
             if kind is not None and _exit_status(error.code) and not _is_end(sys._getframe()):
                 import gc
@@ -192,7 +189,7 @@ def _watch_exits(ended: "Callable[[Any], None]") -> None:
                 code = kind(error.code)
                 code.origin = "own" if context is None else _load(_WRITER)["origin"](context)
                 caller = sys._getframe(1).f_globals.get("__name__")
-                code.is_recorded = kind is Text or (code == 2 and caller in _load(_WRITER)["PARSERS"])
+                code.is_recorded = kind is kinds[str] or (code == 2 and caller in _load(_WRITER)["PARSERS"])
                 error.code = code
                 del code  # Otherwise, the traceback would keep the code alive.
             raise
@@ -328,27 +325,33 @@ def _install(path: str) -> None:
     # registered a callback before them, which calls `at_end`.
     sys.__dict__.pop("_elasticrs_at_end", atexit.register)(failure.at_end)
     atexit.register(failure.at_exit)
-    _keep_stacks(path)
+    descriptor = keep_stacks(path)
+    if descriptor is not None:
+        import faulthandler
+
+        if not faulthandler.is_enabled():
+            faulthandler.enable(descriptor)
 
 
-def _keep_stacks(path: str) -> None:
-    """Make :mod:`faulthandler` write the stacks of a crash or a hang next to the error file."""
+def keep_stacks(path: str) -> "int | None":
+    """Open the file next to the error file ``path`` for the stacks of a crash or a hang.
+
+    :mod:`faulthandler` writes the stacks of all threads to it on the real-time signal that the agent sends to
+    a hung worker. Return the file's descriptor; ``None`` if there is no such file.
+    """
     import faulthandler
+    from _signal import SIG_DFL, SIGRTMIN, getsignal
 
     if os.path.lexists(path) and (os.path.islink(path) or not os.path.isfile(path)):
-        return  # The error file is a device such as /dev/null, so create no file next to it.
+        return None  # The error file is a device such as /dev/null, so create no file next to it.
     try:
         # Use a file descriptor, because the interpreter closes file objects at exit.
         descriptor = os.open(path + ".fault", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     except OSError:
-        return  # Only the stacks of a crash or a hang are missing from the report.
-    if not faulthandler.is_enabled():
-        faulthandler.enable(descriptor)
-    # The agent sends this signal when a worker hangs; see `flight.py`.
-    from _signal import SIG_DFL, SIGRTMIN, getsignal
-
+        return None  # Only the stacks of a crash or a hang are missing from the report.
     if getsignal(SIGRTMIN + 12) == SIG_DFL:
         faulthandler.register(SIGRTMIN + 12, descriptor, all_threads=True)
+    return descriptor
 
 
 class _OptimizerImport:
@@ -418,6 +421,6 @@ def _start() -> None:
             _install(path)
 
 
-# `@record` imports this file under a different name, only to call `undisturbed`.
+# `@record` and heartbeats import this file under a different name, only to call its functions.
 if __name__ == "sitecustomize":
     _start()

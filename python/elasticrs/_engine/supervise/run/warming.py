@@ -12,19 +12,17 @@ from __future__ import annotations
 import os
 
 from elasticrs._engine.job import phrases
-from elasticrs._engine.process.background_call import BackgroundCall
+from elasticrs._engine.process.background_call import FileAccess
 from elasticrs._engine.workers.warm import import_report
 from elasticrs._engine.workers.warm.import_report import Report
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from typing import TypeVar
 
     from elasticrs._core import Supervisor, Warmed
     from elasticrs._engine.workers.warm.import_report import Sources
 
-    _T = TypeVar("_T")
 
 _PATIENCE = 0.5
 """Time limit in seconds for checking the modules' files before workers start. There is a limit, because a
@@ -50,9 +48,8 @@ class Warming:
         self.found = Report()
         self._sources: Sources | None = None
         self._never_again: str | None = None
-        self._is_stuck = False
         self._touched = 0
-        self._looking: BackgroundCall | None = None
+        self._files = FileAccess(self._tell_slow_files, _PATIENCE)
 
     def ended(self, event: Warmed) -> None:
         """Handle the end of a nursery's imports, or its exit."""
@@ -69,7 +66,9 @@ class Warming:
                 self._say_all(found.failed[1])
         elif found.ready is not None:
             ready, imported = found.ready, found.imported
-            self._sources = self._look(lambda: import_report.remember(ready.stamps, ready.prefixes, imported))
+            self._sources = self._files.run(
+                lambda: import_report.remember(ready.stamps, ready.prefixes, imported), None
+            )
             self._limit_touched(import_report.touched(ready.stamps))
 
     def _limit_touched(self, touched: Sequence[str]) -> None:
@@ -90,7 +89,7 @@ class Warming:
             return False
         if self._sources is None:
             return True  # Assume no changes, because changes cannot be detected without modification times.
-        changed = self._look(self._sources.changes)
+        changed = self._files.run(self._sources.changes, None)
         path = next(iter(changed or ()), None)
         self.is_warm, self.why_cold = path is None, None
         if path is None:
@@ -102,38 +101,17 @@ class Warming:
         self._say(f"warm: {path} has changed: the modules are imported again before the workers start")
         return True
 
-    def _look(self, look: Callable[[], _T]) -> _T | None:
-        """Return the result of a file check, or ``None`` if this check or an earlier one takes too long."""
-        if self._looking is not None:
-            if not self._has_ended(self._looking):
-                return None
-            self._looking.close()
-        self._looking = asked = BackgroundCall(look)
-        if not self._has_ended(asked):
-            return None
-        self._looking = None
-        asked.close()
-        found: _T = asked.take()
-        return found
-
-    def _has_ended(self, asked: BackgroundCall) -> bool:
-        """Wait until the files are checked. Return false after a timeout. Report only the first timeout."""
-        was_stuck, self._is_stuck = self._is_stuck, not asked.wait(0 if self._is_stuck else _PATIENCE)
-        if self._is_stuck and not was_stuck:
-            self._say(
-                f"warm: the files of imported modules could not be checked within {_PATIENCE:g} s; "
-                "edits may go undetected"
-            )
-        return not self._is_stuck
+    def _tell_slow_files(self) -> None:
+        self._say(
+            f"warm: the files of imported modules could not be checked within {_PATIENCE:g} s; "
+            "edits may go undetected"
+        )
 
     def _say_all(self, lines: Sequence[str]) -> None:
         for line in lines:
             self._say(f"  {line}")
 
     def close(self) -> None:
-        if self._looking is not None:
-            self._looking.close()
-            self._looking = None
         if self.report != -1:
             os.close(self.report)
             self.report = -1
