@@ -59,7 +59,7 @@ def command_line(chance: random.Random) -> list[str]:
         typed = spelled(option.name, chance)
         if option.short and chance.random() < 0.4:
             typed = "-" + option.short
-        if option.is_flag:
+        if option.kind is None:
             argv.append(typed)
             continue
         value = chance.choice(values_of(option.name))
@@ -84,7 +84,7 @@ def variables(chance: random.Random) -> dict[str, str]:
     """Return random values for some ``PET_*`` variables."""
     found: dict[str, str] = {}
     for option in chance.sample(SHARED, chance.choice((0, 0, 1, 2, 4))):
-        if option.is_flag:
+        if option.kind is None:
             found[option.variable] = chance.choice(("0", "1", "2"))
         else:
             found[option.variable] = chance.choice(values_of(option.name))
@@ -112,7 +112,7 @@ def meant(read: argparse.Namespace) -> dict[str, Any]:
     for option in SHARED:
         value = getattr(read, option.dest)
         is_text = option.kind is not None and (isinstance(value, str) or value is not None)
-        found[option.dest] = option.converted(as_text(value)) if is_text else value
+        found[option.dest] = option.kind.convert(as_text(value)) if is_text else value
     # Treat an empty template as unset.
     found["log_line_prefix_template"] = read.log_line_prefix_template or None
     found["training_script"] = read.training_script

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs._engine.job.failure_cause import Cause, Permanence
+from elasticrs._engine.job.failure_cause import Cause, Permanence, Verdict
 from elasticrs._engine.job.restart_policy import (
     MAX_SUSPECTS,
     STEADY,
@@ -17,7 +17,6 @@ from elasticrs._engine.job.restart_policy import (
     FailureHistory,
     RestartDecision,
     RestartSettings,
-    StopKind,
     decide,
     exclude,
     is_suspect,
@@ -51,7 +50,7 @@ def decisions(
     return found
 
 
-def stops(found: list[RestartDecision]) -> tuple[int, StopKind | None]:
+def stops(found: list[RestartDecision]) -> tuple[int, Verdict | None]:
     """Return the number of restarts, and the kind of stop; `None` if the job is not stopped."""
     return len(found) - (found[-1].stop is not None), found[-1].stop
 
@@ -92,7 +91,7 @@ class TestFailures:
     def test_equal_failures_after_unproven_steps_end_the_job_later(self):
         assert stops(decisions(PLENTY, [failure(reached=19)] * 30)) == (
             PLENTY.max_same_failures * UNPROVEN - 1,
-            StopKind.PERMANENT,
+            Verdict.PERMANENT,
         )
 
     @pytest.mark.parametrize(
@@ -110,13 +109,13 @@ class TestFailures:
             (failure(reached=5, ran=1.0, **what), 3 * UNPROVEN),
         ):
             found = decisions(windowed, [same] * 30, seconds_apart=60.0, ran=100.0)
-            assert stops(found) == (most - 1, StopKind.PERMANENT)
+            assert stops(found) == (most - 1, Verdict.PERMANENT)
             assert "step 5" in found[-1].reason
         assert stops(decisions(PLENTY, [failure(reached=5, ran=STEADY, **what)] * 30)) == (30, None)
 
     def test_a_hang_whose_place_is_unknown_equals_the_others_in_the_same_step(self):
         hang = failure(exception=None, silence=4.0, place="f (train.py:5)", reached=5, is_global=True)
-        assert stops(decisions(PLENTY, [hang, hang.replaced(place=None), hang])) == (2, StopKind.PERMANENT)
+        assert stops(decisions(PLENTY, [hang, hang.replaced(place=None), hang])) == (2, Verdict.PERMANENT)
 
     @pytest.mark.parametrize("code", [-9, -15, 1, None])
     def test_exit_codes_and_signals_of_other_processes_never_count_as_the_same_failure(self, code):
@@ -129,7 +128,7 @@ class TestFailures:
         both = [missing, missing.replaced(node="node2")][:nodes]
         failed = decide(PLENTY, FailureHistory(), Evidence((Cause(exitcode=-9),), nodes=nodes))
         stopped = decide(PLENTY, FailureHistory(), Evidence(tuple(both), nodes=nodes))
-        assert (failed.stop, stopped.stop) == (None, StopKind.PERMANENT)
+        assert (failed.stop, stopped.stop) == (None, Verdict.PERMANENT)
         history = failed.history
         for _ in range(30):
             decision = decide(PLENTY, history, Evidence(tuple(both), nodes=nodes))
@@ -142,19 +141,19 @@ class TestFailures:
         assert not exclude(PLENTY, FailureHistory(), Evidence(nodes=2, ran=1.0)).history.has_started
 
     def test_an_attempt_of_unknown_duration_does_not_count_as_progress(self):
-        assert stops(decisions(PLENTY, [failure()] * 9, ran=None)) == (2, StopKind.PERMANENT)
+        assert stops(decisions(PLENTY, [failure()] * 9, ran=None)) == (2, Verdict.PERMANENT)
 
 
 class TestRestartBudget:
     @pytest.mark.parametrize("most", [0, 1, 5])
     def test_the_job_stops_when_the_budget_is_used_up(self, most):
         found = decisions(RestartSettings(most), [Cause(exitcode=1)] * 10)
-        assert stops(found) == (most, StopKind.EXHAUSTED)
+        assert stops(found) == (most, Verdict.FAILED)
 
     def test_restarts_become_available_again_after_the_window(self):
         settings = RestartSettings(3, window=10.0)
         assert stops(decisions(settings, [Cause()] * 50, seconds_apart=4.0)) == (50, None)
-        assert stops(decisions(settings, [Cause()] * 50, seconds_apart=3.0)) == (3, StopKind.EXHAUSTED)
+        assert stops(decisions(settings, [Cause()] * 50, seconds_apart=3.0)) == (3, Verdict.FAILED)
 
     def test_the_count_of_restarts_never_decreases(self):
         found = decisions(RestartSettings(3, window=10.0), [Cause()] * 20, seconds_apart=9.0)
@@ -225,7 +224,7 @@ class TestNodeExclusion:
         one, other = (failure(node=node, **BROKEN_MOUNT) for node in ("node1", "node2"))
         history = decide(LIMITED, FailureHistory(), evidence(causes=(one,))).history
         decision = decide(LIMITED, history, evidence(causes=(other,)))
-        assert (decision.stop, decision.exclude, decision.note) == (StopKind.PERMANENT, None, "")
+        assert (decision.stop, decision.exclude, decision.note) == (Verdict.PERMANENT, None, "")
         assert "node1 and node2" in decision.reason
         moved = failure(node="node2", **{**BROKEN_MOUNT, "permanent_sign": "exit code 2"})
         assert decide(LIMITED, history, evidence(causes=(moved,))).stop is None
@@ -233,7 +232,7 @@ class TestNodeExclusion:
     def test_a_start_error_in_a_single_node_job_implicates_no_node(self):
         alone = evidence(nodes=1, causes=(failure(**BROKEN_MOUNT),))
         decision = decide(LIMITED, FailureHistory(), alone)
-        assert (decision.stop, decision.history.implicated) == (StopKind.PERMANENT, ())
+        assert (decision.stop, decision.history.implicated) == (Verdict.PERMANENT, ())
 
     def test_one_node_is_excluded_at_a_time_preferring_one_implicated_twice(self):
         assert excluded(LIMITED, evidence("node2", "node1"), evidence("node3", "node2")) == ["node1", "node2"]
@@ -282,7 +281,7 @@ class TestNodeExclusion:
 
     def test_an_unfit_node_without_other_nodes_ends_the_job(self):
         decision = decide(LIMITED, FailureHistory(), evidence("node1", nodes=1, available=1))
-        assert (decision.stop, decision.exclude) == (StopKind.UNFIT, None)
+        assert (decision.stop, decision.exclude) == (Verdict.UNFIT, None)
         assert "node1" in decision.reason
         assert decide(PLENTY, FailureHistory(), evidence("node1", nodes=1, available=1)).stop is None
 
@@ -294,7 +293,7 @@ class TestNodeExclusion:
         for _ in range(2):
             history = decide(LIMITED, history, starts).history
         decision = decide(LIMITED, history, starts)
-        assert (decision.stop, decision.exclude) == (StopKind.UNFIT, None)
+        assert (decision.stop, decision.exclude) == (Verdict.UNFIT, None)
         assert "node3" in decision.reason
         assert is_suspect(decision.history, "node3")
         assert not is_suspect(decision.history, "node1")
@@ -303,7 +302,7 @@ class TestNodeExclusion:
         starts = evidence(causes=(failure(node="node3", exception=None, **BROKEN_MOUNT),))
         once = LIMITED.replaced(max_restarts=1)
         decision = decide(once, decide(once, FailureHistory(), starts).history, starts)
-        assert (decision.stop, decision.history.excluded) == (StopKind.EXHAUSTED, 0)
+        assert (decision.stop, decision.history.excluded) == (Verdict.FAILED, 0)
         assert is_suspect(decision.history, "node3")
 
     def test_the_only_node_of_a_round_is_excluded_if_there_is_a_spare(self):
@@ -433,8 +432,8 @@ def test_a_failure_that_repeats_itself_ends_the_job_or_never_counts(cause, most)
     restarts, stop = stops(decisions(PLENTY.replaced(max_same_failures=most), [same] * 30))
     assert (restarts, stop) in {
         (30, None),
-        (most - 1, StopKind.PERMANENT),
-        (most * UNPROVEN - 1, StopKind.PERMANENT),
+        (most - 1, Verdict.PERMANENT),
+        (most * UNPROVEN - 1, Verdict.PERMANENT),
     }
 
 

@@ -146,8 +146,8 @@ DURATIONS = [each for each in options.OPTIONS if each.kind and each.kind.metavar
 
 @pytest.mark.parametrize("option", DURATIONS, ids=[each.name for each in DURATIONS])
 def test_every_option_that_takes_a_duration_accepts_units(option):
-    assert option.converted("10m") == option.converted("600") == 600
-    assert option.converted("1.5s") == 1.5
+    assert option.kind.convert("10m") == option.kind.convert("600") == 600
+    assert option.kind.convert("1.5s") == 1.5
 
 
 def test_no_option_takes_a_number_of_seconds_in_another_way():
@@ -161,4 +161,4 @@ def words(option):
 
 def test_the_path_of_the_report_may_be_given_without_a_scheme():
     (report,) = (each for each in options.OPTIONS if each.name == "report")
-    assert report.converted("out.json") == report.converted("file:out.json") == "out.json"
+    assert report.kind.convert("out.json") == report.kind.convert("file:out.json") == "out.json"

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from elasticrs._engine.job.config import UsageError
-from elasticrs._engine.job.options import OPTIONS, SHELLS, Option
+from elasticrs._engine.job.options import OPTIONS, SHELLS, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,11 +38,11 @@ def get_args_parser() -> argparse.ArgumentParser:
         elif option.kind is None:
             how |= {"action": "store_true", "default": bool(int("0" if text is None else text))}
         elif option.repeats:
-            convert = _converter(option)
+            convert = _converter(option.kind)
             default = option.default if text is None else convert(text)
             how |= {"action": _Repeat, "type": convert, "default": default, "metavar": option.kind.metavar}
         else:
-            convert = _converter(option) if option.typed is None else str
+            convert = _converter(option.kind) if option.typed is None else str
             default = option.default_as_typed if text is None else text
             how |= {"type": convert, "default": default, "metavar": option.kind.metavar}
         parser.add_argument(*names, **how)
@@ -90,10 +90,10 @@ class _Repeat(argparse.Action):
         setattr(namespace, self.dest, [*(() if earlier is self.default else earlier), *values])
 
 
-def _converter(option: Option) -> Callable[[str], object]:
+def _converter(kind: Kind) -> Callable[[str], object]:
     def convert(text: str) -> object:
         try:
-            value = option.converted(text)
+            value = kind.convert(text)
         except UsageError:
             raise
         except ValueError as error:

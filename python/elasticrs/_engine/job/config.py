@@ -13,7 +13,7 @@ from elasticrs._engine.job.value import Record, Value, fresh, shared_fields
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from dataclasses import KW_ONLY
     from typing import Any, Literal, TypeAlias
 
@@ -281,36 +281,36 @@ def random_run_id() -> str:
     return "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
 
 
-def parse_signals(names: str) -> tuple[int, ...]:
-    """Parse signal names such as ``SIGTERM,SIGUSR1``. A ``ValueError`` says what is expected."""
-    import signal
-
-    known = signal.Signals.__members__
-    found = [name.strip() for name in names.split(",") if name.strip()]
-    for name in found:
-        if name in ("SIGKILL", "SIGSTOP"):
-            raise ValueError(f"names of signals that can be caught (not {name})")
-        if name not in known:
-            raise ValueError(f"names of signals such as SIGTERM,SIGUSR1 (not {name})")
-    return tuple(int(known[name]) for name in found)
-
-
+_UNCATCHABLE = ("SIGKILL", "SIGSTOP")
 _NOT_FORWARDED = frozenset(
-    ("SIGKILL", "SIGSTOP", "SIGCHLD", "SIGTSTP", "SIGCONT", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")
+    (*_UNCATCHABLE, "SIGCHLD", "SIGTSTP", "SIGCONT", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")
 )
 """Signals that cannot be caught, have a meaning for the agent, or report an error in the agent itself."""
 
 
+def parse_signals(names: str) -> tuple[int, ...]:
+    """Parse signal names such as ``SIGTERM,SIGUSR1``. A ``ValueError`` says what is expected."""
+    found = [name.strip() for name in names.split(",") if name.strip()]
+    for name in found:
+        if name in _UNCATCHABLE:
+            raise ValueError(f"names of signals that can be caught (not {name})")
+    return _signals(found, "names of signals such as SIGTERM,SIGUSR1")
+
+
 def parse_forwarded(names: str) -> tuple[int, ...]:
     """Parse signal names such as ``SIGUSR1,USR2``. A ``ValueError`` says what is expected."""
+    found = ["SIG" + name.strip().upper().removeprefix("SIG") for name in names.split(",") if name.strip()]
+    return _signals(found, "names of signals that can be passed on, such as USR1,USR2", _NOT_FORWARDED)
+
+
+def _signals(names: Sequence[str], expected: str, refused: Collection[str] = ()) -> tuple[int, ...]:
     import signal
 
     known = signal.Signals.__members__
-    found = ["SIG" + name.strip().upper().removeprefix("SIG") for name in names.split(",") if name.strip()]
-    for name in found:
-        if name not in known or name in _NOT_FORWARDED:
-            raise ValueError(f"names of signals that can be passed on, such as USR1,USR2 (not {name})")
-    return tuple(int(known[name]) for name in found)
+    for name in names:
+        if name not in known or name in refused:
+            raise ValueError(f"{expected} (not {name})")
+    return tuple(int(known[name]) for name in names)
 
 
 def forwarded_signals(given: Sequence[int] | None, handled: Sequence[int]) -> tuple[int, ...]:
@@ -424,11 +424,16 @@ def hang_limits(timeout: float | str) -> tuple[float | None, float | None]:
     return None, seconds(least) if colon else None
 
 
-def seconds_within(low: float, high: float = LONGEST, *, above: bool = False) -> Callable[[object], float]:
-    """Return a parser of durations from ``low`` to ``high`` seconds. With ``above``, ``low`` is excluded."""
-    if high < LONGEST:
+def seconds_within(
+    low: float, high: float = LONGEST, *, above: bool = False, expected: str = ""
+) -> Callable[[object], float]:
+    """Return a parser of durations from ``low`` to ``high`` seconds. With ``above``, ``low`` is excluded.
+
+    If text is not such a duration, the parser raises a ``ValueError`` that says what is ``expected``.
+    """
+    if not expected and high < LONGEST:
         expected = f"seconds, {low:g} to {high:g}"
-    else:
+    elif not expected:
         least = f"more than {low:g}" if above else f"{low:g} or more"
         expected = f"seconds or a duration such as 10m, {least}"
 
@@ -439,7 +444,7 @@ def seconds_within(low: float, high: float = LONGEST, *, above: bool = False) ->
             number = in_seconds(value) if isinstance(value, str) else float(value)
         except (ValueError, OverflowError):
             raise ValueError(expected) from None
-        if number > LONGEST:
+        if number > high == LONGEST:
             raise ValueError(f"seconds, {LONGEST:.0f} at most")
         # Negate the test to reject NaN, because every comparison with NaN is false.
         if not low <= number <= high or (above and number == low):
@@ -474,8 +479,6 @@ restarts are kept in a record of limited size.
 """
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_LONGEST = 30 * 86400.0
-"""Maximum duration in seconds: 30 days."""
 
 
 class MaxRestarts(int):
@@ -493,7 +496,7 @@ class MaxRestarts(int):
             raise ValueError("a whole number, 0 or more, or a number per duration such as 3/1h")
         found = MaxRestarts(number)
         if slash:
-            found.window = duration(window)
+            found.window = _policy_duration(window)
             if not 1 <= found <= MAX_IN_WINDOW:
                 raise ValueError(f"1 to {MAX_IN_WINDOW} restarts per duration")
         return found
@@ -505,16 +508,9 @@ def in_seconds(text: str) -> float:
     return float(text[:-1] if unit else text) * (unit or 1.0)
 
 
-def duration(text: str) -> float:
-    """Parse a duration of at most 30 days, and return it in seconds."""
-    expected = "a duration such as 30s, 10m, 1h or 2d, of at most 30 days"
-    try:
-        value = in_seconds(text)
-    except ValueError:
-        raise ValueError(expected) from None
-    if not 0 < value <= _LONGEST:
-        raise ValueError(expected)
-    return value
+_policy_duration = seconds_within(
+    0, 30 * 86400.0, above=True, expected="a duration such as 30s, 10m, 1h or 2d, of at most 30 days"
+)
 
 
 def delays(text: str) -> tuple[float, float]:
@@ -523,8 +519,8 @@ def delays(text: str) -> tuple[float, float]:
         return 0.0, 0.0
     first, dots, longest = text.partition("..")
     try:
-        least = duration(first)
-        most = duration(longest) if dots else least
+        least = _policy_duration(first)
+        most = _policy_duration(longest) if dots else least
     except ValueError as error:
         raise ValueError(f"{error}, or FIRST..LONGEST such as 1s..5m") from None
     if most < least:

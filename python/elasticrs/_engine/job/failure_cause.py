@@ -13,7 +13,7 @@ import os
 from enum import Enum
 
 from elasticrs._engine.job.phrases import printable
-from elasticrs._engine.job.value import Value
+from elasticrs._engine.job.value import Record, Value
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -143,18 +143,15 @@ _REMOTE = 'RemoteTraceback: \n"""'
 """Text that precedes the traceback of a process in a process pool."""
 
 
-class Summary:
+class Summary(Record):
     """Summary of an exception. ``said`` is the type and the text's first line. ``place``, such as
     ``train.py:41``, is in the user's code. ``more`` counts other members of an exception group.
     """
 
-    __slots__ = ("exception", "more", "place", "said")
-
-    def __init__(self, said: str, place: str | None, exception: str | None, more: int = 0) -> None:
-        self.said = said
-        self.place = place
-        self.exception = exception
-        self.more = more
+    said: str
+    place: str | None
+    exception: str | None
+    more: int = 0
 
 
 def headline(text: str, more: int = 0) -> str | None:

@@ -77,20 +77,11 @@ class Option(Value):
         return self.name.replace("-", "_")
 
     @property
-    def is_flag(self) -> bool:
-        return self.kind is None
-
-    @property
     def default_as_typed(self) -> object:
         """Default value as torchrun stores it in an argparse namespace."""
         if self.typed is not None:
             return self.typed
         return list(self.default) if isinstance(self.default, tuple) else self.default
-
-    def converted(self, text: str) -> object:
-        if self.kind is None:
-            raise TypeError(f"{self.flag} is a flag")
-        return self.kind.convert(text)
 
     @property
     def flag(self) -> str:
@@ -451,11 +442,11 @@ def _read(argument: str, arguments: Iterator[str]) -> dict[str, object]:
             if request.what == "help":
                 raise _help(text if equals else next(arguments, ""), is_exact=bool(equals)) from None
             raise
-        if option.is_flag:
+        if option.kind is None:
             if equals:
                 raise UsageError(f"{option.flag}: got {text!r}, expected no value")
             return {option.dest: True}
-        value = _convert(option, option.flag, text if equals else _value(option, arguments))
+        value = _convert(option.kind, option.flag, text if equals else _value(option, arguments))
         if option.name in ("print-completion", "check"):
             raise TextRequested(option.name, str(value), *arguments)
         return {option.dest: value}
@@ -468,11 +459,11 @@ def _read(argument: str, arguments: Iterator[str]) -> dict[str, object]:
         # The word may combine several short options, so report only its first letter. But report the whole
         # word if it resembles a long option.
         raise UsageError(f"unknown option {argument if near != _ALL else '-' + letter}{near}")
-    if found.is_flag:
+    if found.kind is None:
         more = _read("-" + tail, arguments) if tail else {}
         return {found.dest: True, **more}
     text = tail[1:] if tail.startswith("=") else tail
-    return {found.dest: _convert(found, "-" + letter, text or _value(found, arguments))}
+    return {found.dest: _convert(found.kind, "-" + letter, text or _value(found, arguments))}
 
 
 def _help(word: str, *, is_exact: bool) -> TextRequested:
@@ -532,9 +523,9 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _convert(option: Option, name: str, text: str) -> object:
+def _convert(kind: Kind, name: str, text: str) -> object:
     try:
-        return option.converted(text)
+        return kind.convert(text)
     except ValueError as error:
         raise UsageError(f"{name}: got {text!r}, expected {error}") from None
 
@@ -546,13 +537,13 @@ def _defaults(environ: Mapping[str, str], given: Mapping[str, object]) -> dict[s
         text = environ.get(option.variable) if option.has_variable else None
         if text is None or option.dest in given:
             continue
-        if option.is_flag:
+        if option.kind is None:
             try:
                 found[option.dest] = bool(int(text))
             except ValueError:
                 raise UsageError(f"{option.variable}: got {text!r}, expected 0 or 1") from None
         else:
-            found[option.dest] = _convert(option, option.variable, text)
+            found[option.dest] = _convert(option.kind, option.variable, text)
     return found
 
 

@@ -24,10 +24,9 @@ The agent of one node and the leader of several nodes both call :func:`decide`:
 
 from __future__ import annotations
 
-from enum import Enum
 from signal import SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGSEGV, SIGSYS, SIGTRAP
 
-from elasticrs._engine.job.failure_cause import NO_CAUSE, Permanence
+from elasticrs._engine.job.failure_cause import NO_CAUSE, Permanence, Verdict
 from elasticrs._engine.job.value import Value
 
 TYPE_CHECKING = False
@@ -135,23 +134,15 @@ class FailureHistory(Value):
     excluded: int = 0
 
 
-class StopKind(str, Enum):
-    PERMANENT = "permanent"
-    EXHAUSTED = "exhausted"
-    """The restart budget is used up."""
-    UNFIT = "unfit"
-    """The failures occur on unfit nodes that cannot be excluded. Other nodes may succeed."""
-
-    __str__ = str.__str__
-
-
 class RestartDecision(Value):
-    """Decision about a failure. ``history`` includes this failure. ``delay`` is the time before a restart, in
-    seconds. ``reason`` says why the job stops, and ``note`` is a text about suspect nodes.
+    """Decision about a failure. ``history`` includes this failure. ``stop`` is the verdict if the job stops:
+    ``FAILED`` if no restart is left, ``UNFIT`` if the failures occur on unfit nodes that cannot be excluded.
+    ``reason`` says why it stops. ``delay`` is the time before a restart, in seconds, and ``note`` is a text
+    about suspect nodes.
     """
 
     history: FailureHistory
-    stop: StopKind | None = None
+    stop: Verdict | None = None
     reason: str = ""
     delay: float = 0.0
     exclude: str | None = None
@@ -165,7 +156,7 @@ def decide(settings: RestartSettings, history: FailureHistory, evidence: Evidenc
     after = _with_failure(history, evidence)
     reason = why_permanent(evidence, history) or _why_start_error_moved(history, after)
     if reason is not None:
-        return RestartDecision(after, StopKind.PERMANENT, reason)
+        return RestartDecision(after, Verdict.PERMANENT, reason)
     excluding = exclude(settings, after, evidence)
     if excluding.exclude is None:
         kind, reason = _why_useless(settings, excluding.history, evidence)
@@ -179,7 +170,7 @@ def decide(settings: RestartSettings, history: FailureHistory, evidence: Evidenc
         charged_at = (*charged_at, evidence.now)
     if used >= settings.max_restarts:
         stopped = excluding.history.replaced(excluded=history.excluded)
-        return RestartDecision(stopped, StopKind.EXHAUSTED, f"no restart is left ({limit}, {used} used)")
+        return RestartDecision(stopped, Verdict.FAILED, f"no restart is left ({limit}, {used} used)")
     charged = excluding.history.replaced(charged=history.charged + 1, charged_at=charged_at)
     doublings = min(after.without_progress - 1, MAX_DOUBLINGS)
     delay = min(settings.first_delay * 2**doublings, max(settings.longest_delay, settings.first_delay))
@@ -369,17 +360,17 @@ def _start_errors(evidence: Evidence) -> list[Cause]:
 
 def _why_useless(
     settings: RestartSettings, history: FailureHistory, evidence: Evidence
-) -> tuple[StopKind, str | None]:
+) -> tuple[Verdict, str | None]:
     unfit = dict(evidence.unfit)
     if settings.max_excluded_nodes is not None and unfit and evidence.nodes == 1:
         node, why = min(unfit.items())
-        return StopKind.UNFIT, f"node {node} is unfit, and no other node could replace it: {why}"
+        return Verdict.UNFIT, f"node {node} is unfit, and no other node could replace it: {why}"
     repeated = _why_repeated(settings, history, evidence)
     starts = _start_error_of_one_node(evidence)
     if repeated is not None and starts is not None and is_suspect(history, starts[0]):
         # The failure is not permanent, because the program starts on all other nodes.
-        return StopKind.UNFIT, f"{repeated}, and only on node {starts[0]}"
-    return StopKind.PERMANENT, repeated and f"{repeated}: not transient"
+        return Verdict.UNFIT, f"{repeated}, and only on node {starts[0]}"
+    return Verdict.PERMANENT, repeated and f"{repeated}: not transient"
 
 
 def _why_repeated(settings: RestartSettings, history: FailureHistory, evidence: Evidence) -> str | None:

@@ -14,9 +14,9 @@ import signal
 import zlib
 from collections import Counter
 
-from elasticrs._engine.job.failure_cause import Cause
+from elasticrs._engine.job.failure_cause import Cause, Verdict
 from elasticrs._engine.job.phrases import MAX_HOW, how_it_ended, local_time, printable, restarts_used
-from elasticrs._engine.job.restart_policy import STEADY, Evidence, StopKind, decide, exclude
+from elasticrs._engine.job.restart_policy import STEADY, Evidence, decide, exclude
 from elasticrs._engine.job.value import Value
 from elasticrs._engine.nodes.protocol.records import blame_of, cut, is_of_same_node, time_of
 
@@ -255,11 +255,11 @@ def judge(
         end={**(head.end or {}), "charged": charged, **{name: each for name, each in more.items() if each}},
     )
     reason = _why_not_again(view, counted, settings)
-    if reason is None and decision.stop is StopKind.EXHAUSTED:
+    if reason is None and decision.stop is Verdict.FAILED:
         reason = f"workers failed in round {head.round} and {decision.reason}"
     elif reason is None and decision.stop is not None:
         reason = decision.reason
-        counted = counted.replaced(permanent=decision.stop is StopKind.PERMANENT)
+        counted = counted.replaced(permanent=decision.stop is Verdict.PERMANENT)
     # Keep the history even if the job ends, because an implicated node uses it to report that it is unfit.
     counted = counted.with_failures(decision.history)
     return RoundVerdict(witnesses(view) if charged else [], counted, reason)

@@ -36,7 +36,6 @@ from elasticrs._engine.job.restart_policy import (
     FailureHistory,
     RestartDecision,
     RestartSettings,
-    StopKind,
     decide,
     has_not_met_since,
     recent,
@@ -398,7 +397,7 @@ def _on_worker_to_replace(
         if decision.stop is not None:
             return _stop_all(state.replaced(stopped_by=decision))
     elif (reason := why_permanent(evidence, history)) is not None:
-        return _stop_all(state.replaced(stopped_by=RestartDecision(history, StopKind.PERMANENT, reason)))
+        return _stop_all(state.replaced(stopped_by=RestartDecision(history, Verdict.PERMANENT, reason)))
     return state.replaced(history=history, replacing=state.replacing | {local_rank}), []
 
 
@@ -437,7 +436,7 @@ def _restart(
     """
     decision = state.stopped_by or decide(state.policy, state.history, evidence)
     if decision.stop is not None:
-        if decision.stop is StopKind.PERMANENT:
+        if decision.stop is Verdict.PERMANENT:
             return _fail(state, decision.reason, Verdict.PERMANENT)
         return _fail(state, message)
     delay = decision.delay
