@@ -14,12 +14,11 @@ from elasticrs._engine.hangs import diagnose as diagnosing
 from elasticrs._engine.hangs.diagnose import MAX_LINES, diagnose, ranks_text
 from elasticrs._engine.hangs.values import NoRecord, failed
 from elasticrs._engine.job.phrases import spans
-from elasticrs._engine.job.ranks import WorkerRanks
 from elasticrs._engine.supervise.attempts.attempt import Attempt
 from elasticrs._engine.supervise.failures import hang_diagnosis
 from elasticrs._engine.supervise.failures.first_failure import why_expired
 from elasticrs._engine.supervise.run.tracker import AttemptTracker
-from elasticrs._engine.workers.plan import Plan
+from elasticrs._engine.workers.plan import Plan, WorkerRanks
 
 (SCHEMA,) = schemas("design/diagnosis.md")
 

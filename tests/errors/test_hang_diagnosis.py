@@ -28,14 +28,13 @@ from elasticrs._engine.hangs.culprits import Basis, Blame
 from elasticrs._engine.hangs.flight_record import MAX_BYTES
 from elasticrs._engine.hangs.values import Confidence, Frame, MergedStack, NoRecord
 from elasticrs._engine.inside.error_file import write_whole
-from elasticrs._engine.job.ranks import WorkerRanks
 from elasticrs._engine.supervise.attempts.attempt import Attempt
 from elasticrs._engine.supervise.failures import hang_diagnosis
 from elasticrs._engine.supervise.failures.first_failure import is_collective_failure
 from elasticrs._engine.supervise.failures.hang_diagnosis import diagnose_running, examine, examine_failure
 from elasticrs._engine.supervise.run.tracker import AttemptTracker
 from elasticrs._engine.workers.logs import LogPaths
-from elasticrs._engine.workers.plan import Plan
+from elasticrs._engine.workers.plan import Plan, WorkerRanks
 
 RECORDED = Path(__file__).resolve().parents[1] / "diagnosis" / "recorded"
 

@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticrs._engine.job.config import MAX_IN_WINDOW
-from elasticrs._engine.job.ranks import NodeShare, assign, node_ranks
 from elasticrs._engine.job.restart_policy import FailureHistory
 from elasticrs._engine.nodes.protocol.formation import Candidate, assign_seats, natural
 from elasticrs._engine.nodes.protocol.leader_view import View
@@ -21,6 +20,7 @@ from elasticrs._engine.nodes.protocol.records import (
     encode,
     master_addr,
 )
+from elasticrs._engine.workers.plan import NodeShare, assign, node_ranks
 from rendezvous.store import Entry
 
 names = st.text(alphabet="node0129-.", max_size=6)

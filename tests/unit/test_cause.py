@@ -12,7 +12,6 @@ from elasticrs import _core
 from elasticrs._engine.failures.failure import remote_failure
 from elasticrs._engine.gpus.xids import Xid
 from elasticrs._engine.job.failure_cause import Cause
-from elasticrs._engine.job.ranks import NodeShare, assign
 from elasticrs._engine.nodes.protocol.records import bound_cause, checked_cause
 from elasticrs._engine.nodes.protocol.round_outcome import failure_of
 from elasticrs._engine.process.clock import Clock
@@ -31,7 +30,7 @@ from elasticrs._engine.supervise.failures.failed_attempt import (
 from elasticrs._engine.supervise.observe.job_report import all_failures
 from elasticrs._engine.workers.event_log import Silent
 from elasticrs._engine.workers.logs import LogPaths
-from elasticrs._engine.workers.plan import Plan
+from elasticrs._engine.workers.plan import NodeShare, Plan, assign
 from elasticrs.multiprocessing.errors import ChildFailedError
 
 PLACE = Place("b", "host-b", 1)

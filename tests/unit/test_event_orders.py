@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from elasticrs import _core
 from elasticrs._engine.job.config import JobSpec
-from elasticrs._engine.job.ranks import NodeShare, assign
 from elasticrs._engine.process.clock import Clock
 from elasticrs._engine.supervise.attempts import state_machine as machine
 from elasticrs._engine.supervise.attempts.attempt import Attempt, phases
@@ -23,7 +22,7 @@ from elasticrs._engine.supervise.observe.recorder import EventRecorder, MetricRe
 from elasticrs._engine.supervise.run import tracker
 from elasticrs._engine.supervise.run.tracker import AttemptTracker
 from elasticrs._engine.supervise.run.workers import CommandWorkers, WorkerSetup
-from elasticrs._engine.workers.plan import Plan
+from elasticrs._engine.workers.plan import NodeShare, Plan, assign
 from elasticrs.multiprocessing.errors import ChildFailedError
 
 N = 3

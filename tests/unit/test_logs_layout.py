@@ -7,7 +7,6 @@ import stat
 import pytest
 
 from elasticrs._engine.job.config import LogSettings, UsageError, parse_streams
-from elasticrs._engine.job.ranks import NodeShare, assign
 from elasticrs._engine.process.console import wants_colour
 from elasticrs._engine.workers.logs import (
     LogPaths,
@@ -17,6 +16,7 @@ from elasticrs._engine.workers.logs import (
     layout,
     line_prefixes,
 )
+from elasticrs._engine.workers.plan import NodeShare, assign
 from elasticrs.multiprocessing import DefaultLogsSpecs, Std, to_map
 
 

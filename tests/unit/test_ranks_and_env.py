@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticrs._engine.job.config import JobSpec
-from elasticrs._engine.job.ranks import NodeShare, assign
-from elasticrs._engine.workers.plan import Plan, worker_env
+from elasticrs._engine.workers.plan import NodeShare, Plan, assign, worker_env
 
 nodes = st.lists(
     st.builds(NodeShare, st.sampled_from(["trainer", "reader"]), st.integers(1, 5)), min_size=1, max_size=6

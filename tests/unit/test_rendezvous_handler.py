@@ -13,9 +13,9 @@ from helpers import ports
 from helpers.etcd_fixtures import site
 from helpers.procs import HANG
 
-from elasticrs._engine.job.ranks import NodeShare, node_ranks
 from elasticrs._engine.nodes.protocol.messages import Outcome
 from elasticrs._engine.nodes.rendezvous_store import RendezvousStore
+from elasticrs._engine.workers.plan import NodeShare, node_ranks
 from elasticrs.agent.server.simple_elastic_agent import begin_exit_barrier, exchange_ranks
 from elasticrs.rendezvous import (
     RendezvousClosedError,

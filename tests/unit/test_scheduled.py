@@ -8,7 +8,14 @@ from helpers.host_lists import host_lists
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs._engine.cli.schedulers import FIRST_PORT, MAX_HOSTS, PORTS, expand, slurm_place, with_scheduler
+from elasticrs._engine.cli.schedulers import (
+    FIRST_PORT,
+    MAX_HOSTS,
+    PORTS,
+    expand,
+    slurm_allocation,
+    with_scheduler,
+)
 from elasticrs._engine.job.config import UsageError
 from elasticrs._engine.job.options import parse
 
@@ -149,7 +156,7 @@ def test_each_slurm_step_restart_and_array_task_has_its_own_run_id(variables, ru
 
 def test_jobs_and_steps_on_one_node_use_different_rendezvous_ports():
     ports = [
-        slurm_place({**STEP, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}, 1).port
+        slurm_allocation({**STEP, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}, 1).port
         for job in range(4700, 4780)
         for step in range(8)
     ]
@@ -281,7 +288,7 @@ def test_scheduler_modules_are_loaded_only_under_a_scheduler(monkeypatch):
 
 @pytest.mark.parametrize("name", [name for name, value in STEP.items() if value.isdecimal()])
 def test_a_slurm_number_with_too_many_digits_is_not_used(name):
-    place = slurm_place({**STEP, name: "9" * 5000}, 1)
+    place = slurm_allocation({**STEP, name: "9" * 5000}, 1)
     assert FIRST_PORT <= place.port < FIRST_PORT + PORTS or not place.host
 
 

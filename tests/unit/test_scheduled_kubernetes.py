@@ -189,5 +189,5 @@ def test_a_kubernetes_number_with_too_many_digits_is_not_used(name):
     environ = (
         {**TRAIN_JOB, name: number} if of_kubeflow else {**INDEXED, "HOSTNAME": f"a-{number}", name: number}
     )
-    found = schedulers.kubernetes_place(environ)
+    found = schedulers.kubernetes_allocation(environ)
     assert found is None or not found.job.startswith("TrainJob")

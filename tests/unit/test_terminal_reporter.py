@@ -9,11 +9,10 @@ from helpers.attempts import adopted, exited, failed, raised, stamped
 
 from elasticrs._engine.job.config import JobSpec
 from elasticrs._engine.job.phrases import goodput
-from elasticrs._engine.job.ranks import NodeShare, assign
 from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
 from elasticrs._engine.supervise.attempts.state_machine import Phase
 from elasticrs._engine.supervise.observe.terminal_reporter import TerminalReporter, productive_ns
-from elasticrs._engine.workers.plan import Plan
+from elasticrs._engine.workers.plan import NodeShare, Plan, assign
 
 S = 1_000_000_000
 

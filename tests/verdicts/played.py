@@ -22,7 +22,6 @@ from elasticrs._engine.failures.failure import root_cause
 from elasticrs._engine.job.config import ExitCodes
 from elasticrs._engine.job.failure_cause import Cause
 from elasticrs._engine.job.options import parse
-from elasticrs._engine.job.ranks import NodeShare, assign
 from elasticrs._engine.nodes.protocol import messages
 from elasticrs._engine.process import clock
 from elasticrs._engine.process.clock import Clock
@@ -35,7 +34,7 @@ from elasticrs._engine.supervise.failures.failed_attempt import Place, first_wor
 from elasticrs._engine.supervise.failures.first_failure import first_seen
 from elasticrs._engine.supervise.observe import job_report
 from elasticrs._engine.workers.logs import LogPaths
-from elasticrs._engine.workers.plan import Plan
+from elasticrs._engine.workers.plan import NodeShare, Plan, assign
 
 MS = 1_000_000
 OPTIONS = "--max-restarts 5 --exit-codes verdict"

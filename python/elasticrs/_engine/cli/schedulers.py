@@ -36,8 +36,8 @@ def number_in(text: str) -> int | None:
     return int(text) if is_number else None
 
 
-class Place(Value):
-    """Place of this node in a job of a scheduler.
+class Allocation(Value):
+    """What a scheduler has allocated to this job, and which of its nodes this is.
 
     Args:
         job: name for messages, such as ``Slurm job 4711``.
@@ -62,12 +62,12 @@ class Place(Value):
     owned: frozenset[str] = frozenset()
 
 
-def place_of(environ: Mapping[str, str], pid: int) -> Place | None:
+def allocation_of(environ: Mapping[str, str], pid: int) -> Allocation | None:
     # Check for Slurm first, because Slurm nodes can themselves run in Kubernetes pods.
     if environ.get("SLURM_JOB_ID"):
-        return slurm_place(environ, pid)
+        return slurm_allocation(environ, pid)
 
-    return kubernetes_place(environ)
+    return kubernetes_allocation(environ)
 
 
 FIRST_PORT, PORTS = 29600, 3000
@@ -85,7 +85,7 @@ _STEP = ("SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES", "SLURM_NODEID")
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
-def slurm_place(environ: Mapping[str, str], pid: int) -> Place:
+def slurm_allocation(environ: Mapping[str, str], pid: int) -> Allocation:
     """Describe this process's Slurm job. Only the nodes of its job step are used, not all nodes of the job.
 
     Outside a step (batch script, ``salloc`` shell), and in a shell of ``srun --pty``, the job uses only this
@@ -107,16 +107,16 @@ def _is_in_a_shell(environ: Mapping[str, str], pid: int) -> bool:
     return "SLURM_PTY_PORT" in environ and _number(environ, "SLURM_TASK_PID") != pid
 
 
-def _outside_of_a_step(job: str, environ: Mapping[str, str]) -> Place:
+def _outside_of_a_step(job: str, environ: Mapping[str, str]) -> Allocation:
     if "SLURMD_NODENAME" not in environ:
         # This is an `salloc` shell, which often runs on a login node outside the job.
-        return Place(job, None, notices=(f"{job} is not used: start elasticrun with srun",))
+        return Allocation(job, None, notices=(f"{job} is not used: start elasticrun with srun",))
     nodes = _number(environ, "SLURM_JOB_NUM_NODES") or 1
     why = f"{job} has {nodes} nodes, but only this one is used: start elasticrun with srun to use all of them"
-    return Place(job, 1, workers=_task_workers(environ), notices=(why,) if nodes > 1 else ())
+    return Allocation(job, 1, workers=_task_workers(environ), notices=(why,) if nodes > 1 else ())
 
 
-def _in_a_step(job: str, step: int, environ: Mapping[str, str]) -> Place:
+def _in_a_step(job: str, step: int, environ: Mapping[str, str]) -> Allocation:
     restarts = _number(environ, "SLURM_RESTART_COUNT")
     nodes = _number(environ, "SLURM_STEP_NUM_NODES")
     rank = _number(environ, "SLURM_NODEID")
@@ -132,7 +132,7 @@ def _in_a_step(job: str, step: int, environ: Mapping[str, str]) -> Place:
         problem = f"its variables contradict each other ({got})"
     if not problem:
         host = hosts[0]
-    return Place(
+    return Allocation(
         f"Slurm job {job}",
         nodes or 1,
         rank or 0,
@@ -262,7 +262,7 @@ _OF_KUBEFLOW = ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PO
 _OWNED = frozenset(name[4:].lower() for name in (*_OF_KUBEFLOW, "PET_NPROC_PER_NODE"))
 
 
-def kubernetes_place(environ: Mapping[str, str]) -> Place | None:
+def kubernetes_allocation(environ: Mapping[str, str]) -> Allocation | None:
     """Return this process's position in a Kubernetes job of one of these kinds; ``None`` for any other job:
 
     =====================  ===============================================================================
@@ -289,7 +289,7 @@ def kubernetes_place(environ: Mapping[str, str]) -> Place | None:
     return None
 
 
-def _in_kubeflow(job: str, name: str, environ: Mapping[str, str]) -> Place | None:
+def _in_kubeflow(job: str, name: str, environ: Mapping[str, str]) -> Allocation | None:
     nodes, rank, port = (
         number_in(environ[variable]) for variable in ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_PORT")
     )
@@ -297,10 +297,10 @@ def _in_kubeflow(job: str, name: str, environ: Mapping[str, str]) -> Place | Non
     if nodes is None or rank is None or port is None:
         return None
     host = environ["PET_MASTER_ADDR"]
-    return Place(job, nodes, rank, host=host, port=port, run_id=name, owned=_OWNED)
+    return Allocation(job, nodes, rank, host=host, port=port, run_id=name, owned=_OWNED)
 
 
-def _in_an_indexed_job(environ: Mapping[str, str]) -> Place | None:
+def _in_an_indexed_job(environ: Mapping[str, str]) -> Allocation | None:
     index = environ.get("JOB_COMPLETION_INDEX", "")
     rank = number_in(index)
     host = environ.get("HOSTNAME", "")
@@ -308,7 +308,7 @@ def _in_an_indexed_job(environ: Mapping[str, str]) -> Place | None:
     if rank is None or not name:
         return None
     domain = _domain_of(host)
-    return Place(
+    return Allocation(
         f"Job {name}",
         None,
         rank,
@@ -350,28 +350,26 @@ _OF_STATIC = frozenset(("node_rank", "master_addr", "master_port"))
 
 def with_scheduler(args: Namespace, environ: Mapping[str, str], notices: list[str]) -> Namespace:
     """Complete the options with the scheduler's values. Report these values in ``notices``."""
-    place = place_of(environ, os.getpid())
-    if place is None:
+    allocation = allocation_of(environ, os.getpid())
+    if allocation is None:
         return args
     if WORKER_VARIABLE in environ:
         # The scheduler's variables describe the job of the outer launcher. With them, this launcher would try
         # to join that job, and wait.
-        notices.append(f"{place.job} is not used: this launcher runs in a worker of another launcher")
-        return Namespace(**{**vars(args), **{name: _DEFAULTS[name] for name in place.owned - {*args.given}}})
-    given = _given(args, environ, place)
-    found = found_options(args, place, given)
-    if line := _line(args, place, found):
+        notices.append(f"{allocation.job} is not used: this launcher runs in a worker of another launcher")
+        return Namespace(
+            **{**vars(args), **{name: _DEFAULTS[name] for name in allocation.owned - {*args.given}}}
+        )
+    given = frozenset((*(set_by_variables(environ) - allocation.owned), *args.given))
+    found = found_options(args, allocation, given)
+    if line := _line(args, allocation, found):
         notices.append(line)
     if not _says_how_to_meet(args, given):
-        notices += place.notices
+        notices += allocation.notices
     low, high = found.get("nnodes", args.nnodes)
     if low < high and not args.standalone:
-        notices += place.elastic_notices
+        notices += allocation.elastic_notices
     return Namespace(**{**vars(args), **found})
-
-
-def _given(args: Namespace, environ: Mapping[str, str], place: Place) -> frozenset[str]:
-    return frozenset((*(set_by_variables(environ) - place.owned), *args.given))
 
 
 def _says_how_to_meet(args: Namespace, given: Collection[str]) -> bool:
@@ -381,30 +379,30 @@ def _says_how_to_meet(args: Namespace, given: Collection[str]) -> bool:
     return args.standalone or ("nnodes" in given and (is_alone or has_address))
 
 
-def found_options(args: Namespace, place: Place, given: Collection[str]) -> dict[str, Any]:
+def found_options(args: Namespace, allocation: Allocation, given: Collection[str]) -> dict[str, Any]:
     """Return the scheduler's values by option, except for options that the user has set (``given``)."""
-    nodes = args.nnodes[1] if "nnodes" in given else place.nodes
+    nodes = args.nnodes[1] if "nnodes" in given else allocation.nodes
     # If the number of nodes is unknown, ignore the problem, because the job uses only this node.
-    if place.problem and nodes is not None:
+    if allocation.problem and nodes is not None:
         if _says_how_to_meet(args, given):
             return {}
-        raise UsageError(f"{place.job}: {place.problem}; or use --standalone or --no-scheduler")
+        raise UsageError(f"{allocation.job}: {allocation.problem}; or use --standalone or --no-scheduler")
     found: dict[str, Any] = {}
-    if place.workers is not None:
-        found["nproc_per_node"] = place.workers
+    if allocation.workers is not None:
+        found["nproc_per_node"] = allocation.workers
     if not args.standalone:
-        if place.host and nodes not in (None, 1):
-            found |= _meeting(args, place, given)
-        if place.nodes is not None:
-            found["nnodes"] = (place.nodes, place.nodes)
+        if allocation.host and nodes not in (None, 1):
+            found |= _meeting(args, allocation, given)
+        if allocation.nodes is not None:
+            found["nnodes"] = (allocation.nodes, allocation.nodes)
     # Keep `rdzv_conf` even if the user has set it, because it already includes the user's settings.
     return {name: value for name, value in found.items() if name not in given or name == "rdzv_conf"}
 
 
-def _meeting(args: Namespace, place: Place, given: Collection[str]) -> dict[str, Any]:
+def _meeting(args: Namespace, allocation: Allocation, given: Collection[str]) -> dict[str, Any]:
     from elasticrs._engine.nodes.describe import BACKENDS, C10D, ETCD, STATIC, is_in_file
 
-    if _says_how_to_meet(args, given) and args.nnodes[1] > (place.nodes or args.nnodes[1]):
+    if _says_how_to_meet(args, given) and args.nnodes[1] > (allocation.nodes or args.nnodes[1]):
         # If the user wants more nodes than the scheduler reports, they may belong to several job steps, each
         # with a different run id.
         return {}
@@ -413,35 +411,37 @@ def _meeting(args: Namespace, place: Place, given: Collection[str]) -> dict[str,
     found: dict[str, Any] = {"rdzv_backend": backend}
     kind = BACKENDS.get(backend)
     if kind in (C10D, ETCD, STATIC):
-        found["node_rank"] = place.node_rank
+        found["node_rank"] = allocation.node_rank
     if kind != STATIC:
-        found["rdzv_id"] = place.run_id
+        found["rdzv_id"] = allocation.run_id
         # Only the static rendezvous uses the master address and port, so drop the scheduler's values.
-        found |= {name: _DEFAULTS[name] for name in ("master_addr", "master_port") if name in place.owned}
+        found |= {
+            name: _DEFAULTS[name] for name in ("master_addr", "master_port") if name in allocation.owned
+        }
     if "rdzv_endpoint" in given:
         return found
     if kind == STATIC:
-        found |= {"master_addr": place.host, "master_port": place.port}
+        found |= {"master_addr": allocation.host, "master_port": allocation.port}
     elif kind == C10D and not is_in_file(args.rdzv_conf):
-        found["rdzv_endpoint"] = f"{place.host}:{place.port}"
+        found["rdzv_endpoint"] = f"{allocation.host}:{allocation.port}"
         # Tell each node whether it is the host. A host cannot always recognize its own address: its name may
         # resolve to several addresses, or to one that none of its interfaces has.
-        host = {"is_host": "1" if place.node_rank == 0 else "0"}
+        host = {"is_host": "1" if allocation.node_rank == 0 else "0"}
         found["rdzv_conf"] = {**host, **args.rdzv_conf}
     return found
 
 
-def _line(args: Namespace, place: Place, found: Mapping[str, object]) -> str:
+def _line(args: Namespace, allocation: Allocation, found: Mapping[str, object]) -> str:
     parts = []
-    if "nnodes" in found and place.nodes is not None:
-        parts.append("1 node" if place.nodes == 1 else f"{place.nodes} nodes")
+    if "nnodes" in found and allocation.nodes is not None:
+        parts.append("1 node" if allocation.nodes == 1 else f"{allocation.nodes} nodes")
     if "node_rank" in found:
-        parts.append(f"this is number {place.node_rank}")
+        parts.append(f"this is number {allocation.node_rank}")
     if "rdzv_endpoint" in found:
         parts.append(f"meeting at {found['rdzv_endpoint']}")
-    elif found.get("master_addr") == place.host:
-        parts.append(f"meeting at {place.host}:{found.get('master_port', args.master_port)}")
+    elif found.get("master_addr") == allocation.host:
+        parts.append(f"meeting at {allocation.host}:{found.get('master_port', args.master_port)}")
     # The number of workers for a word such as `gpu` is reported on a separate line.
     if isinstance(workers := found.get("nproc_per_node"), int):
         parts.append("1 worker on this node" if workers == 1 else f"{workers} workers on this node")
-    return f"{place.job}: {', '.join(parts)}" if parts else ""
+    return f"{allocation.job}: {', '.join(parts)}" if parts else ""

@@ -6,15 +6,16 @@ import errno
 import os
 from functools import partial
 
-from elasticrs._engine.job.ranks import NodeShare, assign
 from elasticrs._engine.supervise.observe import make_observers
 from elasticrs._engine.supervise.run.loop import Agent
 from elasticrs._engine.supervise.run.signals import ignored_signals
 from elasticrs._engine.supervise.run.workers import CommandWorkers, WorkerSetup
 from elasticrs._engine.workers.plan import (
+    NodeShare,
     Plan,
     StorePort,
     agent_hosts_store,
+    assign,
     hook_environment,
     inherited_environment,
 )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from dataclasses import KW_ONLY
 
-    from elasticrs._engine.job.ranks import WorkerRanks
+    from elasticrs._engine.workers.plan import WorkerRanks
 
 STDOUT = 1
 STDERR = 2

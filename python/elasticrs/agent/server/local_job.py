@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from elasticrs._engine.gpus.numa import cpus_of_options
 from elasticrs._engine.job import config as defaults
 from elasticrs._engine.job.config import JobSpec, LogSettings, Preload
-from elasticrs._engine.job.ranks import NodeShare, assign
 from elasticrs._engine.job.value import Record
 from elasticrs._engine.process.console import Console
 from elasticrs._engine.supervise.attempts.state_machine import Phase
@@ -19,7 +18,7 @@ from elasticrs._engine.supervise.run.signals import catch_signals
 from elasticrs._engine.supervise.run_job import make_decisions, make_workers, run_job
 from elasticrs._engine.workers.functions.supervised_group import not_started
 from elasticrs._engine.workers.logs import line_prefixes
-from elasticrs._engine.workers.plan import Plan
+from elasticrs._engine.workers.plan import NodeShare, Plan, assign
 from elasticrs.agent.server.worker_group import RunResult, WorkerState
 from elasticrs.multiprocessing.api import SignalException
 from elasticrs.multiprocessing.tail_log import TailLog, replaced_streams

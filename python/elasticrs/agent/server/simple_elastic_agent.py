@@ -16,8 +16,8 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from elasticrs._engine.job import config as defaults
-from elasticrs._engine.job.ranks import NodeRanks, NodeShare, node_ranks
 from elasticrs._engine.job.value import Record
+from elasticrs._engine.workers.plan import NodeRanks, NodeShare, node_ranks
 from elasticrs.agent.server.worker_group import (
     RunResult,
     Worker,

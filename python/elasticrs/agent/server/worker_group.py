@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from elasticrs._engine.job import config as defaults
 from elasticrs._engine.job import options
 from elasticrs._engine.job.config import UnresolvedSettings, WorkerSettings
-from elasticrs._engine.job.ranks import WorkerRanks
-from elasticrs._engine.workers.plan import Plan, StorePort
+from elasticrs._engine.workers.plan import Plan, StorePort, WorkerRanks
 from elasticrs.rendezvous.api import RendezvousError
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import Counter
 from itertools import groupby
 
-from elasticrs._engine.job.ranks import NodeShare, node_ranks
 from elasticrs._engine.job.value import Value
 from elasticrs._engine.nodes.protocol import round_outcome
 from elasticrs._engine.nodes.protocol.joining import fence
@@ -41,6 +40,7 @@ from elasticrs._engine.nodes.protocol.round_outcome import named, nodes
 from elasticrs._engine.nodes.protocol.rounds import GONE
 from elasticrs._engine.nodes.transport.addresses import is_loopback_name
 from elasticrs._engine.nodes.transport.coordination import Delete, DeletePrefix, Missing, Put
+from elasticrs._engine.workers.plan import NodeShare, node_ranks
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

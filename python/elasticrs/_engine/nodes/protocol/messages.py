@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any, Literal, TypeAlias
 
-    from elasticrs._engine.job.ranks import NodeRanks
     from elasticrs._engine.nodes.transport.coordination import Request, StoreEvent
+    from elasticrs._engine.workers.plan import NodeRanks
 
     Cause: TypeAlias = Mapping[str, Any]
     # fmt: off

@@ -13,7 +13,6 @@ An agent that is *idle* after a round has no workers of that round or of earlier
 from __future__ import annotations
 
 from elasticrs._engine.job.phrases import duration
-from elasticrs._engine.job.ranks import NodeRanks
 from elasticrs._engine.nodes.protocol.joining import (
     MAX_REASON,
     fence,
@@ -51,6 +50,7 @@ from elasticrs._engine.nodes.transport.coordination import (
     Put,
     Unwatch,
 )
+from elasticrs._engine.workers.plan import NodeRanks
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

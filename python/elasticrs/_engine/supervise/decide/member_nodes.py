@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from functools import partial
 
-from elasticrs._engine.job.ranks import NodeShare
 from elasticrs._engine.nodes.protocol import messages
 from elasticrs._engine.nodes.protocol.records import workers_of
 from elasticrs._engine.nodes.protocol.round_outcome import nodes, restart_cost
@@ -20,7 +19,7 @@ from elasticrs._engine.supervise.attempts.evidence import read_counters
 from elasticrs._engine.supervise.decide import shared_budget as shared
 from elasticrs._engine.supervise.decide.member_workers import among_workers, variables_of_members
 from elasticrs._engine.supervise.decide.several_nodes import SeveralNodes
-from elasticrs._engine.workers.plan import Plan
+from elasticrs._engine.workers.plan import NodeShare, Plan
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

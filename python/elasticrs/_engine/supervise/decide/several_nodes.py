@@ -13,7 +13,6 @@ from elasticrs._engine.gpus import MEMORY_LIMIT, are_gpus_visible
 from elasticrs._engine.job import phrases
 from elasticrs._engine.job.config import SAFETY_TICK
 from elasticrs._engine.job.failure_cause import Permanence, Verdict
-from elasticrs._engine.job.ranks import NodeShare
 from elasticrs._engine.job.restart_policy import FailureHistory, is_suspect
 from elasticrs._engine.nodes.driver import Driver
 from elasticrs._engine.nodes.hosting import SystemResolver, decide_hosting
@@ -24,7 +23,7 @@ from elasticrs._engine.process.background_call import BackgroundCall
 from elasticrs._engine.supervise.attempts import state_machine as machine
 from elasticrs._engine.supervise.attempts.evidence import read_counters
 from elasticrs._engine.supervise.decide.decisions import Decisions
-from elasticrs._engine.workers.plan import Plan, agent_hosts_store
+from elasticrs._engine.workers.plan import NodeShare, Plan, agent_hosts_store
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -25,10 +25,9 @@ if TYPE_CHECKING:
     from elasticrs import _core
     from elasticrs._engine.failures.failure import ProcessFailure
     from elasticrs._engine.job.config import JobSpec
-    from elasticrs._engine.job.ranks import WorkerRanks
     from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
     from elasticrs._engine.supervise.attempts.state_machine import Action
-    from elasticrs._engine.workers.plan import Plan
+    from elasticrs._engine.workers.plan import Plan, WorkerRanks
 
 events = public("events")
 
