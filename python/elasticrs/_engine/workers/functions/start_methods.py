@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import select
 import signal
 import socket
 import struct
@@ -24,7 +23,6 @@ from elasticrs._engine.workers.functions.function_process import (
     call_and_return,
     close_all,
 )
-from elasticrs._engine.workers.functions.interrupts import call_kept
 from elasticrs._engine.workers.functions.supervised_group import SupervisedGroup, has_ended
 from elasticrs._engine.workers.plan import TOKEN_VARIABLE
 from elasticrs._engine.workers.process import process_spec
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
     from elasticrs._core import LogStream, ProcessSpec
 
 
-_LOOK_FOR_SIGNALS = 0.1
 _MOST_SAID = 1 << 16
 
 PATIENCE = 30.0
@@ -99,12 +96,10 @@ class FunctionStart(ABC):
         """Start all functions in a new group, or none. The core copies ``streams`` to the console."""
         try:
             specs = self.prepare()
-            pids = self._wait_for_pids()
             self._group = group = SupervisedGroup(stop_scope="worker")
             group.on_fd = self.fd_ready
             group.start(specs, streams)
-            group.adopt(pids, self.statuses)
-            self.watch(group)
+            self._run_in(group)
         except BaseException:
             if self._group is not None:
                 self._group.close()
@@ -116,8 +111,8 @@ class FunctionStart(ABC):
     def prepare(self) -> list[ProcessSpec]:
         """Prepare the processes. Return the specifications of the processes that the core must start."""
 
-    def _wait_for_pids(self) -> dict[int, int]:
-        return {}
+    def _run_in(self, group: SupervisedGroup) -> None:
+        self.watch(group)
 
     def watch(self, watcher: Watcher) -> None:
         """Let ``watcher`` wait for return values, once all functions run. It must call :meth:`fd_ready`."""
@@ -267,17 +262,24 @@ class Kept(FunctionStart):
         ends.append(reader if reads else writer)
         return reader, writer
 
-    def _wait_for_pids(self) -> dict[int, int]:
-        while True:
+    def _run_in(self, group: SupervisedGroup) -> None:
+        group.watch_fd(self.control)
+        try:
             # Wait without a time limit, because the keeper's imports may take a long time.
-            while not select.select([self.control], [], [], _LOOK_FOR_SIGNALS)[0]:
-                call_kept()
-            try:
-                pids = self.take_pids()
-            except RuntimeError as error:
-                raise RuntimeError(f"the processes could not be started: {error}") from None
-            if pids is not None:
-                return pids
+            group.wait_until(lambda: self.watcher is not None or group.has_ended)
+            if self.watcher is None:
+                raise RuntimeError("their supervisor has ended")
+        except RuntimeError as error:
+            raise RuntimeError(f"the processes could not be started: {error}") from None
+
+    def fd_ready(self, fd: int) -> None:
+        group = self._group
+        if group is None or fd != self.control:
+            super().fd_ready(fd)
+        elif (pids := self.take_pids()) is not None:
+            group.unwatch_fd(fd)
+            group.adopt(pids, self.statuses)
+            self.watch(group)
 
     def _socket(self) -> socket.socket:
         if self._control is None:
