@@ -125,16 +125,8 @@ class DefaultLogsSpecs(LogsSpecs):
         return str(self._root_log_dir)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        some = envs.get(0, {})
-        directory = ""
-        if self._root_log_dir != os.devnull:
-            directory = self._attempt_directory(some)
-            for local_rank in range(len(envs)):
-                os.mkdir(os.path.join(directory, str(local_rank)))
-        paths = logs.layout(self._settings(), directory, len(envs))
-        for local_rank, env in envs.items():
-            env["TORCHELASTIC_ERROR_FILE"] = paths.error_files[local_rank]
-        found = paths.fields()
+        directory = self._attempt_directory(envs.get(0, {})) if self._root_log_dir != os.devnull else ""
+        found = logs.make_files(self._settings(), directory, len(envs), envs).fields()
         del found["are_new"]
         return LogsDest(**found)
 
@@ -162,7 +154,6 @@ class DefaultLogsSpecs(LogsSpecs):
         while os.path.exists(path):
             again += 1
             path = f"{attempt}_{again}"
-        os.mkdir(path)
         return path
 
     def __repr__(self) -> str:

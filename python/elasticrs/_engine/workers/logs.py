@@ -83,17 +83,28 @@ class RunLogs:
         if self.directory:
             directory = os.path.join(self.directory, f"attempt_{name}")
             make_again(self.directory, is_temporary=self._is_temporary)
-            os.mkdir(directory)
-            for local_rank in range(self._nproc):
-                os.mkdir(os.path.join(directory, str(local_rank)))
-        paths = layout(self._settings, directory, self._nproc)
-        for local_rank, own in variables.items():
-            own["TORCHELASTIC_ERROR_FILE"] = paths.error_files[local_rank]
-        return paths
+        return make_files(self._settings, directory, self._nproc, variables)
 
     def remove_if_empty(self) -> None:
         if self.directory and self._is_temporary:
             remove_if_empty(os.path.dirname(self.directory))
+
+
+def make_files(
+    settings: LogSettings, directory: str, nproc: int, variables: Mapping[int, dict[str, str]]
+) -> LogPaths:
+    """Create an attempt's directory and those of its workers, if ``directory`` is not empty.
+
+    Add the path of each worker's error file to its ``variables``.
+    """
+    if directory:
+        os.mkdir(directory)
+        for local_rank in range(nproc):
+            os.mkdir(os.path.join(directory, str(local_rank)))
+    paths = layout(settings, directory, nproc)
+    for local_rank, own in variables.items():
+        own["TORCHELASTIC_ERROR_FILE"] = paths.error_files[local_rank]
+    return paths
 
 
 def layout(settings: LogSettings, directory: str, nproc: int) -> LogPaths:
