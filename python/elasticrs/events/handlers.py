@@ -7,9 +7,8 @@ import os
 import signal
 import stat
 import threading
-import time
-from collections import deque
 from importlib.metadata import entry_points
+from queue import Queue
 from typing import TYPE_CHECKING, TextIO
 
 from elasticrs._engine.process.console import Console
@@ -209,9 +208,7 @@ class LineQueue:
     def __init__(self, write: Callable[[bytes, bool], None]) -> None:
         self._write = write
         self._owner = os.getpid()
-        self._lines: deque[tuple[bytes, bool]] = deque()
-        self._news = threading.Condition()
-        self._is_ending = False
+        self._lines: Queue[tuple[bytes, bool] | None] = Queue()
         self._thread: threading.Thread | None = None
 
     @property
@@ -221,15 +218,13 @@ class LineQueue:
 
     def put(self, line: bytes, is_failure: bool) -> bool:
         """Add a line to the queue. Return false if it was dropped because too many lines are waiting."""
-        with self._news:
-            if len(self._lines) >= MOST:
-                return False
-            self._lines.append((line, is_failure))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="elasticrs-events", daemon=True)
-                self._start(self._thread)
-            self._news.notify_all()
-            return True
+        if self._lines.unfinished_tasks >= MOST:
+            return False
+        self._lines.put((line, is_failure))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="elasticrs-events", daemon=True)
+            self._start(self._thread)
+        return True
 
     @staticmethod
     def _start(thread: threading.Thread) -> None:
@@ -242,29 +237,17 @@ class LineQueue:
 
     def wait(self, seconds: float) -> int:
         """Wait until all lines are written, for at most ``seconds``. Return the number of unwritten lines."""
-        deadline = time.monotonic() + seconds
-        with self._news:
-            while self._lines and (left := deadline - time.monotonic()) > 0:
-                self._news.wait(left)
-            return len(self._lines)
+        with self._lines.all_tasks_done:
+            self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, seconds)
+            return self._lines.unfinished_tasks
 
     def end(self) -> None:
-        with self._news:
-            self._is_ending = True
-            self._news.notify_all()
+        """End the thread. Call this when all lines are written."""
         if self._thread is not None:
+            self._lines.put(None)
             self._thread.join()
 
     def _work(self) -> None:
-        while True:
-            with self._news:
-                while not self._lines and not self._is_ending:
-                    self._news.wait()
-                if not self._lines:
-                    return
-                line, is_failure = self._lines[0]
-            self._write(line, is_failure)
-            with self._news:
-                # Remove the line only when it is written, because others wait until the queue is empty.
-                self._lines.popleft()
-                self._news.notify_all()
+        while (line := self._lines.get()) is not None:
+            self._write(*line)
+            self._lines.task_done()

@@ -20,8 +20,6 @@ from elasticrs._engine.supervise.failures.first_failure import why_expired
 from elasticrs._engine.supervise.observe.observer import Observer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from elasticrs import _core
     from elasticrs._engine.failures.failure import ProcessFailure
     from elasticrs._engine.job.config import JobSpec
@@ -32,36 +30,52 @@ if TYPE_CHECKING:
 events = public("events")
 
 
-class EventRecorder(Observer):
+class _Recorder(Observer):
+    """Keeps the times and numbers of the current attempt, which events and metrics need."""
+
+    def __init__(self, job: JobSpec) -> None:
+        self._job = job
+        self._began = self._meeting_since = self._starting_since = time.monotonic()
+        self._plan: Plan | None = None
+        self._restarts = 0
+
+    def opened(self, supervisor: _core.Supervisor) -> None:  # noqa: ARG002 -- the base class's signature
+        self._meeting_since = time.monotonic()
+
+    def acting(self, action: Action, plan: Plan | None) -> None:
+        if isinstance(action, Rendezvous):
+            self._meeting_since = time.monotonic()
+        elif isinstance(action, Start):
+            self._plan, self._restarts = plan, action.restarts
+            self._starting_since = time.monotonic()
+
+    def over(self, attempt: Attempt, outcome: str) -> None:  # noqa: ARG002 -- the base class's signature
+        self._meeting_since = time.monotonic()
+
+
+class EventRecorder(_Recorder):
     """Records the events of torch's agent and launcher. Records the agent's end only if ``tells_end``."""
 
     def __init__(self, job: JobSpec, *, tells_end: bool = True) -> None:
-        self._job = job
+        super().__init__(job)
         self._tells_end = tells_end
-        self._began = self._meeting_since = time.monotonic()
-        self._plan: Plan | None = None
-        self._restarts = 0
         self._watches = False
         self._handler = events.get_logging_handler(job.event_log_handler)
         if isinstance(self._handler, events.handlers.LineFileHandler):
             self._handler.write_behind()
         # The failed attempt, and all events since then. They are recorded once the next workers have started,
         # because reading the cause of the failure takes time and would delay the restart.
-        self._failed: tuple[Attempt, int] | None = None
+        self._failed: Attempt | None = None
         self._later: list[Any] = []
         self._hung: _core.WorkerHung | None = None
 
-    def opened(self, supervisor: _core.Supervisor) -> None:  # noqa: ARG002 -- the base class's signature
-        self._meeting_since = time.monotonic()
-
     def acting(self, action: Action, plan: Plan | None) -> None:
         """Record a timer watchdog for each rendezvous round, because torch creates one for each round."""
+        super().acting(action, plan)
         if isinstance(action, Rendezvous):
             self._record_watching(False)
-            self._meeting_since = time.monotonic()
-        elif isinstance(action, Start) and plan is not None:
-            self._plan, self._restarts = plan, action.restarts
-            span = (time.monotonic() - self._meeting_since) * 1000
+        elif isinstance(action, Start):
+            span = (self._starting_since - self._meeting_since) * 1000
             self._record("RENDEZVOUS", events.EventSource.AGENT, duration_ms=span)
             # The duration is 0, because the plan for the attempt already contains the ranks.
             self._record("ASSIGN_WORKER_RANKS", events.EventSource.AGENT, duration_ms=0.0)
@@ -70,7 +84,7 @@ class EventRecorder(Observer):
     def running(self, result: JobResult) -> None:
         attempt = result.attempts[-1]
         for ranks in attempt.plan.ranks:
-            self._record_worker("START", ranks, attempt.pids[ranks.local_rank])
+            self._record_worker("START", attempt, ranks)
         if attempt.phases or attempt.warm is not None:
             about: dict[str, object] = {
                 "warm": attempt.warm,
@@ -78,24 +92,19 @@ class EventRecorder(Observer):
                 "phases_ms": attempt.phases,
             }
             span = sum(attempt.phases.values()) if attempt.phases else None
-            metadata = self._metadata("RUNNING", about, duration_ms=span)
-            self._pass_on(
-                events.Event("attempt running", events.EventSource.AGENT, _milliseconds(), metadata)
-            )
+            self._record_of_agent("attempt running", "RUNNING", about, duration_ms=span)
 
     def replaced(self, attempt: Attempt, failed: Attempt) -> None:
         (local_rank,) = failed.exits
-        self._restarts = failed.restarts
-        at_ns = time.time_ns() - time.monotonic_ns() + failed.failed_ns
-        self._record_ends(failed, has_succeeded=False, at_ns=at_ns, only=local_rank)
+        self._record_ends(failed, at_ns=_wall_ns(failed.failed_ns), only=local_rank)
         self._restarts = attempt.restarts
-        self._record_worker("START", attempt.plan.ranks[local_rank], attempt.pids[local_rank])
+        self._record_worker("START", attempt, attempt.plan.ranks[local_rank])
 
     def over(self, attempt: Attempt, outcome: str) -> None:
         """Remember a failed attempt. :meth:`started` records it, so that the restart is not delayed."""
-        self._meeting_since = time.monotonic()
+        super().over(attempt, outcome)
         if outcome in ("failed", "lost"):
-            self._failed = attempt, self._restarts
+            self._failed = attempt
 
     def timer_expired(self, timer: _core.TimerExpired) -> None:
         claim: dict[str, object] = {
@@ -125,15 +134,10 @@ class EventRecorder(Observer):
         self._record_hung(worker.local_rank, attempt)
 
     def started(self) -> None:
-        if self._failed is None:
-            return
-        (attempt, restarts), self._failed = self._failed, None
-        plan, self._plan = self._plan, attempt.plan
-        now, self._restarts = self._restarts, restarts
-        at_ns = time.time_ns() - time.monotonic_ns() + attempt.stamps.get("ended", time.monotonic_ns())
-        self._record_ends(attempt, has_succeeded=False, at_ns=at_ns)
-        self._plan, self._restarts = plan, now
-        self._catch_up()
+        if (attempt := self._failed) is not None:
+            self._failed = None
+            self._record_ends(attempt, at_ns=_wall_ns(attempt.stamps.get("ended", time.monotonic_ns())))
+            self._catch_up()
 
     def _catch_up(self) -> None:
         self._failed = None
@@ -177,42 +181,57 @@ class EventRecorder(Observer):
             "verdict": result.verdict.value,
             "reason": result.message,
         }
-        metadata = self._metadata("FAILED", about)
-        self._pass_on(events.Event("job failed", events.EventSource.AGENT, _milliseconds(), metadata))
+        self._record_of_agent("job failed", "FAILED", about)
 
     def _write_all(self) -> None:
         if isinstance(self._handler, events.handlers.LineFileHandler):
             self._handler.write_through()
 
     def _record_ends(
-        self, attempt: Attempt, *, has_succeeded: bool, at_ns: int | None = None, only: int | None = None
+        self,
+        attempt: Attempt,
+        *,
+        has_succeeded: bool = False,
+        at_ns: int | None = None,
+        only: int | None = None,
     ) -> None:
+        """Record the final state of each worker, or of the worker ``only``, with its failure if any.
+
+        As in torch, the state is ``TERMINATED`` if elasticrs stopped the worker and no signal killed it.
+        """
         if not attempt.pids:
             return
+        failed: dict[int, ProcessFailure] = {}
+        if not has_succeeded:
+            from elasticrs._engine.supervise.failures.failed_attempt import failures
+
+            failed = {failure.local_rank: failure for failure in failures(attempt).values()}
+        unfailed = "SUCCEEDED" if has_succeeded else "TERMINATED"
         global_ranks = attempt.shown_ranks()
-        for ranks, state, failure in _ends(attempt, succeeded=has_succeeded):
-            if only not in (None, ranks.local_rank):
-                continue
-            pid = attempt.pids[ranks.local_rank]
-            self._record_worker(state, ranks, pid, failure, at_ns, rank=global_ranks[ranks.local_rank])
+        for ranks in attempt.plan.ranks:
+            if only in (None, ranks.local_rank):
+                failure, rank = failed.get(ranks.local_rank), global_ranks[ranks.local_rank]
+                state = unfailed if failure is None else "FAILED"
+                self._record_worker(state, attempt, ranks, failure, at_ns, global_rank=rank)
 
     def _record_worker(
         self,
         state: str,
+        attempt: Attempt,
         ranks: WorkerRanks,
-        pid: int,
         failure: ProcessFailure | None = None,
         at_ns: int | None = None,
-        rank: int | None = None,
+        **known: Any,
     ) -> None:
         self._record(
             state,
             events.EventSource.WORKER,
             events.details_of_worker(ranks, failure and failure.exitcode, failure and failure.pid),
-            global_rank=ranks.global_rank if rank is None else rank,
-            worker_id=str(pid),
-            raw_error=None if failure is None else json.dumps(_error_of(failure)),
             at_ns=at_ns,
+            plan=attempt.plan,
+            worker_id=str(attempt.pids[ranks.local_rank]),
+            raw_error=None if failure is None else json.dumps(_error_of(failure)),
+            **{"global_rank": ranks.global_rank, "agent_restarts": attempt.restarts, **known},
         )
 
     def _record(
@@ -222,15 +241,17 @@ class EventRecorder(Observer):
         inner: dict[str, object] | None = None,
         *,
         at_ns: int | None = None,
+        plan: Plan | None = None,
         duration_ms: float | None = None,
         **known: Any,
     ) -> None:
+        plan = plan or self._plan
         about: dict[str, object] = {
-            "group_world_size": self._plan.ranks[0].group_world_size if self._plan is not None else None,
+            "group_world_size": plan.ranks[0].group_world_size if plan is not None else None,
             "entry_point": self._job.entry_point,
             **(inner or {}),
         }
-        metadata = self._metadata(state, about, duration_ms=duration_ms, **known)
+        metadata = self._metadata(state, about, plan, duration_ms=duration_ms, **known)
         self._pass_on(events.Event(events.STATUS + state, source, _milliseconds(at_ns), metadata))
 
     def _record_hung(self, local_rank: int, attempt: Attempt) -> None:
@@ -252,21 +273,24 @@ class EventRecorder(Observer):
             self._record_watchdog("watchdog started" if watches else "watchdog stopped", {})
 
     def _record_watchdog(self, name: str, claim: dict[str, object]) -> None:
-        metadata = self._metadata("RUNNING", {"watchdog_event": name, **claim})
+        self._record_of_agent(name, "RUNNING", {"watchdog_event": name, **claim})
+
+    def _record_of_agent(self, name: str, state: str, about: dict[str, object], **known: Any) -> None:
+        metadata = self._metadata(state, about, self._plan, **known)
         self._pass_on(events.Event(name, events.EventSource.AGENT, _milliseconds(), metadata))
 
-    def _metadata(self, state: str, inner: dict[str, object], **known: Any) -> dict[str, Any]:
-        found: dict[str, Any] = events.status_metadata(
-            state,
-            inner,
-            run_id=self._job.run_id,
-            group_rank=self._plan.ranks[0].group_rank if self._plan is not None else None,
-            role=self._job.role,
-            total_run_time=int(time.monotonic() - self._began),
-            rdzv_backend=self._job.rdzv_backend,
-            agent_restarts=self._restarts,
-            **known,
-        )
+    def _metadata(
+        self, state: str, inner: dict[str, object], plan: Plan | None, **known: Any
+    ) -> dict[str, Any]:
+        about = {
+            "run_id": self._job.run_id,
+            "group_rank": plan.ranks[0].group_rank if plan is not None else None,
+            "role": self._job.role,
+            "total_run_time": int(time.monotonic() - self._began),
+            "rdzv_backend": self._job.rdzv_backend,
+            "agent_restarts": self._restarts,
+        }
+        found: dict[str, Any] = events.status_metadata(state, inner, **{**about, **known})
         return found
 
 
@@ -274,8 +298,8 @@ class WatchdogRecorder(EventRecorder):
     """Observer that records only watchdog events, for an agent whose hooks record all other events."""
 
     def acting(self, action: Action, plan: Plan | None) -> None:
+        _Recorder.acting(self, action, plan)
         if isinstance(action, Start):
-            self._plan, self._restarts = plan, action.restarts
             self._record_watching(True)
 
     def running(self, result: JobResult) -> None:
@@ -287,6 +311,11 @@ class WatchdogRecorder(EventRecorder):
     def ended(self, result: JobResult, error: BaseException | None) -> None:  # noqa: ARG002 -- the base class's signature
         self._record_watching(False)
         self._write_all()
+
+
+def _wall_ns(at_ns: int) -> int:
+    """Convert a monotonic time to the wall clock."""
+    return at_ns + time.time_ns() - time.monotonic_ns()
 
 
 def _milliseconds(at_ns: int | None = None) -> int:
@@ -312,51 +341,22 @@ def _reason(result: JobResult, error: BaseException | None) -> str | None:
     return None
 
 
-def _ends(attempt: Attempt, *, succeeded: bool) -> Iterator[tuple[WorkerRanks, str, ProcessFailure | None]]:
-    """Yield the final state of each worker, with its failure if any. As in torch, the state is ``TERMINATED``
-    if elasticrs stopped the worker and no signal killed it.
-    """
-    if succeeded:
-        yield from ((ranks, "SUCCEEDED", None) for ranks in attempt.plan.ranks)
-        return
-    from elasticrs._engine.supervise.failures.failed_attempt import failures
-
-    failed = {failure.local_rank: failure for failure in failures(attempt).values()}
-    for ranks in attempt.plan.ranks:
-        failure = failed.get(ranks.local_rank)
-        yield ranks, "TERMINATED" if failure is None else "FAILED", failure
-
-
 # --- metrics ---
 
 
-class MetricRecorder(Observer):
-    def __init__(self, job: JobSpec) -> None:
-        self._job = job
-        self._began = self._meeting_since = self._starting_since = time.monotonic()
-        self._failed_at: float | None = None
-        self._restarts = 0
-
-    def opened(self, supervisor: _core.Supervisor) -> None:  # noqa: ARG002 -- the base class's signature
-        self._meeting_since = time.monotonic()
-
-    def acting(self, action: Action, plan: Plan | None) -> None:  # noqa: ARG002 -- the base class's signature
-        if isinstance(action, Rendezvous):
-            self._meeting_since = time.monotonic()
-        elif isinstance(action, Start):
-            self._starting_since = time.monotonic()
-            self._restarts = action.restarts
-            took = self._starting_since - self._meeting_since
-            _measured("SimpleElasticAgent._rendezvous", took)
+class MetricRecorder(_Recorder):
+    def acting(self, action: Action, plan: Plan | None) -> None:
+        super().acting(action, plan)
+        if isinstance(action, Start):
+            _measured("SimpleElasticAgent._rendezvous", self._starting_since - self._meeting_since)
             _measured("SimpleElasticAgent._assign_worker_ranks", 0.0)
 
-    def running(self, result: JobResult) -> None:  # noqa: ARG002 -- the base class's signature
-        now = time.monotonic()
+    def running(self, result: JobResult) -> None:
+        now, failed = time.monotonic(), result.attempts[-1].after
         _measured("LocalElasticAgent._start_workers", now - self._starting_since)
         _measured("SimpleElasticAgent._initialize_workers", now - self._meeting_since)
-        if self._failed_at is not None:
-            _measured("SimpleElasticAgent._restart_workers", now - self._failed_at)
-            self._failed_at = None
+        if failed is not None and failed.first_failure is not None:
+            _measured("SimpleElasticAgent._restart_workers", now - failed.failed_ns / 1e9)
         self._state("healthy")
 
     def replaced(self, attempt: Attempt, failed: Attempt) -> None:  # noqa: ARG002 -- the base class's signature
@@ -367,19 +367,19 @@ class MetricRecorder(Observer):
         took = time.monotonic() - self._starting_since
         _measured("LocalElasticAgent._start_workers", took, succeeded=False)
 
-    def failed(self, attempt: Attempt) -> None:
-        self._failed_at = attempt.failed_ns / 1e9
+    def failed(self, attempt: Attempt) -> None:  # noqa: ARG002 -- the base class's signature
         self._state("failed")
 
     def over(self, attempt: Attempt, outcome: str) -> None:
         """Publish the workers' final state, or, if they failed before, how long it took to stop them."""
-        self._meeting_since = now = time.monotonic()
+        super().over(attempt, outcome)
         if attempt.silent:
-            self.failed(attempt)
+            self._state("failed")
         elif outcome == "succeeded":
             self._state("succeeded")
-        elif self._failed_at is not None:
-            _measured("LocalElasticAgent._stop_workers", now - attempt.stamps["failure_seen"] / 1e9)
+        elif attempt.first_failure is not None:
+            stopping = self._meeting_since - attempt.stamps["failure_seen"] / 1e9
+            _measured("LocalElasticAgent._stop_workers", stopping)
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:
         """Publish the run's metrics; only its duration if a signal or an exception ended it."""
@@ -412,5 +412,6 @@ class MetricRecorder(Observer):
 
 
 def _measured(name: str, seconds: float, *, succeeded: bool = True) -> None:
-    public("metrics.api.put_metric")(f"{name}.success" if succeeded else f"{name}.failure", 1)
-    public("metrics.api.put_metric")(f"{name}.duration.ms", int(seconds * 1000))
+    put_metric = public("metrics.api.put_metric")
+    put_metric(f"{name}.success" if succeeded else f"{name}.failure", 1)
+    put_metric(f"{name}.duration.ms", int(seconds * 1000))
