@@ -14,7 +14,6 @@ from elasticrs._engine.supervise.attempts.state_machine import (
     AgentState,
     AnnounceRestart,
     Begin,
-    CollectEvidence,
     Delay,
     DelayOver,
     Exit,
@@ -69,7 +68,6 @@ def test_a_failure_within_the_restart_budget_restarts_the_job():
     state, actions = play(UP + FAILURE + AGAIN + SUCCESS)
     assert state.phase is Phase.SUCCEEDED
     assert actions[2:] == [
-        CollectEvidence(),
         AnnounceRestart(0),
         Rendezvous(2),
         Start(2, 1),
@@ -80,7 +78,7 @@ def test_a_failure_within_the_restart_budget_restarts_the_job():
 def test_a_failure_beyond_the_restart_budget_fails_the_job():
     state, actions = play(UP + FAILURE + AGAIN + FAILURE)
     assert state.phase is Phase.FAILED
-    assert actions[-3:] == [CollectEvidence(), ReportFailure(), Exit(1)]
+    assert actions[-2:] == [ReportFailure(), Exit(1)]
 
 
 PERMANENT = Evidence((Cause(permanence="non_retryable", permanent_rank=3, permanent_sign="BadConfig"),))
@@ -165,7 +163,7 @@ def test_the_first_signal_is_forwarded_with_the_grace_period():
 def test_the_second_signal_kills_the_workers():
     state, actions = play([*UP, SignalReceived(SIGTERM), SignalReceived(SIGINT), GroupEnded("stopped")])
     assert state.phase is Phase.STOPPED
-    assert actions[-3:] == [Stop(SIGKILL, 0.0), CollectEvidence(), Exit(1)]
+    assert actions[-2:] == [Stop(SIGKILL, 0.0), Exit(1)]
 
 
 @pytest.mark.parametrize("before", [[], [Begin()]])

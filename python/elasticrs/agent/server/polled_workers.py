@@ -225,7 +225,6 @@ class PolledWorkers:
             return result
         from elasticrs._engine.supervise.failures.failed_attempt import failures
 
-        self._tracker.count_oom_kills()
         result.failures = {local_ranks[rank]: failure for rank, failure in failures(attempt).items()}
         return result
 

@@ -121,10 +121,13 @@ class Attempt(EventLog):
             failed.met[local_rank] = self.met.pop(local_rank)
         if failed.expired:
             failed.diagnosis, self.diagnosis = self.diagnosis, None
-        failed.oom_kills, failed.oom_kills_after = self.oom_kills, read_counters(self.oom_kills)
-        self.oom_kills = failed.oom_kills_after
+        failed.oom_kills, failed.oom_kills_after = self.oom_kills, self.oom_kills_after
+        self.oom_kills = self.oom_kills_after
         self.replaced_workers.append(failed)
         return failed
+
+    def count_oom_kills(self) -> None:
+        self.oom_kills_after = read_counters(self.oom_kills)
 
     def how_it_began(self) -> str:
         """Describe the restart that led to this attempt: its duration and phases, and whether the workers

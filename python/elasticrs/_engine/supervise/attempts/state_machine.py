@@ -275,10 +275,6 @@ class Stop(Action):
     hung: HungElsewhere | None = None
 
 
-class CollectEvidence(Action):
-    """Read the OOM kill counters after the workers have exited, and release the workers' store port."""
-
-
 class AnnounceRestart(Action):
     """Tell the user what failed and that the workers are restarted after ``delay`` seconds."""
 
@@ -370,8 +366,7 @@ def _on_group(
     has_succeeded = event.outcome == "succeeded" and not state.worker_failed and not state.replacing
     if has_succeeded and state.signum is None and event.why_unfit is None:
         return ended.replaced(phase=Phase.SUCCEEDED), [Exit(0)]
-    new, actions = _on_unsuccessful_end(ended, event)
-    return new, [CollectEvidence(), *actions]
+    return _on_unsuccessful_end(ended, event)
 
 
 def _on_unsuccessful_end(state: AgentState, event: GroupEnded) -> tuple[AgentState, list[Action]]:

@@ -15,7 +15,6 @@ from elasticrs._engine.nodes.protocol.records import workers_of
 from elasticrs._engine.nodes.protocol.round_outcome import nodes, restart_cost
 from elasticrs._engine.nodes.transport.settings import Settings
 from elasticrs._engine.supervise.attempts import state_machine as machine
-from elasticrs._engine.supervise.attempts.evidence import read_counters
 from elasticrs._engine.supervise.decide import shared_budget as shared
 from elasticrs._engine.supervise.decide.member_workers import among_workers, variables_of_members
 from elasticrs._engine.supervise.decide.several_nodes import SeveralNodes
@@ -68,7 +67,6 @@ class MemberNodes(SeveralNodes):
             if name is not None and not event.is_stuck:
                 self._require_driver().worker_gone(name)
         if isinstance(event, machine.GroupEnded) and self._attempt is not None:
-            self._attempt.oom_kills_after = read_counters(self._attempt.oom_kills)
             self._final_world_size = self._known_final_world_size()
         return self._carry(event)
 

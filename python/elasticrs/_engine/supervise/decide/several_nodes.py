@@ -21,7 +21,6 @@ from elasticrs._engine.nodes.protocol.records import silence_of, step_of
 from elasticrs._engine.nodes.rendezvous_store import node_name
 from elasticrs._engine.process.background_call import BackgroundCall
 from elasticrs._engine.supervise.attempts import state_machine as machine
-from elasticrs._engine.supervise.attempts.evidence import read_counters
 from elasticrs._engine.supervise.decide.decisions import Decisions
 from elasticrs._engine.workers.plan import NodeShare, Plan, agent_hosts_store
 
@@ -251,7 +250,6 @@ class SeveralNodes(Decisions):
             return self._over(messages.WorkersDone())
         from elasticrs._engine.supervise.failures.failed_attempt import own_cause
 
-        attempt.oom_kills_after = read_counters(attempt.oom_kills)
         # If a worker hung in the kernel, `why_stuck` already reports it.
         is_failure = self.phase is not machine.Phase.STOPPING and event.unfit is None
         self._found_unfit = event.found_unfit

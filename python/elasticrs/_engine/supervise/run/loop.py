@@ -302,9 +302,6 @@ class Agent:
             self._tracker.stop(action)
         elif isinstance(action, machine.Replace):
             self._tracker.replace(action)
-        elif isinstance(action, machine.CollectEvidence):
-            self._tracker.count_oom_kills()
-            self._decisions.release_plan()
         elif isinstance(action, machine.ReportFailure):
             self.result.message = action.message
             self.result.verdict = action.verdict

@@ -16,7 +16,7 @@ from elasticrs._engine.job import phrases
 from elasticrs._engine.process.background_call import FILE_LIMIT, FileAccess
 from elasticrs._engine.supervise.attempts import state_machine as machine
 from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
-from elasticrs._engine.supervise.attempts.evidence import oom_kills, read_counters
+from elasticrs._engine.supervise.attempts.evidence import oom_kills
 from elasticrs._engine.supervise.failures.first_failure import early_leavers
 from elasticrs._engine.supervise.observe.observer import Observers
 from elasticrs._engine.supervise.observe.terminal_reporter import TerminalReporter
@@ -251,10 +251,6 @@ class AttemptTracker:
     def _forward(self, signum: int, local_ranks: list[int]) -> None:
         self.supervisor.forward(signum, local_ranks)
 
-    def count_oom_kills(self) -> None:
-        attempt = self.result.attempts[-1]
-        attempt.oom_kills_after = read_counters(attempt.oom_kills)
-
     def drain(self) -> None:
         """Wait for the console, at most :data:`DRAIN_TIMEOUT`, and handle the supervisor's last events."""
         left = self.supervisor.drain(DRAIN_TIMEOUT)
@@ -457,6 +453,8 @@ class AttemptTracker:
         if (met := attempt.last_met(event.local_rank)) is not None:
             attempt.met[event.local_rank] = met
         attempt.append(event, _core.WorkerExited)
+        if self._replaces:
+            attempt.count_oom_kills()
         page = attempt.plan.page
         is_early = event.exitcode == 0 and page is not None and page.is_training(event.local_rank)
         if is_early := is_early and "stopped" not in attempt.stamps:
@@ -518,6 +516,8 @@ class AttemptTracker:
             if self._start_cold(f"the nursery {how}"):
                 return
         attempt.append(event, _core.GroupEnded)
+        if event.outcome != "succeeded":
+            attempt.count_oom_kills()
         if self._job.hang_timeout is not None:
             attempt.heartbeats = self.supervisor.heartbeats()
         self._begun, self._over = None, event
