@@ -9,38 +9,15 @@ As in torch, a module ``elasticrs.metrics.static_init``, if it exists, may defin
 
 from __future__ import annotations
 
-from elasticrs.metrics.api import (
-    ConsoleMetricHandler,
-    MetricData,
-    MetricHandler,
-    MetricsConfig,
-    MetricStream,
-    NullMetricHandler,
-    configure,
-    get_elapsed_time_ms,
-    getStream,
-    prof,
-    profile,
-    publish_metric,
-    put_metric,
-)
+from elasticrs.metrics import api
+from elasticrs.metrics.api import *  # noqa: F403
 
-__all__ = [
-    "ConsoleMetricHandler",
-    "MetricData",
-    "MetricHandler",
-    "MetricStream",
-    "MetricsConfig",
-    "NullMetricHandler",
-    "configure",
-    "getStream",
-    "get_elapsed_time_ms",
-    "initialize_metrics",
-    "prof",
-    "profile",
-    "publish_metric",
-    "put_metric",
-]
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from elasticrs.metrics.api import MetricsConfig
+
+__all__ = ["initialize_metrics"]
+__all__ += api.__all__
 
 
 def initialize_metrics(cfg: MetricsConfig | None = None) -> None:

@@ -178,15 +178,12 @@ class ProcessFailure:
     def _read_facts(self, data: Mapping[str, Any]) -> None:
         match data.get("elasticrs"):
             case {"failure": {"exception": str(exception), **facts}}:
-                place = facts.get("place")
-                self.exception, self.place = exception, place if isinstance(place, str) else None
-                number = facts.get("errno")
-                self.errno = number if isinstance(number, int) else None
-                python = facts.get("python")
-                self.python = python if isinstance(python, str) else None
-                self.is_start_error = facts.get("is_start_error") is True
-                self.is_transient = facts.get("is_transient") is True
-                self.is_lost_peer = facts.get("is_lost_peer") is True
+                self.exception = exception
+                for name, kind in (("place", str), ("errno", int), ("python", str)):
+                    if isinstance(facts.get(name), kind):
+                        setattr(self, name, facts[name])
+                for name in ("is_start_error", "is_transient", "is_lost_peer"):
+                    setattr(self, name, facts.get(name) is True)
                 member, more = facts.get("member"), facts.get("more")
                 if isinstance(member, str) and isinstance(more, int):
                     self.member, self.more_members = member, more

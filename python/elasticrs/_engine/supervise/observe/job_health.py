@@ -64,7 +64,6 @@ class HealthObserver(Observer):
         self._paused: set[int] = set()
         self._last_failure: dict[str, Any] | None = None
         self._earlier_failures: deque[dict[str, Any]] = deque(maxlen=MAX_EARLIER_FAILURES)
-        self._failed_ns: int | None = None
         self._counted = 0
         self._standings: dict[int, Standing] = {}
         self._is_uncharged = False
@@ -193,9 +192,9 @@ class HealthObserver(Observer):
         self._paused.clear()
         self._is_hang_counted = False
         self._no_progress = None
-        if self._failed_ns is not None:
-            self._native.recovered((self._attempt.stamps["started"] - self._failed_ns) / 1e9)
-            self._failed_ns = None
+        failed = self._attempt.after
+        if failed is not None and failed.first_failure is not None:
+            self._native.recovered((self._attempt.stamps["started"] - failed.failed_ns) / 1e9)
         self._native.enter("productive")
         if not self._job.replaces_workers:
             # With `--on-failure replace`, the workers' rendezvous assigns the ranks.
@@ -211,7 +210,6 @@ class HealthObserver(Observer):
         self._publish(self._workers_now(attempt))
 
     def failed(self, attempt: Attempt) -> None:
-        self._failed_ns = attempt.failed_ns
         if self._attempt is not None and not self._attempt.expired:
             self._native.enter("restarting")
         if attempt.first_failure in attempt.exits:
@@ -228,7 +226,6 @@ class HealthObserver(Observer):
     def over(self, attempt: Attempt, outcome: str) -> None:
         self._native.files_ended()
         if attempt.silent and attempt.first_failure is not None:
-            self._failed_ns = attempt.failed_ns
             self._note_failure(attempt)
         self._enter_state("SUCCEEDED" if outcome == "succeeded" else "STOPPED")
         self._native.enter("restarting" if not self._job.is_multi_node else "waiting_for_nodes")
