@@ -102,7 +102,7 @@ def main() -> None:
 
     def parse_records() -> None:
         for data in records:
-            flight_record.parse(data)
+            flight_record.parse([data])
 
     print(f"{arguments.ranks} ranks, {sum(map(len, records)) / 1e6:.1f} MB of records of {ENTRIES} entries")
     print(f"parse and merge the stacks: {seconds(merge_stacks, arguments.repeats) * 1e3:.0f} ms")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elasticrs._engine.hangs.diagnose import diagnose
-from elasticrs._engine.hangs.flight_record import State, parse
+from elasticrs._engine.hangs.flight_record import parse
 from elasticrs._engine.hangs.values import Confidence, RankEvidence, Reason
 
 RECORDS = Path(__file__).resolve().parent / "nccl"
@@ -23,40 +23,41 @@ def record(name, dump=NCCL, ranks=None):
     return json.dumps(document).encode()
 
 
-def test_the_state_of_a_finished_collective_is_completed():
-    found = parse(record("done"))
-    entries = [
-        (each.group_name, each.group_description, each.collective_seq_id, each.operation)
-        for each in found.entries
-    ]
-    assert entries == [
-        ("0", "default_pg", 1, "all_reduce"),
-        ("1", "dp", 1, "all_reduce"),
-        ("1", "dp", 2, "broadcast"),
-        ("0", "default_pg", 2, "all_gather"),
-    ]
-    assert {(each.backend, each.state, each.retired) for each in found.entries} == {
-        ("nccl", State.COMPLETED, True)
+def calls(name, dump=NCCL):
+    """Return the calls of a record in two groups: whether they have completed and started on the device."""
+    return {
+        key: [
+            (seq, step.call.operation, step.is_complete, step.is_started) for seq, step in group.steps.items()
+        ]
+        for key, group in parse([record(name, dump)]).groups.items()
     }
-    assert all(each.is_complete for each in found.entries)
+
+
+def test_a_finished_collective_has_completed():
+    found = parse([record("done")])
+    assert {key: group.description for key, group in found.groups.items()} == {
+        ("nccl", "0"): "default_pg",
+        ("nccl", "1"): "dp",
+    }
+    assert calls("done") == {
+        ("nccl", "0"): [(1, "all_reduce", True, True), (2, "all_gather", True, True)],
+        ("nccl", "1"): [(1, "all_reduce", True, True), (2, "broadcast", True, True)],
+    }
     assert found.members == {"0": (0,), "1": (0,)}
 
 
-def test_the_state_of_a_collective_behind_an_endless_kernel_is_scheduled():
-    waiting = [each for each in parse(record("stuck")).entries if not each.is_complete]
-    assert [(each.group_name, each.collective_seq_id, each.operation) for each in waiting] == [
-        ("1", 3, "all_reduce"),
-        ("0", 3, "all_reduce"),
-    ]
-    assert {(each.backend, each.state, each.retired) for each in waiting} == {
-        ("nccl", State.SCHEDULED, False)
+def test_a_collective_behind_an_endless_kernel_has_not_started():
+    waiting = {key: [call for call in found if not call[2]] for key, found in calls("stuck").items()}
+    assert waiting == {
+        ("nccl", "1"): [(3, "all_reduce", False, False)],
+        ("nccl", "0"): [(3, "all_reduce", False, False)],
     }
 
 
-def test_completed_gloo_entries_stay_in_state_scheduled():
-    entries = parse(record("stuck", GLOO)).entries
-    assert {(each.backend, each.state, each.retired) for each in entries} == {("gloo", State.SCHEDULED, True)}
-    assert all(each.is_complete for each in entries)
+def test_completed_gloo_collectives_seem_not_to_have_started():
+    ((key, found),) = calls("stuck", GLOO).items()
+    assert key[0] == "gloo"
+    assert {call[2:] for call in found} == {(True, False)}
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

@@ -1,26 +1,21 @@
-"""Descriptions of large and unusual jobs: the paragraph, the lines of evidence, and the JSON form."""
+"""Descriptions of large and unusual jobs in a paragraph."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
-from helpers.schema import schemas
 
 from diagnosis.recorded_evidence import recorded
 from diagnosis.test_culprits import DONE, OUTSIDE, WAITING, WAITS, calls, rank
-from diagnosis.test_recorded import EXPECTED
 from elasticrs import _core
 from elasticrs._engine.hangs import diagnose as diagnosing
-from elasticrs._engine.hangs.diagnose import MAX_LINES, diagnose, ranks_text
-from elasticrs._engine.hangs.values import NoRecord, failed
+from elasticrs._engine.hangs.diagnose import diagnose, ranks_text
+from elasticrs._engine.hangs.values import failed
 from elasticrs._engine.job.phrases import spans
 from elasticrs._engine.supervise.attempts.attempt import Attempt
 from elasticrs._engine.supervise.failures import hang_diagnosis
 from elasticrs._engine.supervise.failures.first_failure import why_expired
 from elasticrs._engine.supervise.run.tracker import AttemptTracker
 from elasticrs._engine.workers.plan import Plan, WorkerRanks
-
-(SCHEMA,) = schemas("design/diagnosis.md")
 
 
 def large(size, absent, *, ranks_per_node=8, record=DONE, stacks=OUTSIDE):
@@ -104,17 +99,7 @@ def test_names_from_workers_are_escaped():
         rank(1, [], node="b"),
         rank(2, calls("barrier", group=("0", "\x1b[2J")), node="c\x07"),
     ]
-    found = diagnose(evidence)
-    assert all(text.isprintable() for text in (found.summary, *found.evidence))
-
-
-def test_the_number_of_evidence_lines_is_limited():
-    evidence = [
-        rank(number, calls("all_reduce", group=(str(number), "solo")), WAITING.replace("88", f"1{number}"))
-        for number in range(40)
-    ]
-    lines = diagnose(evidence).evidence
-    assert (len(lines), lines[-1]) == (MAX_LINES, f"and {80 - MAX_LINES + 1} more")
+    assert diagnose(evidence).summary.isprintable()
 
 
 @pytest.mark.parametrize(
@@ -135,23 +120,6 @@ def test_spans_groups_consecutive_numbers():
     assert spans([0, 1, 2, 5, 7, 8]) == [[0, 2], [5, 5], [7, 8]]
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-def test_the_json_form_matches_its_schema(name):
-    value = json.loads(json.dumps(diagnose(recorded(name)).as_json()))
-    SCHEMA.validate(value)
-    assert value["ranks"] == len(recorded(name))
-    assert [culprit["ranks"] for culprit in value["culprits"]] == [
-        spans(ranks) for ranks, *_ in EXPECTED[name]
-    ]
-
-
-def test_the_json_form_of_missing_records_matches_the_schema():
-    evidence = [rank(number, reason) for number, reason in enumerate(NoRecord)]
-    value = diagnose([*evidence, rank(99, WAITS)]).as_json()
-    SCHEMA.validate(value)
-    assert value["no_record"]["late"] == [[2, 2]]
-
-
 def breaks(*_, **__):
     raise KeyError("a\ndefect")
 
@@ -165,7 +133,7 @@ def attempt():
 def test_an_exception_in_the_comparison_of_the_records_becomes_the_summary(monkeypatch):
     monkeypatch.setattr(diagnosing, "match", breaks)
     found = diagnosing.telling([diagnosing.observe(each) for each in recorded("missing_rank")])
-    assert (found.ranks, found.culprits, found.candidates) == (8, (), ())
+    assert (found.culprits, found.candidates) == ((), ())
     assert "KeyError" in found.summary
     assert "test_paragraph.py:" in found.summary
     assert "\n" not in found.summary

@@ -14,25 +14,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from elasticrs._engine.hangs.flight_record import DEFAULT_GROUP, RankRecord
+from elasticrs._engine.hangs.flight_record import DEFAULT_GROUP, GroupSteps, RankRecord
 from elasticrs._engine.hangs.values import NoRecord, Side, StuckCollective
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from elasticrs._engine.hangs.flight_record import GroupSteps, Step
     from elasticrs._engine.hangs.values import Call
 
 _NEEDS_ALL_RANKS = frozenset(("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"))
-
-
-class Track(NamedTuple):
-    steps: Mapping[int, Step]
-    entered: int
-    """Number of the last collective that the rank has called; 0 if there is none."""
-    waits_in: int | None
-    """Number of the first collective that has not completed; ``None`` if all have completed."""
 
 
 class Group(NamedTuple):
@@ -41,7 +32,7 @@ class Group(NamedTuple):
     description: str
     members: tuple[int, ...]
     are_members_known: bool
-    tracks: Mapping[int, Track]
+    tracks: Mapping[int, GroupSteps]
     """Calls of each member in this group, if its record covers the group (**COL-1**)."""
 
 
@@ -105,11 +96,11 @@ def _groups(ranks: Mapping[int, RankRecord], world: tuple[int, ...]) -> list[Gro
     groups = []
     for (backend, name), by_rank in sorted(by_group.items()):
         for members, is_known, inside in _memberships(name, by_rank, ranks, world):
-            tracks = {rank: _track(by_rank[rank].steps) for rank in inside}
+            tracks = {rank: by_rank[rank] for rank in inside}
+            description = by_rank[inside[0]].description
             for rank in members:
                 if rank in ranks and rank not in tracks and not ranks[rank].is_truncated:
-                    tracks[rank] = Track({}, 0, None)
-            description = by_rank[inside[0]].description
+                    tracks[rank] = GroupSteps(description, {})
             groups.append(Group(backend, name, description, members, is_known, tracks))
     return groups
 
@@ -140,11 +131,6 @@ def _memberships(
         is_default = not known and all(by_rank[rank].description == DEFAULT_GROUP for rank in found)
         result.append((world if is_default else tuple(found), is_default, found))
     return result
-
-
-def _track(steps: Mapping[int, Step]) -> Track:
-    waits_in = min((seq for seq, step in steps.items() if not step.is_complete), default=None)
-    return Track(steps, max(steps), waits_in)
 
 
 def _kinds(groups: Iterable[Group]) -> dict[tuple[str, str], list[Group]]:

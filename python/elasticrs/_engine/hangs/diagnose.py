@@ -1,13 +1,12 @@
-"""Diagnoses why a job makes no progress, as a paragraph and lines with the evidence."""
+"""Diagnoses why a job makes no progress, and describes the diagnosis in a paragraph."""
 
 from __future__ import annotations
 
-from elasticrs._engine.hangs import flight_record
 from elasticrs._engine.hangs.collectives import match, most_frequent
 from elasticrs._engine.hangs.culprits import blame
-from elasticrs._engine.hangs.flight_record import DEFAULT_GROUP, FlightRecordError, RankFacts, reduced
+from elasticrs._engine.hangs.flight_record import DEFAULT_GROUP, FlightRecordError, RankFacts, parse
 from elasticrs._engine.hangs.node_evidence import NodeEvidenceError, decode
-from elasticrs._engine.hangs.stacks import line, main_thread, merge, place, program_frame, short
+from elasticrs._engine.hangs.stacks import line, main_thread, merge, place, program_frame
 from elasticrs._engine.hangs.values import Confidence, Diagnosis, NoRecord, Reason, failed
 from elasticrs._engine.job import phrases
 from elasticrs._engine.job.phrases import printable
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from elasticrs._engine.hangs.flight_record import RankRecord
-    from elasticrs._engine.hangs.values import Culprit, Frame, MergedStack, RankEvidence, StuckCollective
+    from elasticrs._engine.hangs.values import Culprit, Frame, RankEvidence, StuckCollective
 
 MAX_SPANS = 6
 
@@ -25,9 +24,6 @@ MAX_PLACES = 2
 MAX_CULPRITS = 3
 """Maximum number of culprits that the paragraph describes, and of collectives without a known culprit."""
 
-MAX_LINES = 20
-
-MAX_FRAMES = 4
 _MAX_NODES = 3
 
 _WHY_NO_RECORD = {
@@ -64,7 +60,6 @@ def judge(facts: Iterable[RankFacts]) -> Diagnosis:
     by_rank = {found.rank: found for found in sorted(facts, key=lambda found: found.rank)}
     matched = match({rank: found.record for rank, found in by_rank.items()})
     stacks = {rank: found.frames for rank, found in by_rank.items() if found.frames}
-    merged = merge(stacks)
     culprits, candidates = blame(matched, stacks, tuple(by_rank))
     blamed = {culprit.collective for culprit in culprits}
     stuck = tuple(sorted(matched.stuck, key=lambda stuck: (stuck not in blamed, -len(stuck.waiting))))
@@ -75,13 +70,11 @@ def judge(facts: Iterable[RankFacts]) -> Diagnosis:
     }
     return Diagnosis(
         summary=writer.summary(),
-        ranks=len(by_rank),
         culprits=culprits,
         candidates=candidates,
         collectives=stuck,
         no_record={reason: ranks for reason, ranks in no_record.items() if ranks},
-        stacks=merged,
-        evidence=writer.evidence(merged),
+        stacks=merge(stacks),
     )
 
 
@@ -132,7 +125,7 @@ def telling(facts: Iterable[RankFacts]) -> Diagnosis | None:
         diagnosis = judge(facts)
     # An error in this package must not hide the failure that it should explain.
     except Exception as error:
-        return failed(error, len(facts))
+        return failed(error)
     return diagnosis if diagnosis.culprits or diagnosis.collectives else None
 
 
@@ -147,11 +140,11 @@ def _parsed(found: RankEvidence) -> RankRecord | NoRecord:
     if isinstance(found.records, NoRecord):
         return found.records
     try:
-        records = [flight_record.parse(data) for data in found.records]
+        record = parse(found.records, found.groups, has_raised=found.has_raised)
     except FlightRecordError:
         return NoRecord.DAMAGED
     # Without a record, the collectives that the rank has called are unknown, as if the recorder were off.
-    return reduced(records, found.groups, has_raised=found.has_raised) if records else NoRecord.OFF
+    return record if found.records else NoRecord.OFF
 
 
 class Writer:
@@ -335,32 +328,6 @@ class Writer:
             return ranks_text(ranks)
         shown = ", ".join(map(printable, nodes)) if len(nodes) <= _MAX_NODES else f"{len(nodes)} nodes"
         return f"{ranks_text(ranks)} ({shown})" if nodes else ranks_text(ranks)
-
-    # --- the lines with the evidence ---
-
-    def evidence(self, stacks: Sequence[MergedStack]) -> tuple[str, ...]:
-        """Return a line for each incomplete collective, and for each distinct stack."""
-        lines = []
-        # A malicious flight record may contain thousands of collectives.
-        for collective in self._stuck[:MAX_LINES]:
-            operation = printable(collective.operation)
-            parts = [f"{collective.backend} {operation} {self._name(collective)}"]
-            for ranks, what in (
-                (collective.waiting, "waiting"),
-                (collective.absent, "not entered"),
-                (collective.unknown, "unknown"),
-            ):
-                if ranks:
-                    parts.append(f"; {what}: {ranks_text(ranks)}")
-            parts += [f"; {ranks_text(side.ranks)}: {printable(str(side.call))}" for side in collective.sides]
-            lines.append("".join(parts))
-        for merged in stacks[:MAX_LINES]:
-            frames = " < ".join(map(short, merged.frames[:MAX_FRAMES]))
-            more = f" < {len(merged.frames) - MAX_FRAMES} more" if len(merged.frames) > MAX_FRAMES else ""
-            lines.append(f"{ranks_text(merged.ranks)}: {frames}{more}")
-        if (total := len(self._stuck) + len(stacks)) > MAX_LINES:
-            lines[MAX_LINES - 1 :] = [f"and {total - MAX_LINES + 1} more"]
-        return tuple(lines)
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

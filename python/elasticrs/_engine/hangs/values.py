@@ -6,16 +6,13 @@ import os
 from enum import Enum
 from typing import NamedTuple
 
-from elasticrs._engine.job.phrases import printable, spans
+from elasticrs._engine.job.phrases import printable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from typing import Any
 
 _MAX_ERROR = 200
-
-JSON_VERSION = 1
 
 
 class NoRecord(str, Enum):
@@ -153,7 +150,6 @@ class Diagnosis(NamedTuple):
     """Explanation of a hang or a failed collective, from the flight records and stacks of all ranks."""
 
     summary: str
-    ranks: int
     culprits: tuple[Culprit, ...]
     """Ranks to blame, highest confidence first. Empty if the evidence points to no rank."""
     candidates: tuple[int, ...]
@@ -163,42 +159,14 @@ class Diagnosis(NamedTuple):
     no_record: Mapping[NoRecord, tuple[int, ...]]
     stacks: tuple[MergedStack, ...]
     """Distinct stacks, the most frequent first."""
-    evidence: tuple[str, ...]
 
     def blamed(self) -> set[int]:
         """Return the ranks to blame, except those that are only possible culprits."""
         sure = (culprit for culprit in self.culprits if culprit.confidence is not Confidence.POSSIBLE)
         return {rank for culprit in sure for rank in culprit.ranks}
 
-    def as_json(self) -> dict[str, Any]:
-        """Return JSON values as in ``docs/design/diagnosis.md``, with inclusive ranges: ``[[0, 3]]``."""
-        return {
-            "version": JSON_VERSION,
-            "summary": self.summary,
-            "ranks": self.ranks,
-            "culprits": [
-                {
-                    "ranks": spans(culprit.ranks),
-                    "reason": culprit.reason.value,
-                    "confidence": culprit.confidence.value,
-                    "collective": _collective(culprit.collective) if culprit.collective else None,
-                    "called": str(culprit.called or ""),
-                    "expected": str(culprit.expected or ""),
-                }
-                for culprit in self.culprits
-            ],
-            "candidates": spans(self.candidates),
-            "collectives": [_collective(stuck) for stuck in self.collectives],
-            "no_record": {reason.value: spans(ranks) for reason, ranks in self.no_record.items()},
-            "stacks": [
-                {"ranks": spans(merged.ranks), "frames": [list(frame) for frame in merged.frames]}
-                for merged in self.stacks
-            ],
-            "evidence": list(self.evidence),
-        }
 
-
-def failed(error: Exception, ranks: int = 0) -> Diagnosis:
+def failed(error: Exception) -> Diagnosis:
     """Return a diagnosis that says that a defect in elasticrs made the diagnosis fail."""
     entry, place = error.__traceback__, ""
     while entry is not None:
@@ -206,10 +174,4 @@ def failed(error: Exception, ranks: int = 0) -> Diagnosis:
         entry = entry.tb_next
     why = printable(f"{type(error).__name__}: {error}")[:_MAX_ERROR]
     summary = f"the diagnosis failed because of a defect in elasticrs ({why}{place})"
-    return Diagnosis(summary, ranks, (), (), (), {}, (), ())
-
-
-def _collective(stuck: StuckCollective) -> dict[str, Any]:
-    ranks = {name: spans(getattr(stuck, name)) for name in ("members", "waiting", "absent", "unknown")}
-    sides = [{"ranks": spans(side.ranks), "called": str(side.call)} for side in stuck.sides]
-    return {**stuck._asdict(), **ranks, "sides": sides}
+    return Diagnosis(summary, (), (), (), {}, ())

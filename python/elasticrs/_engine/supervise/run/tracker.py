@@ -422,7 +422,7 @@ class AttemptTracker:
         except Exception as error:
             from elasticrs._engine.hangs.values import failed
 
-            attempt.diagnosis = failed(error, attempt.world_size)
+            attempt.diagnosis = failed(error)
             self._console.say(attempt.diagnosis.summary)
 
     def _learn_from(self, event: _core.WorkerHung) -> None:
