@@ -7,7 +7,6 @@ import socket
 import struct
 import threading
 from contextlib import contextmanager
-from urllib.parse import urlsplit
 
 import pytest
 from helpers import peers
@@ -18,47 +17,47 @@ from elasticrs.train import final_state
 CONTENT = b"the final state"
 
 
-def seat(url, content=CONTENT):
-    return {"slot": "", "url": url, "sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
+def seat(server, content=CONTENT):
+    return {**server, "slot": "", "sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
 
 
 @pytest.fixture
 def server():
-    """Yield the URL of a real server that has a copy of the final state."""
+    """Yield the address and secret of a real server that has a copy of the final state."""
     yield final_state._serve(memoryview(CONTENT), ("127.0.0.1", 1))
     final_state.stop_serving()
 
 
 @contextmanager
 def peer(serve):
-    """Run a peer that handles each connection with ``serve``, and yield its URL."""
+    """Run a peer that handles each connection with ``serve``, and yield its address and a secret."""
 
-    with peers.peer(serve) as (host, port):
-        yield f"http://{host}:{port}/x"
+    with peers.peer(serve) as address:
+        yield {"address": address, "secret": "x"}
 
 
 def send_slowly(connection):
-    """Send the correct response, one byte every 0.1 s. Return at once if the client sends no request."""
+    """Send the copy, one byte every 0.1 s. Return at once if the client sends no secret."""
     if not connection.recv(1000):
         return
-    for byte in b"HTTP/1.1 200 OK\r\nContent-Length: 15\r\n\r\n" + CONTENT:
+    for byte in CONTENT:
         connection.sendall(bytes([byte]))
         select.select([connection], [], [], 0.1)
 
 
 def test_a_download_skips_a_slow_peer(monkeypatch, server):
-    monkeypatch.setattr(final_state, "TRANSFER_TIMEOUT", 1.0)
+    monkeypatch.setattr(final_state, "TRANSFER_TIMEOUT", 0.5)
     monkeypatch.setattr(final_state.random, "shuffle", lambda _: None)
     with peer(send_slowly) as slow:
         assert final_state._fetch([seat(slow)]) == (None, None)
         content, near = final_state._fetch([seat(slow), seat(server)])
     assert content == CONTENT
-    assert near == ("127.0.0.1", urlsplit(server).port)
+    assert near == tuple(server["address"])
 
 
 def test_the_only_live_peer_among_many_is_found(server):
     closed = socket.create_server(("127.0.0.1", 0))
-    dead = f"http://127.0.0.1:{closed.getsockname()[1]}/x"
+    dead = {"address": closed.getsockname(), "secret": "x"}
     closed.close()
     seats = [seat(dead) for _ in range(100)]
     assert final_state._fetch(seats) == (None, None)
@@ -71,6 +70,10 @@ def test_a_peer_with_different_content_is_skipped(monkeypatch, server):
     wrong = seat(server, b"another state")
     assert final_state._fetch([wrong]) == (None, None)
     assert final_state._fetch([wrong, seat(server)])[0] == CONTENT
+
+
+def test_a_client_without_the_secret_gets_nothing(server):
+    assert final_state._fetch([seat({**server, "secret": "x" * len(server["secret"])})]) == (None, None)
 
 
 class Told(logging.Handler):
@@ -90,9 +93,9 @@ def test_a_download_reset_by_the_client_is_logged_in_one_line(capfd):
     told, log = Told(), logging.getLogger("elasticrs.train")
     log.addHandler(told)
     try:
-        url = urlsplit(final_state._serve(memoryview(bytes(1 << 26)), ("127.0.0.1", 1)))
-        with socket.create_connection((url.hostname, url.port)) as client:
-            client.sendall(f"GET {url.path} HTTP/1.1\r\n\r\n".encode())
+        server = final_state._serve(memoryview(bytes(1 << 26)), ("127.0.0.1", 1))
+        with socket.create_connection(server["address"]) as client:
+            client.sendall(f"{server['secret']}\n".encode())
             assert client.recv(1)
             # Reset the connection, as the kernel does for a process that is killed.
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -20,7 +20,8 @@ import shutil
 import tempfile
 import zlib
 from abc import ABC, abstractmethod
-from contextlib import suppress
+from contextlib import closing, suppress
+from functools import partial
 from typing import IO, TYPE_CHECKING, Any, cast
 from urllib.parse import quote
 
@@ -29,7 +30,6 @@ from elasticrs.train.coordinator import CannotContinueError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import TracebackType
 
     from typing_extensions import Self
 
@@ -165,17 +165,18 @@ def load_newest(state: State) -> bool:
 
 def _save(manager: CheckpointManager, state: State) -> bool:
     """Save the state. Return false if the disk failed. Other errors are raised, as bugs of the program."""
-    failed: list[OSError] = []
+    stream: _WatchedStream | None = None
     try:
         checkpoint = manager.create_checkpoint()
         try:
-            with _Watched(checkpoint.open_output_stream(KEY), failed) as stream:
+            stream = _WatchedStream(checkpoint.open_output_stream(KEY))
+            with closing(stream):
                 state.save(cast("IO[bytes]", stream))
             checkpoint.commit()
         finally:
             checkpoint.discard()
     except Exception as error:
-        trouble = failed[0] if failed else _os_error(error)
+        trouble = (stream and stream.error) or _os_error(error)
         if trouble is None:
             raise
         _log.warning("no checkpoint was written: %s", trouble)
@@ -194,38 +195,22 @@ def _os_error(error: BaseException | None) -> OSError | None:
     return None
 
 
-class _Watched:
-    """Stream wrapper that records write errors, because ``torch.save`` replaces them with a RuntimeError."""
+class _WatchedStream:
+    """Stream that keeps its first ``OSError``, because ``torch.save`` replaces it with a RuntimeError."""
 
-    def __init__(self, stream: IO[bytes], failed: list[OSError]) -> None:
+    def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
-        self._failed = failed
+        self.error: OSError | None = None
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        found = getattr(self._stream, name)
+        return partial(self._call, found) if callable(found) else found
 
-    def write(self, data: Any) -> int:
-        return cast("int", self._noted(self._stream.write, data))
-
-    def flush(self) -> None:
-        self._noted(self._stream.flush)
-
-    def close(self) -> None:
-        self._noted(self._stream.close)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _noted(self, call: Any, *arguments: Any) -> Any:
+    def _call(self, method: Any, *arguments: Any) -> Any:
         try:
-            return call(*arguments)
+            return method(*arguments)
         except OSError as error:
-            self._failed.append(error)
+            self.error = self.error or error
             raise
 
 
@@ -358,7 +343,7 @@ class FileSystemCheckpointManager(CheckpointManager):
                 found.append(_Committed(self._path(number), self._job))
         return found
 
-    def place(self, unfinished: str) -> str:
+    def add(self, unfinished: str) -> str:
         """Rename a written directory to the next checkpoint number, and return its new path.
 
         Then remove old checkpoints, as far as possible.
@@ -439,7 +424,7 @@ class _New(Checkpoint):
             file.flush()
             os.fsync(file.fileno())
         _flush(self._path)
-        self._committed = _Committed(self._manager.place(self._path), manifest["job"])
+        self._committed = _Committed(self._manager.add(self._path), manifest["job"])
         self._unlock()
 
     def discard(self) -> None:

@@ -1,8 +1,9 @@
 """Final state of a job, for workers that start after training has finished.
 
-Each worker serves a copy of the state over HTTP. For each rank, the store holds the URL and the digest of
-the copy, and the worker's *slot*: the name that an agent gives to a worker and its replacements. By the
-slot, a replacement finds the rank of its predecessor.
+Each worker serves a copy of the state over TCP: it sends the copy to each client that has sent a secret. For
+each rank, the store holds a *seat*: the address of the server, the secret, the size and digest of the copy,
+and the worker's *slot*, which is the name that an agent gives to a worker and its replacements. By the slot,
+a replacement finds the rank of its predecessor.
 
 - **FINAL-1** all copies are published before the job is closed, so late workers find them.
 - **FINAL-2** a downloaded copy is used only if its digest equals the digest in the store.
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import http.client
 import ipaddress
 import json
 import logging
@@ -24,15 +24,13 @@ import secrets
 import socket
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler
-from socketserver import ThreadingTCPServer
+from socketserver import StreamRequestHandler, ThreadingTCPServer
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from elasticrs._engine.job.value import Value
-from elasticrs._engine.nodes.transport.addresses import shown_endpoint
 from elasticrs._engine.workers.node_page import VARIABLE
 from elasticrs.train.coordinator import FinalState
 
@@ -59,6 +57,7 @@ MIN_RATE = 1 << 20
 The time limit of a transfer is its size divided by this rate, plus :data:`TRANSFER_TIMEOUT`.
 """
 
+_BLOCK = 1 << 20
 _END, _SEAT, _LATE = "end", "seat/", "late"
 
 
@@ -89,7 +88,7 @@ def publish(
     *,
     in_checkpoint: bool,
 ) -> None:
-    """Serve a copy of the final state, if any, and publish its URL. Raise ``DistError`` or ``OSError``.
+    """Serve a copy of the final state, if any, and publish its address. Raise ``DistError`` or ``OSError``.
 
     The server listens on the network interface that leads to ``near``, the host and port of another worker.
     """
@@ -127,11 +126,9 @@ def join_late(store: Store, slot: str | None, *, is_protected: bool) -> LateWork
 def _take_seat(
     store: Store, slot: str | None, rank: int, content: memoryview | None, near: tuple[str, int] | None
 ) -> None:
-    url = digest = ""
-    size = 0
+    seat: dict[str, Any] = {"slot": slot or ""}
     if content is not None and near is not None:
-        url, digest, size = _serve(content, near), hashlib.sha256(content).hexdigest(), len(content)
-    seat = {"slot": slot or "", "url": url, "sha256": digest, "size": size}
+        seat |= {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content), **_serve(content, near)}
     store.set(f"{_SEAT}{rank}", json.dumps(seat))
 
 
@@ -154,24 +151,17 @@ _servers: list[_Server] = []
 """The server of this process's copy of the final state, if any."""
 
 
-def _serve(content: memoryview, near: tuple[str, int]) -> str:
-    """Serve a copy until this process exits, instead of any older one. Return its URL."""
-    secret = f"/{secrets.token_urlsafe(32)}"
+def _serve(content: memoryview, near: tuple[str, int]) -> dict[str, Any]:
+    """Serve a copy until this process exits, instead of any older one. Return its address and the secret."""
+    secret = secrets.token_urlsafe(32)
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(StreamRequestHandler):
         timeout = TRANSFER_TIMEOUT
 
-        def do_GET(self) -> None:
-            if not hmac.compare_digest(self.path.encode(), secret.encode()):
-                self.send_error(404)
-                return
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *_: object) -> None:
-            """Discard the access log, which would go to the worker's stderr."""
+        def handle(self) -> None:
+            received = self.rfile.readline(len(secret) + 1).rstrip()
+            if hmac.compare_digest(received, secret.encode()):
+                self.wfile.write(content)
 
     stop_serving()
     family, local = _address_towards(near)
@@ -179,7 +169,7 @@ def _serve(content: memoryview, near: tuple[str, int]) -> str:
     server = (_Server6 if family == socket.AF_INET6 else _Server)((host, 0), Handler)
     _servers.append(server)
     threading.Thread(target=server.serve_forever, name="elasticrs-final-state", daemon=True).start()
-    return f"http://{shown_endpoint(shown, server.server_address[1])}{secret}"
+    return {"address": [shown, server.server_address[1]], "secret": secret}
 
 
 def stop_serving() -> None:
@@ -212,21 +202,21 @@ def _address_towards(near: tuple[str, int]) -> tuple[int, str]:
 
 def _fetch(seats: list[dict[str, Any]]) -> tuple[bytes | None, tuple[str, int] | None]:
     """Download a copy from a living worker. Return it and the worker's address, or ``None`` for both."""
-    found = [seat for seat in seats if seat["url"]]
+    found = [seat for seat in seats if "address" in seat]
     # Replacements that start at the same time must not all download from one worker.
     random.shuffle(found)
     for begin in range(0, len(found), PROBED_TOGETHER):
         for seat in _living(found[begin : begin + PROBED_TOGETHER]):
             content = _download(seat)
             if content is not None and hashlib.sha256(content).hexdigest() == seat["sha256"]:
-                return content, _server_of(seat)
+                return content, tuple(seat["address"])
     return None, None
 
 
 def _living(seats: list[dict[str, Any]]) -> list[dict[str, Any]]:
     def accepts(seat: dict[str, Any]) -> bool:
         try:
-            socket.create_connection(_server_of(seat), CONNECT_TIMEOUT).close()
+            socket.create_connection(seat["address"], CONNECT_TIMEOUT).close()
         except OSError:
             # Skip this worker, because most workers exit soon after training finishes.
             return False
@@ -236,37 +226,26 @@ def _living(seats: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [seat for seat, is_living in zip(seats, pool.map(accepts, seats), strict=True) if is_living]
 
 
-def _server_of(seat: dict[str, Any]) -> tuple[str, int]:
-    parts = urlsplit(seat["url"])
-    return parts.hostname or "", parts.port or 0
-
-
 def _download(seat: dict[str, Any]) -> bytes | None:
     """Download a worker's copy; ``None`` if the worker does not send all of it in time."""
-    connection = http.client.HTTPConnection(*_server_of(seat), timeout=CONNECT_TIMEOUT)
-    timer: threading.Timer | None = None
+    content = bytearray()
+    # Limit the whole download, because the socket's own timeout restarts with each received byte.
+    deadline = time.monotonic() + TRANSFER_TIMEOUT + seat["size"] / MIN_RATE
     try:
-        connection.connect()
-        connection.sock.settimeout(TRANSFER_TIMEOUT)
-        # Limit the whole download, because the socket's own timeout restarts with each received byte.
-        limit = TRANSFER_TIMEOUT + seat["size"] / MIN_RATE
-        timer = threading.Timer(limit, _shut, (connection.sock,))
-        timer.start()
-        connection.request("GET", urlsplit(seat["url"]).path)
-        return connection.getresponse().read()
-    except (OSError, http.client.HTTPException) as error:
-        _log.info("no final state from %s: %s: %s", _server_of(seat)[0], type(error).__name__, error)
+        with socket.create_connection(seat["address"], CONNECT_TIMEOUT) as connection:
+            connection.sendall(f"{seat['secret']}\n".encode())
+            while (missing := seat["size"] - len(content)) > 0:
+                if (left := deadline - time.monotonic()) <= 0:
+                    raise TimeoutError("the transfer was too slow")
+                connection.settimeout(min(TRANSFER_TIMEOUT, left))
+                received = connection.recv(min(missing, _BLOCK))
+                if not received:
+                    raise ConnectionError("the connection ended too early")
+                content += received
+    except OSError as error:
+        _log.info("no final state from %s: %s: %s", seat["address"][0], type(error).__name__, error)
         return None
-    finally:
-        if timer is not None:
-            timer.cancel()
-            timer.join()
-        connection.close()
-
-
-def _shut(connected: socket.socket) -> None:
-    with suppress(OSError):
-        connected.shutdown(socket.SHUT_RDWR)
+    return bytes(content)
 
 
 def _after_fork_in_child() -> None:

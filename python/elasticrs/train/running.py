@@ -67,22 +67,10 @@ def train(
         RuntimeError: There were too many failures without progress.
         TypeError: A type is wrong, or a checkpoint manager is set but the state cannot be saved.
     """
-
-    def steps(state: State) -> Iterator[Any]:
-        while True:
-            try:
-                result = train_step(state)
-            except StopIteration:
-                return
-            new = result[0] if isinstance(result, tuple) and len(result) == 2 else None
-            if not isinstance(new, State):
-                raise TypeError(f"train_step returned {result!r}, expected (state, worker_stats)")
-            state = new
-            yield result
-
     if not callable(train_step):
         raise TypeError(f"train_step: got {train_step!r}, expected a function")
-    return _Run(elastic_coordinator, steps, state, retryable, max_failures).run()
+    steps = to_generator(train_step)
+    return _Run(elastic_coordinator, steps, state, retryable, max_failures, is_generator=False).run()
 
 
 def run_train(
@@ -98,24 +86,9 @@ def run_train(
     ``train_step_gen`` takes the state, changes it in place, and yields ``(state, worker_stats)`` after each
     step. It is called again after each rendezvous.
     """
-
-    def steps(state: State) -> Iterator[Any]:
-        made: Any = train_step_gen(state)
-        if not hasattr(made, "__next__"):
-            raise TypeError(f"train_step_gen returned {made!r}, expected a generator")
-        try:
-            for result in made:
-                if not isinstance(result, tuple) or len(result) != 2:
-                    raise TypeError(f"train_step_gen yielded {result!r}, expected (state, worker_stats)")
-                # The generator has changed the state in place, so ignore the state that it yields.
-                yield state, result[1]
-        finally:
-            if hasattr(made, "close"):
-                made.close()
-
     if not callable(train_step_gen):
         raise TypeError(f"train_step_gen: got {train_step_gen!r}, expected a generator function")
-    return _Run(coordinator, steps, state, retryable, max_failures).run()
+    return _Run(coordinator, train_step_gen, state, retryable, max_failures, is_generator=True).run()
 
 
 def to_generator(
@@ -130,6 +103,7 @@ def to_generator(
             except StopIteration:
                 return
             yield result
+            state = result[0]
 
     return steps
 
@@ -148,6 +122,8 @@ class _Run:
         state: State,
         retryable: tuple[type[Exception], ...],
         max_failures: int | None,
+        *,
+        is_generator: bool,
     ) -> None:
         if not isinstance(coordinator, Coordinator):
             raise TypeError(f"coordinator: got {coordinator!r}, expected a Coordinator")
@@ -158,6 +134,7 @@ class _Run:
         self._coordinator: Any = coordinator
         self._state = state
         self._steps_of = steps_of
+        self._is_generator = is_generator
         self._retryable = retryable
         self._loop = Loop(MAX_FAILURES if max_failures is None else max_failures)
         self._steps: Any = None
@@ -165,7 +142,7 @@ class _Run:
         self._error: Exception | None = None
         self._pid = os.getpid()
         self._checkpoints: CheckpointSaver | None = None
-        self._is_meeting = self._is_loaded = False
+        self._is_meeting = self._is_loaded = self._is_measured = False
         # Progress of this worker in the current round, which it sends at the start of the next round.
         self._vote = Vote()
         self._votes: list[Vote] = []
@@ -175,8 +152,7 @@ class _Run:
         self._is_final = False
         self._rank, self._world_size = -1, 0
         self._signals = RequestSignals(coordinator)
-        # `None` if nobody listens to the metrics.
-        self._times: Times | None = None
+        self._outer_began, self._inner_began = time.perf_counter(), 0.0
 
     def run(self) -> State:
         effects: dict[Action, Callable[[], Event | None]] = {
@@ -214,8 +190,7 @@ class _Run:
             self._close_steps()
             self._snapshot = _NOTHING
             self._error = None
-            if self._times is not None:
-                self._times.end_turn()
+            self._publish_durations()
 
     def _meet(self) -> Event:
         self._error, self._snapshot, self._is_meeting = None, _NOTHING, False
@@ -241,13 +216,17 @@ class _Run:
             return self._judge(error)
 
     def _listen(self) -> None:
-        if self._times is not None:
-            self._times.end_turn()
-        if metrics.has_listener(GROUP):
-            self._times = Times()
-            self._coordinator = Measured(self._plain)
-        else:
-            self._times, self._coordinator = None, self._plain
+        """Measure the coordinator's calls in this round, if anyone receives the metrics."""
+        self._publish_durations()
+        self._is_measured = metrics.has_listener(GROUP)
+        self._coordinator = _Measured(self._plain) if self._is_measured else self._plain
+        self._outer_began, self._inner_began = time.perf_counter(), 0.0
+
+    def _publish_durations(self) -> None:
+        if self._is_measured:
+            if self._inner_began:
+                _publish_duration("inner_train_loop", self._inner_began)
+            _publish_duration("outer_train_loop", self._outer_began)
 
     def _exchange_votes(self) -> None:
         manager = get_checkpoint_manager()
@@ -278,8 +257,8 @@ class _Run:
             if not have_ended_together(self._votes):
                 began = time.perf_counter()
                 self._state.sync(self._world_size, self._rank)
-                if self._times is not None:
-                    self._times.put("state_sync", began)
+                if self._is_measured:
+                    _publish_duration("state_sync", began)
             # From now on, keep the state that sync has received, even if another worker fails.
             self._is_loaded, self._snapshot = True, _NOTHING
             self._coordinator.barrier()
@@ -288,9 +267,10 @@ class _Run:
                 self._keep_final_state()
             else:
                 self._steps = self._steps_of(self._state)
+                if not hasattr(self._steps, "__next__"):
+                    raise TypeError(f"train_step_gen returned {self._steps!r}, expected a generator")
                 self._vote.next_step = 1
-                if self._times is not None:
-                    self._times.inner = time.perf_counter()
+                self._inner_began = time.perf_counter()
             return Event.SYNCED
         except Exception as error:
             return self._judge(error)
@@ -378,18 +358,16 @@ class _Run:
             if coordinator.should_stop_training():
                 return Event.ENDED
             self._snapshot = self._state.capture_snapshot()
-            began = 0.0 if self._times is None else time.perf_counter()
+            began = time.perf_counter()
             result: Any = next(self._steps, _END)
             if result is _END:
                 coordinator.announce_end()
                 return Event.OUT_OF_DATA
+            stats = self._stats_of(result)
             self._is_stored = False
             self._vote.next_step += 1
-            self._state, stats = result[0], result[1]
-            if self._times is not None:
-                self._times.put("train_step", began)
-            if stats is not None and not isinstance(stats, WorkerStats):
-                raise TypeError(f"worker_stats: got {stats!r}, expected a WorkerStats or None")
+            if self._is_measured:
+                _publish_duration("train_step", began)
             _end_step()
             coordinator.monitor_progress(self._state, stats)
             is_saved = None if self._checkpoints is None else self._save_if_due(self._checkpoints)
@@ -399,6 +377,20 @@ class _Run:
             return state_machine.STEPPED
         except Exception as error:
             return self._judge(error)
+
+    def _stats_of(self, result: Any) -> WorkerStats | None:
+        """Return the statistics of a step. Keep the state that a ``train_step`` returned."""
+        # A generator has changed the state in place, so the state that it yields is ignored.
+        is_pair = isinstance(result, tuple) and len(result) == 2
+        if not is_pair or not (self._is_generator or isinstance(result[0], State)):
+            origin = "train_step_gen yielded" if self._is_generator else "train_step returned"
+            raise TypeError(f"{origin} {result!r}, expected (state, worker_stats)")
+        new, stats = result
+        if stats is not None and not isinstance(stats, WorkerStats):
+            raise TypeError(f"worker_stats: got {stats!r}, expected a WorkerStats or None")
+        if not self._is_generator:
+            self._state = new
+        return stats
 
     def _save_if_due(self, checkpoints: CheckpointSaver) -> bool | None:
         # Call both methods on every worker, because each may count its calls.
@@ -473,7 +465,7 @@ class _Run:
     def _close_steps(self) -> None:
         """Close the generator, so that its cleanup code does not run during the next round."""
         steps, self._steps = self._steps, None
-        if steps is not None:
+        if hasattr(steps, "close"):
             steps.close()
 
     def _close(self) -> None:
@@ -509,24 +501,11 @@ _METHODS = (
 )
 
 
-class Times:
-    """Durations of the activities of a training loop, as metrics."""
-
-    def __init__(self) -> None:
-        self._outer = time.perf_counter()
-        self.inner: float | None = None
-
-    def put(self, name: str, began: float) -> None:
-        """Publish the duration of an activity that began at ``began``."""
-        metrics.put_metric(f"{name}.duration.ms", int((time.perf_counter() - began) * 1000), GROUP)
-
-    def end_turn(self) -> None:
-        if self.inner is not None:
-            self.put("inner_train_loop", self.inner)
-        self.put("outer_train_loop", self._outer)
+def _publish_duration(activity: str, began: float) -> None:
+    metrics.put_metric(f"{activity}.duration.ms", int((time.perf_counter() - began) * 1000), GROUP)
 
 
-class Measured:
+class _Measured:
     """Coordinator whose calls are measured."""
 
     def __init__(self, coordinator: Coordinator) -> None:
