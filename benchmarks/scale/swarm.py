@@ -157,9 +157,9 @@ class Agent:
             self.session = None
 
     def _txn(self, txn: Any) -> None:
-        registration = self.member.registration
-        if registration is not None:
-            own = self.member.keys.node(registration.member)
+        link = self.member.link
+        if link is not None and link.member:
+            own = self.member.keys.node(link.member)
             if any(isinstance(op, Put) and op.leased and op.key == own for op in txn.then):
                 self.registering = txn.tag if self.round == 0 else -1
         self._send(txn)

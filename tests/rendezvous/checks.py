@@ -418,6 +418,5 @@ class Checks:
 
     def _shown(self, procs):
         return [
-            (proc.name, proc.member.phase, proc.member.registration, proc.member.leader is not None)
-            for proc in procs
+            (proc.name, proc.member.phase, proc.member.link, proc.member.leader is not None) for proc in procs
         ]

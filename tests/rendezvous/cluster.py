@@ -89,7 +89,7 @@ class Agent:
     @property
     def key(self):
         """Key of the agent's registration in the store."""
-        return self.cluster.keys.node(self.member.registration.member)
+        return self.cluster.keys.node(self.member.link.member)
 
     def all(self, kind):
         return [action for action in self.actions if isinstance(action, kind)]

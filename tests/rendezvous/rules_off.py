@@ -13,11 +13,8 @@ from elasticrs._engine.nodes.protocol import (
     round_outcome,
     rounds,
 )
-from elasticrs._engine.nodes.protocol import (
-    member as leading,
-)
 from elasticrs._engine.nodes.protocol.leader_view import View
-from elasticrs._engine.nodes.protocol.member import Member
+from elasticrs._engine.nodes.protocol.member import Leader, Member
 from elasticrs._engine.nodes.protocol.messages import Outcome
 from elasticrs._engine.nodes.protocol.records import agent_of
 from elasticrs._engine.nodes.transport.coordination import CreatedAt, Delete
@@ -101,7 +98,7 @@ _resume = Conn.resume
 @instead_of(joining.claim_rank)
 def anybody_may_have_a_rank(member, registration, node_rank):
     _, put = _claim(member, registration, node_rank)
-    return CreatedAt(member.keys.job, member.link.job_revision), put
+    return CreatedAt(member.keys.job, member.joining.job_revision), put
 
 
 @instead_of(joining.may_be_lent)
@@ -194,7 +191,7 @@ def a_leader_keeps_its_own_watches(member, registration):
 
 
 @instead_of(rounds.is_slot_known)
-def a_slot_counts_before_it_is_known(link, registration):
+def a_slot_counts_before_it_is_known(link):
     return True
 
 
@@ -208,8 +205,8 @@ def never_says_that_it_is_idle(member, registration, number):
     registration.idle = number
 
 
-@instead_of(leading.guards)
-def leader_writes_without_guards(member, view):
+@instead_of(Leader.guards)
+def leader_writes_without_guards(self):
     return []
 
 

@@ -138,7 +138,7 @@ def test_a_job_with_a_damaged_head_record_can_be_closed():
 
 def test_a_damaged_slot_record_of_a_running_node_is_ignored():
     cluster, (a, b) = running(2, max_restarts=1)
-    key = cluster.keys.slot(b.member.registration.member)
+    key = cluster.keys.slot(b.member.link.member)
     write(cluster, key, b"\xff")
     assert any(key in text for text in b.texts)
     assert not b.all(m.Stop)
@@ -166,7 +166,7 @@ def test_a_node_with_a_damaged_slot_record_before_the_start_joins_again(slot):
     end_all([a])
     b.fire("reconnect")
     assert [start.group_rank for start in b.starts] == [1]
-    assert b.member.registration.member.endswith("/2")
+    assert b.member.link.member.endswith("/2")
     assert b.starts[0].ranks.first_rank == 1
     assert a.starts[-1].round == b.starts[0].round == 2
 

@@ -573,7 +573,7 @@ def registers_twice():
 
 
 def keys_of_the_newest(cluster, agent):
-    newest = agent.member.registration.member
+    newest = agent.member.link.member
     assert newest.endswith("/3")
     return [cluster.store.get(key(newest)) for key in (cluster.keys.node, cluster.keys.slot)]
 

@@ -69,7 +69,7 @@ def test_a_registration_applied_twice_keeps_its_first_revision():
     cluster, nodes = a_job()
     for each in nodes:
         entry = cluster.store.get(each.key)
-        assert each.member.registration.create_revision == entry.create_revision < entry.mod_revision
+        assert each.member.link.create_revision == entry.create_revision < entry.mod_revision
     with rule_off("registered_when_it_was_last_put"):
         assert not a_job()[1][0].starts
 
@@ -145,7 +145,7 @@ class Told:
         cluster.add("a")
         self.member = cluster.add("b").member
         self.head_key = cluster.keys.head
-        self.slot_key = cluster.keys.slot(self.member.registration.member)
+        self.slot_key = cluster.keys.slot(self.member.link.member)
 
     def head(self, revision, form, state="RUNNING", number=1):
         value = Head(

@@ -277,7 +277,7 @@ class World(Outages):
         number = None
         if proc.group is not None:
             number = proc.group.round
-        elif proc.member.phase is Phase.DONE and proc.member.registration.slot.group_rank == 0:
+        elif proc.member.phase is Phase.DONE and proc.member.link.slot.group_rank == 0:
             number = proc.member.finished_round
         if number is None:
             return

@@ -18,7 +18,6 @@ from elasticrs._engine.nodes.hosting import (
     decide_again,
     decide_hosting,
     host_identity,
-    listening_address,
     unresolved,
 )
 from elasticrs._engine.nodes.transport.addresses import (
@@ -108,7 +107,6 @@ def test_names_are_not_looked_up_if_the_endpoint_is_an_address(host, how, monkey
     machine = Machine(own=["10.0.0.1", "fd00::2"])
     monkeypatch.setattr(machine, "host_names", lambda: pytest.fail("a name server was asked"))
     assert decide_hosting(rendezvous(host, **how), machine).fallback == host
-    assert listening_address(host, machine) == host
     assert not decide_hosting(rendezvous("10.0.0.9"), machine).may_host
 
 
@@ -425,32 +423,6 @@ def test_hosting_is_decided_with_the_system_resolver():
     assert not decide_hosting(rendezvous("192.0.2.1"), SystemResolver()).may_host
     served = decide_hosting(rendezvous("localhost", 0, nodes=ONE), SystemResolver()).listen
     assert served == (("127.0.0.1", 0),)
-
-
-@pytest.mark.parametrize(
-    ("machine", "host", "address"),
-    [
-        (NODE1, "127.0.0.1", "127.0.0.1"),
-        (NODE1, "localhost", "127.0.0.1"),
-        (NODE1, "10.0.0.1", "10.0.0.1"),
-        (NODE2, "node2", "10.0.0.2"),
-        (NODE2, "fd00::2", "fd00::2"),
-        # A node may resolve its own name to a loopback address that other nodes cannot reach. It then listens
-        # on all addresses.
-        (NODE1, "node1", "::"),
-        (Machine("node9"), "node9", "::"),
-        (Machine(known={"a": ["127.0.1.1"]}, own=["127.0.1.1"], has_ipv6=False), "a", "0.0.0.0"),
-        (NODE1, "node2", None),
-        (NODE2, "10.0.0.1", None),
-    ],
-)
-def test_an_etcd_member_listens_only_on_addresses_of_its_own_machine(machine, host, address):
-    assert listening_address(host, machine) == address
-
-
-def test_a_listening_address_that_does_not_resolve_raises_an_error():
-    with pytest.raises(OSError, match="not known"):
-        listening_address("node9", NODE1)
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,7 @@ class Driver:
         """
         member, head = self._member, self.last_head
         leader = None if member is None else member.leader
-        if leader is not None and leader.view is not None:
+        if leader is not None:
             return [seat.name for seat in leader.view.seats]
         if member is None or head is None:
             return None
@@ -335,9 +335,7 @@ class Driver:
 
     def _begin_exit(self, action: messages.Exit) -> list[LoopAction]:
         self._exit = action
-        if self._stays:
-            return [action]
-        if not self.store.is_needed():
+        if self._stays or not self.store.is_needed():
             return [action]
         self._timers = Timers()
         self._timers.arm(_FAREWELL, self._rendezvous.settings.close_timeout)

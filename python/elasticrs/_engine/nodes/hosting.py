@@ -144,28 +144,6 @@ def _is_own_name(host: str, resolver: SystemResolver) -> bool:
     return packed(host) is None and any(plain(own) == name for own in resolver.host_names())
 
 
-def listening_address(host: str, resolver: SystemResolver) -> str | None:
-    """Return the address on which a server is reachable at ``host``; ``None`` for another machine. Return the
-    wildcard address if this machine's name resolves only to loopback. Raises :class:`OSError` for unknown
-    names.
-    """
-    if is_loopback(host):
-        return host
-    if plain(host) == "localhost":
-        return _LOOPBACK[0]
-    is_own_name = _is_own_name(host, resolver)
-    try:
-        own = [address for address in resolver.resolve(host) if resolver.is_local(address)]
-    except OSError:
-        if not is_own_name:
-            raise
-        own = []
-    usable = next((address for address in own if not is_loopback(address)), None)
-    if usable is not None or not (own or is_own_name):
-        return usable
-    return ANY_ADDRESS[0] if resolver.is_local(ANY_ADDRESS[0]) else ANY_ADDRESS[1]
-
-
 def unresolved(rendezvous: Rendezvous, trouble: str) -> str:
     """Return the error message for an endpoint whose name could not be resolved."""
     option = "--master-addr" if rendezvous.backend == "static" else "--rdzv-endpoint"

@@ -227,20 +227,14 @@ class RendezvousStore:
         ))  # fmt: skip
 
     def _is_store_of_all_jobs(self) -> bool:
-        client = Client(
-            self._rendezvous.host,
-            self._rendezvous.port,
-            run_id=_ANY_RUN,
-            token=self._rendezvous.settings.token,
-            connect_timeout=_CALL_TIMEOUT,
-            interval=self._rendezvous.settings.keep_alive_interval,
-            attempts=self._rendezvous.settings.keep_alive_max_attempt,
-        )
-        session = NativeSession(client)
+        from elasticrs._engine.nodes.transport.store import DistNetworkError, connect
+
+        host, port, token = self._rendezvous.host, self._rendezvous.port, self._rendezvous.settings.token
         try:
-            return session.wait(_CALL_TIMEOUT) and any(isinstance(each, Connected) for each in session.take())
-        finally:
-            session.close()
+            connect(host, port, _ANY_RUN, token=token, connect_timeout=_CALL_TIMEOUT).close()
+        except DistNetworkError:
+            return False
+        return True
 
     def follow(self, head: Head | None) -> None:
         """Make the rendezvous store hosted here forward workers' connections to the workers' store of the
@@ -405,7 +399,7 @@ class RendezvousStore:
         etcd = self._rendezvous.etcd
         if etcd is not None:
             is_passing = self._has_met and lost.kind in (*_BEFORE_MEETING, "closed")
-            hint = "" if is_passing else self._hint(lost.kind)
+            hint = "" if is_passing else _REMEDIES_OF_ETCD.get(lost.kind, "").format(prefix=etcd.prefix)
             return f"{lost.message}; {hint}" if hint else lost.message
         if lost.kind == "resolve":
             return hosting.unresolved(self._rendezvous, self._hosting.trouble or lost.message)
@@ -414,11 +408,6 @@ class RendezvousStore:
             for option, by_hand in _BY_HAND:
                 todo = todo.replace(option, by_hand)
         return lost.message if todo is None else f"{lost.message}; {todo}"
-
-    def _hint(self, kind: str) -> str:
-        etcd = self._rendezvous.etcd
-        assert etcd is not None
-        return _REMEDIES_OF_ETCD.get(kind, "").format(prefix=etcd.prefix)
 
     def send(self, request: Request) -> None:
         if self._session is not None:

@@ -2,7 +2,7 @@
 
 - **LEADER-1** A leader decides only when its last write is answered and visible in its view of the store.
 - **LEADER-2** Every write of a leader requires that the leader is still registered, and that the head (the
-  state of the job) is unchanged (:func:`.guards`).
+  state of the job) is unchanged (:meth:`.Leader.guards`).
 - Group ranks: new nodes are sorted by order hint, then by name in natural order, then by agent. Nodes of the
   previous round keep their places and new nodes fill the gaps, so a replacement moves no other node.
 """
@@ -16,16 +16,7 @@ from elasticrs._engine.job.value import Value
 from elasticrs._engine.nodes.protocol import round_outcome
 from elasticrs._engine.nodes.protocol.joining import fence
 from elasticrs._engine.nodes.protocol.leader_view import View
-from elasticrs._engine.nodes.protocol.member import (
-    Purpose,
-    close,
-    forget,
-    forget_timers,
-    guards,
-    has_passed,
-    here,
-    write,
-)
+from elasticrs._engine.nodes.protocol.member import Leader, Purpose
 from elasticrs._engine.nodes.protocol.messages import Announce
 from elasticrs._engine.nodes.protocol.records import (
     Head,
@@ -46,7 +37,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from elasticrs._engine.nodes.protocol.member import Leader, Member
+    from elasticrs._engine.nodes.protocol.member import Link, Member
     from elasticrs._engine.nodes.protocol.records import Node
     from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous, ThisAgent
     from elasticrs._engine.nodes.transport.coordination import Changes, Operation, Reply
@@ -71,17 +62,18 @@ def slow_members(view: View) -> set[str]:
     return view.slow
 
 
-def between_rounds(member: Member, leader: Leader, view: View) -> None:
+def between_rounds(leader: Leader) -> None:
+    member, view = leader.member, leader.view
     settings, head = member.settings, view.head
     alive: list[str] = []
     if head is not None and not head.is_judged:
         settle = settings.settle + 2 * member.more_lease + member.agent.health_timeout
-        if slow_members(view) and not has_passed(member, leader, "settle", settle):
+        if slow_members(view) and not leader.has_passed("settle", settle):
             return
-        judged = _judged(member, leader, view, head)
+        judged = _judged(leader, head)
         alive, head = judged.alive, judged.head
         if judged.reason is not None:
-            close(member, leader, view, head.replaced(outcome="failed", reason=judged.reason), alive)
+            leader.close(head.replaced(outcome="failed", reason=judged.reason), alive)
             return
         if head.delay > 0 or head.note:
             # Write the verdict on the ended round before the next round starts. Then all nodes can announce
@@ -89,22 +81,22 @@ def between_rounds(member: Member, leader: Leader, view: View) -> None:
             # lost only during the delay.
             if head.excluded_agent is not None:
                 alive = [*alive, *_enough(view, head.excluded_agent, member.rendezvous.min_nodes)]
-            write(member, leader, view, [member.put_head(head)], here(member, alive))
+            leader.write([member.put_head(head)], *leader.here(alive))
             return
-    if head is not None and head.delay > 0 and not has_passed(member, leader, "delay", head.delay):
+    if head is not None and head.delay > 0 and not leader.has_passed("delay", head.delay):
         return
-    if _is_time(member, leader, view):
-        _form(member, leader, view, head, alive)
+    if _is_time(leader):
+        _form(leader, head, alive)
         return
-    _tell_of_refusal(member, leader, view)
+    _tell_of_refusal(leader)
     is_short = len(view.candidates) < member.rendezvous.min_nodes
-    if is_short and has_passed(member, leader, "join", settings.join_timeout):
+    if is_short and leader.has_passed("join", settings.join_timeout):
         last = view.head or Head("ENDED", 0)
-        close(member, leader, view, last.replaced(outcome="timeout", reason=_too_few(member, view)))
+        leader.close(last.replaced(outcome="timeout", reason=_too_few(leader)))
     elif is_short:
-        _tell_what_is_missing(member, leader, view)
+        _tell_what_is_missing(leader)
     elif leader.is_news("more", view.round):
-        _tell_of_more(member, view)
+        _tell_of_more(leader)
 
 
 def _enough(view: View, excluded: str, count: int) -> list[str]:
@@ -113,20 +105,22 @@ def _enough(view: View, excluded: str, count: int) -> list[str]:
     return others[: min(count, MAX_COMPARED)]
 
 
-def _tell_what_is_missing(member: Member, leader: Leader, view: View) -> None:
-    if has_passed(member, leader, "waiting", FIRST_NEWS):
-        _tell_of_waiting(member, leader, view)
-    if has_passed(member, leader, "mistake", MISTAKE_DELAY) and leader.is_news("mistake"):
+def _tell_what_is_missing(leader: Leader) -> None:
+    member, view = leader.member, leader.view
+    if leader.has_passed("waiting", FIRST_NEWS):
+        _tell_of_waiting(leader)
+    if leader.has_passed("mistake", MISTAKE_DELAY) and leader.is_news("mistake"):
         joined = [view.nodes[each] for each in view.candidates]
         text = likely_mistake(member.rendezvous, member.agent, joined)
         if text is not None:
             member.do(Announce(text))
 
 
-def _tell_of_waiting(member: Member, leader: Leader, view: View) -> None:
+def _tell_of_waiting(leader: Leader) -> None:
+    member, view = leader.member, leader.view
     count = len(view.candidates)
-    forget(member, leader, "waiting")
-    has_passed(member, leader, "waiting", LATER_NEWS)
+    leader.forget("waiting")
+    leader.has_passed("waiting", LATER_NEWS)
     if leader.is_news("waiting", count):
         who = f": {named(_shown(view, member.rendezvous))}" if count else ""
         least, limit = member.rendezvous.min_nodes, member.settings.join_timeout
@@ -134,7 +128,8 @@ def _tell_of_waiting(member: Member, leader: Leader, view: View) -> None:
         member.do(Announce(f"{text} (for at most {limit:g} s, join_timeout)"))
 
 
-def _tell_of_refusal(member: Member, leader: Leader, view: View) -> None:
+def _tell_of_refusal(leader: Leader) -> None:
+    member, view = leader.member, leader.view
     if view.refusal is not None and leader.is_news("refusal", view.round):
         member.do(Announce(f"a node that would have joined was refused: {view.refusal}"))
 
@@ -170,7 +165,8 @@ def crowd(view: View) -> tuple[str, str] | None:
     return (twice.shown, waiting[0]) if twice is not None and waiting else None
 
 
-def tell_of_crowd(member: Member, leader: Leader, view: View) -> None:
+def tell_of_crowd(leader: Leader) -> None:
+    member, view = leader.member, leader.view
     # Look for such nodes again only if the number of waiting nodes has changed, because that takes time.
     if "crowd" in leader.told or not leader.is_news("spares", len(view.waiting)):
         return
@@ -181,7 +177,8 @@ def tell_of_crowd(member: Member, leader: Leader, view: View) -> None:
     member.do(Announce(f"{text}: start one launcher for each node (srun --ntasks-per-node=1)"))
 
 
-def _tell_of_more(member: Member, view: View) -> None:
+def _tell_of_more(leader: Leader) -> None:
+    member, view = leader.member, leader.view
     settings, count, most = member.settings, len(view.candidates), member.rendezvous.max_nodes
     is_first = view.head is None or view.head.round == 0
     limit, name = settings.restart_call_timeout, "restart_call_timeout"
@@ -194,13 +191,14 @@ def _tell_of_more(member: Member, view: View) -> None:
     member.do(Announce(f"{text}, or as soon as all {most} are there ({name})"))
 
 
-def _judged(member: Member, leader: Leader, view: View, head: Head) -> round_outcome.RoundVerdict:
+def _judged(leader: Leader, head: Head) -> round_outcome.RoundVerdict:
     """Return the verdict on the finished round. It is cached: computing it takes time proportional to the
     number of members, and would be repeated for each of many replacement nodes that arrive one by one.
 
     The sizes of the view's sets ``slow``, ``missing`` and ``absent`` show whether the cached verdict is
     outdated. Until the next round, members only stop or leave, so each set only grows or only shrinks.
     """
+    member, view = leader.member, leader.view
     sizes = len(view.slow), len(view.missing), len(view.absent)
     was_short = member.age.was_short
     can_spare = len(view.candidates) > member.rendezvous.min_nodes
@@ -214,17 +212,18 @@ def _judged(member: Member, leader: Leader, view: View, head: Head) -> round_out
     return leader.judged[1]
 
 
-def _is_time(member: Member, leader: Leader, view: View) -> bool:
+def _is_time(leader: Leader) -> bool:
+    member, view = leader.member, leader.view
     settings, count = member.settings, len(view.candidates)
     if count >= member.rendezvous.max_nodes:
         return True
     if count < member.rendezvous.min_nodes:
-        forget(member, leader, "last_call")
+        leader.forget("last_call")
         return False
     if view.head is None or view.head.round == 0:
-        return has_passed(member, leader, "last_call", settings.last_call_timeout)
+        return leader.has_passed("last_call", settings.last_call_timeout)
     if count < view.head.size and settings.restart_call_timeout > 0:
-        return has_passed(member, leader, "restart_call", settings.restart_call_timeout)
+        return leader.has_passed("restart_call", settings.restart_call_timeout)
     return True
 
 
@@ -237,7 +236,8 @@ def _shown(view: View, rendezvous: Rendezvous) -> list[str]:
     return sorted(view.nodes[each].shown for each in view.candidates)
 
 
-def _too_few(member: Member, view: View) -> str:
+def _too_few(leader: Leader) -> str:
+    member, view = leader.member, leader.view
     rendezvous, count = member.rendezvous, len(view.candidates)
     limit = f"{member.settings.join_timeout:g} s (join_timeout)"
     text = f"only {count} of at least {nodes(rendezvous.min_nodes)} joined within {limit}"
@@ -253,22 +253,22 @@ def _too_few(member: Member, view: View) -> str:
     return text
 
 
-def _form(member: Member, leader: Leader, view: View, ended: Head | None, alive: list[str]) -> None:
+def _form(leader: Leader, ended: Head | None, alive: list[str]) -> None:
     """Propose the next round: send its slots, its member table and its head without waiting for replies.
 
     Once a condition of these transactions is false, it stays false. So if one of the transactions is
     rejected, the last, which writes the head (the state of the job), is rejected as well. Slots of a proposal
     are ignored unless the head names the proposal.
     """
+    member, view = leader.member, leader.view
     members = _members(view, member.rendezvous.max_nodes)
-    registration = member.registered
-    assert registration is not None
+    assert member.link is not None
     leader.count += 1
-    form = f"{registration.create_revision}.{leader.count}"
+    form = f"{member.link.create_revision}.{leader.count}"
     number = view.round + 1
     shares = [view.nodes[each] for each in members]
     ranks = node_ranks([NodeShare(node.role, node.nproc) for node in shares])
-    guard = guards(member, view)
+    guard = leader.guards()
     keys = member.keys
     for first in range(0, len(members), MEMBERS_PER_TXN):
         part = range(first, min(first + MEMBERS_PER_TXN, len(members)))
@@ -296,7 +296,7 @@ def _form(member: Member, leader: Leader, view: View, ended: Head | None, alive:
     ops += [Delete(keys.slot(each)) for each in stale[: 100 - len(ops)]]
     gone = [each for each in view.farewells if each not in view.nodes]
     ops += [Delete(keys.farewell(each)) for each in gone[: 120 - len(ops)]]
-    write(member, leader, view, ops, here(member, alive))
+    leader.write(ops, *leader.here(alive))
 
 
 def _members(view: View, size: int) -> list[str]:
@@ -309,70 +309,68 @@ def _members(view: View, size: int) -> list[str]:
     return [of_agent[agent] for agent in assign_seats(previous, offered, size)]
 
 
-def snapshot(member: Member, leader: Leader, reply: Reply) -> None:
-    view = leader.view = View(member.keys, reply.revision, reply.entries())
-    early, leader.early = leader.early, []
+def snapshot(member: Member, link: Link, reply: Reply) -> None:
+    """Begin to lead the job, with the snapshot of all keys in the store."""
+    leader = link.leader = Leader(member, View(member.keys, reply.revision, reply.entries()))
+    early, link.early = link.early or (), None
     for event in early:
         if event.revision > reply.revision:
-            view.apply(event.revision, event.changes)
-    _seen(member, leader, view)
+            leader.view.apply(event.revision, event.changes)
+    _seen(leader)
 
 
-def changed(member: Member, leader: Leader, event: Changes) -> None:
-    view = leader.view
-    if view is None:
-        leader.early.append(event)
-        return
-    if event.revision > view.revision:
-        view.apply(event.revision, event.changes)
+def changed(leader: Leader, event: Changes) -> None:
+    if event.revision > leader.view.revision:
+        leader.view.apply(event.revision, event.changes)
         leader.stalled = False
-    _seen(member, leader, view)
+    _seen(leader)
 
 
-def _seen(member: Member, leader: Leader, view: View) -> None:
-    registration = member.registered
-    if registration is None or registration.member not in view.nodes:
+def _seen(leader: Leader) -> None:
+    member, view = leader.member, leader.view
+    link = member.registered
+    if link is None or link.member not in view.nodes:
         fence(member, GONE)
         return
     for text in list(view.damaged.values())[leader.told.get("damaged", 0) :]:
         member.do(Announce(f"{text}; it is ignored"))
     leader.told["damaged"] = len(view.damaged)
-    lead(member, leader)
+    lead(leader)
 
 
-def timer_fired(member: Member, leader: Leader, name: str) -> None:
+def timer_fired(leader: Leader, name: str) -> None:
     if name in leader.timers:
         leader.timers[name] = True
-        lead(member, leader)
+        lead(leader)
 
 
-def written(member: Member, leader: Leader, reply: Reply) -> None:
-    if leader.answered(reply):
-        lead(member, leader)
+def written(link: Link, reply: Reply) -> None:
+    if link.leader is not None and link.leader.answered(reply):
+        lead(link.leader)
 
 
 # --- deciding ---
 
 
-def lead(member: Member, leader: Leader) -> None:
+def lead(leader: Leader) -> None:
     """Choose and execute the leader's next action. Called after every event that can change the choice."""
-    view, link = leader.view, member.link
+    member, view = leader.member, leader.view
     # The leader's view may contain a newer head (the state of the job) than this agent's own watch has
     # delivered. Wait until both are the same.
-    if view is None or link is None or not leader.is_free() or view.head_revision != link.head_revision:
+    if member.link is None or not leader.is_free() or view.head_revision != member.link.head_revision:
         return
     if view.head_revision != leader.of_head:
-        forget_timers(member, leader)
+        leader.forget_timers()
         leader.of_head = view.head_revision
     head = view.head
     if head is not None and head.state != "CLOSED" and len(view.seats) != head.size:
         # Without an intact list of members, no agent can tell which nodes are lost and which have finished.
         table = f"the table {member.keys.table(head.form)} of round {head.round} is damaged"
-        close(member, leader, view, head.replaced(outcome="failed", reason=table))
+        leader.close(head.replaced(outcome="failed", reason=table))
     elif head is None or head.state == "ENDED":
-        between_rounds(member, leader, view)
+        between_rounds(leader)
     elif head.state == "RUNNING":
-        _running(member, leader, view, head)
+        _running(leader, head)
 
 
 # --- while a round is running ---
@@ -398,7 +396,8 @@ def _forget_workers(member: Member, view: View, gone: set[int]) -> None:
             member.txn(Purpose.NOTHING, [], keys.forget_members(workers))
 
 
-def _running(member: Member, leader: Leader, view: View, head: Head) -> None:
+def _running(leader: Leader, head: Head) -> None:
+    member, view = leader.member, leader.view
     gone = missing_ranks(view)
     if gone:
         rank = min(gone)
@@ -409,17 +408,17 @@ def _running(member: Member, leader: Leader, view: View, head: Head) -> None:
         not_done = Missing(member.keys.done(head.round, rank))
         if member.agent.keeps_workers:
             _forget_workers(member, view, gone)
-        write(member, leader, view, [member.put_head(ended)], [not_done])
+        leader.write([member.put_head(ended)], not_done)
     elif len(view.done) == len(view.seats):
-        close(member, leader, view, head.replaced(outcome="succeeded", reason=None, end=None, cause=None))
+        leader.close(head.replaced(outcome="succeeded", reason=None, end=None, cause=None))
     elif may_grow(member, view, head):
-        if has_passed(member, leader, "scale", member.settings.scale_up_delay):
+        if leader.has_passed("scale", member.settings.scale_up_delay):
             ended = head.replaced(state="ENDED", end={"kind": "scale"}, cause=None)
-            write(member, leader, view, [member.put_head(ended)])
+            leader.write([member.put_head(ended)])
     else:
-        forget(member, leader, "scale")
+        leader.forget("scale")
         if view.waiting:
-            tell_of_crowd(member, leader, view)
+            tell_of_crowd(leader)
 
 
 class Candidate(Value):

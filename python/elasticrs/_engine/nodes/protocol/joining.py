@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from elasticrs._engine.job.phrases import local_time
-from elasticrs._engine.nodes.protocol.member import Leaving, Phase, Purpose, Registration
+from elasticrs._engine.nodes.protocol.member import Leaving, Phase, Purpose
 from elasticrs._engine.nodes.protocol.messages import (
     Announce,
     BindStore,
@@ -197,14 +197,14 @@ def job_found_again(member: Member, link: Link, reply: Reply) -> None:
             text = "the record of this job is gone (removed, or etcd was restored); start the job again"
         member.exit(Outcome("lost", f"{member.rendezvous.store}: {text}"))
         return
-    link.job_revision = member.joining.job_revision = job.create_revision
+    member.joining.job_revision, link.has_job = job.create_revision, True
     if not _is_closed(member, head):
         register(member, link)
 
 
 def job_found(member: Member, link: Link, reply: Reply) -> None:
     if reply.ok:
-        link.job_revision = member.joining.job_revision = reply.revision
+        member.joining.job_revision, link.has_job = reply.revision, True
         register(member, link)
         return
     job, head = reply.entry(0), reply.entry(1)
@@ -214,22 +214,21 @@ def job_found(member: Member, link: Link, reply: Reply) -> None:
     if member.settings.fresh and not reply.results[2] and (head is not None or difference is not None):
         _forget_job(member, job, 0 if head is None else head.mod_revision)
         return
-    member.joining.job, link.job_revision = value, job.create_revision
-    member.joining.job_revision = link.job_revision
+    member.joining.job, member.joining.job_revision, link.has_job = value, job.create_revision, True
     if difference is not None:
-        _refuse(member, link, difference, is_alone=not reply.results[2])
+        _refuse(member, difference, is_alone=not reply.results[2])
     elif not _is_closed(member, head):
         member.joining.found_round = 0 if head is None else Head.read(head).round
         register(member, link)
 
 
-def _refuse(member: Member, link: Link, why: str, *, is_alone: bool) -> None:
+def _refuse(member: Member, why: str, *, is_alone: bool) -> None:
     member.joining.refusal = why
     if is_alone:
         leave_refused(member)
         return
     put = Put(member.keys.refusal, encode(cut(why, MAX_REFUSAL)), False)
-    member.txn(Purpose.TELL_REFUSAL, [CreatedAt(member.keys.job, link.job_revision)], [put])
+    member.txn(Purpose.TELL_REFUSAL, [CreatedAt(member.keys.job, member.joining.job_revision)], [put])
     member.arm("refused", REFUSAL_TIMEOUT)
 
 
@@ -281,17 +280,17 @@ def register(member: Member, link: Link) -> None:
     keys, joining = member.keys, member.joining
     incarnation = joining.incarnation
     joining.incarnation += 1
-    link.registration = registration = Registration(f"{member.agent.agent}/{incarnation}")
-    own = keys.node(registration.member)
+    link.member = f"{member.agent.agent}/{incarnation}"
+    own = keys.node(link.member)
     ops = earlier_registrations(member, incarnation)
     neighbors = keys.host(member.agent.host)
     launch = Put(neighbors + member.agent.agent, encode(cut(member.agent.launch, MAX_NAME)), True)
     ops += [launch, Put(own, member.node().encode(), True), Get(own), Predecessor(keys.nodes, own)]
-    compares: list[Compare] = [CreatedAt(keys.job, link.job_revision)]
+    compares: list[Compare] = [CreatedAt(keys.job, member.joining.job_revision)]
     otherwise: list[Operation] = []
     node_rank = member.rendezvous.node_rank
     if node_rank is not None:
-        is_mine, claim = claim_rank(member, registration, node_rank)
+        is_mine, claim = claim_rank(member, link, node_rank)
         compares.append(is_mine)
         # Insert the claim of the node rank at the start, because the handler of the reply expects the results
         # of `Get` and `Predecessor` at the end.
@@ -299,7 +298,7 @@ def register(member: Member, link: Link) -> None:
         otherwise = [Get(keys.job), Get(claim.key), Get(own)]
     ops.insert(0, Range(neighbors, MAX_NEIGHBORS))
     member.txn(Purpose.REGISTER, compares, ops, otherwise)
-    member.watch(Purpose.SEE_SLOT, keys.slot(registration.member))
+    member.watch(Purpose.SEE_SLOT, keys.slot(link.member))
     member.watch(Purpose.SEE_HEAD, keys.head)
     member.watch(Purpose.SEE_JOB, keys.job)
 
@@ -341,7 +340,7 @@ def _launch_of(entry: Entry) -> str | None:
         return None  # The record does not show to which launch the agent belongs.
 
 
-def registered(member: Member, registration: Registration, own: Entry | None) -> None:
+def registered(member: Member, link: Link, own: Entry | None) -> None:
     """Handle a confirmed registration. Its revision is that of the key ``own``, not that of the reply,
     because the registering transaction (T1) may have been sent twice.
     """
@@ -349,21 +348,21 @@ def registered(member: Member, registration: Registration, own: Entry | None) ->
     joining = member.joining
     joining.claim, joining.rank_holder, joining.told_of_port = None, None, False
     joining.was_registered, joining.trouble = True, None
-    registration.create_revision = own.create_revision
+    link.create_revision = own.create_revision
     for timer in ("connect", "connect_news", "store_lost", "rank"):
         member.disarm(timer)
     member.arm("give_up", member.patience)
 
 
-def refused(member: Member, link: Link, registration: Registration, reply: Reply) -> bool:
+def refused(member: Member, link: Link, reply: Reply) -> bool:
     """Handle a rejected registration (T1). Return true if T1 was executed earlier, but its reply was lost."""
     job = reply.entry(0) if reply.results else None
-    if job is None or job.create_revision != link.job_revision:
+    if job is None or job.create_revision != member.joining.job_revision:
         fence(member, OTHER_JOB)
         return False
     own = own_registration(reply)
     if own is not None:
-        registered(member, registration, own)
+        registered(member, link, own)
         return True
     rank_refused(member, reply.entry(1))
     retry(member)
@@ -374,10 +373,10 @@ def own_registration(reply: Reply) -> Entry | None:
     return reply.entry(2)
 
 
-def job_seen(member: Member, link: Link, entry: Entry | None) -> None:
+def job_seen(member: Member, entry: Entry | None) -> None:
     if entry is None or entry.value is None:
         fence(member, "the record of this job was removed")
-    elif entry.create_revision != link.job_revision:
+    elif entry.create_revision != member.joining.job_revision:
         fence(member, OTHER_JOB)
 
 
@@ -535,9 +534,9 @@ def connect_news(member: Member) -> None:
     member.do(Announce(f"{since}; {limit}: {joining.trouble}"))
 
 
-def claim_rank(member: Member, registration: Registration, node_rank: int) -> tuple[Compare, Put]:
+def claim_rank(member: Member, link: Link, node_rank: int) -> tuple[Compare, Put]:
     key, earlier = member.keys.rank(node_rank), member.joining.claim
-    value = encode([member.agent.agent, registration.member, member.node().shown])
+    value = encode([member.agent.agent, link.member, member.node().shown])
     return Missing(key) if earlier is None else HasValue(key, earlier), Put(key, value, True)
 
 
@@ -614,8 +613,8 @@ def leave(member: Member, event: Leave) -> None:
 
 def leave_with(member: Member, outcome: Outcome) -> None:
     member.set_outcome(outcome)
-    registration = member.registered
-    if registration is None:
+    link = member.registered
+    if link is None:
         if member.workers is None:
             member.exit(outcome)
         return
@@ -623,32 +622,30 @@ def leave_with(member: Member, outcome: Outcome) -> None:
     reason = outcome.message or outcome.kind
     if member.workers is not None and member.runs(member.workers.round):
         # End the round before the workers have stopped, so that the other nodes can react immediately.
-        farewell = _farewell(member, registration, reason)
+        farewell = _farewell(member, link, reason)
         member.end_round(Purpose.END_ROUND, {"kind": "left", "message": reason}, None, farewell)
     else:
-        _say_farewell(member, registration, reason)
+        _say_farewell(member, link, reason)
     member.stop("this node leaves the job", planned=True)
 
 
-def round_ended(member: Member, reply: Reply) -> None:
+def round_ended(member: Member, link: Link, reply: Reply) -> None:
     """Handle the reply to this agent's request that ends the round and announces that the agent leaves."""
+    outcome = None if member.leaving is None else member.leaving.outcome
     if reply.ok:
         farewell_known(member)
-        return
-    registration = member.registration
-    outcome = None if member.leaving is None else member.leaving.outcome
-    if registration is not None and outcome is not None:
+    elif outcome is not None:
         # Record only this agent's departure, because another node has already ended the round.
-        _say_farewell(member, registration, outcome.message or "")
+        _say_farewell(member, link, outcome.message or "")
 
 
-def _say_farewell(member: Member, registration: Registration, reason: str) -> None:
-    farewell = _farewell(member, registration, reason)
-    member.txn(Purpose.SAY_FAREWELL, [member.exists(registration)], [farewell])
+def _say_farewell(member: Member, link: Link, reason: str) -> None:
+    farewell = _farewell(member, link, reason)
+    member.txn(Purpose.SAY_FAREWELL, [member.exists(link)], [farewell])
 
 
-def _farewell(member: Member, registration: Registration, reason: str) -> Put:
-    return Put(member.keys.farewell(registration.member), encode(reason), False)
+def _farewell(member: Member, link: Link, reason: str) -> Put:
+    return Put(member.keys.farewell(link.member), encode(reason), False)
 
 
 def farewell_known(member: Member) -> None:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from typing import Any
 
-    from elasticrs._engine.nodes.protocol.member import Registration
     from elasticrs._engine.nodes.protocol.messages import Action, Event
     from elasticrs._engine.nodes.transport.coordination import Entry
 
@@ -56,113 +55,114 @@ def _connected(member: Member, event: Connected) -> None:
 
 
 def _changes(member: Member, event: Changes) -> None:
-    link, registration = member.link, member.registration
-    if link is None or registration is None:
+    link = member.link
+    if link is None:
         return
     member.joining.seen(event.revision)
-    _take_in(member, link, registration, event.changes)
+    _take_in(member, link, event.changes)
     if member.leader is not None:
-        formation.changed(member, member.leader, event)
+        formation.changed(member.leader, event)
+    elif link.early is not None:
+        link.early.append(event)
 
 
-def _snapshot(member: Member, link: Link, registration: Registration, reply: Reply) -> None:
-    """Handle the snapshot of all keys that this agent has requested as a new leader. Some of the keys also
-    concern this agent as a member.
-    """
-    entries = {entry.key: entry for entry in reply.entries()}
-    joining.job_seen(member, link, entries.get(member.keys.job))
-    _take_in(member, link, registration, entries.values())
-    if member.leader is not None:
-        formation.snapshot(member, member.leader, reply)
-
-
-def _take_in(member: Member, link: Link, registration: Registration, entries: Iterable[Entry]) -> None:
+def _take_in(member: Member, link: Link, entries: Iterable[Entry]) -> None:
     keys = member.keys
-    own_slot = keys.slot(registration.member)
+    own_slot = keys.slot(link.member)
     for change in entries:
         key = change.key
-        if member.registration is not registration:
-            # Ignore the remaining changes, because handling an earlier change has dropped this registration.
+        if member.link is not link:
+            # Ignore the remaining changes, because handling an earlier change has dropped this connection.
             return
         if key == keys.head:
             rounds.take_head(member, link, change)
         elif key == own_slot:
-            rounds.take_slot(member, registration, change)
-        elif key == registration.predecessor:
+            rounds.take_slot(member, link, change)
+        elif key == link.predecessor:
             if change.value is None:
-                rounds.predecessor_gone(member, registration)
+                rounds.predecessor_gone(member, link)
         elif key == keys.job:
-            joining.job_seen(member, link, change)
+            joining.job_seen(member, change)
 
 
-def _reply(member: Member, reply: Reply) -> None:  # noqa: PLR0912 -- a table of cases
+def _reply(member: Member, reply: Reply) -> None:
     link = member.link
     if link is None:
         return
     member.joining.seen(reply.revision)
-    purpose = link.purposes.pop(reply.tag, None)
-    match purpose:
-        case None | Purpose.NOTHING:
-            pass
-        case Purpose.FIND_JOB:
-            joining.job_found(member, link, reply)
-        case Purpose.FIND_JOB_AGAIN:
-            joining.job_found_again(member, link, reply)
-        case Purpose.FORGET_JOB:
-            joining.check_job(member)
-        case Purpose.TELL_REFUSAL:
-            joining.leave_refused(member)
-        case Purpose.SEE_HEAD:
-            for entry in reply.entries():
-                rounds.take_head(member, link, entry)
-        case Purpose.SEE_JOB:
-            joining.job_seen(member, link, next(iter(reply.entries()), None))
-        case Purpose.TELL_DONE:
-            if reply.ok:
-                rounds.done_known(member)
-        case Purpose.SAY_FAREWELL:
-            joining.farewell_known(member)
-        case Purpose.END_ROUND:
-            joining.round_ended(member, reply)
-        case Purpose.ABORT:
-            closed = joining.aborted(member, reply)
-            if closed is not None:
-                rounds.take_head(member, link, closed)
-        case _ if link.registration is not None:
-            _registration_reply(member, link, link.registration, purpose, reply)
+    handler = _REPLIES.get(link.purposes.pop(reply.tag, Purpose.NOTHING))
+    if handler is not None:
+        handler(member, link, reply)
 
 
-def _registration_reply(  # noqa: PLR0912 -- a table of cases
-    member: Member, link: Link, registration: Registration, purpose: Purpose, reply: Reply
-) -> None:
-    match purpose:
-        case Purpose.REGISTER:
-            if reply.ok:
-                joining.look_for_twin(member, reply)
-                joining.registered(member, registration, reply.entry(-2))
-                rounds.follow(member, registration, reply.entry(-1))
-                rounds.look(member)
-            elif joining.refused(member, link, registration, reply):
-                rounds.find_predecessor(member, registration)
-                rounds.look(member)
-        case Purpose.SEE_SLOT:
-            for entry in reply.entries():
-                rounds.take_slot(member, registration, entry)
-        case Purpose.FIND_SLOT:
-            rounds.slot_found(member, link, registration, reply)
-        case Purpose.TELL_IDLE:
-            if not reply.ok:
-                joining.fence(member, rounds.GONE)
-        case Purpose.SEE_PREDECESSOR:
-            if not reply.results:
-                rounds.predecessor_gone(member, registration)
-        case Purpose.FIND_PREDECESSOR | Purpose.FIND_BEFORE_STRANGER:
-            is_before = purpose is Purpose.FIND_BEFORE_STRANGER
-            rounds.predecessor_found(member, registration, reply, is_before)
-        case Purpose.SEE_ALL:
-            _snapshot(member, link, registration, reply)
-        case Purpose.LEAD if registration.leader is not None:
-            formation.written(member, registration.leader, reply)
+def _registered(member: Member, link: Link, reply: Reply) -> None:
+    if reply.ok:
+        joining.look_for_twin(member, reply)
+        joining.registered(member, link, reply.entry(-2))
+        rounds.follow(member, link, reply.entry(-1))
+        rounds.look(member)
+    elif joining.refused(member, link, reply):
+        rounds.find_predecessor(member, link)
+        rounds.look(member)
+
+
+def _seen(member: Member, link: Link, reply: Reply) -> None:
+    """Handle the first reply of the watch of a single key: that key, if it exists."""
+    _take_in(member, link, reply.entries())
+
+
+def _job_seen(member: Member, _: Link, reply: Reply) -> None:
+    joining.job_seen(member, next(iter(reply.entries()), None))
+
+
+def _predecessor_seen(member: Member, link: Link, reply: Reply) -> None:
+    if not reply.results:
+        rounds.predecessor_gone(member, link)
+
+
+def _idle_told(member: Member, _: Link, reply: Reply) -> None:
+    if not reply.ok:
+        joining.fence(member, rounds.GONE)
+
+
+def _aborted(member: Member, link: Link, reply: Reply) -> None:
+    closed = joining.aborted(member, reply)
+    if closed is not None:
+        rounds.take_head(member, link, closed)
+
+
+def _all_seen(member: Member, link: Link, reply: Reply) -> None:
+    """Handle the snapshot of all keys that this agent has requested as a new leader. Some of the keys also
+    concern this agent as a member.
+    """
+    entries = {entry.key: entry for entry in reply.entries()}
+    joining.job_seen(member, entries.get(member.keys.job))
+    _take_in(member, link, entries.values())
+    if member.link is link:
+        formation.snapshot(member, link, reply)
+
+
+_REPLIES: dict[Purpose, Callable[[Member, Link, Reply], None]] = {
+    Purpose.FIND_JOB: joining.job_found,
+    Purpose.FIND_JOB_AGAIN: joining.job_found_again,
+    Purpose.FORGET_JOB: lambda member, *_: joining.check_job(member),
+    Purpose.TELL_REFUSAL: lambda member, *_: joining.leave_refused(member),
+    Purpose.REGISTER: _registered,
+    Purpose.SEE_SLOT: _seen,
+    Purpose.SEE_HEAD: _seen,
+    Purpose.SEE_JOB: _job_seen,
+    Purpose.FIND_SLOT: rounds.slot_found,
+    Purpose.SEE_PREDECESSOR: _predecessor_seen,
+    Purpose.FIND_PREDECESSOR: rounds.predecessor_found,
+    Purpose.FIND_BEFORE_STRANGER: rounds.before_stranger_found,
+    Purpose.SEE_ALL: _all_seen,
+    Purpose.LEAD: lambda _, link, reply: formation.written(link, reply),
+    Purpose.TELL_DONE: rounds.done_known,
+    Purpose.TELL_IDLE: _idle_told,
+    Purpose.END_ROUND: joining.round_ended,
+    Purpose.SAY_FAREWELL: lambda member, *_: joining.farewell_known(member),
+    Purpose.ABORT: _aborted,
+}
 
 
 # --- listener and timers ---
@@ -183,13 +183,13 @@ def _store_port_failed(member: Member, event: messages.StorePortFailed) -> None:
 def _store_port(member: Member, event: messages.StorePort) -> None:
     listener, link = member.listener, member.link
     listener.port, listener.has_served = event.port, False
-    if link is None or not link.job_revision:
+    if link is None or not link.has_job:
         return
-    if link.registration is None:
+    if not link.member:
         joining.register(member, link)
     elif listener.idle_after is not None:
         number, listener.idle_after = listener.idle_after, None
-        rounds.say_idle(member, link.registration, number)
+        rounds.say_idle(member, link, number)
 
 
 def _timer_fired(member: Member, event: messages.TimerFired) -> None:
@@ -197,7 +197,7 @@ def _timer_fired(member: Member, event: messages.TimerFired) -> None:
     if handler is not None:
         handler(member)
     elif member.leader is not None:
-        formation.timer_fired(member, member.leader, event.name)
+        formation.timer_fired(member.leader, event.name)
 
 
 _TIMERS: dict[str, Callable[[Member], None]] = {

@@ -63,20 +63,30 @@ class Purpose(Enum):
     ABORT = "T10"
 
 
-class Registration(Record):
-    """Registration of this agent, with what it knows about its slot (the ranks that the leader assigns to
-    it).
+class Link(Record):
+    """Connection to the store, and this agent's registration over it.
 
     Args:
+        purposes: purpose of each unanswered request, by tag.
+        has_job: true once the job's record has been checked over this connection.
+        head, head_revision: state of the job, as received over this connection.
+        member: name of the registration; empty until this agent requests it.
         create_revision: 0 until the store has confirmed the registration.
         idle: last round after which this agent reported that it has no workers.
+        slot: ranks that the leader has assigned to this member.
         slot_asked: revision of the head (the state of the job) for which this agent last read its slot.
         slot_known: store revision of the reply to that read.
         predecessor: key of the previous registration. If it is deleted, this agent may become the leader.
-        leader: ``None`` while another agent leads.
+        early: changes of keys before the snapshot of the store that a new leader has requested; ``None``
+            unless it waits for that.
+        leader: ``None`` while another agent leads, and until the snapshot has arrived.
     """
 
-    member: str
+    purposes: dict[int, Purpose] = fresh(factory=dict)
+    has_job: bool = False
+    head: Head | None = None
+    head_revision: int = 0
+    member: str = ""
     create_revision: int = 0
     idle: int = 0
     slot: Slot | None = None
@@ -84,76 +94,8 @@ class Registration(Record):
     slot_asked: int = 0
     slot_known: int = 0
     predecessor: str | None = None
+    early: list[Changes] | None = None
     leader: Leader | None = None
-
-
-class Link(Record):
-    """Connection to the store. ``purposes`` has the purpose of each unanswered request, by tag.
-    ``job_revision`` is 0 until the job's record has been checked.
-    """
-
-    purposes: dict[int, Purpose] = fresh(factory=dict)
-    job_revision: int = 0
-    head: Head | None = None
-    head_revision: int = 0
-    registration: Registration | None = None
-
-
-class Leader(Record):
-    """State that an agent keeps while it leads the job.
-
-    Args:
-        view: ``None`` until the snapshot of the store has arrived.
-        early: changes of keys that arrived before the snapshot.
-        pending: tag of the unanswered write that delays the next decision.
-        sent_at: revision of the view when the last write was sent.
-        wait_for: revision that the view must reach before the next decision.
-        stalled: true if the store has rejected the last write, and the view has not changed since then.
-        timers: whether each timer has fired, by name. They belong to the head (the state of the job) with
-            revision ``of_head``.
-        count: number of rounds that this leader has proposed.
-        judged: inputs of the last verdict on an ended round, and that verdict.
-        told: latest value of each kind of news; see :meth:`is_news`.
-    """
-
-    view: View | None = None
-    early: list[Changes] = fresh(factory=list)
-    pending: int | None = None
-    sent_at: int = 0
-    wait_for: int = 0
-    stalled: bool = False
-    timers: dict[str, bool] = fresh(factory=dict)
-    of_head: int = -1
-    count: int = 0
-    judged: tuple[RestsOn, RoundVerdict] | None = None
-    told: dict[str, int] = fresh(factory=dict)
-
-    def is_news(self, what: str, value: int = 1) -> bool:
-        """Remember ``value`` for the message ``what``. Return true (the user should get it) if ``value`` is
-        new.
-        """
-        is_known = self.told.get(what) == value
-        self.told[what] = value
-        return not is_known
-
-    def is_free(self) -> bool:
-        """Return true if the store has answered all writes of this leader, and the view contains their
-        results.
-        """
-        is_settled = self.view is not None and self.view.revision >= self.wait_for
-        return is_settled and self.pending is None and not self.stalled
-
-    def answered(self, reply: Reply) -> bool:
-        if self.pending != reply.tag:
-            return False
-        self.pending = None
-        if reply.ok:
-            self.wait_for = reply.revision
-        else:
-            # A change that the view does not contain yet has caused the rejection, so wait for the next
-            # change of this job. Do not wait for the revision in the reply, which may belong to another job.
-            self.stalled = self.view is None or self.view.revision <= self.sent_at
-        return True
 
 
 class Joining(Record):
@@ -166,7 +108,7 @@ class Joining(Record):
         ttl: granted lease time in seconds, which may exceed the requested time.
         incarnation: number of the next registration.
         revision: highest store revision that the agent has seen.
-        job: value of the job's record, which this agent has checked.
+        job, job_revision: value and create revision of the job's record, which this agent has checked.
         has_seen_round: true after a round of this job. The agent then joins no other job of the same name.
         claim: value of the node rank's key, if an earlier registration of this agent still has the rank.
         rank_holder: another node that has the node rank that this node wants.
@@ -282,7 +224,7 @@ class Member:
         self.last_head: Head | None = None
         self.workers: RoundWorkers | None = None
         self.done: Done | None = None
-        self.started_round = self.finished_round = 0
+        self.finished_round = 0
         self.findings = Findings(0)
         self.serves_only = False
         self.told_end = 0, ""
@@ -308,20 +250,13 @@ class Member:
         return Phase.IDLE if self.leaving is None else Phase.LEAVING
 
     @property
-    def registration(self) -> Registration | None:
-        """Registration that this agent has requested over its current connection, confirmed or not."""
-        return None if self.link is None else self.link.registration
-
-    @property
-    def registered(self) -> Registration | None:
-        """Registration that the store has confirmed over this agent's current connection."""
-        registration = self.registration
-        return registration if registration is not None and registration.create_revision else None
+    def registered(self) -> Link | None:
+        """Connection over which the store has confirmed a registration of this agent."""
+        return self.link if self.link is not None and self.link.create_revision else None
 
     @property
     def leader(self) -> Leader | None:
-        registration = self.registration
-        return None if registration is None else registration.leader
+        return None if self.link is None else self.link.leader
 
     @property
     def head(self) -> Head | None:
@@ -391,8 +326,8 @@ class Member:
         """Return the record of this agent for its registration. ``cause`` is this node's failure, if any, in
         the last round whose workers have exited.
         """
-        agent, registration, findings = self.agent, self.registration, self.findings
-        idle = 0 if registration is None else registration.idle
+        agent, findings = self.agent, self.findings
+        idle = 0 if self.link is None else self.link.idle
         return Node(
             agent.node,
             agent.host,
@@ -413,25 +348,21 @@ class Member:
         self, purpose: Purpose, end: dict[str, Any], cause: Cause | None = None, *more: Operation
     ) -> None:
         """End the running round, unless another agent has already ended it (transaction T2)."""
-        link, registration = self.link, self.registration
+        link = self.link
         assert link is not None
         assert link.head is not None
-        assert registration is not None
-        assert registration.slot is not None
-        told = {**end, "node": self.agent.node, "group_rank": registration.slot.group_rank}
-        told["member"] = registration.member
+        assert link.slot is not None
+        told = {**end, "node": self.agent.node, "group_rank": link.slot.group_rank, "member": link.member}
         ended = link.head.replaced(state="ENDED", end=told, cause=bound_cause(cause))
-        compares = [ModifiedAt(self.keys.head, link.head_revision), self.exists(registration)]
+        compares = [ModifiedAt(self.keys.head, link.head_revision), self.exists(link)]
         self.txn(purpose, compares, [self.put_head(ended), *more])
 
     def put_head(self, head: Head) -> Put:
         return Put(self.keys.head, head.encode(), False)
 
-    def exists(self, registration: Registration) -> Exists:
-        """Return the condition that a registration exists. Every write by a member depends on its own
-        registration.
-        """
-        return Exists(self.keys.node(registration.member))
+    def exists(self, link: Link) -> Exists:
+        """Return the condition of each write by a member: that its registration exists."""
+        return Exists(self.keys.node(link.member))
 
     def stop(
         self,
@@ -454,9 +385,8 @@ class Member:
         self.do(Stop(workers.round, why, fenced, hung, planned, after_failure))
 
     def forget_connection(self) -> None:
-        leader = self.leader
-        if leader is not None:
-            for name in leader.timers:
+        if self.leader is not None:
+            for name in self.leader.timers:
                 self.disarm(name)
         self.link = self.done = None
 
@@ -473,66 +403,106 @@ class Member:
         self.do(Exit(outcome))
 
 
-# --- timers ---
+class Leader(Record):
+    """State of an agent that leads the job.
 
-
-def forget_timers(member: Member, leader: Leader) -> None:
-    for name, fired in leader.timers.items():
-        if not fired:
-            member.disarm(name)
-    leader.timers.clear()
-
-
-def has_passed(member: Member, leader: Leader, name: str, seconds: float) -> bool:
-    """Return true if the leader's timer ``name`` has expired. The first call starts it. A change of the head
-    (the state of the job) cancels it.
+    Args:
+        pending: tag of the unanswered write that delays the next decision.
+        sent_at: revision of the view when the last write was sent.
+        wait_for: revision that the view must reach before the next decision.
+        stalled: true if the store has rejected the last write, and the view has not changed since then.
+        timers: whether each timer has fired, by name. They belong to the head (the state of the job) with
+            revision ``of_head``.
+        count: number of rounds that this leader has proposed.
+        judged: inputs of the last verdict on an ended round, and that verdict.
+        told: latest value of each kind of news; see :meth:`is_news`.
     """
-    timer = _timer(leader, name)
-    if timer not in leader.timers:
-        leader.timers[timer] = False
-        member.arm(timer, seconds)
-    return leader.timers[timer]
 
+    member: Member
+    view: View
+    pending: int | None = None
+    sent_at: int = 0
+    wait_for: int = 0
+    stalled: bool = False
+    timers: dict[str, bool] = fresh(factory=dict)
+    of_head: int = -1
+    count: int = 0
+    judged: tuple[RestsOn, RoundVerdict] | None = None
+    told: dict[str, int] = fresh(factory=dict)
 
-def forget(member: Member, leader: Leader, name: str) -> None:
-    timer = _timer(leader, name)
-    if timer in leader.timers and not leader.timers.pop(timer):
-        member.disarm(timer)
+    def is_news(self, what: str, value: int = 1) -> bool:
+        """Remember ``value`` for the message ``what``. Return true (the user should get it) if ``value`` is
+        new.
+        """
+        is_known = self.told.get(what) == value
+        self.told[what] = value
+        return not is_known
 
+    # --- timers ---
 
-def _timer(leader: Leader, name: str) -> str:
-    return f"{name}/{leader.view.round if leader.view else 0}"
+    def has_passed(self, name: str, seconds: float) -> bool:
+        """Return true if the timer ``name`` has expired. The first call starts it. A change of the head (the
+        state of the job) cancels it.
+        """
+        timer = f"{name}/{self.view.round}"
+        if timer not in self.timers:
+            self.timers[timer] = False
+            self.member.arm(timer, seconds)
+        return self.timers[timer]
 
+    def forget(self, name: str) -> None:
+        timer = f"{name}/{self.view.round}"
+        if timer in self.timers and not self.timers.pop(timer):
+            self.member.disarm(timer)
 
-# --- writes ---
+    def forget_timers(self) -> None:
+        for name, fired in self.timers.items():
+            if not fired:
+                self.member.disarm(name)
+        self.timers.clear()
 
+    # --- writes ---
 
-def guards(member: Member, view: View) -> list[Compare]:
-    registration, keys = member.registered, member.keys
-    assert registration is not None
-    return [
-        CreatedAt(keys.node(registration.member), registration.create_revision),
-        ModifiedAt(keys.head, view.head_revision),
-    ]
+    def is_free(self) -> bool:
+        """Return true if the store has answered all writes of this leader, and the view contains their
+        results.
+        """
+        return self.view.revision >= self.wait_for and self.pending is None and not self.stalled
 
+    def answered(self, reply: Reply) -> bool:
+        if self.pending != reply.tag:
+            return False
+        self.pending = None
+        if reply.ok:
+            self.wait_for = reply.revision
+        else:
+            # A change that the view does not contain yet has caused the rejection, so wait for the next
+            # change of this job. Do not wait for the revision in the reply, which may belong to another job.
+            self.stalled = self.view.revision <= self.sent_at
+        return True
 
-def write(
-    member: Member, leader: Leader, view: View, then: Sequence[Operation], compares: Sequence[Compare] = ()
-) -> None:
-    """Send ``then`` to the store, which executes it if the conditions ``compares`` and :func:`guards` hold.
-    The leader decides nothing until the reply arrives.
-    """
-    leader.sent_at = view.revision
-    leader.pending = member.txn(Purpose.LEAD, [*guards(member, view), *compares], then)
+    def guards(self) -> list[Compare]:
+        link, keys = self.member.link, self.member.keys
+        assert link is not None
+        return [
+            CreatedAt(keys.node(link.member), link.create_revision),
+            ModifiedAt(keys.head, self.view.head_revision),
+        ]
 
+    def write(self, then: Sequence[Operation], *compares: Compare) -> None:
+        """Send ``then`` to the store, which executes it if the conditions ``compares`` and :meth:`guards`
+        hold. The leader decides nothing until the reply arrives.
+        """
+        self.sent_at = self.view.revision
+        self.pending = self.member.txn(Purpose.LEAD, [*self.guards(), *compares], then)
 
-def close(member: Member, leader: Leader, view: View, closed: Head, alive: Sequence[str] = ()) -> None:
-    """Close the job by writing the head ``closed``, on condition that the members in ``alive`` are
-    registered.
-    """
-    closed = closed.replaced(state="CLOSED", time_ns=member.now)
-    write(member, leader, view, [member.put_head(closed), *member.keys.forget_rounds()], here(member, alive))
+    def close(self, closed: Head, alive: Sequence[str] = ()) -> None:
+        """Close the job by writing the head ``closed``, on condition that the members in ``alive`` are
+        registered.
+        """
+        closed = closed.replaced(state="CLOSED", time_ns=self.member.now)
+        then = [self.member.put_head(closed), *self.member.keys.forget_rounds()]
+        self.write(then, *self.here(alive))
 
-
-def here(member: Member, alive: Sequence[str]) -> list[Compare]:
-    return [Exists(member.keys.node(each)) for each in alive]
+    def here(self, alive: Sequence[str]) -> list[Compare]:
+        return [Exists(self.member.keys.node(each)) for each in alive]

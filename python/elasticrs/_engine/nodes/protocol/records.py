@@ -359,13 +359,11 @@ def bound_cause(cause: Mapping[str, Any] | None, limit: int = MAX_CAUSE) -> dict
 
 def time_of(cause: Mapping[str, Any] | None) -> int | None:
     """Return the time of a failure on the store's wall clock, in nanoseconds."""
-    time = cause.get("time_ns") if cause else None
-    return time if isinstance(time, int) else None
+    return cause.get("time_ns") if cause else None
 
 
 def step_of(cause: Mapping[str, Any] | None) -> int | None:
-    step = cause.get("step") if cause else None
-    return step if isinstance(step, int) else None
+    return cause.get("step") if cause else None
 
 
 GROUNDS = ("stopped", "behind", "elsewhere", "apart", "oldest")

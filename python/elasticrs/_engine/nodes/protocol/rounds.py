@@ -22,7 +22,7 @@ from elasticrs._engine.nodes.protocol.joining import (
     outcome_of,
     without_workers,
 )
-from elasticrs._engine.nodes.protocol.member import Done, Findings, Leader, Phase, Purpose, RoundWorkers
+from elasticrs._engine.nodes.protocol.member import Done, Findings, Phase, Purpose, RoundWorkers
 from elasticrs._engine.nodes.protocol.messages import Announce, Outcome, Start
 from elasticrs._engine.nodes.protocol.records import (
     DamagedError,
@@ -56,7 +56,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from elasticrs._engine.nodes.protocol.member import Link, Member, Registration
+    from elasticrs._engine.nodes.protocol.member import Link, Member
     from elasticrs._engine.nodes.protocol.messages import (
         AskForRound,
         Cause,
@@ -73,23 +73,23 @@ REMOVED = "the state of this job was removed"
 # --- changes in the store ---
 
 
-def take_slot(member: Member, registration: Registration, entry: Entry) -> None:
-    if entry.value is None or entry.mod_revision <= registration.slot_revision:
+def take_slot(member: Member, link: Link, entry: Entry) -> None:
+    if entry.value is None or entry.mod_revision <= link.slot_revision:
         return
-    registration.slot_revision = entry.mod_revision
+    link.slot_revision = entry.mod_revision
     try:
-        registration.slot = Slot.decode(entry.value)
+        link.slot = Slot.decode(entry.value)
     except DamagedError as error:
-        _slot_damaged(member, registration, error)
+        _slot_damaged(member, link, error)
         return
     look(member)
 
 
-def _slot_damaged(member: Member, registration: Registration, error: DamagedError) -> None:
+def _slot_damaged(member: Member, link: Link, error: DamagedError) -> None:
     """Handle this member's slot (its ranks) if it is unreadable: register again to get a new slot, unless
     workers are running, because they have ranks already.
     """
-    text = damage(member.keys.slot(registration.member), error)
+    text = damage(member.keys.slot(link.member), error)
     if member.phase in (Phase.IDLE, Phase.CONNECTING):
         fence(member, text)
     else:
@@ -204,32 +204,30 @@ def stop_earlier(member: Member, head: Head) -> None:
 def _is_spare(member: Member, head: Head) -> bool:
     """Return true if the running round is full and does not seem to include this member."""
     is_idle = member.phase is Phase.IDLE and head.state == "RUNNING"
-    return is_idle and head.size >= member.rendezvous.max_nodes and not is_mine(member.registration, head)
+    return is_idle and head.size >= member.rendezvous.max_nodes and not is_mine(member.link, head)
 
 
 def _find_slot(member: Member, link: Link) -> None:
     """Read this member's slot (its ranks) once for each head (state of the job), because the watch of the
     slot may deliver it late.
     """
-    registration = link.registration
-    assert registration is not None
-    if registration.slot_asked < link.head_revision:
-        registration.slot_asked = link.head_revision
-        member.txn(Purpose.FIND_SLOT, [], [Get(member.keys.slot(registration.member))])
+    if link.slot_asked < link.head_revision:
+        link.slot_asked = link.head_revision
+        member.txn(Purpose.FIND_SLOT, [], [Get(member.keys.slot(link.member))])
 
 
-def slot_found(member: Member, link: Link, registration: Registration, reply: Reply) -> None:
+def slot_found(member: Member, link: Link, reply: Reply) -> None:
     """Handle the reply to the read of this member's slot. If this node has no rank in the running round, tell
     the user.
     """
-    registration.slot_known = reply.revision
+    link.slot_known = reply.revision
     entry, head = reply.entry(0), link.head
-    if entry is not None and entry.mod_revision > registration.slot_revision:
-        take_slot(member, registration, entry)
-    elif head is not None and not is_mine(registration, head):
+    if entry is not None and entry.mod_revision > link.slot_revision:
+        take_slot(member, link, entry)
+    elif head is not None and not is_mine(link, head):
         look(member)
-    if head is not None and is_slot_known(link, registration) and _is_spare(member, head):
-        if head.round == member.started_round:
+    if head is not None and is_slot_known(link) and _is_spare(member, head):
+        if head.round == member.findings.round:
             text = f"waiting for the end of round {head.round}, where this node was a member before its loss"
         else:
             text = f"waiting as a spare: round {head.round} already runs with all of its {head.size} nodes"
@@ -238,19 +236,19 @@ def slot_found(member: Member, link: Link, registration: Registration, reply: Re
         member.do(Announce(text))
 
 
-def is_slot_known(link: Link, registration: Registration) -> bool:
+def is_slot_known(link: Link) -> bool:
     """Return true if this member's slot was read after the head (the state of the job) had been written. The
     slot is then final, because the leader writes a round's slots before the head.
     """
-    return registration.slot_known >= link.head_revision
+    return link.slot_known >= link.head_revision
 
 
 def age_reached(member: Member) -> None:
     member.age.aged = member.age.seen
 
 
-def is_mine(registration: Registration | None, head: Head) -> bool:
-    slot = None if registration is None else registration.slot
+def is_mine(link: Link | None, head: Head) -> bool:
+    slot = None if link is None else link.slot
     if slot is None or head.state != "RUNNING":
         return False
     return slot.round == head.round and slot.form == head.form
@@ -260,33 +258,29 @@ def look(member: Member) -> None:
     """Start the workers if the running round includes this member. If its slot is for a round that has ended,
     or that was formed without this member, report that it is idle.
     """
-    link, registration, phase = member.link, member.registered, member.phase
-    if link is None or registration is None or registration.slot is None or member.leaving is not None:
+    link, phase = member.registered, member.phase
+    if link is None or link.slot is None or link.head is None or member.leaving is not None:
         return
-    head = link.head
-    if head is None:
+    head, slot = link.head, link.slot
+    if phase not in (Phase.IDLE, Phase.DONE) or link.idle >= slot.round or slot.round > head.round:
         return
-    slot = registration.slot
-    if phase not in (Phase.IDLE, Phase.DONE) or registration.idle >= slot.round or slot.round > head.round:
-        return
-    if is_mine(registration, head):
+    if is_mine(link, head):
         if phase is Phase.DONE:
             return
         if slot.fits(head, member.agent.nproc):
             _start(member, head, slot)
         else:
-            _slot_damaged(member, registration, DamagedError("its ranks are beyond those of the round"))
-    elif head.state == "RUNNING" and slot.round == head.round and not is_slot_known(link, registration):
+            _slot_damaged(member, link, DamagedError("its ranks are beyond those of the round"))
+    elif head.state == "RUNNING" and slot.round == head.round and not is_slot_known(link):
         # The slot belongs to a proposal for this round that was not accepted. A newer slot may still arrive.
         _find_slot(member, link)
     elif head.state != "CLOSED":
         member.done = None
-        idle(member, registration, slot.round)
+        idle(member, link, slot.round)
 
 
 def _start(member: Member, head: Head, slot: Slot) -> None:
-    member.workers, member.started_round = RoundWorkers(head.round), head.round
-    member.findings = Findings(head.round)
+    member.workers, member.findings = RoundWorkers(head.round), Findings(head.round)
     member.joining.delay = 0.0
     serves = slot.group_rank == 0
     member.listener.has_served = member.listener.has_served or serves
@@ -346,19 +340,19 @@ def _report(member: Member, end: dict[str, Any], cause: Cause | None) -> None:
     workers = member.workers
     assert workers is not None
     member.findings.cause = cause
-    if member.registration is not None and member.runs(workers.round):
+    if member.runs(workers.round):
         member.end_round(Purpose.NOTHING, end, cause)
 
 
 def workers_done(member: Member) -> None:
     """Record that this node's workers have succeeded (transaction T5), and wait for the other nodes."""
-    workers, link, registration = member.workers, member.link, member.registration
+    workers, link = member.workers, member.link
     if workers is None:
         return
-    if link is None or registration is None or workers.is_stopping:
+    if link is None or workers.is_stopping:
         workers_gone(member)
         return
-    slot = registration.slot
+    slot = link.slot
     assert slot is not None
     member.workers, member.done, member.finished_round = None, Done(), workers.round
     put = Put(member.keys.done(workers.round, slot.group_rank), encode({}), False)
@@ -369,8 +363,8 @@ def workers_done(member: Member) -> None:
         member.arm("barrier", member.settings.exit_barrier_timeout)
 
 
-def done_known(member: Member) -> None:
-    if member.done is not None:
+def done_known(member: Member, _: Link, reply: Reply) -> None:
+    if reply.ok and member.done is not None:
         member.done.is_known = True
     leave_barrier(member)
 
@@ -410,37 +404,37 @@ def workers_gone(member: Member) -> None:
     workers, member.workers = member.workers, None
     if workers is None:
         return
-    head, registration = member.head, member.registration
-    if registration is None:
+    head, link = member.head, member.link
+    if link is None:
         without_workers(member)
     elif head is not None and head.state == "CLOSED":
         member.exit(outcome_of(member, head))
     elif member.leaving is not None:
         go_on(member)
     else:
-        idle(member, registration, workers.round)
+        idle(member, link, workers.round)
 
 
 # --- being idle ---
 
 
-def idle(member: Member, registration: Registration, number: int) -> None:
+def idle(member: Member, link: Link, number: int) -> None:
     """Report that this node has no workers of a round left (transaction T4), once it has a listener for the
     workers' store of the next round.
     """
     if fresh_listener(member):
-        say_idle(member, registration, number)
+        say_idle(member, link, number)
     else:
         member.listener.idle_after = number
 
 
-def say_idle(member: Member, registration: Registration, number: int) -> None:
+def say_idle(member: Member, link: Link, number: int) -> None:
     if member.leaving is not None:
         return
-    registration.idle = number
+    link.idle = number
     node = member.node(_earlier_cause(member, number))
-    put = Put(member.keys.node(registration.member), node.encode(), True)
-    member.txn(Purpose.TELL_IDLE, [member.exists(registration)], [put, *_evidence(member, number)])
+    put = Put(member.keys.node(link.member), node.encode(), True)
+    member.txn(Purpose.TELL_IDLE, [member.exists(link)], [put, *_evidence(member, number)])
 
 
 def _evidence(member: Member, number: int) -> list[Put]:
@@ -448,7 +442,7 @@ def _evidence(member: Member, number: int) -> list[Put]:
     workers left (T4), because the leader waits for that report before it decides.
     """
     evidence, member.findings.evidence = member.findings.evidence, None
-    slot = None if member.registration is None else member.registration.slot
+    slot = None if member.link is None else member.link.slot
     if evidence is None or slot is None or not member.findings.round == number == slot.round:
         return []
     return [Put(member.keys.evidence(number, slot.group_rank), evidence, False)]
@@ -480,55 +474,58 @@ def give_up(member: Member) -> None:
 # --- election of the leader ---
 
 
-def follow(member: Member, registration: Registration, predecessor: Entry | None) -> None:
+def follow(member: Member, link: Link, predecessor: Entry | None) -> None:
     if predecessor is None:
-        registration.predecessor = None
-        registration.leader = Leader()
-        end_own_watches(member, registration)
+        link.predecessor = None
+        link.early = []
+        end_own_watches(member, link)
         member.watch(Purpose.SEE_ALL, member.keys.prefix, exact=False)
     elif is_member(predecessor.key[len(member.keys.nodes) :]):
-        registration.predecessor = predecessor.key
+        link.predecessor = predecessor.key
         member.watch(Purpose.SEE_PREDECESSOR, predecessor.key)
     else:
         # The key just before this agent's is no registration. Another program wrote it and may never delete
         # it, so look for the registration before it.
         before = CreatedAt(predecessor.key, predecessor.create_revision)
-        _ask(member, registration, Purpose.FIND_BEFORE_STRANGER, predecessor.key, before)
+        _ask(member, link, Purpose.FIND_BEFORE_STRANGER, predecessor.key, before)
 
 
-def end_own_watches(member: Member, registration: Registration) -> None:
+def end_own_watches(member: Member, link: Link) -> None:
     """Stop the watches of single keys. A new leader watches all keys, and several watches might deliver the
     changes of one transaction at different times.
     """
     keys = member.keys
-    for key in (keys.slot(registration.member), keys.head, keys.job):
+    for key in (keys.slot(link.member), keys.head, keys.job):
         member.do(Unwatch(key, True))
 
 
-def predecessor_gone(member: Member, registration: Registration) -> None:
-    if registration.predecessor is None:
+def predecessor_gone(member: Member, link: Link) -> None:
+    if link.predecessor is None:
         return
-    member.do(Unwatch(registration.predecessor, True))
-    registration.predecessor = None
-    find_predecessor(member, registration)
+    member.do(Unwatch(link.predecessor, True))
+    link.predecessor = None
+    find_predecessor(member, link)
 
 
-def find_predecessor(member: Member, registration: Registration) -> None:
-    _ask(member, registration, Purpose.FIND_PREDECESSOR, member.keys.node(registration.member))
+def find_predecessor(member: Member, link: Link) -> None:
+    _ask(member, link, Purpose.FIND_PREDECESSOR, member.keys.node(link.member))
 
 
-def _ask(member: Member, registration: Registration, purpose: Purpose, key: str, *more: Compare) -> None:
-    own = CreatedAt(member.keys.node(registration.member), registration.create_revision)
+def _ask(member: Member, link: Link, purpose: Purpose, key: str, *more: Compare) -> None:
+    own = CreatedAt(member.keys.node(link.member), link.create_revision)
     member.txn(purpose, [own, *more], [Predecessor(member.keys.nodes, key)])
 
 
-def predecessor_found(member: Member, registration: Registration, reply: Reply, is_before: bool) -> None:
-    """Watch the predecessor: the registration just before this agent's. With ``is_before``, a foreign key was
-    skipped; if that was deleted, look again.
-    """
+def predecessor_found(member: Member, link: Link, reply: Reply) -> None:
     if reply.ok:
-        follow(member, registration, reply.entry(0))
-    elif is_before:
-        find_predecessor(member, registration)
+        follow(member, link, reply.entry(0))
     else:
         fence(member, GONE)
+
+
+def before_stranger_found(member: Member, link: Link, reply: Reply) -> None:
+    if reply.ok:
+        follow(member, link, reply.entry(0))
+    else:
+        # The foreign key was deleted meanwhile.
+        find_predecessor(member, link)
