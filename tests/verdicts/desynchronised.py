@@ -23,6 +23,12 @@ BOTH_NAMED = ("order", "size", "groups")
 LOOKS = 5
 """Voluntary context switches after which a thread of gloo, which polls, has looked for messages."""
 
+SPUN_TICKS = 5
+"""Clock ticks of processor time, 10 ms each, after which a thread of gloo has looked for messages without
+sleeping. Gloo sometimes spins on a connection that a dead peer has closed, and polls thousands of times in a
+tick.
+"""
+
 Step = tuple[str, "int | None", int]
 """An operation of ``workers/desynchronised.py``, the index of its group, and the number of elements."""
 
@@ -120,36 +126,53 @@ def wait_until_stuck(pids):
     pause, before = threading.Event(), None
     for _ in range(int(HANG / 0.1)):
         threads = [thread for pid in pids for thread in threads_of(pid)]
-        looks = {tid: switches[0] for tid, name, _, switches in threads if name == "gloo_tcp_loop"}
-        others = [(tid, state, switches) for tid, _, state, switches in threads if tid not in looks]
+        polls = {thread.tid: thread for thread in threads if thread.name == "gloo_tcp_loop"}
+        others = [(each.tid, each.state, each.switches) for each in threads if each.tid not in polls]
         if any(state not in "SZ" for _, state, _ in others):
             before = None
         elif before is None or others != before[0]:
-            before = others, looks
-        elif all(switches >= before[1][tid] + LOOKS for tid, switches in looks.items()):
+            before = others, polls
+        elif all(has_polled(before[1][tid], thread) for tid, thread in polls.items()):
             return
         pause.wait(0.1)
     raise AssertionError("the group did not get stuck")
 
 
-def threads_of(pid):
-    """Yield the ID, name, state, and voluntary and involuntary context switches of each thread of a
-    process.
+class Thread(NamedTuple):
+    """A thread of a process.
+
+    Args:
+        switches: voluntary and involuntary context switches.
+        ticks: processor time.
     """
-    for tid in os.listdir(f"/proc/{pid}/task"):
+
+    tid: str
+    name: str
+    state: str
+    switches: tuple[int, int]
+    ticks: int
+
+
+def has_polled(before, now):
+    return now.switches[0] >= before.switches[0] + LOOKS or now.ticks >= before.ticks + SPUN_TICKS
+
+
+def threads_of(pid):
+    for task in Path(f"/proc/{pid}/task").iterdir():
         try:
-            lines = Path(f"/proc/{pid}/task/{tid}/status").read_text().splitlines()
+            lines = (task / "status").read_text().splitlines()
+            user, system = (task / "stat").read_text().rpartition(")")[2].split()[11:13]
         except (FileNotFoundError, ProcessLookupError):
             continue  # The thread has exited.
         fields = dict(line.split(":\t") for line in lines if ":\t" in line)
         switches = int(fields["voluntary_ctxt_switches"]), int(fields["nonvoluntary_ctxt_switches"])
-        yield tid, fields["Name"], fields["State"][0], switches
+        yield Thread(task.name, fields["Name"], fields["State"][0], switches, int(user) + int(system))
 
 
 def evidence_of(plan, pid):
     """Request the flight record and the stacks of a rank, as the core does, and return them."""
     rank, path = plan["rank"], Path(plan["error_file"])
-    if next(threads_of(pid))[2] == "Z":
+    if next(threads_of(pid)).state == "Z":
         return RankEvidence(rank, f"node{rank // 8}", NoRecord.EXITED)
     stacks, record = Path(plan["stacks"]), Path(f"{path}.flight")
     os.kill(pid, signal.SIGRTMIN + 12)

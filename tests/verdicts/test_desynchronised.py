@@ -1,11 +1,13 @@
 """In real gloo groups in which one rank diverges, the diagnosis names this rank and never another one."""
 
+import subprocess
+import sys
 from contextlib import closing
 
 import pytest
 
 from elasticrs._engine.hangs.diagnose import diagnose
-from verdicts.desynchronised import KINDS, Groups, drawn
+from verdicts.desynchronised import KINDS, Groups, drawn, wait_until_stuck
 
 pytestmark = pytest.mark.torch
 
@@ -37,6 +39,29 @@ def test_neither_of_two_ranks_is_blamed_if_their_calls_differ(groups, kind, tmp_
     lost = drawn(SEEDS[kind])
     pair = lost._replace(size=2, culprit=0, groups=[(name, [0, 1]) for name, _ in lost.groups])
     assert named(groups, pair, tmp_path) == set()
+
+
+SPINNING = """
+import ctypes, threading
+
+def spin():
+    ctypes.CDLL(None).prctl(15, b"gloo_tcp_loop")
+    print(flush=True)
+    while True:
+        pass
+
+threading.Thread(target=spin, daemon=True).start()
+threading.Event().wait()
+"""
+
+
+def test_a_group_is_stuck_even_if_a_thread_of_gloo_spins_on_a_closed_connection():
+    with subprocess.Popen([sys.executable, "-c", SPINNING], stdout=subprocess.PIPE) as process:
+        try:
+            process.stdout.readline()
+            wait_until_stuck([process.pid])
+        finally:
+            process.kill()
 
 
 @pytest.mark.slow
