@@ -12,6 +12,7 @@ import pytest
 from helpers import procs
 from helpers.said import line_with
 from helpers.steady import EXIT_0, SteadyJob, send
+from warm.test_guard import EXECUTES
 
 pytestmark = pytest.mark.beyond_torchrun
 
@@ -31,11 +32,11 @@ os.write(1, f"RUNS {os.environ['RANK']} {'slow' in sys.modules}\\n".encode())
 class Importing:
     """A job whose nursery (the process that forks workers) is in the middle of an import."""
 
-    def __init__(self, launch, folder, script, text):
-        self._folder = folder
+    def __init__(self, launch, folder, script, text, *options):
+        self._folder, self._fifo = folder, None
         (folder / "slow.py").write_text(text)
         os.mkfifo(folder / "go-on")
-        options = ("--nproc-per-node=2", "--warm", "json,slow")
+        options = ("--nproc-per-node=2", "--warm=json,slow", *options)
         self.launched = launch(*options, script, env={"PYTHONPATH": str(folder)})
         procs.wait_until((folder / "importing").exists)
         (self.nursery,) = [child.pid for child in procs.nurseries(self.launched.pid)]
@@ -49,7 +50,8 @@ class Importing:
 
     def runs(self):
         self.launched.exits(0)
-        os.close(self._fifo)
+        if self._fifo is not None:
+            os.close(self._fifo)
         return sorted(re.findall(r"^RUNS (\d) (\w+)$", self.launched.stdout, re.MULTILINE))
 
 
@@ -58,7 +60,7 @@ def importing(launch, tmp_path, worker_script):
     script = tmp_path / "script" / "worker.py"
     script.parent.mkdir()
     script.write_text(SHOW)
-    return lambda text=SLOW: Importing(launch, tmp_path, script, text)
+    return lambda text=SLOW, *options: Importing(launch, tmp_path, script, text, *options)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV])
@@ -84,6 +86,16 @@ def test_a_long_import_is_reported_once_while_it_runs(importing):
     job.go_on()
     assert job.runs() == [("0", "True"), ("1", "True")]
     line_with(job.launched.stderr, "warm: slow")
+
+
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["hangs", "is stopped"])
+def test_an_import_over_the_time_limit_is_named_and_workers_start_cold(importing, is_stopped):
+    job = importing(SLOW, "--warm-timeout=5")
+    if is_stopped:
+        os.kill(job.nursery, signal.SIGSTOP)
+    assert job.runs() == [("0", "False"), ("1", "False")]
+    line_with(job.launched.stderr, "elasticrs: warm: ", "cold", " slow ", "5 s")
+    assert "; 0 restarts" in job.launched.stderr
 
 
 def test_the_module_that_breaks_the_import_is_named(launch, worker_script, library):
@@ -171,13 +183,6 @@ def test_processes_of_an_import_end_with_the_agent_if_its_guard_started_last(
     finally:
         launched.end_stdin()
         launched.wait()
-
-
-EXECUTES = """
-import ctypes, os, sys
-arguments = [*map(os.fsencode, sys.orig_argv), None]
-ctypes.CDLL(None).execv(os.fsencode(sys.executable), (ctypes.c_char_p * len(arguments))(*arguments))
-"""
 
 
 def test_a_program_executed_by_an_import_does_not_run_the_script(importing):

@@ -63,30 +63,6 @@ def test_warm_auto_preloads_the_imports_of_the_script(launch, tmp_path, worker_s
     assert (tmp_path / "was_warm").read_text() == "True"
 
 
-def test_multiprocessing_children_are_the_same_warm_and_cold(job):
-    assert_is_warm(job.compare(*facts("multiprocesses", "seen_first")), 1)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--tee", "3"),
-        ("--virtual-local-rank",),
-        ("--hang-timeout", "60"),
-        ("--signals-to-handle", "SIGUSR1"),
-    ],
-    ids=" ".join,
-)
-def test_launcher_options_have_the_same_effect_warm_and_cold(job, options):
-    how = {"redirect": options[0] != "--tee", "env": {"CUDA_VISIBLE_DEVICES": "4,5"}}
-    assert_is_warm(job.compare("--nproc-per-node=2", *options, *facts(*QUICK), **how))
-
-
-def test_rank_specific_arguments_are_the_same_warm_and_cold(job):
-    command = ("--nproc-per-node=2", *facts("interpreter", "process", "seen_first", "${local_rank}"))
-    assert_is_warm(job.compare(*command))
-
-
 SETTINGS = {
     "streams": {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "latin-1:replace", "PYTHONHASHSEED": "7"},
     "development": {
@@ -99,25 +75,36 @@ SETTINGS = {
     "timers": {"TORCHELASTIC_ENABLE_FILE_TIMER": "1", "PYTHONPYCACHEPREFIX": "pycache", "PYTHONPATH": "a:b:"},
     "no tracebacks": {"ELASTICRS_TRACEBACKS": "0", "PYTHONFAULTHANDLER": "1"},
 }
+GPUS = {"CUDA_VISIBLE_DEVICES": "4,5"}
+WAYS = {
+    "--tee": (["--tee=3"], {"redirect": False, "env": GPUS}),
+    "--virtual-local-rank": (["--virtual-local-rank"], {"env": GPUS}),
+    "--hang-timeout": (["--hang-timeout=60"], {"env": GPUS}),
+    "--signals-to-handle": (["--signals-to-handle=SIGUSR1"], {"env": GPUS}),
+    **{f"settings for {name}": ([], {"env": env}) for name, env in SETTINGS.items()},
+    "terminal": ([], {"redirect": False, "prefix": (sys.executable, "-c", TERMINAL)}),
+    "limits and masks": ([], {"prefix": ("sh", "-c", LIMITS, "sh")}),
+    "no stdin": ([], {"redirect": False, "prefix": ("sh", "-c", 'exec "$@" <&-', "sh")}),
+    "no streams": ([], {"redirect": False, "prefix": ("sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh")}),
+}
+"""Options of the launcher, and how it is started. With options, the job has two workers."""
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_interpreter_settings_have_the_same_effect_warm_and_cold(job, setting):
-    assert_is_warm(job.compare(*facts(*QUICK), env=SETTINGS[setting]), 1)
+@pytest.mark.parametrize("way", WAYS)
+def test_options_and_inherited_state_have_the_same_effect_warm_and_cold(job, way):
+    options, how = WAYS[way]
+    workers = 2 if options else 1
+    outcome = job.compare(f"--nproc-per-node={workers}", *options, *facts(*QUICK), **how)
+    assert_is_warm(outcome, workers)
 
 
-def test_a_terminal_looks_the_same_warm_and_cold(job):
-    assert_is_warm(job.compare(*facts(*QUICK), redirect=False, prefix=(sys.executable, "-c", TERMINAL)), 1)
+def test_multiprocessing_children_are_the_same_warm_and_cold(job):
+    assert_is_warm(job.compare(*facts("multiprocesses", "seen_first")), 1)
 
 
-def test_inherited_limits_and_masks_are_the_same_warm_and_cold(job):
-    assert_is_warm(job.compare(*facts(*QUICK), prefix=("sh", "-c", LIMITS, "sh")), 1)
-
-
-@pytest.mark.parametrize("closed", ["<&-", "<&- >&- 2>&-"])
-def test_closed_descriptors_look_the_same_warm_and_cold(job, closed):
-    prefix = ("sh", "-c", f'exec "$@" {closed}', "sh")
-    assert_is_warm(job.compare(*facts(*QUICK), redirect=False, prefix=prefix), 1)
+def test_rank_specific_arguments_are_the_same_warm_and_cold(job):
+    command = ("--nproc-per-node=2", *facts("interpreter", "process", "seen_first", "${local_rank}"))
+    assert_is_warm(job.compare(*command))
 
 
 def test_the_comparison_detects_a_difference(job, tmp_path):
@@ -139,32 +126,16 @@ def test_the_comparison_detects_a_difference(job, tmp_path):
     assert parts == {"environment", "process", "descriptors", "seen_first"}, found
 
 
-@pytest.fixture(scope="module")
-def counts():
-    """Return the number of ways in which the test program can fail, and that in which it can succeed."""
+@pytest.mark.parametrize("kind", ["fail", "succeed"])
+def test_every_kind_of_end_has_the_same_outcome_warm_and_cold(job, kind):
     counted = run_program([sys.executable, ENDINGS, "count"], check=True)
-    return tuple(map(int, counted.stdout.split()))
-
-
-@pytest.fixture
-def compare(launch, tmp_path):
-    job = Job(launch, tmp_path, "json,colorsys")
-
-    def run(*command, workers):
-        outcome = job.compare(*command, argued={r"\d+\.\d/facts": "tells them apart"})
-        assert outcome.code == 0
-        assert len(outcome.workers) == workers
-        are_warm = [worker.facts for worker in outcome.workers.values()]
-        assert all(are_warm), outcome.stderr
-
-    return run
-
-
-def test_every_kind_of_failure_has_the_same_outcome_warm_and_cold(compare, counts):
-    failures, _ = counts
-    compare(f"--max-restarts={failures}", ENDINGS, "fail", workers=failures + 1)
-
-
-def test_every_kind_of_success_has_the_same_outcome_warm_and_cold(compare, counts):
-    _, successes = counts
-    compare(f"--nproc-per-node={successes}", ENDINGS, "succeed", workers=successes)
+    failures, successes = map(int, counted.stdout.split())
+    option, workers = (
+        (f"--max-restarts={failures}", failures + 1)
+        if kind == "fail"
+        else (f"--nproc-per-node={successes}", successes)
+    )
+    outcome = job.compare(option, ENDINGS, kind, argued={r"\d+\.\d/facts": "tells them apart"})
+    assert outcome.code == 0
+    assert len(outcome.workers) == workers
+    assert all(worker.facts for worker in outcome.workers.values()), outcome.stderr

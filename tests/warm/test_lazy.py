@@ -4,54 +4,6 @@ import json
 
 import pytest
 
-from elasticrs._engine.workers.warm.modules import lazily_imported
-
-DYNAMO = "torch._dynamo"
-
-
-@pytest.mark.parametrize(
-    ("source", "names"),
-    [
-        (b"import torch\ntorch.distributed.init_process_group('gloo')", []),
-        (b"from torch.optim import SGD", [DYNAMO]),
-        (b"def f():\n return torch.nn.parallel.DistributedDataParallel(model)", [DYNAMO]),
-        (b"from torch.distributed.fsdp import fully_shard", [DYNAMO]),
-        (b"x = torch.compile(x)", ["torch._inductor.compile_fx"]),
-        (b"re.compile(x)", []),
-    ],
-)
-def test_lazy_torch_imports_are_inferred_from_the_source(source, names):
-    assert lazily_imported(source) == names
-
-
-def test_a_script_without_torch_preloads_no_torch_modules(tmp_path):
-    from elasticrs._engine.workers.warm import modules as warm
-
-    script = tmp_path / "train.py"
-    script.write_text("from scipy import optimize")
-    assert warm.preload("auto", warm.entry_of_script(str(script))).modules == ("scipy", "scipy:optimize")
-
-
-@pytest.mark.parametrize(
-    ("lines", "why"),
-    [
-        ("os.environ['TORCH_COMPILE_DISABLE'] = '1'", None),
-        ("def f(): os.environ['MASTER_PORT'] = os.environ['TORCHELASTIC_RUN_ID'] + '1'", None),
-        ("def f(): os.environ['TORCH_COMPILE_DISABLE'] = '1'", "TORCH_COMPILE_DISABLE"),
-        ("def f(): os.environ.update(settings)", "environ.update"),
-        ("def f(): dotenv.load_dotenv()", "load_dotenv"),
-    ],
-)
-def test_dynamo_is_not_preloaded_if_a_function_may_configure_it(tmp_path, lines, why):
-    from elasticrs._engine.workers.warm import modules as warm
-
-    script = tmp_path / "train.py"
-    script.write_text(f"import os, torch\n{lines}\ntorch.optim.SGD\n")
-    found = warm.preload("auto", warm.entry_of_script(str(script)))
-    assert (DYNAMO in found.modules) == (why is None)
-    assert [why in remark and DYNAMO in remark for remark in found.remarks] == ([] if why is None else [True])
-
-
 PROBE = """
 import json, os, runpy, sys
 from elasticrs._engine.workers.warm import modules as warm

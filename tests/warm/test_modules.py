@@ -173,6 +173,43 @@ def test_the_main_program_of_a_folder_is_read(write, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("import torch\ntorch.distributed.init_process_group('gloo')", []),
+        ("from torch.optim import SGD", ["torch._dynamo"]),
+        (
+            "import torch\ndef f():\n return torch.nn.parallel.DistributedDataParallel(model)",
+            ["torch._dynamo"],
+        ),
+        ("from torch.distributed.fsdp import fully_shard", ["torch._dynamo"]),
+        ("import torch\nx = torch.compile(x)", ["torch._inductor.compile_fx"]),
+        ("import torch\nre.compile(x)", []),
+        ("from scipy import optim\noptim", []),
+    ],
+)
+def test_lazy_torch_imports_are_inferred_from_the_source(write, source, names):
+    modules = of_script(write("train.py", source)).modules
+    assert [name for name in modules if name.startswith("torch._")] == names
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        ("os.environ['TORCH_COMPILE_DISABLE'] = '1'", None),
+        ("def f(): os.environ['MASTER_PORT'] = os.environ['TORCHELASTIC_RUN_ID'] + '1'", None),
+        ("def f(): os.environ['TORCH_COMPILE_DISABLE'] = '1'", "TORCH_COMPILE_DISABLE"),
+        ("def f(): os.environ.update(settings)", "environ.update"),
+        ("def f(): dotenv.load_dotenv()", "load_dotenv"),
+    ],
+)
+def test_dynamo_is_not_preloaded_if_a_function_may_configure_it(write, lines, why):
+    found = of_script(write("train.py", f"import os, torch\n{lines}\ntorch.optim.SGD\n"))
+    assert ("torch._dynamo" in found.modules) == (why is None)
+    told = [why in remark and "torch._dynamo" in remark for remark in found.remarks]
+    assert told == ([] if why is None else [True])
+
+
+@pytest.mark.parametrize(
     ("arguments", "modules"),
     [
         (["train.py", "-m", "x"], ("json",)),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers.fidelity import Job
-from helpers.said import line_with
+from helpers.said import has, line_with
 
 from elasticrs._engine import inside
 
@@ -34,6 +34,7 @@ for name, value in seen.items():
 with open(f"facts/0.{os.environ['RANK']}.json", "w") as file:
     file.write("true" if IS_WARM else "false")
 """
+ARGUED = {r"[\d.]+/facts": "tells them apart"}
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def same(job):
     """
 
     def compare(*command, is_warm=True, **how):
-        outcome = job.compare(*command, argued={r"[\d.]+/facts": "tells them apart"}, **how)
+        outcome = job.compare(*command, argued=ARGUED, **how)
         found = {worker.facts for worker in outcome.workers.values()}
         assert found <= {is_warm}, outcome.stderr
         return outcome
@@ -82,30 +83,37 @@ def test_script_files_run_the_same_warm_and_cold(same, tmp_path, name, text):
     same("--", write(tmp_path, name, text, encoding), "a", "--b", "", "ü")
 
 
-def test_linked_and_relative_scripts_run_the_same_warm_and_cold(same, tmp_path):
-    write(tmp_path, "folder/real.py", SHOW)
+PROGRAMS = {
+    "folder/real.py": SHOW,
+    "program/__main__.py": SHOW,
+    "package/__main__.py": SHOW,
+    "package/__init__.py": "print('the package', __name__)\n",
+    "package/part.py": "from . import other\n" + SHOW,
+    "package/other.py": "print('other', __name__)\n",
+    "single.py": SHOW,
+}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("./link.py",),
+        ("folder/../folder/real.py",),
+        ("program", "a"),
+        ("program.zip", "a"),
+        ("--nproc-per-node=2", "-m", "package", "a"),
+        ("-m", "package.part", "--b"),
+        ("-m", "single"),
+    ],
+    ids=" ".join,
+)
+def test_links_folders_archives_and_modules_run_the_same_warm_and_cold(same, tmp_path, command):
+    for name, text in PROGRAMS.items():
+        write(tmp_path, name, text)
     (tmp_path / "link.py").symlink_to("folder/real.py")
-    for path in ("./link.py", "folder/../folder/real.py"):
-        same(path)
-
-
-def test_folders_and_zip_archives_run_the_same_warm_and_cold(same, tmp_path):
-    write(tmp_path, "program/__main__.py", SHOW)
-    same("program", "a")
     with zipfile.ZipFile(tmp_path / "program.zip", "w") as archive:
         archive.writestr("__main__.py", SHOW)
-    same("program.zip", "a")
-
-
-def test_modules_run_the_same_warm_and_cold(same, tmp_path):
-    write(tmp_path, "package/__main__.py", SHOW)
-    write(tmp_path, "package/__init__.py", "print('the package', __name__)\n")
-    write(tmp_path, "package/part.py", "from . import other\n" + SHOW)
-    write(tmp_path, "package/other.py", "print('other', __name__)\n")
-    write(tmp_path, "single.py", SHOW)
-    same("--nproc-per-node=2", "-m", "package", "a")
-    same("-m", "package.part", "--b")
-    same("-m", "single")
+    same(*command)
 
 
 @pytest.mark.parametrize(
@@ -132,6 +140,24 @@ def test_a_module_beside_the_script_takes_precedence(same, tmp_path):
     write(tmp_path, "colorsys.py", "mine = 'of the user'\n")
     outcome = same(write(tmp_path, "plain.py", SHOW.replace('"colorsys"', '"json"')))
     assert "of the user" in outcome.workers["0.0"].stdout
+
+
+WITH_LIBRARY = """
+import os
+import a_library, colorsys
+os.write(1, f"{colorsys.__doc__} {a_library.colorsys.__doc__}\\n".encode())
+"""
+
+
+@pytest.mark.parametrize("is_beside", [True, False])
+def test_a_module_beside_the_script_wins_in_preloaded_modules_too(launch, worker_script, is_beside, library):
+    env = library(a_library="import json, colorsys")
+    script = worker_script(WITH_LIBRARY)
+    (script.parent / ("colorsys.py" if is_beside else "another.py")).write_text("'''mine'''")
+    started = launch("--warm=auto", script, env=env)
+    assert started.wait() == 0, started.stderr
+    left_out = has(started.stderr, "warm: a_library ", " colorsys")
+    assert left_out is (started.stdout == "mine mine\n") is is_beside
 
 
 ELASTICRUN = [os.path.join(os.path.dirname(sys.executable), "elasticrun")]
@@ -197,9 +223,8 @@ def test_standard_input_is_the_same_warm_and_cold(job, tmp_path):
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_run_path_scripts_run_the_same_warm_and_cold(job, tmp_path, method):
     script = write(tmp_path, "plain.py", SHOW)
-    argued = {r"[\d.]+/facts": "tells them apart"}
     command = ("--nproc-per-node=2", "--run-path", "--start-method", method, script, "a")
-    outcome = job.compare(*command, argued=argued)
+    outcome = job.compare(*command, argued=ARGUED)
     assert {worker.facts for worker in outcome.workers.values()} == {method == "spawn"}
 
 
@@ -274,8 +299,7 @@ def test_random_numbers_differ_between_warm_workers_as_between_cold_workers(laun
 
 def test_a_given_hash_seed_is_kept(job, tmp_path):
     script = write(tmp_path, "hash.py", SHOW + "print({'a', 'b', 'c', 'd', 'e'}, hash('text'))")
-    argued = {r"[\d.]+/facts": "tells them apart"}
-    job.compare("--nproc-per-node=2", script, env={"PYTHONHASHSEED": "5"}, argued=argued)
+    job.compare("--nproc-per-node=2", script, env={"PYTHONHASHSEED": "5"}, argued=ARGUED)
 
 
 def test_sitecustomize_of_the_nursery_parses_with_old_pythons():

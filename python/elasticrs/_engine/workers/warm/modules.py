@@ -155,8 +155,9 @@ def _of_source(entry: Entry) -> Preload:
         )
     lazy: list[str] = []
     if any(_top(name) == "torch" for name in plan.modules):
-        lazy = [name for source in plan.sources for name in lazily_imported(source)]
-        lazy = [name for name in dict.fromkeys(lazy) if name not in plan.modules]
+        text = b"\n".join(plan.sources)
+        found = [name for words, name in LAZY if any(word in text for word in words)]
+        lazy = [name for name in found if name not in plan.modules]
     if lazy and (why := why_not_lazily(plan.sources, {step.partition("=")[0] for step in plan.steps})):
         remarks.append(f"{_listed(lazy)} is imported by each worker, because the source {why}")
         lazy = []
@@ -281,14 +282,6 @@ def _read(path: str) -> bytes:
         raise OSError(0, "not a file")
     with open(path, "rb") as file:
         return file.read()
-
-
-def _has(source: bytes, words: Sequence[bytes]) -> bool:
-    return any(word in source for word in words)
-
-
-def lazily_imported(source: bytes) -> list[str]:
-    return [name for words, name in LAZY if _has(source, words)]
 
 
 def why_not_lazily(sources: Sequence[bytes], known: AbstractSet[str]) -> str | None:
