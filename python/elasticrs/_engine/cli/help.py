@@ -213,106 +213,56 @@ def _differences(
     backend = "" if job.rendezvous is None else job.rendezvous.backend
     is_elastic = backend in ("c10d", "etcd")
     restarts = int(args.max_restarts) > 0
+    # fmt: off
+    # fmt: off
     return (
-        (
-            is_elastic,
-            "--nnodes",
-            "a lost node is noticed within seconds, and the others restart without it, which uses no "
-            "restart; all nodes must use elasticrun, with equal --nnodes and --max-restarts",
-        ),
-        (
-            bool(backend),
-            "script",
-            "its name, arguments and user must be the same on all nodes (--rdzv-conf same_command=0: need "
-            "not)",
-        ),
-        (
-            backend == "static",
-            "--nnodes",
-            "if a node is lost, the others wait until a node with its rank joins; all nodes must use "
-            "elasticrun",
-        ),
-        (
-            restarts and bool(backend),
-            "--max-restarts",
-            "counted for the whole job, also in TORCHELASTIC_RESTART_COUNT (torchrun: by each node)",
-        ),
-        (
-            restarts and not job.is_polled,
-            "--max-restarts",
-            "a failure that repeats without progress, or that no restart can fix, ends the job earlier "
-            "(--max-same-failures 0: never)",
-        ),
-        (
-            backend == "etcd",
-            "--rdzv-backend",
-            "etcd's API v3, etcd 3.4 or newer (torchrun: v2, which etcd 3.6 lacks)",
-        ),
-        (
-            backend == "c10d",
-            "--rdzv-endpoint",
-            "a store of elasticrs; a TCPStore that a program hosts there is refused",
-        ),
-        (
-            is_elastic and "last_call_timeout" in args.rdzv_conf,
-            "--rdzv-conf",
-            "last_call_timeout applies to the first start only, and restart_call_timeout (0) to restarts",
-        ),
+        (is_elastic, "--nnodes",
+         "a lost node is noticed within seconds, and the others restart without it, which uses no restart; "
+         "all nodes must use elasticrun, with equal --nnodes and --max-restarts"),
+        (bool(backend), "script",
+         "its name, arguments and user must be the same on all nodes (--rdzv-conf same_command=0: need "
+         "not)"),
+        (backend == "static", "--nnodes",
+         "if a node is lost, the others wait until a node with its rank joins; all nodes must use "
+         "elasticrun"),
+        (restarts and bool(backend), "--max-restarts",
+         "counted for the whole job, also in TORCHELASTIC_RESTART_COUNT (torchrun: by each node)"),
+        (restarts and not job.is_polled, "--max-restarts",
+         "a failure that repeats without progress, or that no restart can fix, ends the job earlier "
+         "(--max-same-failures 0: never)"),
+        (backend == "etcd", "--rdzv-backend",
+         "etcd's API v3, etcd 3.4 or newer (torchrun: v2, which etcd 3.6 lacks)"),
+        (backend == "c10d", "--rdzv-endpoint",
+         "a store of elasticrs; a TCPStore that a program hosts there is refused"),
+        (is_elastic and "last_call_timeout" in args.rdzv_conf, "--rdzv-conf",
+         "last_call_timeout applies to the first start only, and restart_call_timeout (0) to restarts"),
         (is_elastic and "node-rank" in given, "--node-rank", "orders the nodes (torchrun: no effect)"),
-        (is_elastic and args.local_addr is None, "MASTER_ADDR", "the address of rank 0's node, not its name"),
-        (
-            not job.is_polled and job.master_port is None,
-            "MASTER_PORT",
-            "a new store and port for every attempt (torchrun: one store for the job)",
-        ),
-        (
-            job.master_port is not None,
-            "workers' store",
-            "hosted by rank 0, so TORCHELASTIC_USE_AGENT_STORE is False (torchrun: by the launcher)",
-        ),
-        (
-            args.nproc_per_node in ("gpu", "auto"),
-            "--nproc-per-node",
-            "counted from the driver's files; torch is queried only if they do not help",
-        ),
+        (is_elastic and args.local_addr is None, "MASTER_ADDR",
+         "the address of rank 0's node, not its name"),
+        (not job.is_polled and job.master_port is None, "MASTER_PORT",
+         "a new store and port for every attempt (torchrun: one store for the job)"),
+        (job.master_port is not None, "workers' store",
+         "hosted by rank 0, so TORCHELASTIC_USE_AGENT_STORE is False (torchrun: by the launcher)"),
+        (args.nproc_per_node in ("gpu", "auto"), "--nproc-per-node",
+         "counted from the driver's files; torch is queried only if they do not help"),
         ("tee" in given, "--tee", "a line that is written in parts is shown as one line"),
-        (
-            not {"log-dir", "tee", "redirects"}.isdisjoint(given),
-            "--log-dir",
-            "folders of attempts are never deleted or reused; the name of the run's folder contains the host",
-        ),
+        (not {"log-dir", "tee", "redirects"}.isdisjoint(given), "--log-dir",
+         "folders of attempts are never deleted or reused; the name of the run's folder contains the host"),
         ("numa-binding" in given, "--numa-binding", "system calls in the worker; numactl is not needed"),
         ("shutdown-timeout" in given, "--shutdown-timeout", "applies to every kind of stop"),
-        (
-            "monitor-interval" in given and not job.is_polled,
-            "--monitor-interval",
-            "no effect: exits are reported by the kernel",
-        ),
+        ("monitor-interval" in given and not job.is_polled, "--monitor-interval",
+         "no effect: exits are reported by the kernel"),
         ("event-log-handler" in given, "--event-log-handler", "events have times (torchrun: 0)"),
-        (
-            environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1",
-            "file timers",
-            "an expired timer ends its worker (torchrun: the launcher too)",
-        ),
-        (
-            program == _OLD_LAUNCHER and not args.use_env,
-            "--local-rank",
-            "not passed to the script; write --local-rank='${local_rank}' after its name if it needs that",
-        ),
-        (
-            True,
-            "signals",
-            "those ignored at the start (nohup, &) stay ignored; USR1 and USR2 are passed on to the workers",
-        ),
-        (
-            True,
-            "leftover processes",
-            "all processes that workers leave behind are killed, even if the launcher is killed",
-        ),
-        (
-            True,
-            "failure report",
-            "ranks that were stopped are not listed as failures; tracebacks without @record",
-        ),
+        (environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1", "file timers",
+         "an expired timer ends its worker (torchrun: the launcher too)"),
+        (program == _OLD_LAUNCHER and not args.use_env, "--local-rank",
+         "not passed to the script; write --local-rank='${local_rank}' after its name if it needs that"),
+        (True, "signals",
+         "those ignored at the start (nohup, &) stay ignored; USR1 and USR2 are passed on to the workers"),
+        (True, "leftover processes",
+         "all processes that workers leave behind are killed, even if the launcher is killed"),
+        (True, "failure report",
+         "ranks that were stopped are not listed as failures; tracebacks without @record"),
         (True, "exit code", "2 and one line for a usage error; otherwise equal"),
     )
+    # fmt: on
