@@ -28,9 +28,49 @@ def launch(*argv, **environ):
     return resolve(parse(argv, environ), {**ENV, **environ})
 
 
-@pytest.mark.parametrize("argv", [["-r3"], ["-r", "3"], ["-r=3"], ["--redirect=3"], ["-mr3"]])
-def test_short_options_take_their_value_in_every_form(argv):
-    assert parse([*argv, "x.py"], {}).redirects == 3
+FLAGS = {"max_restarts": 1, "standalone": True, "module": False, "role": "r"}
+CONF = {"a": "1", "b": "2"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "values"),
+    [
+        # Short options take their value in every form.
+        *((argv, {}, {"redirects": 3}) for argv in ("-r3", "-r 3", "-r=3", "--redirect=3", "-mr3")),
+        ("-t 0:1,12:3", {}, {"tee": {0: 1, 12: 3}}),
+        # The last of several values counts.
+        ("--max-restarts=3 --max-r=2", {}, {"max_restarts": 2}),
+        # An option overrides its variable, which may then be invalid.
+        ("--max-restarts=1", {"PET_MAX_RESTARTS": "many"}, {"max_restarts": 1}),
+        ("--max-restarts=1", {"PET_STANDALONE": "1", "PET_MODULE": "0", "PET_ROLE": "r"}, FLAGS),
+        ("-r3 --nnodes=1 --standalone", {"PET_ROLE": "a"}, {"given": {"nnodes", "redirects", "standalone"}}),
+        # The variable of a flag is a number.
+        *(("", {"PET_RUN_PATH": text}, {"run_path": text != "0"}) for text in ("1", "2", "-1", "0", " 1 ")),
+        # Abbreviations that torchrun accepts stay unambiguous.
+        ("--e null", {}, {"event_log_handler": "null"}),
+        ("--v", {}, {"virtual_local_rank": True}),
+        ("--exit 3", {}, {"exit_barrier_timeout": 3}),
+        # In a YAML list of arguments, quotes become part of the argument.
+        *((f"--rdzv-conf={text}", {}, {"rdzv_conf": CONF}) for text in ("a=1,b=2", "'a=1,b=2'", '"a=1,b=2"')),
+        ("--rdzv-conf='a=1", {}, {"rdzv_conf": {"'a": "1"}}),
+        ("--rdzv-conf=a='1'", {}, {"rdzv_conf": {"a": "'1'"}}),
+        ("--rdzv-conf='a'='1'", {}, {"rdzv_conf": {"'a'": "'1'"}}),
+        # A double comma in a filter is a literal comma.
+        ("--duplicate-stdout-filters a,,b,c,", {}, {"duplicate_stdout_filters": ("a,b", "c")}),
+        ("", {"PET_DUPLICATE_STDERR_FILTERS": "loss"}, {"duplicate_stderr_filters": ("loss",)}),
+    ],
+)
+def test_words_and_variables_become_values(argv, environ, values):
+    args = parse([*argv.split(), "x.py"], environ)
+    assert {name: getattr(args, name) for name in values} == values
+
+
+def test_spaces_around_the_quotes_of_rdzv_conf_are_removed():
+    assert parse(["--rdzv-conf= 'a=1,b=2' ", "x.py"], {}).rdzv_conf == CONF
+
+
+def test_a_double_dash_ends_the_options():
+    assert parse(["--", "--script"], {}).training_script == "--script"
 
 
 @pytest.mark.parametrize("variable", [{}, {"PET_NODE_CHECK": "false"}])
@@ -44,43 +84,6 @@ def test_a_repeated_option_collects_its_values_and_overrides_its_variable(variab
     parser = get_args_parser()
     assert tuple(parser.parse_args(argv).node_check) == values
     assert parser.parse_args(["x.py"]).node_check == (["false"] if variable else None)
-
-
-@pytest.mark.parametrize("text", ["a=1,b=2", "'a=1,b=2'", '"a=1,b=2"', " 'a=1,b=2' "])
-def test_quotes_around_the_whole_rdzv_conf_are_removed(text):
-    # In a YAML list of arguments, such quotes become part of the argument.
-    assert parse([f"--rdzv-conf={text}", "x.py"], {}).rdzv_conf == {"a": "1", "b": "2"}
-
-
-@pytest.mark.parametrize("text", ["'a=1", "a='1'", "'a'='1'"])
-def test_quotes_inside_rdzv_conf_are_kept(text):
-    key, _, value = text.partition("=")
-    assert parse([f"--rdzv-conf={text}", "x.py"], {}).rdzv_conf == {key: value}
-
-
-def test_the_last_of_several_values_counts():
-    assert parse(["--max-restarts=3", "--max-r=2", "x.py"], {}).max_restarts == 2
-
-
-def test_a_double_dash_ends_the_options():
-    assert parse(["--", "--script"], {}).training_script == "--script"
-
-
-def test_an_option_overrides_its_environment_variable():
-    environ = {"PET_MAX_RESTARTS": "3", "PET_STANDALONE": "1", "PET_MODULE": "0", "PET_ROLE": "r"}
-    args = parse(["--max-restarts=1", "x.py"], environ)
-    assert (args.max_restarts, args.standalone, args.module, args.role) == (1, True, False, "r")
-
-
-def test_an_invalid_variable_is_ignored_if_its_option_is_given():
-    assert parse(["--max-restarts=1", "x"], {"PET_MAX_RESTARTS": "many"}).max_restarts == 1
-
-
-@pytest.mark.parametrize(
-    ("text", "value"), [("1", True), ("2", True), ("-1", True), ("0", False), (" 1 ", True)]
-)
-def test_the_environment_variable_of_a_flag_is_read_as_a_number(text, value):
-    assert parse(["x"], {"PET_RUN_PATH": text}).run_path is value
 
 
 @pytest.mark.parametrize(
@@ -103,44 +106,47 @@ def _default_by(option, text):
         return option
 
 
+STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+SEVEN = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}
+
+
 @pytest.mark.parametrize(
-    ("options", "scope"),
+    ("options", "environ", "field", "value"),
     [
-        ([], "worker"),
-        (["--run-path"], "worker"),
-        (["--no-python"], "group"),
-        (["--no-python", "--stop-scope", "worker"], "worker"),
-        (["--stop-scope=group"], "group"),
+        # The default stop scope is worker for Python, and group for other programs.
+        ([], {}, "stop_scope", "worker"),
+        (["--run-path"], {}, "stop_scope", "worker"),
+        (["--no-python"], {}, "stop_scope", "group"),
+        (["--no-python", "--stop-scope", "worker"], {}, "stop_scope", "worker"),
+        (["--stop-scope=group"], {}, "stop_scope", "group"),
+        # The signals that are passed on are those that do not stop the job.
+        ([], {}, "forwarded", (signal.SIGUSR1, signal.SIGUSR2)),
+        (["--signals-to-forward", "sigusr2,WINCH"], {}, "forwarded", (signal.SIGUSR2, signal.SIGWINCH)),
+        (["--signals-to-forward="], {}, "forwarded", ()),
+        (["--signals-to-handle", "SIGTERM,SIGUSR1"], {}, "forwarded", (signal.SIGUSR2,)),
+        ([], {}, "signals", STOP),
+        (["--signals-to-handle=SIGTERM,SIGUSR1"], {}, "signals", (signal.SIGTERM, signal.SIGUSR1)),
+        ([], {}, "shutdown_timeout", 30),
+        ([], SEVEN, "shutdown_timeout", 7),
+        (["--shutdown-timeout=2"], SEVEN, "shutdown_timeout", 2),
+        ([], {}, "linger", 5),
+        (["--linger=0"], {}, "linger", 0),
+        (["--keep-descendants"], {}, "linger", None),
+        ([], {}, "hang_timeout", None),
+        (["--hang-timeout", "90"], {}, "hang_timeout", 90.0),
+        (["--hang-timeout", "auto"], {}, "hang_timeout", "auto"),
+        (["--hang-timeout", "auto:20"], {}, "hang_timeout", "auto:20"),
+        (["--hang-timeout", "auto"], {}, "hang_exit_timeout", 1800.0),
+        (["--hang-timeout", "9", "--hang-exit-timeout", "0"], {}, "hang_exit_timeout", 0),
+        (["--hang-timeout", "auto", "--hang-startup-timeout", "600"], {}, "hang_startup_timeout", 600.0),
+        ([], {}, "exit_timeout", 10.0),
+        (["--exit-timeout", "0"], {}, "exit_timeout", 0.0),
+        (["--run-path", "--start-method=fork"], {}, "start_method", "fork"),
     ],
 )
-def test_the_default_stop_scope_is_worker_for_python_and_group_otherwise(options, scope, script):
+def test_options_and_variables_reach_the_job(options, environ, field, value, script):
     program = "true" if "--no-python" in options else script
-    assert launch(*options, program).stop_scope == scope
-
-
-@pytest.mark.parametrize(
-    ("options", "signals"),
-    [
-        ([], [signal.SIGUSR1, signal.SIGUSR2]),
-        (["--signals-to-forward", "sigusr2,WINCH"], [signal.SIGUSR2, signal.SIGWINCH]),
-        (["--signals-to-forward="], []),
-        (["--signals-to-handle", "SIGTERM,SIGUSR1"], [signal.SIGUSR2]),
-    ],
-)
-def test_the_forwarded_signals_follow_the_signal_options(options, signals, script):
-    assert list(launch(*options, script).forwarded) == signals
-
-
-def test_abbreviations_accepted_by_torchrun_stay_unambiguous():
-    assert parse(["--e", "null", "x"], {}).event_log_handler == "null"
-    assert parse(["--v", "x"], {}).virtual_local_rank
-    assert parse(["--exit", "3", "x"], {}).exit_barrier_timeout == 3
-
-
-def test_a_double_comma_in_a_filter_is_a_literal_comma():
-    args = parse(["--duplicate-stdout-filters", "a,,b,c,", "x"], {"PET_DUPLICATE_STDERR_FILTERS": "loss"})
-    assert args.duplicate_stdout_filters == ("a,b", "c")
-    assert args.duplicate_stderr_filters == ("loss",)
+    assert getattr(launch(*options, program, **environ), field) == value
 
 
 def test_duplicate_filters_without_tee_are_reported(script):
@@ -157,7 +163,6 @@ def test_run_path_overrides_no_python(script):
     assert made.run_path
     assert made.command == [script, "a"]
     assert made.notices == []
-    assert launch("--run-path", "--start-method=fork", script).start_method == "fork"
     with pytest.raises(UsageError, match=r"/no/script\.py"):
         launch("--run-path", "/no/script.py")
 
@@ -167,10 +172,6 @@ def test_virtual_local_rank_with_too_few_devices_is_refused(script):
     assert launch(*argv, CUDA_VISIBLE_DEVICES="0,1,2").virtual_local_rank
     with pytest.raises(UsageError, match=r"--virtual-local-rank.*HIP_VISIBLE_DEVICES=4,5"):
         launch(*argv, CUDA_VISIBLE_DEVICES="0,1,2", HIP_VISIBLE_DEVICES="4,5")
-
-
-def test_tee_accepts_ranks_with_two_digits():
-    assert parse(["-t", "0:1,12:3", "x.py"], {}).tee == {0: 1, 12: 3}
 
 
 def test_a_folder_can_be_run_only_if_it_contains_a_main_file(tmp_path):
@@ -241,23 +242,9 @@ def test_run_ids_and_master_addresses_follow_the_rules_of_torch(script):
     assert where("--standalone", "--local-addr=10.0.0.1")[1:] == ("10.0.0.1", None)
 
 
-def test_the_shutdown_timeout_option_overrides_its_environment_variable(script):
-    assert launch(script).shutdown_timeout == 30
-    assert launch(script, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="7").shutdown_timeout == 7
-    assert launch("--shutdown-timeout=2", script, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="7").shutdown_timeout == 2
-
-
-def test_handled_signals_are_parsed_and_passed_to_workers_by_name(script):
+def test_handled_signals_are_passed_to_workers_by_name(script):
     job = launch("--signals-to-handle=SIGTERM,SIGUSR1", script)
-    assert job.signals == (signal.SIGTERM, signal.SIGUSR1)
     assert job.variables["TORCHELASTIC_SIGNALS_TO_HANDLE"] == "SIGTERM,SIGUSR1"
-    assert launch(script).signals == (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-
-
-def test_linger_is_configurable_and_off_with_keep_descendants(script):
-    assert launch(script).linger == 5
-    assert launch("--linger=0", script).linger == 0
-    assert launch("--keep-descendants", script).linger is None
 
 
 @pytest.mark.parametrize("argv", [["-h"], ["--help"], ["--he"], ["--h"], ["--role", "x", "-h"], ["-mh"]])
@@ -336,22 +323,6 @@ def test_help_names_every_rdzv_setting_and_those_without_effect():
     assert "heartbeat_timeout" in without_effect
     assert "store_type" not in without_effect
     assert "timeout" not in without_effect.replace("_timeout", "")
-
-
-def test_options_given_on_the_command_line_are_recorded():
-    args = parse(["--nnodes=1", "-r3", "--standalone", "x.py"], {"PET_ROLE": "a"})
-    assert args.given == {"nnodes", "redirects", "standalone"}
-
-
-def test_hang_timeouts_can_be_fixed_or_automatic(script):
-    assert launch(script).hang_timeout is None
-    assert launch(script).exit_timeout == 10.0
-    assert launch("--exit-timeout", "0", script).exit_timeout == 0.0
-    assert launch("--hang-timeout", "90", script).hang_timeout == 90.0
-    job = launch("--hang-timeout", "auto", "--hang-startup-timeout", "600", script)
-    assert (job.hang_timeout, job.hang_startup_timeout, job.hang_exit_timeout) == ("auto", 600.0, 1800.0)
-    assert launch("--hang-timeout", "9", "--hang-exit-timeout", "0", script).hang_exit_timeout == 0
-    assert launch("--hang-timeout", "auto:20", script).hang_timeout == "auto:20"
 
 
 @pytest.mark.parametrize(
