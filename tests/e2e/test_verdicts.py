@@ -121,73 +121,45 @@ def run(launch, worker_script, tmp_path):
     return run
 
 
-@pytest.mark.parametrize(
-    ("script", "options"),
-    [
-        (MARKED, ()),
-        (MARKED_CAUSE, ()),
-        (MARKED_MEMBER, ()),
-        (OWN_ERROR_FILE, ()),
-        ("import sys; sys.exit(42)", ("--fatal-exit-codes", "3,40-49")),
-        ("import there_is_no_such_module", ()),
-        ("import there_is_no_such_module", ("--run-path",)),
-        ("import there_is_no_such_module", ("--run-path", "--start-method", "fork")),
-        ("import there_is_no_such_module", ("--warm", "sys")),
-        ("def f(:", ()),
-        (REJECTS, ("--warm", "argparse")),
-        (REJECTS, ()),
-        (REJECTS, ("--run-path",)),
-        (REJECTS, ("--run-path", "--start-method", "fork")),
-        (REJECTS, ("--run-path", "--start-method", "forkserver")),
-    ],
-    ids=[
-        *("marked", "marked cause", "marked member", "own error file", "exit code", "import"),
-        *(
-            "import of a path",
-            "import in a fork",
-            "import in a warm worker",
-            "syntax",
-            "usage in a warm worker",
-            "usage",
-            "usage of a path",
-            "usage in a fork",
-            "usage in a fork server",
-        ),
-    ],
-)
+MISSING = "import there_is_no_such_module"
+PERMANENT = {
+    "marked": (MARKED, ()),
+    "marked cause": (MARKED_CAUSE, ()),
+    "marked member": (MARKED_MEMBER, ()),
+    "own error file": (OWN_ERROR_FILE, ()),
+    "exit code": ("import sys; sys.exit(42)", ("--fatal-exit-codes", "3,40-49")),
+    "import": (MISSING, ()),
+    "import of a path": (MISSING, ("--run-path",)),
+    "import in a fork": (MISSING, ("--run-path", "--start-method", "fork")),
+    "import in a warm worker": (MISSING, ("--warm", "sys")),
+    "syntax": ("def f(:", ()),
+    "usage in a warm worker": (REJECTS, ("--warm", "argparse")),
+    "usage": (REJECTS, ()),
+    "usage of a path": (REJECTS, ("--run-path",)),
+    "usage in a fork": (REJECTS, ("--run-path", "--start-method", "fork")),
+    "usage in a fork server": (REJECTS, ("--run-path", "--start-method", "forkserver")),
+}
+RESTARTED = {
+    "other code": ("import sys; sys.exit(42)", ("--fatal-exit-codes", "3,40,41,43-49")),
+    "signal": ("import os; os.kill(os.getpid(), 9)", ("--fatal-exit-codes", "9,137")),
+    "exit 2": ("import sys; sys.exit(2)", ()),
+    "lost service": (LOSES_A_SERVICE, ("-r", "3", "--log-dir", "logs")),
+    "caught": (CATCHES_THE_REJECTION, ()),
+    "lazy import": (LAZY_IMPORT, ("--max-same-failures", "0")),
+    "import by a library": (LIBRARY_IMPORT, ("--max-same-failures", "0")),
+    "data": (BAD_DATA, ("--max-same-failures", "0")),
+    "check is off": (SAME_AGAIN, ("--max-same-failures", "0")),
+}
+
+
+@pytest.mark.parametrize(("script", "options"), PERMANENT.values(), ids=PERMANENT)
 def test_a_permanent_failure_ends_the_job_without_a_restart(run, script, options):
     ended = run(script, "--exit-codes", "verdict", *options)
     assert (ended.code, ended.report["verdict"], ended.restarts) == (93, "permanent", 0)
     assert ended.report["reason"] in ended.stderr
 
 
-@pytest.mark.parametrize(
-    ("script", "options"),
-    [
-        ("import sys; sys.exit(42)", ("--fatal-exit-codes", "3,40,41,43-49")),
-        ("import os; os.kill(os.getpid(), 9)", ("--fatal-exit-codes", "9,137")),
-        ("import sys; sys.exit(2)", ()),
-        (LOSES_A_SERVICE, ("-r", "3", "--log-dir", "logs")),
-        (CATCHES_THE_REJECTION, ()),
-        (LAZY_IMPORT, ("--max-same-failures", "0")),
-        (LIBRARY_IMPORT, ("--max-same-failures", "0")),
-        (BAD_DATA, ("--max-same-failures", "0")),
-        (SAME_AGAIN, ("--max-same-failures", "0")),
-    ],
-    ids=[
-        *(
-            "other code",
-            "signal",
-            "exit 2",
-            "lost service",
-            "caught",
-            "lazy import",
-            "import by a library",
-            "data",
-        ),
-        "check is off",
-    ],
-)
+@pytest.mark.parametrize(("script", "options"), RESTARTED.values(), ids=RESTARTED)
 def test_other_failures_are_restarted_until_the_budget_is_used_up(run, script, options):
     ended = run(script, "--exit-codes", "verdict", *options, nproc=1)
     assert (ended.code, ended.report["verdict"], ended.restarts) == (1, "failed", 3)
@@ -291,7 +263,7 @@ def test_the_report_lists_all_exits_and_the_cause_of_the_last_attempt(run):
         ("worker", "sys.exit(42)", 42),
         ("worker", "os.kill(os.getpid(), 9)", 137),
         ("verdict", "sys.exit(42)", 1),
-        ("verdict:7,8", "import there_is_no_such_module", 7),
+        ("verdict:7,8", MISSING, 7),
     ],
 )
 def test_the_exit_codes_option_sets_the_exit_code(launch, worker_script, codes, how, code):
