@@ -336,7 +336,7 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
     ),
     "Stops and hangs": (
         Option("signals-to-handle", "signals that stop the job (default SIGTERM,SIGINT,SIGHUP,SIGQUIT)",
-               config.DEFAULT_SIGNALS, STOP_SIGNALS, typed=config.DEFAULT_SIGNALS),
+               config.parse_signals(config.DEFAULT_SIGNALS), STOP_SIGNALS, typed=config.DEFAULT_SIGNALS),
         _setting("signals-to-forward", "signals that are only passed on to the workers (default "
                  "USR1,USR2)", FORWARDED_SIGNALS, group=OURS),
         _setting("stop-scope", "what a stop signals first: worker (the rest of its process group once it has "
@@ -426,8 +426,6 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Namespace:
         rest = list(arguments)
     given = frozenset(values)
     values = {**_defaults(environ, values), **values}
-    if isinstance(values["signals_to_handle"], str):
-        values["signals_to_handle"] = config.parse_signals(config.DEFAULT_SIGNALS)
     if script is None:
         raise UsageError("no script given: elasticrun [options] script [arguments of the script]")
     return Namespace(**values, given=given, training_script=script, training_script_args=rest)
