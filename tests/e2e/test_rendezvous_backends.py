@@ -1,5 +1,6 @@
 """Rendezvous backends from installed packages, and rendezvous through a file, on the command line."""
 
+import json
 import re
 import signal
 import tempfile
@@ -187,18 +188,50 @@ def test_a_failure_with_a_custom_backend_is_reported_after_the_restarts(backend,
     assert folders == {"attempt_0", "attempt_1"}
 
 
+@pytest.mark.beyond_torchrun  # torchrun has none of these options
+def test_the_restart_policy_and_the_report_work_with_a_custom_backend(backend, worker_script, tmp_path):
+    script, report = worker_script(SHOW + "    raise SystemExit(3)"), tmp_path / "report.json"
+    policy = ("--max-restarts=3/1h", "--fatal-exit-codes=3", "--exit-codes=verdict")
+    launched = backend(*policy, f"--report={report}", script).exits(93)
+    told = json.loads(report.read_text(encoding="utf-8"))
+    assert (told["verdict"], told["restarts"]) == ("permanent", {"charged": 0, "max": 3, "window": 3600})
+    assert launched.stdout.splitlines()[0] == "0 1 0 0"
+    assert "no effect" not in launched.stderr
+
+
 @pytest.mark.beyond_torchrun  # torchrun prints tracebacks
-@pytest.mark.parametrize("trouble", ["", "wait"])
-def test_a_signal_stops_workers_and_ends_a_pending_rendezvous(backend, worker_script, trouble):
+@pytest.mark.parametrize(
+    ("trouble", "told"), [("", "SIGTERM received"), ("wait", "stopped by SIGTERM before any worker")]
+)
+def test_a_signal_stops_workers_and_ends_a_pending_rendezvous(backend, worker_script, trouble, told):
     launched = backend(worker_script(PAUSE), conf=f"trouble={trouble}" if trouble else "")
-    told = launched.wait_for_line(r"WAITS|RUNS (\d+)")
+    started = launched.wait_for_line(r"WAITS|RUNS (\d+)")
     launched.signal(signal.SIGTERM)
     launched.exits(1)
-    assert "SIGTERM received" in launched.stderr
+    assert told in launched.stderr
     assert len(launched.stderr.splitlines()) <= 2
     # The rendezvous stays open, because the other nodes continue.
     assert "SHUT" not in launched.stdout
-    procs.assert_gone([int(told[1])] if told[1] else [])
+    procs.assert_gone([int(started[1])] if started[1] else [])
+
+
+@pytest.mark.beyond_torchrun
+def test_a_signal_ends_the_wait_for_nodes_that_have_not_finished(backend, worker_script, tmp_path):
+    source = """
+        import os, select, signal, sys
+        if os.environ["RANK"] == "1":
+            while "terminal_state" not in open(sys.argv[1]).read():
+                select.select([], [], [], 0.01)
+            os.write(1, b"MET\\n")
+            signal.pause()
+        os.write(1, b"DONE\\n")
+    """
+    nodes = [backend("--nnodes=2", worker_script(source), tmp_path / "nodes") for _ in range(2)]
+    done, running = sorted(nodes, key=lambda node: node.wait_for_line("DONE|MET")[0])
+    for node in (done, running):
+        node.signal(signal.SIGTERM)
+        node.exits(1)
+        assert "SHUT" not in node.stdout
 
 
 @pytest.mark.beyond_torchrun
@@ -262,9 +295,8 @@ def test_rendezvous_errors_of_torch_print_no_traceback(backend, worker_script, t
 def test_options_without_effect_on_a_custom_backend_are_named(backend, worker_script):
     launched = backend("--master-port=1", "--node-rank=1", "--drain=job", worker_script(SHOW)).exits(0)
     assert [line.split()[1] for line in launched.stderr.splitlines()] == [
-        "--master-port",
-        "--node-rank",
-        "--drain",
+        *("--master-port", "--node-rank", "--drain"),
+        "succeeded",
     ]
 
 

@@ -226,23 +226,55 @@ tell(result.return_values, mine.shutdown())
     assert told(second) == [{"1": [1, 3, 1, 1], "2": [2, 3, 1, 2]}, True]
 
 
-def test_a_signal_during_the_rendezvous_ends_the_agent(host):
+def test_policy_and_errors_of_a_user_defined_handler_reach_the_program(host):
+    main = """
+from elasticrs.rendezvous import RendezvousClosedError
+found = []
+fatal = spec(Own(handler()), "sh", "-c", "exit 3", restarts=3)
+fatal.fatal_exit_codes = "3"
+made = agent(fatal)
+result = made.run()
+found += [result.verdict, result.failures[0].exitcode, made._remaining_restarts]
+closed, replaced = spec(Own(handler()), "true"), spec(Own(handler()), "true")
+closed.rdzv_handler.set_closed()
+replaced.on_failure = "replace"
+for wrong in (closed, replaced):
+    try:
+        agent(wrong).run()
+    except (RendezvousClosedError, ValueError) as error:
+        found += [type(error).__name__, "rdzv_backend own" in str(error)]
+tell(*found)
+"""
+    assert told(host("", main)) == [
+        *("permanent", 3, 3),
+        *("RendezvousClosedError", False, "ValueError", True),
+    ]
+
+
+def test_a_signal_during_the_rendezvous_ends_the_agent_and_the_rendezvous(host):
     functions = """
+import threading
+ENDED = threading.Event()
+
 class Waiting(Own):
     def next_rendezvous(self):
         print("MEETING", flush=True)
-        signal.pause()
+        try:
+            while True:
+                signal.sigtimedwait([], 0.01)
+        finally:
+            ENDED.set()
 """
     main = """
 try:
     agent(spec(Waiting(handler()), "true")).run()
 except SignalException as error:
-    tell(error.sigval.name)
+    tell(error.sigval.name, ENDED.wait(60))
 """
     started = host(functions, main)
     started.wait_for_line("MEETING")
     started.signal(signal.SIGINT)
-    assert told(started) == ["SIGINT"]
+    assert told(started) == ["SIGINT", True]
 
 
 def test_a_second_stop_signal_kills_the_workers_at_once(host):

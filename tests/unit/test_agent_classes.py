@@ -400,12 +400,6 @@ class Delegating(RendezvousHandler):
     get_run_id = shutdown = lambda _self: "job"
 
 
-class OverSomeBackEnd(Delegating):
-    """A handler of elasticrs that has no rendezvous settings."""
-
-    __module__ = "elasticrs.rendezvous.some"
-
-
 class Metered(LocalElasticAgent):
     """An agent that overrides only a hook for metrics."""
 
@@ -413,13 +407,12 @@ class Metered(LocalElasticAgent):
         """Record no metrics."""
 
 
-def test_an_overridden_hook_or_custom_handler_selects_the_polling_loop(handler, tmp_path):
+def test_only_an_overridden_hook_selects_the_polling_loop(handler, tmp_path):
     def waits(kind, its_handler):
         return why_hooks_decide(kind(spec(its_handler), DefaultLogsSpecs(str(tmp_path)))) is None
 
     assert waits(LocalElasticAgent, handler)
-    assert not waits(LocalElasticAgent, Delegating())
-    assert not waits(LocalElasticAgent, OverSomeBackEnd())
+    assert waits(LocalElasticAgent, Delegating())
     assert not waits(Metered, handler)
     assert waits(type("Renamed", (LocalElasticAgent,), {}), handler)
 

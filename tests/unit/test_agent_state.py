@@ -19,6 +19,8 @@ from elasticrs._engine.supervise.attempts.state_machine import (
     Exit,
     FailureSeen,
     GroupEnded,
+    MembershipChanged,
+    NotNeeded,
     Phase,
     Rendezvous,
     RendezvousCompleted,
@@ -154,6 +156,37 @@ def test_too_many_port_conflicts_fail_the_job():
     assert state.phase is Phase.FAILED
 
 
+def test_a_change_of_membership_starts_the_workers_again_without_a_charge():
+    state, actions = play([*UP, MembershipChanged(), GroupEnded("stopped"), *AGAIN, *SUCCESS], max_restarts=0)
+    assert (state.phase, state.restarts) == (Phase.SUCCEEDED, 0)
+    stop = Stop(SIGTERM, GRACE, is_announced=True)
+    assert actions[2:] == [stop, Rendezvous(2), Start(2, 0), Exit(0)]
+
+
+@pytest.mark.parametrize(
+    ("ended", "phase", "restarts"),
+    [(GroupEnded("succeeded"), Phase.SUCCEEDED, 0), (GroupEnded("failed"), Phase.RENDEZVOUS, 1)],
+)
+def test_workers_that_ended_before_a_change_of_membership_are_judged_as_usual(ended, phase, restarts):
+    state, _ = play([*UP, MembershipChanged(), ended])
+    assert (state.phase, state.restarts) == (phase, restarts)
+
+
+def test_a_rendezvous_that_fails_while_workers_run_stops_them_first():
+    state, actions = play([*UP, RendezvousFailed("why"), GroupEnded("stopped")], max_restarts=9)
+    assert state.phase is Phase.FAILED
+    assert actions[-3:] == [
+        Stop(SIGTERM, GRACE, is_announced=True),
+        ReportFailure("why"),
+        Exit(1),
+    ]
+
+
+def test_a_node_that_is_not_needed_succeeds_without_workers():
+    state, actions = play([Begin(), NotNeeded()])
+    assert (state.phase, actions[-1]) == (Phase.SUCCEEDED, Exit(0))
+
+
 def test_the_first_signal_is_forwarded_with_the_grace_period():
     state, actions = play([*UP, SignalReceived(SIGINT)])
     assert state.phase is Phase.STOPPING
@@ -275,6 +308,8 @@ events = st.one_of(
     st.just(Begin()),
     st.just(RendezvousCompleted()),
     st.builds(RendezvousFailed, st.just("why")),
+    st.just(MembershipChanged()),
+    st.just(NotNeeded()),
     st.just(Started()),
     st.builds(StartFailed, st.just("why"), st.booleans()),
     st.just(DelayOver()),
@@ -306,6 +341,7 @@ def test_invariants_hold_for_every_event_sequence(sequence, max_restarts, replac
     empty, swept = set(), set()
     unmet = {}
     failed = signalled = stuck = False
+    changes = 0
     exits = []
     for event in [Begin(), *sequence]:
         before = state
@@ -314,6 +350,7 @@ def test_invariants_hold_for_every_event_sequence(sequence, max_restarts, replac
             assert (state, actions) == (before, []), "AGENT-3"
             continue
         signalled |= isinstance(event, SignalReceived)
+        changes += isinstance(event, MembershipChanged)
         if isinstance(event, GroupEnded) and group_exists:
             group_exists = False
             stuck |= bool(event.stuck_ranks or event.unfit)
@@ -355,11 +392,11 @@ def test_invariants_hold_for_every_event_sequence(sequence, max_restarts, replac
                 assert not group_exists
                 assert action.code == (0 if state.phase is Phase.SUCCEEDED else 1)
                 if action.code == 0:
-                    assert not failed, "AGENT-4"
-                    assert not empty, "AGENT-4"
+                    assert not failed or isinstance(event, NotNeeded), "AGENT-4"
+                    assert not empty or isinstance(event, NotNeeded), "AGENT-4"
                     assert not signalled, "AGENT-4"
         assert state.restarts <= max_restarts, "AGENT-2"
-        assert state.round <= 1 + max_restarts + MAX_PORT_RETRIES, "AGENT-2"
+        assert state.round <= 1 + max_restarts + MAX_PORT_RETRIES + changes, "AGENT-2"
         assert state.phase.is_terminal == bool(exits), "AGENT-3"
         assert state.group_exists == group_exists
         if replaces and state.phase is Phase.RUNNING:

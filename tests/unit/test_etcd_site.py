@@ -163,7 +163,7 @@ def test_etcd_settings_are_read_from_the_command_line(tmp_path):
     launched = resolve(parse([*argv, "--rdzv-conf=lease_ttl=9", str(script)], {}), {"PATH": "/usr/bin"})
     met = launched.rendezvous
     assert (met.backend, met.endpoint, met.etcd.ttl, met.run_id) == ("etcd", "a:2379,b:2379", 9, "j")
-    assert (launched.is_polled, launched.rdzv_backend) == (False, "etcd")
+    assert (launched.make_handler, launched.rdzv_backend) == (None, "etcd")
     (notice,) = launched.notices
     assert notice.startswith("--rdzv-backend etcd-v2: ")
 

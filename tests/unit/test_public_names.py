@@ -9,11 +9,11 @@ from elasticrs._engine import public
 NAMES = {
     "events",
     "events.get_logging_handler",
-    "launcher.by_handler.run_by_handler",
+    *("rendezvous.registry.find_backend", "rendezvous.registry.handler_of_command_line"),
+    *("rendezvous.api", "utils.store._barrier_nonblocking"),
     *("metrics.api.add_sink", "metrics.api.put_metric", "metrics.api.remove_sink"),
     *("multiprocessing.errors.get_error_handler", "multiprocessing.errors.record"),
     *("multiprocessing.logs_specs.attempt_logs", "multiprocessing.logs_specs.make_logs_specs"),
-    "rendezvous.registry.find_backend",
     "timer.file_based_local_timer.FileTimerRequest",
     "timer.file_based_local_timer.log_debug_info_for_expired_timers",
 }

@@ -44,7 +44,7 @@ DERIVED = {
     JobSpec: {
         *("nproc", "run_id", "name", "signals", "forwarded"),
         *("cpus", "uninterruptible_state_timeout", "preload"),
-        *("command", "variables", "logs", "notices", "rendezvous", "is_polled", "has_metrics"),
+        *("command", "variables", "logs", "notices", "rendezvous", "make_handler", "has_metrics"),
     },
     LogSettings: set(),
 }
@@ -53,6 +53,7 @@ DERIVED = {
 LAUNCHER = {
     *("nproc_per_node", "module", "no_python", "numa_binding", "rdzv_id"),
     *("standalone", "node_rank", "drain", "signals_to_handle"),
+    *("rdzv_endpoint", "rdzv_conf", "nnodes", "local_addr"),
     *("keep_descendants", "print_completion", "use_env", "check", "no_scheduler"),
 }
 """Options that only the launcher uses."""

@@ -199,8 +199,8 @@ def test_a_file_store_or_a_registered_backend_gets_its_own_handler(launch):
             ("--rdzv-backend=of_a_program", "--rdzv-conf=a=b"),
         ):
             job = launch(*argv, "--rdzv-endpoint=there", "--nnodes=1:3", "--exit-barrier-timeout=5")
-            assert (job.is_polled, job.rendezvous) == (True, None)
-            assert (job.rdzv_endpoint, job.nnodes, job.exit_barrier_timeout) == ("there", (1, 3), 5)
+            assert (job.make_handler is None, job.rendezvous) == (False, None)
+            assert job.exit_barrier_timeout == 5
         with pytest.raises(UsageError, match=f"{BACKENDS}, of_a_program"):
             launch("--rdzv-backend=of_nobody")
     finally:
@@ -212,7 +212,7 @@ def test_a_file_store_or_a_registered_backend_gets_its_own_handler(launch):
 )
 def test_store_type_file_has_no_effect_without_c10d(launch, argv):
     launched = launch(*argv, "--rdzv-conf=store_type=file")
-    assert not launched.is_polled
+    assert launched.make_handler is None
     assert any("store_type=file" in notice for notice in launched.notices)
     with pytest.raises(UsageError, match="store_type: got 'tape'"):
         launch(*argv, "--rdzv-conf=store_type=tape")
@@ -220,4 +220,4 @@ def test_store_type_file_has_no_effect_without_c10d(launch, argv):
 
 def test_a_launch_with_a_built_in_backend_has_no_separate_handler(launch):
     for argv in ((), C10D, ("--standalone", "--rdzv-backend=c10d")):
-        assert not launch(*argv).is_polled
+        assert launch(*argv).make_handler is None

@@ -9,16 +9,28 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from elasticrs._engine.job.config import UsageError
 from elasticrs._engine.nodes.describe import BACKENDS, PYTHON, Words, check_backend, describe, is_in_file
-from elasticrs.rendezvous.api import RendezvousHandler, RendezvousParameters, rendezvous_handler_registry
+from elasticrs.rendezvous.api import (
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousParameters,
+    is_kind,
+    rendezvous_handler_registry,
+)
 from elasticrs.rendezvous.one_node_handler import OneNodeRendezvous
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 __all__ = ["get_rendezvous_handler"]
 
 _log = logging.getLogger("elasticrs.rendezvous")
+
+_DEFAULT_TIMEOUT = 900
+"""Timeout in seconds that torch's launcher passes to every handler."""
 
 GROUPS = ("elasticrs.rendezvous_handlers", "torchrun.handlers")
 
@@ -27,6 +39,29 @@ def get_rendezvous_handler(params: RendezvousParameters) -> RendezvousHandler:
     """Create a handler of the backend in ``params``. Raise ``ValueError`` if that is not possible."""
     find_backend(params.backend, PYTHON)
     return rendezvous_handler_registry.create_handler(params)
+
+
+def handler_of_command_line(
+    backend: str,
+    endpoint: str,
+    run_id: str,
+    nodes: tuple[int, int],
+    local_addr: str | None,
+    settings: Mapping[str, Any],
+) -> RendezvousHandler:
+    """Create a handler with the options of the command line. Raise ``UsageError`` if its creator fails."""
+    configs = {"timeout": _DEFAULT_TIMEOUT, **settings}
+    parameters = RendezvousParameters(backend, endpoint, run_id, *nodes, local_addr, **configs)
+    try:
+        return get_rendezvous_handler(parameters)
+    except UsageError:
+        raise
+    except ValueError as error:
+        raise UsageError(f"--rdzv-backend {backend}: {error}") from error
+    except Exception as error:
+        if is_kind(error, RendezvousError):
+            raise
+        raise UsageError(f"--rdzv-backend: {backend!r} failed: {error!r}") from error
 
 
 def find_backend(name: str, words: Words) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 
 import elasticrs
 from elasticrs._engine import public
@@ -75,9 +76,9 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> JobSpec:
         raise UsageError("--hang-startup-timeout needs --hang-timeout: SECONDS or auto")
     if args.hang_exit_timeout != config.WorkerSettings.hang_exit_timeout and args.hang_timeout is None:
         raise UsageError("--hang-exit-timeout needs --hang-timeout: SECONDS or auto")
-    is_polled = "is_polled" in meeting
-    is_alone = not is_polled and rendezvous is None
-    notices += _settings_without_effect(args, environ, nproc, is_polled=is_polled, is_alone=is_alone)
+    has_handler = "make_handler" in meeting
+    is_alone = not has_handler and rendezvous is None
+    notices += _settings_without_effect(args, environ, nproc, has_handler=has_handler, is_alone=is_alone)
     cpus = len(os.sched_getaffinity(0))
     if nproc > _MANY * cpus:
         notices.append(f"--nproc-per-node is {nproc}, but this node has only {cpus} CPUs to run workers on")
@@ -125,7 +126,7 @@ def meeting_of(
     --standalone, or one node without an endpoint and a port    no rendezvous
     static                                                      the user assigns the ranks of the nodes
     c10d, elasticrs, etcd                                       the rendezvous assigns the ranks
-    anything else, or c10d in a file                            the agent polls a rendezvous handler
+    anything else, or c10d in a file                            the handler of a package or program does
     """
     found: dict[str, Any] = {"run_id": args.rdzv_id, "master_addr": args.local_addr or "localhost"}
     if _is_alone(args):
@@ -140,7 +141,7 @@ def meeting_of(
     is_file = args.rdzv_backend == C10D and is_in_file(args.rdzv_conf)
     kind = None if is_file else BACKENDS.get(args.rdzv_backend)
     if kind is None:
-        return {**found, **_polled(args, environ, notices)}
+        return {**found, **_by_handler(args, environ, notices)}
     found["rendezvous"] = _describe(args.rdzv_backend, args, environ, grace, notices)
     if kind == STATIC:
         endpoint = _static_endpoint(args)
@@ -167,7 +168,7 @@ def _is_alone(args: Namespace) -> bool:
     return bool(args.standalone) or (is_plain and not args.rdzv_endpoint.strip())
 
 
-def _polled(args: Namespace, environ: Mapping[str, str], notices: list[str]) -> dict[str, Any]:
+def _by_handler(args: Namespace, environ: Mapping[str, str], notices: list[str]) -> dict[str, Any]:
     from elasticrs._engine.nodes.describe import COMMAND_LINE
     from elasticrs._engine.nodes.transport.settings import exit_barrier_timeout_of
 
@@ -183,7 +184,15 @@ def _polled(args: Namespace, environ: Mapping[str, str], notices: list[str]) -> 
     barrier = args.exit_barrier_timeout
     if barrier is None:
         barrier = exit_barrier_timeout_of(args.rdzv_conf, environ, "--rdzv-conf")
-    return {"is_polled": True, "rdzv_backend": args.rdzv_backend, "exit_barrier_timeout": barrier}
+    make_handler = partial(
+        public("rendezvous.registry.handler_of_command_line"),
+        *(args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id, args.nnodes, args.local_addr, args.rdzv_conf),
+    )
+    return {
+        "make_handler": make_handler,
+        "rdzv_backend": args.rdzv_backend,
+        "exit_barrier_timeout": barrier,
+    }
 
 
 def _describe(
@@ -290,11 +299,11 @@ def _check_replace(args: Namespace, meeting: Mapping[str, Any]) -> None:
     where, back_end = "--on-failure: got 'replace', but", None
     if args.no_python:
         raise UsageError(f"{where} with --no-python, single workers cannot be replaced")
-    is_polled, rendezvous = "is_polled" in meeting, meeting.get("rendezvous")
-    if is_polled or (rendezvous is not None and rendezvous.is_static):
+    has_handler, rendezvous = "make_handler" in meeting, meeting.get("rendezvous")
+    if has_handler or (rendezvous is not None and rendezvous.is_static):
         # Workers can be replaced only if they form a rendezvous of their own in the store that the nodes'
         # rendezvous uses. With these back ends, they cannot.
-        is_file = is_polled and args.rdzv_backend == "c10d"
+        is_file = has_handler and args.rdzv_backend == "c10d"
         back_end = f"--rdzv-backend {args.rdzv_backend}{' in a file' if is_file else ''}"
     method = args.start_method if args.run_path else "spawn"
     if why := config.why_not_replaceable(method, back_end):
@@ -460,24 +469,28 @@ def _settings_without_effect(
     environ: Mapping[str, str],
     nproc: int,
     *,
-    is_polled: bool = False,
+    has_handler: bool = False,
     is_alone: bool = False,
 ) -> Iterator[str]:
     yield from _options_of_the_script(args.training_script, args.training_script_args)
     yield from _unknown_variables(environ)
     yield from _replaced_by_standalone(args)
-    if is_polled:
-        yield from _without_policy(args)
     if is_alone and args.on_failure == "replace" and args.restart_delay != "0":
         yield (
             "--restart-delay has no effect with --on-failure replace on one node: a failed worker "
             "is replaced at once"
         )
-    if args.on_failure == "replace" and args.max_excluded_nodes != JobSpec.defaults()["max_excluded_nodes"]:
-        yield (
-            "--max-excluded-nodes has no effect with --on-failure replace: an unfit node leaves once its "
-            "workers have exited"
-        )
+    if args.max_excluded_nodes != JobSpec.defaults()["max_excluded_nodes"]:
+        if args.on_failure == "replace":
+            yield (
+                "--max-excluded-nodes has no effect with --on-failure replace: an unfit node leaves once its "
+                "workers have exited"
+            )
+        elif has_handler:
+            yield (
+                f"--max-excluded-nodes has no effect with --rdzv-backend {args.rdzv_backend}: an unfit node "
+                "ends the job"
+            )
     yield from _filters(args)
     yield from _local_ranks(args.local_ranks_filter, nproc)
     template = args.log_line_prefix_template or environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or ""
@@ -515,23 +528,6 @@ def _replaced_by_standalone(args: Namespace) -> Iterator[str]:
     }
     for flag in (flag for flag, is_given in given.items() if is_given and args.standalone):
         yield f"{flag} has no effect with --standalone: one node, a free port and a random id"
-
-
-def _without_policy(args: Namespace) -> Iterator[str]:
-    """Yield a warning for each failure-handling option that torch's polling loop ignores."""
-    unset = JobSpec.defaults()
-    for flag in (
-        *("--restart-delay", "--max-same-failures", "--fatal-exit-codes", "--exit-codes", "--report"),
-        *("--node-check", "--node-check-timeout", "--max-excluded-nodes"),
-    ):
-        name = flag[2:].replace("-", "_")
-        if getattr(args, name) != unset[name]:
-            yield f"{flag} has no effect, because the rendezvous handler is polled (--rdzv-backend)"
-    if getattr(args.max_restarts, "window", None) is not None:
-        yield (
-            f"--max-restarts: {int(args.max_restarts)} restarts are allowed for the whole job, because the "
-            "rendezvous handler is polled (--rdzv-backend)"
-        )
 
 
 def _filters(args: Namespace) -> Iterator[str]:

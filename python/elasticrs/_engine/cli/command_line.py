@@ -114,19 +114,13 @@ def _look_here_last() -> None:
 def _run(job: JobSpec, signals: SignalPipe | None) -> int:
     from elasticrs._engine.process.console import END_PATIENCE, Console
 
-    has_peers = job.is_multi_node or job.is_polled
+    has_peers = job.is_multi_node or job.make_handler is not None
     console = Console(log_prefix=job.log_prefix, is_one_of_several=has_peers)
     if signals is None:
         console.say("signals are not handled, because the job does not run in the main thread")
     else:
         signals.catch((*job.signals, *job.forwarded), pauses=True)
-    write = partial(_write_and_wait, console, signals, job.forwarded)
-    if job.is_polled:
-        from elasticrs._engine import public
-
-        code: int = public("launcher.by_handler.run_by_handler")(job, console, signals, write)
-    else:
-        code = _run_agent(job, console, signals, write)
+    code = _run_agent(job, console, signals, partial(_write_and_wait, console, signals, job.forwarded))
     console.flush(END_PATIENCE)
     return code
 

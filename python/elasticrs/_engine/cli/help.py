@@ -214,7 +214,6 @@ def _differences(
     is_elastic = backend in ("c10d", "etcd")
     restarts = int(args.max_restarts) > 0
     # fmt: off
-    # fmt: off
     return (
         (is_elastic, "--nnodes",
          "a lost node is noticed within seconds, and the others restart without it, which uses no restart; "
@@ -227,7 +226,7 @@ def _differences(
          "elasticrun"),
         (restarts and bool(backend), "--max-restarts",
          "counted for the whole job, also in TORCHELASTIC_RESTART_COUNT (torchrun: by each node)"),
-        (restarts and not job.is_polled, "--max-restarts",
+        (restarts, "--max-restarts",
          "a failure that repeats without progress, or that no restart can fix, ends the job earlier "
          "(--max-same-failures 0: never)"),
         (backend == "etcd", "--rdzv-backend",
@@ -239,7 +238,7 @@ def _differences(
         (is_elastic and "node-rank" in given, "--node-rank", "orders the nodes (torchrun: no effect)"),
         (is_elastic and args.local_addr is None, "MASTER_ADDR",
          "the address of rank 0's node, not its name"),
-        (not job.is_polled and job.master_port is None, "MASTER_PORT",
+        (job.make_handler is None and job.master_port is None, "MASTER_PORT",
          "a new store and port for every attempt (torchrun: one store for the job)"),
         (job.master_port is not None, "workers' store",
          "hosted by rank 0, so TORCHELASTIC_USE_AGENT_STORE is False (torchrun: by the launcher)"),
@@ -250,7 +249,7 @@ def _differences(
          "folders of attempts are never deleted or reused; the name of the run's folder contains the host"),
         ("numa-binding" in given, "--numa-binding", "system calls in the worker; numactl is not needed"),
         ("shutdown-timeout" in given, "--shutdown-timeout", "applies to every kind of stop"),
-        ("monitor-interval" in given and not job.is_polled, "--monitor-interval",
+        ("monitor-interval" in given and job.make_handler is None, "--monitor-interval",
          "no effect: exits are reported by the kernel"),
         ("event-log-handler" in given, "--event-log-handler", "events have times (torchrun: 0)"),
         (environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1", "file timers",

@@ -191,9 +191,10 @@ class JobSpec(Record, WorkerSettings):
         master_port: port of that store; a new port for every attempt if ``None``.
         cpus: CPUs that each worker may use, by local rank; ``None`` for the CPUs of the agent.
         uninterruptible_state_timeout: limit in seconds for workers' uninterruptible sleep; 0 for none.
-        is_polled: true if a program's own rendezvous handler, named ``rdzv_backend``, assigns the ranks. The
-            next six fields are for this handler and for the agent that polls it.
+        make_handler: function that returns a rendezvous handler of the program or of another package, which
+            assigns the ranks. ``None`` without such a handler. The next two fields are for this handler.
         exit_barrier_timeout: seconds to wait for other nodes at the job's end; ``None`` for the default.
+        monitor_interval: seconds between two questions whether nodes wait to join.
         health_check_port: ``None`` for no server, 0 for any free port.
     """
 
@@ -224,11 +225,7 @@ class JobSpec(Record, WorkerSettings):
     uninterruptible_state_timeout: float = 0.0
     preload: Preload | None = None
     rendezvous: Any = None
-    is_polled: bool = False
-    rdzv_endpoint: str = ""
-    rdzv_conf: Mapping[str, object] = fresh(factory=dict)
-    nnodes: tuple[int, int] = (1, 1)
-    local_addr: str | None = None
+    make_handler: Callable[[], Any] | None = None
     exit_barrier_timeout: float | None = None
     monitor_interval: float = DEFAULT_MONITOR_INTERVAL
     rdzv_backend: str = "c10d"

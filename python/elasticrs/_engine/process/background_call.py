@@ -18,15 +18,15 @@ FILE_LIMIT = 3.0
 """Time limit in seconds for file accesses. The limit is short, because files are read before each restart."""
 
 
-def _start_thread(work: Callable[[], None]) -> None:
-    """Run a function on a new thread. Raise ``RuntimeError`` if no thread can be started."""
+def _start_thread(work: Callable[[], None]) -> int:
+    """Run a function on a new thread, and return its identifier. Raise ``RuntimeError`` if that fails."""
 
     def run() -> None:
         # Block all signals in this thread, because other threads handle them.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         work()
 
-    _thread.start_new_thread(run, ())
+    return _thread.start_new_thread(run, ())
 
 
 class FileAccess:
@@ -116,7 +116,7 @@ class BackgroundCall:
         self._is_over = self._is_closed = False
         self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         try:
-            _start_thread(self._run)
+            self._thread = _start_thread(self._run)
         except RuntimeError:
             os.close(self.fd)
             raise
@@ -141,6 +141,15 @@ class BackgroundCall:
         poll = select.poll()
         poll.register(self.fd, select.POLLIN)
         return bool(poll.poll(None if seconds is None else 1000 * seconds))
+
+    def interrupt(self) -> None:
+        """Raise ``SystemExit`` in the function at its next Python instruction, if it is still running."""
+        import ctypes
+
+        with self._lock:
+            if not self._is_over:
+                raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+                raise_in(ctypes.c_ulong(self._thread), ctypes.py_object(SystemExit))
 
     def take(self) -> Any:
         if self._error is not None:

@@ -128,6 +128,10 @@ def _logs(job: JobSpec) -> tuple[AttemptLogs, Callable[[], object]]:
 
 def make_decisions(job: JobSpec, console: Console, planner: Planner | None = None) -> Decisions:
     """Create the agent's :class:`.Decisions`; import only its class. ``planner`` assigns one node's ranks."""
+    if job.make_handler is not None:
+        from elasticrs._engine.supervise.decide.handler_nodes import HandlerNodes
+
+        return HandlerNodes(job, job.make_handler, console)
     if job.rendezvous is None:
         planner = planner or partial(plan_one_node, job)
         if job.replaces_workers:

@@ -20,10 +20,10 @@ from elasticrs._engine.supervise.observe.health_check_server import (
     _AliveCallbackProxy,  # noqa: F401 -- torch exports it here
     server_of_environment,
 )
-from elasticrs._engine.supervise.run.signals import suspend
 from elasticrs._engine.supervise.run.sleepers import Sleepers
+from elasticrs._engine.supervise.run_job import make_workers
 from elasticrs._engine.workers.process import check_limits
-from elasticrs.agent.server.local_job import EventRunner, LocalJob
+from elasticrs.agent.server.local_job import EventRunner, LocalJob, own_consoles
 from elasticrs.agent.server.polled_workers import GivenContext, PolledWorkers, raised_signals, start_by
 from elasticrs.agent.server.simple_elastic_agent import (
     DEFAULT_ROLE,
@@ -36,13 +36,11 @@ from elasticrs.agent.server.simple_elastic_agent import (
 from elasticrs.events.api import fq_hostname
 from elasticrs.metrics import prof
 from elasticrs.multiprocessing import start_processes
-from elasticrs.rendezvous.one_node_handler import OneNodeRendezvous
 
 if TYPE_CHECKING:
     from typing import Protocol
 
     from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
-    from elasticrs._engine.supervise.run.signals import SignalPipe
     from elasticrs.multiprocessing.api import LogsSpecs
 
     class HealthCheckServer(Protocol):
@@ -75,9 +73,8 @@ _OWN_START = start_processes
 class LocalElasticAgent(SimpleElasticAgent):
     """Agent that runs the workers of one node.
 
-    The agent waits for events. If a subclass overrides a hook of torch, or if the rendezvous handler is not
-    from this package, the agent runs torch's polling loop, which calls all hooks. Time-outs and signals that
-    are ``None`` are read from environment variables.
+    The agent waits for events. If a subclass overrides a hook of torch, the agent runs torch's polling loop,
+    which calls all hooks. Time-outs and signals that are ``None`` are read from environment variables.
 
     Args:
         spec: specification of the workers.
@@ -116,6 +113,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             prefix_template=log_line_prefix_template,
             shutdown_timeout=self._shutdown_timeout,
             uninterruptible_state_timeout=uninterruptible_state_timeout,
+            exit_barrier_timeout=self._exit_barrier_timeout,
             signals_to_handle=signals_to_handle,
         )
         self._rdzv_handler = spec.rdzv_handler
@@ -134,8 +132,8 @@ class LocalElasticAgent(SimpleElasticAgent):
             RendezvousError: the rendezvous failed or is closed.
             RuntimeError: the workers could not be started. If a program does not exist or is not executable,
                 this error is also a ``FileNotFoundError`` or ``PermissionError``.
-            ValueError: the machine's limits are too low for the workers, or an agent that polls has
-                ``on_failure="replace"``.
+            ValueError: the machine's limits are too low for the workers, or ``on_failure="replace"`` with a
+                hook that was replaced, or with a rendezvous handler that is not from this package.
         """
         why = why_hooks_decide(self)
         if why is not None and self._worker_group.spec.on_failure == "replace":
@@ -187,20 +185,18 @@ class LocalElasticAgent(SimpleElasticAgent):
         if isinstance(self._pcontext, PolledWorkers):
             self._pcontext.pass_on(signum)
 
-    def _suspend(self, signals: SignalPipe) -> None:
-        if isinstance(self._pcontext, PolledWorkers):
-            self._pcontext.suspend(signals)
-        else:
-            suspend(None, signals)
-        self._progress.renew()
-
     def _check_limits(self) -> None:
         spec = self._worker_group.spec
         check_limits(spec.local_world_size, spec.hang_timeout, os.environ)
 
     def _rendezvous_settings(self) -> Rendezvous | None:
-        """Return the rendezvous if the event loop can run it; ``None`` if its handler must be polled."""
-        rendezvous: Rendezvous | None = getattr(self._worker_group.spec.rdzv_handler, "rendezvous", None)
+        """Return the rendezvous if the event loop can take part in it without the handler's methods.
+
+        A handler of the user may have overridden them.
+        """
+        handler = self._worker_group.spec.rdzv_handler
+        is_ours = type(handler).__module__.partition(".")[0] == __name__.partition(".")[0]
+        rendezvous: Rendezvous | None = getattr(handler, "rendezvous", None) if is_ours else None
         if rendezvous is None:
             return None
         settings = rendezvous.settings.adapted(
@@ -266,7 +262,9 @@ class LocalElasticAgent(SimpleElasticAgent):
             job = local.config()
             console = Console(log_prefix=job.log_prefix)
             observers = make_observers_of_hooks(job, console.say, self._server_of_ours())
-            self._pcontext = PolledWorkers(job, local.workers(job), console, [*observers, *local.observers()])
+            self._pcontext = PolledWorkers(
+                job, make_workers(job, own_consoles()), console, [*observers, *local.observers()]
+            )
         return self._pcontext.start(worker_group.plan(), restarts)
 
     @prof
@@ -377,17 +375,11 @@ def _policy_without_effect(spec: WorkerSpec) -> list[str]:
 def why_hooks_decide(agent: LocalElasticAgent) -> str | None:
     """Return why the agent must use its polling hooks; ``None`` if it can use the event-driven loop.
 
-    It must if the user has replaced a hook (in a subclass, in the class itself or in an object), or if the
-    rendezvous back end is the user's own, because that must be polled.
+    It must if the user has replaced a hook: in a subclass, in the class itself or in an object.
     """
-    if agent._local.made is not None:
-        return "the command line has chosen a handler that is polled"
     if start_processes is not _OWN_START:
         return "start_processes was replaced"
     for name, hook in _OWN_HOOKS.items():
         if getattr(getattr(agent, name), "__func__", None) is not hook:
             return f"{name} was replaced"
-    handler = agent._worker_group.spec.rdzv_handler
-    is_ours = type(handler).__module__.partition(".")[0] == __name__.partition(".")[0]
-    tells = isinstance(handler, OneNodeRendezvous) or getattr(handler, "rendezvous", None) is not None
-    return None if is_ours and tells else f"{type(handler).__qualname__} has to be asked"
+    return None

@@ -13,9 +13,10 @@ from elasticrs._engine.job.config import JobSpec, LogSettings, Preload
 from elasticrs._engine.job.value import Record
 from elasticrs._engine.process.console import Console
 from elasticrs._engine.supervise.attempts.state_machine import Phase
+from elasticrs._engine.supervise.decide.handler_nodes import HandlerNodes
 from elasticrs._engine.supervise.observe.observer import Observer
 from elasticrs._engine.supervise.run.signals import catch_signals
-from elasticrs._engine.supervise.run_job import make_decisions, make_workers, run_job
+from elasticrs._engine.supervise.run_job import make_decisions, run_job
 from elasticrs._engine.workers.functions.supervised_group import not_started
 from elasticrs._engine.workers.logs import line_prefixes
 from elasticrs._engine.workers.plan import NodeShare, Plan, assign
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from elasticrs._engine.supervise.decide.decisions import Decisions
     from elasticrs._engine.supervise.observe.health_check_server import HealthCheckServer
     from elasticrs._engine.supervise.run.loop import Agent
-    from elasticrs._engine.supervise.run.workers import Workers
     from elasticrs._engine.workers.warm.modules import Entry
     from elasticrs.agent.server.worker_group import WorkerGroup, WorkerSpec
     from elasticrs.multiprocessing.api import LogsSpecs
@@ -53,6 +53,7 @@ class LocalJob:
         prefix_template: str | None,
         shutdown_timeout: float,
         uninterruptible_state_timeout: float | None,
+        exit_barrier_timeout: float,
         signals_to_handle: str | None,
     ) -> None:
         defaults.check_start_method(start_method)
@@ -75,8 +76,8 @@ class LocalJob:
             raise ValueError(f"on_failure: got 'replace', but {why}")
         self._preload = _preload(spec, start_method)
         self._shutdown_timeout = shutdown_timeout
+        self._exit_barrier_timeout = exit_barrier_timeout
         self._prefix_template = prefix_template
-        self.made: tuple[JobSpec, Workers] | None = None
 
     @property
     def forwarded(self) -> tuple[int, ...]:
@@ -96,11 +97,10 @@ class LocalJob:
     def config(self, rendezvous: Rendezvous | None = None) -> JobSpec:
         """Return the specification of the job.
 
-        ``rendezvous`` is ``None`` for a single node, and if the agent polls.
+        ``rendezvous`` is ``None`` for a single node, and if the methods of the handler must be called.
         """
-        if self.made is not None:
-            return self.made[0]
         spec = self._spec
+        calls_handler = rendezvous is None and type(spec.rdzv_handler) is not OneNodeRendezvous
         function, command = spec.entrypoint, (spec.entrypoint, *spec.args)
         return JobSpec(
             spec.local_world_size,
@@ -122,6 +122,9 @@ class LocalJob:
             forwarded=self.forwarded,
             stop_scope=spec.stop_scope or defaults.default_stop_scope(function),
             rendezvous=rendezvous,
+            make_handler=(lambda: spec.rdzv_handler) if calls_handler else None,
+            exit_barrier_timeout=self._exit_barrier_timeout,
+            monitor_interval=spec.monitor_interval,
             rdzv_backend=spec.rdzv_handler.get_backend(),
             event_log_handler=spec.event_log_handler,
             has_metrics=True,
@@ -131,9 +134,6 @@ class LocalJob:
             preload=self._preload,
             **defaults.worker_settings(spec),
         )
-
-    def workers(self, job: JobSpec) -> Workers:
-        return make_workers(job, own_consoles()) if self.made is None else self.made[1]
 
     def observers(self) -> Sequence[Observer]:
         """Return an observer that prints tee'd lines to the program's replaced standard streams, if any."""
@@ -207,10 +207,14 @@ class EventRunner(Record):
 
     def run(self) -> RunResult:
         job = self._local.config(self._rendezvous)
+        if job.make_handler is not None and job.replaces_workers:
+            why = defaults.why_not_replaceable(back_end=f"rdzv_backend {job.rdzv_backend}")
+            raise ValueError(f"on_failure: got 'replace', but {why}")
         if job.is_multi_node and self._group.spec.rdzv_handler.is_closed():
             raise RendezvousClosedError(f"the rendezvous of job {job.run_id} is closed")
         signals = catch_signals((*job.signals, *job.forwarded))
-        console = Console(log_prefix=job.log_prefix, is_one_of_several=job.is_multi_node)
+        has_peers = job.is_multi_node or job.make_handler is not None
+        console = Console(log_prefix=job.log_prefix, is_one_of_several=has_peers)
         if signals is None:
             # Do not issue a Python warning, because the program may turn warnings into errors.
             console.say("signals are not handled, because the job does not run in the main thread")
@@ -237,6 +241,8 @@ class EventRunner(Record):
         handler, group = self._group.spec.rdzv_handler, self._group
         planner = partial(_plan, group, handler) if isinstance(handler, OneNodeRendezvous) else None
         decisions = make_decisions(job, console, planner)
+        if isinstance(decisions, HandlerNodes):
+            decisions.keeps_handler = True
         decisions.planned, decisions.kept = group.take_plan, getattr(handler, "kept", None)
         return decisions
 
@@ -250,6 +256,8 @@ class EventRunner(Record):
             group.state = WorkerState.STOPPED
             sigval = signal.Signals(result.signum)
             raise SignalException(f"stopped by {sigval.name}", sigval)
+        if isinstance(decisions, HandlerNodes) and decisions.error is not None:
+            raise decisions.error
         from elasticrs._engine.failures.failure import root_cause
         from elasticrs._engine.job.config import ExitCodes
         from elasticrs._engine.supervise.observe.job_report import all_failures, exit_code

@@ -15,7 +15,6 @@ from elasticrs._engine.job import phrases
 from elasticrs._engine.process.console import END_PATIENCE
 from elasticrs._engine.process.signals import StopRequests
 from elasticrs._engine.supervise.attempts import state_machine as machine
-from elasticrs._engine.supervise.run.signals import suspend
 from elasticrs._engine.supervise.run.tracker import AttemptTracker
 from elasticrs._engine.supervise.run.workers import variables_of
 from elasticrs._engine.workers.functions.interrupts import (
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from elasticrs._engine.process.console import Console
     from elasticrs._engine.supervise.attempts.attempt import Attempt
     from elasticrs._engine.supervise.observe.observer import Observer
-    from elasticrs._engine.supervise.run.signals import SignalPipe
     from elasticrs._engine.supervise.run.workers import Workers
     from elasticrs._engine.workers.plan import Plan
     from elasticrs.agent.server.local_job import LocalJob
@@ -66,10 +64,6 @@ class PolledWorkers:
         self._ended: machine.GroupEnded | None = None
         self._found: RunProcsResult | None = None
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-
-    def suspend(self, signals: SignalPipe) -> None:
-        """Suspend the workers and this process until SIGCONT. Can be called in a signal handler."""
-        when_safe(lambda: suspend(self._tracker.supervisor if self._tracker.is_open else None, signals))
 
     def pass_on(self, signum: int) -> None:
         self._tracker.forward(signum, are_running=self._has_started and self.is_running)

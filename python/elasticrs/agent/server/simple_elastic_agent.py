@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from elasticrs._engine.job import config as defaults
 from elasticrs._engine.job.value import Record
-from elasticrs._engine.workers.plan import NodeRanks, NodeShare, node_ranks
+from elasticrs._engine.supervise.decide.handler_nodes import agreed_ranks, wait_for_others
+from elasticrs._engine.workers.plan import NodeShare
 from elasticrs.agent.server.worker_group import (
     RunResult,
     Worker,
@@ -30,9 +31,7 @@ from elasticrs.events import STATUS, Event, EventSource, details_of_worker, reco
 from elasticrs.events.api import fq_hostname as _get_fq_hostname  # noqa: F401 -- torch exports it here
 from elasticrs.metrics import prof, put_metric
 from elasticrs.multiprocessing.api import SignalException
-from elasticrs.multiprocessing.errors import ChildFailedError
-from elasticrs.rendezvous.api import RendezvousError, RendezvousGracefulExitError, is_kind
-from elasticrs.utils.store import _barrier_nonblocking
+from elasticrs.rendezvous.api import RendezvousGracefulExitError, is_kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -50,10 +49,6 @@ __all__ = [
 ]
 
 DEFAULT_ROLE = "default"
-_TERMINAL_STATE_SYNC_ID = "torchelastic/agent/terminal_state"
-
-_BARRIER_PERIOD = 0.1
-"""Maximum number of seconds between two polls while the agent waits in the exit barrier."""
 
 _log = logging.getLogger("elasticrs.agent")
 
@@ -165,10 +160,7 @@ class SimpleElasticAgent(ElasticAgent):
         Exchange data through the store only if nodes may differ in their workers or roles.
         """
         own = NodeShare(spec.role, spec.local_world_size)
-        if group_world_size == 1 or os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL", "0") == "1":
-            ranks = node_ranks([own] * group_world_size)[group_rank]
-        else:
-            ranks = exchange_ranks(store, group_rank, group_world_size, own)
+        ranks = agreed_ranks(store, group_rank, group_world_size, own)
         return [
             Worker(each.local_rank, each.global_rank, each.role_rank, each.world_size, each.role_world_size)
             for each in ranks.workers(own)
@@ -208,8 +200,6 @@ class SimpleElasticAgent(ElasticAgent):
         is_shut_down = False
         try:
             result = invoke()
-            if result.is_failed():
-                self._tell_failure(result)
             self._total_execution_time = int(time.monotonic() - started)
             if not is_observed:
                 self._record_metrics(result)
@@ -222,8 +212,6 @@ class SimpleElasticAgent(ElasticAgent):
             raise
         except Exception as error:
             if not is_kind(error, RendezvousGracefulExitError):
-                if not is_kind(error, RendezvousError):
-                    self._tell_failure(error)
                 raise
             # Torch's agent returns `None` after a graceful exit, which torch's own launcher cannot handle.
             _log.info("%s", error)
@@ -234,12 +222,6 @@ class SimpleElasticAgent(ElasticAgent):
                 with self._progress.within("_shutdown", self._shutdown_timeout):
                     _call(self._shutdown, timeout=self._shutdown_timeout)
             self._total_execution_time = int(time.monotonic() - started)
-
-    def _tell_failure(self, found: RunResult | Exception) -> None:
-        """Tell the other nodes the reason for the failure, if the rendezvous handler has ``set_failed``."""
-        set_failed = getattr(self._worker_group.spec.rdzv_handler, "set_failed", None)
-        if set_failed is not None:
-            set_failed(_first_failure(found))
 
     def _shut_down_for(self, sigval: signal.Signals) -> None:
         with self._progress.within("_shutdown", self._shutdown_timeout):
@@ -324,8 +306,16 @@ class SimpleElasticAgent(ElasticAgent):
             return True
         self._in_exit_barrier = True
         try:
-            # Do not watch the handlers of torch: they also count new nodes, which are no reason to restart.
-            return self._wait_for_others(group, watches=set_succeeded is not None)
+            return wait_for_others(
+                group.store,
+                group.group_world_size,
+                self._exit_barrier_timeout,
+                group.spec.monitor_interval,
+                # Do not watch torch's handlers: they also count new nodes, which are no reason to restart.
+                has_ended=lambda: set_succeeded is not None and handler.num_nodes_waiting() > 0,
+                pause=time.sleep,
+                say=_log.warning,
+            )
         except RuntimeError as error:
             # Ignore this error, as torch does: the work is done, and the node that hosts the store may have
             # exited already.
@@ -333,20 +323,6 @@ class SimpleElasticAgent(ElasticAgent):
             return True
         finally:
             self._in_exit_barrier = False
-
-    def _wait_for_others(self, group: WorkerGroup, *, watches: bool) -> bool:
-        deadline = time.monotonic() + self._exit_barrier_timeout
-        store = group.store
-        last_key = begin_exit_barrier(store, group.group_world_size or 1)
-        while not store.check([last_key]):
-            if watches and group.spec.rdzv_handler.num_nodes_waiting() > 0:
-                return False
-            left = deadline - time.monotonic()
-            if left <= 0:
-                _log.warning("other nodes did not finish within %g s", self._exit_barrier_timeout)
-                break
-            time.sleep(min(group.spec.monitor_interval, _BARRIER_PERIOD, left))
-        return True
 
     def get_event_failed(self) -> Event:
         """Return the event that reports this agent's failure.
@@ -445,15 +421,6 @@ class SimpleElasticAgent(ElasticAgent):
         put_metric(f"workers.{spec.role}.flakiness", int(flakiness))
 
 
-def _first_failure(found: RunResult | Exception) -> str:
-    if isinstance(found, Exception):
-        return f"its agent has failed: {found!r}"
-    if not found.failures:
-        return f"its workers are {found.state.name}"
-    rank, failure = ChildFailedError("", found.failures).get_first_failure()
-    return f"rank {rank} has failed with exit code {failure.exitcode}"
-
-
 def _call(method: Callable[..., Any], *arguments: Any, **named: Any) -> None:
     """Call a hook with only those arguments in ``named`` that it accepts, because torch's releases differ."""
     taken = inspect.signature(method).parameters
@@ -461,39 +428,6 @@ def _call(method: Callable[..., Any], *arguments: Any, **named: Any) -> None:
     if inspect.Parameter.VAR_KEYWORD not in kinds or "timeout" not in named:
         named = {name: value for name, value in named.items() if name in taken}
     method(*arguments, **named)
-
-
-_INFO = "torchelastic/role_info/"
-_RANKS = "torchelastic/assigned_ranks/"
-
-
-def exchange_ranks(store: Any, group_rank: int, group_world_size: int, own: NodeShare) -> NodeRanks:
-    """Agree with the other nodes on the ranks of all workers.
-
-    Agents of torch can take part, because the keys and the JSON format are torch's. The wait for other nodes
-    is limited by the timeout of the shared store.
-    """
-    told = _RoleInstanceInfo(own.role, group_rank, own.local_world_size)
-    store.set(f"{_INFO}{group_rank}", told.serialize().decode())
-    if group_rank == 0:
-        groups = range(group_world_size)
-        infos = map(_RoleInstanceInfo.deserialize, store.multi_get([f"{_INFO}{rank}" for rank in groups]))
-        nodes = [NodeShare(str(info.role), int(info.local_world_size)) for info in infos]
-        answers = [
-            json.dumps([ranks.first_rank, ranks.world_size, ranks.first_role_rank, ranks.role_world_size])
-            for ranks in node_ranks(nodes)
-        ]
-        store.multi_set([f"{_RANKS}{rank}" for rank in groups], answers)
-    first, world_size, first_in_role, role_world_size = json.loads(store.get(f"{_RANKS}{group_rank}"))
-    return NodeRanks(group_rank, group_world_size, first, world_size, first_in_role, role_world_size)
-
-
-def begin_exit_barrier(store: Any, group_world_size: int) -> str:
-    """Record in the store that this node has finished.
-
-    Return the key that is set once all nodes have finished.
-    """
-    return _barrier_nonblocking(store, group_world_size, _TERMINAL_STATE_SYNC_ID)
 
 
 __all__ = ["START_ALLOWANCE", "UNLIMITED", "Progress"]

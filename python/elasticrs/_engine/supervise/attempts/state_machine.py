@@ -9,11 +9,11 @@ Invariants, each tested by a property test:
 
 - **AGENT-1** :class:`Start` is requested only after all processes of the previous workers have exited.
 - **AGENT-2** A failure is followed by a restart only if the restart policy and the restart budget allow it.
-  Only after a port conflict are workers restarted without a charge to the budget, at most
-  :data:`MAX_PORT_RETRIES` times.
+  Workers are restarted without a charge to the budget only after a port conflict, at most
+  :data:`MAX_PORT_RETRIES` times, and after a change of the nodes that take part.
 - **AGENT-3** Terminal phases are final. Each is entered with exactly one :class:`Exit`, the last action.
-- **AGENT-4** The agent's exit code is 0 only if each worker of the last group exited with 0, and nothing
-  asked the agent to stop.
+- **AGENT-4** The agent's exit code is 0 only if nothing asked the agent to stop, and each worker of the last
+  group exited with 0 or the rendezvous does not need this node.
 - **AGENT-5** After the first signal to stop, no process is started, and the agent exits when all workers have
   ended.
 - **AGENT-6** A node is not used again if a worker survived SIGKILL or hung in the kernel.
@@ -86,6 +86,8 @@ class AgentState(Value):
         worker_failed: true if a worker of the current group has failed.
         group_exists: true if a group of workers may have processes: from :class:`Start` until the start fails
             or the group ends.
+        regroups: true if the workers are being stopped because the nodes that take part have changed.
+        lost: reason why the rendezvous failed while workers were running.
         replaces: true if a failed worker is replaced while the others continue.
         replacing: local ranks of failed workers that have no running replacement yet.
         met: last rendezvous of each worker at the time when a restart was charged; without workers that were
@@ -103,6 +105,8 @@ class AgentState(Value):
     signum: int | None = None
     worker_failed: bool = False
     group_exists: bool = False
+    regroups: bool = False
+    lost: str | None = None
     replaces: bool = False
     replacing: frozenset[int] = frozenset()
     met: Meetings = ()
@@ -135,6 +139,14 @@ class RendezvousFailed(Event):
     """The rendezvous failed, so no further attempt is possible. ``message`` tells the user the reason."""
 
     message: str
+
+
+class NotNeeded(Event):
+    """The rendezvous does not need this node, because the other nodes have finished the job."""
+
+
+class MembershipChanged(Event):
+    """Nodes wait to join the job, so its workers must be started again on all nodes."""
 
 
 class Started(Event): ...
@@ -322,15 +334,30 @@ def step(state: AgentState, event: Event) -> tuple[AgentState, list[Action]]:
         return state.replaced(is_delayed=False), [Rendezvous(state.round)]
     if isinstance(event, Begin) and state.phase is Phase.INIT:
         return state.replaced(phase=Phase.RENDEZVOUS), [Rendezvous(state.round)]
+    return _on_rendezvous(state, event)
+
+
+def _on_rendezvous(state: AgentState, event: Event) -> tuple[AgentState, list[Action]]:
+    if state.phase is Phase.RUNNING and isinstance(event, (MembershipChanged, RendezvousFailed)):
+        why = event.message if isinstance(event, RendezvousFailed) else None
+        stop = Stop(SIGTERM, state.shutdown_timeout, is_announced=True)
+        return state.replaced(phase=Phase.STOPPING, regroups=why is None, lost=why), [stop]
     if state.phase is not Phase.RENDEZVOUS or state.is_delayed:
         return state, []
     if isinstance(event, RendezvousCompleted):
         new = state.replaced(
-            phase=Phase.STARTING, worker_failed=False, group_exists=True, replacing=frozenset(), met=()
+            phase=Phase.STARTING,
+            worker_failed=False,
+            group_exists=True,
+            regroups=False,
+            replacing=frozenset(),
+            met=(),
         )
         return new, [Start(state.round, state.restarts)]
     if isinstance(event, RendezvousFailed):
         return _fail(state, event.message)
+    if isinstance(event, NotNeeded):
+        return state.replaced(phase=Phase.SUCCEEDED), [Exit(0)]
     return state, []
 
 
@@ -374,6 +401,11 @@ def _on_unsuccessful_end(state: AgentState, event: GroupEnded) -> tuple[AgentSta
         return state.replaced(phase=Phase.STOPPED), [Exit(1)]
     if event.why_unfit is not None:
         return _fail(state, phrases.not_restarted(event.why_unfit), Verdict.UNFIT)
+    if state.lost is not None:
+        return _fail(state, state.lost)
+    if state.regroups and event.outcome == "stopped":
+        again = state.replaced(phase=Phase.RENDEZVOUS, round=state.round + 1)
+        return again, [Rendezvous(again.round)]
     if event.port_conflict and state.stopped_by is None and state.port_retries < MAX_PORT_RETRIES:
         retries = state.port_retries + 1
         again = state.replaced(phase=Phase.RENDEZVOUS, round=state.round + 1, port_retries=retries)

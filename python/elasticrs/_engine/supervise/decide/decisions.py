@@ -1,5 +1,5 @@
-"""Interface between the agent's loop and the code that decides how the agent reacts, and the implementation
-of this interface for a single node.
+"""Interface between the agent's loop and the code that decides how the agent reacts, and the implementations
+of this interface that use the state machine of one agent.
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ class Decisions(ABC):
     def observe(self, attempt: Attempt) -> None:  # noqa: B027 -- nothing to do for one node
         """Set the attempt to which all later events belong."""
 
-    def next_plan(self, supervisor: _core.Supervisor) -> machine.Event:  # noqa: ARG002 -- subclasses use it
-        """Execute the action :class:`.Rendezvous`, and return the event that answers it. A user's rendezvous
-        handler may raise any exception.
+    def next_plan(self, supervisor: _core.Supervisor) -> machine.Event | None:  # noqa: ARG002 -- subclasses use it
+        """Execute the action :class:`.Rendezvous`. Return the event that answers it, or ``None`` if
+        :meth:`fd_ready` will return the actions that follow from the answer.
         """
         raise RuntimeError("plans come with the rounds")
 
@@ -113,13 +113,14 @@ class Decisions(ABC):
         """Release all resources, after the loop and the supervisor have stopped. Idempotent."""
 
 
-class OneNode(Decisions):
-    def __init__(self, job: JobSpec, planner: Planner) -> None:
+class OneAgent(Decisions):
+    """Makes the decisions of an agent that has a restart budget of its own. Subclasses plan the attempts."""
+
+    def __init__(self, job: JobSpec) -> None:
         self._job = job
         self._state = machine.AgentState(
             job.restart_settings, job.shutdown_timeout, replaces=job.replaces_workers
         )
-        self._planner = planner
         self._attempt: Attempt | None = None
 
     def read_history(self) -> FailureHistory:
@@ -152,7 +153,13 @@ class OneNode(Decisions):
                 return event.replaced(evidence=evidence(self._attempt, self._job.fatal_codes))
         return event
 
-    def next_plan(self, supervisor: _core.Supervisor) -> machine.Event:
+
+class OneNode(OneAgent):
+    def __init__(self, job: JobSpec, planner: Planner) -> None:
+        super().__init__(job)
+        self._planner = planner
+
+    def next_plan(self, supervisor: _core.Supervisor) -> machine.Event | None:
         self.release_plan()
         try:
             self.plan = self._planner(supervisor)

@@ -85,7 +85,7 @@ class MemberWorkers(OneNode):
         begin, self._begin = self._begin, None
         return [] if begin is None else self.step(begin)
 
-    def next_plan(self, supervisor: _core.Supervisor) -> machine.Event:
+    def next_plan(self, supervisor: _core.Supervisor) -> machine.Event | None:
         if self._trouble is not None:
             return machine.RendezvousFailed(self._trouble)
         event = super().next_plan(supervisor)

@@ -286,7 +286,8 @@ class Agent:
 
     def _carry_out(self, action: machine.Action) -> None:
         if isinstance(action, machine.Rendezvous):
-            self._events.append(self._decisions.next_plan(self._tracker.supervisor))
+            if (event := self._decisions.next_plan(self._tracker.supervisor)) is not None:
+                self._events.append(event)
         elif isinstance(action, machine.Delay):
             self._delayed_until = time.monotonic() + action.seconds
             self.result.attempts[-1].delay = action.seconds

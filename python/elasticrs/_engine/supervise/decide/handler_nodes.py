@@ -1,0 +1,319 @@
+"""Decisions of an agent whose nodes meet through a rendezvous handler of the program or of another package.
+
+Each agent has a restart budget of its own, as in torch. The handler's methods may block, so each call has a
+thread of its own, and the loop is woken when the call has returned.
+
+- **HANDLER-1** At most one method of the handler runs at any time.
+- **HANDLER-2** The answer of a call is dropped if the workers have ended since, or a signal has stopped them.
+- **HANDLER-3** The end of the job waits for the handler at most twice :data:`PATIENCE` seconds, and after a
+  signal not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from threading import Event
+from typing import TYPE_CHECKING, Any
+
+from elasticrs._engine import public
+from elasticrs._engine.job.config import DEFAULT_EXIT_BARRIER_TIMEOUT
+from elasticrs._engine.process.background_call import BackgroundCall
+from elasticrs._engine.supervise.attempts import state_machine as machine
+from elasticrs._engine.supervise.decide.decisions import OneAgent
+from elasticrs._engine.workers.plan import NodeRanks, NodeShare, Plan, StorePort, node_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from elasticrs import _core
+    from elasticrs._engine.job.config import JobSpec
+    from elasticrs._engine.process.console import Console
+
+PATIENCE = 10.0
+"""Maximum number of seconds to wait at the end of the job for a method of the handler."""
+
+_BARRIER_PERIOD = 0.1
+"""Maximum number of seconds between two polls of the store in the exit barrier."""
+
+_INFO = "torchelastic/role_info/"
+_RANKS = "torchelastic/assigned_ranks/"
+_TERMINAL_STATE = "torchelastic/agent/terminal_state"
+
+
+class HandlerNodes(OneAgent):
+    """Makes the decisions of an agent that asks a rendezvous handler for each plan.
+
+    Attributes:
+        error: exception with which the handler has ended the job, if it has.
+        keeps_handler: true if the caller shuts the handler down.
+    """
+
+    has_peers = True
+    keeps_handler = False
+
+    def __init__(self, job: JobSpec, make_handler: Callable[[], Any], console: Console) -> None:
+        super().__init__(job)
+        self._make_handler = make_handler
+        self._console = console
+        limit = job.exit_barrier_timeout
+        self._barrier_timeout = DEFAULT_EXIT_BARRIER_TIMEOUT if limit is None else limit
+        self.error: Exception | None = None
+        self._supervisor: _core.Supervisor | None = None
+        self._handler: Any = None
+        # Keep what the handler has returned, because torch's may hold the port of the workers' store.
+        self._info: Any = None
+        self._must_return = Event()
+        self._call: BackgroundCall | None = None
+        self._take: Callable[[Any], list[machine.Action]] = self._take_round
+        self._next: tuple[Callable[[], Any], Callable[[Any], list[machine.Action]]] | None = None
+        # End of workers that have succeeded, while this node waits for the others.
+        self._success: machine.GroupEnded | None = None
+
+    def open(self, supervisor: _core.Supervisor) -> None:
+        self._supervisor = supervisor
+
+    def node_names(self, *, asks: bool = False) -> Sequence[str] | None:
+        is_alone = self._info is not None and self._info.world_size == 1
+        return super().node_names(asks=asks) if is_alone else None
+
+    def step(self, event: machine.Event) -> list[machine.Action]:
+        if isinstance(event, machine.GroupEnded):
+            self._must_return.set()
+            self._console.group_rank = None
+            if event.outcome == "succeeded" and event.why_unfit is None and self.signum is None:
+                self._success = event
+                self._ask(self._wait_for_others, self._take_end)
+                return []
+        actions = super().step(event)
+        if isinstance(event, machine.Started):
+            self._ask(self._watch, self._take_change)
+        elif isinstance(event, machine.SignalReceived) and self._success is not None:
+            success, self._success = self._success, None
+            self._must_return.set()
+            actions += super().step(success)
+        return actions
+
+    def next_plan(self, supervisor: _core.Supervisor) -> None:  # noqa: ARG002 -- the base class's signature
+        self.release_plan()
+        self._ask(self._meet, self._take_round)
+
+    # --- calls of the handler ---
+
+    def _ask(self, ask: Callable[[], Any], take: Callable[[Any], list[machine.Action]]) -> None:
+        """Call ``ask`` on another thread once the present call has returned. ``take`` gets its answer."""
+        self._next = ask, take
+        self._must_return.set()
+        if self._call is None:
+            self._ask_next()
+
+    def _ask_next(self) -> None:
+        if self._next is None or self._supervisor is None:
+            return
+        (ask, self._take), self._next = self._next, None
+        self._must_return.clear()
+        self._call = BackgroundCall(ask)
+        self._supervisor.watch_fd(self._call.fd)
+
+    def fd_ready(self, fd: int) -> list[machine.Action] | None:
+        call, supervisor = self._call, self._supervisor
+        if call is None or supervisor is None or fd != call.fd:
+            return None
+        self._call = None
+        supervisor.unwatch_fd(fd)
+        call.close()
+        actions: list[machine.Action] = []
+        if not self._must_return.is_set():
+            try:
+                answer = call.take()
+            except Exception as error:
+                actions = self._failed(error)
+            else:
+                actions = self._take(answer)
+        self._ask_next()
+        return actions
+
+    def _failed(self, error: Exception) -> list[machine.Action]:
+        success, self._success = self._success, None
+        if success is not None:
+            # As in torch, the job has succeeded: the work is done, and the node that hosts the store may have
+            # exited already.
+            self._console.say(f"other nodes could not be waited for: {error}")
+            return super().step(success)
+        api = public("rendezvous.api")
+        if self.phase is machine.Phase.RENDEZVOUS and api.is_kind(error, api.RendezvousGracefulExitError):
+            self.has_taken_part = False
+            return self.step(machine.NotNeeded())
+        if not (api.is_kind(error, api.RendezvousError) or isinstance(error, (OSError, RuntimeError))):
+            # A mistake in the settings or in the handler's program.
+            raise error
+        self.error = error
+        why = f"the rendezvous failed: {error}"
+        if self.phase is machine.Phase.RUNNING:
+            self._console.say(f"{why}; stopping the workers")
+        return self.step(machine.RendezvousFailed(why))
+
+    def _meet(self) -> tuple[Any, NodeRanks, bool]:
+        if self._handler is None:
+            self._handler = self._make_handler()
+        info = self._handler.next_rendezvous()
+        ranks = agreed_ranks(info.store, info.rank, info.world_size, self._share)
+        return info, ranks, self._handler.use_agent_store
+
+    @property
+    def _share(self) -> NodeShare:
+        return NodeShare(self._job.role, self._job.nproc)
+
+    def _take_round(self, answer: tuple[Any, NodeRanks, bool]) -> list[machine.Action]:
+        self._info, ranks, use_agent_store = answer
+        bootstrap, port = self._info.bootstrap_store_info, None
+        address = self._job.master_addr if bootstrap is None else bootstrap.master_addr
+        if bootstrap is None:
+            if ranks.group_world_size > 1:
+                return self.step(
+                    machine.RendezvousFailed("the rendezvous gave no port for the workers' store")
+                )
+            port = StorePort(is_served=False)
+        number = bootstrap.master_port if port is None else port.number
+        workers = ranks.workers(self._share)
+        self.plan = plan = Plan(workers, address, number, port, use_agent_store=use_agent_store)
+        if self.planned is not None:
+            store = self._info.store
+            self.planned(plan, lambda: store)
+        if ranks.group_world_size > 1:
+            self._console.group_rank = ranks.group_rank
+        return self.step(machine.RendezvousCompleted())
+
+    def _watch(self) -> int:
+        """Return the number of nodes that wait to join, once there are any; 0 if the workers have ended."""
+        while not self._must_return.wait(self._job.monitor_interval):
+            waiting = int(self._handler.num_nodes_waiting())
+            if waiting > 0:
+                return waiting
+        return 0
+
+    def _take_change(self, waiting: int) -> list[machine.Action]:
+        if not waiting or self.phase is not machine.Phase.RUNNING:
+            return []
+        who = f"{waiting} node{' waits' if waiting == 1 else 's wait'} to join"
+        self._console.say(f"{who}: stopping the workers, then a new round starts (no restart charged)")
+        return self.step(machine.MembershipChanged())
+
+    def _wait_for_others(self) -> tuple[bool, list[str]]:
+        """Wait for the other nodes. Return false if the workers must run again, and notes to print."""
+        handler, info, job = self._handler, self._info, self._job
+        set_succeeded = getattr(handler, "set_succeeded", None)
+        if set_succeeded is not None:
+            set_succeeded()
+
+        def has_ended() -> bool:
+            # Do not watch the handlers of torch: they also count new nodes, which are no reason to restart.
+            is_over = set_succeeded is not None and handler.num_nodes_waiting() > 0
+            return is_over or self._must_return.is_set()
+
+        notes: list[str] = []
+        have_met = info.world_size == 1 or wait_for_others(
+            *(info.store, info.world_size, self._barrier_timeout, job.monitor_interval),
+            has_ended=has_ended,
+            pause=self._must_return.wait,
+            say=notes.append,
+        )
+        return have_met, notes
+
+    def _take_end(self, answer: tuple[bool, list[str]]) -> list[machine.Action]:
+        (have_met, notes), success = answer, self._success
+        if success is None:
+            return []
+        self._success = None
+        for note in notes:
+            self._console.say(note)
+        if not have_met:
+            self._console.say("the round has ended on another node: starting the workers again")
+            super().step(machine.MembershipChanged())
+            success = success.replaced(outcome="stopped")
+        return super().step(success)
+
+    def close(self) -> None:
+        self._must_return.set()
+        call, self._call = self._call, None
+        is_free = call is None or (self.signum is None and call.wait(PATIENCE))
+        if call is not None:
+            # End a method that waits for other nodes, as an exception of a signal handler does in torch.
+            # Otherwise this node would join a round without an agent if the program continues.
+            call.interrupt()
+            call.close()
+        handler, self._handler = self._handler, None
+        # Do not shut the handler down after a signal, because that would end the job on all nodes.
+        if handler is None or self.keeps_handler or self.signum is not None:
+            return
+        why: object = f"it does not answer within {PATIENCE:g} s"
+        if is_free:
+            shutdown = BackgroundCall(handler.shutdown)
+            if shutdown.wait(PATIENCE):
+                try:
+                    shutdown.take()
+                    why = None
+                except Exception as error:
+                    why = repr(error)
+            shutdown.close()
+        if why is not None:
+            self._console.say(f"the rendezvous handler could not be shut down: {why}")
+
+
+def agreed_ranks(store: Any, group_rank: int, group_world_size: int, own: NodeShare) -> NodeRanks:
+    """Return the ranks of a node's workers. Exchange data through the store only if nodes may differ in their
+    workers or roles.
+    """
+    if group_world_size == 1 or os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL", "0") == "1":
+        return node_ranks([own] * group_world_size)[group_rank]
+    return exchange_ranks(store, group_rank, group_world_size, own)
+
+
+def exchange_ranks(store: Any, group_rank: int, group_world_size: int, own: NodeShare) -> NodeRanks:
+    """Agree with the other nodes on the ranks of all workers.
+
+    Agents of torch can take part, because the keys and the JSON format are torch's. The wait for other nodes
+    is limited by the timeout of the shared store.
+    """
+    told = {"role": own.role, "rank": group_rank, "local_world_size": own.local_world_size}
+    store.set(f"{_INFO}{group_rank}", json.dumps(told))
+    if group_rank == 0:
+        groups = range(group_world_size)
+        infos = map(json.loads, store.multi_get([f"{_INFO}{rank}" for rank in groups]))
+        nodes = [NodeShare(str(info["role"]), int(info["local_world_size"])) for info in infos]
+        answers = [
+            json.dumps([ranks.first_rank, ranks.world_size, ranks.first_role_rank, ranks.role_world_size])
+            for ranks in node_ranks(nodes)
+        ]
+        store.multi_set([f"{_RANKS}{rank}" for rank in groups], answers)
+    first, world_size, first_in_role, role_world_size = json.loads(store.get(f"{_RANKS}{group_rank}"))
+    return NodeRanks(group_rank, group_world_size, first, world_size, first_in_role, role_world_size)
+
+
+def wait_for_others(
+    store: Any,
+    world_size: int,
+    limit: float,
+    period: float,
+    *,
+    has_ended: Callable[[], bool],
+    pause: Callable[[float], object],
+    say: Callable[[str], object],
+) -> bool:
+    """Wait in torch's exit barrier until all nodes have finished, for at most ``limit`` seconds.
+
+    Return false if ``has_ended`` has returned true, because the round has ended for another reason. The store
+    is polled every ``period`` seconds, or more often.
+    """
+    deadline = time.monotonic() + limit
+    key = public("utils.store._barrier_nonblocking")(store, world_size, _TERMINAL_STATE)
+    while not store.check([key]):
+        if has_ended():
+            return False
+        left = deadline - time.monotonic()
+        if left <= 0:
+            say(f"other nodes did not finish within {limit:g} s")
+            break
+        pause(min(period, _BARRIER_PERIOD, left))
+    return True
