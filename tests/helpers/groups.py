@@ -59,6 +59,11 @@ class Group:
         assert isinstance(ended, _core.GroupEnded)
         return ended
 
+    def kill(self) -> _core.GroupEnded:
+        """Kill all processes of the group, and return its end."""
+        self.supervisor.stop(_core.StopPolicy(signal.SIGKILL, 0.0))
+        return self.end()
+
     def exitcodes(self) -> dict[int, int | None]:
         return {e.local_rank: e.exitcode for e in self.events if isinstance(e, _core.WorkerExited)}
 

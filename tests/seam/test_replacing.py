@@ -29,28 +29,19 @@ def test_a_failed_worker_is_replaced_by_a_new_process(group):
     assert exited.sent_signal is None
     assert exited.seen_ns <= replaced.started_ns
     assert process(pids[0])
-    group.supervisor.stop(_core.StopPolicy(signal.SIGKILL, 0))
-    assert group.end().outcome == "stopped"
+    assert group.kill().outcome == "stopped"
     assert not any(isinstance(e, _core.FailureSeen) for e in group.events)
 
 
-def test_a_running_worker_cannot_be_replaced(group):
+@pytest.mark.parametrize(("replaces", "reason"), [(True, "local rank 0 "), (False, "replaced")])
+def test_a_running_worker_cannot_be_replaced(group, replaces, reason):
     spec = _core.ProcessSpec(0, SLEEP, env=dict(os.environ))
     with pytest.raises(_core.SupervisorError, match="no group"):
         group.supervisor.replace(spec)
-    group.start(SLEEP, replaces=True)
-    with pytest.raises(_core.SupervisorError, match="local rank 0 "):
+    group.start(SLEEP, replaces=replaces)
+    with pytest.raises(_core.SupervisorError, match=reason):
         group.supervisor.replace(spec)
-    group.supervisor.stop(_core.StopPolicy(signal.SIGKILL, 0))
-    group.end()
-
-
-def test_workers_of_a_group_started_without_replaces_cannot_be_replaced(group):
-    group.start(SLEEP)
-    with pytest.raises(_core.SupervisorError, match="replaced"):
-        group.supervisor.replace(_core.ProcessSpec(0, SLEEP, env=dict(os.environ)))
-    group.supervisor.stop(_core.StopPolicy(signal.SIGKILL, 0))
-    group.end()
+    group.kill()
 
 
 def test_a_failed_replacement_reports_the_reason(group):
@@ -95,8 +86,7 @@ def test_a_replacement_worker_has_its_own_heartbeats(group, tmp_path):
     group.until(_core.WorkerSwept)
     group.replace(0, python(BEATS, 8, fifo))
     assert steps() == [(0, 8)]
-    group.supervisor.stop(_core.StopPolicy(signal.SIGKILL, 0))
-    group.end()
+    group.kill()
 
 
 RAISES = """
@@ -115,8 +105,7 @@ def test_a_replacement_worker_reports_its_own_exception(group):
         group.until(_core.WorkerSwept)
         pid = group.replace(0, python(RAISES, name))
     assert group.until(_core.WorkerRaised).pid == pid
-    group.supervisor.stop(_core.StopPolicy(signal.SIGKILL, 0))
-    group.end()
+    group.kill()
 
 
 FORKED = """

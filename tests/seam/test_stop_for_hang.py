@@ -23,9 +23,10 @@ os.read(os.pipe()[0], 1)
 
 @pytest.fixture
 def beating(group):
-    """Return a function that starts one worker per step, and waits until each has sent its heartbeat."""
+    """Return a function that starts one watched worker per step, and waits for the heartbeat of each."""
 
     def start(*steps):
+        group.supervisor.watch_hangs(600.0)
         reader, writer = os.pipe()
         group.start(
             *([sys.executable, "-c", BEATS, str(step), str(writer)] for step in steps), pass_fds=[writer]
@@ -47,7 +48,6 @@ def suspects(group):
 
 
 def test_a_worker_that_lags_behind_is_reported_before_its_hang_limit(group, beating):
-    group.supervisor.watch_hangs(600.0)
     beating(8, 7, 8)
     group.supervisor.stop(POLICY, hung_for=0.0, hung_step=8)
     (told,) = suspects(group)
@@ -57,18 +57,15 @@ def test_a_worker_that_lags_behind_is_reported_before_its_hang_limit(group, beat
 
 @pytest.mark.parametrize(("hung_for", "step"), [(0.0, None), (10_000.0, 8)])
 def test_no_worker_is_blamed_without_evidence(group, beating, hung_for, step):
-    group.supervisor.watch_hangs(600.0)
     beating(8, 7)
     group.supervisor.stop(POLICY, hung_for=hung_for, hung_step=step)
     assert suspects(group) == []
 
 
 def test_a_stop_with_sigkill_does_not_wait_for_evidence(group, beating):
-    group.supervisor.watch_hangs(600.0)
     beating(7)
     group.supervisor.stop(POLICY, hung_for=0.0, hung_step=8)
-    group.supervisor.stop(_core.StopPolicy(signal.SIGKILL, 0.0))
-    assert group.end().outcome == "stopped"
+    assert group.kill().outcome == "stopped"
     # Either signal can have killed the worker.
     assert group.exitcodes()[0] in (-signal.SIGTERM, -signal.SIGKILL)
     assert [event.local_rank for event in group.events if isinstance(event, _core.WorkerHung)] == [0]

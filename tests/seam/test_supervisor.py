@@ -352,8 +352,7 @@ def test_the_nursery_process_keeps_a_guarded_connection_open_until_its_release(g
         with pytest.raises(OSError, match="connection") as refused:
             group.supervisor.guard_connection(1_000_000)
         assert refused.value.errno == errno.EBADF
-        group.supervisor.stop(_core.StopPolicy(signal.SIGKILL, 0.0))
-        group.end()
+        group.kill()
 
 
 def test_heartbeats_of_adopted_processes_are_watched(group):

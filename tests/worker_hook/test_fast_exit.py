@@ -95,8 +95,7 @@ EXITS = [
 @pytest.mark.parametrize("python", interpreters())
 def test_an_exit_with_a_code_is_not_torn_down(worker, python):
     for source, exitcode, is_torn_down in EXITS:
-        plain = worker.run(TORN_DOWN + source, hooked=False, python=python)
-        done = worker.run(TORN_DOWN + source, python=python)
+        plain, done = worker.both(TORN_DOWN + source, python=python)
         assert (done.returncode, plain.returncode) == (exitcode, exitcode), source
         assert ("torn down" in done.stdout) == is_torn_down, source
         assert done.stdout.replace("torn down\n", "") == plain.stdout.replace("torn down\n", ""), source
@@ -131,8 +130,8 @@ def test_the_exit_code_is_that_of_a_failed_flush(worker):
     os.close(1)
     raise ValueError
     """
-    plain = worker.run(TORN_DOWN + source, hooked=False).returncode
-    assert worker.run(TORN_DOWN + source).returncode == plain == 120
+    plain, done = worker.both(TORN_DOWN + source)
+    assert done.returncode == plain.returncode == 120
 
 
 def test_data_in_open_files_is_written(worker):

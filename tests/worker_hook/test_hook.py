@@ -50,6 +50,12 @@ class Worker:
         program.write_text(textwrap.dedent(source), encoding="utf-8")
         return self.command([python, *flags, str(program)], hooked=hooked, **env)
 
+    def both(
+        self, source: str, *flags: str, **how: str
+    ) -> tuple[subprocess.CompletedProcess[str], subprocess.CompletedProcess[str]]:
+        """Run a program without the hook, and then with it."""
+        return self.run(source, *flags, hooked=False, **how), self.run(source, *flags, **how)
+
     def command(
         self, argv: list[str], *, hooked: bool = True, **env: str
     ) -> subprocess.CompletedProcess[str]:
@@ -156,20 +162,24 @@ def test_the_record_contains_time_pid_and_writer(worker):
     assert ours["written_by"] == "hook"
 
 
-@pytest.mark.parametrize("source", ["def f(:\n", "import missing_module_of_nobody\n"])
-def test_errors_before_the_first_statement_are_recorded(worker, source):
+@pytest.mark.parametrize(
+    ("source", "end"),
+    [
+        ("def f(:\n", "SyntaxError: invalid syntax"),
+        ("import missing_module_of_nobody\n", "'missing_module_of_nobody'"),
+        (
+            "class Bad(Exception):\n def __str__(self): raise RuntimeError\nraise Bad",
+            "<exception str() failed>",
+        ),
+        (
+            "class PanicException(BaseException): pass\nraise PanicException('native')",
+            "PanicException: native",
+        ),
+    ],
+)
+def test_unusual_errors_are_recorded(worker, source, end):
     assert worker.run(source).returncode == 1
-    assert worker.callstack().rstrip().endswith(("SyntaxError: invalid syntax", "'missing_module_of_nobody'"))
-
-
-def test_an_exception_whose_str_fails_is_recorded(worker):
-    worker.run("class Bad(Exception):\n def __str__(self): raise RuntimeError\nraise Bad")
-    assert "Bad" in worker.callstack()
-
-
-def test_a_base_exception_is_recorded(worker):
-    worker.run("class PanicException(BaseException): pass\nraise PanicException('native')")
-    assert "PanicException: native" in worker.callstack()
+    assert worker.callstack().rstrip().endswith(end)
 
 
 @pytest.mark.parametrize(
@@ -185,8 +195,7 @@ def test_a_base_exception_is_recorded(worker):
     ],
 )
 def test_other_exits_keep_their_exit_code_and_record_nothing(worker, source, exitcode):
-    bare = worker.run(source, hooked=False)
-    hooked = worker.run(source)
+    bare, hooked = worker.both(source)
     assert hooked.returncode == bare.returncode == exitcode
     assert hooked.stderr == bare.stderr
     assert not worker.error_file.exists()
@@ -208,8 +217,8 @@ def test_a_chained_excepthook_keeps_working(worker):
         sys.excepthook = mine
         1 / 0
     """
-    bare = worker.run(source, hooked=False)
-    assert worker.run(source).stderr == bare.stderr
+    bare, hooked = worker.both(source)
+    assert hooked.stderr == bare.stderr
     assert "ZeroDivisionError" in worker.callstack()
 
 
@@ -262,8 +271,7 @@ OURS = ["atexit", "faulthandler"]
 def test_the_hook_does_not_change_the_state_of_the_interpreter(worker, python, pythonpath):
     env = {} if pythonpath is None else {"PYTHONPATH": pythonpath}
     states = []
-    for hooked in (False, True):
-        done = worker.run(STATE, "-X", "utf8", hooked=hooked, python=python, **env)
+    for done in worker.both(STATE, "-X", "utf8", python=python, **env):
         assert done.stderr == ""
         state = ast.literal_eval(done.stdout)
         state["modules"] = [name for name in state["modules"] if name not in OURS]
@@ -306,9 +314,9 @@ def test_the_flight_record_thread_starts_even_without_automatic_heartbeats(worke
 def test_the_import_finder_removes_itself_even_if_elasticrs_is_missing(worker, optimizers, python):
     optimizers.write_text("print(__spec__.loader.name, 'exec_module' in vars(__loader__))")
     source = f"import sys; sys.modules['elasticrs'] = None; import torch.optim.optimizer; {FINDERS}"
-    states = [worker.run(source, hooked=hooked, python=python, **WATCHED) for hooked in (False, True)]
-    assert states[0].stderr == states[1].stderr == ""
-    assert states[0].stdout == states[1].stdout
+    bare, hooked = worker.both(source, python=python, **WATCHED)
+    assert bare.stderr == hooked.stderr == ""
+    assert bare.stdout == hooked.stdout
 
 
 @pytest.mark.parametrize("how", ["-m", "-c", "stdin"])
@@ -335,8 +343,7 @@ def sitecustomize(worker: Worker, source: str) -> str:
 def test_the_users_sitecustomize_runs_with_its_own_name_and_path(worker, python):
     path = sitecustomize(worker, "import os\nprint('site', __name__, __file__, os.environ.get('PYTHONPATH'))")
     source = "import sitecustomize; print(sitecustomize.__file__, sitecustomize.__spec__.name)"
-    bare = worker.run(source, hooked=False, python=python, PYTHONPATH=path)
-    hooked = worker.run(source, python=python, PYTHONPATH=path)
+    bare, hooked = worker.both(source, python=python, PYTHONPATH=path)
     assert bare.stdout.count("sitecustomize.py") == 2
     assert (hooked.stdout, hooked.stderr) == (bare.stdout, bare.stderr)
 
@@ -346,15 +353,13 @@ def test_the_users_sitecustomize_runs_with_its_own_name_and_path(worker, python)
 )
 def test_errors_in_the_users_sitecustomize_behave_as_without_the_hook(worker, source):
     path = sitecustomize(worker, source)
-    bare = worker.run("print('main')", hooked=False, PYTHONPATH=path)
-    hooked = worker.run("print('main')", PYTHONPATH=path)
+    bare, hooked = worker.both("print('main')", PYTHONPATH=path)
     assert (hooked.stdout, hooked.stderr, hooked.returncode) == (bare.stdout, bare.stderr, bare.returncode)
 
 
 def test_system_exit_in_sitecustomize_only_adds_lines_to_the_traceback(worker):
     path = sitecustomize(worker, "raise SystemExit(3)")
-    bare = worker.run("print('main')", hooked=False, PYTHONPATH=path)
-    hooked = worker.run("print('main')", PYTHONPATH=path)
+    bare, hooked = worker.both("print('main')", PYTHONPATH=path)
     assert (hooked.stdout, hooked.returncode) == (bare.stdout, bare.returncode)
     assert set(bare.stderr.splitlines()) < set(hooked.stderr.splitlines())
 
@@ -375,8 +380,7 @@ def test_the_excepthook_of_the_users_sitecustomize_still_prints(worker):
 
 @pytest.mark.parametrize("flag", ["-I", "-E", "-S"])
 def test_an_isolated_interpreter_works_without_a_record(worker, flag):
-    bare = worker.run(FAILING, flag, hooked=False)
-    hooked = worker.run(FAILING, flag)
+    bare, hooked = worker.both(FAILING, flag)
     assert (hooked.stderr, hooked.returncode) == (bare.stderr, 1)
     assert not worker.error_file.exists()
 
@@ -461,17 +465,19 @@ def test_a_fatal_signal_writes_the_python_stack(worker, name):
     assert "in deep" in (worker.directory / "error.json.fault").read_text()
 
 
-@pytest.mark.parametrize("how", [("-X", "faulthandler"), ("-X", "dev"), ("PYTHONFAULTHANDLER=1",)])
-def test_a_faulthandler_enabled_by_the_user_is_kept(worker, how):
-    program = [sys.executable, *how] if how[0].startswith("-") else ["/usr/bin/env", *how, sys.executable]
-    done = worker.command([*program, "-c", CRASH.format("SIGSEGV")])
+@pytest.mark.parametrize(
+    ("flags", "env", "before"),
+    [
+        (["-X", "faulthandler"], {}, ""),
+        (["-X", "dev"], {}, ""),
+        ([], {"PYTHONFAULTHANDLER": "1"}, ""),
+        ([], {}, "import faulthandler; faulthandler.enable()\n"),
+    ],
+)
+def test_a_faulthandler_enabled_by_the_user_or_the_script_is_kept(worker, flags, env, before):
+    done = worker.run(before + CRASH.format("SIGSEGV"), *flags, **env)
     assert "in deep" in done.stderr
-    assert (worker.directory / "error.json.fault").read_text() == "", "it is for the agent's question alone"
-
-
-def test_a_faulthandler_enabled_by_the_script_replaces_that_of_the_hook(worker):
-    done = worker.run("import faulthandler; faulthandler.enable()\n" + CRASH.format("SIGSEGV"))
-    assert "in deep" in done.stderr
+    # The file is used only if the agent asks for the stacks.
     assert (worker.directory / "error.json.fault").read_text() == ""
 
 
