@@ -12,9 +12,8 @@ from collections.abc import Callable
 from functools import partial
 
 from elasticrs._engine.hangs import flight_record, stacks
-from elasticrs._engine.hangs.diagnose import diagnose, diagnose_nodes, observe
+from elasticrs._engine.hangs.diagnose import RankEvidence, diagnose, diagnose_nodes, observe
 from elasticrs._engine.hangs.node_evidence import encode
-from elasticrs._engine.hangs.values import RankEvidence
 from elasticrs._engine.supervise.failures.hang_diagnosis import limits
 
 ENTRIES = 200

@@ -4,7 +4,7 @@ import json
 import random
 from typing import NamedTuple
 
-from elasticrs._engine.hangs.values import RankEvidence
+from elasticrs._engine.hangs.diagnose import RankEvidence
 
 Operation = tuple[int, str, int]
 """Index of the group, name, number of elements."""

@@ -3,7 +3,8 @@
 import json
 from pathlib import Path
 
-from elasticrs._engine.hangs.values import NoRecord, RankEvidence
+from elasticrs._engine.hangs.diagnose import RankEvidence
+from elasticrs._engine.hangs.flight_record import NoRecord
 
 RECORDED = Path(__file__).resolve().parent / "recorded"
 

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from verdicts.desynchronised import EXIT, LOAD, SPIN, WORKER, Groups, Step
 
-from elasticrs._engine.hangs.values import NoRecord, RankEvidence
+from elasticrs._engine.hangs.diagnose import RankEvidence
+from elasticrs._engine.hangs.flight_record import NoRecord
 
 RECORDED = Path(__file__).resolve().parent / "recorded"
 

@@ -9,7 +9,7 @@ from diagnosis.test_simulated import SHAPES, simulated
 from diagnosis.test_stacks import REDUCE, STEP
 from elasticrs._engine.hangs.culprits import Basis, Blame, decide, decide_failure, out_of_line
 from elasticrs._engine.hangs.diagnose import diagnose
-from elasticrs._engine.hangs.values import NoRecord
+from elasticrs._engine.hangs.flight_record import NoRecord
 
 GROUNDS = ("stopped", "behind", "elsewhere", "apart", "oldest")
 

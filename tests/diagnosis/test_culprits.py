@@ -6,9 +6,10 @@ from hypothesis import strategies as st
 
 from diagnosis.model import dump, entry
 from diagnosis.test_stacks import LOADER, REDUCE, STEP, written
-from elasticrs._engine.hangs.diagnose import diagnose
+from elasticrs._engine.hangs.culprits import Confidence, Reason
+from elasticrs._engine.hangs.diagnose import RankEvidence, diagnose
+from elasticrs._engine.hangs.flight_record import NoRecord
 from elasticrs._engine.hangs.stacks import Frame
-from elasticrs._engine.hangs.values import Confidence, NoRecord, RankEvidence, Reason
 
 CERTAIN, LIKELY, POSSIBLE = Confidence.CERTAIN, Confidence.LIKELY, Confidence.POSSIBLE
 

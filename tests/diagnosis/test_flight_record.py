@@ -15,6 +15,7 @@ from diagnosis.recorded_evidence import recorded
 from elasticrs._engine.hangs import flight_record
 from elasticrs._engine.hangs.flight_record import (
     MAX_OPERATIONS,
+    Call,
     FlightRecordError,
     GroupSteps,
     RankRecord,
@@ -23,7 +24,6 @@ from elasticrs._engine.hangs.flight_record import (
     parse,
     plain,
 )
-from elasticrs._engine.hangs.values import Call
 
 REAL = recorded("skipped")[0].records[0]
 

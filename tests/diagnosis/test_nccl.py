@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from elasticrs._engine.hangs.diagnose import diagnose
+from elasticrs._engine.hangs.culprits import Confidence, Reason
+from elasticrs._engine.hangs.diagnose import RankEvidence, diagnose
 from elasticrs._engine.hangs.flight_record import parse
-from elasticrs._engine.hangs.values import Confidence, RankEvidence, Reason
 
 RECORDS = Path(__file__).resolve().parent / "nccl"
 NCCL, GLOO = "_dump_nccl_trace_json", "_dump_fr_trace_json"

@@ -11,15 +11,22 @@ from diagnosis.model import FAULTS, Run, job, mesh, program, with_fault
 from diagnosis.recorded_evidence import recorded
 from diagnosis.test_recorded import EXPECTED
 from elasticrs._engine.hangs.diagnose import diagnose, diagnose_nodes, judge, observe
-from elasticrs._engine.hangs.flight_record import GroupSteps, RankFacts, RankRecord, Step, Transfer
+from elasticrs._engine.hangs.flight_record import (
+    Call,
+    GroupSteps,
+    NoRecord,
+    RankFacts,
+    RankRecord,
+    Step,
+    Transfer,
+)
 from elasticrs._engine.hangs.node_evidence import (
     MAX_DECODED,
     MAX_STEPS,
-    NodeEvidenceError,
     decode,
     encode,
 )
-from elasticrs._engine.hangs.values import Call, Frame, NoRecord
+from elasticrs._engine.hangs.stacks import Frame
 
 LIMITS = {"max_bytes": 32 << 10, "max_steps": 200}
 NAMES = st.text(max_size=6)
@@ -168,8 +175,7 @@ def test_equal_ranks_add_little_to_the_encoded_size():
 
 @given(st.binary(max_size=60))
 def test_random_bytes_are_refused(data):
-    with pytest.raises(NodeEvidenceError):
-        decode(data)
+    assert decode(data) == []
 
 
 VALID = (
@@ -225,12 +231,10 @@ VALID = (
 def test_a_document_with_a_wrong_value_is_refused(old, new):
     assert len(decode(zlib.compress(VALID.encode()))) == 1
     assert old in VALID
-    with pytest.raises(NodeEvidenceError):
-        decode(zlib.compress(VALID.replace(old, new).encode()))
+    assert decode(zlib.compress(VALID.replace(old, new).encode())) == []
 
 
 def test_truncated_data_and_trailing_bytes_are_refused():
     whole = zlib.compress(VALID.encode())
     for data in (whole[:-1], whole + b"\0", b""):
-        with pytest.raises(NodeEvidenceError):
-            decode(data)
+        assert decode(data) == []

@@ -8,8 +8,7 @@ from diagnosis.recorded_evidence import recorded
 from diagnosis.test_culprits import DONE, OUTSIDE, WAITING, WAITS, calls, rank
 from elasticrs import _core
 from elasticrs._engine.hangs import diagnose as diagnosing
-from elasticrs._engine.hangs.diagnose import diagnose, ranks_text
-from elasticrs._engine.hangs.values import failed
+from elasticrs._engine.hangs.diagnose import diagnose, failed, ranks_text
 from elasticrs._engine.job.phrases import spans
 from elasticrs._engine.supervise.attempts.attempt import Attempt
 from elasticrs._engine.supervise.failures import hang_diagnosis

@@ -7,8 +7,8 @@ import pytest
 
 from diagnosis.recorded_evidence import RECORDED, recorded
 from diagnosis.recording import SCENARIOS
+from elasticrs._engine.hangs.culprits import Confidence, Reason
 from elasticrs._engine.hangs.diagnose import diagnose
-from elasticrs._engine.hangs.values import Confidence, Reason
 
 CERTAIN, LIKELY = Confidence.CERTAIN, Confidence.LIKELY
 

@@ -6,8 +6,9 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from diagnosis.model import FAULTS, Run, job, mesh, program, with_fault
+from elasticrs._engine.hangs.culprits import Confidence
 from elasticrs._engine.hangs.diagnose import diagnose
-from elasticrs._engine.hangs.values import Confidence, NoRecord
+from elasticrs._engine.hangs.flight_record import NoRecord
 
 SHAPES = [(3, 3), (3, 4), (4, 4), (5, 3), (1, 5), (1, 8), (2, 2), (2, 3), (1, 2)]
 

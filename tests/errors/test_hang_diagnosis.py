@@ -24,9 +24,9 @@ from elasticrs._engine.failures.files import (
     hang_file,
     last_record_file,
 )
-from elasticrs._engine.hangs.culprits import Basis, Blame
-from elasticrs._engine.hangs.flight_record import MAX_BYTES
-from elasticrs._engine.hangs.values import Confidence, Frame, MergedStack, NoRecord
+from elasticrs._engine.hangs.culprits import Basis, Blame, Confidence
+from elasticrs._engine.hangs.flight_record import MAX_BYTES, NoRecord
+from elasticrs._engine.hangs.stacks import Frame, MergedStack
 from elasticrs._engine.inside.error_file import write_whole
 from elasticrs._engine.supervise.attempts.attempt import Attempt
 from elasticrs._engine.supervise.failures import hang_diagnosis

@@ -9,9 +9,9 @@ from diagnosis.test_culprits import calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticrs._engine.hangs.diagnose import observe
+from elasticrs._engine.hangs.diagnose import RankEvidence, observe
+from elasticrs._engine.hangs.flight_record import NoRecord
 from elasticrs._engine.hangs.node_evidence import encode
-from elasticrs._engine.hangs.values import NoRecord, RankEvidence
 from elasticrs._engine.nodes.protocol import messages as m
 from elasticrs._engine.nodes.protocol.round_outcome import MAX_DIAGNOSIS
 from rendezvous.cluster import running

@@ -13,7 +13,8 @@ from typing import NamedTuple
 from helpers.forker import WORKERS, Forker
 from helpers.procs import HANG, wait_until
 
-from elasticrs._engine.hangs.values import NoRecord, RankEvidence
+from elasticrs._engine.hangs.diagnose import RankEvidence
+from elasticrs._engine.hangs.flight_record import NoRecord
 
 WORKER = WORKERS / "desynchronised.py"
 KINDS = ("missing", "dead", "order", "size", "groups")

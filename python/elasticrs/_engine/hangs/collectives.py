@@ -14,16 +14,48 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from elasticrs._engine.hangs.flight_record import DEFAULT_GROUP, GroupSteps, RankRecord
-from elasticrs._engine.hangs.values import NoRecord, Side, StuckCollective
+from elasticrs._engine.hangs.flight_record import DEFAULT_GROUP, GroupSteps, NoRecord, RankRecord
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from elasticrs._engine.hangs.values import Call
+    from elasticrs._engine.hangs.flight_record import Call
 
 _NEEDS_ALL_RANKS = frozenset(("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"))
+
+
+class Side(NamedTuple):
+    ranks: tuple[int, ...]
+    call: Call
+
+
+class StuckCollective(NamedTuple):
+    """A collective that at least one rank has called, and that has not completed on all ranks."""
+
+    backend: str
+    group: str
+    description: str
+    """Description that the program gave the group, such as ``tp``. May be empty."""
+    members: tuple[int, ...]
+    are_members_known: bool
+    seq: int
+    """Number of the collective in its group, starting at 1."""
+    operation: str
+    """Operation of most of the calling ranks, without the name of the backend."""
+    waiting: tuple[int, ...]
+    """Ranks whose first incomplete collective in the group is this one."""
+    absent: tuple[int, ...]
+    unknown: tuple[int, ...]
+    """Ranks whose flight records are missing or do not contain the group."""
+    sides: tuple[Side, ...] = ()
+    """The different calls to the collective, if they do not match. The call of most ranks comes first."""
+    usual: Call | None = None
+    """If the calls do not match: the call that groups of the same kind (such as other tensor-parallel groups)
+    made in its place.
+    """
+    late: tuple[int, ...] = ()
+    """Ranks whose devices have not started the collective, if most ranks' devices run it."""
 
 
 class Group(NamedTuple):
@@ -39,16 +71,10 @@ class Group(NamedTuple):
 class Matched(NamedTuple):
     stuck: tuple[StuckCollective, ...]
     """Collectives that have not completed, and those whose calls do not match."""
-    not_started: Mapping[StuckCollective, tuple[int, ...]]
-    """Ranks whose devices have not started a collective, for each collective that most ranks' devices run."""
     receiving: Mapping[int, tuple[int, ...]]
     """For each rank in a point-to-point operation: the peers that it waits for; empty if they are unknown."""
     no_record: Mapping[int, NoRecord]
     """Ranks without a usable record, including ranks whose records are outdated."""
-    usual: Mapping[StuckCollective, Call] = {}
-    """For each collective whose calls differ between ranks: the call that groups of the same kind (such as
-    other tensor-parallel groups) made in its place.
-    """
     progress: Mapping[int, tuple[int, ...]] = {}
     """For each rank: the number of collectives that it has called in each kind of process group. A kind is
     included only if its groups together contain each rank once, as in a mesh. Empty if a rank has no usable
@@ -67,22 +93,14 @@ def match(ranks: Mapping[int, RankRecord | NoRecord]) -> Matched:
         usable = {rank: record for rank, record in usable.items() if rank not in outdated}
         no_record |= dict.fromkeys(outdated, NoRecord.OUTDATED)
         groups = _groups(usable, world)
-    stuck: list[StuckCollective] = []
-    not_started, usual = {}, {}
     kinds = _kinds(groups)
-    for group in groups:
-        found = _stuck(group)
-        stuck += found
-        for collective in found:
-            late = _not_started(group, collective)
-            if late:
-                not_started[collective] = late
-            call = _usual_call(group, collective, kinds) if collective.sides else None
-            if call is not None:
-                usual[collective] = call
+    stuck = tuple(
+        collective._replace(late=_not_started(group, collective), usual=_usual_call(group, collective, kinds))
+        for group in groups
+        for collective in _stuck(group)
+    )
     progress = {} if no_record else _progress(kinds, world)
-    receiving = _receiving(usable, world)
-    return Matched(tuple(stuck), not_started, receiving, dict(sorted(no_record.items())), usual, progress)
+    return Matched(stuck, _receiving(usable, world), dict(sorted(no_record.items())), progress)
 
 
 # --- groups ---
@@ -148,6 +166,8 @@ def _usual_call(
     group's ranks differ. Only groups count whose earlier calls equal those of this group. Return ``None`` if
     there is no such group, if such groups made different calls, or if no rank of this group made their call.
     """
+    if not collective.sides:
+        return None
     before = {
         seq: step.call
         for track in group.tracks.values()

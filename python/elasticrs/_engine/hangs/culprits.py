@@ -34,23 +34,83 @@ import itertools
 from enum import Enum
 from typing import NamedTuple
 
+from elasticrs._engine.hangs.flight_record import NoRecord
 from elasticrs._engine.hangs.stacks import is_library, waits_for_ranks
-from elasticrs._engine.hangs.values import Confidence, Culprit, NoRecord, Reason
 from elasticrs._engine.job.phrases import ranks_text
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from elasticrs._engine.hangs.collectives import Matched
-    from elasticrs._engine.hangs.values import Call, Diagnosis, Frame, StuckCollective
+    from elasticrs._engine.hangs.collectives import Matched, StuckCollective
+    from elasticrs._engine.hangs.flight_record import Call
+    from elasticrs._engine.hangs.stacks import Frame, MergedStack
 
 _STOPPED = "stopped"
-_CONFIDENCES = list(Confidence)
 _MAX_PROGRESSES = 256
 """Maximum number of different values in ``Matched.progress``. More would take too long, because each pair of
 values is compared.
 """
+
+
+class Reason(str, Enum):
+    DID_NOT_ENTER = "did_not_enter"
+    """Other ranks wait in a collective that these ranks have not called."""
+    OTHER_OPERATION = "other_operation"
+    OTHER_SIZE = "other_size"
+    OTHER_TYPE = "other_type"
+    NOT_STARTED = "not_started"
+    """Most ranks' devices run a collective that these ranks' devices have not started."""
+    NO_RECORD = "no_record"
+    """Some of these ranks may be absent from a collective, but none of them has a record."""
+    OTHER_ORDER = "other_order"
+    """These ranks wait in one group for ranks that wait for them in another. They have probably skipped a
+    collective, or used the groups in a different order.
+    """
+    NO_PEER = "no_peer"
+    """Other ranks wait for these ranks in a point-to-point operation that these ranks have not called."""
+    OUTSIDE = "outside"
+
+
+class Confidence(str, Enum):
+    CERTAIN = "certain"
+    """The records of all ranks of the group confirm the choice."""
+    LIKELY = "likely"
+    """Some evidence is missing, or there are two explanations and the one with more ranks was chosen."""
+    POSSIBLE = "possible"
+
+
+class Culprit(NamedTuple):
+    """Ranks that other ranks are waiting for, or whose calls differ from those of the other ranks."""
+
+    ranks: tuple[int, ...]
+    reason: Reason
+    confidence: Confidence
+    collective: StuckCollective | None
+    """Collective in which other ranks are waiting, or in which the calls differ."""
+    called: Call | None = None
+    """Call that these ranks made, if it differs from the call of the majority; otherwise ``None``."""
+    expected: Call | None = None
+
+
+class Diagnosis(NamedTuple):
+    """Explanation of a hang or a failed collective, from the flight records and stacks of all ranks."""
+
+    summary: str
+    culprits: tuple[Culprit, ...]
+    """Ranks to blame, highest confidence first. Empty if the evidence points to no rank."""
+    candidates: tuple[int, ...]
+    """Ranks that may be to blame. Empty if a culprit is likely or certain, or if no rank waits."""
+    collectives: tuple[StuckCollective, ...]
+    """Collectives that have not completed. Those that explain the hang come first."""
+    no_record: Mapping[NoRecord, tuple[int, ...]]
+    stacks: tuple[MergedStack, ...]
+    """Distinct stacks, the most frequent first."""
+
+    def blamed(self) -> set[int]:
+        """Return the ranks to blame, except those that are only possible culprits."""
+        sure = (culprit for culprit in self.culprits if culprit.confidence is not Confidence.POSSIBLE)
+        return {rank for culprit in sure for rank in culprit.ranks}
 
 
 class Basis(str, Enum):
@@ -182,35 +242,23 @@ class _Search:
                 self._waits.setdefault(rank, []).append(index)
 
     def culprits(self) -> tuple[Culprit, ...]:
-        found: list[Culprit] = []
-        named: set[int] = set()
-
-        def add(culprits: Iterable[Culprit]) -> None:
-            for culprit in culprits:
-                ranks = tuple(rank for rank in culprit.ranks if rank not in named)
-                if ranks:
-                    found.append(culprit._replace(ranks=ranks))
-                    named.update(ranks)
-
-        add(self._with_other_calls())
-        if self._aborted:
-            add(self._aborted_ones())
-        else:
-            self._add_others(add, found)
-        found.sort(key=lambda culprit: (_CONFIDENCES.index(culprit.confidence), -_weight(culprit)))
+        others = self._aborted_ones() if self._aborted else self._others()
+        found = _distinct([*self._with_other_calls(), *others])
+        if not self._aborted and all(culprit.confidence is Confidence.POSSIBLE for culprit in found):
+            found = _distinct([*found, *self._out_of_line()])
+        confidences = list(Confidence)
+        found.sort(key=lambda culprit: (confidences.index(culprit.confidence), -_weight(culprit)))
         return tuple(found)
 
-    def _add_others(self, add: Callable[[Iterable[Culprit]], None], found: Sequence[Culprit]) -> None:
-        add(self._roots())
-        add(self._peers())
-        add(self._not_started())
+    def _others(self) -> Iterator[Culprit]:
+        yield from self._roots()
+        yield from self._peers()
+        yield from self._not_started()
         ends = [(stuck, self._ends_of(index)) for index, stuck in enumerate(self._matched.stuck)]
         unexplained = [stuck for stuck, end in ends if stuck.waiting and not end.has_root]
-        add(self._in_other_order([index for index, (_, end) in enumerate(ends) if not any(end)]))
-        add(self._without_record(unexplained))
-        add(self._outside(unexplained))
-        if all(culprit.confidence is Confidence.POSSIBLE for culprit in found):
-            add(self._out_of_line())
+        yield from self._in_other_order([index for index, (_, end) in enumerate(ends) if not any(end)])
+        yield from self._without_record(unexplained)
+        yield from self._outside(unexplained)
 
     # --- calls that do not match ---
 
@@ -221,7 +269,7 @@ class _Search:
             votes = self._votes(stuck)
             majority = max(stuck.sides, key=lambda side: votes[side.call])
             is_most = 2 * votes[majority.call] > sum(votes.values())
-            expected = majority.call if is_most else self._matched.usual.get(stuck)
+            expected = majority.call if is_most else stuck.usual
             if expected is None:
                 continue  # CUL-1
             is_certain = stuck.are_members_known and 2 * len(majority.ranks) > len(stuck.members)
@@ -312,8 +360,9 @@ class _Search:
             yield Culprit(tuple(free), Reason.NO_PEER, Confidence.LIKELY, None)
 
     def _not_started(self) -> Iterator[Culprit]:
-        for stuck, ranks in self._matched.not_started.items():
-            yield Culprit(ranks, Reason.NOT_STARTED, Confidence.LIKELY, stuck)
+        for stuck in self._matched.stuck:
+            if stuck.late:
+                yield Culprit(stuck.late, Reason.NOT_STARTED, Confidence.LIKELY, stuck)
 
     # --- chains of waiting ranks ---
 
@@ -431,6 +480,18 @@ class _Search:
             is_shown = len(waiting) + len(outside) == len(self._ranks)
             confidence = Confidence.LIKELY if is_shown else Confidence.POSSIBLE
             yield Culprit(outside, Reason.OUTSIDE, confidence, None)
+
+
+def _distinct(culprits: Iterable[Culprit]) -> list[Culprit]:
+    """Name each rank only once, for the first reason."""
+    found: list[Culprit] = []
+    named: set[int] = set()
+    for culprit in culprits:
+        ranks = tuple(rank for rank in culprit.ranks if rank not in named)
+        if ranks:
+            found.append(culprit._replace(ranks=ranks))
+            named.update(ranks)
+    return found
 
 
 def _circle(ahead: Mapping[int, Mapping[int, set[int]]], without: int | None = None) -> list[int]:

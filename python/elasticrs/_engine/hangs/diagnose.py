@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from typing import NamedTuple
+
 from elasticrs._engine.hangs.collectives import match, most_frequent
-from elasticrs._engine.hangs.culprits import blame
-from elasticrs._engine.hangs.flight_record import DEFAULT_GROUP, FlightRecordError, RankFacts, parse
-from elasticrs._engine.hangs.node_evidence import NodeEvidenceError, decode
+from elasticrs._engine.hangs.culprits import Confidence, Diagnosis, Reason, blame
+from elasticrs._engine.hangs.flight_record import DEFAULT_GROUP, FlightRecordError, NoRecord, RankFacts, parse
+from elasticrs._engine.hangs.node_evidence import decode
 from elasticrs._engine.hangs.stacks import line, main_thread, merge, place, program_frame
-from elasticrs._engine.hangs.values import Confidence, Diagnosis, NoRecord, Reason, failed
 from elasticrs._engine.job import phrases
 from elasticrs._engine.job.phrases import printable
 
@@ -15,8 +17,10 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
+    from elasticrs._engine.hangs.collectives import StuckCollective
+    from elasticrs._engine.hangs.culprits import Culprit
     from elasticrs._engine.hangs.flight_record import RankRecord
-    from elasticrs._engine.hangs.values import Culprit, Frame, RankEvidence, StuckCollective
+    from elasticrs._engine.hangs.stacks import Frame
 
 MAX_SPANS = 6
 
@@ -25,6 +29,7 @@ MAX_CULPRITS = 3
 """Maximum number of culprits that the paragraph describes, and of collectives without a known culprit."""
 
 _MAX_NODES = 3
+_MAX_ERROR = 200
 
 _WHY_NO_RECORD = {
     NoRecord.NO_TORCH: "torch is not imported",
@@ -39,9 +44,35 @@ _WHY_NO_RECORD = {
     NoRecord.OUTDATED: "the record is older than the others",
 }
 _LIKELIHOOD = {Confidence.CERTAIN: "", Confidence.LIKELY: "probably ", Confidence.POSSIBLE: "possibly "}
-
-
 _UNDECIDED = "the records do not show which is wrong"
+
+
+class RankEvidence(NamedTuple):
+    rank: int
+    node: str
+    records: tuple[bytes, ...] | NoRecord
+    """The rank's flight records, one for each backend, or the reason why there is no record."""
+    stacks: str | None = None
+    """Output of ``faulthandler`` or ``py-spy``; ``None`` if unknown."""
+    groups: Mapping[str, Sequence[int]] = {}
+    """Global ranks of the process groups that the rank has created. gloo's records do not contain them."""
+    has_raised: bool = False
+    """True if the program raised an exception before the record was taken. Torch has then also marked the
+    failed collective as retired.
+    """
+    frames: tuple[Frame, ...] = ()
+    """Frames of the main thread, innermost first, if ``stacks`` is ``None``. Empty if unknown."""
+
+
+def failed(error: Exception) -> Diagnosis:
+    """Return a diagnosis that says that a defect in elasticrs made the diagnosis fail."""
+    entry, place = error.__traceback__, ""
+    while entry is not None:
+        place = f" at {os.path.basename(entry.tb_frame.f_code.co_filename)}:{entry.tb_lineno}"
+        entry = entry.tb_next
+    why = printable(f"{type(error).__name__}: {error}")[:_MAX_ERROR]
+    summary = f"the diagnosis failed because of a defect in elasticrs ({why}{place})"
+    return Diagnosis(summary, (), (), (), {}, ())
 
 
 def observe(found: RankEvidence) -> RankFacts:
@@ -103,7 +134,7 @@ def diagnose_nodes(
         silent.clear()
 
     for index, (name, encoded) in enumerate(nodes):
-        found = {each.rank: each for each in _decoded(encoded) if first <= each.rank < world_size}
+        found = {each.rank: each for each in decode(encoded) if first <= each.rank < world_size}
         if not found:
             silent.append((name, index in finished))
             continue
@@ -127,13 +158,6 @@ def telling(facts: Iterable[RankFacts]) -> Diagnosis | None:
     except Exception as error:
         return failed(error)
     return diagnosis if diagnosis.culprits or diagnosis.collectives else None
-
-
-def _decoded(encoded: bytes | None) -> list[RankFacts]:
-    try:
-        return [] if encoded is None else decode(encoded)
-    except NodeEvidenceError:
-        return []  # Treat this node's invalid evidence as missing.
 
 
 def _parsed(found: RankEvidence) -> RankRecord | NoRecord:

@@ -15,17 +15,16 @@ NCCL's watchdog writes the same data as a pickle, which is never unpickled.
 from __future__ import annotations
 
 import json
+from enum import Enum
 from math import prod
 from typing import NamedTuple
-
-from elasticrs._engine.hangs.values import Call
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from typing import Any, NoReturn, TypeVar
 
-    from elasticrs._engine.hangs.values import Frame, NoRecord
+    from elasticrs._engine.hangs.stacks import Frame
 
     _T = TypeVar("_T")
 
@@ -78,6 +77,41 @@ _SAME_ON_ALL_RANKS = frozenset(("all_reduce", "all_gather", "reduce_scatter", "b
 
 _STATES = ("scheduled", "started", "completed")
 """Progress of an operation on its device, as far as torch has observed it."""
+
+
+class NoRecord(str, Enum):
+    NO_TORCH = "no_torch"
+    OFF = "off"
+    """The recorder is off (``TORCH_FR_BUFFER_SIZE=0``), or this version of torch has none."""
+    LATE = "late"
+    """The worker did not answer in time, for example because it holds the GIL."""
+    EXITED = "exited"
+    ABORTED = "aborted"
+    """A native thread may have aborted the worker. gloo aborts a rank that receives more than it expects,
+    which happens if the calls of the ranks differ. The aborted rank may be innocent.
+    """
+    RETURNED = "returned"
+    """The worker's program has returned, and its interpreter runs no more Python code."""
+    LOST_PEER = "lost_peer"
+    """The worker raised an exception that reports a lost peer, so it was waiting."""
+    LOST = "lost"
+    DAMAGED = "damaged"
+    OUTDATED = "outdated"
+    """The rank's record lacks a collective that other ranks have completed and that needs this rank."""
+
+
+class Call(NamedTuple):
+    """Properties of a rank's call to a collective that must be the same on all ranks."""
+
+    operation: str
+    elements: int | None = None
+    """Number of elements of the input; ``None`` if ranks may pass different numbers."""
+    dtypes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.elements is None:
+            return self.operation
+        return f"{self.operation} of {self.elements:,} {'/'.join(dict.fromkeys(self.dtypes))}".rstrip()
 
 
 class FlightRecordError(ValueError):
@@ -175,8 +209,14 @@ def _fail(where: str) -> NoReturn:
     raise FlightRecordError(where)
 
 
-def _of(kind: type[_T], value: object, where: str) -> _T:
+def of_type(kind: type[_T], value: object, where: str = "value") -> _T:
     if type(value) is not kind:
+        _fail(where)
+    return value
+
+
+def number(value: object, where: str = "value") -> int:
+    if type(value) is not int or not 0 <= value < MAX_NUMBER:
         _fail(where)
     return value
 
@@ -188,21 +228,14 @@ def _text(record: dict[str, Any], field: str) -> str:
     return value
 
 
-def _number(record: dict[str, Any], field: str) -> int:
-    value = record.get(field)
-    if type(value) is not int or not 0 <= value < MAX_NUMBER:
-        _fail(field)
-    return value
-
-
 def _members(config: object) -> dict[str, tuple[int, ...]]:
     """Parse the ranks of each named group, which the record contains as text, such as ``[0, 1]``.
 
     Records of gloo have only one group, which has no name, and whose ranks are not global.
     """
     members = {}
-    for name, raw in _of(dict, config, "pg_config").items():
-        group = _of(dict, raw, "pg_config")
+    for name, raw in of_type(dict, config, "pg_config").items():
+        group = of_type(dict, raw, "pg_config")
         if name and type(name) is str and group.get("name") == name:
             text = group.get("ranks")
             if type(text) is not str or not (text.startswith("[") and text.endswith("]")):
@@ -231,16 +264,16 @@ class _Reader:
         self._is_truncated = False
 
     def read(self, decoded: object) -> None:
-        record = _of(dict, decoded, "the record")
+        record = of_type(dict, decoded, "the record")
         if _text(record, "version").partition(".")[0] != _MAJOR:
             _fail("version")
-        entries = _of(list, record.get("entries", []), "entries")  # Torch omits `entries` if it is empty.
+        entries = of_type(list, record.get("entries", []), "entries")  # Torch omits `entries` if it is empty.
         if len(entries) > MAX_ENTRIES:
             _fail(f"{len(entries)} entries")
         for entry in entries:
-            self._read_entry(_of(dict, entry, "entries"))
+            self._read_entry(of_type(dict, entry, "entries"))
         # Older entries were overwritten if torch's buffer was full.
-        self._is_truncated |= bool(entries) and _number(entries[0], "record_id") > 0
+        self._is_truncated |= bool(entries) and number(entries[0].get("record_id"), "record_id") > 0
         self._members = {**_members(record.get("pg_config", {})), **self._members}
 
     def _read_entry(self, entry: dict[str, Any]) -> None:
@@ -257,14 +290,14 @@ class _Reader:
             _fail("state")
         call, seq, group_id = (
             self._call(entry, operation),
-            _number(entry, "collective_seq_id"),
-            _number(entry, "pg_id"),
+            number(entry.get("collective_seq_id"), "collective_seq_id"),
+            number(entry.get("pg_id"), "pg_id"),
         )
         # An operation is retired if torch no longer tracks it. Gloo has no device events, so its operations
         # only become retired. With other backends, one that is retired but not completed has timed out.
-        is_retired = _of(bool, entry.get("retired"), "retired")
+        is_retired = of_type(bool, entry.get("retired"), "retired")
         is_complete = state == "completed" or (is_retired and backend == "gloo")
-        if _of(bool, entry.get("is_p2p", False), "is_p2p"):
+        if of_type(bool, entry.get("is_p2p", False), "is_p2p"):
             if not is_complete:
                 self._transfers[Transfer(name, description, _peer(operation))] = None
             return

@@ -2,8 +2,8 @@
 
 - **NODE-1** An encoding never exceeds the requested number of bytes. If necessary, the earliest collectives
   and the outermost stack frames are left out.
-- **NODE-2** For any input, :func:`decode` returns facts whose fields have the declared types, or raises
-  :class:`NodeEvidenceError`. :data:`MAX_DECODED` and :data:`MAX_STEPS` limit its time and memory.
+- **NODE-2** For any input, :func:`decode` returns only facts whose fields have the declared types.
+  :data:`MAX_DECODED` and :data:`MAX_STEPS` limit its time and memory.
 """
 
 from __future__ import annotations
@@ -12,8 +12,19 @@ import json
 import zlib
 from itertools import groupby
 
-from elasticrs._engine.hangs.flight_record import GroupSteps, RankFacts, RankRecord, Step, Transfer
-from elasticrs._engine.hangs.values import Call, Frame, NoRecord
+from elasticrs._engine.hangs.flight_record import (
+    MAX_NUMBER,
+    Call,
+    GroupSteps,
+    NoRecord,
+    RankFacts,
+    RankRecord,
+    Step,
+    Transfer,
+    number,
+    of_type,
+)
+from elasticrs._engine.hangs.stacks import Frame
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -33,12 +44,7 @@ MAX_FRAMES = 48
 """Maximum number of frames to encode per stack. The innermost frames are kept."""
 
 _FEWEST_FRAMES = 12
-_MAX_NUMBER = 1 << 63
 _COMPLETE, _STARTED = 1, 2
-
-
-class NodeEvidenceError(ValueError):
-    """The bytes are not valid evidence."""
 
 
 # --- encoding ---
@@ -146,26 +152,23 @@ def _ranges(ranks: Sequence[int]) -> list[list[int]]:
 # --- decoding ---
 
 
-def decode(encoded: bytes) -> list[RankFacts]:
-    """Decode facts. Raise :class:`NodeEvidenceError` if the bytes are invalid or exceed a limit."""
+def decode(encoded: bytes | None) -> list[RankFacts]:
+    """Decode facts. Return none if they are missing, invalid, or exceed a limit."""
     try:
-        return _Decoder(_document(encoded)).facts()
+        return [] if encoded is None else _Decoder(_document(encoded)).facts()
     # The decoder relies on Python's exceptions for missing keys, wrong lengths, and indexes out of range.
-    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
-        raise NodeEvidenceError(f"{type(error).__name__}: {error}") from error
+    except (zlib.error, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
+        return []  # Another node may have another version. Treat its evidence as missing.
 
 
 def _document(encoded: bytes) -> dict[str, Any]:
     stream = zlib.decompressobj()
-    try:
-        text = stream.decompress(encoded, MAX_DECODED)
-    except zlib.error as error:
-        raise NodeEvidenceError(str(error)) from error
+    text = stream.decompress(encoded, MAX_DECODED)
     if not stream.eof or stream.unused_data:
-        raise NodeEvidenceError(f"not a complete zlib stream of at most {MAX_DECODED} decompressed bytes")
-    document = json.loads(text)
-    if type(document) is not dict or document.get("version") != VERSION:
-        raise NodeEvidenceError("unknown version")
+        raise ValueError(f"not a complete zlib stream of at most {MAX_DECODED} decompressed bytes")
+    document = of_type(dict, json.loads(text))
+    if document.get("version") != VERSION:
+        raise ValueError("unknown version")
     return document
 
 
@@ -176,34 +179,34 @@ class _Decoder:
         self._document = document
         self._steps = self._members = 0
         self._made: dict[tuple[int, int], Step] = {}
-        self._node = _of(str, document["node"])
-        self._files = [_of(str, file) for file in _of(list, document["files"])]
+        self._node = _str(document["node"])
+        self._files = [_str(file) for file in _list(document["files"])]
         self._calls = [
             Call(
-                _of(str, operation),
-                None if elements is None else _count(elements),
-                tuple(_of(str, name) for name in _of(list, dtypes)),
+                _str(operation),
+                None if elements is None else number(elements),
+                tuple(_str(name) for name in _list(dtypes)),
             )
-            for operation, elements, dtypes in _of(list, document["calls"])
+            for operation, elements, dtypes in _list(document["calls"])
         ]
-        self._records = [self._record(*_of(list, record)) for record in _of(list, document["records"])]
+        self._records = [self._record(*_list(record)) for record in _list(document["records"])]
         self._stacks = [
             tuple(
-                Frame(_at(self._files, file), _count(line), _of(str, function))
-                for file, line, function in _of(list, stack)
+                Frame(_at(self._files, file), number(line), _str(function))
+                for file, line, function in _list(stack)
             )
-            for stack in _of(list, document["stacks"])
+            for stack in _list(document["stacks"])
         ]
 
     def facts(self) -> list[RankFacts]:
         return [
             RankFacts(
-                _count(rank),
+                number(rank),
                 self._node,
                 NoRecord(record) if type(record) is str else _at(self._records, record),
                 () if stack is None else _at(self._stacks, stack),
             )
-            for rank, record, stack in _of(list, self._document["ranks"])
+            for rank, record, stack in _list(self._document["ranks"])
         ]
 
     def _record(
@@ -211,62 +214,62 @@ class _Decoder:
     ) -> RankRecord:
         return RankRecord(
             {
-                (_of(str, backend), _of(str, name)): GroupSteps(_of(str, description), self._steps_of(runs))
-                for backend, name, description, runs in _of(list, groups)
+                (_str(backend), _str(name)): GroupSteps(_str(description), self._steps_of(runs))
+                for backend, name, description, runs in _list(groups)
             },
-            {_of(str, name): self._ranks_of(ranks) for name, ranks in _of(list, members)},
+            {_str(name): self._ranks_of(ranks) for name, ranks in _list(members)},
             tuple(
-                Transfer(_of(str, group), _of(str, description), None if peer is None else _count(peer))
-                for group, description, peer in _of(list, transfers)
+                Transfer(_str(group), _str(description), None if peer is None else number(peer))
+                for group, description, peer in _list(transfers)
             ),
-            _of(bool, is_truncated),
-            _of(bool, has_raised),
+            of_type(bool, is_truncated),
+            of_type(bool, has_raised),
         )
 
     def _steps_of(self, runs: Any) -> dict[int, Step]:
         steps: dict[int, Step] = {}
-        for first, count, call, flags in _of(list, runs):
+        for first, count, call, flags in _list(runs):
             step = self._made.get((call, flags))
             if step is None:
-                made = _at(self._calls, call), bool(_count(flags) & _COMPLETE), bool(flags & _STARTED)
+                made = (
+                    _at(self._calls, call),
+                    bool(number(flags) & _COMPLETE),
+                    bool(flags & _STARTED),
+                )
                 step = self._made[call, flags] = Step(*made)
-            if not (type(first) is type(count) is int and 0 <= first < _MAX_NUMBER and count > 0):
-                raise NodeEvidenceError(f"{first!r:.40} and {count!r:.40} are not a range of collectives")
+            if not (type(first) is type(count) is int and 0 <= first < MAX_NUMBER and count > 0):
+                raise ValueError(f"{first!r:.40} and {count!r:.40} are not a range of collectives")
             self._steps += count
             if self._steps > MAX_STEPS:
-                raise NodeEvidenceError(f"more than {MAX_STEPS} collectives")
+                raise ValueError(f"more than {MAX_STEPS} collectives")
             if count == 1:
                 steps[first] = step
             else:
                 steps.update(dict.fromkeys(range(first, first + count), step))
         if not steps:
-            raise NodeEvidenceError("a group has no collectives")
+            raise ValueError("a group has no collectives")
         return steps
 
     def _ranks_of(self, ranges: Any) -> tuple[int, ...]:
         found: list[int] = []
-        for first, last, step in _of(list, ranges):
-            if _count(step) == 0 or _count(last) < _count(first) or (found and first <= found[-1]):
-                raise NodeEvidenceError("the members of a group are not in ascending order")
+        for first, last, step in _list(ranges):
+            if number(step) == 0 or number(last) < number(first) or (found and first <= found[-1]):
+                raise ValueError("the members of a group are not in ascending order")
             ranks = range(first, last + 1, step)
             self._members += len(ranks)
             if self._members > MAX_DECODED:
-                raise NodeEvidenceError(f"more than {MAX_DECODED} members")
+                raise ValueError(f"more than {MAX_DECODED} members")
             found += ranks
         return tuple(found)
 
 
-def _of(kind: type[_T], value: Any) -> _T:
-    if type(value) is not kind:
-        raise NodeEvidenceError(f"{value!r:.40} is not a {kind.__name__}")
-    return value
+def _list(value: Any) -> list[Any]:
+    return of_type(list, value)
 
 
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < _MAX_NUMBER:
-        raise NodeEvidenceError(f"{value!r:.40} is not a count")
-    return value
+def _str(value: Any) -> str:
+    return of_type(str, value)
 
 
 def _at(table: Sequence[_T], index: Any) -> _T:
-    return table[_count(index)]
+    return table[number(index)]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import re
+from typing import NamedTuple
 
-from elasticrs._engine.hangs.values import Frame, MergedStack
 from elasticrs._engine.job.failure_cause import LIBRARIES
 from elasticrs._engine.job.phrases import printable
 
@@ -30,6 +30,18 @@ _HEADER = re.compile(r"(Current thread|Thread) 0x.*\(most recent call first\):")
 _WRAPPER = "/torch/distributed/c10d_logger.py"
 _WAITING = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_collectives.py")
 """Path suffixes of the files whose functions wait for other ranks."""
+
+
+class Frame(NamedTuple):
+    file: str
+    line: int
+    function: str
+
+
+class MergedStack(NamedTuple):
+    ranks: tuple[int, ...]
+    frames: tuple[Frame, ...]
+    """Frames that these ranks share, innermost first."""
 
 
 def main_thread(text: str) -> tuple[Frame, ...]:

@@ -140,7 +140,7 @@ def _cause_of(view: View, head: Head, cause: dict[str, Any], rank: int) -> dict[
     """Return the cause to report if flight records blame ``rank``: the hang that a node has reported for it,
     or a new cause with its node and local rank. Return ``cause`` unchanged if these are unknown.
     """
-    from elasticrs._engine.hangs.node_evidence import NodeEvidenceError, decode
+    from elasticrs._engine.hangs.node_evidence import decode
 
     kept = ("round", "time_ns", "error_ns", "ground", "silence")
     shared = {name: cause[name] for name in kept if name in cause}
@@ -151,9 +151,8 @@ def _cause_of(view: View, head: Head, cause: dict[str, Any], rank: int) -> dict[
         return min(hung, key=lambda each: each[0])[1]
     end, silent = 0, []
     for group_rank, seat in enumerate(view.seats):
-        try:
-            ranks = [found.rank for found in decode(view.evidence_of(group_rank) or b"")]
-        except NodeEvidenceError:
+        ranks = [found.rank for found in decode(view.evidence_of(group_rank))]
+        if not ranks:
             silent.append(group_rank)
             continue  # This node has sent no usable evidence.
         if rank < min(ranks, default=0):

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
     from elasticrs._core import Heartbeat, WorkerExited, WorkerHung, WorkerReplaced
     from elasticrs._engine.gpus.xids import Xid
-    from elasticrs._engine.hangs.culprits import Blame
-    from elasticrs._engine.hangs.values import Diagnosis
+    from elasticrs._engine.hangs.culprits import Blame, Diagnosis
     from elasticrs._engine.job.failure_cause import Cause
     from elasticrs._engine.job.restart_policy import RestartSettings
     from elasticrs._engine.workers.node_page import Met

@@ -272,7 +272,7 @@ class SeveralNodes(Decisions):
             return attempt.files.run(partial(node_evidence, attempt, is_hang=self._gathers_evidence), None)
         # An error in the diagnosis code must not end the job without a report.
         except Exception as error:
-            from elasticrs._engine.hangs.values import failed
+            from elasticrs._engine.hangs.diagnose import failed
 
             self._console.say(failed(error).summary)
             return None

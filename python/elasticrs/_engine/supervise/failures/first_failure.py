@@ -125,7 +125,7 @@ def why_expired(attempt: Attempt, local_rank: int) -> str | None:
         return why_blamed(attempt, event, local_rank)
     # An error in the code that writes this text must not end the job without a report.
     except Exception as error:
-        from elasticrs._engine.hangs.values import failed
+        from elasticrs._engine.hangs.diagnose import failed
 
         return f"{'failed' if event.hung is None else 'hung'}; {failed(error).summary}"
 

@@ -23,11 +23,10 @@ from elasticrs._engine.failures.files import (
     hang_file,
 )
 from elasticrs._engine.hangs.culprits import decide, decide_failure, shows_waiting
-from elasticrs._engine.hangs.diagnose import observe, telling
-from elasticrs._engine.hangs.flight_record import MAX_BYTES, MAX_NAME
+from elasticrs._engine.hangs.diagnose import RankEvidence, observe, telling
+from elasticrs._engine.hangs.flight_record import MAX_BYTES, MAX_NAME, NoRecord
 from elasticrs._engine.hangs.node_evidence import encode
-from elasticrs._engine.hangs.stacks import MAX_TEXT, abort, frame_of, short, threads
-from elasticrs._engine.hangs.values import Frame, NoRecord, RankEvidence
+from elasticrs._engine.hangs.stacks import MAX_TEXT, Frame, abort, frame_of, short, threads
 from elasticrs._engine.inside.flight import MAX_ENTRIES
 from elasticrs._engine.job.phrases import how_it_ended, printable, ranks_text
 
@@ -36,9 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from elasticrs._core import Heartbeat, RankSeen, WorkerExited, WorkerHung
-    from elasticrs._engine.hangs.culprits import Blame
+    from elasticrs._engine.hangs.culprits import Blame, Diagnosis
     from elasticrs._engine.hangs.flight_record import RankFacts
-    from elasticrs._engine.hangs.values import Diagnosis
     from elasticrs._engine.supervise.attempts.attempt import Attempt
     from elasticrs._engine.workers.event_log import Overdue
 

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any, Protocol
 
-    from elasticrs._engine.hangs.culprits import Blame
-    from elasticrs._engine.hangs.values import Diagnosis
+    from elasticrs._engine.hangs.culprits import Blame, Diagnosis
     from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.process.console import Console
     from elasticrs._engine.supervise.observe.observer import Observer
@@ -420,7 +419,7 @@ class AttemptTracker:
             explain()
         # An error in the diagnosis code must not end the job without a report.
         except Exception as error:
-            from elasticrs._engine.hangs.values import failed
+            from elasticrs._engine.hangs.diagnose import failed
 
             attempt.diagnosis = failed(error)
             self._console.say(attempt.diagnosis.summary)
