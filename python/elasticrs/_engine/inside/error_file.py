@@ -14,18 +14,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _NOTICE_PART = 2000
-"""Maximum number of bytes in each of the two parts of a notice to the agent.
-
-The agent reads at most 4096 bytes.
+"""Maximum number of bytes in each of the two parts of a notice to the agent. The agent reads at most 4096
+bytes.
 """
 
 _CODEC = ("utf-8", "backslashreplace")
 """Text encoding, and the error handler for lone surrogates, which UTF-8 cannot encode."""
 
 _MAX_CAUSES, _MAX_FRAMES = 4, 20
-"""Maximum number of causes in a notice to the agent, and of frames of each exception.
-
-The innermost frames are kept.
+"""Maximum number of causes in a notice to the agent, and of frames of each exception. The innermost frames
+are kept.
 """
 
 _MAX_MEMBERS = 100
@@ -91,9 +89,8 @@ _LOCAL_CALLERS = ("torch.nn.modules.", "torch.nn.functional")
 
 
 def error_document(error: BaseException, written_by: str, at_ns: "int | None" = None) -> str:
-    """Return the content of the error file for an exception.
-
-    ``at_ns`` is the time of the exception in monotonic nanoseconds; ``None`` for the current time.
+    """Return the content of the error file for an exception. ``at_ns`` is the time of the exception in
+    monotonic nanoseconds; ``None`` for the current time.
     """
     import json
     import traceback
@@ -217,9 +214,8 @@ def representative(error: BaseException) -> "tuple[BaseException, types.Tracebac
 
 
 def _innermost(error: BaseException) -> "list[tuple[BaseException, types.TracebackType | None]]":
-    """Return the innermost members of an exception group, with their tracebacks.
-
-    Return any other exception itself.
+    """Return the innermost members of an exception group, with their tracebacks. Return any other exception
+    itself.
     """
     found: list[tuple[BaseException, types.TracebackType | None]] = []
     pending: list[tuple[BaseException, types.TracebackType | None]] = [(error, error.__traceback__)]
@@ -247,9 +243,8 @@ def _is_one_of(error: BaseException, names: "frozenset[str]") -> bool:
 
 
 def _is_transient(error: BaseException, depth: int = 0) -> bool:
-    """Return true if an exception reports a lost connection or timeout.
-
-    Its cause, or all members of a group, may do so instead.
+    """Return true if an exception reports a lost connection or timeout. Its cause, or all members of a group,
+    may do so instead.
     """
     if depth > _MAX_DEPTH:
         return False
@@ -282,7 +277,6 @@ def _related(
     error: BaseException, *, with_context: bool = True, with_suppressed: bool = False
 ) -> "Iterator[BaseException]":
     """Yield an exception, its causes, its group's members, and contexts (exceptions that were being handled).
-
     ``with_suppressed`` includes contexts that ``raise … from`` has suppressed.
     """
     pending: list[BaseException | None] = [error]
@@ -300,9 +294,8 @@ def _related(
 
 
 def write_whole(path: str, text: str) -> None:
-    """Replace the file ``path`` atomically.
-
-    If it cannot or must not be replaced, as a device, write to it in place.
+    """Replace the file ``path`` atomically. If it cannot or must not be replaced, as a device, write to it in
+    place.
     """
     if not may_be_replaced(path):
         _write(path, text)
@@ -324,10 +317,8 @@ def may_be_replaced(path: str) -> bool:
 
 
 def write_uncaught(path: str, error: BaseException, at_ns: int) -> None:
-    """Write the error file for an uncaught exception, unless an existing error file must be kept.
-
-    ``at_ns`` is the time of the exception, not of the writing, because the agent may stop the other ranks in
-    between.
+    """Write the error file for an uncaught exception, unless an existing error file must be kept. ``at_ns``
+    is the time of the exception, not of the writing, because the agent may stop the other ranks in between.
     """
     if not _is_kept(path, error):
         write_whole(path, error_document(error, "hook", at_ns))
@@ -335,9 +326,8 @@ def write_uncaught(path: str, error: BaseException, at_ns: int) -> None:
 
 
 def keep_flight_record(error: BaseException) -> None:
-    """Write torch's flight record (its list of recent collectives) if the exception reports a lost peer.
-
-    Call this last, because the agent needs the notice and the error file more.
+    """Write torch's flight record (its list of recent collectives) if the exception reports a lost peer. Call
+    this last, because the agent needs the notice and the error file more.
     """
     flight = sys.modules.get("elasticrs._engine.inside.flight")
     if flight is not None and origin(error) == "peer":
@@ -374,9 +364,8 @@ def _may_follow_from_peer(error: BaseException) -> bool:
 
 
 def _may_be_of_collective(error: BaseException) -> bool:
-    """Return true if native code that may have waited for another rank raised this ``RuntimeError``.
-
-    Torch raises a ``RuntimeError`` for most errors of its backends, for example in ``backward``.
+    """Return true if native code that may have waited for another rank raised this ``RuntimeError``. Torch
+    raises a ``RuntimeError`` for most errors of its backends, for example in ``backward``.
     """
     kind = type(error)
     if not isinstance(error, RuntimeError) or (kind.__module__ == "builtins" and kind is not RuntimeError):
@@ -400,18 +389,16 @@ def _is_raise_statement(entry: "types.TracebackType") -> bool:
 
 
 def give_notice(name: str, error: BaseException, at_ns: "int | None" = None) -> None:
-    """Tell the agent, through its abstract socket ``name``, that an uncaught exception ends this process.
-
-    The agent can then stop the other ranks and report the exception without reading a file.
+    """Tell the agent, through its abstract socket ``name``, that an uncaught exception ends this process. The
+    agent can then stop the other ranks and report the exception without reading a file.
     """
     at_ns = time.monotonic_ns() if at_ns is None else at_ns
     _send(name, at_ns, _notice_text(error), origin(error))
 
 
 def give_notice_of_exit(name: str, code: str, of: str, at_ns: int) -> None:
-    """Tell the agent that the program ends by ``sys.exit``.
-
-    ``of`` is the :func:`origin` of the exception that it was handling.
+    """Tell the agent that the program ends by ``sys.exit``. ``of`` is the :func:`origin` of the exception
+    that it was handling.
     """
     text = "Traceback (most recent call last):\nSystemExit: %s\n" % code[: _NOTICE_PART // 2]  # noqa: UP031
     _send(name, at_ns, text, of)
@@ -434,9 +421,8 @@ def _send(name: str, at_ns: int, text: str, of: str) -> None:
 
 
 def _notice_text(error: BaseException) -> str:
-    """Return the exception's innermost frames, and the start and the end of its text.
-
-    The text may be long, because it can contain another traceback.
+    """Return the exception's innermost frames, and the start and the end of its text. The text may be long,
+    because it can contain another traceback.
     """
     told, frames, _ = representative(error)
     said = _said(told).encode(*_CODEC)
@@ -451,9 +437,8 @@ def _notice_text(error: BaseException) -> str:
 
 
 def _stacks(error: BaseException, frames: "types.TracebackType | None") -> "list[str]":
-    """Return the tracebacks of an exception and its causes, without source lines and the exception's text.
-
-    Do not use :mod:`traceback`. Its import is slow, and it reads source files, which may be on a hung disk.
+    """Return the tracebacks of an exception and its causes, without source lines and the exception's text. Do
+    not use :mod:`traceback`. Its import is slow, and it reads source files, which may be on a hung disk.
     """
     stacks = [_stack(error, frames)]
     for _ in range(_MAX_CAUSES):

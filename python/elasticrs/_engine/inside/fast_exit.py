@@ -26,9 +26,8 @@ def is_enabled() -> bool:
 
 
 def leave(status: int) -> None:
-    """Flush all files and exit at once.
-
-    Return if a file cannot be flushed, so that the interpreter reports the error.
+    """Flush all files and exit at once. Return if a file cannot be flushed, so that the interpreter reports
+    the error.
     """
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not getattr(stream, "closed", False):
@@ -43,9 +42,8 @@ def leave(status: int) -> None:
 
 
 def keep_operators() -> None:
-    """Tell torch not to unregister its operators at exit.
-
-    That takes long and is useless, because the process ends.
+    """Tell torch not to unregister its operators at exit. That takes long and is useless, because the process
+    ends.
     """
     unregister = getattr(sys.modules.get("torch.library"), "_del_library", None)
     if unregister is None:
@@ -73,7 +71,6 @@ def leave_after_callbacks(status: int) -> None:
 
 def written_files() -> "set[int]":
     """Return the descriptors of files and pipes that are open for writing, but for the standard streams.
-
     Without such a descriptor, no object can hold unwritten data. Leave out ``.fault`` files, which belong to
     the hook, because no Python file object writes to them.
     """
@@ -99,7 +96,7 @@ def _finish_files() -> None:
     import gc
     from _io import BufferedRandom, BufferedWriter, TextIOWrapper, _IOBase, _RawIOBase
 
-    gc.unfreeze()  # A warm nursery has frozen the objects of the modules that it imported.
+    gc.unfreeze()  # A warm nursery, which preloads modules and forks workers, freezes the modules' objects.
     temporary = getattr(sys.modules.get("tempfile"), "_TemporaryFileWrapper", TextIOWrapper)
     native = (TextIOWrapper, BufferedWriter, BufferedRandom)
     ranked: list[list[Any]] = [[], [], []]

@@ -80,9 +80,8 @@ def _answer(requests: str, record: str) -> None:
 
 
 def keep_record() -> None:
-    """Write the flight record of a program that ends because it has lost a peer.
-
-    The agent requests this record, but the process may exit before the thread can answer.
+    """Write the flight record of a program that ends because it has lost a peer. The agent requests this
+    record, but the process may exit before the thread can answer.
     """
     if _owner != os.getpid():
         return  # The thread does not run, so the agent does not monitor this process.
@@ -154,9 +153,8 @@ def flight_document() -> str:
 
 
 def _stack() -> list[tuple[str, int, str]]:
-    """Return file, line and function of each frame of the main thread, innermost first.
-
-    Return nothing if the main thread is unknown.
+    """Return file, line and function of each frame of the main thread, innermost first. Return nothing if the
+    main thread is unknown.
     """
     # Do not import `threading`: it takes the thread that first imports it for the main thread.
     threading: Any = sys.modules.get("threading")

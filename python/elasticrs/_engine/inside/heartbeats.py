@@ -28,9 +28,8 @@ _UNLIMITED = 2**64 - 1
 _GLOBAL = 2**63
 """Bit of the step word in the shared page. It is set if the program's step numbers go on after a restart."""
 _AUTOMATIC = 2**62
-"""Bit of the step word in the shared page.
-
-It is set if the steps are optimizer steps that were counted automatically.
+"""Bit of the step word in the shared page. It is set if the steps are optimizer steps that were counted
+automatically.
 """
 
 _words: memoryview | None = None
@@ -175,9 +174,8 @@ def _take_page() -> memoryview:
 
 
 def _notice_exit() -> None:
-    """Arrange that :func:`_begin_exit` is called when the main program returns.
-
-    ``atexit`` is too late, because the interpreter first waits for all threads.
+    """Arrange that :func:`_begin_exit` is called when the main program returns. ``atexit`` is too late,
+    because the interpreter first waits for all threads.
     """
     from threading import _register_atexit  # type: ignore[attr-defined]
 
@@ -190,9 +188,8 @@ def _notice_exit() -> None:
 
 
 def _begin_exit() -> None:
-    """Record that the main program has returned.
-
-    From now on, the time limit for a training step does not apply, unless a thread still trains.
+    """Record that the main program has returned. From now on, the time limit for a training step does not
+    apply, unless a thread still trains.
     """
     global _count  # noqa: PLW0603 -- as in `_heartbeat`
     words = _words or _automatic
@@ -217,9 +214,8 @@ def start_afresh() -> None:
 
 
 def _page(variable: str) -> memoryview | None:
-    """Map the page that this process shares with the agent.
-
-    Return ``None`` if its descriptor is invalid or another live process uses the page.
+    """Map the page that this process shares with the agent. Return ``None`` if its descriptor is invalid or
+    another live process uses the page.
     """
     from mmap import mmap
 
@@ -239,9 +235,8 @@ def _page(variable: str) -> memoryview | None:
 
 
 def beat_with_steps(optimizers: object) -> None:
-    """Send a heartbeat after each step of an optimizer.
-
-    Also start the thread for flight records (lists of recent collectives).
+    """Send a heartbeat after each step of an optimizer. Also start the thread for flight records (lists of
+    recent collectives).
     """
     from elasticrs._engine.inside.flight import answer_with_record
 

@@ -31,7 +31,6 @@ def _start_thread(work: Callable[[], None]) -> int:
 
 class FileAccess:
     """Runs functions that access files, one at a time. Each runs on a thread and has a time limit in seconds.
-
     If a function exceeds the limit, ``hangs`` is called, and no other function is started until it returns. A
     file system that hangs therefore delays the agent only once and occupies only one thread.
     """
@@ -42,9 +41,8 @@ class FileAccess:
         self._free = _thread.allocate_lock()
 
     def run(self, ask: Callable[[], _T], default: _T) -> _T:
-        """Return the result of ``ask``.
-
-        Return ``default`` if it takes too long, or if an earlier function still hangs.
+        """Return the result of ``ask``. Return ``default`` if it takes too long, or if an earlier function
+        still hangs.
         """
         if not self._free.acquire(timeout=0 if self._is_stuck else self._limit):
             return self._late(default)
@@ -71,9 +69,8 @@ class FileAccess:
         return found[0]
 
     def begin(self, act: Callable[[], object]) -> None:
-        """Start a function, which must raise no exception, and ignore its result.
-
-        Do nothing if an earlier one is running.
+        """Start a function, which must raise no exception, and ignore its result. Do nothing if an earlier
+        one is running.
         """
 
         def work() -> None:
@@ -134,9 +131,8 @@ class BackgroundCall:
                 os.eventfd_write(self.fd, 1)
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until the function has returned.
-
-        Return false on timeout. Signal handlers may raise an exception here.
+        """Wait until the function has returned. Return false on timeout. Signal handlers may raise an
+        exception here.
         """
         poll = select.poll()
         poll.register(self.fd, select.POLLIN)

@@ -8,9 +8,8 @@ from elasticrs._engine.job.value import Value
 
 
 class Clock(Value):
-    """Difference between the wall clock of the store's host and this node's.
-
-    ``error_ns`` is ``None`` if it has not been measured yet.
+    """Difference between the wall clock of the store's host and this node's. ``error_ns`` is ``None`` if it
+    has not been measured yet.
     """
 
     offset_ns: int = 0
@@ -24,10 +23,8 @@ class Clock(Value):
 
 
 def _wall_minus_monotonic() -> int:
-    """Return this node's wall-clock time minus its monotonic time, in nanoseconds.
-
-    Read both clocks three times and use the fastest attempt, because the thread may be interrupted between
-    the two.
+    """Return this node's wall-clock time minus its monotonic time, in nanoseconds. Read both clocks three
+    times and use the fastest attempt, because the thread may be interrupted between the two.
     """
     found = []
     for _ in range(3):

@@ -72,9 +72,8 @@ def wants_colour(fd: int, environ: Mapping[str, str]) -> bool:
 
 
 def has_time(log_prefix: str | None, fd: int) -> bool:
-    """Return true if the launcher's lines have a timestamp.
-
-    If ``log_prefix`` is ``None``, the variable ``PET_LOG_PREFIX`` decides.
+    """Return true if the launcher's lines have a timestamp. If ``log_prefix`` is ``None``, the variable
+    ``PET_LOG_PREFIX`` decides.
     """
     if log_prefix is None:
         log_prefix = os.environ.get("PET_LOG_PREFIX")
@@ -82,9 +81,8 @@ def has_time(log_prefix: str | None, fd: int) -> bool:
 
 
 class Console:
-    """Writes lines with a prefix.
-
-    If ``is_one_of_several`` agents, the prefix contains the node and this agent's pid.
+    """Writes lines with a prefix. If ``is_one_of_several`` agents, the prefix contains the node and this
+    agent's pid.
     """
 
     __slots__ = (
@@ -113,9 +111,8 @@ class Console:
         return prefix(time.time_ns() if self._has_time else None, self._node, self.group_rank) + text
 
     def say(self, text: str) -> None:
-        """Write one line, truncated to the size that a pipe accepts at once.
-
-        Queue the line if the reader has stopped reading.
+        """Write one line, truncated to the size that a pipe accepts at once. Queue the line if the reader has
+        stopped reading.
         """
         line = _encode(self.prefixed(" ".join(text[:_PIPE_BUF].splitlines())))
         if self.waiting < _KEPT:
@@ -233,8 +230,7 @@ def _whole(text: bytes, limit: int) -> bytes:
 
 
 def _encode(text: str) -> bytes:
-    """Encode text as UTF-8.
-
-    Escape lone surrogates, because programs that read the output may fail on invalid UTF-8.
+    """Encode text as UTF-8. Escape lone surrogates, because programs that read the output may fail on invalid
+    UTF-8.
     """
     return visible(text).encode("utf-8", "backslashreplace")

@@ -18,9 +18,8 @@ sys.exit(main(*sys.argv[1:]))
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """Return a command line that calls the ``main`` function of a module of this package.
-
-    The program ignores ``PYTHONPATH`` and the working directory, which could shadow the standard library.
+    """Return a command line that calls the ``main`` function of a module of this package. The program ignores
+    ``PYTHONPATH`` and the working directory, which could shadow the standard library.
     """
     import elasticrs
 
@@ -47,11 +46,8 @@ def main() -> int:
 
 
 def has_own_proc() -> bool:
-    """Return true if ``/proc`` shows the pid namespace of this process.
-
-    It may show an outer one, with other pids.
-
-    The core decides this in the same way.
+    """Return true if ``/proc`` shows the pid namespace of this process. It may show an outer one, with other
+    pids. The core decides this in the same way.
     """
     try:
         with open("/proc/self/status", encoding="ascii", errors="replace") as status:

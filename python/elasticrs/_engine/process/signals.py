@@ -25,11 +25,8 @@ _masks: dict[int, set[int]] = {}
 
 
 def undo_in_children(undo: Callable[[], None], signums: Collection[int]) -> None:
-    """Register a function that restores the previous signal handling.
-
-    It is called first in each forked child.
-
-    ``signums`` are the signals that it restores. They are looked up again at each fork, because the
+    """Register a function that restores the previous signal handling. It is called first in each forked
+    child. ``signums`` are the signals that it restores. They are looked up again at each fork, because the
     collection may change.
     """
     _installed.append((undo, signums))
@@ -83,7 +80,6 @@ os.register_at_fork(before=_before, after_in_parent=_after_in_parent, after_in_c
 
 ECHO = 0.1
 """Seconds after the first stop signal in which further stop signals count as the same request to stop.
-
 Wrapper programs pass signals on, and systemd, schedulers and terminals send several kinds at once.
 """
 
@@ -101,12 +97,9 @@ class StopRequests:
         self._came: set[int] = set()
 
     def is_new(self, signum: int, now: float) -> bool:
-        """Record a stop signal that arrived at ``now``, in monotonic seconds.
-
-        Return true if it is a new request to stop.
-
-        The first signal is a new request. Later than :data:`ECHO` seconds after it, a signal from the
-        keyboard or a repeated SIGTERM is a new request as well.
+        """Record a stop signal that arrived at ``now``, in monotonic seconds. Return true if it is a new
+        request to stop. The first signal is a new request. Later than :data:`ECHO` seconds after it, a signal
+        from the keyboard or a repeated SIGTERM is a new request as well.
         """
         first, came = self._first, signum in self._came
         self._came.add(signum)

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 
 
 class Overdue(Value):
-    """Reason why a worker counts as failed, whatever its exit code: an exceeded time limit, or blame.
-
-    At most one of ``timer``, ``hung`` and ``raised`` is set.
+    """Reason why a worker counts as failed, whatever its exit code: an exceeded time limit, or blame. At most
+    one of ``timer``, ``hung`` and ``raised`` is set.
     """
 
     seen_ns: int
@@ -45,9 +44,8 @@ class Stamp(Value):
 
 
 class Adopted(Value):
-    """Event: the workers were started by a process other than the core.
-
-    ``pids`` is in the order of the local ranks.
+    """Event: the workers were started by a process other than the core. ``pids`` is in the order of the local
+    ranks.
     """
 
     pids: Sequence[int]
@@ -55,7 +53,6 @@ class Adopted(Value):
 
 class Blamed(Value):
     """Event: the agent has decided which workers are to blame for a hang (``hung``) or a failed collective.
-
     At least one worker is named. These workers count as the cause instead of the worker that the core killed
     or saw fail first.
     """
@@ -67,9 +64,8 @@ class Blamed(Value):
 
 
 class Silent(Value):
-    """Event: these workers exited with 0 before their work was done.
-
-    ``ended_ns`` is ``None`` as long as other workers run.
+    """Event: these workers exited with 0 before their work was done. ``ended_ns`` is ``None`` as long as
+    other workers run.
     """
 
     local_ranks: Collection[int]
@@ -203,10 +199,8 @@ class EventLog:
         return None if first is None else self.accused(first[1])
 
     def _named(self, blamed: Blamed) -> Sequence[int]:
-        """Return the local ranks of the workers to blame.
-
-        As long as the blame is not decided, return only one of them: if possible, the worker that the core
-        has named.
+        """Return the local ranks of the workers to blame. As long as the blame is not decided, return only
+        one of them: if possible, the worker that the core has named.
         """
         if blamed.blame.is_decided:
             return blamed.local_ranks
@@ -216,9 +210,8 @@ class EventLog:
 
     @cached_property
     def expired(self) -> Mapping[int, Overdue]:
-        """Reasons why workers count as failed whatever their exit code, by local rank.
-
-        If a worker exceeded several limits, the first one is the reason.
+        """Reasons why workers count as failed whatever their exit code, by local rank. If a worker exceeded
+        several limits, the first one is the reason.
         """
         found: dict[int, Overdue] = {}
         for local_rank, why in sorted(self._overdue, key=lambda each: each[1].seen_ns):
@@ -233,9 +226,8 @@ class EventLog:
         return found
 
     def accused(self, local_rank: int) -> int:
-        """Return the worker that is blamed for the hang of a given worker.
-
-        Return the given one if no other is blamed.
+        """Return the worker that is blamed for the hang of a given worker. Return the given one if no other
+        is blamed.
         """
         if self.blame is None or local_rank in self.expired:
             return local_rank
@@ -295,11 +287,8 @@ class EventLog:
 
     @property
     def failed_ns(self) -> int:
-        """Time of the first failure.
-
-        If the agent waited for a worker to exit after an exception, time of the exception.
-
-        Raise ``KeyError`` if no worker has failed.
+        """Time of the first failure. If the agent waited for a worker to exit after an exception, time of the
+        exception. Raise ``KeyError`` if no worker has failed.
         """
         raised_ns = self.stamps.get("raised")
         return self.stamps["failure_seen"] if raised_ns is None else raised_ns

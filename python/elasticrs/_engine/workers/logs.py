@@ -28,7 +28,6 @@ _COLOURS = (36, 33, 32, 35, 34, 31)
 
 class LogPaths(Value):
     """Log file paths of one attempt, by local rank. An empty path means that the stream is not redirected.
-
     ``are_new`` is true if none of the files existed before the attempt.
     """
 
@@ -61,9 +60,8 @@ class LogPaths(Value):
 
 
 class RunLogs:
-    """The log directory of one run.
-
-    The constructor raises ``UsageError`` if it cannot be created or written to.
+    """The log directory of one run. The constructor raises ``UsageError`` if it cannot be created or written
+    to.
     """
 
     def __init__(self, settings: LogSettings, run_id: str, nproc: int) -> None:
@@ -75,9 +73,8 @@ class RunLogs:
         )
 
     def attempt(self, name: str, variables: Mapping[int, dict[str, str]]) -> LogPaths:
-        """Create the directories of an attempt.
-
-        Add the path of each worker's error file to its ``variables``.
+        """Create the directories of an attempt. Add the path of each worker's error file to its
+        ``variables``.
         """
         directory = ""
         if self.directory:
@@ -93,9 +90,8 @@ class RunLogs:
 def make_files(
     settings: LogSettings, directory: str, nproc: int, variables: Mapping[int, dict[str, str]]
 ) -> LogPaths:
-    """Create an attempt's directory and those of its workers, if ``directory`` is not empty.
-
-    Add the path of each worker's error file to its ``variables``.
+    """Create an attempt's directory and those of its workers, if ``directory`` is not empty. Add the path of
+    each worker's error file to its ``variables``.
     """
     if directory:
         os.mkdir(directory)
@@ -185,17 +181,15 @@ def _make_run_directory(log_dir: str | None, run_id: str) -> str:
 
 
 def run_prefix(run_id: str) -> str:
-    """Return the first part of the name of a run's directory.
-
-    It names the host, because nodes often share a file system.
+    """Return the first part of the name of a run's directory. It names the host, because nodes often share a
+    file system.
     """
     return f"{run_id}_{os.uname().nodename.split('.')[0]}_".replace(os.sep, "_")
 
 
 def attempt_name(restarts: int, round_number: int) -> str:
-    """Return the name of an attempt of all nodes. The name is the same on every node.
-
-    ``round_number`` is greater than ``restarts + 1`` if some attempts were not charged as restarts.
+    """Return the name of an attempt of all nodes. The name is the same on every node. ``round_number`` is
+    greater than ``restarts + 1`` if some attempts were not charged as restarts.
     """
     return str(restarts) if round_number == restarts + 1 else f"{restarts}_r{round_number}"
 
@@ -212,9 +206,8 @@ def make_private_directory(parent: str, prefix: str) -> str:
 
 
 def make_again(run_directory: str, *, is_temporary: bool) -> None:
-    """Recreate a run's directory and its parent folder, if a clean-up tool has removed them.
-
-    ``is_temporary`` means that other users can create files where the parent folder was. In this case, raise
+    """Recreate a run's directory and its parent folder, if a clean-up tool has removed them. ``is_temporary``
+    means that other users can create files where the parent folder was. In this case, raise
     ``PermissionError`` if the folder now belongs to another user.
     """
     if not is_temporary:

@@ -37,7 +37,6 @@ _RESULTS: tuple[Result, ...] = ("saved", "failed", "no manager")
 
 class Standing(Value):
     """Training progress of a worker. Before its first rendezvous, ``rank`` is ``None`` and ``round`` is 0.
-
     ``step_ns`` is the time at which the last step ended, in nanoseconds of the monotonic clock.
     """
 
@@ -59,9 +58,8 @@ class Met(Value):
 
 
 class AgentPage:
-    """The agent's access to the node's page, a file in memory that it shares with its workers.
-
-    ``variable`` is the value of the workers' environment variable :data:`VARIABLE`.
+    """The agent's access to the node's page, a file in memory that it shares with its workers. ``variable``
+    is the value of the workers' environment variable :data:`VARIABLE`.
     """
 
     def __init__(self, workers: int) -> None:
@@ -155,9 +153,8 @@ class AgentPage:
 
 
 class WorkerPage:
-    """A worker's access to the page that it shares with the agent.
-
-    Only the process that created this object may use it.
+    """A worker's access to the page that it shares with the agent. Only the process that created this object
+    may use it.
     """
 
     def __init__(self, words: memoryview, local_rank: int) -> None:
@@ -177,9 +174,8 @@ class WorkerPage:
 
     @property
     def asked(self) -> int:
-        """Number of checkpoints that the agent has requested so far.
-
-        A save that starts now serves all of these requests.
+        """Number of checkpoints that the agent has requested so far. A save that starts now serves all of
+        these requests.
         """
         return self._all[_ASKED]
 

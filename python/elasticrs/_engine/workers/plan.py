@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from elasticrs._engine.workers.node_page import AgentPage
 
 TOKEN_VARIABLE = "ELASTICRS_TOKEN"
-"""Environment variable with the token, a secret that a job's agents share.
-
-The rendezvous settings may contain it instead.
+"""Environment variable with the token, a secret that a job's agents share. The rendezvous settings may
+contain it instead.
 """
 
 _HERE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "inside")
@@ -134,9 +133,8 @@ def worker_env(
     restarts: int,
     inherited: Mapping[str, str],
 ) -> dict[str, str]:
-    """Return the environment variables that the agent sets for a worker.
-
-    ``TORCHELASTIC_ERROR_FILE`` is not among them, because it is added later, with the paths of the log files.
+    """Return the environment variables that the agent sets for a worker. ``TORCHELASTIC_ERROR_FILE`` is not
+    among them, because it is added later, with the paths of the log files.
     """
     return {
         "RANK": str(ranks.global_rank),
@@ -160,9 +158,8 @@ def worker_env(
 
 
 def virtual_local_rank(local_rank: int, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that make a worker see only one GPU and use local rank 0, as in torch.
-
-    Raise ``ValueError`` if the agent itself sees too few GPUs for a worker with this local rank.
+    """Return the variables that make a worker see only one GPU and use local rank 0, as in torch. Raise
+    ``ValueError`` if the agent itself sees too few GPUs for a worker with this local rank.
     """
     names = ["CUDA_VISIBLE_DEVICES"]
     source = names[0]
@@ -180,17 +177,15 @@ def virtual_local_rank(local_rank: int, inherited: Mapping[str, str]) -> dict[st
 
 
 def inherited_environment() -> dict[str, str]:
-    """Return the environment that workers inherit.
-
-    Leave out the token of the job, because only agents need it.
+    """Return the environment that workers inherit. Leave out the token of the job, because only agents need
+    it.
     """
     return {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
 
 
 def hook_environment(env: dict[str, str]) -> dict[str, str]:
-    """Return a copy of ``env`` in which Python loads the hook (our ``sitecustomize``) at its start.
-
-    Leave out the hook if ``ELASTICRS_TRACEBACKS`` is 0.
+    """Return a copy of ``env`` in which Python loads the hook (our ``sitecustomize``) at its start. Leave out
+    the hook if ``ELASTICRS_TRACEBACKS`` is 0.
     """
     worker_env = dict(env)
     # A directory whose name contains a colon cannot be an entry of PYTHONPATH.
@@ -207,7 +202,6 @@ def hook_environment(env: dict[str, str]) -> dict[str, str]:
 
 def warm_environment(env: dict[str, str], preload: Preload, core: str) -> dict[str, str]:
     """Return the environment of a warm nursery, the process that imports modules and then forks the workers.
-
     See ``_engine/inside/nursery/nursery.py``.
     """
     import json
@@ -223,9 +217,8 @@ def warm_environment(env: dict[str, str], preload: Preload, core: str) -> dict[s
 
 
 def agent_hosts_store(environ: Mapping[str, str]) -> bool:
-    """Return true if the agent hosts the workers' store when no port is given.
-
-    A variable of torch decides this.
+    """Return true if the agent hosts the workers' store when no port is given. A variable of torch decides
+    this.
     """
     return environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
 
@@ -254,9 +247,8 @@ class StorePort:
             self.number = self._socket.getsockname()[1]
 
     def serve(self, supervisor: _core.Supervisor | None) -> None:
-        """Start answering the store's clients if this process hosts it.
-
-        The supervisor reports the store's messages.
+        """Start answering the store's clients if this process hosts it. The supervisor reports the store's
+        messages.
         """
         if self.store is not None:
             self.store.serve(supervisor)
@@ -278,9 +270,8 @@ def _bind_one_of(first: int, last: int) -> _socket.socket:
 
 
 def bind(port: int, *, reuses_address: bool = True) -> _socket.socket:
-    """Return a socket bound to a port (0 for any) on all IPv6 and IPv4 addresses. It does not listen.
-
-    Raise ``OSError`` if the port is taken, or if no port or descriptor is free.
+    """Return a socket bound to a port (0 for any) on all IPv6 and IPv4 addresses. It does not listen. Raise
+    ``OSError`` if the port is taken, or if no port or descriptor is free.
     """
     try:
         return _bind_family(_socket.AF_INET6, port, reuses_address)

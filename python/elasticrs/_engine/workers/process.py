@@ -25,9 +25,8 @@ raise_descriptor_limit = _core.raise_descriptor_limit
 def check_limits(
     nproc: int, hang_timeout: float | str | None, environ: Mapping[str, str], followed: int = 0
 ) -> None:
-    """Check the limits on processes and on open files, before any worker is started.
-
-    ``followed`` is the number of log files to open. Raise ``ValueError`` if a limit is too low.
+    """Check the limits on processes and on open files, before any worker is started. ``followed`` is the
+    number of log files to open. Raise ``ValueError`` if a limit is too low.
     """
     # Each worker needs one descriptor for its heartbeat page, and a second one during startup.
     pages = 2 * nproc if hang_timeout is not None else 0
@@ -48,9 +47,8 @@ def process_spec(
     pass_fds: Sequence[int] = (),
     warm: bool = False,
 ) -> _core.ProcessSpec:
-    """Return a specification with which the core starts a process. ``env`` is its complete environment.
-
-    By default, the process inherits this process's standard output, standard error and CPUs.
+    """Return a specification with which the core starts a process. ``env`` is its complete environment. By
+    default, the process inherits this process's standard output, standard error and CPUs.
     """
     if not warm and (follower := follower_of(argv)) is not None:
         follower.started()
@@ -70,11 +68,8 @@ def adopt(
     statuses: Sequence[int],
     pages: Mapping[int, int] | None = None,
 ) -> bool:
-    """Let the supervisor monitor existing processes.
-
-    Return false if the supervisor has already finished its group.
-
-    Raise ``ProcessLookupError`` if a process has already exited.
+    """Let the supervisor monitor existing processes. Return false if the supervisor has already finished its
+    group. Raise ``ProcessLookupError`` if a process has already exited.
     """
     try:
         for local_rank, pid in pids.items():
@@ -107,11 +102,9 @@ class macros:  # noqa: N801 -- torch's name
 
 
 class Follower(Value):
-    """Debugger or tracer that follows a Python program into the child processes that it starts.
-
-    Such a tool replaces the functions with which Python creates processes. Elasticrs does not use these
-    functions for workers, so it asks the tool for the ``command`` to run, and calls ``started`` after the
-    start.
+    """Debugger or tracer that follows a Python program into the child processes that it starts. Such a tool
+    replaces the functions with which Python creates processes. Elasticrs does not use these functions for
+    workers, so it asks the tool for the ``command`` to run, and calls ``started`` after the start.
     """
 
     name: str
@@ -188,12 +181,9 @@ _LONG_WITH_VALUE = "--check-hash-based-pycs"
 
 
 class PythonCommand(Value):
-    """Command line of a Python interpreter.
-
-    ``kind`` is what it runs: ``script``, ``m``, ``c``, ``stdin``, or empty.
-
-    ``options`` do not include the values of options. ``letters`` are the letters of all short options, in one
-    string.
+    """Command line of a Python interpreter. ``kind`` is what it runs: ``script``, ``m``, ``c``, ``stdin``, or
+    empty. ``options`` do not include the values of options. ``letters`` are the letters of all short options,
+    in one string.
     """
 
     kind: str

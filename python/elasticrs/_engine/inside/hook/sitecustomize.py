@@ -49,9 +49,8 @@ def _step_aside() -> None:
 
 
 def _handles_signals() -> bool:
-    """Return true in the main thread, which runs signal handlers.
-
-    ``threading`` may not have been imported yet.
+    """Return true in the main thread, which runs signal handlers. ``threading`` may not have been imported
+    yet.
     """
     from _signal import SIGTERM, signal  # type: ignore[import-not-found]
 
@@ -65,10 +64,9 @@ def _handles_signals() -> bool:
 
 
 def undisturbed(write: "Callable[[], None]") -> None:
-    """Call ``write`` without interruption by Python signal handlers. Raise their exceptions afterwards.
-
-    A handler may raise an exception between any two instructions of the main thread. Blocking the signals
-    would not help, because another thread may receive them, and the handler still runs in the main thread.
+    """Call ``write`` without interruption by Python signal handlers. Raise their exceptions afterwards. A
+    handler may raise an exception between any two instructions of the main thread. Blocking the signals would
+    not help, because another thread may receive them, and the handler still runs in the main thread.
     """
     from _signal import getsignal, raise_signal, signal, valid_signals
 
@@ -112,9 +110,8 @@ def undisturbed(write: "Callable[[], None]") -> None:
 
 
 def _despite_handlers(action: "Callable[[], None]") -> "BaseException | None":
-    """Call ``action`` again whenever a signal handler raises an exception inside it.
-
-    Return the last such exception.
+    """Call ``action`` again whenever a signal handler raises an exception inside it. Return the last such
+    exception.
     """
     raised = None
     for _ in range(100):
@@ -334,10 +331,9 @@ def _install(path: str) -> None:
 
 
 def keep_stacks(path: str) -> "int | None":
-    """Open the file next to the error file ``path`` for the stacks of a crash or a hang.
-
-    :mod:`faulthandler` writes the stacks of all threads to it on the real-time signal that the agent sends to
-    a hung worker. Return the file's descriptor; ``None`` if there is no such file.
+    """Open the file next to the error file ``path`` for the stacks of a crash or a hang. :mod:`faulthandler`
+    writes the stacks of all threads to it on the real-time signal that the agent sends to a hung worker.
+    Return the file's descriptor; ``None`` if there is no such file.
     """
     import faulthandler
     from _signal import SIG_DFL, SIGRTMIN, getsignal

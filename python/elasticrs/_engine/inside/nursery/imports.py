@@ -33,14 +33,12 @@ AGENT, REPORT = (3, 4, 5), 6
 """Descriptors of the connections to the agent (the first is a socket), and of the report. See ``launch.rs``.
 """
 _PID = "ELASTICRS_NURSERY_PID"
-"""Environment variable with this process's pid.
-
-It reveals if an import has executed another program in this process.
+"""Environment variable with this process's pid. It reveals if an import has executed another program in this
+process.
 """
 SINCE = "ELASTICRS_WARM_SINCE"
-"""Environment variable with an offset in the report.
-
-The lines from there on, by earlier nurseries, must be read.
+"""Environment variable with an offset in the report. The lines from there on, by earlier nurseries, must be
+read.
 """
 
 _RESERVED = min(256, os.sysconf("SC_OPEN_MAX") // 2)
@@ -71,24 +69,21 @@ def report(**line: object) -> None:
 
 _ARROW = "JE_ARROW_MALLOC_CONF"
 _QUIET = {"OPENBLAS_NUM_THREADS": "1", _ARROW: "background_thread:false"}
-"""Environment variables that keep libraries from starting threads.
-
-Only C code sees them; Python code is not affected.
+"""Environment variables that keep libraries from starting threads. Only C code sees them; Python code is not
+affected.
 """
 
 _OF_ATTEMPTS = frozenset(
     b"RANK LOCAL_RANK GROUP_RANK ROLE_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE ROLE_WORLD_SIZE "
     b"MASTER_ADDR MASTER_PORT TORCHELASTIC_RESTART_COUNT".split()
 )
-"""Environment variables that only workers have.
-
-A module that reads one of them during its import cannot be preloaded.
+"""Environment variables that only workers have. A module that reads one of them during its import cannot be
+preloaded.
 """
 
 
 class _Variables(dict):  # type: ignore[type-arg]
     """Data of ``os.environ`` during the imports. Reads of the workers' variables are recorded in ``asked``.
-
     Only C code sees the values of the variables in ``hidden``. The modules in :data:`RANK_ZERO` may read the
     rank.
     """
@@ -115,9 +110,8 @@ class _Variables(dict):  # type: ignore[type-arg]
         raise KeyError(name)
 
     def hide(self) -> None:
-        """Set the variables that only C code may see.
-
-        Call this after each assignment, which may have undone it.
+        """Set the variables that only C code may see. Call this after each assignment, which may have undone
+        it.
         """
         for name, value in self._hidden.items():
             os.putenv(name, value)
@@ -134,7 +128,6 @@ class _Variables(dict):  # type: ignore[type-arg]
 
     def changed(self) -> str | None:
         """Return the name of a variable that the script had set before, and that an import has changed since.
-
         In a worker, the script would run after the import, and would overwrite the changed value.
         """
         now = {name: self.get(os.fsencode(name)) for name in self.assigned}
@@ -142,9 +135,8 @@ class _Variables(dict):  # type: ignore[type-arg]
         return changed[0] if changed else None
 
     def end(self) -> None:
-        """Undo the assignments, so that the script starts with the original environment.
-
-        Stop recording reads.
+        """Undo the assignments, so that the script starts with the original environment. Stop recording
+        reads.
         """
         for name, value in self._before.items():
             del os.environ[name]
@@ -163,9 +155,8 @@ class _Variables(dict):  # type: ignore[type-arg]
 
 
 class _Captured:
-    """Captures stdout and stderr until :meth:`end`.
-
-    Meanwhile, the original streams have descriptors from ``lowest`` on.
+    """Captures stdout and stderr until :meth:`end`. Meanwhile, the original streams have descriptors from
+    ``lowest`` on.
     """
 
     def __init__(self, lowest: int) -> None:
@@ -196,9 +187,8 @@ class _Captured:
 
 
 def _reserve(limit: int) -> list[int]:
-    """Open all free descriptors below ``limit``, so that imported modules cannot get them.
-
-    Return the descriptors.
+    """Open all free descriptors below ``limit``, so that imported modules cannot get them. Return the
+    descriptors.
     """
     null = os.open(os.devnull, os.O_RDONLY)
     free = [fd for fd in range(3, limit) if fd != null and not os.path.exists(f"/proc/self/fd/{fd}")]
@@ -213,11 +203,9 @@ def _child_pids() -> list[int]:
 
 
 def _end_children() -> None:
-    """Reap all children of this process. Kill those that do not exit within half a second.
-
-    Do not kill multiprocessing's resource trackers, which remove files from ``/dev/shm``. They exit after all
-    other children. Wait for them without a time limit, because the agent limits the total time of the
-    imports.
+    """Reap all children of this process. Kill those that do not exit within half a second. Do not kill
+    multiprocessing's resource trackers, which remove files from ``/dev/shm``. They exit after all other
+    children. Wait for them without a time limit, because the agent limits the total time of the imports.
     """
     import select
     import signal
@@ -268,9 +256,8 @@ _SEED_BYTES = 16
 
 
 class _Entropy:
-    """Replacement for ``os.urandom`` that also records possible numpy seeds.
-
-    It is an object, because a function would become a method if a class stores it.
+    """Replacement for ``os.urandom`` that also records possible numpy seeds. It is an object, because a
+    function would become a method if a class stores it.
     """
 
     def __init__(self, real: Callable[[int], bytes]) -> None:
@@ -390,9 +377,8 @@ def _has_threads() -> bool:
 
 
 def _temporary_folders() -> list[Any]:
-    """Return the finalizers of temporary directories.
-
-    In forked workers, the first one to exit would remove the directories of all.
+    """Return the finalizers of temporary directories. In forked workers, the first one to exit would remove
+    the directories of all.
     """
     registry: Any = getattr(getattr(sys.modules.get("weakref"), "finalize", None), "_registry", ())
     # Compare only the function's name, because building the `repr` of a whole finalizer may be slow.
@@ -453,18 +439,16 @@ class _Surroundings:
         """Variables that the script had set when an OpenBLAS library was loaded, by path of the library."""
 
     def note_blas(self) -> None:
-        """For each OpenBLAS library loaded since the last call, save which variables the script has set.
-
-        A library reads these variables when it is loaded, so call this before the script sets further
+        """For each OpenBLAS library loaded since the last call, save which variables the script has set. A
+        library reads these variables when it is loaded, so call this before the script sets further
         variables.
         """
         for path in _mapped("openblas") - self.blas.keys():
             self.blas[path] = dict(self.variables.assigned)
 
     def restore(self) -> str | None:
-        """Undo what imports have changed in this process's state.
-
-        Return the last change found; ``None`` if there is none.
+        """Undo what imports have changed in this process's state. Return the last change found; ``None`` if
+        there is none.
         """
         import signal
 
@@ -512,9 +496,8 @@ class _Surroundings:
         return changed
 
     def hidden(self) -> str | None:
-        """Return the name of a newly imported module if a file beside the script has the same name.
-
-        The script would import that file instead.
+        """Return the name of a newly imported module if a file beside the script has the same name. The
+        script would import that file instead.
         """
         new = [name for name in sys.modules if name not in self._known]
         self._known.update(new)
@@ -583,9 +566,8 @@ def _why_unclean(before: dict[int, str], surroundings: _Surroundings) -> str | N
 def _import(
     written: str, is_explicit: bool, before: dict[int, str], surroundings: _Surroundings
 ) -> tuple[str, str | None] | None:
-    """Import a module.
-
-    Return ``None`` if it can be preloaded. Otherwise, return the reason, and the traceback of an error.
+    """Import a module. Return ``None`` if it can be preloaded. Otherwise, return the reason, and the
+    traceback of an error.
     """
     import time
 
@@ -662,7 +644,6 @@ def _left_out_before(environ: dict[str, str]) -> set[str]:
 
 def import_all(environ: dict[str, str], at_first: Collection[str]) -> Done:
     """Import the modules of the settings in ``environ``. Leave out those that workers must import themselves.
-
     ``at_first`` are the modules that the interpreter had imported before the nursery's own code.
     """
     import json

@@ -1,4 +1,4 @@
-"""Startup code of a warm nursery. It imports modules once and then forks workers.
+"""Startup code of a warm nursery, the process that imports modules once and then forks the workers.
 
 ``site`` imports ``sitecustomize.py`` from this directory before the interpreter opens the script. That file
 executes this one, which returns in each forked worker. It does not need elasticrs. It guarantees:
@@ -96,9 +96,8 @@ def _become_worker(
 
 
 def _replace_main_module() -> None:
-    """Replace the module ``__main__`` with a copy.
-
-    The garbage collector ignores the original and its objects, because it was frozen before the fork.
+    """Replace the module ``__main__`` with a copy. The garbage collector ignores the original and its
+    objects, because it was frozen before the fork.
     """
     main = type(sys)("__main__")
     main.__dict__.update(sys.modules["__main__"].__dict__)
@@ -177,9 +176,8 @@ def _reset_modules(rank_zero: dict[str, str], generators: list[Callable[[], None
 
 
 def _set_blas_threads(assigned: dict[str, dict[str, str]]) -> None:
-    """Set the thread count of each OpenBLAS library. Before the fork, it was limited to one.
-
-    ``assigned`` has, by path of the library, the variables that the script sets before it loads the library.
+    """Set the thread count of each OpenBLAS library. Before the fork, it was limited to one. ``assigned``
+    has, by path of the library, the variables that the script sets before it loads the library.
     """
     processors = len(os.sched_getaffinity(0))
     for path, overriding in assigned.items():
@@ -199,10 +197,9 @@ def _set_blas_threads(assigned: dict[str, dict[str, str]]) -> None:
 
 
 def _unfreeze_if_needed(written_files: Callable[[], set[int]], known: set[int]) -> None:
-    """At the exit of a worker, unfreeze the garbage collector if a file was opened after the fork.
-
-    Only files that it collects are flushed. With Triton, unfreeze in any case, because Triton warns about
-    uncollected objects.
+    """At the exit of a worker, unfreeze the garbage collector if a file was opened after the fork. Only files
+    that it collects are flushed. With Triton, unfreeze in any case, because Triton warns about uncollected
+    objects.
     """
     import gc
 

@@ -44,11 +44,9 @@ class LeftOut(Value):
 
 
 class Ready(Value):
-    """Result of preloading modules.
-
-    ``prefixes`` are the folders of the standard library and installed packages.
-
-    The interpreter's own folder is not included, because applications may be below it, as in ``/usr/src``.
+    """Result of preloading modules. ``prefixes`` are the folders of the standard library and installed
+    packages. The interpreter's own folder is not included, because applications may be below it, as in
+    ``/usr/src``.
     """
 
     seconds: float
@@ -57,9 +55,8 @@ class Ready(Value):
 
 
 class Report(Value):
-    """What has been reported about the preloading so far.
-
-    ``imported`` has the seconds that each module took, in order.
+    """What has been reported about the preloading so far. ``imported`` has the seconds that each module took,
+    in order.
     """
 
     imported: Mapping[str, float] = fresh(factory=dict)
@@ -183,9 +180,8 @@ def remember(stamps: Mapping[str, Stamp], prefixes: Iterable[str], names: Iterab
 
 
 def touched(stamps: Mapping[str, Stamp]) -> list[str]:
-    """Return the files that changed while they were imported.
-
-    They have an invalid time, so each check reports them as changed.
+    """Return the files that changed while they were imported. They have an invalid time, so each check
+    reports them as changed.
     """
     return [path for path, found in stamps.items() if found is not None and found[0] == TOUCHED]
 

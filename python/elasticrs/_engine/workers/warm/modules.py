@@ -57,11 +57,9 @@ LAZY: tuple[tuple[tuple[bytes, ...], str], ...] = (
     # `torch.compile` imports about 400 more modules, plus its code generators.
     ((b"torch.compile", b"torch_compile"), "torch._inductor.compile_fx"),
 )
-"""Words in a source file because of which torch imports a module lazily, and that module.
-
-Other parts of torch, such as collectives and data loaders, import nothing lazily. These modules are preloaded
-only if such a word occurs, because together they take 80 MB, and some of them, such as triton, print to
-stderr at exit.
+"""Words in a source file because of which torch imports a module lazily, and that module. Other parts of
+torch, such as collectives and data loaders, import nothing lazily. These modules are preloaded only if such a
+word occurs, because together they take 80 MB, and some of them, such as triton, print to stderr at exit.
 """
 
 _READ_LAZILY = (
@@ -83,16 +81,14 @@ _AT_START = frozenset(
 """Modules that every Python interpreter imports before it runs a script."""
 _WIDTH, _SHOWN = 60, 4
 _ENOUGH = 1 << 19
-"""Maximum number of bytes of source to parse.
-
-The launch waits for the parser, which reads 5000 bytes per millisecond.
+"""Maximum number of bytes of source to parse. The launch waits for the parser, which reads 5000 bytes per
+millisecond.
 """
 
 
 def preload(value: str, entry: Entry) -> Preload:
-    """Choose the modules to preload. ``value`` is ``auto``, or a list of modules, separated by commas.
-
-    Raise ``UsageError`` if this interpreter cannot find one of the modules.
+    """Choose the modules to preload. ``value`` is ``auto``, or a list of modules, separated by commas. Raise
+    ``UsageError`` if this interpreter cannot find one of the modules.
     """
     if entry.why_cold is not None:
         return Preload(remarks=(f"no effect: {entry.why_cold}",))
@@ -188,9 +184,8 @@ class _Plan:
         return list(self._sources.values())
 
     def read_entry(self) -> None:
-        """Read the sources.
-
-        Raise ``OSError`` or :data:`_CANNOT_PARSE` if the script itself cannot be read or parsed.
+        """Read the sources. Raise ``OSError`` or :data:`_CANNOT_PARSE` if the script itself cannot be read or
+        parsed.
         """
         if self._entry.path is None:
             return
@@ -285,11 +280,9 @@ def _read(path: str) -> bytes:
 
 
 def why_not_lazily(sources: Sequence[bytes], known: AbstractSet[str]) -> str | None:
-    """Return why the modules in :data:`LAZY` cannot be preloaded; ``None`` if they can be.
-
-    These modules read environment variables. Without preloading, functions of the program may set the
-    variables first. The variables in ``known`` are no reason, because the preloading process sets them
-    itself.
+    """Return why the modules in :data:`LAZY` cannot be preloaded; ``None`` if they can be. These modules read
+    environment variables. Without preloading, functions of the program may set the variables first. The
+    variables in ``known`` are no reason, because the preloading process sets them itself.
     """
     import re
 
@@ -390,9 +383,8 @@ def _is_archive(path: str) -> bool:
 
 
 def _entry_of_module(name: str, interpreter: str | None) -> Entry:
-    """Return the code that ``python -m`` runs for this module, without importing its parent packages.
-
-    These could change where their modules are found.
+    """Return the code that ``python -m`` runs for this module, without importing its parent packages. These
+    could change where their modules are found.
     """
     here = os.getcwd()
     package, _, _ = name.rpartition(".")
@@ -437,9 +429,8 @@ def _child(folders: Sequence[str], name: str) -> tuple[str | None, list[str]]:
 
 
 def _own(folders: Iterator[str] | Sequence[str]) -> tuple[str, ...]:
-    """Return those of the folders that can contain the user's modules.
-
-    Leave out the standard library and installed packages.
+    """Return those of the folders that can contain the user's modules. Leave out the standard library and
+    installed packages.
     """
     library = os.path.dirname(os.__file__)
     return tuple(
@@ -459,9 +450,8 @@ def found_spec(top: str) -> ModuleSpec | None:
 
 
 def is_beside(top: str, folders: Sequence[str]) -> bool:
-    """Return true if a name without dots refers to a module of the user's own in one of these folders.
-
-    A folder without ``__init__.py``, such as a folder of data sets, counts only if no other module has this
+    """Return true if a name without dots refers to a module of the user's own in one of these folders. A
+    folder without ``__init__.py``, such as a folder of data sets, counts only if no other module has this
     name, because Python prefers a regular module anywhere on its path.
     """
     spec = PathFinder.find_spec(top, list(folders))

@@ -1,6 +1,7 @@
 """Find the top-level statements of a source file that can affect its imports, without executing it.
 
-Preloading a module is correct only if the nursery can repeat the effects of the statements before the import:
+A module can be preloaded only if the nursery, the process that preloads it, can repeat the effects of the
+statements before the import:
 
 - :class:`Import`: an import, which can be preloaded;
 - :class:`Variable`: an assignment to an item of ``os.environ``, which the nursery can repeat;
@@ -63,9 +64,8 @@ _CONTEXTS = ("contextlib.nullcontext()", "contextlib.suppress()")
 
 
 class Import(Value):
-    """Import of a module, ``a.b`` or ``a.b:c`` (``c`` from ``a.b``).
-
-    ``is_certain`` is false if the statement may not run.
+    """Import of a module, ``a.b`` or ``a.b:c`` (``c`` from ``a.b``). ``is_certain`` is false if the statement
+    may not run.
     """
 
     name: str
@@ -89,10 +89,9 @@ class Unknown(Value):
 
 
 def steps(source: bytes, package: str = "", *, file: str = "", is_main: bool = True) -> Iterator[Step]:
-    """Yield the top-level statements of a source that can affect imports, in execution order.
-
-    Without ``package``, skip relative imports. If the source cannot be parsed, raise ``SyntaxError``,
-    ``ValueError``, ``RecursionError`` or ``MemoryError``.
+    """Yield the top-level statements of a source that can affect imports, in execution order. Without
+    ``package``, skip relative imports. If the source cannot be parsed, raise ``SyntaxError``, ``ValueError``,
+    ``RecursionError`` or ``MemoryError``.
     """
     with warnings.catch_warnings():
         # Suppress the parser's warnings, because the worker prints them when it compiles the script.
