@@ -69,20 +69,19 @@ def test_the_xids_of_a_node_are_in_the_reports_of_all_nodes():
     assert "Xid 79 (GPU 2)" in shown
 
 
-def test_the_failure_cause_names_a_crashed_or_hung_nursery_process():
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [({"nursery_exitcode": -9}, "the nursery died by SIGKILL"), ({"nursery_hung": True}, "the nursery hung")],
+)
+def test_the_failure_cause_names_a_crashed_or_hung_nursery_process(end, words):
     killed = attempt_of([(0, -9, 9), (1, -9, 9)], first=-1)
-    ended(killed, nursery_exitcode=-9)
-    cause = own_cause(killed, PLACE)
-    assert cause is not None
-    assert (cause.rank, cause.pid, cause.exitcode) == (2, 100, -9)
-    assert "nursery" in cause.message
-    assert "SIGKILL" in cause.message
     none_told = attempt_of([])
-    ended(none_told, nursery_hung=True)
-    cause = own_cause(none_told, PLACE)
-    assert cause is not None
-    assert cause.rank is None
-    assert "nursery hung" in cause.message
+    for attempt, worker in ((killed, (2, 100, -9)), (none_told, (None, None, None))):
+        ended(attempt, **end)
+        cause = own_cause(attempt, PLACE)
+        assert cause is not None
+        assert (cause.rank, cause.pid, cause.exitcode) == worker
+        assert words in cause.message
 
 
 def test_a_failure_cause_names_the_worker_and_is_limited_in_size(tmp_path):

@@ -14,7 +14,7 @@ from elasticrs._engine.job import config as defaults
 from elasticrs._engine.job import phrases
 from elasticrs._engine.job.config import MaxRestarts
 from elasticrs._engine.process.console import Console
-from elasticrs._engine.supervise.observe import make_observers_of_hooks
+from elasticrs._engine.supervise.observe import make_observers
 from elasticrs._engine.supervise.observe.health_check_server import HealthCheckServer as OurServer
 from elasticrs._engine.supervise.observe.health_check_server import (
     _AliveCallbackProxy,  # noqa: F401 -- torch exports it here
@@ -261,7 +261,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         if self._pcontext is None:
             job = local.config()
             console = Console(log_prefix=job.log_prefix)
-            observers = make_observers_of_hooks(job, console.say, self._server_of_ours())
+            observers = make_observers(job, console.say, self._server_of_ours(), has_hooks=True)
             self._pcontext = PolledWorkers(
                 job, make_workers(job, own_consoles()), console, [*observers, *local.observers()]
             )

@@ -91,15 +91,17 @@ class Attempt(EventLog):
         return {} if self.after is None else phases(self.after, self)
 
     @property
-    def nursery_exitcode(self) -> int | None:
-        """Exit code of the nursery (the process that starts the workers) if that exited unexpectedly;
-        otherwise, or if it hung, ``None``.
-        """
-        return None if self.end is None else self.end.nursery_exitcode
+    def nursery_end(self) -> str | None:
+        """How the nursery (the process that starts the workers) was lost; ``None`` if it was not."""
+        end = self.end
+        if end is None or (end.nursery_exitcode is None and not end.nursery_hung):
+            return None
+        return f"the nursery {phrases.how_the_nursery_ended(end.nursery_exitcode, end.nursery_hung)}"
 
     @property
-    def nursery_hung(self) -> bool:
-        return self.end is not None and self.end.nursery_hung
+    def is_undecided(self) -> bool:
+        """True if the evidence does not show which of several workers is to blame."""
+        return self.blame is not None and not self.blame.is_decided
 
     def replace(self, event: WorkerReplaced, restarts: int) -> Attempt:
         """Move the events of a worker that is replaced to an attempt of its own, and return that attempt."""

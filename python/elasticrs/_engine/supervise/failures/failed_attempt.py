@@ -111,7 +111,7 @@ def told_here(attempt: Attempt, failure: ProcessFailure) -> str:
 def _failure(attempt: Attempt, worker: _core.WorkerExited, unread: str = "") -> ProcessFailure:
     rank = worker.local_rank
     paths = attempt.paths
-    note = oom_note(worker.exitcode, worker.sent_signal, attempt.oom_kills, attempt.oom_kills_after)
+    oom = worker.exitcode, worker.sent_signal, attempt.oom_kills, attempt.oom_kills_after
     timer = attempt.expired.get(rank)
     failure = failure_of(
         worker,
@@ -122,7 +122,7 @@ def _failure(attempt: Attempt, worker: _core.WorkerExited, unread: str = "") -> 
         sent_signal=worker.sent_signal if timer is None else None,
         cause=why_it_failed(attempt, rank),
         how=how_by_evidence(attempt, rank),
-        note=note if worker.sent_signal is None else None,
+        note=oom_note(*oom) if worker.sent_signal is None else None,
         unread=unread,
     )
     if unread:
@@ -136,9 +136,7 @@ def _failure(attempt: Attempt, worker: _core.WorkerExited, unread: str = "") -> 
         # Add the time limit that the worker exceeded, because the error file mentions only the signal that it
         # received for that.
         failure.note = why_expired(attempt, rank)
-    if failure.how is None and probably_oom(
-        worker.exitcode, worker.sent_signal, attempt.oom_kills, attempt.oom_kills_after
-    ):
+    if failure.how is None and probably_oom(*oom):
         failure.how = f"{how_it_failed(failure)} (probably by the kernel's OOM killer)"
     _add_hang(attempt, worker, failure, is_read=not unread)
     return failure
@@ -147,30 +145,22 @@ def _failure(attempt: Attempt, worker: _core.WorkerExited, unread: str = "") -> 
 def _add_hang(
     attempt: Attempt, worker: _core.WorkerExited, failure: ProcessFailure, *, is_read: bool
 ) -> None:
-    rank = worker.local_rank
-    if is_read and rank in attempt.expired and (error_file := attempt.paths.error_files.get(rank)):
+    rank, blame, diagnosis = worker.local_rank, attempt.blame, attempt.diagnosis
+    is_first, overdue = worker.local_rank == attempt.first_failure, attempt.expired.get(rank)
+    if overdue is not None:
         from elasticrs._engine.supervise.failures import hang_diagnosis
 
-        path = hang_file(error_file)
-        if os.path.isfile(path):
-            others = 3 if attempt.expired[rank].raised is not None else 0
-            failure.stack = hang_diagnosis.stack(path, others=others)
+        error_file = attempt.paths.error_files.get(rank)
+        if is_read and error_file and os.path.isfile(path := hang_file(error_file)):
+            failure.stack = hang_diagnosis.stack(path, others=3 if overdue.raised is not None else 0)
             failure.log_paths["hang"] = path
-    blame = attempt.blame
-    if (
-        blame is not None
-        and not blame.is_decided
-        and attempt.diagnosis is not None
-        and rank in attempt.expired
-    ):
-        from elasticrs._engine.supervise.failures import hang_diagnosis
-
-        failure.stack = hang_diagnosis.stacks_of(attempt.diagnosis, blame.ranks) or failure.stack
-    if rank == attempt.first_failure and attempt.diagnosis is not None and not attempt.expired:
-        failure.more_notes = [attempt.diagnosis.summary]
-    if rank == attempt.first_failure or (attempt.first_failure is None and rank in attempt.expired):
+        if blame is not None and attempt.is_undecided and diagnosis is not None:
+            failure.stack = hang_diagnosis.stacks_of(diagnosis, blame.ranks) or failure.stack
+    if is_first and diagnosis is not None and not attempt.expired:
+        failure.more_notes = [diagnosis.summary]
+    if is_first or (attempt.first_failure is None and overdue is not None):
         failure.more_notes = [*failure.more_notes, *last_heartbeats(attempt, failure.seen_ns)]
-    if blame is not None and rank == attempt.first_failure and (len(blame.ranks) > 1 or not blame.is_decided):
+    if blame is not None and is_first and (len(blame.ranks) > 1 or attempt.is_undecided):
         places = {each: place for place, each in attempt.global_ranks().items()}
         local_ranks = phrases.ranges_text(sorted(places[each] for each in blame.ranks))
         ranks = blame.text.removeprefix("ranks ").removeprefix("rank ")
@@ -238,19 +228,15 @@ def own_cause(
     later than the time there, even if the estimate of the store's clock has changed since then.
     """
     failed = failures(attempt)
-    is_nursery_lost = attempt.nursery_exitcode is not None or attempt.nursery_hung
-    if not failed and is_nursery_lost:
-        how = phrases.how_the_nursery_ended(attempt.nursery_exitcode, attempt.nursery_hung)
-        return not_started(f"the nursery {how}", place)
     if not failed:
-        return None
+        return None if attempt.nursery_end is None else not_started(attempt.nursery_end, place)
     rank = root_cause(failed)
     first = failed[rank]
     stopped = victims(failed)
     permanent = _permanence(attempt, failed, stopped, fatal_exit_codes)
     # A worker that this agent has signalled usually counts as stopped. It counts as failed if the nursery,
     # which is its parent process, exited.
-    if rank in stopped and not is_nursery_lost and not permanent:
+    if rank in stopped and attempt.nursery_end is None and not permanent:
         return None
     is_consequence = first.is_lost_peer
     at = failed_ns(first)

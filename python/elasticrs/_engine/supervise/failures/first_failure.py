@@ -135,9 +135,8 @@ def why_it_failed(attempt: Attempt, local_rank: int) -> str | None:
     worker = attempt.exits.get(local_rank)
     if local_rank in attempt.expired:
         return why_expired(attempt, local_rank)
-    if worker is not None and attempt.nursery_exitcode is not None:
-        how = phrases.how_the_nursery_ended(attempt.nursery_exitcode, attempt.nursery_hung)
-        return f"the nursery {how}, which killed the worker"
+    if worker is not None and attempt.nursery_end is not None:
+        return f"{attempt.nursery_end}, which killed the worker"
     if local_rank in attempt.silent:
         return phrases.SILENT
     if worker is not None and worker.exitcode is None:
@@ -155,7 +154,7 @@ def how_by_evidence(attempt: Attempt, local_rank: int) -> str | None:
 
 
 def _how_it_hung(attempt: Attempt, event: WorkerHung) -> str:
-    if attempt.blame is not None and not attempt.blame.is_decided:
+    if attempt.is_undecided:
         return ": a rank hangs"
     if attempt.blame is not None and attempt.blame.basis == "records":
         return f" {'keeps' if len(attempt.blame.ranks) == 1 else 'keep'} the other ranks waiting"
@@ -176,15 +175,9 @@ def how_it_was_seen(attempt: Attempt, local_rank: int) -> str:
         return _how_it_hung(attempt, overdue.hung)
     if overdue is not None and overdue.timer is not None:
         return " has hung"
-    if (
-        overdue is not None
-        and overdue.is_blamed
-        and attempt.blame is not None
-        and not attempt.blame.is_decided
-    ):
-        return f": {attempt.who(local_rank)} {why_expired(attempt, local_rank)}"
     if overdue is not None and overdue.is_blamed:
-        return f" {why_expired(attempt, local_rank)}"
+        who = f": {attempt.who(local_rank)}" if attempt.is_undecided else ""
+        return f"{who} {why_expired(attempt, local_rank)}"
     # If the worker was killed while it exited after an exception, it died of the signal, not of the
     # exception.
     is_killed = worker is not None and worker.sent_signal is None and (worker.exitcode or 0) < 0

@@ -23,51 +23,35 @@ def make_observers(
     server: HealthCheckServer | None = None,
     *,
     tells_end: bool = True,
+    has_hooks: bool = False,
 ) -> Sequence[Observer]:
-    """Return the observers of a job that the command line or the launcher's API has started.
+    """Return the observers of a job. Raise ``UsageError`` if the handler for events cannot be opened.
 
     If ``server`` is ``None``, one is created if the job requests it. Without ``tells_end``, the caller
-    records the end of the agent. Raise ``UsageError`` if the handler for events cannot be opened.
+    records the end of the agent. With ``has_hooks``, the agent's hooks record torch's events and metrics, and
+    a thread of ``server`` answers the health requests, because hooks may block for a long time.
     """
     observers: list[Observer] = []
     if job.event_log_handler != "null":
-        check_destination(job.event_log_handler)
-        from elasticrs._engine.supervise.observe.recorder import EventRecorder
+        from elasticrs._engine.supervise.observe.recorder import EventRecorder, WatchdogRecorder
 
-        observers.append(EventRecorder(job, tells_end=tells_end))
-    if server is None and job.health_check_port is not None:
+        if has_hooks:
+            observers.append(WatchdogRecorder(job))
+        else:
+            check_destination(job.event_log_handler)
+            observers.append(EventRecorder(job, tells_end=tells_end))
+    if server is None and job.health_check_port is not None and not has_hooks:
         server = open_server(job, say)
-    if job.has_metrics or server is not None:
+    if (job.has_metrics or server is not None) and not has_hooks:
         from elasticrs._engine.supervise.observe.recorder import MetricRecorder
 
         observers.append(MetricRecorder(job))
-    # The health observer closes the server, so the metrics observer must record the final metrics before.
-    return [*observers, *_health(job, server, say, is_asked=True)]
+    if server is not None:
+        from elasticrs._engine.supervise.observe.job_health import HealthObserver
 
-
-def make_observers_of_hooks(
-    job: JobSpec, say: Callable[[str], None], server: HealthCheckServer | None
-) -> Sequence[Observer]:
-    """Return the observers of an agent whose hooks already record torch's events and metrics.
-
-    A thread of ``server`` answers the health requests, because hooks may block for a long time.
-    """
-    observers: list[Observer] = []
-    if job.event_log_handler != "null":
-        from elasticrs._engine.supervise.observe.recorder import WatchdogRecorder
-
-        observers.append(WatchdogRecorder(job))
-    return [*observers, *_health(job, server, say, is_asked=False)]
-
-
-def _health(
-    job: JobSpec, server: HealthCheckServer | None, say: Callable[[str], None], *, is_asked: bool
-) -> Sequence[Observer]:
-    if server is None:
-        return ()
-    from elasticrs._engine.supervise.observe.job_health import HealthObserver
-
-    return (HealthObserver(job, server, say, is_asked=is_asked),)
+        # This observer closes the server, so the recorder of metrics must come before.
+        observers.append(HealthObserver(job, server, say, is_asked=not has_hooks))
+    return observers
 
 
 def open_server(job: JobSpec, say: Callable[[str], None]) -> HealthCheckServer | None:

@@ -237,9 +237,8 @@ class HealthObserver(Observer):
         failure, raised = seen_failure(attempt, local_rank), attempt.raised.get(local_rank)
         if self._last_failure is not None:
             self._earlier_failures.append(self._last_failure)
-        is_decided = attempt.blame is None or attempt.blame.is_decided
         self._last_failure = {
-            "rank": attempt.shown_ranks()[local_rank] if is_decided else None,
+            "rank": None if attempt.is_undecided else attempt.shown_ranks()[local_rank],
             "local_rank": local_rank,
             "pid": failure.pid,
             "exitcode": failure.exitcode,
@@ -394,6 +393,6 @@ def _cause(attempt: Attempt) -> _core.RestartCause:
         return "worker_failed" if any(event.is_blamed for event in why) else "timer_expired"
     if attempt.first_failure is not None:
         return "worker_failed"
-    if attempt.nursery_exitcode is not None or attempt.nursery_hung:
+    if attempt.nursery_end is not None:
         return "nursery_lost"
     return "nodes"

@@ -177,7 +177,7 @@ class TerminalReporter(Observer):
         # blame.
         exited = attempt.exits.get(first)
         left = early_leavers(attempt, lambda _: exited is not None and (exited.exitcode or 0) > 0)
-        if attempt.blame is not None and not attempt.blame.is_decided:
+        if attempt.is_undecided:
             # One of the other ranks may be to blame, so do not call their errors side effects.
             self._say(f"{who}; stopping all ranks")
         elif attempt.blame is None and left:
@@ -191,11 +191,8 @@ class TerminalReporter(Observer):
         """Return the reason why an attempt ended, and store it for the report."""
         failed = attempt.failed_exits()
         if attempt.first_failure is None or not failed:
-            if "started" in attempt.stamps:
-                how = phrases.how_the_nursery_ended(attempt.nursery_exitcode, attempt.nursery_hung)
-                attempt.cause = f"the nursery {how}"
-            else:
-                attempt.cause = self._result.message or "the workers could not be started"
+            lost = attempt.nursery_end if "started" in attempt.stamps else None
+            attempt.cause = lost or self._result.message or "the workers could not be started"
             return attempt.cause
         try:
             from elasticrs._engine.supervise.failures.failed_attempt import first_of
