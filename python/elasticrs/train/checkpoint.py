@@ -299,7 +299,7 @@ class FileSystemCheckpointManager(CheckpointManager):
         if keep is not None and keep < 1:
             raise ValueError(f"keep: got {keep}, expected at least 1")
         self.directory = os.fspath(checkpoint_dir)
-        self._job = job
+        self.job = job
         self._keep = keep
         os.makedirs(self.directory, exist_ok=True)
 
@@ -311,7 +311,7 @@ class FileSystemCheckpointManager(CheckpointManager):
     @prof
     def get_checkpoint(self, sequence_id: int) -> Checkpoint:
         """Return a committed checkpoint. Raise ``CheckpointError`` if it is missing or cannot be used."""
-        return _Committed(self._path(sequence_id), self._job)
+        return _Committed(self._path(sequence_id), self.job)
 
     @prof
     def get_latest_checkpoint(self) -> Checkpoint | None:
@@ -327,7 +327,7 @@ class FileSystemCheckpointManager(CheckpointManager):
 
     def _whole(self, number: int) -> Checkpoint | None:
         try:
-            checkpoint = _Committed(self._path(number), self._job)
+            checkpoint = _Committed(self._path(number), self.job)
             checkpoint.verify()
         except _TornError as error:
             _log.warning("%s; trying an older checkpoint", error)
@@ -340,7 +340,7 @@ class FileSystemCheckpointManager(CheckpointManager):
         found: list[Checkpoint] = []
         for number in self._numbers():
             with suppress(CheckpointError):
-                found.append(_Committed(self._path(number), self._job))
+                found.append(_Committed(self._path(number), self.job))
         return found
 
     def add(self, unfinished: str) -> str:
@@ -370,9 +370,6 @@ class FileSystemCheckpointManager(CheckpointManager):
             self._remove(self._path(old))
         except OSError as error:
             _log.warning("checkpoint %s was written, but %s cannot be removed: %s", new, old, error)
-
-    def manifest(self, files: dict[str, Any]) -> dict[str, Any]:
-        return {"format": FORMAT, "job": self._job, "streams": files}
 
     def _path(self, number: int) -> str:
         return os.path.join(self.directory, str(number))
@@ -418,13 +415,13 @@ class _New(Checkpoint):
         if self._committed is not None:
             return
         streams = {key: _sum(os.path.join(self._path, _file_of(key)), sync=True) for key in self._keys}
-        manifest = self._manager.manifest(streams)
+        manifest = {"format": FORMAT, "job": self._manager.job, "streams": streams}
         with open(os.path.join(self._path, _MANIFEST), "w", encoding="utf-8") as file:
             json.dump(manifest, file)
             file.flush()
             os.fsync(file.fileno())
         _flush(self._path)
-        self._committed = _Committed(self._manager.add(self._path), manifest["job"])
+        self._committed = _Committed(self._manager.add(self._path), self._manager.job)
         self._unlock()
 
     def discard(self) -> None:

@@ -128,20 +128,22 @@ class Connections:
             return 0
         count = 0
         for inode, fd in sockets.items():
-            if inode in before or inode in self._knocked:
+            if inode in before or inode in self._knocked or not self._is_of_group(fd, inode):
                 continue
-            address = _listens_at(fd, inode)
-            if address is not None and self._is_of_group(fd, inode):
-                self._knocked.add(inode)
-                count += 1
-                _knock(address, world_size)
+            with _duplicate(fd, inode) as found:
+                if found is None or found[1] != _LISTEN:
+                    continue
+                family, address = found[0].family, found[0].getsockname()
+            self._knocked.add(inode)
+            count += 1
+            _knock(family, address, world_size)
         return count
 
     def shut(self) -> int:
         """Shut down the connections of the process groups. Return their number."""
         before, recorded = self._before, self._recorded
         return sum(
-            _shut(fd, inode)
+            _shut(fd, inode) is not None
             for inode, fd in _sockets().items()
             if inode in recorded
             or (before is not None and inode not in before and self._is_of_group(fd, inode))
@@ -161,8 +163,8 @@ class Connections:
         for inode, fd in _sockets().items():
             is_new = before is not None and inode not in before
             if inode not in recorded and (is_new or inode in self._others):
-                peer = _peer(fd, inode)
-                if _shut(fd, inode):
+                peer = _shut(fd, inode)
+                if peer is not None:
                     peers.append(peer)
         return peers
 
@@ -204,43 +206,31 @@ def _duplicate(fd: int, inode: int) -> Iterator[tuple[socket.socket, int] | None
         yield (duplicate, state) if os.fstat(duplicate.fileno()).st_ino == inode else None
 
 
-def _peer(fd: int, inode: int) -> str:
-    with _duplicate(fd, inode) as found, suppress(OSError):
-        if found is not None:
-            host, port, *_ = found[0].getpeername()
-            return f"{host} port {port}"
-    return "an unknown peer"
-
-
 def _is_connected(fd: int, inode: int) -> bool:
     with _duplicate(fd, inode) as found:
         return found is not None and found[1] == _ESTABLISHED
 
 
-def _shut(fd: int, inode: int) -> bool:
-    with _duplicate(fd, inode) as found:
+def _shut(fd: int, inode: int) -> str | None:
+    """Shut down a connection, and return the address of its peer. ``None`` if there is no such connection."""
+    with _duplicate(fd, inode) as found, suppress(OSError):
         if found is None or found[1] not in _TALKING:
-            return False
-        try:
-            found[0].shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return False
-    return True
-
-
-def _listens_at(fd: int, inode: int) -> tuple[int, Any] | None:
-    with _duplicate(fd, inode) as found:
-        if found is None or found[1] != _LISTEN:
             return None
-        return found[0].family, found[0].getsockname()
+        peer = "an unknown peer"
+        with suppress(OSError):
+            host, port, *_ = found[0].getpeername()
+            peer = f"{host} port {port}"
+        found[0].shutdown(socket.SHUT_RDWR)
+        return peer
+    return None
 
 
-def _knock(address: tuple[int, Any], count: int) -> None:
+def _knock(family: int, address: Any, count: int) -> None:
     for number in range(count):
-        with suppress(OSError), socket.socket(address[0]) as visitor:
+        with suppress(OSError), socket.socket(family) as visitor:
             # The kernel accepts the connection immediately, unless the listener's queue is full.
             visitor.settimeout(0.1)
-            visitor.connect(address[1])
+            visitor.connect(address)
             visitor.sendall(struct.pack("=q", number))
 
 
