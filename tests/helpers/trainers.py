@@ -143,14 +143,14 @@ class ByHand(Trainers):
         self.url, self.stderr = url, stderr
 
     def start(self, *names: str, **order: Any) -> None:
-        defaults = {"loop": "coordinator", "url": self.url, "stderr": str(self.stderr), "steps": 1 << 30}
+        defaults = {"loop": "train", "url": self.url, "stderr": str(self.stderr)}
         for name in names:
             self._parent.order({**defaults, **order, "name": name})
 
     def start_all(self, orders: Mapping[str, Mapping[str, Any]], **_: Any) -> None:
         """Start these trainers, each with an order. Ignore the arguments that only agents need."""
         for name, order in orders.items():
-            self.start(name, loop="train", **order)
+            self.start(name, **order)
 
     def after(self, *names: str) -> Sequence[str]:  # noqa: ARG002 -- as under agents
         """Return no names, because nothing replaces a trainer that exits."""

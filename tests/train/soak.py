@@ -19,12 +19,14 @@ from pathlib import Path
 from helpers import procs
 from helpers.agent_trainers import UnderAgents
 from helpers.launcher import LAUNCHERS, Launched, clean_environment
-from helpers.trainers import ByHand, Parent, store
+from helpers.trainers import ByHand, Parent, Trainers, store
 
 LIMIT = 60.0
 LONGEST = 30.0
 """Seconds from a kill to the next step: on a loaded machine, and after a time-out of 10 s."""
 RESTARTS = 100_000
+ENDLESS = {"size": 1 << 40, "shuffle": False, "weights": 1 << 16, "pause": 0.001}
+"""Orders of a trainer that steps until a file exists."""
 
 # --- by hand ---
 
@@ -36,7 +38,7 @@ def soak(
     one.
     """
     chance = random.Random(seed)
-    order = {"end_when": str(end), "pause": 0.001}
+    order = {**ENDLESS, "end_when": str(end)}
     live = [f"w{number}" for number in range(workers)]
     job.start(*live, **order)
     job.wait("stepped", workers)
@@ -55,10 +57,8 @@ def soak(
     began = time.monotonic()
     job.wait_until(lambda: len(holders(job, live)) == workers, LIMIT)
     end.touch()
-    job.wait_until(lambda: len(ends(job)) == workers, LIMIT)
-    for told in ends(job):
-        assert told["equal"], told
-        assert told["sum"] == told["step"], told
+    job.wait_until(lambda: len(job.of("finished")) == workers, LIMIT)
+    check_sums(job)
     assert time.monotonic() - began < LIMIT
     steps = sorted(each["at"] for each in job.of("stepped"))
     return [later - earlier for earlier, later in pairwise(steps)]
@@ -69,8 +69,11 @@ def holders(job: ByHand, live: list[str]) -> set[str]:
     return {told["name"] for told in job.of("stepped") if told["name"] in live}
 
 
-def ends(job: ByHand) -> list[dict[str, object]]:
-    return job.of("done") + job.of("stopped")
+def check_sums(job: Trainers) -> None:
+    """Check that the state of each finished trainer counts each sample and each step exactly once."""
+    for told in job.of("finished"):
+        steps, taken = told["steps"], told["taken"]
+        assert (told["total"], told["weights"]) == (taken * (taken - 1) // 2, [steps]), told
 
 
 # --- under agents ---
@@ -125,8 +128,7 @@ class Soak:
         return len({told["pid"] for told in self._job.of("up")} - self._dead) - self._seats
 
     def _start(self, *nodes: str) -> None:
-        order = {"size": 1 << 40, "shuffle": False, "weights": 1 << 16, "pause": 0.001}
-        orders = {name: {**order, "end_when": str(self._end)} for node in nodes for name in node}
+        orders = {name: {**ENDLESS, "end_when": str(self._end)} for node in nodes for name in node}
         self._job.start_all(orders, restarts=RESTARTS, nodes=nodes)
 
     def _kill(self) -> None:
@@ -172,9 +174,7 @@ class Soak:
         return None
 
     def _check(self) -> None:
-        for told in self._job.of("finished"):
-            steps, taken = told["steps"], told["taken"]
-            assert (told["total"], told["weights"]) == (taken * (taken - 1) // 2, [steps]), told
+        check_sums(self._job)
         # Check that no step is lost. A job that loses its state starts anew, and still finishes with correct
         # sums.
         furthest = 0

@@ -49,7 +49,7 @@ def ends(job, *names, size=SIZE):
     return found
 
 
-def test_1_a_normal_run_completes_all_steps(job_of):
+def test_1_a_normal_run_completes_all_steps_without_errors(job_of, how):
     job = job_of(*FIXED)
     start(job, abcd={})
     for told in ends(job, *"abcd"):
@@ -58,6 +58,9 @@ def test_1_a_normal_run_completes_all_steps(job_of):
         assert set(told["threads"]) <= {"MainThread", "elasticrs-final-state"}
     # All four workers meet once at the start and once at the end.
     assert len(job.of("met")) == 8
+    if how == BY_HAND:
+        assert all(job.code(name) == 0 for name in "abcd")
+        assert job.stderr_text() == ""
 
 
 def test_2_a_missing_worker_fails_the_others_at_the_join_timeout(job_of, how):
@@ -218,6 +221,7 @@ def test_15_two_workers_join_during_training_and_no_step_is_repeated(job_of, tmp
     # No worker was interrupted, so no step was repeated or lost.
     for told in ends(job, *"abcd", size=4000):
         assert len(told["done"]) == len(set(told["done"]))
+    assert "interrupted by" not in job.stderr_text()
 
 
 def test_a_sync_that_never_returns_ends_only_its_own_worker(trainers):

@@ -141,7 +141,7 @@ class Job:
     def __init__(self, trainers, tmp_path, **order):
         self.trainers, self.may_end = trainers, tmp_path / "may end"
         self.folder = tmp_path / "checkpoints"
-        self.order = {"loop": "train", "size": SIZE, "checkpoints": str(self.folder), "savers": [], **order}
+        self.order = {"size": SIZE, "checkpoints": str(self.folder), "savers": [], **order}
 
     def start(self, *names, **order):
         self.trainers.start(*names, **self.order, slow_until=str(self.may_end), **order)

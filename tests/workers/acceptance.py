@@ -6,6 +6,7 @@ The order says what goes wrong: ``faults`` is a list of ``{"at": step, "do": wha
 import os
 import select
 import signal
+import socket
 import threading
 
 import torch
@@ -45,6 +46,8 @@ class Total(State):
         self.steps, self.taken, self.total = packed[:3].tolist()
         self.weights = packed[3:]
         self.trainer.met(world_size, rank, self.steps)
+        if self.trainer.order.get("subgroup"):
+            self.trainer.group = dist.new_group()
         shuffle = self.trainer.order.get("shuffle", True)
         self.shares = Shares(self.size, self.batch, world_size, rank, self.taken, shuffle=shuffle)
 
@@ -81,8 +84,8 @@ class Trainer:
         self.order = order
         self._say = say
         self.done = []
-        self.straggles = False
-        self.child = None
+        self.straggles = self.is_slow = False
+        self.child = self.group = None
         kind = p2p.CoordinatorP2P if "url" in order else AgentCoordinator
         if order.get("always"):
             kind = type("MeetsAlways", (MeetsAlways, kind), {})
@@ -97,7 +100,8 @@ class Trainer:
 
     def met(self, world, rank, step):
         self.has_stepped = False
-        self.say("met", world=world, rank=rank, step=step)
+        env = [os.environ["RANK"], os.environ["WORLD_SIZE"]]
+        self.say("met", world=world, rank=rank, step=step, round=self.coordinator.rounds_before + 1, env=env)
 
     def fault(self, where, step):
         for each in self.order.get("faults", ()):
@@ -129,6 +133,12 @@ class Trainer:
         if self.child == 0:
             self.order["name"] += " forked"
 
+    def fork_sleeper(self):
+        pid = os.fork()
+        while pid == 0:
+            signal.pause()
+        self.say("forked", child=pid)
+
     def hold(self):
         signal.pause()
 
@@ -140,15 +150,19 @@ class Trainer:
         order = self.order
         if state.steps >= order.get("own_end", 1 << 30) or os.path.exists(order.get("end_when", "")):
             raise StopIteration
-        self.straggles = self.straggles or self.coordinator.is_worker_straggler
+        is_slow = self.coordinator.is_worker_straggler
+        if is_slow and not self.is_slow:
+            self.say("straggles")
+        self.is_slow = is_slow
+        self.straggles = self.straggles or is_slow
         mine = next(state.shares)
         self.fault("step", state.steps)
         if not os.path.exists(order.get("slow_until", "/")):
             select.select([], [], [], order.get("pause", 0.05))
         total = torch.tensor(sum(mine))
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=self.group)
         ones = torch.ones_like(state.weights)
-        dist.all_reduce(ones)
+        dist.all_reduce(ones, group=self.group)
         # Change the state only after the last collective of the step, so that a failed step leaves it
         # unchanged.
         state.weights = state.weights + ones // dist.get_world_size()
@@ -160,6 +174,29 @@ class Trainer:
             self.has_stepped = True
             self.say("stepped", step=state.steps)
         return state, SimpleWorkerStats(order["rate"]) if "rate" in order else None
+
+
+def disturb_creation(trainer):
+    """Make the creation of the next group wait forever, or open a connection first that another thread
+    serves.
+    """
+    create = dist.init_process_group
+
+    def echo(connection):
+        while data := connection.recv(100):
+            connection.sendall(data)
+
+    def creates(*arguments, **options):
+        dist.init_process_group = create
+        trainer.say("creates")
+        port = trainer.order["holds"]
+        while port is None:
+            signal.pause()
+        connection = socket.create_connection(("127.0.0.1", port))
+        threading.Thread(target=echo, args=(connection,), daemon=True).start()
+        return create(*arguments, **options)
+
+    dist.init_process_group = creates
 
 
 def is_first(path):
@@ -215,6 +252,8 @@ def run(order, say):
         p2p.CoordinatorP2P.MONITOR_PROGRESS_FREQ = order["monitor"]
     state = Total(trainer)
     trainer.fault("begin", 0)
+    if "holds" in order:
+        disturb_creation(trainer)
     try:
         train(trainer.coordinator, trainer.step, state, max_failures=order.get("max_failures"))
         if order.get("twice"):

@@ -8,9 +8,7 @@ import json
 import os
 import select
 import signal
-import socket
 import sys
-import threading
 import time
 import traceback
 
@@ -18,11 +16,9 @@ import acceptance
 import torch
 import torch.distributed as dist
 
-from elasticrs.train import NonRetryableException, SimpleWorkerStats, StopException, on_change, p2p
+from elasticrs.train import on_change
 
 torch.set_num_threads(1)
-
-SIZE = 1 << 16
 
 
 def say(name, what, **more):
@@ -30,173 +26,48 @@ def say(name, what, **more):
     os.write(1, (text + "\n").encode())
 
 
-def ranks_in_environment():
-    return [os.environ["RANK"], os.environ["WORLD_SIZE"]]
-
-
-class Trainer:
-    """Counts steps. Each step adds 1 to the sum, so that lost and repeated steps are visible."""
-
-    def __init__(self, order):
-        self.name = order["name"]
-        self.order = order
-        self.step = -1
-        self.sum = torch.zeros(SIZE)
-        self.group = None
-
-    def say(self, what, **more):
-        say(self.name, what, step=self.step, **more)
-
-    def tell_end(self, what):
-        self.say(what, sum=float(self.sum[0]), equal=bool((self.sum == self.sum[0]).all()))
-
-    def sync(self):
-        votes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-        dist.all_gather(votes, torch.tensor([self.step]))
-        steps = [int(vote) for vote in votes]
-        best = max(range(len(steps)), key=lambda each: (steps[each], -each))
-        self.say("votes", steps=steps)
-        # Receive into a spare tensor, because this rank's state must keep its vote until all ranks have the
-        # new state.
-        spare = self.sum.clone()
-        dist.broadcast(spare, best)
-        dist.barrier()
-        self.step, self.sum = max(steps[best], 0), spare
-
-    def train_step(self, world):
-        order = self.order
-        if self.step == order.get("at", -1) and order.get("do") == "fork":
-            order["do"] = None
-            self.fork()
-        gradient = torch.full((SIZE,), 1.0 / world)
-        dist.all_reduce(gradient, group=self.group)
-        if order.get("pause"):
-            select.select([], [], [], order["pause"])
-        # Change the state only after the last collective, so that an error leaves it unchanged.
-        self.sum += gradient.round()
-        self.step += 1
-
-    def fork(self):
-        pid = os.fork()
-        while not pid:
-            select.select([], [], [])
-        self.say("forked", child=pid)
-
-
-def with_a_thread_in_creation(trainer, order):
-    """Make the creation of the next group wait forever, or open a connection first that another thread
-    serves.
-    """
-    create = dist.init_process_group
-
-    def echo(connection):
-        while data := connection.recv(100):
-            connection.sendall(data)
-
-    def creates(*arguments, **options):
-        dist.init_process_group = create
-        trainer.say("creates")
-        while order.get("do") == "wait in creation":
-            select.select([], [], [])
-        connection = socket.create_connection(("127.0.0.1", order.pop("holds")))
-        threading.Thread(target=echo, args=(connection,), daemon=True).start()
-        return create(*arguments, **options)
-
-    dist.init_process_group = creates
-
-
-def with_coordinator(order):
-    trainer = Trainer(order)
-    coordinator = p2p.CoordinatorP2P("gloo", order["url"], 64, order.get("timeout", 10000))
-    p2p.CoordinatorP2P.MONITOR_PROGRESS_FREQ = 5
-    has_ended = 0
-    while True:
-        began = time.monotonic()
-        try:
-            _, rank, world = coordinator.rendezvous_barrier()
-            met = time.monotonic()
-            if "holds" in order or order.get("do") == "wait in creation":
-                with_a_thread_in_creation(trainer, order)
-            coordinator.init_process_group()
-            made = time.monotonic()
-            coordinator.barrier()
-            is_over = max(coordinator.exchange([has_ended]))[0]
-            trainer.sync()
-            if order.get("subgroup"):
-                trainer.group = dist.new_group()
-            coordinator.barrier()
-            if is_over:
-                coordinator.signal_training_done()
-                trainer.tell_end("done")
-                return
-        except StopException:
-            trainer.tell_end("stopped")
-            return
-        except NonRetryableException as error:
-            trainer.say("stuck", error=str(error))
-            return
-        except RuntimeError as error:
-            trainer.say("failed", error=str(error)[:200])
-            continue
-        trainer.say(
-            "met",
-            rank=rank,
-            world=world,
-            round=coordinator.rounds_before + 1,
-            began=began,
-            met=met,
-            made=made,
-            env=ranks_in_environment(),
-        )
-        is_first = True
-        while True:
-            if trainer.step >= order["steps"] or os.path.exists(order.get("end_when", "")):
-                coordinator.announce_end()
-                has_ended = 1
-                break
-            try:
-                trainer.train_step(world)
-                if "rate" in order:
-                    was = coordinator.is_worker_straggler
-                    coordinator.monitor_progress(None, SimpleWorkerStats(order["rate"]))
-                    if coordinator.is_worker_straggler and not was:
-                        trainer.say("straggles")
-                if coordinator.should_rendezvous(None):
-                    trainer.say("left")
-                    break
-            except RuntimeError as error:
-                trainer.say("raised", error=str(error)[:200])
-                break
-            if is_first:
-                trainer.say("stepped")
-                is_first = False
-
-
-def by_hand(order):
-    trainer = Trainer(order)
+def with_on_change(order):
+    """Count steps in a custom loop. Each step adds 1 to the sum, so lost and repeated steps are visible."""
+    steps, total = torch.zeros(1, dtype=torch.long), torch.zeros(1)
     changes = []
+
+    def tell(what, **more):
+        env = [os.environ["RANK"], os.environ["WORLD_SIZE"]]
+        say(order["name"], what, steps=int(steps), total=float(total), env=env, **more)
+
+    def step(world):
+        share = torch.full((1,), 1.0 / world)
+        dist.all_reduce(share)
+        select.select([], [], [], order["pause"])
+        # Change the state only after the last collective, so that an error leaves it unchanged.
+        total.add_(share.round())
+        steps.add_(1)
+
+    def sync(world):
+        everybodys = [torch.zeros(2, dtype=torch.double) for _ in range(world)]
+        dist.all_gather(everybodys, torch.tensor([float(steps), float(total)], dtype=torch.double))
+        furthest = max(everybodys, key=lambda each: float(each[0]))
+        steps.fill_(int(furthest[0]))
+        total.fill_(float(furthest[1]))
+
     with on_change(changes.append, order["url"]) as job:
-        while trainer.step < order["steps"]:
-            place = job.meet()
+        while steps < order["steps"]:
+            current = job.meet()
             try:
                 job.init_process_group("gloo")
-                trainer.sync()
-                trainer.say("met", rank=place.rank, world=place.world_size, env=ranks_in_environment())
-                trainer.train_step(place.world_size)
-                trainer.say("stepped")
-                while not job.passed() and trainer.step < order["steps"]:
-                    trainer.train_step(place.world_size)
+                sync(current.world_size)
+                tell("met", rank=current.rank, world=current.world_size)
+                step(current.world_size)
+                tell("stepped")
+                while not job.passed() and steps < order["steps"]:
+                    step(current.world_size)
             except RuntimeError:
-                trainer.say("raised", planned=[each.planned for each in changes])
+                tell("raised", planned=[each.planned for each in changes])
         job.close()
-    trainer.tell_end("done")
+    tell("finished")
 
 
-LOOPS = {
-    "coordinator": with_coordinator,
-    "train": lambda order: acceptance.run(order, say),
-    "by_hand": by_hand,
-}
+LOOPS = {"train": lambda order: acceptance.run(order, say), "on_change": with_on_change}
 
 
 def run(order):
