@@ -283,9 +283,15 @@ class Job:
                     poll.register(fd, select.POLLIN)
             poll.poll(left * 1000)
 
-    def formed(self, *agents: Agent, world: int | None = None, timeout: float = HANG) -> list[Worker]:
+    def formed(
+        self,
+        *agents: Agent,
+        world: int | None = None,
+        restarts: int | None = None,
+        timeout: float = HANG,
+    ) -> list[Worker]:
         """Wait until these agents run new workers, all of one round. Workers that an earlier call returned do
-        not count.
+        not count. With ``restarts``, check how many restarts the job has used.
 
         Returns:
             All of them by rank. Ranks, sizes and the address of the store are checked.
@@ -309,6 +315,7 @@ class Job:
         for agent in agents:
             mine = [each for each in workers if each.host == agent.host.name and agent.host.holds(each.pid)]
             assert mine, f"no worker of this round runs on {agent.host}: {workers}"
+        assert restarts is None or {each.restart for each in workers} == {restarts}, workers
         self._seen |= {worker.pid for agent in agents for worker in agent.workers()}
         return workers
 

@@ -3,7 +3,7 @@ excluded.
 """
 
 import pytest
-from helpers.nodes import FAIL, restarts
+from helpers.nodes import FAIL
 
 pytestmark = [pytest.mark.privileged, pytest.mark.beyond_torchrun, pytest.mark.timeout(150)]
 
@@ -41,8 +41,7 @@ def test_a_spare_replaces_an_unfit_node_wherever_the_failure_was(with_spare, tmp
     job, (first, unfit, spare), workers = with_spare(*OPTIONS)
     (tmp_path / "node2.bad").touch()
     job.tell([worker for worker in workers if worker.host == failing], FAIL)
-    again = job.formed(first, spare)
-    assert restarts(again) == {1}
+    again = job.formed(first, spare, restarts=1)
     assert job.ended(unfit) == [193], job.story("another exit code")
     assert "node check: row remap failure" in unfit.launched.stderr
     for text in texts(job):

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 from helpers import procs
-from helpers.nodes import pids, restarts
+from helpers.nodes import pids
 
 pytestmark = [pytest.mark.privileged, pytest.mark.beyond_torchrun, pytest.mark.timeout(150)]
 
@@ -14,8 +14,7 @@ KILL, FAIL, SUCCEED = signal.SIGKILL, signal.SIGUSR2, signal.SIGUSR1
 def test_a_killed_worker_restarts_all_nodes_together(formed):
     job, agents, workers = formed(2, nproc=2)
     job.tell(workers[3:], KILL)
-    again = job.formed(*agents)  # `formed` checks that all workers belong to one round
-    assert restarts(again) == {1}
+    again = job.formed(*agents, restarts=1)  # `formed` checks that all workers belong to one round
     procs.assert_gone(pids(workers))
     for agent in agents:
         job.line(agent, r"rank 3 \(pid \d+\).* node2 .*SIGKILL.* round 1")
@@ -25,8 +24,7 @@ def test_a_killed_worker_restarts_all_nodes_together(formed):
 def test_simultaneous_failures_on_all_nodes_cost_one_restart(formed):
     job, agents, workers = formed(3)
     job.tell(workers, FAIL)
-    again = job.formed(*agents)
-    assert restarts(again) == {1}
+    again = job.formed(*agents, restarts=1)
     job.finish(agents, again)
 
 
@@ -40,8 +38,7 @@ def test_a_new_node_takes_the_ranks_of_a_lost_node(hosts, network, multinode):
     job.assert_empty(second)
     (fresh,) = job.start(net.add_host())
     now = (agents[0], agents[2], fresh)
-    again = job.formed(*now)
-    assert restarts(again) == {0}
+    again = job.formed(*now, restarts=0)
     assert [each.host for each in again] == ["node1", "node1", "node4", "node4", "node3", "node3"]
     job.finish(now, again)
 
@@ -54,8 +51,7 @@ def test_a_spare_replaces_a_lost_node(hosts, multinode):
     (spare,) = job.start(third)
     job.line(spare, "spare")
     agents[1].signal(KILL)
-    again = job.formed(agents[0], spare)
-    assert restarts(again) == {0}
+    again = job.formed(agents[0], spare, restarts=0)
     job.assert_empty(second)
     job.finish((agents[0], spare), again)
 
@@ -67,14 +63,12 @@ def test_a_job_grows_and_shrinks_without_charging_a_restart(hosts, multinode, ho
     agents = job.start(first, second)
     two = job.formed(*agents)
     agents += job.start(third)
-    three = job.formed(*agents)
-    assert restarts(three) == {0}
+    three = job.formed(*agents, restarts=0)
     assert [each.host for each in three] == ["node1", "node2", "node3"]
     procs.assert_gone(pids(two))
     agents[2].signal(how)
     assert job.ended(agents[2]) == [1 if how == signal.SIGTERM else -how]
-    again = job.formed(*agents[:2])
-    assert restarts(again) == {0}
+    again = job.formed(*agents[:2], restarts=0)
     job.assert_empty(third)
     job.finish(agents[:2], again)
 
@@ -92,8 +86,7 @@ def test_a_failure_also_restarts_a_node_that_has_finished(formed):
     job.tell(workers[1:], SUCCEED)
     procs.assert_gone(pids(workers[1:]))
     job.tell(workers[:1], FAIL)
-    again = job.formed(*agents)
-    assert restarts(again) == {1}
+    again = job.formed(*agents, restarts=1)
     job.finish(agents, again)
 
 

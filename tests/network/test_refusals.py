@@ -69,26 +69,23 @@ def test_another_server_at_the_endpoint_is_reported(hosts, multinode, server):
         says(job, *job.start(second), "10.77.0.1:29400", "another program")
 
 
-def test_an_agent_with_a_wrong_token_is_refused(hosts, multinode):
+@pytest.mark.parametrize(
+    ("right", "wrong", "texts"),
+    [
+        ({"env": {"ELASTICRS_TOKEN": "correct"}}, {"env": {"ELASTICRS_TOKEN": "incorrect"}}, ["token"]),
+        ({}, {"options": ("--rdzv-id", "other")}, ["other", "job"]),
+    ],
+    ids=["token", "run id"],
+)
+def test_an_agent_with_a_wrong_token_or_run_id_is_refused(hosts, multinode, right, wrong, texts):
     first, second = hosts(2)
     job = multinode(first, "2")
-    (right,) = job.start(first, env={"ELASTICRS_TOKEN": "correct"})
-    (wrong,) = job.start(second, env={"ELASTICRS_TOKEN": "incorrect"})
-    line = says(job, wrong, "token")
+    (early,) = job.start(first, **right)
+    line = says(job, *job.start(second, **wrong), *texts)
     assert "correct" not in line
     # The rejected agent did not affect the job.
-    (late,) = job.start(second, env={"ELASTICRS_TOKEN": "correct"})
-    job.finish((right, late), job.formed(right, late))
-
-
-def test_an_agent_with_another_run_id_is_refused(hosts, multinode):
-    first, second = hosts(2)
-    job = multinode(first, "2")
-    (right,) = job.start(first)
-    (wrong,) = job.start(second, options=("--rdzv-id", "other"))
-    says(job, wrong, "other", "job")
-    (late,) = job.start(second)
-    job.finish((right, late), job.formed(right, late))
+    (late,) = job.start(second, **right)
+    job.finish((early, late), job.formed(early, late))
 
 
 def test_too_few_nodes_are_reported_after_the_join_timeout(hosts, multinode):

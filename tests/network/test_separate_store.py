@@ -40,8 +40,7 @@ def test_a_signal_to_the_first_agent_ends_its_node_alone(led, signum):
     workers = job.formed(leader, *others)
     leader.signal(signum)
     assert job.ended(leader) == [-KILL if signum == KILL else 1]
-    again = job.formed(*others)
-    assert restarts(again) == {0}
+    again = job.formed(*others, restarts=0)
     procs.assert_gone(pids(workers))
     job.assert_empty(leader.host)
     job.finish(others, again)
@@ -79,8 +78,7 @@ def test_all_agents_can_be_replaced_one_at_a_time(apart):
         agents[index].signal(KILL)
         job.assert_empty(machine)
         agents[index] = job.start(machine)[0]
-        workers = job.formed(*agents)
-        assert restarts(workers) == {0}
+        workers = job.formed(*agents, restarts=0)
     job.finish(agents, workers)
 
 
@@ -93,8 +91,7 @@ def test_a_disconnected_store_host_stops_the_workers_until_it_returns(apart):
     # All agents kill their workers, because no agent can know whether the store still lists it as a member.
     procs.assert_gone(pids(workers))
     store_host.link_up()
-    again = job.formed(*agents)
-    assert restarts(again) == {0}
+    again = job.formed(*agents, restarts=0)
     job.finish(agents, again)
 
 
@@ -156,8 +153,7 @@ def test_a_job_restarts_over_a_bad_network_to_the_store(hosts, multinode, impair
         job = multinode(store_host, "2")
         agents = job.start(*machines)
         job.tell(job.formed(*agents, timeout=60)[-1:], FAIL)
-        again = job.formed(*agents, timeout=60)
-        assert restarts(again) == {1}
+        again = job.formed(*agents, timeout=60, restarts=1)
         job.finish(agents, again, timeout=60)
 
 

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 from helpers import procs
-from helpers.nodes import PORT, QUICK, pids, restarts
+from helpers.nodes import PORT, QUICK, pids
 from helpers.relay import relay_on
 
 pytestmark = [pytest.mark.privileged, pytest.mark.beyond_torchrun, pytest.mark.timeout(150)]
@@ -20,14 +20,11 @@ def three(formed):
 
 
 def goes_on_with_two(job, agents):
-    again = job.formed(*agents[:2])
-    assert restarts(again) == {0}
-    return again
+    return job.formed(*agents[:2], restarts=0)
 
 
 def takes_it_in_again(job, agents):
-    again = job.formed(*agents)
-    assert restarts(again) == {0}
+    again = job.formed(*agents, restarts=0)
     assert [each.host for each in again] == ["node1", "node2", "node3"]
     job.finish(agents, again)
 
@@ -66,8 +63,7 @@ def test_workers_stop_and_wait_if_too_few_nodes_remain(formed):
     agents[1].host.link_down()
     procs.assert_gone(pids(workers))
     agents[1].host.link_up()
-    again = job.formed(*agents)
-    assert restarts(again) == {0}
+    again = job.formed(*agents, restarts=0)
     job.finish(agents, again)
 
 

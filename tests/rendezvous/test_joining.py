@@ -17,7 +17,6 @@ from elasticrs._engine.nodes.transport.coordination import (
 )
 from rendezvous import agents
 from rendezvous.cluster import Cluster, end_all, ends, running
-from rendezvous.rules_off import rule_off
 
 NOT_OURS = "port 29400: another program"
 SIGNAL = "SIGTERM on node a"
@@ -217,19 +216,14 @@ def test_a_host_of_the_store_that_waits_alone_names_the_likely_mistake(given, wo
     says(a.texts[-1], "store", "told to host", word)
 
 
-@pytest.mark.parametrize("given", [{"why_hosts": None}, {"host": "localhost"}])
-def test_no_mistake_is_named_if_there_may_be_none(given):
-    cluster = Cluster(min_nodes=2, max_nodes=2)
-    a = cluster.add("a", **{**HOSTS, **given})
-    said = list(a.texts)
-    a.fire("mistake/0")
-    assert a.texts == said
-
-
-def test_no_mistake_is_named_once_another_machine_has_joined():
+@pytest.mark.parametrize(
+    ("given", "joined"), [({"why_hosts": None}, ""), ({"host": "localhost"}, ""), ({}, "b")]
+)
+def test_no_mistake_is_named_if_there_may_be_none_or_another_machine_has_joined(given, joined):
     cluster = Cluster(min_nodes=3, max_nodes=3)
-    a = cluster.add("a", **HOSTS)
-    cluster.add("b")
+    a = cluster.add("a", **{**HOSTS, **given})
+    for name in joined:
+        cluster.add(name)
     said = list(a.texts)
     a.fire("mistake/0")
     assert a.texts == said
@@ -549,12 +543,7 @@ def is_registration(request):
     return isinstance(request, Txn) and any(isinstance(op, Put) and op.leased for op in request.then)
 
 
-def registers_twice():
-    """Create an agent that registers a second time, and drops the connection before the request arrives.
-
-    Returns:
-        The cluster, the agent with its third registration, and the connection that still carries the second.
-    """
+def test_a_late_registration_does_not_delete_a_newer_registration():
     cluster, (agent,) = running(1)
     cluster._running = True  # disables `run`, because the test makes each turn itself
     agent.lose()
@@ -562,35 +551,19 @@ def registers_twice():
     while agent.conn is None or not any(map(is_registration, agent.conn.requests)):
         if not cluster._turn():
             agent.fire("reconnect")
-    # The client has dropped the connection. The store has not noticed, so the session is still open.
+    # The client has dropped the connection with its second registration. The store has not noticed, so the
+    # session is still open.
     late, agent.conn = agent.conn, None
     late.open = False
     agent.send(ConnectionLost("closed", "reset"))
     agent.fire("reconnect")
     while cluster._turn():
         pass
-    return cluster, agent, late
-
-
-def keys_of_the_newest(cluster, agent):
     newest = agent.member.link.member
     assert newest.endswith("/3")
-    return [cluster.store.get(key(newest)) for key in (cluster.keys.node, cluster.keys.slot)]
-
-
-def test_a_late_registration_does_not_delete_a_newer_registration():
-    cluster, agent, late = registers_twice()
-    before = keys_of_the_newest(cluster, agent)
+    own = [cluster.keys.node(newest), cluster.keys.slot(newest)]
+    before = [cluster.store.get(key) for key in own]
     assert None not in before
     while late.requests:
         cluster.store.serve(late)
-    assert keys_of_the_newest(cluster, agent) == before
-
-
-def test_deleting_by_agent_would_also_delete_a_newer_registration():
-    with rule_off("registration_deletes_by_agent"):
-        cluster, agent, late = registers_twice()
-        assert None not in keys_of_the_newest(cluster, agent)
-        while late.requests:
-            cluster.store.serve(late)
-        assert keys_of_the_newest(cluster, agent) == [None, None]
+    assert [cluster.store.get(key) for key in own] == before

@@ -5,10 +5,14 @@ A schedule is a list of choices. In the first part faults happen; then everythin
 fails any more, and what the job has come to is judged.
 """
 
-import zlib
+from __future__ import annotations
 
+import zlib
+from typing import Any
+
+from elasticrs._engine.job.value import Record, fresh
 from elasticrs._engine.nodes.protocol import messages as m
-from elasticrs._engine.nodes.protocol.machine import Phase, step
+from elasticrs._engine.nodes.protocol.machine import Member, Phase, step
 from elasticrs._engine.nodes.transport.coordination import Connected, ConnectionLost, Txn, Unwatch, Watch
 
 from . import agents
@@ -39,57 +43,36 @@ CLOCK_STEPS = 20
 """How many lines of the log pass between two steps of a clock."""
 
 
-class Group:
+class Group(Record):
     """The workers of one node."""
 
-    __slots__ = ("conn", "failed_at", "is_stuck", "peer_lost", "rank", "result", "round", "stopping")
-
-    def __init__(self, number, rank, conn):
-        self.conn = conn
-        self.round = number
-        self.rank = rank
-        self.stopping = False
-        self.peer_lost = False
-        self.result = None
-        self.is_stuck = False
-        self.failed_at = None
+    round: int
+    rank: int
+    conn: Conn
+    stopping: bool = False
+    peer_lost: bool = False
+    result: tuple[Any, ...] | None = None
+    is_stuck: bool = False
+    failed_at: int | None = None
 
 
-class Proc:
+class Proc(Record):
     """One agent process."""
 
-    __slots__ = (
-        "alive",
-        "conn",
-        "connecting",
-        "group",
-        "is_lost",
-        "leaving",
-        "member",
-        "name",
-        "outcome",
-        "paused",
-        "port",
-        "queue",
-        "served",
-        "timers",
-    )
-
-    def __init__(self, member):
-        self.name = member.agent.node
-        self.member = member
-        self.alive = True
-        self.paused = False
-        self.conn = None
-        self.connecting = False
-        self.is_lost = False
-        self.queue = []
-        self.timers = set()
-        self.group = None
-        self.port = None
-        self.served = set()
-        self.outcome = None
-        self.leaving = False
+    name: str
+    member: Member
+    alive: bool = True
+    paused: bool = False
+    conn: Conn | None = None
+    connecting: bool = False
+    is_lost: bool = False
+    queue: list[Any] = fresh(factory=list)
+    timers: set[str] = fresh(factory=set)
+    group: Group | None = None
+    port: int | None = None
+    served: set[int] = fresh(factory=set)
+    outcome: m.Outcome | None = None
+    leaving: bool = False
 
 
 class World(Outages):
@@ -143,24 +126,13 @@ class World(Outages):
         self.spawned += 1
         name = f"n{self.spawned}"
         is_host = self.kinds["embedded"] and self.spawned == 1
-        by_hand = {}
+        given = {"command": COMMAND, **self.config}
         if self.kinds["static"]:
             # A late node gets the rank of another one, as its replacement or by mistake.
-            node_rank = (self.spawned - 1) % self.config["max_nodes"]
-            by_hand = {
-                "node_rank": node_rank,
-                "order_hint": node_rank,
-                "port": FIXED_PORT,
-                "backend": "static",
-            }
-        proc = Proc(
-            agents.member(
-                f"{self.spawned:02x}",
-                name,
-                hosts_store=is_host,
-                **{"command": COMMAND, **self.config, **by_hand, **differs},
-            )
-        )
+            rank = (self.spawned - 1) % self.config["max_nodes"]
+            given |= {"node_rank": rank, "order_hint": rank, "port": FIXED_PORT, "backend": "static"}
+        member = agents.member(f"{self.spawned:02x}", name, hosts_store=is_host, **{**given, **differs})
+        proc = Proc(name, member)
         self.procs.append(proc)
         self.deliver(proc, m.Begin())
 

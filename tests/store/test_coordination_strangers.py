@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from helpers.coordination import MAGIC, REPLY, RUN, Client, put, serving, transaction
+from helpers.coordination import MAGIC, REPLY, RUN, Client, Server, put, serving, transaction
 from helpers.peers import peer
 from helpers.said import says
 
@@ -175,6 +175,14 @@ def test_an_unresolvable_host_name_is_reported():
     assert "`no-such-host.invalid`" in found.message
 
 
+def knock(store: Server, sent: bytes) -> None:
+    """Connect to the store, send these bytes, and wait until the store closes the connection."""
+    with socket.create_connection(("127.0.0.1", store.port), timeout=30) as stranger:
+        stranger.sendall(sent)
+        while stranger.recv(4096):
+            pass
+
+
 @pytest.mark.parametrize(
     ("sent", "notice"),
     [
@@ -191,11 +199,7 @@ def test_an_unresolvable_host_name_is_reported():
 def test_each_unknown_peer_is_disconnected_with_one_notice(sent, notice):
     with serving() as store:
         client = store.client()
-        stranger = socket.create_connection(("127.0.0.1", store.port), timeout=30)
-        stranger.sendall(sent)
-        while stranger.recv(4096):
-            pass
-        stranger.close()
+        knock(store, sent)
         (line,) = store.inner.take_notices()
         assert notice in line
         client.put("still", b"there")
@@ -204,11 +208,7 @@ def test_each_unknown_peer_is_disconnected_with_one_notice(sent, notice):
 def test_a_peer_that_sends_only_the_client_greeting_causes_no_notice():
     # A client sends only these bytes if the store is stopped for a while.
     with serving() as store:
-        asking = socket.create_connection(("127.0.0.1", store.port), timeout=30)
-        asking.sendall(b"\x00\xce\xf7\x85\x3c\x07")
-        while asking.recv(4096):
-            pass
-        asking.close()
+        knock(store, b"\x00\xce\xf7\x85\x3c\x07")
         assert store.inner.take_notices() == []
 
 
@@ -241,10 +241,7 @@ def test_a_supervisor_reports_unknown_peers_as_events():
 def test_notices_about_unknown_peers_are_rate_limited():
     with serving() as store:
         for _ in range(30):
-            with socket.create_connection(("127.0.0.1", store.port), timeout=30) as stranger:
-                stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-                while stranger.recv(4096):
-                    pass
+            knock(store, b"GET / HTTP/1.1\r\n\r\n")
         # The store reports ten strangers in ten seconds. On a slow machine, the test may last for two such
         # periods.
         assert 10 <= len(store.inner.take_notices()) < 30

@@ -72,40 +72,24 @@ def fill(client: Client) -> None:
         client.txn(then=[Op.put(name, b"", False) for name in names])
 
 
-def test_a_client_with_long_searches_delays_no_other_client(stores):
+@pytest.mark.parametrize("greedy", [1, FLOOD], ids=["one client", "many clients"])
+def test_clients_with_long_searches_delay_no_other_client(stores, greedy):
     pid, port, _ = stores
-    client, greedy = Client(port).connected(), RawClient(port).connected()
-    fill(client)
-    greedy.socket.sendall(LONG_SEARCHES)
-    answer = 5 + len(greedy.until(REPLY))
-    with held(thread_of(pid, "elasticrs-store")):
-        greedy.socket.sendall(FLOOD * LONG_SEARCHES)
-        client.inner.txn(99, [], [Op.get("k")])
-    client.tag = 99
-    client.reply()
-    # When the other client has its answer, the greedy client has received less than half of its answers.
-    assert unread(greedy) < FLOOD * answer / 2
-    for _ in range(FLOOD):
-        greedy.until(REPLY)
-    client.close()
-    greedy.close()
-
-
-def test_many_clients_with_long_searches_share_one_turn(stores):
-    pid, port, _ = stores
-    client, crowd = Client(port).connected(), [RawClient(port).connected() for _ in range(FLOOD)]
+    client, crowd = Client(port).connected(), [RawClient(port).connected() for _ in range(greedy)]
     fill(client)
     crowd[0].socket.sendall(LONG_SEARCHES)
     answer = 5 + len(crowd[0].until(REPLY))
     with held(thread_of(pid, "elasticrs-store")):
         for each in crowd:
-            each.socket.sendall(LONG_SEARCHES)
+            each.socket.sendall(FLOOD // greedy * LONG_SEARCHES)
         client.inner.txn(99, [], [Op.get("k")])
     client.tag = 99
     client.reply()
+    # When the other client has its answer, the greedy clients have received less than half of their answers.
     assert sum(map(unread, crowd)) < FLOOD * answer / 2
     for each in crowd:
-        each.until(REPLY)
+        for _ in range(FLOOD // greedy):
+            each.until(REPLY)
         each.close()
     client.close()
 
