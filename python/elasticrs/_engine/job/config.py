@@ -454,6 +454,37 @@ def seconds_within(
 seconds = seconds_within(0)
 
 
+def whole(low: int, high: float = float("inf"), *, expected: str = "") -> Callable[[object], int]:
+    """Return a parser of whole numbers from ``low`` to ``high``. For anything else, the parser raises a
+    ``ValueError`` that says what is ``expected``.
+    """
+    expected = expected or f"a whole number from {low}"
+
+    def read(value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, (int, str)):
+            raise ValueError(expected)
+        try:
+            number = int(value)
+        except ValueError:
+            raise ValueError(expected) from None
+        if not low <= number <= high:
+            raise ValueError(expected)
+        return number
+
+    return read
+
+
+def one_of(*names: str) -> Callable[[object], str]:
+    """Return a parser that accepts only these names. A ``ValueError`` lists them."""
+
+    def read(value: object) -> str:
+        if not isinstance(value, str) or value not in names:
+            raise ValueError(f"{', '.join(names[:-1])} or {names[-1]}")
+        return value
+
+    return read
+
+
 _NOT_REPLACEABLE = "single workers cannot be replaced"
 
 

@@ -92,28 +92,7 @@ class Option(Value):
         return "PET_" + self.dest.upper()
 
 
-def _whole(expected: str, least: int, most: float = float("inf")) -> Callable[[str], int]:
-    def convert(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise ValueError(expected) from None
-        if not least <= value <= most:
-            raise ValueError(expected)
-        return value
-
-    return convert
-
-
-def _one_of(*names: str) -> Callable[[str], str]:
-    def convert(text: str) -> str:
-        if text not in names:
-            raise ValueError(f"{', '.join(names[:-1])} or {names[-1]}")
-        return text
-
-    return convert
-
-
+_number_of_workers = config.whole(1, expected="a whole number from 1, cpu, gpu, xpu or auto")
 _interval = config.seconds_within(0, above=True)
 
 
@@ -131,7 +110,7 @@ def _nodes(text: str) -> tuple[int, int]:
 
 def _workers(text: str) -> int | str:
     # Accept any identifier, because torch extensions can add device types.
-    return text if text.isidentifier() else _whole("a whole number from 1, cpu, gpu, xpu or auto", 1)(text)
+    return text if text.isidentifier() else _number_of_workers(text)
 
 
 def _pairs(text: str) -> dict[str, str]:
@@ -205,17 +184,17 @@ SECONDS = Kind(config.seconds, "DURATION")
 EXIT_TIMEOUT = Kind(config.seconds, "DURATION", "seconds, 0 for any time")
 INTERVAL = Kind(_interval, "DURATION", "seconds above 0")
 HANG_TIMEOUT = Kind(_hang_timeout, "DURATION|auto", "seconds above 0, 'auto' or 'auto:SECONDS'")
-ON_FAILURE = Kind(_one_of("restart", "replace"), "restart|replace", "'restart' or 'replace'")
+ON_FAILURE = Kind(config.one_of("restart", "replace"), "restart|replace", "'restart' or 'replace'")
 MAX_RESTARTS = Kind(config.MaxRestarts.parse, "N|N/DURATION")
 RESTART_DELAY = Kind(_text_of(config.delays), "FIRST..LONGEST")
 REPORT = Kind(config.report_path, "PATH")
 NODE_CHECK = Kind(_node_check, "COMMAND|SOURCE")
 FATAL_EXIT_CODES = Kind(_text_of(config.exit_codes), "CODES")
 EXIT_CODES = Kind(_text_of(config.ExitCodes.parse), "torchrun|verdict|worker")
-STOP_SCOPE = Kind(_one_of("worker", "group"), "worker|group", "'worker' or 'group'")
+STOP_SCOPE = Kind(config.one_of("worker", "group"), "worker|group", "'worker' or 'group'")
 WARM = Kind(_warm, "auto|MODULE,…", "'off', 'auto' or names of modules separated by commas")
-COUNT = Kind(_whole("a whole number, 0 or more", 0), "N")
-PORT = Kind(_whole("a port, 0 to 65535", 0, 65535), "PORT")
+COUNT = Kind(config.whole(0, expected="a whole number, 0 or more"), "N")
+PORT = Kind(config.whole(0, 65535, expected="a port, 0 to 65535"), "PORT")
 HEALTH_PORT = Kind(config.health_port, "PORT")
 NODES = Kind(_nodes, "N|MIN:MAX")
 WORKERS = Kind(_workers, "N")
@@ -226,11 +205,11 @@ TEXTS = Kind(_texts, "TEXT,…")
 NAME, HOST, TEXT = Kind(str, "NAME"), Kind(str, "HOST"), Kind(str, "TEXT")
 STOP_SIGNALS = Kind(config.parse_signals, "NAMES")
 FORWARDED_SIGNALS = Kind(config.parse_forwarded, "NAMES")
-START_METHOD = Kind(_one_of(*config.START_METHODS), "METHOD")
-AFFINITY = Kind(_one_of(*config.AFFINITY_MODES), "MODE")
-DRAIN = Kind(_one_of("node", "job"), "node|job")
-LOG_PREFIX = Kind(_one_of(*config.LOG_PREFIXES), "auto|time|none", "'auto', 'time' or 'none'")
-SHELL = Kind(_one_of(*SHELLS), "SHELL")
+START_METHOD = Kind(config.one_of(*config.START_METHODS), "METHOD")
+AFFINITY = Kind(config.one_of(*config.AFFINITY_MODES), "MODE")
+DRAIN = Kind(config.one_of("node", "job"), "node|job")
+LOG_PREFIX = Kind(config.one_of(*config.LOG_PREFIXES), "auto|time|none", "'auto', 'time' or 'none'")
+SHELL = Kind(config.one_of(*SHELLS), "SHELL")
 
 _DEFAULTS = {
     **JobSpec.defaults(),

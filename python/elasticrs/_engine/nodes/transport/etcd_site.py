@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 
-from elasticrs._engine.job.config import UsageError, seconds_within
+from elasticrs._engine.job.config import UsageError, seconds_within, whole
 from elasticrs._engine.job.value import Value
 from elasticrs._engine.nodes.transport.addresses import is_loopback_name, parse_endpoint, shown_endpoint
 from elasticrs._engine.nodes.transport.settings import (
@@ -20,7 +20,6 @@ from elasticrs._engine.nodes.transport.settings import (
     path,
     read_secret,
     read_value,
-    whole,
 )
 
 TYPE_CHECKING = False

@@ -15,7 +15,9 @@ from elasticrs._engine.job.config import (
     DEFAULT_SHUTDOWN_TIMEOUT,
     UsageError,
     exit_barrier_timeout_from,
+    one_of,
     seconds_within,
+    whole,
 )
 from elasticrs._engine.job.value import Value
 from elasticrs._engine.workers.plan import TOKEN_VARIABLE
@@ -52,23 +54,6 @@ class Key(Value):
 # --- conversions ---
 
 
-def whole(low: int) -> Callable[[object], int]:
-    expected = f"a whole number from {low}"
-
-    def read(value: object) -> int:
-        if isinstance(value, bool) or not isinstance(value, (int, str)):
-            raise ValueError(expected)
-        try:
-            number = int(value)
-        except ValueError:
-            raise ValueError(expected) from None
-        if number < low:
-            raise ValueError(expected)
-        return number
-
-    return read
-
-
 def _or_off(read: Callable[[object], object]) -> Callable[[object], object]:
     def read_or_off(value: object) -> object:
         if value is None or (isinstance(value, str) and value.lower() == "off"):
@@ -96,12 +81,6 @@ def _store_type(value: object) -> str:
     if kind != "tcp":
         raise ValueError("tcp")
     return kind
-
-
-def _drain(value: object) -> str:
-    if value not in ("node", "job"):
-        raise ValueError("node or job")
-    return str(value)
 
 
 def _address(value: object) -> str:
@@ -183,7 +162,8 @@ KEYS: tuple[Key, ...] = (
     Key("same_command", True, truth,
         "1: refuse a node whose program, arguments or user are not those of the job; 0: they may differ"),
     Key("fresh", False, truth, "1: start over if all agents of an earlier job with this id have died"),
-    Key("drain", "node", _drain, "node or job: a signal to one agent stops its node, or the whole job"),
+    Key("drain", "node", one_of("node", "job"),
+        "node or job: a signal to one agent stops its node, or the whole job"),
     Key("token", None, _token,
         "shared secret of all agents; visible to all users of the machine, so prefer token_file"),
     Key("token_file", None, path, "file that contains the token"),
