@@ -125,9 +125,12 @@ def config_from_args(args: Any) -> tuple[LaunchConfig, Callable[..., Any] | str,
         RuntimeError: ``nnodes`` has more than two parts.
         ValueError: a value is invalid. The message names the option.
     """
+    from elasticrs._engine.gpus.numa import AffinityMode, NumaOptions
     from elasticrs.launcher.api import LaunchConfig
+    from elasticrs.multiprocessing.logs_specs import make_logs_specs
 
     values = _values(args)
+    mode = values.numa_binding
     low, high = values.nnodes
     nproc = determine_local_world_size(str(values.nproc_per_node))
     if "OMP_NUM_THREADS" not in os.environ and nproc > 1:
@@ -139,13 +142,13 @@ def config_from_args(args: Any) -> tuple[LaunchConfig, Callable[..., Any] | str,
         "min_nodes": low,
         "max_nodes": high,
         "nproc_per_node": nproc,
-        "logs_specs": _logs_specs(values, nproc),
+        "logs_specs": make_logs_specs(defaults.LogSettings.taken_from(values), nproc),
         "run_id": values.rdzv_id,
         "rdzv_endpoint": get_rdzv_endpoint(values),
         "rdzv_configs": _rdzv_configs(values),
         "log_line_prefix_template": values.log_line_prefix_template
         or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
-        "numa_options": _numa_options(values.numa_binding),
+        "numa_options": mode and NumaOptions(AffinityMode(mode)),
         "duplicate_stdout_filters": list(values.duplicate_stdout_filters) or None,
         "duplicate_stderr_filters": list(values.duplicate_stderr_filters) or None,
     })  # fmt: skip
@@ -235,21 +238,6 @@ def _get_logs_specs_class(logs_specs_name: str | None) -> type[LogsSpecs]:
 
     chosen: type[LogsSpecs] = logs_specs.specs_class(logs_specs_name or "default")
     return chosen
-
-
-def _logs_specs(values: Namespace, nproc: int) -> LogsSpecs:
-    from elasticrs._engine.job.config import LogSettings
-    from elasticrs.multiprocessing.logs_specs import make_logs_specs
-
-    return make_logs_specs(LogSettings.taken_from(values), nproc)
-
-
-def _numa_options(mode: str | None) -> Any:
-    if mode is None:
-        return None
-    from elasticrs._engine.gpus.numa import AffinityMode, NumaOptions
-
-    return NumaOptions(AffinityMode(mode))
 
 
 def _command(values: Namespace, use_env: bool) -> tuple[Callable[..., Any] | str, list[str]]:

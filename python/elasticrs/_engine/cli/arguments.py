@@ -25,12 +25,13 @@ from elasticrs._engine.job.options import OPTIONS, Namespace
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from importlib.machinery import ModuleSpec
-    from typing import Any
+    from typing import Any, TypeVar
 
     from elasticrs._engine.nodes.protocol.rendezvous import Command, Rendezvous
-    from elasticrs._engine.workers.warm.modules import Entry
+
+    T = TypeVar("T")
 
 _MANY = 32
 """Number of workers per CPU above which the launcher warns of a likely mistake."""
@@ -71,7 +72,9 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> JobSpec:
     for text in args.node_check or ():
         _check_source(HealthSource.parse(text), environ)
     if args.virtual_local_rank:
-        _check_devices(nproc, environ)
+        from elasticrs._engine.workers.plan import virtual_local_rank
+
+        _accepted("--virtual-local-rank:", virtual_local_rank, nproc - 1, environ)
     if args.hang_startup_timeout is not None and args.hang_timeout is None:
         raise UsageError("--hang-startup-timeout needs --hang-timeout: SECONDS or auto")
     if args.hang_exit_timeout != config.WorkerSettings.hang_exit_timeout and args.hang_timeout is None:
@@ -230,11 +233,19 @@ def check_limits(job: JobSpec) -> None:
     from elasticrs._engine.workers import process
     from elasticrs._engine.workers.logs import followed_files
 
-    nproc = job.nproc
+    nproc, files = job.nproc, followed_files(job.logs, job.nproc)
+    refused = f"--nproc-per-node: got {nproc}:"
+    _accepted(refused, process.check_limits, nproc, job.hang_timeout, os.environ, files)
+
+
+def _accepted(refused: str, function: Callable[..., T], *values: object) -> T:
+    """Call a function. If it raises ``ValueError`` or ``OSError``, raise a usage error that begins with
+    ``refused``.
+    """
     try:
-        process.check_limits(nproc, job.hang_timeout, os.environ, followed_files(job.logs, nproc))
-    except ValueError as error:
-        raise UsageError(f"--nproc-per-node: got {nproc}: {error}") from None
+        return function(*values)
+    except (ValueError, OSError) as error:
+        raise UsageError(f"{refused} {error}") from None
 
 
 def _health_port(args: Namespace, environ: Mapping[str, str], notices: list[str]) -> int | None:
@@ -259,11 +270,8 @@ def _names(signums: Sequence[int]) -> str:
 
 
 def _forwarded(args: Namespace) -> tuple[int, ...]:
-    try:
-        return config.forwarded_signals(args.signals_to_forward, args.signals_to_handle)
-    except ValueError as error:
-        got = _names(args.signals_to_forward)
-        raise UsageError(f"--signals-to-forward: got {got!r}, expected {error}") from None
+    refused = f"--signals-to-forward: got {_names(args.signals_to_forward or ())!r}, expected"
+    return _accepted(refused, config.forwarded_signals, args.signals_to_forward, args.signals_to_handle)
 
 
 def _nproc(wanted: int | str, environ: Mapping[str, str], notices: list[str]) -> int:
@@ -289,10 +297,7 @@ def _cpus(mode: str | None, nproc: int, environ: Mapping[str, str]) -> list[list
         return None
     from elasticrs._engine.gpus.numa import cpus_by_local_rank
 
-    try:
-        return cpus_by_local_rank(mode, nproc, environ)
-    except (ValueError, OSError) as error:
-        raise UsageError(f"--numa-binding: got {mode!r}, but {error}") from None
+    return _accepted(f"--numa-binding: got {mode!r}, but", cpus_by_local_rank, mode, nproc, environ)
 
 
 def _check_replace(args: Namespace, meeting: Mapping[str, Any]) -> None:
@@ -310,35 +315,18 @@ def _check_replace(args: Namespace, meeting: Mapping[str, Any]) -> None:
         raise UsageError(f"{where} {why}")
 
 
-def _entry(args: Namespace, command: list[str]) -> Entry:
-    from elasticrs._engine.workers.warm import modules as warm
-
-    if args.no_python:
-        return warm.Entry(command[0], why_cold="with --no-python, the workers are not Python programs")
-    if args.run_path:
-        return warm.entry_of_script(command[0], start_method=args.start_method)
-    return warm.entry_of_command(command)
-
-
 def _preload(args: Namespace, command: list[str]) -> Preload | None:
     if args.warm == "off":
         return None
     from elasticrs._engine.workers.warm import modules as warm
 
-    entry = _entry(args, command)
-    try:
-        return warm.preload(args.warm, entry)
-    except UsageError as error:
-        raise UsageError(f"--warm: got {args.warm!r}, but {error}") from None
-
-
-def _check_devices(nproc: int, environ: Mapping[str, str]) -> None:
-    from elasticrs._engine.workers.plan import virtual_local_rank
-
-    try:
-        virtual_local_rank(nproc - 1, environ)
-    except ValueError as error:
-        raise UsageError(f"--virtual-local-rank: {error}") from None
+    if args.no_python:
+        entry = warm.Entry(command[0], why_cold="with --no-python, the workers are not Python programs")
+    elif args.run_path:
+        entry = warm.entry_of_script(command[0], start_method=args.start_method)
+    else:
+        entry = warm.entry_of_command(command)
+    return _accepted(f"--warm: got {args.warm!r}, but", warm.preload, args.warm, entry)
 
 
 def _command(args: Namespace, environ: Mapping[str, str]) -> list[str]:
