@@ -100,7 +100,7 @@ def unread_report(stuck_launcher, stuck):
     """
 
     def start(patience):
-        argv = (*launcher_with("_engine.cli.command_line", PATIENCE=patience), "--no-python", "false")
+        argv = (*launcher_with("_engine.cli.command_line", WRITE_TIMEOUT=patience), "--no-python", "false")
         return stuck_launcher(*argv, stdout=subprocess.DEVNULL, stderr=stuck)
 
     return start

@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-_MANY = 32
+_MAX_WORKERS_PER_CPU = 32
 """Number of workers per CPU above which the launcher warns of a likely mistake."""
 _SCHEDULERS = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST")
 """Environment variables by which a scheduler is recognized. They are defined here, because a launch without a
 scheduler should not import :mod:`.schedulers`.
 """
-_GONE = {
+_REMOVED_VARIABLES = {
     "ELASTICRS_KUBEFLOW_PROGRESS": "let the script report its progress to Kubeflow; /status shows the"
     " training step (--health-check-port)",
     "ELASTICRS_TIMELINE": "the event 'attempt running' has the times of a restart"
@@ -50,7 +50,7 @@ _GONE = {
 
 def resolve(args: Namespace, environ: Mapping[str, str]) -> JobSpec:
     """Convert the options into a job. Check everything that can be checked before a process is started."""
-    for name, instead in _GONE.items():
+    for name, instead in _REMOVED_VARIABLES.items():
         if environ.get(name, "") not in ("", "0"):
             raise UsageError(f"{name} is set, but this variable is gone: {instead}")
     notices: list[str] = []
@@ -83,7 +83,7 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> JobSpec:
     is_alone = not has_handler and rendezvous is None
     notices += _settings_without_effect(args, environ, nproc, has_handler=has_handler, is_alone=is_alone)
     cpus = len(os.sched_getaffinity(0))
-    if nproc > _MANY * cpus:
+    if nproc > _MAX_WORKERS_PER_CPU * cpus:
         notices.append(f"--nproc-per-node is {nproc}, but this node has only {cpus} CPUs to run workers on")
     if nproc > 1 and not args.no_python and not args.module and _is_from_stdin(args):
         notices.append(
@@ -445,7 +445,7 @@ def _check_program(program: str, what: str, environ: Mapping[str, str]) -> None:
     raise UsageError(f"{what} {program!r} was not found in PATH")
 
 
-_HARDLY_OF_A_SCRIPT = frozenset((
+_LAUNCHER_OPTIONS = frozenset((
     *("nproc-per-node", "nnodes", "standalone", "max-restarts", "on-failure", "hang-timeout", "no-python"),
     *("rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "local-ranks-filter", "shutdown-timeout"),
 ))  # fmt: skip
@@ -490,7 +490,7 @@ def _options_of_the_script(script: str, arguments: list[str]) -> Iterator[str]:
         if argument == "--":
             return
         flag = argument.partition("=")[0]
-        if flag.startswith("--") and flag[2:].replace("_", "-") in _HARDLY_OF_A_SCRIPT:
+        if flag.startswith("--") and flag[2:].replace("_", "-") in _LAUNCHER_OPTIONS:
             yield f"{flag} has no effect, because it is passed to {script}; put it before {script}"
 
 

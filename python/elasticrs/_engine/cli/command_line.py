@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.supervise.run.loop import Agent
     from elasticrs._engine.supervise.run.signals import SignalPipe
 
-PATIENCE = 10.0
+WRITE_TIMEOUT = 10.0
 """Maximum number of seconds that the launcher waits for the reader of its stderr to take the text."""
 
 _FIRST_SIGNALS = (
@@ -138,7 +138,7 @@ def _run_agent(
         if not agents:
             raise
         why = f"the job was stopped: {error}"
-        console.write(console.prefixed(f"{why}{os.linesep}"), PATIENCE)
+        console.write(console.prefixed(f"{why}{os.linesep}"), WRITE_TIMEOUT)
         return conclude_stopped(job, agents[0].result, why, console.say)
     headline = None if result.exit_code == 0 else _tell_failure(job, result, console, write)
     return _conclude(job, result, headline, console.say)
@@ -220,7 +220,7 @@ def _fail(message: str, code: int, log_prefix: str | None = None) -> int:
     from elasticrs._engine.process.console import Console
 
     console = Console(log_prefix=log_prefix)
-    console.write(console.prefixed(message + os.linesep), PATIENCE)
+    console.write(console.prefixed(message + os.linesep), WRITE_TIMEOUT)
     return code
 
 
@@ -231,7 +231,7 @@ def _write_and_wait(console: Console, signals: SignalPipe | None, others: Sequen
     from elasticrs._engine.failures.report import painted
 
     if signals is None:
-        return console.write(text, PATIENCE, paint=painted)
+        return console.write(text, WRITE_TIMEOUT, paint=painted)
     pipe = signals
 
     def is_asked_to_stop() -> bool:
@@ -240,7 +240,7 @@ def _write_and_wait(console: Console, signals: SignalPipe | None, others: Sequen
             pipe.stop_this_process()
         return any(signum not in {signal.SIGTSTP, *others} for signum in taken)
 
-    return console.write(text, PATIENCE, pipe.fd, is_asked_to_stop, painted)
+    return console.write(text, WRITE_TIMEOUT, pipe.fd, is_asked_to_stop, painted)
 
 
 def _open_standard_descriptors() -> None:

@@ -370,8 +370,8 @@ OPTIONS = tuple(option for options in SECTIONS.values() for option in options)
 _BY_NAME = {option.name: option for option in OPTIONS}
 _BY_LETTER = {option.short: option for option in OPTIONS if option.short}
 _REPEATED = frozenset(option.dest for option in OPTIONS if option.repeats)
-_ALL = "; --help all lists the options"
-_ALIKE = 4
+_HELP_HINT = "; --help all lists the options"
+_MIN_COMMON_PREFIX = 4
 """Minimum length of the prefix that an unknown option and the suggested option share."""
 _BY_DEST = {option.dest: option for option in OPTIONS}
 
@@ -435,7 +435,7 @@ def _read(argument: str, arguments: Iterator[str]) -> dict[str, object]:
         near = _suggestion(argument[1:])
         # The word may combine several short options, so report only its first letter. But report the whole
         # word if it resembles a long option.
-        raise UsageError(f"unknown option {argument if near != _ALL else '-' + letter}{near}")
+        raise UsageError(f"unknown option {argument if near != _HELP_HINT else '-' + letter}{near}")
     if found.kind is None:
         more = _read("-" + tail, arguments) if tail else {}
         return {found.dest: True, **more}
@@ -479,8 +479,10 @@ def _suggestion(name: str) -> str:
     near = difflib.get_close_matches(typed, _BY_NAME, 1)
     if not near:
         # Suggest an option with the same start, such as --nproc-per-node for --nprocs.
-        near = [known for known in _BY_NAME if known.startswith(typed[: max(_ALIKE, len(typed) - 1)])]
-    return f" (did you mean --{near[0]}?)" if near else _ALL
+        near = [
+            known for known in _BY_NAME if known.startswith(typed[: max(_MIN_COMMON_PREFIX, len(typed) - 1)])
+        ]
+    return f" (did you mean --{near[0]}?)" if near else _HELP_HINT
 
 
 def _value(option: Option, arguments: Iterator[str]) -> str:
