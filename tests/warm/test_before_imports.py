@@ -172,9 +172,20 @@ def test_a_module_that_changes_a_script_variable_is_left_out(compare):
     assert any(has(remark, "changes ", "LIBRARY_MODE") for remark in remarks)
 
 
-def test_listed_modules_see_the_variables_of_the_script(compare):
-    text = "import os\nos.environ['LIBRARY_MODE'] = 'fast'\nimport a_library\n"
-    shown, preloaded, remarks = compare(text + "seen = a_library.MODE\n", modes=("off", "a_library"))
+PACKAGE = {
+    "pkg/__init__": "import os\nos.environ['LIBRARY_MODE'] = 'fast'\n",
+    "pkg/run": "import os, a_library\nseen = a_library.MODE\n" + SHOW,
+}
+
+
+@pytest.mark.parametrize(
+    ("mode", "command", "files"),
+    [("a_library", None, {}), ("auto", ("-m", "pkg.run"), PACKAGE)],
+    ids=["listed modules", "package of the main module"],
+)
+def test_modules_see_the_variables_that_are_set_before_their_import(compare, mode, command, files):
+    text = "import os\nos.environ['LIBRARY_MODE'] = 'fast'\nimport a_library\nseen = a_library.MODE\n"
+    shown, preloaded, remarks = compare(text, ("off", mode), command=command, **files)
     assert "fast" in shown[0]
     assert (preloaded, remarks) == ({"True"}, [])
 
@@ -200,16 +211,6 @@ def test_modules_in_a_folder_that_a_script_adds_to_sys_path_are_own_modules(comp
     is_known = how != "appended"
     assert preloaded == {str(is_known)}, remarks
     assert len(remarks) == (not is_known)
-
-
-def test_variables_set_by_the_package_of_the_main_module_are_respected(compare):
-    files = {
-        "pkg/__init__": "import os\nos.environ['LIBRARY_MODE'] = 'fast'\n",
-        "pkg/run": "import os, a_library\nseen = a_library.MODE\n" + SHOW,
-    }
-    shown, preloaded, remarks = compare("", command=("-m", "pkg.run"), **files)
-    assert "fast" in shown[0]
-    assert (preloaded, remarks) == ({"True"}, [])
 
 
 BACK_END = """

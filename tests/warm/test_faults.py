@@ -116,9 +116,24 @@ if os.fork() == 0:
 """
 
 
-@pytest.mark.parametrize("whose", ["nursery", "sentinel", "agent", "killed agent"])
-def test_processes_started_by_an_import_end_with_nursery_sentinel_or_agent(importing, whose):
-    job = importing(text=f"{STARTS}{SLOW}")
+@pytest.mark.parametrize("is_paused", [False, True], ids=["nursery runs", "nursery is paused"])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_a_nursery_and_the_processes_of_its_import_end_with_the_agent(importing, signum, is_paused):
+    job = importing(f"{STARTS}{SLOW}")
+    started = [child.pid for child in procs.children(job.nursery)]
+    if is_paused:
+        os.kill(job.nursery, signal.SIGSTOP)
+        procs.wait_state(job.nursery, "T")
+    job.launched.signal(signum)
+    assert job.launched.wait(20) == (1 if signum == signal.SIGTERM else -signum)
+    assert len(started) == 2
+    procs.assert_gone([job.nursery, *started], 20)
+    procs.reap_adopted()
+
+
+@pytest.mark.parametrize("whose", ["nursery", "sentinel"])
+def test_processes_started_by_an_import_end_with_nursery_or_sentinel(importing, whose):
+    job = importing(f"{STARTS}{SLOW}")
     started = [child.pid for child in procs.children(job.nursery)]
     if whose == "sentinel":
         (sentinel,) = [child.pid for child in procs.children(job.launched.pid) if child.pid != job.nursery]
@@ -127,27 +142,12 @@ def test_processes_started_by_an_import_end_with_nursery_sentinel_or_agent(impor
         job.go_on()
         assert job.runs() == [("0", "False"), ("1", "False")]
         line_with(job.launched.stderr, "warm: ", "cold", "lost")
-    elif whose == "nursery":
+    else:
         os.kill(job.nursery, signal.SIGKILL)
         job.go_on()
         job.runs()
-    else:
-        signum = signal.SIGTERM if whose == "agent" else signal.SIGKILL
-        job.launched.signal(signum)
-        assert job.launched.wait(20) == (1 if whose == "agent" else -signum)
     assert len(started) == 2
     procs.assert_gone([job.nursery, *started], 20)
-    procs.reap_adopted()
-
-
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
-def test_a_nursery_paused_while_importing_ends_with_its_agent(importing, signum):
-    job = importing()
-    os.kill(job.nursery, signal.SIGSTOP)
-    procs.wait_state(job.nursery, "T")
-    job.launched.signal(signum)
-    assert job.launched.wait(20) == (1 if signum == signal.SIGTERM else -signal.SIGKILL)
-    procs.assert_gone([job.nursery], 20)
     procs.reap_adopted()
 
 
@@ -186,7 +186,7 @@ def test_processes_of_an_import_end_with_the_agent_if_its_guard_started_last(
 
 
 def test_a_program_executed_by_an_import_does_not_run_the_script(importing):
-    job = importing(text=f"{SLOW}{EXECUTES}")
+    job = importing(f"{SLOW}{EXECUTES}")
     os.kill(job.launched.pid, signal.SIGSTOP)
     procs.wait_state(job.launched.pid, "T")
     environment = Path(f"/proc/{job.nursery}/environ")

@@ -21,6 +21,8 @@
 
 import os
 import sys
+import time
+from _thread import get_native_id
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -48,19 +50,9 @@ def _step_aside() -> None:
         os.environ["PYTHONPATH"] = ""
 
 
-def _handles_signals() -> bool:
-    """Return true in the main thread, which runs signal handlers. ``threading`` may not have been imported
-    yet.
-    """
-    from _signal import SIGTERM, signal  # type: ignore[import-not-found]
-
-    try:
-        signal(SIGTERM, None)
-    except TypeError:  # The handler is invalid, so nothing has changed.
-        return True
-    except ValueError:
-        return False
-    return True
+def _is_main_thread() -> bool:
+    """Return true in the main thread, which runs Python's signal handlers and the program."""
+    return get_native_id() == os.getpid()
 
 
 def undisturbed(write: "Callable[[], None]") -> None:
@@ -68,9 +60,14 @@ def undisturbed(write: "Callable[[], None]") -> None:
     handler may raise an exception between any two instructions of the main thread. Blocking the signals would
     not help, because another thread may receive them, and the handler still runs in the main thread.
     """
-    from _signal import getsignal, raise_signal, signal, valid_signals
+    from _signal import (  # type: ignore[import-not-found]
+        getsignal,
+        raise_signal,
+        signal,
+        valid_signals,
+    )
 
-    if not _handles_signals():
+    if not _is_main_thread():
         write()
         return
     came: set[int] = set()
@@ -204,12 +201,6 @@ def _exit_status(code: object) -> int:
     return code & 0xFF if -(2**63) <= code < 2**63 else 0xFF
 
 
-def _now_ns() -> int:
-    from time import monotonic_ns
-
-    return monotonic_ns()
-
-
 def _load(path: str) -> "dict[str, Any]":
     """Execute a file, and return the names that it defines. Add no module to ``sys.modules``."""
     from _frozen_importlib_external import SourceFileLoader
@@ -234,10 +225,8 @@ class _Failure:
     """Records the failure of this process's program. ``status`` is 0 until the program has failed."""
 
     def __init__(self, path: str) -> None:
-        from _thread import get_ident
-
         self._path, self._notices = path, os.environ.get("ELASTICRS_NOTICES", "")
-        self._pid, self._get_ident, self._main = os.getpid(), get_ident, get_ident()
+        self._pid = os.getpid()
         self._previous = sys.excepthook
         self._recorded: BaseException | None = None
         self._is_over = False
@@ -252,9 +241,8 @@ class _Failure:
     def exited(self, code: "Any") -> None:
         if os.getpid() == self._pid and self._is_main() and not self._is_over:
             self.status = _exit_status(code)
-            at_ns = _now_ns()
-            undisturbed(lambda: self._write(lambda writer: self._write_exit(writer, code, at_ns)))
-            self._prepare_end()
+            self._write(self._write_exit, code, time.monotonic_ns())
+            self._end("keep_operators")
 
     def at_exit(self) -> None:
         if os.getpid() == self._pid:
@@ -269,34 +257,35 @@ class _Failure:
         """Exit immediately if the program has failed. Called after all other ``atexit`` callbacks."""
         self._is_over = True
         if self.status and os.getpid() == self._pid:
-            ending = _load(_FAST_EXIT)
-            if ending["is_enabled"]():
-                ending["leave"](self.status)
+            self._end("leave", self.status)
 
-    def _prepare_end(self) -> None:
-        ending = _load(_FAST_EXIT)
-        if ending["is_enabled"]():
-            ending["keep_operators"]()
+    def _end(self, action: str, *arguments: object) -> None:
+        """Call a function of ``fast_exit.py``, unless fast exits are disabled."""
+        fast_exit = _load(_FAST_EXIT)
+        if fast_exit["is_enabled"]():
+            fast_exit[action](*arguments)
 
     def _is_main(self) -> bool:
-        return self._get_ident() == self._main and not sys.flags.inspect
+        return _is_main_thread() and not sys.flags.inspect
 
     def _record(self, error: BaseException, is_end: bool) -> None:
         if os.getpid() == self._pid and not isinstance(error, KeyboardInterrupt):
             self._recorded, self.status = error, int(is_end)
-            at_ns = _now_ns()
-            undisturbed(lambda: self._write(lambda writer: self._write_error(writer, error, is_end, at_ns)))
+            self._write(self._write_error, error, time.monotonic_ns(), is_end)
             if is_end:
-                self._prepare_end()
+                self._end("keep_operators")
 
-    def _write(self, action: "Callable[[dict[str, Any]], None]") -> None:
-        try:
-            action(_load(_WRITER))
-        except Exception as problem:
-            if sys.stderr is not None:
-                sys.stderr.write("elasticrs: cannot write %s: %r\n" % (self._path, problem))  # noqa: UP031
+    def _write(self, action: "Callable[..., None]", *facts: object) -> None:
+        def write() -> None:
+            try:
+                action(_load(_WRITER), *facts)
+            except Exception as problem:
+                if sys.stderr is not None:
+                    sys.stderr.write(f"elasticrs: cannot write {self._path}: {problem!r}\n")
 
-    def _write_error(self, writer: "dict[str, Any]", error: BaseException, is_end: bool, at_ns: int) -> None:
+        undisturbed(write)
+
+    def _write_error(self, writer: "dict[str, Any]", error: BaseException, at_ns: int, is_end: bool) -> None:
         try:
             # Notify the agent first, because it stops the other ranks when it receives the notice.
             if is_end:
