@@ -186,10 +186,10 @@ def test_12_training_finishes_after_two_workers_are_killed(job_of, how):
 
 
 def test_13_two_hung_workers_exit_and_the_others_finish(job_of, how):
-    job = job_of(*with_replacements(how), **AT_ONCE, stuck_timeout=3)
+    job = job_of(*with_replacements(how), **AT_ONCE, stuck_timeout=2)
     # Only one of them spins, because it takes the time of a whole processor.
     start(
-        job, ab={"timeout": 2000}, c={"timeout": 2000, **fails("spin")}, d={"timeout": 2000, **fails("hold")}
+        job, ab={"timeout": 1000}, c={"timeout": 1000, **fails("spin")}, d={"timeout": 1000, **fails("hold")}
     )
     ends(job, *"ab", *job.after(*"cd"))
     # They end themselves, and say where they were.

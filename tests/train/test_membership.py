@@ -102,6 +102,7 @@ def test_a_forked_child_cannot_join_a_rendezvous():
 IN_A_ROUND = """
 import logging, os, resource, socket, sys, threading
 from elasticrs._engine.nodes.protocol.messages import Stop
+from elasticrs.train import groups
 from elasticrs.train.groups import Connections
 from elasticrs.train.membership import Membership, Round
 from elasticrs.train.rendezvous import parse
@@ -155,6 +156,7 @@ def test_the_watch_thread_survives_a_lack_of_descriptors():
 
 
 HANGING_CREATION = """
+groups.LAST_RESORT = 0.2
 logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s")
 with connections.recorded():
     one = socket.create_connection(listener.getsockname())

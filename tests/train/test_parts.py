@@ -8,7 +8,7 @@ from random import Random
 import hypothesis.strategies as st
 import pytest
 from helpers.procs import run_program
-from hypothesis import given, settings
+from hypothesis import given
 
 from elasticrs import train
 from elasticrs._engine.inside.error_file import failure_facts
@@ -377,7 +377,6 @@ class Worker:
             self.left = self.step.done
 
 
-@settings(deadline=None, max_examples=500)
 @given(seed=st.integers(0), size=st.integers(1, 5), is_coupled=st.booleans(), told_after=st.integers(0, 20))
 def test_all_workers_leave_a_round_at_the_same_step(seed, size, is_coupled, told_after):
     chance = Random(seed)

@@ -1,7 +1,7 @@
 """Handlers for the signals that request a checkpoint from a worker."""
 
 import faulthandler
-import importlib
+import json
 import os
 import signal
 import sys
@@ -129,19 +129,13 @@ SIZE = 2000
 TOTAL = sum(range(SIZE))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def imported():
-    """Import torch before the first test, because the import starts a thread that never exits."""
-    importlib.import_module("torch")
-
-
 class Job:
     """Training processes that save only on request, and that train slowly until the test lets them finish."""
 
     def __init__(self, trainers, tmp_path, **order):
         self.trainers, self.may_end = trainers, tmp_path / "may end"
         self.folder = tmp_path / "checkpoints"
-        self.order = {"size": SIZE, "checkpoints": str(self.folder), "savers": [], **order}
+        self.order = {"size": SIZE, "checkpoints": str(self.folder), "plain": True, "savers": [], **order}
 
     def start(self, *names, **order):
         self.trainers.start(*names, **self.order, slow_until=str(self.may_end), **order)
@@ -156,7 +150,7 @@ class Job:
         found = []
         for each in FileSystemCheckpointManager(str(self.folder)).list_checkpoints():
             with each.open_input_stream("default") as stream:
-                found.append(importlib.import_module("torch").load(stream, weights_only=False)[:3])
+                found.append(json.load(stream))
         return found
 
     def rank_of(self, name):

@@ -3,6 +3,7 @@
 The order says what goes wrong: ``faults`` is a list of ``{"at": step, "do": what, "times": how often}``.
 """
 
+import json
 import os
 import select
 import signal
@@ -75,6 +76,17 @@ class Total(State):
         return bool(self.trainer.order.get("checkpoints")) and rank in self.trainer.order.get(
             "savers", range(9)
         )
+
+
+class PlainTotal(Total):
+    """A state whose checkpoints can be read without torch."""
+
+    def save(self, stream):
+        self.trainer.fault("save", self.steps)
+        stream.write(json.dumps([self.steps, self.taken, self.total]).encode())
+
+    def load(self, stream):
+        self.load_state_dict((*json.load(stream), self.weights))
 
 
 class Trainer:
@@ -250,7 +262,7 @@ def run(order, say):
         request_signals.MEETING_LIMIT = order["meeting_limit"]
     if order.get("monitor"):
         p2p.CoordinatorP2P.MONITOR_PROGRESS_FREQ = order["monitor"]
-    state = Total(trainer)
+    state = (PlainTotal if order.get("plain") else Total)(trainer)
     trainer.fault("begin", 0)
     if "holds" in order:
         disturb_creation(trainer)
