@@ -259,7 +259,7 @@ class Played:
         return self._one_node() if len(self._nodes) == 1 else self._several_nodes()
 
     def _one_node(self):
-        decisions, actions, result = OneNode(self.job, planner=None), [], self._results[0]
+        decisions, actions, result = OneNode(self.job), [], self._results[0]
         for event in (machine.Begin(), machine.RendezvousCompleted()):
             actions = decisions.step(event)
         for number, attempt in enumerate(self._attempts):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -31,10 +30,9 @@ from elasticrs.rendezvous import registry as rdzv_registry
 from elasticrs.rendezvous.api import RendezvousParameters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from elasticrs.agent.server.local_elastic_agent import HealthCheckServer
-    from elasticrs.agent.server.worker_group import RunResult
     from elasticrs.rendezvous.api import RendezvousHandler
 
 __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
@@ -200,51 +198,37 @@ def launch_agent(
         alive_callback.set_delegate(agent._get_alive_time)
     name = _get_entrypoint_name(entrypoint, args)
     check_destination(config.event_log_handler)
+    is_signalled = False
     try:
-        with shut_down_after(spec.rdzv_handler):
-            initialize_metrics(MetricsConfig(config.metrics_cfg))
-            result = run_agent(agent, config.event_log_handler)
-            if result.is_failed():
-                error = ChildFailedError(name=name, failures=result.failures)
-                if result.verdict is not None and result.exit_code is not None:
-                    error.verdict, error.exit_code = result.verdict, result.exit_code
-                    error.reason = result.reason
-                raise error
-            return result.return_values
+        initialize_metrics(MetricsConfig(config.metrics_cfg))
+        # Record the outcome of the job as the last event, as torch's launcher does.
+        try:
+            result = agent.run()
+        except Exception as error:
+            is_signalled = isinstance(error, SignalException)
+            events.record(agent.get_event_failed(), config.event_log_handler)
+            raise
+        events.record(agent.get_event_succeeded(), config.event_log_handler)
+        if result.is_failed():
+            failed = ChildFailedError(name=name, failures=result.failures)
+            if result.verdict is not None and result.exit_code is not None:
+                failed.verdict, failed.exit_code = result.verdict, result.exit_code
+                failed.reason = result.reason
+            raise failed
+        return result.return_values
     finally:
+        if not is_signalled:
+            # After a signal, a shutdown would end the job on all nodes.
+            _shut_down(spec.rdzv_handler)
         if isinstance(config.logs_specs, DefaultLogsSpecs):
             config.logs_specs._remove_if_empty()
 
 
-def run_agent(agent: LocalElasticAgent, destination: str) -> RunResult:
-    """Run the agent and record the job's outcome as the last event, as torch's launcher does."""
+def _shut_down(handler: RendezvousHandler) -> None:
     try:
-        result = agent.run()
-    except Exception:
-        events.record(agent.get_event_failed(), destination)
-        raise
-    events.record(agent.get_event_succeeded(), destination)
-    return result
-
-
-@contextmanager
-def shut_down_after(handler: RendezvousHandler) -> Iterator[None]:
-    """Shut down the handler after the block.
-
-    Do not do so after a signal, because that would end the job on all nodes.
-    """
-    is_signalled = False
-    try:
-        yield
-    except SignalException:
-        is_signalled = True
-        raise
-    finally:
-        if not is_signalled:
-            try:
-                handler.shutdown()
-            except Exception as error:
-                _log.warning("the rendezvous could not be shut down: %r", error)
+        handler.shutdown()
+    except Exception as error:
+        _log.warning("the rendezvous could not be shut down: %r", error)
 
 
 def _get_entrypoint_name(entrypoint: Callable[..., Any] | str | None, args: list[Any]) -> str:

@@ -18,7 +18,8 @@ from elasticrs.rendezvous.api import (
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from elasticrs import _core
+    from collections.abc import Callable
+
     from elasticrs.store import Store
 
 __all__ = ["OneNodeRendezvous"]
@@ -32,6 +33,11 @@ class OneNodeRendezvous(RendezvousHandler):
     With ``static`` and an endpoint, rank 0 hosts the workers' store there. Otherwise, this process serves a
     new store in every round, or, with ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``, reserves a port for rank 0.
 
+    Attributes:
+        address: address of the workers' store.
+        port: port of the workers' store that the user has chosen; ``None`` for a new port in every round.
+        store_port: port that :meth:`next_rendezvous` has reserved for the current round.
+
     Raises:
         ValueError: the job may have more than one node, or the endpoint is malformed.
     """
@@ -41,13 +47,13 @@ class OneNodeRendezvous(RendezvousHandler):
             raise ValueError(f"{params.min_nodes}:{params.max_nodes} nodes, expected one node")
         self._backend = params.backend
         self._run_id = params.run_id
-        self._address = params.local_addr or "localhost"
-        self._port: int | None = None
+        self.address = params.local_addr or "localhost"
+        self.port: int | None = None
         if params.backend == "static" and params.endpoint.strip():
             host, port = parse_endpoint("endpoint", params.endpoint.strip())
-            self._address = host
+            self.address = host
             # Port 0 means any free port, as in torch.
-            self._port = DEFAULT_MASTER_PORT if port is None else port or None
+            self.port = DEFAULT_MASTER_PORT if port is None else port or None
         self.store_port: StorePort | None = None
         self._server: Server | None = None
         self._store: Store | None = None
@@ -59,11 +65,16 @@ class OneNodeRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        return self._port is None and agent_hosts_store(os.environ)
+        return self.port is None and agent_hosts_store(os.environ)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        address = self.next_served_by(None)
-        return RendezvousInfo(self.open_shared_store(), 0, 1, address)
+        open_store = self.next_round()
+        port = self.port
+        if port is None:
+            self.store_port = StorePort(is_served=self.use_agent_store)
+            self.store_port.serve(None)
+            port = self.store_port.number
+        return RendezvousInfo(open_store(), 0, 1, RendezvousStoreInfo(self.address, port))
 
     def open_shared_store(self) -> Store:
         """Return the store of the current round.
@@ -92,22 +103,16 @@ class OneNodeRendezvous(RendezvousHandler):
         except OSError as error:
             raise DistNetworkError(f"the store of this node cannot be served: {error}") from error
 
-    def next_served_by(self, supervisor: _core.Supervisor | None) -> RendezvousStoreInfo:
-        """Start the next round, and return only the address of its workers' store.
+    def next_round(self) -> Callable[[], Store]:
+        """Begin a round for a caller that assigns the ranks itself. Return the function that opens its store.
 
-        The store is served by ``supervisor``, or by a new thread if ``None``. Raise ``OSError`` without a
-        free port or descriptor, and ``RendezvousClosedError`` after :meth:`set_closed`.
+        Raise ``RendezvousClosedError`` after :meth:`set_closed`.
         """
         if self._is_closed:
             raise RendezvousClosedError(f"the rendezvous of job {self._run_id} is closed")
         self._release()
         self._round += 1
-        port = self._port
-        if port is None:
-            self.store_port = StorePort(is_served=self.use_agent_store)
-            self.store_port.serve(supervisor)
-            port = self.store_port.number
-        return RendezvousStoreInfo(self._address, port)
+        return self.open_shared_store
 
     def is_closed(self) -> bool:
         return self._is_closed

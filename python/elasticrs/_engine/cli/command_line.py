@@ -114,8 +114,7 @@ def _look_here_last() -> None:
 def _run(job: JobSpec, signals: SignalPipe | None) -> int:
     from elasticrs._engine.process.console import END_PATIENCE, Console
 
-    has_peers = job.is_multi_node or job.make_handler is not None
-    console = Console(log_prefix=job.log_prefix, is_one_of_several=has_peers)
+    console = Console(log_prefix=job.log_prefix, is_one_of_several=job.has_peers)
     if signals is None:
         console.say("signals are not handled, because the job does not run in the main thread")
     else:

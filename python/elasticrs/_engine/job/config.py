@@ -246,6 +246,11 @@ class JobSpec(Record, WorkerSettings):
         return self.rendezvous is not None
 
     @property
+    def has_peers(self) -> bool:
+        """True if the job may have other nodes."""
+        return self.is_multi_node or self.make_handler is not None
+
+    @property
     def is_observed(self) -> bool:
         return self.event_log_handler != "null" or self.has_metrics or self.health_check_port is not None
 

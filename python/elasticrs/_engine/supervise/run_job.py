@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import errno
-import os
 from functools import partial
 
 from elasticrs._engine.supervise.observe import make_observers
 from elasticrs._engine.supervise.run.loop import Agent
 from elasticrs._engine.supervise.run.signals import ignored_signals
 from elasticrs._engine.supervise.run.workers import CommandWorkers, WorkerSetup
-from elasticrs._engine.workers.plan import (
-    NodeShare,
-    Plan,
-    StorePort,
-    agent_hosts_store,
-    assign,
-    hook_environment,
-    inherited_environment,
-)
+from elasticrs._engine.workers.plan import hook_environment, inherited_environment
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
     from typing import TypeAlias
 
-    from elasticrs import _core
     from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.process.console import Console
     from elasticrs._engine.supervise.attempts.attempt import JobResult
-    from elasticrs._engine.supervise.decide.decisions import Decisions, Planner
+    from elasticrs._engine.supervise.decide.decisions import Decisions
     from elasticrs._engine.supervise.observe.health_check_server import HealthCheckServer
     from elasticrs._engine.supervise.observe.observer import Observer
     from elasticrs._engine.supervise.run.signals import SignalPipe
@@ -73,7 +63,10 @@ def run_job(
     try:
         return agent.run()
     finally:
-        remove_logs(workers, console)
+        try:
+            workers.setup.remove_logs()
+        except OSError as error:
+            console.say(f"a log folder could not be removed: {error.strerror}")
 
 
 def make_workers(job: JobSpec, consoles: Collection[int] = (1, 2)) -> Workers:
@@ -90,13 +83,6 @@ def make_workers(job: JobSpec, consoles: Collection[int] = (1, 2)) -> Workers:
 
         return function_workers(setup, job.command[0], job.command[1:], job.start_method)
     return CommandWorkers(setup, [str(word) for word in job.command])
-
-
-def remove_logs(workers: Workers, console: Console) -> None:
-    try:
-        workers.setup.remove_logs()
-    except OSError as error:
-        console.say(f"a log folder could not be removed: {error.strerror}")
 
 
 def _logs(job: JobSpec) -> tuple[AttemptLogs, Callable[[], object]]:
@@ -126,21 +112,20 @@ def _logs(job: JobSpec) -> tuple[AttemptLogs, Callable[[], object]]:
     return attempt_logs(specs), getattr(specs, "_remove_if_empty", tuple)
 
 
-def make_decisions(job: JobSpec, console: Console, planner: Planner | None = None) -> Decisions:
-    """Create the agent's :class:`.Decisions`; import only its class. ``planner`` assigns one node's ranks."""
+def make_decisions(job: JobSpec, console: Console) -> Decisions:
+    """Create the agent's :class:`.Decisions`; import only its class."""
     if job.make_handler is not None:
         from elasticrs._engine.supervise.decide.handler_nodes import HandlerNodes
 
         return HandlerNodes(job, job.make_handler, console)
     if job.rendezvous is None:
-        planner = planner or partial(plan_one_node, job)
         if job.replaces_workers:
             from elasticrs._engine.supervise.decide.member_workers import MemberWorkers
 
-            return MemberWorkers(job, planner)
+            return MemberWorkers(job)
         from elasticrs._engine.supervise.decide.decisions import OneNode
 
-        return OneNode(job, planner)
+        return OneNode(job)
     if job.replaces_workers:
         from elasticrs._engine.supervise.decide.member_nodes import MemberNodes
 
@@ -148,18 +133,3 @@ def make_decisions(job: JobSpec, console: Console, planner: Planner | None = Non
     from elasticrs._engine.supervise.decide.several_nodes import SeveralNodes
 
     return SeveralNodes(job, job.rendezvous, console)
-
-
-def plan_one_node(job: JobSpec, supervisor: _core.Supervisor) -> Plan:
-    """Plan the next attempt on a single node: the ranks, and the address of the workers' store.
-
-    Rank 0 hosts the store on ``master_port``. Without ``master_port``, any free port is used, and this
-    process hosts the store if :func:`.agent_hosts_store` is true. Raises ``OSError`` without a free port.
-    """
-    ranks = assign([NodeShare(job.role, job.nproc)], 0)
-    if job.master_port is not None:
-        return Plan(ranks, job.master_addr, job.master_port)
-    is_served = agent_hosts_store(os.environ)
-    port = StorePort(is_served=is_served)
-    port.serve(supervisor)
-    return Plan(ranks, job.master_addr, port.number, port, use_agent_store=is_served)

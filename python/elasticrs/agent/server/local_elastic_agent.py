@@ -14,16 +14,19 @@ from elasticrs._engine.job import config as defaults
 from elasticrs._engine.job import phrases
 from elasticrs._engine.job.config import MaxRestarts
 from elasticrs._engine.process.console import Console
+from elasticrs._engine.supervise.attempts.state_machine import Phase
+from elasticrs._engine.supervise.decide.handler_nodes import HandlerNodes
 from elasticrs._engine.supervise.observe import make_observers
 from elasticrs._engine.supervise.observe.health_check_server import HealthCheckServer as OurServer
 from elasticrs._engine.supervise.observe.health_check_server import (
     _AliveCallbackProxy,  # noqa: F401 -- torch exports it here
     server_of_environment,
 )
+from elasticrs._engine.supervise.run.signals import catch_signals
 from elasticrs._engine.supervise.run.sleepers import Sleepers
-from elasticrs._engine.supervise.run_job import make_workers
+from elasticrs._engine.supervise.run_job import make_decisions, make_workers, run_job
 from elasticrs._engine.workers.process import check_limits
-from elasticrs.agent.server.local_job import EventRunner, LocalJob, own_consoles
+from elasticrs.agent.server.local_job import LocalJob, outcome, own_consoles
 from elasticrs.agent.server.polled_workers import GivenContext, PolledWorkers, raised_signals, start_by
 from elasticrs.agent.server.simple_elastic_agent import (
     DEFAULT_ROLE,
@@ -36,11 +39,13 @@ from elasticrs.agent.server.simple_elastic_agent import (
 from elasticrs.events.api import fq_hostname
 from elasticrs.metrics import prof
 from elasticrs.multiprocessing import start_processes
+from elasticrs.rendezvous.api import RendezvousClosedError
 
 if TYPE_CHECKING:
     from typing import Protocol
 
     from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
+    from elasticrs._engine.supervise.run.loop import Agent
     from elasticrs.multiprocessing.api import LogsSpecs
 
     class HealthCheckServer(Protocol):
@@ -122,7 +127,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._given_barrier_timeout = exit_barrier_timeout
         self._sleepers = Sleepers(self._local.uninterruptible_state_timeout)
         self._pcontext: PolledWorkers | GivenContext | None = None
-        self._runner: EventRunner | None = None
+        self._loop: Agent | None = None
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run until the workers have succeeded, or have failed too often.
@@ -150,19 +155,53 @@ class LocalElasticAgent(SimpleElasticAgent):
                     result: RunResult = super().run(role)
                     return result
             self._check_limits()
-            self._runner = runner = EventRunner(
-                self._worker_group, self._local, self._rendezvous_settings(), self._server_of_ours()
-            )
-            try:
-                return self._run_and_shut_down(runner.run, is_observed=True)
-            finally:
-                self._remaining_restarts = self._worker_group.spec.max_restarts - runner.restarts
+            return self._run_and_shut_down(self._run_by_events, is_observed=True)
         finally:
             pcontext, self._pcontext = self._pcontext, None
             if pcontext is not None:
                 pcontext.release()
             if self._health_check_server is not None:
                 self._health_check_server.stop()
+
+    def _run_by_events(self) -> RunResult:
+        group, local = self._worker_group, self._local
+        handler: Any = group.spec.rdzv_handler
+        job = local.config(self._rendezvous_settings())
+        if job.make_handler is not None and job.replaces_workers:
+            why = defaults.why_not_replaceable(back_end=f"rdzv_backend {job.rdzv_backend}")
+            raise ValueError(f"on_failure: got 'replace', but {why}")
+        if job.is_multi_node and handler.is_closed():
+            raise RendezvousClosedError(f"the rendezvous of job {job.run_id} is closed")
+        console = Console(log_prefix=job.log_prefix, is_one_of_several=job.has_peers)
+        decisions = make_decisions(job, console)
+        decisions.kept = getattr(handler, "kept", None)
+        decisions.planned = lambda plan, open_store: group.take_plan(plan, open_store or handler.next_round())
+        if isinstance(decisions, HandlerNodes):
+            decisions.keeps_handler = True
+        signals = catch_signals((*job.signals, *job.forwarded))
+        if signals is None:
+            # Do not issue a Python warning, because the program may turn warnings into errors.
+            console.say("signals are not handled, because the job does not run in the main thread")
+
+        def created(loop: Agent) -> None:
+            self._loop = loop
+
+        try:
+            result = run_job(
+                *(job, console, signals),
+                owns_process=False,
+                created=created,
+                decisions=decisions,
+                server=self._server_of_ours(),
+                observers=local.observers(),
+                consoles=own_consoles(),
+            )
+        finally:
+            if signals is not None:
+                signals.close()
+        self._remaining_restarts = group.spec.max_restarts - result.restarts
+        group.state = _STATES[result.phase]
+        return outcome(job, result, decisions)
 
     def request_checkpoint(self) -> None:
         """Request a checkpoint from all workers of the job, which must use :func:`elasticrs.train.train`.
@@ -174,8 +213,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         Raises:
             RuntimeError: no running worker can receive the request. ``on_failure="replace"`` is needed.
         """
-        agent = None if self._runner is None else self._runner.agent
-        checkpoints = None if agent is None else agent.checkpoints
+        checkpoints = None if self._loop is None else self._loop.checkpoints
         if checkpoints is None:
             raise RuntimeError('no workers can save a checkpoint on request: this needs on_failure="replace"')
         checkpoints.ask()
@@ -316,6 +354,12 @@ class LocalElasticAgent(SimpleElasticAgent):
         )
         return RunResult(WorkerState.UNHEALTHY)
 
+
+_STATES = {
+    Phase.SUCCEEDED: WorkerState.SUCCEEDED,
+    Phase.FAILED: WorkerState.FAILED,
+    Phase.STOPPED: WorkerState.STOPPED,
+}
 
 _HOOKS = (
     *("_assign_worker_ranks", "_construct_event", "_exit_barrier", "_get_worker_state"),

@@ -4,40 +4,30 @@ from __future__ import annotations
 
 import os
 import signal
-from functools import partial
 from typing import TYPE_CHECKING
 
 from elasticrs._engine.gpus.numa import cpus_of_options
 from elasticrs._engine.job import config as defaults
 from elasticrs._engine.job.config import JobSpec, LogSettings, Preload
-from elasticrs._engine.job.value import Record
-from elasticrs._engine.process.console import Console
 from elasticrs._engine.supervise.attempts.state_machine import Phase
 from elasticrs._engine.supervise.decide.handler_nodes import HandlerNodes
 from elasticrs._engine.supervise.observe.observer import Observer
-from elasticrs._engine.supervise.run.signals import catch_signals
-from elasticrs._engine.supervise.run_job import make_decisions, run_job
 from elasticrs._engine.workers.functions.supervised_group import not_started
 from elasticrs._engine.workers.logs import line_prefixes
-from elasticrs._engine.workers.plan import NodeShare, Plan, assign
 from elasticrs.agent.server.worker_group import RunResult, WorkerState
 from elasticrs.multiprocessing.api import SignalException
 from elasticrs.multiprocessing.tail_log import TailLog, replaced_streams
-from elasticrs.rendezvous.api import RendezvousClosedError
 from elasticrs.rendezvous.one_node_handler import OneNodeRendezvous
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import TextIO
 
-    from elasticrs import _core
     from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
     from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
     from elasticrs._engine.supervise.decide.decisions import Decisions
-    from elasticrs._engine.supervise.observe.health_check_server import HealthCheckServer
-    from elasticrs._engine.supervise.run.loop import Agent
     from elasticrs._engine.workers.warm.modules import Entry
-    from elasticrs.agent.server.worker_group import WorkerGroup, WorkerSpec
+    from elasticrs.agent.server.worker_group import WorkerSpec
     from elasticrs.multiprocessing.api import LogsSpecs
 
 
@@ -100,7 +90,9 @@ class LocalJob:
         ``rendezvous`` is ``None`` for a single node, and if the methods of the handler must be called.
         """
         spec = self._spec
-        calls_handler = rendezvous is None and type(spec.rdzv_handler) is not OneNodeRendezvous
+        # A subclass of the user may have overridden the methods.
+        alone = spec.rdzv_handler if type(spec.rdzv_handler) is OneNodeRendezvous else None
+        calls_handler = rendezvous is None and alone is None
         function, command = spec.entrypoint, (spec.entrypoint, *spec.args)
         return JobSpec(
             spec.local_world_size,
@@ -126,6 +118,8 @@ class LocalJob:
             exit_barrier_timeout=self._exit_barrier_timeout,
             monitor_interval=spec.monitor_interval,
             rdzv_backend=spec.rdzv_handler.get_backend(),
+            master_addr="localhost" if alone is None else alone.address,
+            master_port=None if alone is None else alone.port,
             event_log_handler=spec.event_log_handler,
             has_metrics=True,
             cpus=cpus_of_options(spec.numa_options, spec.local_world_size),
@@ -195,109 +189,37 @@ class ReplacedConsole(Observer):
             self._tails.pop().stop()
 
 
-class EventRunner(Record):
-    """Runs a job once, and keeps the user's worker group up to date."""
+def outcome(job: JobSpec, result: JobResult, decisions: Decisions) -> RunResult:
+    """Return torch's result of a job. Raise if a signal, or an error before any worker ran, has ended it."""
+    if result.phase is Phase.SUCCEEDED:
+        return RunResult(WorkerState.SUCCEEDED, return_values=result.return_values)
+    if result.signum is not None:
+        sigval = signal.Signals(result.signum)
+        raise SignalException(f"stopped by {sigval.name}", sigval)
+    if isinstance(decisions, HandlerNodes) and decisions.error is not None:
+        raise decisions.error
+    from elasticrs._engine.failures.failure import root_cause
+    from elasticrs._engine.job.config import ExitCodes
+    from elasticrs._engine.supervise.observe.job_report import all_failures, exit_code
 
-    _group: WorkerGroup
-    _local: LocalJob
-    _rendezvous: Rendezvous | None
-    _server: HealthCheckServer | None
-    restarts: int = 0
-    agent: Agent | None = None
+    failed = all_failures(result)
+    code = exit_code(ExitCodes.parse(job.exit_codes), result, failed)
+    if failed:
+        if result.message is not None:
+            root = failed[root_cause(failed)]
+            root.more_notes = [*root.more_notes, result.message]
+        return RunResult(
+            WorkerState.FAILED,
+            failures=failed,
+            verdict=result.verdict.value,
+            exit_code=code,
+            reason=result.message,
+        )
+    of_nodes = getattr(decisions, "outcome", None)
+    if of_nodes is not None and of_nodes.kind not in {"failed", "stuck", "excluded"}:
+        from elasticrs.rendezvous.elastic_handler import error_of
 
-    def run(self) -> RunResult:
-        job = self._local.config(self._rendezvous)
-        if job.make_handler is not None and job.replaces_workers:
-            why = defaults.why_not_replaceable(back_end=f"rdzv_backend {job.rdzv_backend}")
-            raise ValueError(f"on_failure: got 'replace', but {why}")
-        if job.is_multi_node and self._group.spec.rdzv_handler.is_closed():
-            raise RendezvousClosedError(f"the rendezvous of job {job.run_id} is closed")
-        signals = catch_signals((*job.signals, *job.forwarded))
-        has_peers = job.is_multi_node or job.make_handler is not None
-        console = Console(log_prefix=job.log_prefix, is_one_of_several=has_peers)
-        if signals is None:
-            # Do not issue a Python warning, because the program may turn warnings into errors.
-            console.say("signals are not handled, because the job does not run in the main thread")
-        decisions = self._decisions(job, console)
-        try:
-            result = run_job(
-                *(job, console, signals),
-                owns_process=False,
-                created=self._created,
-                decisions=decisions,
-                server=self._server,
-                observers=self._local.observers(),
-                consoles=own_consoles(),
-            )
-        finally:
-            if signals is not None:
-                signals.close()
-        return self._run_result(job, result, decisions)
-
-    def _created(self, agent: Agent) -> None:
-        self.agent = agent
-
-    def _decisions(self, job: JobSpec, console: Console) -> Decisions:
-        handler, group = self._group.spec.rdzv_handler, self._group
-        planner = partial(_plan, group, handler) if isinstance(handler, OneNodeRendezvous) else None
-        decisions = make_decisions(job, console, planner)
-        if isinstance(decisions, HandlerNodes):
-            decisions.keeps_handler = True
-        decisions.planned, decisions.kept = group.take_plan, getattr(handler, "kept", None)
-        return decisions
-
-    def _run_result(self, job: JobSpec, result: JobResult, decisions: Decisions) -> RunResult:
-        group = self._group
-        self.restarts = result.restarts
-        if result.phase is Phase.SUCCEEDED:
-            group.state = WorkerState.SUCCEEDED
-            return RunResult(WorkerState.SUCCEEDED, return_values=result.return_values)
-        if result.signum is not None:
-            group.state = WorkerState.STOPPED
-            sigval = signal.Signals(result.signum)
-            raise SignalException(f"stopped by {sigval.name}", sigval)
-        if isinstance(decisions, HandlerNodes) and decisions.error is not None:
-            raise decisions.error
-        from elasticrs._engine.failures.failure import root_cause
-        from elasticrs._engine.job.config import ExitCodes
-        from elasticrs._engine.supervise.observe.job_report import all_failures, exit_code
-
-        group.state = WorkerState.FAILED
-        failed = all_failures(result)
-        code = exit_code(ExitCodes.parse(job.exit_codes), result, failed)
-        if failed:
-            if result.message is not None:
-                root = failed[root_cause(failed)]
-                root.more_notes = [*root.more_notes, result.message]
-            return RunResult(
-                WorkerState.FAILED,
-                failures=failed,
-                verdict=result.verdict.value,
-                exit_code=code,
-                reason=result.message,
-            )
-        outcome = getattr(decisions, "outcome", None)
-        if outcome is not None and outcome.kind not in {"failed", "stuck", "excluded"}:
-            from elasticrs.rendezvous.elastic_handler import error_of
-
-            raise error_of(outcome)
-        error = not_started(result.message or "the workers could not be started", result.start_errno)
-        error.verdict, error.exit_code, error.reason = result.verdict.value, code, result.message
-        raise error
-
-
-def _plan(group: WorkerGroup, handler: OneNodeRendezvous, supervisor: _core.Supervisor) -> Plan:
-    """Return the plan for an attempt of a single-node job.
-
-    Keep the handler open, because the agent may run again.
-    """
-    bootstrap = handler.next_served_by(supervisor)
-    plan = Plan(
-        assign([NodeShare(group.spec.role, group.spec.local_world_size)], 0),
-        bootstrap.master_addr,
-        bootstrap.master_port,
-        handler.store_port,
-        use_agent_store=handler.use_agent_store,
-    )
-    group.take_plan(plan, handler.open_shared_store)
-    return plan
+        raise error_of(of_nodes)
+    error = not_started(result.message or "the workers could not be started", result.start_errno)
+    error.verdict, error.exit_code, error.reason = result.verdict.value, code, result.message
+    raise error

@@ -11,11 +11,12 @@ from elasticrs._engine.job.config import SAFETY_TICK
 from elasticrs._engine.job.restart_policy import FailureHistory
 from elasticrs._engine.process.clock import Clock
 from elasticrs._engine.supervise.attempts import state_machine as machine
+from elasticrs._engine.workers.plan import NodeShare, Plan, StorePort, agent_hosts_store, assign
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from typing import Any, TypeAlias
+    from typing import Any
 
     from elasticrs import _core
     from elasticrs._engine.job.config import JobSpec
@@ -23,10 +24,6 @@ if TYPE_CHECKING:
     from elasticrs._engine.nodes.rendezvous_store import KeptState
     from elasticrs._engine.nodes.transport.store import Store
     from elasticrs._engine.supervise.attempts.attempt import Attempt
-    from elasticrs._engine.workers.plan import Plan
-
-    Planner: TypeAlias = Callable[[_core.Supervisor], Plan]
-    """Function that creates the plan for each start of the workers, with their ranks and addresses."""
 
 
 class Decisions(ABC):
@@ -40,7 +37,7 @@ class Decisions(ABC):
         has_taken_part: true if workers of this node ran in the last round.
         has_peers: true if other nodes depend on the outcome of this node.
         planned: function that may change a round's plan before the workers start. It is called with the plan,
-            and a function that opens the round's store.
+            and a function that opens the round's store, or ``None`` on a single node.
         kept: state that an agent of a multi-node job keeps from one run of the agent to the next.
         failed_elsewhere: true if this node's workers were stopped because workers on another node failed.
     """
@@ -52,7 +49,7 @@ class Decisions(ABC):
     clock = Clock()
     has_taken_part = True
     has_peers = False
-    planned: Callable[[Plan, Callable[[], Store]], None] | None = None
+    planned: Callable[[Plan, Callable[[], Store] | None], None] | None = None
     kept: KeptState | None = None
     failed_elsewhere = False
 
@@ -155,14 +152,27 @@ class OneAgent(Decisions):
 
 
 class OneNode(OneAgent):
-    def __init__(self, job: JobSpec, planner: Planner) -> None:
-        super().__init__(job)
-        self._planner = planner
-
     def next_plan(self, supervisor: _core.Supervisor) -> machine.Event | None:
         self.release_plan()
         try:
-            self.plan = self._planner(supervisor)
+            self.plan = plan = plan_one_node(self._job, supervisor)
         except OSError as error:
             return machine.RendezvousFailed(f"cannot reserve a port for the workers: {error}")
+        if self.planned is not None:
+            self.planned(plan, None)
         return machine.RendezvousCompleted()
+
+
+def plan_one_node(job: JobSpec, supervisor: _core.Supervisor) -> Plan:
+    """Plan the next attempt on a single node: the ranks, and the address of the workers' store.
+
+    Rank 0 hosts the store on ``master_port``. Without ``master_port``, any free port is used, and this
+    process hosts the store if :func:`.agent_hosts_store` is true. Raises ``OSError`` without a free port.
+    """
+    ranks = assign([NodeShare(job.role, job.nproc)], 0)
+    if job.master_port is not None:
+        return Plan(ranks, job.master_addr, job.master_port)
+    is_served = agent_hosts_store(os.environ)
+    port = StorePort(is_served=is_served)
+    port.serve(supervisor)
+    return Plan(ranks, job.master_addr, port.number, port, use_agent_store=is_served)

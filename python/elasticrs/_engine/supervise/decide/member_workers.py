@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from elasticrs import _core
     from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
-    from elasticrs._engine.supervise.decide.decisions import Planner
 
 _FOR_WORKERS = frozenset(
     {
@@ -45,8 +44,8 @@ _FOR_WORKERS = frozenset(
 class MemberWorkers(OneNode):
     """Makes the decisions of a single node's agent whose workers form a rendezvous."""
 
-    def __init__(self, job: JobSpec, planner: Planner) -> None:
-        super().__init__(job, planner)
+    def __init__(self, job: JobSpec) -> None:
+        super().__init__(job)
         self._rendezvous = among_workers(_alone(job), job)
         self._supervisor: _core.Supervisor | None = None
         self._names: BackgroundCall | None = None
