@@ -20,9 +20,14 @@ def repeat(text: bytes, times: int) -> bytes:
     return text * times
 
 
-def say(text: str) -> str:
+def look_around(text: str) -> tuple[str, bool, int | None, str]:
+    """Print a text. Return the variable ``NAME``, whether SIGTERM has its default effect, and the parent."""
     print(text, flush=True)
-    return os.environ["NAME"]
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join(0)
+    is_default = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    return os.environ["NAME"], is_default, parent.pid, "alive" if parent.is_alive() else "gone"
 
 
 def with_descendants(fails: bool, pipe: int | None = None) -> None:
@@ -57,17 +62,6 @@ def leave_silently() -> None:
 
 def unloadable() -> Any:
     return lambda: time
-
-
-def parent_of_mine() -> tuple[int | None, bool]:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join(0)
-    return parent.pid, parent.is_alive()
-
-
-def signals_of_mine() -> bool:
-    return signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def be_signalled_beside_a_context() -> str:

@@ -144,18 +144,23 @@ def test_an_unreferenced_handler_kills_its_process_and_leaks_no_descriptor():
 
 
 @methods
-def test_large_return_values_are_returned(tmp_path, method):
+def test_large_values_are_returned_and_other_children_are_not_affected(tmp_path, method):
+    child = subprocess.Popen(["sleep", "1000"])
     context = start(tmp_path, functions.repeat, b"x", 20_000_000, start_method=method)
     assert isinstance(context, MultiprocessContext)
     values = context.wait().return_values
     assert {rank: len(value) for rank, value in values.items()} == {0: 20_000_000, 1: 20_000_000}
+    assert child.poll() is None
+    child.kill()
+    assert child.wait() == -signal.SIGKILL
 
 
 @methods
-def test_functions_have_their_own_environment_and_log_files(tmp_path, method):
-    context = start(tmp_path, functions.say, "hello", start_method=method, redirects=Std.OUT)
+def test_a_function_has_its_own_surroundings_and_this_program_as_parent(tmp_path, method):
+    context = start(tmp_path, functions.look_around, "hello", start_method=method, redirects=Std.OUT)
     result = context.wait()
-    assert result.return_values == {0: "n0", 1: "n1"}
+    by_default = True
+    assert result.return_values == {rank: (f"n{rank}", by_default, os.getpid(), "alive") for rank in range(2)}
     assert [Path(path).read_text() for path in result.stdouts.values()] == ["hello\n"] * 2
 
 
@@ -198,20 +203,6 @@ def test_close_has_one_deadline_for_all_workers(tmp_path, method):
     context.close()
 
 
-@methods
-def test_a_function_does_not_inherit_signal_handlers(tmp_path, method):
-    assert start(tmp_path, functions.signals_of_mine, start_method=method).wait().return_values == {
-        0: True,
-        1: True,
-    }
-
-
-@methods
-def test_parent_process_in_a_function_is_the_launching_program(tmp_path, method):
-    found = start(tmp_path, functions.parent_of_mine, n=1, start_method=method).wait()
-    assert found.return_values == {0: (os.getpid(), True)}
-
-
 def test_a_forked_function_need_not_be_picklable(tmp_path):
     seen = []
     context = start(tmp_path, lambda: seen.append(1) or len(seen), start_method="fork")
@@ -229,15 +220,6 @@ def test_a_worker_outlives_the_thread_that_started_it(tmp_path, method):
     thread.join()
     assert contexts[0].wait(timeout=0.1) is None
     contexts[0].close()
-
-
-@methods
-def test_other_children_of_the_program_are_not_affected(tmp_path, method):
-    child = subprocess.Popen(["sleep", "1000"])
-    start(tmp_path, functions.repeat, b"x", 1, start_method=method).wait()
-    assert child.poll() is None
-    child.kill()
-    assert child.wait() == -signal.SIGKILL
 
 
 def test_unpicklable_functions_and_unknown_start_methods_are_refused(tmp_path):

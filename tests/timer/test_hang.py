@@ -425,14 +425,8 @@ def test_a_long_evaluation_exceeds_a_learned_limit_at_most_once(run):
     line_with(launched.stderr, "succeeded", "1 restart charged")
 
 
-WORKS = """
-    import os, select, time
-    from elasticrs.timer import heartbeat
-    rank = int(os.environ["RANK"])
-    here = [f"here.{other}" for other in range(int(os.environ["WORLD_SIZE"]))]
-    open(here[rank], "w").close()
-    while not all(map(os.path.exists, here)):
-        select.select([], [], [], 0.01)
+WORKS = f"""{MEET}
+    import time
     def evaluate(until):
         while time.monotonic() < until:
             DOES
@@ -518,14 +512,7 @@ def test_the_flight_record_tells_a_slow_rank_from_one_that_spins_in_a_collective
         line_with(launched.stderr, "local rank 0 is slow, not hung")
 
 
-CHECKPOINT_OF_ONE_RANK = """
-    import os, sys, select, types
-    from elasticrs.timer import heartbeat
-    rank = int(os.environ["RANK"])
-    here = [f"here.{other}" for other in range(int(os.environ["WORLD_SIZE"]))]
-    open(here[rank], "w").close()
-    while not all(map(os.path.exists, here)):
-        select.select([], [], [], 0.01)
+CHECKPOINT_OF_ONE_RANK = f"""{MEET}
     # The stack of a rank that waits in torch.
     wait = compile("def barrier():\\n  while not os.path.exists('saved'): select.select([], [], [], 0.01)",
                    "/lib/torch/distributed/distributed_c10d.py", "exec")
