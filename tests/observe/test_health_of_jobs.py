@@ -9,6 +9,7 @@ import signal
 import socket
 from functools import partial
 from pathlib import Path
+from textwrap import dedent, indent
 
 import pytest
 from helpers import ports, procs
@@ -22,13 +23,20 @@ from helpers.schema import schemas
 
 (STATUS,) = schemas("metrics.md")
 
-WAITS = """
-    import os, signal
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-    rank, restarts = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
-    os.write(1, f"here {rank} {os.getpid()} {restarts}.\\n".encode())
-    signal.sigwait([signal.SIGUSR1])
-"""
+
+def waiting(*lines):
+    """Return a script that runs ``lines``, prints its ranks and pid, and waits for SIGUSR1."""
+    header = """
+        import os, signal
+        from elasticrs.timer import heartbeat
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+        rank, restarts = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+    """
+    tells = r'os.write(1, f"here {rank} {os.getpid()} {restarts}.\n".encode())'
+    return "\n".join([dedent(header), *lines, tells, "signal.sigwait([signal.SIGUSR1])\n"])
+
+
+WAITS = waiting()
 
 
 def status_of(port):
@@ -60,39 +68,31 @@ def samples_of():
     return read
 
 
-RATES = """
-    # What elasticrs.train does.
-    import os, signal
-    from elasticrs._engine.workers.node_page import page_of
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-    page, rank = page_of(os.environ), int(os.environ["LOCAL_RANK"])
-    page.place(rank, 3, 1)
-    page.stepped()
-    if rank < 2:
-        page.tell_rate(10.0 - rank)
-    os.write(1, f"here {os.getpid()}.\\n".encode())
-    signal.sigwait([signal.SIGUSR1])
-    page.finish()
-"""
+RATES = (
+    waiting(
+        "# What elasticrs.train does.",
+        "from elasticrs._engine.workers.node_page import page_of",
+        "page = page_of(os.environ)",
+        "page.place(int(rank), 3, 1)",
+        "page.stepped()",
+        "if rank < '2':",
+        "    page.tell_rate(10.0 - int(rank))",
+    )
+    + "page.finish()\n"
+)
 
 
 @pytest.mark.slow
 @pytest.mark.beyond_torchrun
 def test_status_shows_the_rates_of_workers_and_the_slowest_worker(launch, worker_script, samples_of):
-    job = launch(
-        *("--nproc-per-node=3", "--health-check-port=0", "--on-failure=replace", worker_script(RATES))
-    )
-    pids = [int(line[1]) for line in job.wait_for_lines(r"here (\d+)\.", 3)]
-    port = port_of(job)
+    job, port, pids = start(launch, worker_script(RATES), "--on-failure=replace", nproc=3)
     status = wait_until(lambda: status_of(port), lambda status: status["slowest"] is not None)
     assert status["slowest"] == {"rank": 1, "local_rank": 1, "rate": 9.0, "median": 9.5}
     told = [each["training"] for each in status["workers"]]
     assert told == [{"steps": 1, "rate": rate} for rate in (10.0, 9.0, None)]
     sample = samples_of(port)
     assert sample("metric_last", group="elasticrs.train", name="rate.1") == 9.0
-    for pid in pids:
-        os.kill(pid, signal.SIGUSR1)
-    assert job.wait() == 0
+    release(job, pids)
     assert "slow" not in job.stderr
 
 
@@ -183,27 +183,15 @@ def test_status_and_metrics_show_a_failure_and_a_restart(launch, worker_script, 
     release(job, {int(line[1]): int(line[2]) for line in again})
 
 
-FAILS_TWICE = """
-    import os, signal
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-    rank, restarts = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
-    if rank == "1" and restarts == "0":
-        raise KeyError("first")
-    if rank == "1" and restarts == "1":
-        os._exit(3)
-    os.write(1, f"here {rank} {os.getpid()} {restarts}.\\n".encode())
-    signal.sigwait([signal.SIGUSR1])
-"""
-
-
 def test_status_shows_failures_with_exceptions_and_error_files(launch, worker_script, tmp_path):
-    job = launch(
-        *("--nproc-per-node=2", "--max-restarts=2", "--health-check-port=0", f"--log-dir={tmp_path}"),
-        worker_script(FAILS_TWICE),
+    script = waiting(
+        "if (rank, restarts) == ('1', '0'):",
+        "    raise KeyError('first')",
+        "if (rank, restarts) == ('1', '1'):",
+        "    os._exit(3)",
     )
-    pids = {int(line[1]): int(line[2]) for line in job.wait_for_lines(r"here (\d+) (\d+) 2\.", 2)}
-    port = port_of(job)
-    wait_until_answers(port, "/readyz")
+    options = ("--max-restarts=2", f"--log-dir={tmp_path}")
+    job, port, pids = start(launch, worker_script(script), *options, restart=2)
     status = status_of(port)
     assert status["host"] == os.uname().nodename
     folder = Path(status["log_folder"])
@@ -220,23 +208,12 @@ def test_status_shows_failures_with_exceptions_and_error_files(launch, worker_sc
     release(job, pids)
 
 
-CRASHES_THEN_HANGS = """
-    import os, signal
-    from elasticrs.timer import heartbeat
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-    rank, restarts = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
-    if rank == "1" and restarts == "0":
-        os._exit(3)
-    if restarts == "1":
-        heartbeat(7)
-    os.write(1, f"here {rank} {os.getpid()} {restarts}.\\n".encode())
-    signal.sigwait([signal.SIGUSR1])
-"""
-
-
 def test_status_keeps_the_failures_before_a_hang(launch, worker_script):
+    script = waiting(
+        "if (rank, restarts) == ('1', '0'):", "    os._exit(3)", "if restarts == '1':", "    heartbeat(7)"
+    )
     options = ("--max-restarts=2", "--hang-timeout=1")
-    job, port, pids = start(launch, worker_script(CRASHES_THEN_HANGS), *options, restart=2)
+    job, port, pids = start(launch, worker_script(script), *options, restart=2)
     status = status_of(port)
     (earlier,), last = status["earlier_failures"], status["last_failure"]
     assert (earlier["rank"], earlier["exitcode"]) == (1, 3)
@@ -244,15 +221,7 @@ def test_status_keeps_the_failures_before_a_hang(launch, worker_script):
     release(job, pids)
 
 
-FAILS_ON_NODE_0 = """
-    import os, signal
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-    rank, restarts = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
-    if rank == "0" and restarts == "0":
-        raise KeyError("first")
-    os.write(1, f"here {rank} {os.getpid()} {restarts}.\\n".encode())
-    signal.sigwait([signal.SIGUSR1])
-"""
+FAILS_ON_NODE_0 = waiting("if (rank, restarts) == ('0', '0'):", "    raise KeyError('first')")
 
 
 def test_every_node_shows_the_cause_of_a_failure_on_another_node(launch, worker_script):
@@ -271,7 +240,7 @@ def test_every_node_shows_the_cause_of_a_failure_on_another_node(launch, worker_
     assert [job.wait() for job in jobs] == [0, 0]
 
 
-def test_every_node_lists_the_nodes_of_its_round(launch, worker_script):
+def test_each_agent_has_a_health_server_that_lists_the_nodes_of_its_round(launch, worker_script, samples_of):
     port = ports.free()
     command = (*meeting("2:3", port), "--health-check-port=0", worker_script(WAITS))
     jobs = [launch(*command)]
@@ -280,10 +249,14 @@ def test_every_node_lists_the_nodes_of_its_round(launch, worker_script):
 
     def pids_in_round(number):
         lines = [job.wait_for_lines(r"here \d (\d+) 0\.", number)[-1] for job in jobs]
+        group_ranks = set()
         for job in jobs:
             status = wait_until(partial(status_of, port_of(job)), lambda found: found["nodes"] is not None)
             assert status["nodes"] == [os.uname().nodename] * len(jobs)
             assert (status["round"], status["group"]["world_size"]) == (number, len(jobs))
+            group_ranks.add(status["group"]["rank"])
+            assert samples_of(port_of(job))("time_seconds_total", activity="waiting_for_nodes") > 0
+        assert group_ranks == set(range(len(jobs)))
         return [int(line[1]) for line in lines]
 
     pids_in_round(1)
@@ -296,14 +269,7 @@ def test_every_node_lists_the_nodes_of_its_round(launch, worker_script):
     assert [job.wait() for job in jobs] == [0, 0]
 
 
-STANDS_STILL = """
-    import os, signal
-    from elasticrs.timer import heartbeat
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-    heartbeat(8 - int(os.environ["RANK"]))
-    os.write(1, b"here %d %d 0.\\n" % (int(os.environ["RANK"]), os.getpid()))
-    signal.sigwait([signal.SIGUSR1])
-"""
+STANDS_STILL = waiting("heartbeat(8 - int(rank))")
 
 
 def test_status_says_which_ranks_stand_where_while_no_rank_makes_progress(launch, worker_script):
@@ -331,6 +297,7 @@ LEAVES_A_COLLECTIVE = """
     if dist.get_rank() == 1:
         signal.sigwait([signal.SIGUSR1])
     dist.all_reduce(ones)
+    dist.destroy_process_group()
 """
 
 
@@ -352,8 +319,8 @@ def test_status_says_who_waits_in_which_collective(launch, worker_script):
     [("off", None, None), ("colorsys", True, None), ("auto", False, "nothing .*worker.py.*")],
 )
 def test_status_shows_whether_workers_start_warm_and_why_not(launch, worker_script, modules, is_warm, why):
-    script = worker_script(WAITS if modules != "auto" else f"def main():\n{WAITS}\nmain()")
-    job, port, pids = start(launch, script, f"--warm={modules}")
+    script = WAITS if modules != "auto" else f"def main():\n{indent(WAITS, '    ')}\nmain()"
+    job, port, pids = start(launch, worker_script(script), f"--warm={modules}")
     status = status_of(port)
     assert status["warm"] is is_warm
     assert re.fullmatch(why or "None", str(status["why_cold"]))
@@ -378,16 +345,13 @@ def test_status_shows_a_paused_worker(launch, worker_script):
 
 
 def test_status_and_metrics_count_an_expired_timer(launch, worker_script, samples_of):
-    script = worker_script("""
-        import os, signal
-        from elasticrs import timer
-        timer.configure(timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"]))
-        restarts = os.environ["TORCHELASTIC_RESTART_COUNT"]
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-        with timer.expires(after=0.05 if restarts == "0" else 600, scope="epoch"):
-            os.write(1, f"here {os.environ['RANK']} {os.getpid()} {restarts}.\\n".encode())
-            signal.sigwait([signal.SIGUSR1])
-    """)
+    script = worker_script(
+        waiting(
+            "from elasticrs import timer",
+            "timer.configure(timer.FileTimerClient(os.environ['TORCHELASTIC_TIMER_FILE']))",
+            "timer.expires(after=0.05 if restarts == '0' else 600, scope='epoch').__enter__()",
+        )
+    )
     env = {"TORCHELASTIC_ENABLE_FILE_TIMER": "1"}
     job, port, pids = start(launch, script, "--max-restarts=1", nproc=1, restart=1, env=env)
     # The new timer's request is already in the FIFO, so the agent reads it soon.
@@ -400,18 +364,12 @@ def test_status_and_metrics_count_an_expired_timer(launch, worker_script, sample
     release(job, pids)
 
 
-BEATS = """
-    import os, signal
-    from elasticrs.timer import heartbeat
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-    rank, restarts = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
-    if rank == "1":
-        heartbeat(1204)
-    if restarts != "0":
-        heartbeat.section("checkpoint", limit=None).__enter__()
-    os.write(1, f"here {rank} {os.getpid()} {restarts}.\\n".encode())
-    signal.sigwait([signal.SIGUSR1])
-"""
+BEATS = waiting(
+    "if rank == '1':",
+    "    heartbeat(1204)",
+    "if restarts != '0':",
+    "    heartbeat.section('checkpoint', limit=None).__enter__()",
+)
 
 
 def test_status_and_metrics_show_a_hung_worker(launch, worker_script, samples_of):
@@ -454,9 +412,20 @@ def trickle(port):
     return client
 
 
-def test_hanging_clients_do_not_delay_the_health_server_or_the_job(launch, worker_script):
+def reading_nothing(port):
+    """Connect a client that sends a request and never reads the answer."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+    client.connect(("127.0.0.1", port))
+    client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+    return client
+
+
+@pytest.mark.parametrize(("connect", "number"), [(trickle, 200), (reading_nothing, 70)])
+def test_hanging_clients_do_not_delay_the_health_server_or_the_job(launch, worker_script, connect, number):
     job, port, pids = start(launch, worker_script(WAITS), "--max-restarts=1")
-    stuck = [trickle(port) for _ in range(200)]
+    stuck = [connect(port) for _ in range(number)]
+    assert get_json(port, "/healthz")[0] == 200
     os.kill(pids[0], signal.SIGKILL)
     again = job.wait_for_lines(r"here (\d+) (\d+) 1\.", 2)
     assert get_json(port, "/healthz")[0] == 200
@@ -465,21 +434,6 @@ def test_hanging_clients_do_not_delay_the_health_server_or_the_job(launch, worke
     assert below < 64 + 64
     release(job, {int(line[1]): int(line[2]) for line in again})
     for client in stuck:
-        client.close()
-
-
-def test_clients_that_read_nothing_do_not_block_the_health_server(launch, worker_script):
-    job, port, pids = start(launch, worker_script(WAITS))
-    clients = []
-    for _ in range(70):
-        client = socket.socket()
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
-        client.connect(("127.0.0.1", port))
-        client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
-        clients.append(client)
-    assert get_json(port, "/healthz")[0] == 200
-    release(job, pids)
-    for client in clients:
         client.close()
 
 
@@ -538,18 +492,3 @@ def test_no_health_server_thread_runs_unless_requested(launch, worker_script):
     assert "elasticrs-healt" not in threads
     os.kill(int(line[1]), signal.SIGUSR1)
     assert job.wait() == 0
-
-
-def test_each_agent_of_a_job_has_its_own_health_server(launch, worker_script, samples_of):
-    command = (*meeting(), "--health-check-port=0", worker_script(WAITS))
-    nodes = [launch(*command) for _ in range(2)]
-    ports = [port_of(node) for node in nodes]
-    lines = [node.wait_for_line(r"here (\d+) (\d+)") for node in nodes]
-    groups = [status_of(port)["group"] for port in ports]
-    assert sorted(group["rank"] for group in groups) == [0, 1]
-    assert {group["world_size"] for group in groups} == {2}
-    value = samples_of(ports[1])
-    assert value("time_seconds_total", activity="waiting_for_nodes") > 0
-    for line in lines:
-        os.kill(int(line[2]), signal.SIGUSR1)
-    assert [node.wait() for node in nodes] == [0, 0]
