@@ -40,7 +40,7 @@ def test_gpus_without_errors_are_fit(check, gpus):
 
 
 def test_an_unexpected_exception_is_no_answer(gpus):
-    broken = ASK.replace("sys.exit", "nvml_check.examine = lambda *_: 1 / 0; sys.exit")
+    broken = ASK.replace("sys.exit", "nvml_check.why_unfit = lambda _: 1 / 0; sys.exit")
     done = run_program((sys.executable, "-c", broken), env={**os.environ, **gpus.environment})
     assert done.returncode == NO_ANSWER
     assert "ZeroDivisionError" in done.stdout

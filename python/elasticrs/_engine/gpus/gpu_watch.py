@@ -23,12 +23,14 @@ import os
 import select
 import sys
 import time
-from queue import Empty, SimpleQueue
+from functools import partial
+from queue import SimpleQueue
 
 from elasticrs._engine.gpus import devices, nvml, xids
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
     from elasticrs._engine.gpus.nvml import Device, Nvml
@@ -54,11 +56,11 @@ def send(**message: Any) -> None:
     os.write(1, (json.dumps(message) + "\n").encode())
 
 
-class Workers:
+class WorkerProcesses:
     def __init__(self) -> None:
         self.pids: frozenset[int] = frozenset()
 
-    def of(self, pid: int) -> int | None:
+    def ancestor_of(self, pid: int) -> int | None:
         """Return the worker that is the process ``pid`` or one of its ancestors, if any."""
         for _ in range(_MAX_ANCESTORS):
             if pid in self.pids:
@@ -74,7 +76,7 @@ class Workers:
 class Memory:
     """Device memory that an attempt's workers hold. Used only on the thread that calls NVML."""
 
-    def __init__(self, library: Nvml, gpus: list[Device], workers: Workers) -> None:
+    def __init__(self, library: Nvml, gpus: list[Device], workers: WorkerProcesses) -> None:
         self._library = library
         self._workers = workers
         # Other jobs may use slices of a GPU (MIG), and their processes are not visible here.
@@ -95,7 +97,9 @@ class Memory:
     def _claimed(self, gpu: Device) -> int:
         processes = self._library.processes(gpu)
         others = (
-            pid for pid in processes if os.path.exists(f"/proc/{pid}") and self._workers.of(pid) is None
+            pid
+            for pid in processes
+            if os.path.exists(f"/proc/{pid}") and self._workers.ancestor_of(pid) is None
         )
         return sum(processes[pid] for pid in others)
 
@@ -103,15 +107,16 @@ class Memory:
 class Calls:
     """The thread that makes the calls to NVML, and a second thread that waits for NVML's events.
 
-    ``requests`` and ``results`` are queues of pairs: a name and a value. ``fd`` is readable when there is a
-    result. ``since`` is the time in monotonic seconds at which the current call has started, and ``limit`` is
-    its time limit in seconds.
+    ``requests`` is a queue of pairs: a name and a number. The threads call the methods of ``watch`` through
+    ``results``, a queue of functions for the main thread. ``fd`` is readable when there is one. ``since`` is
+    the time in monotonic seconds at which the current call has started, and ``limit`` is its time limit in
+    seconds.
     """
 
-    def __init__(self, workers: Workers) -> None:
-        self._workers = workers
-        self.requests: SimpleQueue[tuple[str, Any]] = SimpleQueue()
-        self.results: SimpleQueue[tuple[str, Any]] = SimpleQueue()
+    def __init__(self, watch: GpuWatch, workers: WorkerProcesses) -> None:
+        self._watch, self._workers = watch, workers
+        self.requests: SimpleQueue[tuple[str, int]] = SimpleQueue()
+        self.results: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.since: float | None = time.monotonic()
         self.limit = INIT_LIMIT
@@ -122,8 +127,8 @@ class Calls:
     def function(self) -> str:
         return "nvmlInit_v2" if self._library is None else self._library.calling
 
-    def _result(self, name: str, value: Any = None) -> None:
-        self.results.put((name, value))
+    def _tell(self, function: Callable[..., None], *arguments: object, **known: object) -> None:
+        self.results.put(partial(function, *arguments, **known))
         os.eventfd_write(self.fd, 1)
 
     def _run(self) -> None:
@@ -131,26 +136,26 @@ class Calls:
             self._library = library = nvml.Nvml()
             found = [library.device(index) for index in range(library.count())]
             memory = Memory(library, gpus := _visible(found), self._workers)
-            self._result("gpus", gpus)
+            self._tell(self._watch.know, {xids.address_of(gpu.address): gpu.index for gpu in gpus})
             self._watch_events(library, gpus)
             self.limit = CALL_LIMIT
             while True:
                 self.since = None
-                name, value = self.requests.get()
+                name, number = self.requests.get()
                 self.since = time.monotonic()
                 if name == "begin":
                     memory.remember()
-                    self._result("begun", value)
+                    self._tell(send, begun=number)
                 else:
-                    self._settle(memory, value)
+                    self._settle(memory, number)
         except nvml.NvmlError as error:
             self.since = None
-            self._result("failed", str(error))
+            self._tell(self._watch.fail, str(error))
 
     def _settle(self, memory: Memory, number: int) -> None:
         pause = _FIRST_PAUSE
         held = memory.held()
-        self._result("settled", (number, held))
+        self._tell(self._watch.settled, number, held)
         while held and self.requests.empty():
             self.since = None
             time.sleep(pause)
@@ -158,24 +163,23 @@ class Calls:
             self.since = time.monotonic()
             held = memory.held()
             if not held:
-                self._result("settled", (number, held))
+                self._tell(self._watch.settled, number, held)
 
     def _watch_events(self, library: Nvml, gpus: list[Device]) -> None:
-        try:
-            events = library.watch_xids(gpus)
-        except nvml.NvmlError as error:
-            self._result("no events", str(error))
-            return
-
         def run() -> None:
             try:
                 while True:
-                    if (event := events.wait(_EVENT_WAIT)) is not None:
-                        self._result("xid", event)
+                    if (event := library.next_xid(_EVENT_WAIT)) is not None:
+                        self._tell(self._watch.xids.add, event[0].index, event[1])
             except nvml.NvmlError as error:
-                self._result("no events", str(error))
+                self._tell(send, problem=f"NVML reports no Xids ({error})")
 
-        _thread.start_new_thread(run, ())
+        try:
+            library.watch_xids(gpus)
+        except nvml.NvmlError as error:
+            self._tell(send, problem=f"NVML reports no Xids ({error})")
+        else:
+            _thread.start_new_thread(run, ())
 
 
 def _visible(gpus: list[Device]) -> list[Device]:
@@ -183,7 +187,7 @@ def _visible(gpus: list[Device]) -> list[Device]:
 
 
 class Xids:
-    def __init__(self, workers: Workers, *, has_kernel_pids: bool) -> None:
+    def __init__(self, workers: WorkerProcesses, *, has_kernel_pids: bool) -> None:
         self._workers = workers
         self._has_kernel_pids = has_kernel_pids
         self._attempt = -1
@@ -219,7 +223,7 @@ class Xids:
         if pid is None or pid in entry["pids"] or len(entry["pids"]) >= MAX_PIDS:
             return False
         entry["pids"].append(pid)
-        worker = self._workers.of(pid) if self._has_kernel_pids else None
+        worker = self._workers.ancestor_of(pid) if self._has_kernel_pids else None
         if worker is not None and worker not in entry["workers"]:
             entry["workers"].append(worker)
         return True
@@ -239,15 +243,15 @@ class GpuWatch:
     """
 
     def __init__(self, kernel_log: str, *, has_kernel_pids: bool) -> None:
-        self._workers = Workers()
-        self._xids = Xids(self._workers, has_kernel_pids=has_kernel_pids)
+        self._workers = WorkerProcesses()
+        self.xids = Xids(self._workers, has_kernel_pids=has_kernel_pids)
         self._numbers: dict[tuple[int, int, int], int] = {}
         self._poll = select.poll()
         self._poll.register(0, select.POLLIN)
         self._unread = b""
         self._has_failed = False
         self._log = _open_log(kernel_log)
-        self._calls = Calls(self._workers)
+        self._calls = Calls(self, self._workers)
         self._poll.register(self._calls.fd, select.POLLIN)
 
     def run(self) -> None:
@@ -263,7 +267,7 @@ class GpuWatch:
                 return
             since = self._calls.since
             if since is not None and time.monotonic() - since > self._calls.limit and not self._has_failed:
-                self._fail(f"NVML hangs in {self._calls.function}")
+                self.fail(f"NVML hangs in {self._calls.function}")
 
     # --- the agent ---
 
@@ -277,9 +281,9 @@ class GpuWatch:
                 continue
             if name == "begin":
                 self._workers.pids = frozenset()
-                self._xids.begin(value)
+                self.xids.begin(value)
             else:
-                self._xids.report()
+                self.xids.report()
             if not self._has_failed:
                 self._calls.requests.put((name, value))
         return bool(part)
@@ -287,34 +291,23 @@ class GpuWatch:
     # --- NVML ---
 
     def _take_results(self) -> None:
-        while True:
-            try:
-                name, value = self._calls.results.get_nowait()
-            except Empty:
-                return
-            if name == "gpus":
-                self._know({xids.address_of(gpu.address): gpu.index for gpu in value})
-            elif name == "begun":
-                send(begun=value)
-            elif name == "settled":
-                self._xids.report()
-                send(settled=value[0], held=value[1])
-            elif name == "xid":
-                self._xids.add(value[0].index, value[1])
-            elif name == "failed":
-                self._fail(value)
-            else:
-                send(problem=f"NVML reports no Xids ({value})")
+        while not self._calls.results.empty():
+            self._calls.results.get()()
 
-    def _fail(self, why: str) -> None:
+    def settled(self, number: int, held: dict[int, int]) -> None:
+        self.xids.report()
+        send(settled=number, held=held)
+
+    def fail(self, why: str) -> None:
         self._has_failed = True
         send(problem=f"{why}: the use of device memory is unknown", is_blind=True)
         if not self._numbers:
             # The driver's files use the same order as nvidia-smi.
             known = devices.visible_gpus(os.environ)
-            self._know({xids.address_of(gpu.address): index for index, gpu in enumerate(known)})
+            self.know({xids.address_of(gpu.address): index for index, gpu in enumerate(known)})
 
-    def _know(self, numbers: dict[tuple[int, int, int], int]) -> None:
+    def know(self, numbers: dict[tuple[int, int, int], int]) -> None:
+        """Read the kernel log, now that the GPUs' numbers in ``nvidia-smi`` are known, by PCI address."""
         self._numbers = numbers
         if self._log is not None:
             self._poll.register(self._log, select.POLLIN)
@@ -336,7 +329,7 @@ class GpuWatch:
             record = xids.parse(line)
             gpu = None if record is None else self._numbers.get(record.address)
             if record is not None and gpu is not None:
-                self._xids.add(gpu, record.code, record)
+                self.xids.add(gpu, record.code, record)
 
 
 def _open_log(path: str) -> int | None:

@@ -122,7 +122,7 @@ class _Event(ctypes.Structure):
 class Device(Value):
     """GPU with its number in ``nvidia-smi``, its ``GPU-…`` identifier, and its PCI address."""
 
-    handle: int
+    handle: ctypes.c_void_p
     index: int
     uuid: str
     address: str
@@ -136,6 +136,8 @@ class Nvml:
 
     def __init__(self) -> None:
         self.calling = ""
+        self._events = ctypes.c_void_p()
+        self._watched: list[Device] = []
         try:
             self._library = ctypes.CDLL(LIBRARY)
         except OSError as error:
@@ -153,14 +155,14 @@ class Nvml:
         self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle))
         self._call("nvmlDeviceGetUUID", handle, uuid, ctypes.c_uint(_NAME_SIZE))
         self._call("nvmlDeviceGetPciInfo_v3", handle, ctypes.byref(pci))
-        return Device(handle.value or 0, index, uuid.value.decode("ascii", "replace"), pci.address.decode())
+        return Device(handle, index, uuid.value.decode("ascii", "replace"), pci.address.decode())
 
     def fields(self, device: Device, names: Iterable[int]) -> dict[int, int]:
         """Return the values of fields, without fields that the GPU or the driver does not support."""
         fields = (_Field * len(wanted := tuple(names)))()
         for field, number in zip(fields, wanted, strict=True):
             field.field = number
-        self._call("nvmlDeviceGetFieldValues", ctypes.c_void_p(device.handle), len(wanted), fields)
+        self._call("nvmlDeviceGetFieldValues", device.handle, len(wanted), fields)
         return {
             field.field: kind.from_buffer(field.value).value
             for field in fields
@@ -170,26 +172,17 @@ class Nvml:
     def used_memory(self, device: Device) -> int:
         """Return the bytes in use. With old drivers, they include the driver's own reserve."""
         memory = _MemoryWithoutReserve(version=ctypes.sizeof(_MemoryWithoutReserve) | 2 << 24)
-        handle = ctypes.c_void_p(device.handle)
-        try:
-            self._call("nvmlDeviceGetMemoryInfo_v2", handle, ctypes.byref(memory))
-        except NvmlError as error:
-            if error.code not in (FUNCTION_NOT_FOUND, NOT_SUPPORTED):
-                raise
-            old = _Memory()
-            self._call("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(old))
-            return int(old.used)
-        return int(memory.used)
+        if self._is_supported("nvmlDeviceGetMemoryInfo_v2", device.handle, ctypes.byref(memory)):
+            return int(memory.used)
+        old = _Memory()
+        self._call("nvmlDeviceGetMemoryInfo", device.handle, ctypes.byref(old))
+        return int(old.used)
 
     def processes(self, device: Device) -> dict[int, int]:
         """Return the bytes of each pid. In a container, pids may be the host's, and some may be missing."""
         found, number = (_Process * _MAX_PROCESSES)(), ctypes.c_uint(_MAX_PROCESSES)
-        handle = ctypes.c_void_p(device.handle)
-        try:
-            self._call("nvmlDeviceGetComputeRunningProcesses_v3", handle, ctypes.byref(number), found)
-        except NvmlError as error:
-            if error.code not in (FUNCTION_NOT_FOUND, NOT_SUPPORTED, INSUFFICIENT_SIZE):
-                raise
+        name = "nvmlDeviceGetComputeRunningProcesses_v3"
+        if not self._is_supported(name, device.handle, ctypes.byref(number), found):
             return {}
         # The driver reports this number if it does not know how much memory a process holds.
         unknown = 2**64 - 1
@@ -198,31 +191,49 @@ class Nvml:
     def is_divided(self, device: Device) -> bool:
         """Return true if the GPU is divided into MIG slices."""
         current, pending = ctypes.c_uint(), ctypes.c_uint()
-        handle = ctypes.c_void_p(device.handle)
-        try:
-            self._call("nvmlDeviceGetMigMode", handle, ctypes.byref(current), ctypes.byref(pending))
-        except NvmlError as error:
-            if error.code not in (FUNCTION_NOT_FOUND, NOT_SUPPORTED):
-                raise
-            return False
-        return current.value == 1
+        modes = ctypes.byref(current), ctypes.byref(pending)
+        return self._is_supported("nvmlDeviceGetMigMode", device.handle, *modes) and current.value == 1
 
-    def watch_xids(self, devices: Iterable[Device]) -> XidEvents:
+    def watch_xids(self, devices: Iterable[Device]) -> None:
         """Start to receive Xids. Raise :class:`NvmlError` if the library or all of the GPUs lack support."""
-        events = ctypes.c_void_p()
-        self._call("nvmlEventSetCreate", ctypes.byref(events))
-        watched, problem = [], NvmlError("nvmlDeviceRegisterEvents", NOT_SUPPORTED, "there is no GPU")
+        self._call("nvmlEventSetCreate", ctypes.byref(self._events))
+        problem = NvmlError("nvmlDeviceRegisterEvents", NOT_SUPPORTED, "there is no GPU")
         for device in devices:
-            handle = ctypes.c_void_p(device.handle)
+            kinds = ctypes.c_ulonglong(_XID_EVENT)
             try:
-                self._call("nvmlDeviceRegisterEvents", handle, ctypes.c_ulonglong(_XID_EVENT), events)
+                self._call("nvmlDeviceRegisterEvents", device.handle, kinds, self._events)
             except NvmlError as error:
                 problem = error
             else:
-                watched.append(device)
-        if not watched:
+                self._watched.append(device)
+        if not self._watched:
             raise problem
-        return XidEvents(self, events, watched)
+
+    def next_xid(self, seconds: float) -> tuple[Device, int] | None:
+        """Return an Xid with its GPU; ``None`` if none arrives within ``seconds``, or another event does.
+
+        Raise :class:`NvmlError` if a GPU is lost, or the driver failed.
+        """
+        event = _Event()
+        milliseconds = ctypes.c_uint(int(1000 * seconds))
+        try:
+            self._call("nvmlEventSetWait_v2", self._events, ctypes.byref(event), milliseconds, is_wait=True)
+        except NvmlError as error:
+            if error.code != TIMEOUT:
+                raise
+            return None
+        device = next((each for each in self._watched if each.handle.value == event.device), None)
+        return None if device is None or event.type != _XID_EVENT else (device, event.data)
+
+    def _is_supported(self, name: str, *arguments: object) -> bool:
+        """Call a function. Return false if this version of the library or the GPU does not support it."""
+        try:
+            self._call(name, *arguments)
+        except NvmlError as error:
+            if error.code not in (FUNCTION_NOT_FOUND, NOT_SUPPORTED, INSUFFICIENT_SIZE):
+                raise
+            return False
+        return True
 
     def _call(self, name: str, *arguments: object, is_wait: bool = False) -> None:
         try:
@@ -244,32 +255,6 @@ class Nvml:
             return f"error {code}"
         function.restype = ctypes.c_char_p
         return (function(code) or b"").decode("utf-8", "replace") or f"error {code}"
-
-
-class XidEvents(Value):
-    """Receiver for the Xids (NVIDIA error codes) that NVML reports for a set of GPUs."""
-
-    nvml: Nvml
-    events: ctypes.c_void_p
-    devices: list[Device]
-
-    def wait(self, seconds: float) -> tuple[Device, int] | None:
-        """Return an Xid with its GPU; ``None`` if none arrives within ``seconds``, or another event does.
-
-        Raise :class:`NvmlError` if a GPU is lost, or the driver failed.
-        """
-        event = _Event()
-        milliseconds = ctypes.c_uint(int(1000 * seconds))
-        try:
-            self.nvml._call(
-                "nvmlEventSetWait_v2", self.events, ctypes.byref(event), milliseconds, is_wait=True
-            )
-        except NvmlError as error:
-            if error.code != TIMEOUT:
-                raise
-            return None
-        device = next((each for each in self.devices if each.handle == event.device), None)
-        return None if device is None or event.type != _XID_EVENT else (device, event.data)
 
 
 def main() -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import _thread
 import os
 import sys
 
 from elasticrs._engine.gpus import nvml
 from elasticrs._engine.gpus.node_check import NO_ANSWER, UNFIT, NoAnswerError, say
 from elasticrs._engine.gpus.nvml import NvmlError
+from elasticrs._engine.process.background_call import BackgroundCall
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -34,34 +34,39 @@ class Findings:
         self.unfit: list[str] = []
         self.remarks: list[str] = []
         self.unexamined: list[str] = []
-        self.count = 0
+        self._count = 0
+        self._library: Nvml | None = None
 
-    def line(self) -> str:
-        if self.unfit:
-            return "; ".join(self.unfit)
-        if not self.count:
-            return "NVML shows no GPU"
-        return f"{self.count} GPU{'s are' if self.count > 1 else ' is'} fit"
+    @property
+    def calling(self) -> str:
+        return "nvmlInit_v2" if self._library is None else self._library.calling
 
+    def verdict(self, *, is_complete: bool) -> list[str]:
+        if self.unfit or not is_complete:
+            return self.unfit
+        if not self._count:
+            return ["NVML shows no GPU"]
+        return [f"{self._count} GPU{'s are' if self._count > 1 else ' is'} fit"]
 
-def examine(library: Nvml, findings: Findings) -> None:
-    """Examine all GPUs. Raise :class:`NvmlError` if the library cannot count them."""
-    for index in range(library.count()):
-        try:
-            device = library.device(index)
-            fields = library.fields(device, _FIELDS)
-            findings.count += 1
-        except NvmlError as error:
-            if error.code in _PROOFS:
-                findings.unfit.append(f"GPU {index} is unfit: {_PROOFS[error.code]} ({error})")
-            else:
-                findings.unexamined.append(f"GPU {index} could not be examined: {error}")
-            continue
-        name = f"GPU {index} ({device.address})"
-        reason = why_unfit(fields)
-        if reason is not None:
-            findings.unfit.append(f"{name} is unfit: {reason}")
-        findings.remarks += [f"{name}: {remark}" for remark in remarks(fields)]
+    def collect(self) -> None:
+        """Examine all GPUs. Raise :class:`NvmlError` if the library cannot count them."""
+        self._library = library = nvml.Nvml()
+        for index in range(library.count()):
+            try:
+                device = library.device(index)
+                fields = library.fields(device, _FIELDS)
+            except NvmlError as error:
+                if error.code in _PROOFS:
+                    self.unfit.append(f"GPU {index} is unfit: {_PROOFS[error.code]} ({error})")
+                else:
+                    self.unexamined.append(f"GPU {index} could not be examined: {error}")
+                continue
+            self._count += 1
+            name = f"GPU {index} ({device.address})"
+            reason = why_unfit(fields)
+            if reason is not None:
+                self.unfit.append(f"{name} is unfit: {reason}")
+            self.remarks += [f"{name}: {remark}" for remark in remarks(fields)]
 
 
 def why_unfit(fields: dict[int, int]) -> str | None:
@@ -113,39 +118,28 @@ def main() -> int:
 
     Raise :class:`NoAnswerError` if NVML cannot be used, and no GPU has been found unfit.
     """
-    findings, over = Findings(), _thread.allocate_lock()
-    problems: list[str] = []
-    libraries: list[Nvml] = []
-    over.acquire()
-
-    def run() -> None:
+    findings = Findings()
+    call = BackgroundCall(findings.collect)
+    has_answered = call.wait(LIMIT)
+    problems = []
+    if not has_answered:
+        problems.append(f"NVML hangs in {findings.calling} (for {LIMIT:g} s)")
+    else:
         try:
-            libraries.append(nvml.Nvml())
-            examine(libraries[0], findings)
+            call.take()
         except NvmlError as error:
             problems.append(problem_of(error))
-        # Catch all exceptions. Otherwise, a check that has failed would report that the GPUs are fit.
+        # Catch all exceptions, because a GPU may have been found unfit before.
         except Exception as error:
             problems.append(f"the check failed ({error!r})")
-        finally:
-            over.release()
-
-    _thread.start_new_thread(run, ())
-    has_answered = over.acquire(timeout=LIMIT)
-    if not has_answered:
-        where = libraries[0].calling if libraries else "nvmlInit_v2"
-        problems.append(f"NVML hangs in {where} (for {LIMIT:g} s)")
     problems += findings.unexamined
     for remark in findings.remarks:
         say(remark)
-    if findings.unfit or not problems:
-        say("; ".join([findings.line(), *problems]))
+    if problems and not findings.unfit and has_answered:
+        raise NoAnswerError("; ".join(problems))
+    say("; ".join([*findings.verdict(is_complete=not problems), *problems]))
     if not has_answered:
-        if not findings.unfit:
-            say("; ".join(problems))
         sys.stdout.flush()
         # The normal exit would wait for the thread that hangs in the driver.
         os._exit(UNFIT if findings.unfit else NO_ANSWER)
-    if problems and not findings.unfit:
-        raise NoAnswerError("; ".join(problems))
     return 1 if findings.unfit else 0
