@@ -27,6 +27,7 @@ from functools import partial
 from queue import SimpleQueue
 
 from elasticrs._engine.gpus import devices, nvml, xids
+from elasticrs._engine.process.other_processes import stat_fields
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -65,11 +66,9 @@ class WorkerProcesses:
         for _ in range(_MAX_ANCESTORS):
             if pid in self.pids:
                 return pid
-            try:
-                with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-                    pid = int(file.read().rpartition(")")[2].split()[1])
-            except (OSError, IndexError, ValueError):
+            if not (fields := stat_fields(str(pid))):
                 return None  # The process has exited.
+            pid = int(fields[1])
         return None
 
 
