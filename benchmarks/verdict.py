@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.harness import HANG, Launcher, Options, Row, Samples, take_turns, wait_readable, worker
 from benchmarks.nodes import Shape, job
@@ -86,7 +86,7 @@ def cause(rank: int) -> dict[str, object]:
     }
 
 
-def reports(nodes: int) -> tuple[list[Entry], list[Entry]]:
+def reports(nodes: int) -> tuple[list[Any], list[Any]]:
     """Return the keys of a round that has failed, and the reports that its nodes send afterwards."""
     keys = Keys("job")
     members = [f"{rank:04x}/1" for rank in range(nodes)]
@@ -98,7 +98,7 @@ def reports(nodes: int) -> tuple[list[Entry], list[Entry]]:
     end = {"kind": "failure", "node": "node0", "group_rank": 0}
     head = Head("ENDED", 1, form="f", size=nodes, world_size=nodes, end=end, cause=cause(nodes // 2))
     table = encode([(member, f"node{rank}", "10.0.0.1") for rank, member in enumerate(members)])
-    before = [Entry(keys.head, head.encode(), 1, 1), Entry(f"{keys.table('f')}0", table, 1, 1)]
+    before: list[Any] = [Entry(keys.head, head.encode(), 1, 1), Entry(f"{keys.table('f')}0", table, 1, 1)]
     for rank, member in enumerate(members):
         before.append(Entry(keys.node(member), node(rank, 0), 1, 1))
         before.append(Entry(keys.slot(member), Slot(1, "1.1", rank, rank, rank, 1).encode(), 1, 1))

@@ -27,25 +27,12 @@ from elasticrs._engine.job.value import Value
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Protocol, TypeAlias
+    from typing import TypeAlias
 
-    class Entry(Protocol):
-        """A key and its current value, or a change to a key."""
+    Entry: TypeAlias = _core.Entry | _core.Change
+    """A key and its current value, or a change to a key. The value is ``None`` if the key was deleted."""
 
-        @property
-        def key(self) -> str: ...
-        @property
-        def value(self) -> bytes | None:
-            """``None`` if the key was deleted."""
-
-        @property
-        def create_revision(self) -> int: ...
-
-        @property
-        def mod_revision(self) -> int:
-            """Revision at which the key was last written or deleted."""
-
-    Result: TypeAlias = "int | Entry | Sequence[Entry] | None"
+    Result: TypeAlias = int | Entry | Sequence[Entry] | None
 
 MAX_OPERATIONS = 125
 """Maximum number of compares, and of operations, in a transaction. Etcd allows 128, of which elasticrs's
