@@ -27,7 +27,7 @@ from elasticrs._engine.job.value import Value
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import TypeAlias
+    from typing import ClassVar, TypeAlias
 
     Entry: TypeAlias = _core.Entry | _core.Change
     """A key and its current value, or a change to a key. The value is ``None`` if the key was deleted."""
@@ -44,38 +44,49 @@ client uses up to three itself.
 
 
 class Compare(Value):
+    """Condition of a transaction. ``native`` creates the core's object from the fields."""
+
+    native: ClassVar[Callable[..., _core.Compare]]
     key: str
 
 
-class Exists(Compare): ...
+class Exists(Compare):
+    native = _core.Compare.exists
 
 
-class Missing(Compare): ...
+class Missing(Compare):
+    native = _core.Compare.missing
 
 
 class CreatedAt(Compare):
     """Condition that the key was created at this revision. With revision 0, the key must not exist."""
 
+    native = _core.Compare.created_at
     revision: int
 
 
 class ModifiedAt(Compare):
     """Condition that the key was last put at this revision. With revision 0, the key must not exist."""
 
+    native = _core.Compare.modified_at
     revision: int
 
 
 class HasValue(Compare):
+    native = _core.Compare.has_value
     value: bytes
 
 
 class Operation(Value):
     """Operation of a transaction. Its result is in the :class:`Reply`."""
 
+    native: ClassVar[Callable[..., _core.Op]]
+
 
 class Put(Operation):
     """Set a key. If ``leased`` is true, the store deletes the key when this session ends. The result is 1."""
 
+    native = _core.Op.put
     key: str
     value: bytes
     leased: bool
@@ -84,24 +95,28 @@ class Put(Operation):
 class Delete(Operation):
     """Delete a key. The result is 1, or 0 if the key did not exist."""
 
+    native = _core.Op.delete
     key: str
 
 
 class DeletePrefix(Operation):
     """Delete all keys with this prefix. The result is the number of deleted keys."""
 
+    native = _core.Op.delete_prefix
     prefix: str
 
 
 class Get(Operation):
     """Read a key. The result is an entry, or ``None`` if the key does not exist."""
 
+    native = _core.Op.get
     key: str
 
 
 class Range(Operation):
     """Read the first ``limit`` keys with this prefix (0: all keys). The result is a list of entries."""
 
+    native = _core.Op.range
     prefix: str
     limit: int
 
@@ -109,6 +124,7 @@ class Range(Operation):
 class Predecessor(Operation):
     """Read the newest key with this prefix that is older than ``key``. The result is an entry or ``None``."""
 
+    native = _core.Op.predecessor
     prefix: str
     key: str
 
@@ -237,29 +253,12 @@ class NativeSession:
             self._client.unwatch(request.prefix, exact=request.exact)
 
 
-_COMPARES: dict[type[Compare], Callable[..., _core.Compare]] = {
-    Exists: _core.Compare.exists,
-    Missing: _core.Compare.missing,
-    CreatedAt: _core.Compare.created_at,
-    ModifiedAt: _core.Compare.modified_at,
-    HasValue: _core.Compare.has_value,
-}
-_OPS: dict[type[Operation], Callable[..., _core.Op]] = {
-    Put: _core.Op.put,
-    Delete: _core.Op.delete,
-    DeletePrefix: _core.Op.delete_prefix,
-    Get: _core.Op.get,
-    Range: _core.Op.range,
-    Predecessor: _core.Op.predecessor,
-}
-
-
 def _compares(compares: Sequence[Compare]) -> list[_core.Compare]:
-    return [_COMPARES[type(each)](*each.values()) for each in compares]
+    return [each.native(*each.values()) for each in compares]
 
 
 def _ops(operations: Sequence[Operation]) -> list[_core.Op]:
-    return [_OPS[type(each)](*each.values()) for each in operations]
+    return [each.native(*each.values()) for each in operations]
 
 
 def _event(event: _core.StoreEvent) -> StoreEvent:
