@@ -200,9 +200,7 @@ class Driver:
 
     @property
     def job_number(self) -> int:
-        """Store revision at which the job's record was created; 0 if unknown. Distinguishes jobs of the same
-        name.
-        """
+        """Revision of the job's record, which distinguishes jobs of the same name; 0 if unknown."""
         return 0 if self._member is None else self._member.joining.job_revision
 
     # --- events in, actions out ---
@@ -267,7 +265,6 @@ class Driver:
         return self._member.agent.agent
 
     def seconds_left(self, limit: float) -> float:
-        """Return the seconds until the next call of :meth:`poll`, at most ``limit``."""
         return self._timers.seconds_left(limit)
 
     @property
@@ -361,9 +358,7 @@ class Driver:
 
     @property
     def _stays(self) -> bool:
-        """True if the store stays open for this agent's next job. The agent then need not wait for other
-        agents to read the outcome of this one.
-        """
+        """True if the store stays for this agent's next job, so that others can still read the outcome."""
         is_success = self._exit is not None and self._exit.outcome.kind in {"succeeded", "spare"}
         return is_success and self.store.may_stay
 

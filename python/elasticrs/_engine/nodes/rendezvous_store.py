@@ -451,9 +451,7 @@ class RendezvousStore:
             self._server.stop_listening()
 
     def listen_again(self) -> None:
-        """Let the store hosted here accept connections again. Raise :class:`OSError` if another program uses
-        the port.
-        """
+        """Accept connections again, or raise :class:`OSError` if another program uses the port."""
         if self._server is not None:
             self._server.listen_again()
 
@@ -463,9 +461,7 @@ class RendezvousStore:
         return self._kept is not None
 
     def close(self, *, stays: bool = False) -> None:
-        """Close all connections, and the store hosted here unless it stays open for the agent's next run.
-        Idempotent.
-        """
+        """Close all connections, and the own store unless it ``stays`` for the next run. Idempotent."""
         self.close_shared_store()
         self.disconnect()
         if self._kept is not None and stays:

@@ -177,9 +177,7 @@ def other_command(member: Member, job: dict[str, Any]) -> str | None:
 
 
 def _is_not_needed(member: Member, job: dict[str, Any]) -> str | None:
-    """Return an error message if the job's only node hosts the store: as its loss ends the job, no spare
-    helps.
-    """
+    """Return an error message if the job's only node hosts the store, so that a spare would not help."""
     is_taken = member.rendezvous.needs_no_other_node and job.get("is_hosted") is True
     if not is_taken or member.agent.hosts_store:
         return None
@@ -304,9 +302,7 @@ def register(member: Member, link: Link) -> None:
 
 
 def earlier_registrations(member: Member, incarnation: int) -> list[Operation]:
-    """Return operations that delete this agent's registrations over earlier connections, and those of a
-    process that it replaces, without waiting for their leases to expire.
-    """
+    """Return deletions of this agent's earlier registrations, and of a process that it replaces."""
     earlier = range(max(1, incarnation - FORGET_EARLIER), incarnation)
     names = [f"{member.agent.agent}/{each}" for each in earlier]
     kinds = (member.keys.node, member.keys.slot)
@@ -655,9 +651,7 @@ def farewell_known(member: Member) -> None:
 
 
 def go_on(member: Member) -> None:
-    """Exit once this node has no workers left, and the store has confirmed the farewell or its reply is
-    overdue.
-    """
+    """Exit once no workers are left, and the store has confirmed the farewell or does not answer in time."""
     leaving = member.leaving
     if member.workers is not None or leaving is None:
         return
@@ -708,9 +702,7 @@ def _abort_from(member: Member, head: Head | None, revision: int) -> None:
 
 
 def aborted(member: Member, reply: Reply) -> Entry | None:
-    """Handle the reply to the request that closes the job (T10). Return the entry of the head (the state of
-    the job) if the job is closed now. Otherwise, repeat the request.
-    """
+    """Return the entry of the job's state if the job is closed now. Otherwise, repeat the request (T10)."""
     entry = reply.entry(-1)
     head = None if entry is None else Head.read(entry)
     if reply.ok or (head is not None and head.state == "CLOSED"):

@@ -132,9 +132,7 @@ def _aborted(member: Member, link: Link, reply: Reply) -> None:
 
 
 def _all_seen(member: Member, link: Link, reply: Reply) -> None:
-    """Handle the snapshot of all keys that this agent has requested as a new leader. Some of the keys also
-    concern this agent as a member.
-    """
+    """Handle the snapshot for a new leader. Some of its keys also concern this agent as a member."""
     entries = {entry.key: entry for entry in reply.entries()}
     joining.job_seen(member, entries.get(member.keys.job))
     _take_in(member, link, entries.values())

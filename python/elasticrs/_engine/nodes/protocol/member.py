@@ -305,9 +305,7 @@ class Member:
         return tag
 
     def watch(self, purpose: Purpose, prefix: str, *, exact: bool = True) -> None:
-        """Watch a key or, if ``exact`` is false, all keys with a prefix. The reply contains the existing
-        keys.
-        """
+        """Watch a key or, if ``exact`` is false, all keys with a prefix. The reply has the existing keys."""
         self.do(Watch(self._ask(purpose), prefix, exact, True))
 
     def _ask(self, purpose: Purpose) -> int:
@@ -323,9 +321,7 @@ class Member:
         return head is not None and head.state == "RUNNING" and head.round == number
 
     def node(self, cause: Cause | None = None) -> Node:
-        """Return the record of this agent for its registration. ``cause`` is this node's failure, if any, in
-        the last round whose workers have exited.
-        """
+        """Return this agent's record. ``cause`` is its failure in the last round whose workers are gone."""
         agent, findings = self.agent, self.findings
         idle = 0 if self.link is None else self.link.idle
         return Node(
@@ -373,9 +369,7 @@ class Member:
         planned: bool = False,
         after_failure: bool = False,
     ) -> None:
-        """Stop the workers: with SIGKILL if ``fenced``, otherwise gracefully. ``why`` tells the user the
-        reason.
-        """
+        """Stop the workers, with SIGKILL if ``fenced``. ``why`` tells the user the reason."""
         workers = self.workers
         if workers is None or (workers.is_stopping and not fenced):
             return
@@ -431,9 +425,7 @@ class Leader(Record):
     told: dict[str, int] = fresh(factory=dict)
 
     def is_news(self, what: str, value: int = 1) -> bool:
-        """Remember ``value`` for the message ``what``. Return true (the user should get it) if ``value`` is
-        new.
-        """
+        """Remember ``value`` for the message ``what``. Return true (tell the user) if it is new."""
         is_known = self.told.get(what) == value
         self.told[what] = value
         return not is_known
@@ -441,9 +433,7 @@ class Leader(Record):
     # --- timers ---
 
     def has_passed(self, name: str, seconds: float) -> bool:
-        """Return true if the timer ``name`` has expired. The first call starts it. A change of the head (the
-        state of the job) cancels it.
-        """
+        """Return true if the timer has expired. The first call starts it. A new job state cancels it."""
         timer = f"{name}/{self.view.round}"
         if timer not in self.timers:
             self.timers[timer] = False
@@ -464,9 +454,7 @@ class Leader(Record):
     # --- writes ---
 
     def is_free(self) -> bool:
-        """Return true if the store has answered all writes of this leader, and the view contains their
-        results.
-        """
+        """Return true if the store has answered all writes, and the view contains their results."""
         return self.view.revision >= self.wait_for and self.pending is None and not self.stalled
 
     def answered(self, reply: Reply) -> bool:
@@ -497,9 +485,7 @@ class Leader(Record):
         self.pending = self.member.txn(Purpose.LEAD, [*self.guards(), *compares], then)
 
     def close(self, closed: Head, alive: Sequence[str] = ()) -> None:
-        """Close the job by writing the head ``closed``, on condition that the members in ``alive`` are
-        registered.
-        """
+        """Close the job with the head ``closed``, if the members in ``alive`` are registered."""
         closed = closed.replaced(state="CLOSED", time_ns=self.member.now)
         then = [self.member.put_head(closed), *self.member.keys.forget_rounds()]
         self.write(then, *self.here(alive))

@@ -97,9 +97,7 @@ class Keys:
         return f"{self.tables}{form}/"
 
     def farewell(self, member: str) -> str:
-        """Return the key that says that a member leaves on purpose. It has no lease, because later leaders
-        need it.
-        """
+        """Return the key of a member's farewell, which has no lease because later leaders need it."""
         return self.farewells + member
 
     def host(self, host: str) -> str:
@@ -111,9 +109,7 @@ class Keys:
         return f"{self.ranks}{node_rank}"
 
     def forget_rounds(self) -> list[Operation]:
-        """Return operations that delete a closed job's keys of its rounds, because the store may outlive the
-        job.
-        """
+        """Return deletions of a closed job's keys of its rounds, because the store may outlive the job."""
         folders = (self.slots, self.tables, self.dones, self.evidences, self.farewells, self.refusal)
         return [DeletePrefix(each) for each in folders]
 
@@ -274,9 +270,7 @@ def checked_fields(record: Any, checks: Mapping[str, Check], required: Iterable[
 
 
 def checked_row(record: Any, checks: Sequence[Check]) -> list[Any]:
-    """Return the list ``record`` if each value passes the check at its position. Otherwise, raise
-    :class:`DamagedError`.
-    """
+    """Return the list ``record`` if each value passes its check, or raise :class:`DamagedError`."""
     if not row_of(*checks)(record):
         raise DamagedError(f"{_shown(record)} is not a list of the expected values")
     found: list[Any] = record
@@ -312,9 +306,7 @@ _MAX_SHORT = 128
 
 
 def encode(record: object) -> bytes:
-    """Encode a record as ASCII-only JSON, because file names in it may contain characters that UTF-8 cannot
-    encode.
-    """
+    """Encode as ASCII-only JSON, because file names may have characters that UTF-8 cannot encode."""
     return json.dumps(record, separators=(",", ":")).encode("ascii")
 
 
@@ -400,9 +392,7 @@ def is_of_same_node(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def may_be_first(own: Mapping[str, Any], recorded: Mapping[str, Any] | None) -> bool:
-    """Return true if this node's failure ``own`` may be earlier than the ``recorded`` failure, or adds
-    details.
-    """
+    """Return true if the failure ``own`` may be earlier than ``recorded``, or adds details to it."""
     if recorded:
         if is_of_same_node(own, recorded):
             return True

@@ -82,9 +82,7 @@ class Rendezvous(Value):
 
     @property
     def max_connections(self) -> int:
-        """Number of connections that the rendezvous store accepts, with room for stale connections and for
-        tools.
-        """
+        """Limit of connections to the rendezvous store, with room for stale ones and for tools."""
         return 2 * self.max_nodes * self.clients + 64
 
     @property
@@ -93,9 +91,7 @@ class Rendezvous(Value):
 
     @property
     def master_port(self) -> int | None:
-        """Fixed port of the workers' store with ``static``; ``None`` for other back ends, which use a new
-        port in each round.
-        """
+        """Fixed port of the workers' store with ``static``; ``None`` for a new port in each round."""
         return self.port if self.is_static else None
 
     @property

@@ -194,9 +194,7 @@ def _bound_nodes(view: View) -> Iterator[tuple[str, str]]:
 
 
 def _member_of(view: View, name: str) -> str:
-    """Return the member on the node ``name``. The node is to be excluded, so it has only one agent in the
-    round.
-    """
+    """Return the member on the node ``name``, which has one agent because it is to be excluded."""
     return next(
         member for member in sorted(view.rank_of) if member in view.nodes and view.nodes[member].name == name
     )

@@ -194,9 +194,7 @@ def _running(member: Member, link: Link, head: Head, is_news: bool) -> None:
 
 
 def stop_earlier(member: Member, head: Head) -> None:
-    """Stop this node's workers of an earlier round. This agent may have missed the end of that round while it
-    was disconnected.
-    """
+    """Stop workers of an earlier round, whose end this agent may have missed while disconnected."""
     if member.workers is not None and member.workers.round < head.round:
         member.stop(end_of(head))
 
@@ -208,18 +206,14 @@ def _is_spare(member: Member, head: Head) -> bool:
 
 
 def _find_slot(member: Member, link: Link) -> None:
-    """Read this member's slot (its ranks) once for each head (state of the job), because the watch of the
-    slot may deliver it late.
-    """
+    """Read this member's ranks once for each state of the job, because their watch may be late."""
     if link.slot_asked < link.head_revision:
         link.slot_asked = link.head_revision
         member.txn(Purpose.FIND_SLOT, [], [Get(member.keys.slot(link.member))])
 
 
 def slot_found(member: Member, link: Link, reply: Reply) -> None:
-    """Handle the reply to the read of this member's slot. If this node has no rank in the running round, tell
-    the user.
-    """
+    """Handle this member's ranks as read from the store. Tell the user if it has none in this round."""
     link.slot_known = reply.revision
     entry, head = reply.entry(0), link.head
     if entry is not None and entry.mod_revision > link.slot_revision:
@@ -376,9 +370,7 @@ def barrier(member: Member) -> None:
 
 
 def leave_barrier(member: Member) -> None:
-    """Exit with success if the time to wait for the other nodes (exit barrier) is over, and the store has
-    recorded that this node has finished.
-    """
+    """Exit with success once the exit barrier is over and the store has recorded this node's success."""
     done = member.done
     if done is not None and done.is_over and done.is_known and member.runs(member.finished_round):
         member.exit(Outcome("succeeded", "this node has finished; other nodes are still running"))
@@ -419,9 +411,7 @@ def workers_gone(member: Member) -> None:
 
 
 def idle(member: Member, link: Link, number: int) -> None:
-    """Report that this node has no workers of a round left (transaction T4), once it has a listener for the
-    workers' store of the next round.
-    """
+    """Report that no workers of a round are left (T4), once there is a listener for the next round."""
     if fresh_listener(member):
         say_idle(member, link, number)
     else:

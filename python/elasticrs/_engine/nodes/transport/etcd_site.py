@@ -107,9 +107,7 @@ class EtcdSite(Value):
 
     @property
     def keep_alive(self) -> dict[str, object]:
-        """Settings that make etcd's lease last ``ttl`` seconds, because a lease lasts five keep-alive
-        intervals.
-        """
+        """Settings for a lease of ``ttl`` seconds, because a lease lasts five keep-alive intervals."""
         return {"keep_alive_interval": self.ttl / 5, "keep_alive_max_attempt": 5}
 
     @property

@@ -253,9 +253,7 @@ class Settings(Value):
 
     @property
     def rank_timeout(self) -> float:
-        """Seconds to wait for a node rank that another node has. If that node is dead, its lease expires in
-        this time.
-        """
+        """Seconds after which the lease of a dead node, which may have this node's rank, has expired."""
         return self.ttl + 1.0
 
     def __repr__(self) -> str:

@@ -317,9 +317,7 @@ class Store:
         return True
 
     def add(self, key: str, amount: int) -> int:
-        """Add ``amount`` to the number stored under a key and return the sum. A missing key is
-        treated as 0.
-        """
+        """Add ``amount`` to the number under a key and return the sum. A missing key counts as 0."""
         return int(self._change(key, lambda value: str(int(value or b"0") + amount).encode()))
 
     def append(self, key: str, value: str | bytes) -> None:
@@ -374,9 +372,7 @@ class Store:
         self._txn(then=[Put(self._key(key), bytes_of(value), False) for key, value in pairs])
 
     def hold(self, key: str) -> None:
-        """Set a key to empty bytes, for as long as this connection lasts. Torch's store has no such
-        method.
-        """
+        """Set a key to empty bytes while this connection lasts. Torch's store has no such method."""
         self._txn(then=[Put(self._key(key), b"", True)])
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -515,9 +511,7 @@ class Store:
                 return first
 
     def _change(self, key: str, change: Callable[[bytes], bytes]) -> bytes:
-        """Atomically set a key to ``change(old value)``, and return the new value. If the key does not exist,
-        its old value is empty.
-        """
+        """Set a key to ``change(old value)`` atomically. The old value of a missing key is empty."""
         name = self._key(key)
         found = self._txn(then=[Get(name)]).entry(0)
         while True:
