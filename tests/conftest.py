@@ -17,12 +17,13 @@ from typing import Any, Protocol
 import hypothesis
 import pytest
 from helpers.golden import golden
+from helpers.host_programs import host_program
 from helpers.launcher import LAUNCHERS, NO_TIME, Launched, clean_environment, write_at_once
 from helpers.leaks import no_leaks
 from helpers.network_fixtures import formed, hosts, impair, multinode, network
 from helpers.torch_programs import TorchPrograms
 
-__all__ = ["formed", "golden", "hosts", "impair", "multinode", "network", "no_leaks"]
+__all__ = ["formed", "golden", "host_program", "hosts", "impair", "multinode", "network", "no_leaks"]
 
 pytest_plugins = ["pytester", "helpers.etcd_fixtures"]
 

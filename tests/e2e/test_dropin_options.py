@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 
 import pytest
 from helpers.packages import install
@@ -304,40 +303,32 @@ def test_the_use_env_option_of_the_old_launcher_is_accepted(launch, worker_scrip
 
 
 BIND = """
-import os, sys
 import elasticrs._engine.gpus.numa
 from elasticrs import LaunchConfig, elastic_launch
 from elasticrs._engine.gpus.numa import AffinityMode, NumaOptions
 
 def work():
     return sorted(os.sched_getaffinity(0))
-
-if __name__ == "__main__":
-    cpus = sorted(os.sched_getaffinity(0))
-    wanted = [[cpus[0]], [cpus[-1]]]
-    elasticrs._engine.gpus.numa.cpus_by_local_rank = lambda mode, nproc, environ: wanted[:nproc]
-    config = LaunchConfig(1, 1, 2, rdzv_backend="c10d", numa_options=NumaOptions(AffinityMode.NODE))
-    assert elastic_launch(config, work)() == dict(enumerate(wanted))
-    show = "import os; os.write(1, f'{sorted(os.sched_getaffinity(0))}\\\\n'.encode())"
-    elastic_launch(config, sys.executable)("-c", show)
-    import multiprocessing.resource_tracker
-    multiprocessing.resource_tracker._resource_tracker._stop()
+"""
+RUN_BOUND = """
+cpus = sorted(os.sched_getaffinity(0))
+wanted = [[cpus[0]], [cpus[-1]]]
+elasticrs._engine.gpus.numa.cpus_by_local_rank = lambda mode, nproc, environ: wanted[:nproc]
+config = LaunchConfig(1, 1, 2, rdzv_backend="c10d", numa_options=NumaOptions(AffinityMode.NODE))
+assert elastic_launch(config, work)() == dict(enumerate(wanted))
+show = "import os; os.write(1, f'{sorted(os.sched_getaffinity(0))}\\\\n'.encode())"
+elastic_launch(config, sys.executable)("-c", show)
 """
 
 
 @pytest.mark.beyond_torchrun
-def test_functions_and_programs_run_on_the_chosen_cpus(launch, tmp_path):
-    (tmp_path / "host.py").write_text(BIND)
-    launched = launch(argv=(sys.executable, tmp_path / "host.py")).exits(0)
+def test_functions_and_programs_run_on_the_chosen_cpus(host_program):
+    launched = host_program(BIND, RUN_BOUND).exits(0)
     cpus = sorted(os.sched_getaffinity(0))
     assert sorted(launched.stdout.splitlines()) == sorted([f"[{cpus[0]}]", f"[{cpus[-1]}]"])
 
 
 FALL_BACK = """
-import warnings
-from elasticrs import LaunchConfig, elastic_launch
-from elasticrs._engine.gpus.numa import AffinityMode, NumaOptions
-
 for falls_back in (True, False):
     options = NumaOptions(AffinityMode.SOCKET, should_fall_back_if_binding_fails=falls_back)
     config = LaunchConfig(1, 1, 1, rdzv_backend="c10d", numa_options=options)
@@ -350,9 +341,8 @@ for falls_back in (True, False):
 
 
 @pytest.mark.beyond_torchrun
-def test_an_impossible_numa_binding_is_skipped_or_refused_as_configured(launch, tmp_path):
-    (tmp_path / "host.py").write_text(FALL_BACK)
-    launched = launch(argv=(sys.executable, tmp_path / "host.py"), env={"CUDA_VISIBLE_DEVICES": ""}).exits(0)
+def test_an_impossible_numa_binding_is_skipped_or_refused_as_configured(host_program):
+    launched = host_program(BIND, FALL_BACK, env={"CUDA_VISIBLE_DEVICES": ""}).exits(0)
     ran, refused = launched.stdout.splitlines()
     why = refused.removeprefix("refused: ")
     assert "GPUs: 0" in why
@@ -361,28 +351,24 @@ def test_an_impossible_numa_binding_is_skipped_or_refused_as_configured(launch, 
 
 
 FROM_PYTHON = """
-import os, sys
 from elasticrs import LaunchConfig, elastic_launch
 from elasticrs.multiprocessing import DefaultLogsSpecs, Std
 
 def work():
     os.write(1, b"loss\\nother\\n")
     return os.environ["LOCAL_RANK"], os.environ["CUDA_VISIBLE_DEVICES"]
-
-if __name__ == "__main__":
-    config = LaunchConfig(
-        1, 1, 2, rdzv_backend="c10d", virtual_local_rank=True, duplicate_stdout_filters=["loss"],
-        logs_specs=DefaultLogsSpecs(sys.argv[1], tee=Std.OUT),
-    )
-    assert elastic_launch(config, work)() == {0: ("0", "0"), 1: ("0", "1")}
-    import multiprocessing.resource_tracker
-    multiprocessing.resource_tracker._resource_tracker._stop()
+"""
+RUN_VIRTUAL = """
+config = LaunchConfig(
+    1, 1, 2, rdzv_backend="c10d", virtual_local_rank=True, duplicate_stdout_filters=["loss"],
+    logs_specs=DefaultLogsSpecs(sys.argv[1], tee=Std.OUT),
+)
+assert elastic_launch(config, work)() == {0: ("0", "0"), 1: ("0", "1")}
 """
 
 
 @pytest.mark.beyond_torchrun
-def test_virtual_local_rank_and_duplicate_filters_work_from_python(launch, tmp_path):
-    (tmp_path / "host.py").write_text(FROM_PYTHON)
-    launch(tmp_path / "logs", argv=(sys.executable, tmp_path / "host.py")).exits(0)
+def test_virtual_local_rank_and_duplicate_filters_work_from_python(host_program, tmp_path):
+    host_program(FROM_PYTHON, RUN_VIRTUAL, str(tmp_path / "logs")).exits(0)
     (copies,) = (tmp_path / "logs").glob("*/attempt_0/filtered_stdout.log")
     assert sorted(copies.read_text().splitlines()) == ["[default_role0]:loss", "[default_role1]:loss"]

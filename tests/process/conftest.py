@@ -3,9 +3,6 @@
 from multiprocessing import resource_tracker
 
 import pytest
-from helpers.host_programs import host_program
-
-__all__ = ["host_program"]
 
 
 @pytest.fixture(autouse=True, scope="session")
