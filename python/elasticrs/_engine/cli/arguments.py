@@ -103,21 +103,21 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> JobSpec:
         nproc=nproc,
         command=command,
         variables=variables,
-        logs=LogSettings.taken_from(args, log_line_prefix_template=template),
         notices=notices,
         name=args.training_script,
         shutdown_timeout=grace,
         signals=args.signals_to_handle,
         forwarded=_forwarded(args),
+        uninterruptible_state_timeout=config.uninterruptible_state_timeout_from(environ),
         stop_scope=args.stop_scope or ("group" if args.no_python else "worker"),
         linger=None if args.keep_descendants else args.linger,
         cpus=_cpus(args.numa_binding, nproc, environ),
-        uninterruptible_state_timeout=config.uninterruptible_state_timeout_from(environ),
         preload=_preload(args, command),
         # Command-line jobs record metrics only if `static_init.py` exists; see `elasticrs.metrics`.
         has_metrics=os.path.exists(metrics),
         health_check_port=health_check_port,
         health_check_host=host,
+        logs=LogSettings.taken_from(args, log_line_prefix_template=template),
     )
 
 
@@ -468,7 +468,7 @@ def _settings_without_effect(
             "--restart-delay has no effect with --on-failure replace on one node: a failed worker "
             "is replaced at once"
         )
-    if args.max_excluded_nodes != JobSpec.defaults()["max_excluded_nodes"]:
+    if args.max_excluded_nodes != config.WorkerSettings.max_excluded_nodes:
         if args.on_failure == "replace":
             yield (
                 "--max-excluded-nodes has no effect with --on-failure replace: an unfit node leaves once its "
@@ -495,8 +495,9 @@ def _options_of_the_script(script: str, arguments: list[str]) -> Iterator[str]:
 
 
 def _unknown_variables(environ: Mapping[str, str]) -> Iterator[str]:
-    known = {option.variable: option for option in OPTIONS}
-    for name in sorted(name for name in environ if name.startswith("PET_")):
+    names = sorted(name for name in environ if name.startswith("PET_"))
+    known = {option.variable: option for option in OPTIONS} if names else {}
+    for name in names:
         option = known.get(name)
         if option is None:
             import difflib
