@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 
 from elasticrs._engine.job.config import SAFETY_TICK
 from elasticrs._engine.job.restart_policy import FailureHistory
+from elasticrs._engine.process.background_call import BackgroundCall
 from elasticrs._engine.process.clock import Clock
 from elasticrs._engine.supervise.attempts import state_machine as machine
 from elasticrs._engine.workers.plan import NodeShare, Plan, StorePort, agent_hosts_store, assign
@@ -52,12 +53,23 @@ class Decisions(ABC):
     planned: Callable[[Plan, Callable[[], Store] | None], None] | None = None
     kept: KeptState | None = None
     failed_elsewhere = False
+    _supervisor: _core.Supervisor
+    _call: BackgroundCall | None = None
+    _take: Callable[[BackgroundCall], list[machine.Action]]
 
     @abstractmethod
     def step(self, event: machine.Event) -> list[machine.Action]: ...
 
-    def open(self, supervisor: _core.Supervisor) -> None:  # noqa: B027 -- nothing to do for one node
+    def open(self, supervisor: _core.Supervisor) -> None:
         """Set the process supervisor. Called once, before any event except a signal."""
+        self._supervisor = supervisor
+
+    def _ask(self, ask: Callable[[], Any], take: Callable[[BackgroundCall], list[machine.Action]]) -> None:
+        """Call a function that may block on another thread. Once it has returned, ``take`` gets the call, and
+        returns the actions.
+        """
+        self._call, self._take = BackgroundCall(ask), take
+        self._supervisor.watch_fd(self._call.fd)
 
     def shared_cause(self) -> Mapping[str, Any] | None:
         """Return the fields of the :class:`.Cause` of the last failed round across all nodes, if any."""
@@ -80,11 +92,17 @@ class Decisions(ABC):
         """Return the actions that are due because time has passed."""
         return []
 
-    def fd_ready(self, fd: int) -> list[machine.Action] | None:  # noqa: ARG002 -- subclasses use it
+    def fd_ready(self, fd: int) -> list[machine.Action] | None:
         """Handle a readable file descriptor, and return the actions. Return ``None`` if the descriptor
         belongs to another object.
         """
-        return None
+        call = self._call
+        if call is None or fd != call.fd:
+            return None
+        self._call = None
+        self._supervisor.unwatch_fd(fd)
+        call.close()
+        return self._take(call)
 
     def fenced(self) -> list[machine.Action]:
         """Return the actions after this node's lease in the store has expired. They need not kill the
@@ -106,8 +124,10 @@ class Decisions(ABC):
         if plan is not None:
             plan.close()
 
-    def close(self) -> None:  # noqa: B027 -- nothing to do for one node
+    def close(self) -> None:
         """Release all resources, after the loop and the supervisor have stopped. Idempotent."""
+        if self._call is not None:
+            self._call.close()
 
 
 class OneAgent(Decisions):

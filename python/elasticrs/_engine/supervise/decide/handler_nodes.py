@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from functools import partial
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
@@ -60,19 +61,13 @@ class HandlerNodes(OneAgent):
         limit = job.exit_barrier_timeout
         self._barrier_timeout = DEFAULT_EXIT_BARRIER_TIMEOUT if limit is None else limit
         self.error: Exception | None = None
-        self._supervisor: _core.Supervisor | None = None
         self._handler: Any = None
         # Keep what the handler has returned, because torch's may hold the port of the workers' store.
         self._info: Any = None
         self._must_return = Event()
-        self._call: BackgroundCall | None = None
-        self._take: Callable[[Any], list[machine.Action]] = self._take_round
         self._next: tuple[Callable[[], Any], Callable[[Any], list[machine.Action]]] | None = None
         # End of workers that have succeeded, while this node waits for the others.
         self._success: machine.GroupEnded | None = None
-
-    def open(self, supervisor: _core.Supervisor) -> None:
-        self._supervisor = supervisor
 
     def node_names(self, *, asks: bool = False) -> Sequence[str] | None:
         is_alone = self._info is not None and self._info.world_size == 1
@@ -84,11 +79,11 @@ class HandlerNodes(OneAgent):
             self._console.group_rank = None
             if event.outcome == "succeeded" and event.why_unfit is None and self.signum is None:
                 self._success = event
-                self._ask(self._wait_for_others, self._take_end)
+                self._ask_handler(self._wait_for_others, self._take_end)
                 return []
         actions = super().step(event)
         if isinstance(event, machine.Started):
-            self._ask(self._watch, self._take_change)
+            self._ask_handler(self._watch, self._take_change)
         elif isinstance(event, machine.SignalReceived) and self._success is not None:
             success, self._success = self._success, None
             self._must_return.set()
@@ -97,11 +92,11 @@ class HandlerNodes(OneAgent):
 
     def next_plan(self, supervisor: _core.Supervisor) -> None:  # noqa: ARG002 -- the base class's signature
         self.release_plan()
-        self._ask(self._meet, self._take_round)
+        self._ask_handler(self._meet, self._take_round)
 
     # --- calls of the handler ---
 
-    def _ask(self, ask: Callable[[], Any], take: Callable[[Any], list[machine.Action]]) -> None:
+    def _ask_handler(self, ask: Callable[[], Any], take: Callable[[Any], list[machine.Action]]) -> None:
         """Call ``ask`` on another thread once the present call has returned. ``take`` gets its answer."""
         self._next = ask, take
         self._must_return.set()
@@ -109,20 +104,14 @@ class HandlerNodes(OneAgent):
             self._ask_next()
 
     def _ask_next(self) -> None:
-        if self._next is None or self._supervisor is None:
-            return
-        (ask, self._take), self._next = self._next, None
-        self._must_return.clear()
-        self._call = BackgroundCall(ask)
-        self._supervisor.watch_fd(self._call.fd)
+        if self._next is not None:
+            (ask, take), self._next = self._next, None
+            self._must_return.clear()
+            self._ask(ask, partial(self._answered, take))
 
-    def fd_ready(self, fd: int) -> list[machine.Action] | None:
-        call, supervisor = self._call, self._supervisor
-        if call is None or supervisor is None or fd != call.fd:
-            return None
-        self._call = None
-        supervisor.unwatch_fd(fd)
-        call.close()
+    def _answered(
+        self, take: Callable[[Any], list[machine.Action]], call: BackgroundCall
+    ) -> list[machine.Action]:
         actions: list[machine.Action] = []
         if not self._must_return.is_set():
             try:
@@ -130,7 +119,7 @@ class HandlerNodes(OneAgent):
             except Exception as error:
                 actions = self._failed(error)
             else:
-                actions = self._take(answer)
+                actions = take(answer)
         self._ask_next()
         return actions
 

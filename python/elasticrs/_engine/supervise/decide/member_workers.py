@@ -13,7 +13,6 @@ from elasticrs._engine.nodes.protocol.records import workers_job, workers_scope
 from elasticrs._engine.nodes.rendezvous_store import CannotHost, RendezvousStore
 from elasticrs._engine.nodes.transport.addresses import shown_endpoint
 from elasticrs._engine.nodes.transport.coordination import scoped_token
-from elasticrs._engine.process.background_call import BackgroundCall
 from elasticrs._engine.supervise.attempts import state_machine as machine
 from elasticrs._engine.supervise.decide.decisions import OneNode
 from elasticrs._engine.workers.plan import NCCL_ENDS_PROCESSES
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from elasticrs import _core
     from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
+    from elasticrs._engine.process.background_call import BackgroundCall
 
 _FOR_WORKERS = frozenset(
     {
@@ -47,8 +47,6 @@ class MemberWorkers(OneNode):
     def __init__(self, job: JobSpec) -> None:
         super().__init__(job)
         self._rendezvous = among_workers(_alone(job), job)
-        self._supervisor: _core.Supervisor | None = None
-        self._names: BackgroundCall | None = None
         self._begin: machine.Event | None = None
         self._store: RendezvousStore | None = None
         self._variables: dict[str, str] = {}
@@ -57,9 +55,8 @@ class MemberWorkers(OneNode):
 
     def open(self, supervisor: _core.Supervisor) -> None:
         """Resolve the host names on another thread, because name servers may be slow."""
-        self._supervisor = supervisor
-        self._names = BackgroundCall(partial(decide_hosting, self._rendezvous, SystemResolver()))
-        supervisor.watch_fd(self._names.fd)
+        super().open(supervisor)
+        self._ask(partial(decide_hosting, self._rendezvous, SystemResolver()), self._host)
 
     def step(self, event: machine.Event) -> list[machine.Action]:
         if isinstance(event, machine.Begin) and self._store is None:
@@ -68,14 +65,8 @@ class MemberWorkers(OneNode):
             return []
         return super().step(event)
 
-    def fd_ready(self, fd: int) -> list[machine.Action] | None:
-        names, supervisor = self._names, self._supervisor
-        if names is None or supervisor is None or fd != names.fd:
-            return None
-        self._names = None
-        supervisor.unwatch_fd(fd)
-        names.close()
-        self._store = store = RendezvousStore(self._rendezvous, supervisor, found=names.take())
+    def _host(self, names: BackgroundCall) -> list[machine.Action]:
+        self._store = store = RendezvousStore(self._rendezvous, self._supervisor, found=names.take())
         try:
             store.host_if_possible()
         except CannotHost as error:
@@ -93,8 +84,7 @@ class MemberWorkers(OneNode):
         return event
 
     def close(self) -> None:
-        if self._names is not None:
-            self._names.close()
+        super().close()
         if self._store is not None:
             self._store.close(stays=False)
 

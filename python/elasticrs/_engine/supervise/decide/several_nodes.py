@@ -19,7 +19,6 @@ from elasticrs._engine.nodes.hosting import SystemResolver, decide_hosting
 from elasticrs._engine.nodes.protocol import messages
 from elasticrs._engine.nodes.protocol.records import silence_of, step_of
 from elasticrs._engine.nodes.rendezvous_store import node_name
-from elasticrs._engine.process.background_call import BackgroundCall
 from elasticrs._engine.supervise.attempts import state_machine as machine
 from elasticrs._engine.supervise.decide.decisions import Decisions
 from elasticrs._engine.workers.plan import NodeShare, Plan, agent_hosts_store
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.job.failure_cause import Cause
     from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
+    from elasticrs._engine.process.background_call import BackgroundCall
     from elasticrs._engine.process.clock import Clock
     from elasticrs._engine.process.console import Console
     from elasticrs._engine.supervise.attempts.attempt import Attempt
@@ -57,8 +57,6 @@ class SeveralNodes(Decisions):
         self._console = console
         self.outcome: messages.Outcome | None = None
         self._use_agent_store = rendezvous.backend != "static" and agent_hosts_store(os.environ)
-        self._supervisor: _core.Supervisor | None = None
-        self._names: BackgroundCall | None = None
         self._is_told = False
         self._driver: Driver | None = None
         self._attempt: Attempt | None = None
@@ -71,14 +69,10 @@ class SeveralNodes(Decisions):
 
     def open(self, supervisor: _core.Supervisor) -> None:
         """Look up the host names on another thread, because name servers may be slow."""
-        self._supervisor = supervisor
-        self._names = BackgroundCall(partial(decide_hosting, self._rendezvous, SystemResolver()))
-        supervisor.watch_fd(self._names.fd)
+        super().open(supervisor)
+        self._ask(partial(decide_hosting, self._rendezvous, SystemResolver()), self._begin)
 
-    def _begin(self, supervisor: _core.Supervisor, names: BackgroundCall) -> list[machine.Action]:
-        self._names = None
-        supervisor.unwatch_fd(names.fd)
-        names.close()
+    def _begin(self, names: BackgroundCall) -> list[machine.Action]:
         job = self._job
         self._driver = Driver(
             self._rendezvous,
@@ -86,7 +80,7 @@ class SeveralNodes(Decisions):
             nproc=job.nproc,
             policy=job.restart_settings,
             fatal_exit_codes=phrases.ranges_text(sorted(job.fatal_codes)),
-            supervisor=supervisor,
+            supervisor=self._supervisor,
             use_agent_store=self._use_agent_store,
             kept=self.kept,
             found=names.take(),
@@ -122,15 +116,16 @@ class SeveralNodes(Decisions):
     def look_around(self) -> list[machine.Action]:
         if self._driver is not None:
             return self._translate(self._driver.poll())
-        if self._names is not None and not self._is_told:
+        if self._call is not None and not self._is_told:
             self._is_told = True
             name = self._rendezvous.host if self._rendezvous.etcd is None else node_name()
             self._console.say(f"waiting for DNS to resolve {name}")
         return []
 
     def fd_ready(self, fd: int) -> list[machine.Action] | None:
-        if self._names is not None and self._supervisor is not None and fd == self._names.fd:
-            return self._begin(self._supervisor, self._names)
+        actions = super().fd_ready(fd)
+        if actions is not None:
+            return actions
         if self._driver is None or fd not in self._driver.fds:
             return None
         return self._translate(self._driver.poll())
@@ -153,8 +148,7 @@ class SeveralNodes(Decisions):
         self.plan = None
 
     def close(self) -> None:
-        if self._names is not None:
-            self._names.close()
+        super().close()
         if self._driver is not None:
             self._driver.close()
 
