@@ -23,7 +23,7 @@ from elasticrs._engine.supervise.observe.health_check_server import (
     server_of_environment,
 )
 from elasticrs._engine.supervise.run.signals import catch_signals
-from elasticrs._engine.supervise.run.sleepers import Sleepers
+from elasticrs._engine.supervise.run.worker_states import Sleepers
 from elasticrs._engine.supervise.run_job import make_decisions, make_workers, run_job
 from elasticrs._engine.workers.process import check_limits
 from elasticrs.agent.server.local_job import LocalJob, outcome, own_consoles

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.supervise.observe.observer import Observer
     from elasticrs._engine.supervise.run.checkpoint_requests import CheckpointRequests
     from elasticrs._engine.supervise.run.signals import SignalPipe
-    from elasticrs._engine.supervise.run.sleepers import Sleepers
+    from elasticrs._engine.supervise.run.worker_states import Sleepers
     from elasticrs._engine.supervise.run.workers import Workers
 
 _NEVER = float("inf")
@@ -80,7 +80,7 @@ class Agent:
         # Periodic work. Each function does what is due, and returns the seconds until the next call.
         self._duties: list[Callable[[], float]] = [decisions.seconds_left, self._end_delay, self._prepare]
         if job.uninterruptible_state_timeout > 0:
-            from elasticrs._engine.supervise.run.sleepers import Sleepers
+            from elasticrs._engine.supervise.run.worker_states import Sleepers
 
             sleepers = Sleepers(job.uninterruptible_state_timeout)
             self._duties.append(partial(self._look_for_sleepers, sleepers))
@@ -273,7 +273,7 @@ class Agent:
             checkpoints.close()
 
     def _look_for_sleepers(self, sleepers: Sleepers) -> float:
-        """Stop the job if a worker hangs in the kernel; see :mod:`.sleepers`."""
+        """Stop the job if a worker hangs in the kernel; see :mod:`.worker_states`."""
         tracker, attempt = self._tracker, self._tracker.attempt
         if attempt is None or tracker.why_unfit is not None or attempt.has_ended:
             return sleepers.interval

@@ -20,7 +20,7 @@ from elasticrs._engine.supervise.attempts.evidence import oom_kills
 from elasticrs._engine.supervise.failures.first_failure import early_leavers
 from elasticrs._engine.supervise.observe.observer import Observers
 from elasticrs._engine.supervise.observe.terminal_reporter import TerminalReporter
-from elasticrs._engine.supervise.run.passed_signals import PassedSignals
+from elasticrs._engine.supervise.run.worker_states import PassedSignals
 from elasticrs._engine.supervise.run.workers import (
     prepare_group,
     prepare_replacement,
