@@ -190,7 +190,7 @@ def test_an_outdated_record_is_not_used():
     later = calls("all_reduce", "all_reduce", "all_reduce")
     evidence = [rank(0, later), rank(1, later), rank(2, calls("all_reduce"))]
     assert blamed(evidence) == [((2,), Reason.NO_RECORD, POSSIBLE)]
-    assert diagnose(evidence).no_record == {NoRecord.OUTDATED: (2,)}
+    assert diagnose(evidence).no_record == {2: NoRecord.OUTDATED}
 
 
 def test_a_completed_broadcast_does_not_prove_that_all_ranks_entered_it():
@@ -241,7 +241,7 @@ def test_shapes_with_the_same_number_of_elements_match():
 def test_a_rank_with_another_data_type_is_blamed():
     evidence = [rank(number, WAITS) for number in range(3)]
     evidence.append(rank(3, calls("all_reduce", "all_reduce", input_dtypes=["Double"])))
-    assert blamed(evidence) == [((3,), Reason.OTHER_TYPE, CERTAIN)]
+    assert blamed(evidence) == [((3,), Reason.OTHER_CALL, CERTAIN)]
     assert (
         "called all_reduce of 4 Double where 3 ranks called all_reduce of 4 Float"
         in diagnose(evidence).summary
@@ -251,7 +251,7 @@ def test_a_rank_with_another_data_type_is_blamed():
 def test_a_majority_among_few_records_is_less_certain():
     evidence = [rank(number, WAITS) for number in range(2)] + [rank(2, calls("all_reduce", "barrier"))]
     evidence += [rank(number, NoRecord.LATE) for number in range(3, 6)]
-    assert blamed(evidence) == [((2,), Reason.OTHER_OPERATION, LIKELY)]
+    assert blamed(evidence) == [((2,), Reason.OTHER_CALL, LIKELY)]
 
 
 def test_the_parts_of_a_coalesced_collective_count_as_one():

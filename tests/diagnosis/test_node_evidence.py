@@ -103,12 +103,12 @@ def test_the_ranks_of_a_node_that_does_not_answer_have_no_record():
     nodes = encoded(facts, 2)
     nodes[2] = ("node2", None)
     found = diagnose_nodes(nodes, 8)
-    assert found.no_record == {NoRecord.LOST: (4, 5)}
+    assert found.no_record == dict.fromkeys((4, 5), NoRecord.LOST)
     assert "ranks 4, 5 (node2), of which there is no record (the node did not answer)" in found.summary
     # If two neighbouring nodes do not answer, it is unknown which rank ran on which node.
     nodes[3] = ("node3", b"\0")
     found = diagnose_nodes(nodes, 8)
-    assert found.no_record == {NoRecord.LOST: (4, 5, 6, 7)}
+    assert found.no_record == dict.fromkeys((4, 5, 6, 7), NoRecord.LOST)
     assert "node2" not in found.summary
 
 

@@ -16,9 +16,9 @@ EXPECTED = {
     "missing_rank": [((5,), Reason.DID_NOT_ENTER, CERTAIN)],
     # The rank is in the program's code. It may be in `Work.wait`, which has no Python frame.
     "busy_rank": [((1,), Reason.DID_NOT_ENTER, LIKELY)],
-    "skipped": [((2,), Reason.OTHER_OPERATION, CERTAIN)],
-    "wrong_order": [((3,), Reason.OTHER_OPERATION, CERTAIN)],
-    "wrong_size": [((2,), Reason.OTHER_SIZE, CERTAIN)],
+    "skipped": [((2,), Reason.OTHER_CALL, CERTAIN)],
+    "wrong_order": [((3,), Reason.OTHER_CALL, CERTAIN)],
+    "wrong_size": [((2,), Reason.OTHER_CALL, CERTAIN)],
     "two_against_two": [],
     "groups": [((3,), Reason.DID_NOT_ENTER, CERTAIN)],
     # The rank that skipped a collective is found by comparing the numbers of collectives in all groups.

@@ -96,7 +96,7 @@ def test_records_that_are_not_read_in_time_are_late(stuck, time_limit):
     time_limit(0)
     assert stuck.diagnosis is None
     time_limit(HANG)
-    assert stuck.diagnosis.no_record == {NoRecord.DAMAGED: (5,)}
+    assert stuck.diagnosis.no_record == {5: NoRecord.DAMAGED}
 
 
 def leave_a_fifo(path):
@@ -119,7 +119,7 @@ def test_a_flight_record_that_is_not_a_regular_file_is_not_read(stuck, leave, ha
     if has_thread:
         os.mkfifo(flight_requests_file(stuck.files[5]))
     reason = NoRecord.LATE if has_thread else NoRecord.NO_TORCH
-    assert stuck.diagnosis.no_record == {reason: (5,)}
+    assert stuck.diagnosis.no_record == {5: reason}
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_flight_record_that_is_not_a_regular_file_is_not_read(stuck, leave, ha
 )
 def test_an_invalid_flight_record_counts_as_missing(stuck, lines, reason):
     stuck.write(5, *lines)
-    assert stuck.diagnosis.no_record == {reason: (5,)}
+    assert stuck.diagnosis.no_record == {5: reason}
 
 
 @given(st.lists(st.binary(max_size=40), max_size=6), st.text(max_size=80))
@@ -199,13 +199,13 @@ def test_dumps_of_the_nccl_watchdog_identify_the_culprit(aborted):
 def test_a_dump_that_would_run_code_when_unpickled_is_rejected(aborted):
     path = Path(f"{flight_dumps(aborted.files[5])}5")
     path.write_bytes(b"\x80\x02cos\nmkdir\nX\x01\0\0\0a\x85R.")
-    assert after_failure(aborted.attempt).no_record == {NoRecord.DAMAGED: (5,)}
+    assert after_failure(aborted.attempt).no_record == {5: NoRecord.DAMAGED}
 
 
 def test_an_outdated_nccl_dump_is_not_used(aborted):
     path = f"{flight_dumps(aborted.files[5])}5"
     os.utime(path, (1, 1))
-    assert after_failure(aborted.attempt).no_record == {NoRecord.LATE: (5,)}
+    assert after_failure(aborted.attempt).no_record == {5: NoRecord.LATE}
 
 
 def test_only_failures_of_collectives_are_diagnosed(aborted):
@@ -261,7 +261,7 @@ def test_the_records_of_the_survivors_clear_the_rank_that_gloo_has_aborted(misma
     if not has_answered:
         mismatched.record(2).rename(last_record_file(mismatched.files[2]))
     found = after_failure(mismatched.attempt)
-    assert found.no_record == {NoRecord.ABORTED: (0,)}
+    assert found.no_record == {0: NoRecord.ABORTED}
     assert mismatched.attempt.blame == Blame((2,), True, Basis.RECORDS)
     assert mismatched.attempt.first_failure == 2
     assert {rank for stack in found.stacks for rank in stack.ranks} == {0, 1, 2, 3}
@@ -342,7 +342,7 @@ def test_after_a_failed_collective_the_diagnosis_says_where_the_absent_rank_is(m
 @pytest.mark.parametrize("stack", [7, [["a.py", 1]], [["a.py", -1, "f"]], [["a.py", True, "f"]], [7]])
 def test_a_record_with_an_invalid_stack_counts_as_missing(mismatched, stack):
     mismatched.write(1, json.dumps({"groups": {}, "stack": stack}).encode(), dump(calls("all_reduce")))
-    assert after_failure(mismatched.attempt).no_record[NoRecord.DAMAGED] == (1,)
+    assert after_failure(mismatched.attempt).no_record[1] is NoRecord.DAMAGED
 
 
 class Answers:
@@ -377,7 +377,7 @@ def diagnosed(evidence, late):
     """Diagnose a running job repeatedly, until all ranks except the late ones have answered."""
     while True:
         found = diagnose_running(evidence.attempt, 60)
-        if found is not None and set(found.no_record.get(NoRecord.LATE, ())) <= set(late):
+        if found is not None and set(found.no_record) <= set(late):
             return found
 
 
@@ -393,7 +393,7 @@ def test_diagnosis_does_not_wait_for_a_worker_that_reads_no_requests(stuck):
     with Answers(stuck, [rank for rank in range(8) if rank != 3]):
         os.mkfifo(flight_requests_file(stuck.files[3]))
         found = diagnosed(stuck, [3])
-    assert found.no_record == {NoRecord.LATE: (3,)}
+    assert found.no_record == {3: NoRecord.LATE}
 
 
 def test_diagnosis_of_an_unresponsive_worker_stops_at_the_time_limit(stuck):
@@ -406,7 +406,7 @@ def test_diagnosis_of_an_unresponsive_worker_stops_at_the_time_limit(stuck):
 
 def test_flight_records_of_an_exited_rank_are_not_used(stuck):
     exited(stuck.attempt, 5, 0)
-    assert stuck.diagnosis.no_record == {NoRecord.EXITED: (5,)}
+    assert stuck.diagnosis.no_record == {5: NoRecord.EXITED}
 
 
 def test_no_diagnosis_is_made_without_records_or_with_ranks_on_other_nodes(tmp_path, stuck):

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import itertools
 from enum import Enum
+from graphlib import CycleError, TopologicalSorter
 from typing import NamedTuple
 
 from elasticrs._engine.hangs.flight_record import NoRecord
@@ -56,9 +57,8 @@ values is compared.
 class Reason(str, Enum):
     DID_NOT_ENTER = "did_not_enter"
     """Other ranks wait in a collective that these ranks have not called."""
-    OTHER_OPERATION = "other_operation"
-    OTHER_SIZE = "other_size"
-    OTHER_TYPE = "other_type"
+    OTHER_CALL = "other_call"
+    """These ranks called another operation, or passed another number or type of elements."""
     NOT_STARTED = "not_started"
     """Most ranks' devices run a collective that these ranks' devices have not started."""
     NO_RECORD = "no_record"
@@ -103,7 +103,8 @@ class Diagnosis(NamedTuple):
     """Ranks that may be to blame. Empty if a culprit is likely or certain, or if no rank waits."""
     collectives: tuple[StuckCollective, ...]
     """Collectives that have not completed. Those that explain the hang come first."""
-    no_record: Mapping[NoRecord, tuple[int, ...]]
+    no_record: Mapping[int, NoRecord]
+    """Why there is no usable record of a rank."""
     stacks: tuple[MergedStack, ...]
     """Distinct stacks, the most frequent first."""
 
@@ -168,7 +169,7 @@ def decide_failure(
     if found is not None:
         return found
     suspects = () if diagnosis is None else diagnosis.candidates
-    if suspects and diagnosis is not None and rank in diagnosis.no_record.get(NoRecord.ABORTED, ()):
+    if suspects and diagnosis is not None and diagnosis.no_record.get(rank) is NoRecord.ABORTED:
         candidates = sorted({rank, *suspects})
     elif not suspects and may_be_innocent:
         candidates = sorted({rank, *ranks})
@@ -276,8 +277,7 @@ class _Search:
             confidence = Confidence.CERTAIN if is_certain else Confidence.LIKELY
             for side in stuck.sides:
                 if side.call != expected:
-                    reason = _difference(expected, side.call)
-                    yield Culprit(side.ranks, reason, confidence, stuck, side.call, expected)
+                    yield Culprit(side.ranks, Reason.OTHER_CALL, confidence, stuck, side.call, expected)
 
     def _votes(self, stuck: StuckCollective) -> dict[Call, int]:
         """Count the ranks that made each of the different calls. If the calls differ only in size, count
@@ -501,29 +501,17 @@ def _circle(ahead: Mapping[int, Mapping[int, set[int]]], without: int | None = N
     ``ahead`` maps each collective to the collectives in which its absent ranks wait, and each of these to the
     ranks that wait there.
     """
-    done: set[int] = set()
-    for start in ahead:
-        path: list[int] = []
-        pending = [(start, False)]
-        while pending:
-            index, is_finished = pending.pop()
-            if is_finished:
-                done.add(path.pop())
-            elif index in path:
-                return path[path.index(index) :]
-            elif index not in done:
-                path.append(index)
-                pending.append((index, True))
-                pending += [
-                    (further, False) for further, ranks in ahead.get(index, {}).items() if ranks != {without}
-                ]
+    waits_for = {
+        index: [further for further, ranks in found.items() if ranks != {without}]
+        for index, found in ahead.items()
+    }
+    try:
+        TopologicalSorter(waits_for).prepare()
+    except CycleError as error:
+        # The exception names each collective before the one that waits for it, and the first one again.
+        circle: list[int] = error.args[1][:0:-1]
+        return circle
     return []
-
-
-def _difference(expected: Call, called: Call) -> Reason:
-    if called.operation != expected.operation:
-        return Reason.OTHER_OPERATION
-    return Reason.OTHER_SIZE if called.elements != expected.elements else Reason.OTHER_TYPE
 
 
 def _weight(culprit: Culprit) -> int:

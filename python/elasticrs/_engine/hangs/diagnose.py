@@ -96,15 +96,12 @@ def judge(facts: Iterable[RankFacts]) -> Diagnosis:
     stuck = tuple(sorted(matched.stuck, key=lambda stuck: (stuck not in blamed, -len(stuck.waiting))))
     nodes = {rank: found.node for rank, found in by_rank.items() if found.node}
     writer = Writer(nodes, stacks, matched.no_record, culprits, stuck)
-    no_record = {
-        reason: tuple(rank for rank, why in matched.no_record.items() if why is reason) for reason in NoRecord
-    }
     return Diagnosis(
         summary=writer.summary(),
         culprits=culprits,
         candidates=candidates,
         collectives=stuck,
-        no_record={reason: ranks for reason, ranks in no_record.items() if ranks},
+        no_record=matched.no_record,
         stacks=merge(stacks),
     )
 
