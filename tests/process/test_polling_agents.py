@@ -7,7 +7,6 @@ back end that the user has written.
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from helpers import ports, procs
@@ -19,7 +18,7 @@ from elasticrs.rendezvous import RendezvousClosedError, RendezvousParameters
 from elasticrs.rendezvous.registry import get_rendezvous_handler
 
 logging.basicConfig(level=logging.INFO)
-NODE, ENDPOINT, NODES, KIND, TESTS = int(sys.argv[1]), *sys.argv[2:4], *sys.argv[5:7]
+NODE, ENDPOINT, NODES, KIND = int(sys.argv[1]), *sys.argv[2:4], sys.argv[5]
 
 class Agent(SimpleElasticAgent):
     """Its workers are programs that read a line and exit with the number in it."""
@@ -74,10 +73,44 @@ if KIND == "mine":
     # Let torch's handler publish a new store in each round. The shared one is published in the first round
     # only, so a node that joins later would never learn its address.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    sys.path.insert(0, TESTS)
-    from rendezvous_api.backends import FileBackend
+    import fcntl
     from torch.distributed import FileStore
-    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, create_handler
+
+    class FileBackend(RendezvousBackend):
+        """A back end in a locked file whose first line is the version."""
+
+        name = "mine"
+
+        def __init__(self, path):
+            self._path = path
+
+        def _locked(self, change=None):
+            with open(self._path, "a+b", buffering=0) as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                file.seek(0)
+                version, _, state = file.read().partition(b"\\n")
+                if change is not None and (new := change(int(version or 0))):
+                    os.ftruncate(file.fileno(), 0)
+                    file.write(new)
+                    version, _, state = new.partition(b"\\n")
+                return (state, int(version)) if version else None
+
+        def get_state(self):
+            return self._locked()
+
+        def set_state(self, state, token=None):
+            written = []
+
+            def change(version):
+                if version != (token or 0):
+                    return None
+                written.append(True)
+                return b"%d\\n%s" % (version + 1, state)
+
+            found = self._locked(change)
+            return None if found is None else (*found, bool(written))
+
     handler = create_handler(FileStore("store", -1), FileBackend("state"), parameters)
 else:
     handler = get_rendezvous_handler(parameters)
@@ -136,10 +169,9 @@ KINDS = pytest.mark.parametrize(
 def node(launch, tmp_path, kind):
     program, endpoint = tmp_path / "agent.py", f"127.0.0.1:{ports.free()}"
     program.write_text(AGENT, encoding="utf-8")
-    tests = Path(__file__).parent.parent
 
     def start(number, nodes="2:2", nproc=1, env=None):
-        argv = [sys.executable, program, str(number), endpoint, nodes, str(nproc), kind, tests]
+        argv = [sys.executable, program, str(number), endpoint, nodes, str(nproc), kind]
         return PolledNode(launch(argv=argv, stdin=subprocess.PIPE, env=env))
 
     return start

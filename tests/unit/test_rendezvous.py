@@ -1,9 +1,11 @@
-"""Tests for the rendezvous API under torch's names, and for the single-node handlers."""
+"""The rendezvous API under torch's names, the handlers of a single node, and the registry of back ends."""
 
 import os
 import socket
+from importlib import metadata
 
 import pytest
+from helpers.said import says
 
 from elasticrs.rendezvous import (
     RendezvousClosedError,
@@ -12,10 +14,13 @@ from elasticrs.rendezvous import (
     RendezvousHandlerRegistry,
     RendezvousParameters,
     RendezvousStoreInfo,
+    registry,
+    rendezvous_handler_registry,
 )
 from elasticrs.rendezvous.elastic_handler import ElasticRendezvousHandler
 from elasticrs.rendezvous.one_node_handler import OneNodeRendezvous
 from elasticrs.rendezvous.registry import get_rendezvous_handler
+from elasticrs.rendezvous.static_tcp_rendezvous import create_rdzv_handler
 from elasticrs.store import DistNetworkError, Store
 
 
@@ -23,14 +28,12 @@ def params(backend="c10d", endpoint="", min_nodes=1, max_nodes=1, **config):
     return RendezvousParameters(backend, endpoint, "job", min_nodes, max_nodes, **config)
 
 
-@pytest.mark.parametrize("value", [True, 1, "1", "true", "T", "Yes", "y"])
-def test_get_as_bool_accepts_several_spellings_of_true(value):
-    assert params(key=value).get_as_bool("key") is True
-
-
-@pytest.mark.parametrize("value", [False, 0, "0", "false", "F", "No", "n"])
-def test_get_as_bool_accepts_several_spellings_of_false(value):
-    assert params(key=value).get_as_bool("key", default=True) is False
+@pytest.mark.parametrize(
+    ("expected", "values"),
+    [(True, [True, 1, "1", "true", "T", "Yes", "y"]), (False, [False, 0, "0", "false", "F", "No", "n"])],
+)
+def test_get_as_bool_accepts_several_spellings(expected, values):
+    assert {params(key=value).get_as_bool("key", default=not expected) for value in values} == {expected}
 
 
 @pytest.mark.parametrize("value", ["", "on", 2, 1.0, "yess"])
@@ -63,22 +66,22 @@ def test_invalid_node_counts_are_refused(low, high, text):
 
 
 def test_a_backend_cannot_be_registered_with_two_creators():
-    registry = RendezvousHandlerRegistry()
-    registry.register("mine", OneNodeRendezvous)
-    registry.register("mine", OneNodeRendezvous)
+    made = RendezvousHandlerRegistry()
+    made.register("mine", OneNodeRendezvous)
+    made.register("mine", OneNodeRendezvous)
     with pytest.raises(ValueError, match="already registered"):
-        registry.register("mine", lambda _: None)
+        made.register("mine", lambda _: None)
     with pytest.raises(ValueError, match="'c10d'"):
-        registry.create_handler(params())
+        made.create_handler(params())
     with pytest.raises(ValueError, match="non-empty"):
-        registry.register("", OneNodeRendezvous)
+        made.register("", OneNodeRendezvous)
 
 
 def test_a_creator_that_returns_a_handler_of_another_backend_is_refused():
-    registry = RendezvousHandlerRegistry()
-    registry.register("mine", lambda _: OneNodeRendezvous(params("other")))
+    made = RendezvousHandlerRegistry()
+    made.register("mine", lambda _: OneNodeRendezvous(params("other")))
     with pytest.raises(RuntimeError, match=r"'other'.*'mine'"):
-        registry.create_handler(params("mine"))
+        made.create_handler(params("mine"))
 
 
 def test_every_round_has_a_fresh_store():
@@ -185,3 +188,89 @@ def test_rank_0_publishes_the_master_address():
 
 def test_rendezvous_graceful_exit_error_is_a_rendezvous_error():
     assert issubclass(RendezvousGracefulExitError, RendezvousError)
+
+
+class Entry:
+    value = "package:name"
+
+    def __init__(self, name, made):
+        self.name = name
+        self.load = lambda: made
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Replace the entry points of installed packages by those in the returned dictionary. Its keys are pairs
+    of a group and a name.
+    """
+    offered = {}
+
+    def entry_points(*, group, name=None):
+        return [
+            Entry(each, made) for (of, each), made in offered.items() if of == group and name in (None, each)
+        ]
+
+    monkeypatch.setattr(metadata, "entry_points", entry_points)
+    monkeypatch.setattr(rendezvous_handler_registry, "_registry", dict(rendezvous_handler_registry._registry))
+    return offered
+
+
+def handler_named(name):
+    class Handler:
+        def get_backend(self):
+            return name
+
+    return Handler()
+
+
+@pytest.mark.parametrize("group", ["torchrun.handlers", "elasticrs.rendezvous_handlers"])
+def test_packages_can_provide_rendezvous_handlers(installed, group):
+    made = handler_named("theirs")
+    installed[group, "theirs"] = lambda: lambda _: made
+    assert get_rendezvous_handler(params("theirs")) is made
+
+
+def test_the_elasticrs_entry_point_group_takes_precedence(installed):
+    mine = handler_named("both")
+    installed["torchrun.handlers", "both"] = lambda: None
+    installed["elasticrs.rendezvous_handlers", "both"] = lambda: lambda _: mine
+    assert get_rendezvous_handler(params("both")) is mine
+
+
+def test_register_out_of_tree_handlers_loads_all_packages_as_in_torch(installed, caplog):
+    made = handler_named("theirs")
+    installed["torchrun.handlers", "theirs"] = lambda: lambda _: made
+    installed["torchrun.handlers", "broken"] = lambda: 1 / 0
+    installed["torchrun.handlers", "c10d"] = lambda: lambda _: made
+    registry._register_out_of_tree_handlers()
+    assert rendezvous_handler_registry.is_registered("theirs")
+    assert not rendezvous_handler_registry.is_registered("broken")
+    (line,) = caplog.messages
+    says(line, "'broken'", "package:name: ZeroDivisionError")
+    installed.clear()
+    assert get_rendezvous_handler(params("theirs")) is made
+
+
+def test_a_broken_handler_package_is_named(installed):
+    installed["torchrun.handlers", "broken"] = lambda: 1 / 0
+    with pytest.raises(ValueError, match=r"'broken' .*package:name: ZeroDivisionError"):
+        get_rendezvous_handler(params("broken"))
+
+
+def test_built_in_backends_are_registered_without_further_imports():
+    for name in ("c10d", "static"):
+        assert rendezvous_handler_registry.is_registered(name)
+
+
+def test_the_static_backend_requires_a_rank_an_address_and_a_port():
+    with pytest.raises(ValueError, match="--node-rank"):
+        create_rdzv_handler(params("static", "host:1"))
+    with pytest.raises(ValueError, match="--master-addr"):
+        create_rdzv_handler(params("static", rank=0))
+    with pytest.raises(ValueError, match=r"endpoint: host\..* --master-port"):
+        create_rdzv_handler(params("static", "host", rank=0))
+    handler = create_rdzv_handler(params("static", "[::1]:1234", rank=0))
+    found = handler.next_rendezvous().bootstrap_store_info
+    assert (found.master_addr, found.master_port, handler.num_nodes_waiting()) == ("::1", 1234, 0)
+    assert (handler.get_backend(), handler.is_closed()) == ("static", False)
+    assert handler.shutdown()
