@@ -1,13 +1,30 @@
-"""`run_job` runs a job from its `JobSpec` alone: programs and scripts, their log files, and restarts."""
+"""`run_job` runs a job from its `JobSpec` alone: programs, scripts, logs, restarts, rendezvous handlers."""
+
+import json
+import threading
 
 import pytest
 
 from elasticrs._engine.job.config import JobSpec, LogSettings, UsageError
+from elasticrs._engine.job.failure_cause import Verdict
+from elasticrs._engine.supervise.attempts.state_machine import Phase
+from elasticrs._engine.supervise.decide import handler_nodes
+from elasticrs._engine.supervise.decide.handler_nodes import exchange_ranks, wait_for_others
 from elasticrs._engine.supervise.run_job import run_job
+from elasticrs._engine.workers.plan import NodeShare, node_ranks
+from elasticrs.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousGracefulExitError,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
 
 
 class Console:
     """A console that keeps the printed lines for the test."""
+
+    group_rank = None
 
     def __init__(self):
         self.lines = []
@@ -79,3 +96,215 @@ def test_a_log_folder_that_cannot_be_made_ends_the_job_before_it_starts(tmp_path
     with pytest.raises(UsageError, match="log-dir"):
         run_job(job, Console(), None, owns_process=False, created=started.append)
     assert started == []
+
+
+# --- with a rendezvous handler of the program's own ---
+
+
+class Store:
+    """A fake of torch's store. No call blocks, because the tests call it in an order in which no call
+    has to wait.
+    """
+
+    def __init__(self):
+        self.values = {}
+
+    def set(self, key, value):
+        self.values[key] = value.encode()
+
+    def get(self, key):
+        return self.values[key]
+
+    def multi_get(self, keys):
+        return [self.values[key] for key in keys]
+
+    def multi_set(self, keys, values):
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def add(self, key, amount):
+        self.set(key, str(int(self.values.get(key, b"0")) + amount))
+        return int(self.values[key])
+
+    def check(self, keys):
+        return all(key in self.values for key in keys)
+
+
+class Handler:
+    """A handler whose answers the test has chosen. An exception among them is raised."""
+
+    use_agent_store = False
+
+    def __init__(self, rounds=(1,) * 9, waiting=()):
+        self.rounds, self.waiting = list(rounds), list(waiting)
+        self.calls, self.running = [], 0
+
+    def _answer(self, name, answers, default=0):
+        self.running += 1
+        assert self.running == 1, "HANDLER-1"
+        if name != "num_nodes_waiting":
+            self.calls.append(name)
+        answer = answers.pop(0) if answers else default
+        self.running -= 1
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def next_rendezvous(self):
+        nodes = self._answer("next_rendezvous", self.rounds)
+        store = Store()
+        store.set("torchelastic/role_info/1", '{"role": "default", "rank": 1, "local_world_size": 1}')
+        return RendezvousInfo(store, 0, nodes, RendezvousStoreInfo("there", 1234))
+
+    def num_nodes_waiting(self):
+        return self._answer("num_nodes_waiting", self.waiting)
+
+    def shutdown(self):
+        return self._answer("shutdown", [])
+
+
+class Telling(Handler):
+    """A handler like that of elasticrs, which tells when the round has ended elsewhere."""
+
+    def set_succeeded(self):
+        self.calls.append("set_succeeded")
+        self.waiting = [1] if self.calls.count("set_succeeded") == 1 else []
+
+
+@pytest.fixture
+def run_by(run):
+    def run_by(handler, script, **more):
+        make_handler = handler if callable(handler) else lambda: handler
+        settings = {"exit_barrier_timeout": 0.0, "monitor_interval": 0.01, **more}
+        return run(1, "sh", "-c", script, make_handler=make_handler, **settings)
+
+    return run_by
+
+
+def test_ranks_and_addresses_come_from_the_handler(run_by):
+    handler = Handler([2])
+    result, outputs, lines = run_by(
+        handler, "echo $RANK/$WORLD_SIZE $GROUP_WORLD_SIZE $MASTER_ADDR:$MASTER_PORT"
+    )
+    assert (result.phase, outputs) == (Phase.SUCCEEDED, ["0/2 2 there:1234\n"])
+    assert handler.calls == ["next_rendezvous", "shutdown"]
+    # The other node has not finished in time.
+    assert any("did not finish" in line for line in lines)
+
+
+def test_a_restart_asks_the_handler_again_and_costs_a_restart(run_by):
+    handler = Handler()
+    result, outputs, _ = run_by(
+        handler,
+        "echo $TORCHELASTIC_RESTART_COUNT; exit $((1 - TORCHELASTIC_RESTART_COUNT))",
+        max_restarts=3,
+        restart_delay="1s",
+    )
+    assert (result.phase, result.restarts, outputs) == (Phase.SUCCEEDED, 1, ["0\n", "1\n"])
+    assert handler.calls == ["next_rendezvous", "next_rendezvous", "shutdown"]
+    assert result.attempts[0].delay is not None
+
+
+def test_the_restart_policy_applies_to_jobs_with_a_handler(run_by):
+    handler = Handler()
+    result, _, _ = run_by(handler, "exit 3", max_restarts=3, fatal_exit_codes="3")
+    assert (result.phase, result.verdict, len(result.attempts)) == (Phase.FAILED, Verdict.PERMANENT, 1)
+    assert handler.calls == ["next_rendezvous", "shutdown"]
+
+
+def test_nodes_that_wait_to_join_start_a_new_round_without_a_charge(run_by):
+    handler = Handler(waiting=[0, 2])
+    result, outputs, lines = run_by(handler, 'test "$ELASTICRS_ROUND" = 2 || exec sleep 600')
+    assert outputs == ["", ""]
+    assert (result.phase, result.restarts, len(result.attempts)) == (Phase.SUCCEEDED, 0, 2)
+    assert [attempt.name for attempt in result.attempts] == ["0", "0_r2"]
+    assert any(line.startswith("2 nodes wait") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("error", "phase"),
+    [
+        (RendezvousGracefulExitError, Phase.SUCCEEDED),
+        (RendezvousClosedError, Phase.FAILED),
+        (OSError, Phase.FAILED),
+    ],
+)
+def test_an_error_of_the_rendezvous_ends_the_job(run_by, error, phase):
+    handler = Handler([error("the reason")])
+    result, _, _ = run_by(handler, "true")
+    assert (result.phase, result.attempts, result.exit_code) == (phase, [], int(phase is Phase.FAILED))
+    assert phase is Phase.SUCCEEDED or "the reason" in result.message
+    assert handler.calls == ["next_rendezvous", "shutdown"]
+
+
+def test_a_rendezvous_that_fails_while_workers_run_stops_them(run_by):
+    result, _, lines = run_by(Handler(waiting=[RendezvousConnectionError("away")]), "exec sleep 600")
+    assert (result.phase, result.restarts) == (Phase.FAILED, 0)
+    assert "away" in result.message
+    assert any("stopping the workers" in line for line in lines)
+
+
+@pytest.mark.parametrize("error", [UsageError, TypeError])
+def test_a_mistake_in_the_handler_is_raised(run_by, error):
+    def make_handler():
+        raise error("a mistake")
+
+    with pytest.raises(error, match="a mistake"):
+        run_by(make_handler, "true")
+
+
+def test_workers_run_again_if_the_round_has_ended_elsewhere(run_by):
+    handler = Telling([2, 2])
+    result, _, lines = run_by(handler, "true", exit_barrier_timeout=0.1)
+    assert (result.phase, result.restarts, len(result.attempts)) == (Phase.SUCCEEDED, 0, 2)
+    assert handler.calls == ["next_rendezvous", "set_succeeded"] * 2 + ["shutdown"]
+    assert any("again" in line for line in lines)
+
+
+def test_a_store_that_is_lost_in_the_exit_barrier_does_not_fail_the_job(run_by, monkeypatch):
+    monkeypatch.setattr(Store, "check", lambda *_: (_ for _ in ()).throw(RuntimeError("lost")))
+    result, _, lines = run_by(Handler([2]), "true")
+    assert result.phase is Phase.SUCCEEDED
+    assert any("lost" in line for line in lines)
+
+
+def test_a_handler_that_does_not_shut_down_delays_the_end_only_for_a_while(run_by, monkeypatch):
+    released = threading.Event()
+    monkeypatch.setattr(handler_nodes, "PATIENCE", 0.05)
+    monkeypatch.setattr(Handler, "shutdown", lambda _self: released.wait())
+    result, _, lines = run_by(Handler(), "true")
+    released.set()
+    assert result.phase is Phase.SUCCEEDED
+    assert any("shut down" in line for line in lines)
+
+
+SHARES = [NodeShare("trainer", 2), NodeShare("reader", 1), NodeShare("trainer", 3)]
+
+
+def test_rank_0_assigns_ranks_from_all_roles():
+    store = Store()
+    for rank in (2, 1):
+        with pytest.raises(KeyError, match=f"assigned_ranks/{rank}"):
+            exchange_ranks(store, rank, 3, SHARES[rank])
+    found = [exchange_ranks(store, rank, 3, SHARES[rank]) for rank in range(3)]
+    assert found == node_ranks(SHARES)
+    # Check that the format is torch's, because other agents in the round may run torchrun.
+    info = json.loads(store.values["torchelastic/role_info/2"])
+    assert info == {"role": "trainer", "rank": 2, "local_world_size": 3}
+    assert json.loads(store.values["torchelastic/assigned_ranks/2"]) == [3, 6, 2, 5]
+
+
+def test_the_last_agent_opens_the_exit_barrier():
+    store, pauses, notes = Store(), [], []
+
+    def arrive(seconds):
+        pauses.append(seconds)
+        if len(pauses) == 2:
+            assert wait_for_others(store, 2, 9, 9, has_ended=bool, pause=pauses.append, say=notes.append)
+
+    assert wait_for_others(store, 2, 9, 0.05, has_ended=bool, pause=arrive, say=notes.append)
+    assert (pauses, notes) == ([0.05, 0.05], [])
+    assert set(store.values) == {
+        "torchelastic/agent/terminal_state/num_members",
+        "torchelastic/agent/terminal_state/last_member",
+    }
