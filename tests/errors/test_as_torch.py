@@ -201,7 +201,7 @@ def test_the_cause_of_an_error_of_a_data_loader_is_its_original_error(tmp_path):
     """
     from torch._utils import ExceptionWrapper  # type: ignore[attr-defined]
 
-    from elasticrs._engine.failures.report import how_it_failed
+    from elasticrs._engine.failures.failure import how_it_failed
     from elasticrs._engine.inside.error_file import error_document
     from elasticrs.multiprocessing.errors import ProcessFailure
 

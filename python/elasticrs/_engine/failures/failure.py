@@ -1,4 +1,4 @@
-"""A worker's failure, and the root cause of several failures.
+"""A worker's failure, its words, and the root cause of several failures.
 
 Workers import this module, so imports that are needed only after a failure are in functions.
 
@@ -27,8 +27,9 @@ import _signal  # type: ignore[import-not-found]  # `signal` would import more m
 import os
 import time
 
+from elasticrs._engine import public
 from elasticrs._engine.failures.files import EmptyFileError, fault_stack, last_lines, load_object, message_of
-from elasticrs._engine.job.phrases import describe_exit, printable
+from elasticrs._engine.job.phrases import describe_exit, how_it_ended, printable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -314,6 +315,72 @@ def _comparable(theirs: int | None, ours: int | None) -> str:
     # Round up, because the value is shown as an upper bound.
     tenths = max(1, -(-(theirs + ours) // 100_000))
     return f"times of different nodes are comparable to {tenths / 10:.1f} ms"
+
+
+# --- words ---
+
+
+def traceback_text(failure: ProcessFailure) -> str:
+    """Return the traceback, or a message that describes the failure if there is none."""
+    message = failure.message
+    if isinstance(message, dict):
+        extra = message.get("extraInfo")
+        callstack = extra.get("py_callstack") if isinstance(extra, dict) else None
+        message = str(callstack or message.get("message", NOT_AVAILABLE)).rstrip()
+    elif failure.error_file == NOT_AVAILABLE and failure.seen_ns is not None and not failure.signal_number():
+        message = failure.cause or _silent(failure)
+    if failure.signal_number():
+        message = _enriched(message, failure)
+    if failure.stack:
+        message = f"{message}\n{failure.stack}"
+    return message
+
+
+def how_it_failed(failure: ProcessFailure) -> str:
+    """Return a phrase to append to the worker's name, such as ``: KeyError: 1`` or `` died by SIGKILL``.
+
+    All messages to the user, on all nodes, use this phrase.
+    """
+    if failure.how is not None:
+        return failure.how
+    said = None if _ended_by_itself(failure) else _headline(failure)
+    return f" {how_it_ended(failure.exitcode)}" if said is None else f": {said}"
+
+
+def _ended_by_itself(failure: ProcessFailure) -> bool:
+    """Return true if a signal killed the worker, unless elasticrs had signalled the worker before.
+
+    A worker that elasticrs had signalled may have been exiting after an exception.
+    """
+    return failure.sent_signal is None and bool(failure.signal_number())
+
+
+def _headline(failure: ProcessFailure) -> str | None:
+    if failure.error_file == NOT_AVAILABLE and not failure.cause:
+        return None
+    from elasticrs._engine.job.failure_cause import headline
+
+    if failure.member is not None:
+        return headline(failure.member, failure.more_members)
+    return headline(traceback_text(failure))
+
+
+def _silent(failure: ProcessFailure) -> str:
+    keep = "" if "stderr" in failure.log_paths else "; use --capture-stderr to see its last lines here"
+    return (
+        f"{describe_exit(failure.exitcode)}, and no exception was recorded; possible reasons: sys.exit,"
+        " os._exit, a program that is not Python, or a framework that catches exceptions (Hydra: set"
+        f" HYDRA_FULL_ERROR=1){keep}"
+    )
+
+
+def _enriched(message: str, failure: ProcessFailure) -> str:
+    try:
+        handler = public("multiprocessing.errors.get_error_handler")()
+        return str(handler.maybe_enrich_signal_failure_message(message, failure.error_file))
+    # Continue if the user's error handler fails, because the failure report must still be printed.
+    except Exception as problem:
+        return f"{message}\n(the error handler could not add to this: {problem!r})"
 
 
 # --- the root cause ---

@@ -8,29 +8,22 @@ import errno
 import os
 import signal
 
-from elasticrs._engine import public
 from elasticrs._engine.failures.failure import (
     NOT_AVAILABLE,
+    ProcessFailure,
     failed_ns,
     failed_wall_ns,
+    how_it_failed,
     in_order,
     root_cause,
+    traceback_text,
     victims,
 )
-from elasticrs._engine.job.phrases import (
-    describe_exit,
-    how_it_ended,
-    local_time,
-    ranks_text,
-    signal_name,
-    spans,
-)
+from elasticrs._engine.job.phrases import describe_exit, local_time, ranks_text, signal_name, spans
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-
-    from elasticrs._engine.failures.failure import ProcessFailure
 
 _WIDTH = 60
 _MAX_LINES, _MAX_FIRST_LINES = 120, 40
@@ -200,69 +193,6 @@ def _folded(paths: Sequence[str]) -> list[str]:
         shown = spans_[0] if len(spans_) == 1 else f"{{{','.join(spans_)}}}"
         others.append(os.path.join(above, shown, name))
     return others[:_MAX_OTHERS]
-
-
-def traceback_text(failure: ProcessFailure) -> str:
-    """Return the traceback, or a message that describes the failure if there is none."""
-    message = failure.message
-    if isinstance(message, dict):
-        extra = message.get("extraInfo")
-        callstack = extra.get("py_callstack") if isinstance(extra, dict) else None
-        message = str(callstack or message.get("message", NOT_AVAILABLE)).rstrip()
-    elif failure.error_file == NOT_AVAILABLE and failure.seen_ns is not None and not failure.signal_number():
-        message = failure.cause or _silent(failure)
-    if failure.signal_number():
-        message = _enriched(message, failure)
-    if failure.stack:
-        message = f"{message}\n{failure.stack}"
-    return message
-
-
-def how_it_failed(failure: ProcessFailure) -> str:
-    """Return a phrase to append to the worker's name, such as ``: KeyError: 1`` or `` died by SIGKILL``.
-
-    All messages to the user, on all nodes, use this phrase.
-    """
-    if failure.how is not None:
-        return failure.how
-    said = None if _ended_by_itself(failure) else _headline(failure)
-    return f" {how_it_ended(failure.exitcode)}" if said is None else f": {said}"
-
-
-def _ended_by_itself(failure: ProcessFailure) -> bool:
-    """Return true if a signal killed the worker, unless elasticrs had signalled the worker before.
-
-    A worker that elasticrs had signalled may have been exiting after an exception.
-    """
-    return failure.sent_signal is None and bool(failure.signal_number())
-
-
-def _headline(failure: ProcessFailure) -> str | None:
-    if failure.error_file == NOT_AVAILABLE and not failure.cause:
-        return None
-    from elasticrs._engine.job.failure_cause import headline
-
-    if failure.member is not None:
-        return headline(failure.member, failure.more_members)
-    return headline(traceback_text(failure))
-
-
-def _silent(failure: ProcessFailure) -> str:
-    keep = "" if "stderr" in failure.log_paths else "; use --capture-stderr to see its last lines here"
-    return (
-        f"{describe_exit(failure.exitcode)}, and no exception was recorded; possible reasons: sys.exit,"
-        " os._exit, a program that is not Python, or a framework that catches exceptions (Hydra: set"
-        f" HYDRA_FULL_ERROR=1){keep}"
-    )
-
-
-def _enriched(message: str, failure: ProcessFailure) -> str:
-    try:
-        handler = public("multiprocessing.errors.get_error_handler")()
-        return str(handler.maybe_enrich_signal_failure_message(message, failure.error_file))
-    # Continue if the user's error handler fails, because the failure report must still be printed.
-    except Exception as problem:
-        return f"{message}\n(the error handler could not add to this: {problem!r})"
 
 
 def _own_notes(failure: ProcessFailure) -> Iterable[str]:

@@ -12,11 +12,12 @@ from elasticrs._engine.failures.failure import (
     ProcessFailure,
     failed_ns,
     failure_of,
+    how_it_failed,
     root_cause,
+    traceback_text,
     victims,
 )
 from elasticrs._engine.failures.files import hang_file
-from elasticrs._engine.failures.report import how_it_failed, traceback_text
 from elasticrs._engine.job import phrases
 from elasticrs._engine.job.failure_cause import Cause, Permanence, shortened, summarize
 from elasticrs._engine.job.restart_policy import STEADY, Evidence

@@ -231,7 +231,7 @@ class HealthObserver(Observer):
         self._native.enter("restarting" if not self._job.is_multi_node else "waiting_for_nodes")
 
     def _note_failure(self, attempt: Attempt) -> None:
-        from elasticrs._engine.failures.report import how_it_failed
+        from elasticrs._engine.failures.failure import how_it_failed
 
         local_rank = first_seen(attempt)
         failure, raised = seen_failure(attempt, local_rank), attempt.raised.get(local_rank)

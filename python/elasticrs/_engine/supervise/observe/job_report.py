@@ -12,13 +12,15 @@ from elasticrs._engine import public
 from elasticrs._engine.failures import ChildFailedError
 from elasticrs._engine.failures.failure import (
     TORCH_HINT,
+    ProcessFailure,
     failed_ns,
     failed_wall_ns,
+    how_it_failed,
     remote_failure,
     root_cause,
     victims,
 )
-from elasticrs._engine.failures.report import format_report, how_it_failed
+from elasticrs._engine.failures.report import format_report
 from elasticrs._engine.job import phrases
 from elasticrs._engine.job.failure_cause import Verdict
 from elasticrs._engine.process.background_call import FileAccess
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
-    from elasticrs._engine.failures.failure import ProcessFailure
     from elasticrs._engine.gpus.xids import Xid
     from elasticrs._engine.job.config import ExitCodes, JobSpec
     from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult

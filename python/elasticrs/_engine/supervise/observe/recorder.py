@@ -326,7 +326,7 @@ def _error_of(failure: ProcessFailure) -> dict[str, object]:
     """Return the contents of the worker's error file, or, without such a file, the message in the report."""
     if failure.error_file != NOT_AVAILABLE or failure.cause is not None:
         return failure.error_file_data
-    from elasticrs._engine.failures.report import traceback_text
+    from elasticrs._engine.failures.failure import traceback_text
 
     return {**failure.error_file_data, "message": traceback_text(failure)}
 
