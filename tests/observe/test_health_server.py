@@ -1,6 +1,5 @@
 """The API of the health check server, and its responses when an agent hangs."""
 
-import json
 import logging
 import os
 import socket
@@ -216,14 +215,15 @@ class Stuck(DefaultLogsSpecs):
         return super().reify(envs)
 
 if __name__ == "__main__":
-    if kind == "stuck":
-        server = HealthCheckServer(time.time, 0, 1.5)
-    else:
-        server = HealthCheckServer(callback, 0, 0.2)
+    server = None
+    if kind != "of_the_environment":
+        stuck = kind == "stuck"
+        server = HealthCheckServer(time.time if stuck else callback, 0, 1.5 if stuck else 0.2)
     specs = (Stuck if kind == "stuck" else DefaultLogsSpecs)(os.getcwd())
     config = LaunchConfig(1, 1, 1, rdzv_backend="c10d", run_id="job", logs_specs=specs)
-    server.open()
-    print(server.port, flush=True)
+    if server is not None:
+        server.open()
+        print(server.port, flush=True)
     elastic_launch(config, "sh", server)("-c", "read line < job")
     print("done", flush=True)
 """
@@ -236,9 +236,9 @@ def host(tmp_path):
     os.mkfifo(tmp_path / "job")
     started = []
 
-    def start(kind):
-        command = [sys.executable, "host.py", "fifo", kind]
-        started.append(subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True))
+    def start(kind, **env):
+        command, env = [sys.executable, "host.py", "fifo", kind], {**os.environ, **env}
+        started.append(subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=env))
         return started[-1]
 
     yield start
@@ -291,23 +291,14 @@ def test_the_first_health_check_returns_503_if_the_agent_loop_already_hangs(host
         assert process.wait() == 0
 
 
-def test_the_port_variable_of_torch_starts_the_server_for_python_launches(tmp_path):
-    program = tmp_path / "host.py"
-    program.write_text(
-        "import json, os\n"
-        "from elasticrs import LaunchConfig, elastic_launch\n"
-        "from elasticrs.multiprocessing import DefaultLogsSpecs\n"
-        "config = LaunchConfig(1, 1, 1, rdzv_backend='c10d', run_id='job',\n"
-        "                      logs_specs=DefaultLogsSpecs(os.getcwd()))\n"
-        "elastic_launch(config, 'sh')('-c', 'read line < job')\n"
-    )
-    os.mkfifo(tmp_path / "job")
+def test_the_port_variable_of_torch_starts_the_server_for_python_launches(host, tmp_path):
     port = free()
-    env = {**os.environ, "TORCHELASTIC_HEALTH_CHECK_PORT": str(port)}
-    with subprocess.Popen([sys.executable, "host.py"], cwd=tmp_path, env=env) as process:
+    process = host("of_the_environment", TORCHELASTIC_HEALTH_CHECK_PORT=str(port))
+    with process.stdout:
         with open(tmp_path / "job", "w") as job:
             code, status = get_json(port, "/status")
             assert (code, status["job"]["run_id"]) == (200, "job")
-            assert json.loads(get(port, "/healthz")[2])["alive"]
+            assert get_json(port, "/healthz")[1]["alive"]
             job.write("end\n")
+        assert process.stdout.read() == "done\n"
         assert process.wait() == 0
