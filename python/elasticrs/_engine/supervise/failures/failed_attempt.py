@@ -203,16 +203,22 @@ def first_word(attempt: Attempt, local_rank: int, place: Place) -> Cause:
     message = why or (raised.text if raised is not None else "")
     return place.cause(
         place.clock.from_monotonic(seen.seen_ns or 0),
-        round=attempt.round,
-        rank=attempt.global_ranks()[local_rank],
-        local_rank=local_rank,
-        pid=seen.pid,
         exitcode=seen.exitcode,
         message=shortened(message, MAX_MESSAGE) or None,
-        how=how_it_failed(seen)[: phrases.MAX_HOW],
         is_consequence=(why is None and seen.is_lost_peer) or None,
-        **_hang(attempt, local_rank),
+        **_about(attempt, attempt.global_ranks()[local_rank], seen),
     )
+
+
+def _about(attempt: Attempt, rank: int, failure: ProcessFailure) -> dict[str, Any]:
+    return {
+        "round": attempt.round,
+        "rank": rank,
+        "local_rank": failure.local_rank,
+        "pid": failure.pid,
+        "how": how_it_failed(failure)[: phrases.MAX_HOW],
+        **_hang(attempt, failure.local_rank),
+    }
 
 
 def own_cause(
@@ -246,18 +252,12 @@ def own_cause(
         time_ns = min(time_ns, told.time_ns)
     return place.cause(
         time_ns,
-        round=attempt.round,
-        rank=rank,
-        local_rank=first.local_rank,
-        pid=first.pid,
         # If the agent killed the worker while it exited after an exception, the exit code only shows the
         # agent's signal, so leave it out.
         exitcode=None if first.recorded_ns is not None and first.sent_signal is not None else first.exitcode,
         message=shortened(_message(attempt, first), MAX_MESSAGE),
-        how=how_it_failed(first)[: phrases.MAX_HOW],
         lines=[_end(line, MAX_LINE) for line in first.stderr_tail[-MAX_LINES:]],
         xids=tuple(xid.note() for xid in attempt.xids.values())[:MAX_XIDS],
-        **_hang(attempt, first.local_rank),
         exception=first.exception,
         # An error that only reports a lost peer has no place in this worker's program as its cause.
         place=None if is_consequence else _place(attempt, first),
@@ -265,6 +265,7 @@ def own_cause(
         is_transient=first.is_transient or None,
         was_killed=first.sent_signal is not None or None,
         ran=_ran(attempt, first),
+        **_about(attempt, rank, first),
         **_reached(attempt),
         **permanent,
     )
