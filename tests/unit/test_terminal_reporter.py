@@ -11,7 +11,7 @@ from elasticrs._engine.job.config import JobSpec
 from elasticrs._engine.job.phrases import goodput
 from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
 from elasticrs._engine.supervise.attempts.state_machine import Phase
-from elasticrs._engine.supervise.observe.terminal_reporter import TerminalReporter, productive_ns
+from elasticrs._engine.supervise.observe.observer import TerminalReporter, productive_ns
 from elasticrs._engine.workers.plan import NodeShare, Plan, assign
 
 S = 1_000_000_000

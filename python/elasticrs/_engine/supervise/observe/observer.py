@@ -1,19 +1,32 @@
-"""Observers of the agent's loop. They publish events, metrics and health data, but make no decisions.
+"""Observers of the agent's loop: their interface, and the one that prints lines for the user. They make no
+decisions.
 
 If an observer fails, for example because of a user's handler, the job continues and tells the user once.
 """
 
 from __future__ import annotations
 
+import os
+import time
+from functools import partial
+
+from elasticrs._engine.job import phrases
+from elasticrs._engine.supervise.attempts.state_machine import AnnounceRestart, Phase
+from elasticrs._engine.supervise.failures.first_failure import early_leavers, first_seen, how_it_was_seen
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from elasticrs import _core
+    from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
     from elasticrs._engine.supervise.attempts.state_machine import Action
     from elasticrs._engine.workers.node_page import Standing
     from elasticrs._engine.workers.plan import Plan
+
+
+_QUIET = ("WARNING", "WARN", "ERROR", "CRITICAL", "FATAL")
 
 
 class Observer:
@@ -110,3 +123,216 @@ def _pass_on(name: str) -> None:
 for _name in vars(Observer).keys() - vars(Observers).keys():
     if not _name.startswith("_"):
         _pass_on(_name)
+
+
+# --- the terminal ---
+
+
+def is_talkative(level: str) -> bool:
+    """Return true if ``level`` (``LOGLEVEL``, a name or a number) allows lines for a job without problems."""
+    if level.isdecimal():
+        return int(level) <= 20
+    return level.upper() not in _QUIET
+
+
+class TerminalReporter(Observer):
+    """Observer that prints the progress of a job, one line for each event.
+
+    Slow work, such as reading a traceback, is done after the next workers have been started.
+
+    Only the launcher, which owns the process, reports success; a program that uses its API does not.
+    """
+
+    def __init__(
+        self, job: JobSpec, result: JobResult, say: Callable[[str], None], *, owns_process: bool
+    ) -> None:
+        self._job = job
+        self._result = result
+        self._say = say
+        self._owns_process = owns_process
+        self._tells_all = owns_process and is_talkative(os.environ.get("LOGLEVEL", ""))
+        self._begun_ns = time.monotonic_ns()
+        self._failed: tuple[Attempt, AnnounceRestart] | None = None
+        self._is_restart = self._is_told = False
+
+    def acting(self, action: Action, plan: Plan | None) -> None:  # noqa: ARG002 -- the base class's signature
+        """Print the line about a delayed restart. Otherwise, :meth:`started` prints it later."""
+        if isinstance(action, AnnounceRestart):
+            self._failed = self._result.attempts[-1], action
+            if action.delay > 0:
+                self.started()
+
+    def prepared(self, attempt: Attempt) -> None:
+        self._is_told = False
+        folder = attempt.paths.run_folder
+        if attempt is self._result.attempts[0] and self._tells_all and folder and any(_outputs(attempt)):
+            self._say(f"logs in {folder}")
+
+    def started(self) -> None:
+        """Print the line about a restart, now that it no longer delays the workers."""
+        if self._failed is None:
+            return
+        (attempt, action), self._failed = self._failed, None
+        if not action.charged:
+            self._say(f"port {attempt.plan.master_port} was taken; trying another one (no restart charged)")
+            return
+        self._is_restart = True
+        policy = self._job.restart_settings
+        used = policy.max_restarts - action.restarts_left if policy.window is None else self._result.restarts
+        self._say(
+            phrases.restart_line(
+                self._cause(attempt),
+                attempt.signalled,
+                phrases.restarts_used(used, policy.max_restarts, policy.window),
+                phrases.local_time(time.time_ns()),
+                action.delay,
+            )
+        )
+
+    def failed(self, attempt: Attempt) -> None:
+        """Print the first failure now if :meth:`exited` would print it late, as the worker exits late."""
+        if attempt.first_failure is not None and attempt.is_told_at_once(attempt.first_failure):
+            self._tell_first(attempt)
+
+    def exited(self, attempt: Attempt, worker: _core.WorkerExited) -> None:
+        if worker.local_rank == attempt.first_failure or attempt.blame is not None:
+            self._tell_first(attempt)
+
+    def replaced(self, attempt: Attempt, failed: Attempt) -> None:
+        (local_rank,) = failed.exits
+        policy = self._job.restart_settings
+        used = f"restart {phrases.restarts_used(attempt.restarts, policy.max_restarts, policy.window)}"
+        self._say(
+            phrases.replace_line(
+                self._cause(failed),
+                len(attempt.running()) - 1,
+                attempt.pids[local_rank],
+                failed.stamps["started"] - failed.failed_ns,
+                used,
+                phrases.local_time(time.time_ns()),
+            )
+        )
+
+    def running(self, result: JobResult) -> None:
+        attempt = result.attempts[-1]
+        # With several nodes, only the node with group rank 0 prints this line.
+        is_mine = self._is_restart or (self._job.is_multi_node and attempt.plan.ranks[0].group_rank == 0)
+        if is_mine and attempt.phases:
+            self._is_restart = False
+            self._say(f"attempt {phrases.attempt_text(attempt.name)} is running, {attempt.how_it_began()}")
+
+    def ended(self, result: JobResult, error: BaseException | None) -> None:
+        self.started()
+        if error is None and result.signum is not None and not result.attempts:
+            self._say(f"stopped by {phrases.signal_name(result.signum)} before any worker was started")
+        if error is not None or not result.attempts:
+            return
+        took = phrases.duration((time.monotonic_ns() - self._begun_ns) / 1e9)
+        used = result.restarts
+        if result.phase is Phase.SUCCEEDED:
+            if self._tells_all:
+                restarts = f"{used} restart{'s' if used != 1 else ''} charged"
+                goodput = phrases.goodput(
+                    productive_ns(result.attempts), time.monotonic_ns() - self._begun_ns
+                )
+                self._say(f"succeeded after {took}; {restarts}{self._node_changes()}{goodput}")
+            return
+        how = "stopped" if result.phase is Phase.STOPPED else "failed"
+        if result.signum is not None:
+            how = f"stopped by {phrases.signal_name(result.signum)}"
+        attempts = result.attempts
+        # If the file system does not respond, print the folder without checking that it contains files.
+        run: str | None = attempts[-1].paths.run_folder
+        folder = attempts[-1].files.run(partial(folder_with_files, attempts), run)
+        logs = f"; logs in {folder}" if folder else ""
+        policy = self._job.restart_settings
+        charged = f"{used} of {policy.max_restarts} restarts charged"
+        if policy.window is not None:
+            limit = f"{policy.max_restarts} in {phrases.duration(policy.window)}"
+            charged = f"{used} restart{'s' if used != 1 else ''} charged (at most {limit})"
+        charged += self._node_changes()
+        ending = f"{how} after {took}", f"; {charged}{logs}"
+        if self._owns_process:
+            # The launcher prints both parts below the failure report, with the root cause between them.
+            result.ending = ending
+        else:
+            self._say("".join(ending))
+
+    def _node_changes(self) -> str:
+        """Return text about the number of rounds that started because nodes joined or left. Rounds that
+        started because of a failure do not count.
+        """
+        if not self._job.is_multi_node or self._job.replaces_workers:
+            return ""
+        last = self._result.attempts[-1]
+        count = last.round - 1 - last.restarts
+        return f", {count} change{'s' if count != 1 else ''} of nodes" if count > 0 else ""
+
+    def _tell_first(self, attempt: Attempt) -> None:
+        # With several nodes, the rendezvous prints the first failure on every node.
+        if self._job.is_multi_node or not attempt.signalled or self._is_told:
+            return
+        self._is_told = True
+        first = first_seen(attempt)
+        who = attempt.who_failed(first, attempt.pids[first]) + how_it_was_seen(attempt, first)
+        others, their = ("rank", "its") if attempt.signalled == 1 else (f"{attempt.signalled} ranks", "their")
+        # The exception may become known only later. If it reports a lost peer, the ranks that left are to
+        # blame.
+        exited = attempt.exits.get(first)
+        left = early_leavers(attempt, lambda _: exited is not None and (exited.exitcode or 0) > 0)
+        if attempt.is_undecided:
+            # One of the other ranks may be to blame, so do not call their errors side effects.
+            self._say(f"{who}; stopping all ranks")
+        elif attempt.blame is None and left:
+            self._say(
+                f"{phrases.ranks_text(left)} exited with code 0, then {who}; stopping the other {others}"
+            )
+        else:
+            self._say(f"{who}; stopping the other {others}: {their} errors are side effects")
+
+    def _cause(self, attempt: Attempt) -> str:
+        """Return the reason why an attempt ended, and store it for the report."""
+        failed = attempt.failed_exits()
+        if attempt.first_failure is None or not failed:
+            lost = attempt.nursery_end if "started" in attempt.stamps else None
+            attempt.cause = lost or self._result.message or "the workers could not be started"
+            return attempt.cause
+        try:
+            from elasticrs._engine.supervise.failures.failed_attempt import first_of
+        except OSError:
+            # Without a free file descriptor, the import of `failed_attempt` fails. Then report only how the
+            # worker exited.
+            local_rank, how = failed[0].local_rank, f" {attempt.how_it_ended(failed[0])}"
+        else:
+            local_rank, how = first_of(attempt)
+        attempt.cause = attempt.who_failed(local_rank) + how
+        return attempt.who_failed(local_rank, attempt.exits[local_rank].pid) + how
+
+
+def productive_ns(attempts: Iterable[Attempt]) -> int:
+    """Return the time in nanoseconds during which no worker had failed or hung.
+
+    It includes imports before a warm start, because the imports of cold workers count as well.
+    """
+    total = 0
+    for attempt in attempts:
+        started = attempt.stamps.get("started")
+        if started is not None and "imported" in attempt.stamps:
+            started = min(started, attempt.stamps["planned"])
+        end = attempt.stamps.get("ended") if "failure_seen" not in attempt.stamps else attempt.failed_ns
+        silent = [event.hung.since_ns for event in attempt.expired.values() if event.hung is not None]
+        if started is not None and end is not None:
+            total += max(0, min([end, *silent]) - started)
+    return total
+
+
+def folder_with_files(attempts: Sequence[Attempt]) -> str | None:
+    """Return the folder of a run's logs; ``None`` if it contains no files."""
+    run = attempts[-1].paths.run_folder
+    return run if run and any(files for _, _, files in os.walk(run)) else None
+
+
+def _outputs(attempt: Attempt) -> Iterable[str]:
+    for path in (*attempt.paths.stdouts.values(), *attempt.paths.stderrs.values()):
+        if path and path != os.devnull:
+            yield path

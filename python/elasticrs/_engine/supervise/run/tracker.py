@@ -18,8 +18,7 @@ from elasticrs._engine.supervise.attempts import state_machine as machine
 from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
 from elasticrs._engine.supervise.attempts.evidence import oom_kills
 from elasticrs._engine.supervise.failures.first_failure import early_leavers
-from elasticrs._engine.supervise.observe.observer import Observers
-from elasticrs._engine.supervise.observe.terminal_reporter import TerminalReporter
+from elasticrs._engine.supervise.observe.observer import Observers, TerminalReporter
 from elasticrs._engine.supervise.run.worker_states import PassedSignals
 from elasticrs._engine.supervise.run.workers import (
     prepare_group,
