@@ -16,6 +16,7 @@ from elasticrs.multiprocessing import (
     SubprocessContext,
     start_processes,
 )
+from elasticrs.multiprocessing.subprocess_handler import SubprocessHandler
 
 FACTORY = "elasticrs.multiprocessing.api.get_subprocess_handler"
 
@@ -66,6 +67,20 @@ def test_a_replaced_subprocess_handler_factory_starts_the_programs(tmp_path, mad
     assert [call["local_rank_id"] for call in made] == [0, 1]
     assert made[0]["stdout"] == result.stdouts[0]
     assert capsys.readouterr().out == "[x0]:b\n"
+
+
+def test_a_subclass_of_the_handler_starts_the_programs_in_its_own_way(tmp_path, monkeypatch):
+    class PipeHandler(SubprocessHandler):
+        def _popen(self, args, env):
+            return subprocess.Popen(args, env=env, stdout=subprocess.PIPE, stderr=self._stderr)
+
+    monkeypatch.setattr(FACTORY, PipeHandler)
+    context = start(tmp_path, "echo $A", "echo $A >&2; exec sleep 1000")
+    assert context.subprocess_handlers[0].proc.communicate() == (b"b\n", None)
+    context.close()
+    context.subprocess_handlers[1].proc.stdout.close()
+    procs.assert_gone(context.pids().values())
+    assert context.wait().failures[1].sent_signal == signal.SIGTERM
 
 
 def test_a_failed_program_stops_the_others_and_reports_their_signals(tmp_path):

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import functools
 import io
 import os
 import signal
@@ -14,9 +13,10 @@ from pathlib import Path
 import pytest
 from helpers import functions, held, procs
 
-from elasticrs import _core
 from elasticrs._engine.job.config import START_METHODS
 from elasticrs._engine.workers.functions.start_methods import BY_METHOD
+from elasticrs._engine.workers.functions.supervised_group import SupervisedGroup
+from elasticrs._engine.workers.process import process_spec
 from elasticrs.multiprocessing import (
     DefaultLogsSpecs,
     LogsDest,
@@ -93,33 +93,9 @@ def test_a_subprocess_handler_works_without_a_context(tmp_path):
     assert handler.proc.wait(procs.HANG) == -signal.SIGTERM
 
 
-def test_a_subprocess_handler_does_not_wait_for_leftover_processes(tmp_path, monkeypatch):
-    # Let leftover processes run for as long as this test takes.
-    monkeypatch.setattr(_core, "GroupSpec", functools.partial(_core.GroupSpec, linger=1000.0))
-    before = os.listdir("/proc/self/fd")
-    out = tmp_path / "out"
-    handlers = [
-        SubprocessHandler("sh", ("-c", "sleep 1000 & echo $!"), {}, str(out), None, 0) for _ in range(3)
-    ]
-    assert handlers[0].proc.wait(procs.HANG) == 0
-    for handler in handlers[1:]:
-        assert procs.wait_gone(handler.proc.pid)
-    procs.wait_until(handlers[1].proc.poll, lambda code: code is not None)
-    handlers[2].close()
-    for pid in map(int, out.read_text().split()):
-        assert procs.process(pid) is not None
-        os.kill(pid, signal.SIGKILL)
-    for handler in handlers:
-        assert handler._group.wait_until(
-            lambda handler=handler: handler._group.log.end is not None, procs.HANG
-        )
-        assert handler.proc.poll() == 0
-    assert os.listdir("/proc/self/fd") == before
-
-
-def test_a_handler_sends_no_signal_between_the_exit_and_its_event(monkeypatch):
-    handler = SubprocessHandler("true", (), {}, None, None, 0)
-    group, signals = handler._group, []
+def test_a_handler_sends_no_signal_between_the_exit_and_its_event(tmp_path, monkeypatch):
+    context = start(tmp_path, "true", n=1)
+    handler, group, signals = context.subprocess_handlers[0], context._group, []
     assert procs.wait_gone(handler.proc.pid)
     with monkeypatch.context() as patch:
         patch.setattr(group, "wait", lambda _timeout: None)
@@ -127,15 +103,15 @@ def test_a_handler_sends_no_signal_between_the_exit_and_its_event(monkeypatch):
         handler.close()
     assert signals == []
     assert handler.proc.wait(procs.HANG) == 0
-    assert group.wait_until(lambda: group.log.end is not None, procs.HANG)
-    assert handler.proc.poll() == 0
+    assert context.wait().return_values == {0: None}
 
 
-def test_an_unreferenced_handler_kills_its_process_and_leaks_no_descriptor():
+def test_an_unreferenced_group_kills_its_processes_and_leaks_no_descriptor():
     before = os.listdir("/proc/self/fd")
-    handler = SubprocessHandler("sleep", (1000,), {}, None, None, 0)
-    pid = handler.proc.pid
-    del handler
+    group = SupervisedGroup()
+    group.start([process_spec(0, ["sleep", "1000"], os.environ, None, None, cpus=None)])
+    (pid,) = group.log.pids
+    del group
     assert procs.wait_gone(pid)
     assert os.listdir("/proc/self/fd") == before
 

@@ -32,6 +32,7 @@ from elasticrs.multiprocessing.errors import ProcessFailure, record
 from elasticrs.multiprocessing.logs_specs import DefaultLogsSpecs, LogsDest, LogsSpecs, Std, to_map
 from elasticrs.multiprocessing.redirects import redirect_stderr, redirect_stdout
 from elasticrs.multiprocessing.subprocess_handler import SubprocessHandler, get_subprocess_handler, handlers
+from elasticrs.multiprocessing.subprocess_handler.subprocess_handler import GroupMember
 from elasticrs.multiprocessing.tail_log import TailLog, replaced_streams
 
 if TYPE_CHECKING:
@@ -457,7 +458,7 @@ class SubprocessContext(_SupervisedContext):
         self._group = group = SupervisedGroup(stop_scope=default_stop_scope(self.entrypoint))
         group.start(specs, self._streams)
         self.subprocess_handlers = {
-            rank: SubprocessHandler.of_group(group, rank, command) for rank, command in commands.items()
+            rank: GroupMember(group, rank, command) for rank, command in commands.items()
         }
 
     def _start_by_replacement(self) -> None:

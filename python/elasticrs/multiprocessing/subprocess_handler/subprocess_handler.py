@@ -1,29 +1,32 @@
-"""Run a program as a worker, and clean up its descendants."""
+"""Runs a program as a worker. Programs extend this class, so its parts are those of torch's class."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from elasticrs._engine.gpus.numa import cpus_of_options
-from elasticrs._engine.workers.functions.supervised_group import SupervisedGroup, SupervisedProcess
-from elasticrs._engine.workers.process import process_spec
+from elasticrs._engine.workers.functions.supervised_group import SupervisedProcess
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from elasticrs._engine.gpus.numa import NumaOptions
+    from elasticrs._engine.workers.functions.supervised_group import SupervisedGroup
 
 __all__ = ["SubprocessHandler"]
 
 
 class SubprocessHandler:
-    """Runs a program in a new session, and kills its descendants when it exits.
+    """Runs a program in a new session. Subclasses may override ``_popen``, which starts it, and ``close``.
 
-    Unlike in torch, output is appended to files, and ``proc`` has only :class:`subprocess.Popen`'s ``pid``,
-    ``poll``, ``wait``, ``returncode`` and ``send_signal``. Deleting this object kills remaining processes.
+    Unlike in torch, output is appended to files.
 
     Args:
-        entrypoint: path or name of the program. ``RuntimeError`` is raised if it cannot be started.
+        entrypoint: path or name of the program. ``OSError`` is raised if it cannot be started.
         args: arguments, which are converted to strings.
         env: variables that are added to the environment of this process.
         stdout: path of a file for standard output; this process's standard output if empty or ``None``.
@@ -31,6 +34,9 @@ class SubprocessHandler:
         local_rank_id: local rank of the program.
         numa_options: binding of the program to CPUs.
     """
+
+    proc: Any
+    """Process with the methods of :class:`subprocess.Popen`."""
 
     def __init__(
         self,
@@ -43,27 +49,48 @@ class SubprocessHandler:
         numa_options: NumaOptions | None = None,
     ) -> None:
         self.local_rank_id = local_rank_id
-        argv = [entrypoint, *map(str, args)]
         cpus = cpus_of_options(numa_options, local_rank_id + 1)
-        own_cpus = None if cpus is None else cpus[local_rank_id]
-        spec = process_spec(0, argv, {**os.environ, **env}, stdout, stderr, cpus=own_cpus)
-        self._group = SupervisedGroup()
-        try:
-            self._group.start([spec])
-        except BaseException:
-            self._group.close()
-            raise
-        self.proc = SupervisedProcess(self._group, 0, argv, is_alone=True)
+        with ExitStack() as files, _on_cpus(None if cpus is None else cpus[local_rank_id]):
+            self._stdout, self._stderr = (
+                files.enter_context(open(path, "ab")) if path else None for path in (stdout, stderr)
+            )
+            self.proc = self._popen((entrypoint, *map(str, args)), {**os.environ, **env})
 
-    @classmethod
-    def of_group(cls, group: SupervisedGroup, local_rank: int, argv: list[str]) -> SubprocessHandler:
-        """Return a handler for one process of a group that is already running."""
-        handler = cls.__new__(cls)
-        handler.local_rank_id = local_rank
-        handler._group = group
-        handler.proc = SupervisedProcess(group, local_rank, argv)
-        return handler
+    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            args, env=env, stdout=self._stdout, stderr=self._stderr, start_new_session=True
+        )
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
         """Send a signal (SIGTERM if ``None``) to the program's process group, without waiting."""
+        signum = death_sig or signal.SIGTERM
+        if self.proc.poll() is None:
+            try:
+                os.killpg(self.proc.pid, signum)
+            except ProcessLookupError:  # A subclass has started it without a process group.
+                self.proc.send_signal(signum)
+
+
+class GroupMember(SubprocessHandler):
+    """Handler for one process of a group that is already running."""
+
+    def __init__(self, group: SupervisedGroup, local_rank: int, argv: Sequence[str]) -> None:
+        self.local_rank_id = local_rank
+        self.proc = SupervisedProcess(group, local_rank, argv)
+
+    def close(self, death_sig: signal.Signals | None = None) -> None:
         self.proc.send_signal(death_sig or signal.SIGTERM)
+
+
+@contextmanager
+def _on_cpus(cpus: Sequence[int] | None) -> Iterator[None]:
+    """Bind this thread to CPUs during the block, because the processes that it starts inherit the binding."""
+    if cpus is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
