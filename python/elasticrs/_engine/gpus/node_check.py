@@ -99,8 +99,6 @@ class NodeCheck:
 
 
 def _run_all(sources: Sequence[HealthSource], timeout: float, cancelled: int) -> list[NodeCheckResult]:
-    if len(sources) == 1:
-        return [_run(sources[0], timeout, cancelled)]
     calls: list[BackgroundCall] = []
     try:
         for source in sources:
@@ -121,16 +119,20 @@ def _run_all(sources: Sequence[HealthSource], timeout: float, cancelled: int) ->
 def _run(source: HealthSource, timeout: float, cancelled: int) -> NodeCheckResult:
     title = source.built_in or "node check"
     try:
-        guard = _Guard()
+        # The guard kills the command if this process dies first.
+        guard = _start(
+            program("elasticrs._engine.process.other_processes"), subprocess.PIPE, subprocess.DEVNULL
+        )
         try:
-            process = _start(_command(source))
-            try:
-                guard.watch(process.pid)
-                output, problem = _watch(process, timeout, cancelled)
-            finally:
-                has_exited = _end(process, guard)
+            process = _start(_command(source), subprocess.DEVNULL, subprocess.PIPE)
+        except OSError:
+            _dismiss(guard)
+            raise
+        try:
+            _tell(guard, process.pid)
+            output, problem = _watch(process, timeout, cancelled)
         finally:
-            guard.close()
+            has_exited = _end(process, guard)
     except OSError as error:
         return NodeCheckResult(title, problem=f"{source.title} could not be run: {error.strerror}")
     if problem is not None:
@@ -151,52 +153,36 @@ def _run(source: HealthSource, timeout: float, cancelled: int) -> NodeCheckResul
     return NodeCheckResult(title, reason if is_unfit else None, None if is_unfit else reason, lines[:-1])
 
 
-class _Guard:
-    """Helper process that kills the command if this process dies first. See :func:`.other_processes.main`."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            program("elasticrs._engine.process.other_processes"),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-
-    def watch(self, group: int) -> None:
-        """Kill ``group`` if the current process dies before it calls :meth:`close`."""
-        assert self._process.stdin is not None
-        try:
-            os.write(self._process.stdin.fileno(), str(group).encode())
-        except BrokenPipeError:
-            return  # The guard was killed. Continue, because it is needed only if this process dies.
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-
-
 def _command(source: HealthSource) -> list[str]:
     if source.built_in is None:
         return list(source.words)
     return program(__name__, source.built_in)
 
 
-def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
+def _start(command: Sequence[str], stdin: int, stdout: int) -> subprocess.Popen[bytes]:
     # Unblock all signals for now, because the command inherits the signal mask of this thread.
     blocked = signal.pthread_sigmask(signal.SIG_SETMASK, ())
     try:
         return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+            command, stdin=stdin, stdout=stdout, stderr=subprocess.STDOUT, start_new_session=True
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _tell(guard: subprocess.Popen[bytes], group: int) -> None:
+    assert guard.stdin is not None
+    try:
+        os.write(guard.stdin.fileno(), str(group).encode())
+    except BrokenPipeError:
+        return  # The guard was killed. Continue, because it is needed only if this process dies.
+
+
+def _dismiss(guard: subprocess.Popen[bytes]) -> None:
+    guard.kill()
+    guard.wait()
+    assert guard.stdin is not None
+    guard.stdin.close()
 
 
 def _watch(process: subprocess.Popen[bytes], timeout: float, cancelled: int) -> tuple[bytes, str | None]:
@@ -227,26 +213,22 @@ def _watch(process: subprocess.Popen[bytes], timeout: float, cancelled: int) -> 
         os.close(pidfd)
 
 
-def _end(process: subprocess.Popen[bytes], guard: _Guard) -> bool:
+def _end(process: subprocess.Popen[bytes], guard: subprocess.Popen[bytes]) -> bool:
     """Kill the process group. Return false if the command has not exited after :data:`EXIT_LIMIT` seconds.
 
     The command has not been reaped yet, so its process group id cannot have been reused.
     """
     _kill_group(process.pid)
-    guard.close()
-    exit_fd = os.pidfd_open(process.pid)
+    _dismiss(guard)
     try:
-        poll = select.poll()
-        poll.register(exit_fd, select.POLLIN)
-        has_exited = bool(poll.poll(1000 * EXIT_LIMIT))
+        process.wait(EXIT_LIMIT)
+    except subprocess.TimeoutExpired:
+        return False
     finally:
-        os.close(exit_fd)
         if process.stdout is not None:
             process.stdout.close()
-    if has_exited:
-        process.wait()
-        _reap_group(process.pid)
-    return has_exited
+    _reap_group(process.pid)
+    return True
 
 
 def _kill_group(group: int) -> None:

@@ -95,9 +95,9 @@ def judge(facts: Iterable[RankFacts]) -> Diagnosis:
     blamed = {culprit.collective for culprit in culprits}
     stuck = tuple(sorted(matched.stuck, key=lambda stuck: (stuck not in blamed, -len(stuck.waiting))))
     nodes = {rank: found.node for rank, found in by_rank.items() if found.node}
-    writer = Writer(nodes, stacks, matched.no_record, culprits, stuck)
+    paragraph = Paragraph(nodes, stacks, matched.no_record, culprits, stuck)
     return Diagnosis(
-        summary=writer.summary(),
+        summary=paragraph.text(),
         culprits=culprits,
         candidates=candidates,
         collectives=stuck,
@@ -168,10 +168,8 @@ def _parsed(found: RankEvidence) -> RankRecord | NoRecord:
     return record if found.records else NoRecord.OFF
 
 
-class Writer:
-    """Formats the sentences of one diagnosis. ``stacks`` has the frames of each rank's main thread, from the
-    innermost to the outermost.
-    """
+class Paragraph:
+    """Description of a diagnosis. ``stacks`` has the frames of each rank's main thread, innermost first."""
 
     def __init__(
         self,
@@ -186,9 +184,7 @@ class Writer:
         self._named = {rank for culprit in culprits for rank in culprit.ranks}
         self._waiting = {rank for collective in stuck for rank in collective.waiting}
 
-    # --- the paragraph ---
-
-    def summary(self) -> str:
+    def text(self) -> str:
         clauses = [self._clause(culprit) for culprit in self._culprits[:MAX_CULPRITS]]
         if len(self._culprits) > MAX_CULPRITS:
             more = sum(len(culprit.ranks) for culprit in self._culprits[MAX_CULPRITS:])
