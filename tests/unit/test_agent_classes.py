@@ -498,7 +498,7 @@ def test_the_default_stop_scope_is_worker_for_python_and_group_otherwise(
 ):
     how = spec(handler, entrypoint=program, stop_scope=asked)
     agent = LocalElasticAgent(how, DefaultLogsSpecs(str(tmp_path)))
-    assert agent._local.config().stop_scope == found
+    assert agent._job().stop_scope == found
 
 
 def test_an_unknown_stop_scope_is_refused():
@@ -518,6 +518,6 @@ def test_a_signal_that_the_program_handles_itself_is_not_forwarded(handler, tmp_
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
     try:
         agent = LocalElasticAgent(spec(handler), DefaultLogsSpecs(str(tmp_path)))
-        assert agent._local.config().forwarded == (signal.SIGUSR2,)
+        assert agent._job().forwarded == (signal.SIGUSR2,)
     finally:
         signal.signal(signal.SIGUSR1, before)

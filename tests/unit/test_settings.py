@@ -116,7 +116,7 @@ def test_launch_config_values_reach_the_job(handler, tmp_path):
     passed = {name: getattr(config, name) for name in api._OF_WORKERS}
     assert passed.keys() >= DECLARED.keys()
     spec = WorkerSpec(local_world_size=1, rdzv_handler=handler, entrypoint="true", **passed)
-    job = LocalElasticAgent(spec, config.logs_specs)._local.config()
+    job = LocalElasticAgent(spec, config.logs_specs)._job()
     assert {name: getattr(job, name) for name in VALUES} == VALUES
 
 

@@ -9,10 +9,11 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from elasticrs._engine.gpus.numa import cpus_of_options
 from elasticrs._engine.inside.run_path import run_script_path
 from elasticrs._engine.job import config as defaults
 from elasticrs._engine.job import phrases
-from elasticrs._engine.job.config import MaxRestarts
+from elasticrs._engine.job.config import JobSpec, LogSettings, MaxRestarts
 from elasticrs._engine.process.console import Console
 from elasticrs._engine.supervise.attempts.state_machine import Phase
 from elasticrs._engine.supervise.decide.handler_nodes import HandlerNodes
@@ -26,7 +27,7 @@ from elasticrs._engine.supervise.run.signals import catch_signals
 from elasticrs._engine.supervise.run.worker_states import Sleepers
 from elasticrs._engine.supervise.run_job import make_decisions, make_workers, run_job
 from elasticrs._engine.workers.process import check_limits
-from elasticrs.agent.server.local_job import LocalJob, outcome, own_consoles
+from elasticrs.agent.server.local_job import outcome, own_consoles, preload, replaced_consoles
 from elasticrs.agent.server.polled_workers import GivenContext, PolledWorkers, raised_signals, start_by
 from elasticrs.agent.server.simple_elastic_agent import (
     DEFAULT_ROLE,
@@ -40,6 +41,7 @@ from elasticrs.events.api import fq_hostname
 from elasticrs.metrics import prof
 from elasticrs.multiprocessing import start_processes
 from elasticrs.rendezvous.api import RendezvousClosedError
+from elasticrs.rendezvous.one_node_handler import OneNodeRendezvous
 
 if TYPE_CHECKING:
     from typing import Protocol
@@ -111,21 +113,30 @@ class LocalElasticAgent(SimpleElasticAgent):
         signals_to_handle: str | None = None,
     ) -> None:
         super().__init__(spec, exit_barrier_timeout, shutdown_timeout)
-        self._local = LocalJob(
-            spec,
-            logs_specs,
-            start_method=start_method,
-            prefix_template=log_line_prefix_template,
-            shutdown_timeout=self._shutdown_timeout,
-            uninterruptible_state_timeout=uninterruptible_state_timeout,
-            exit_barrier_timeout=self._exit_barrier_timeout,
-            signals_to_handle=signals_to_handle,
-        )
+        defaults.check_start_method(start_method)
+        names = signals_to_handle or os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE")
+        self._signal_names = names or defaults.DEFAULT_SIGNALS
+        try:
+            self._signals = defaults.parse_signals(self._signal_names)
+        except ValueError as error:
+            raise ValueError(f"signals_to_handle: expected {error}") from None
+        # The fields of a `Mock(spec=WorkerSpec)` are mocks. A real `WorkerSpec` has validated its fields.
+        forwarded = spec.signals_to_forward if isinstance(spec.signals_to_forward, str) else None
+        self._given_forwarded = defaults.forwarded_by_name(forwarded, self._signals)
+        if uninterruptible_state_timeout is None:
+            uninterruptible_state_timeout = defaults.uninterruptible_state_timeout_from(os.environ)
+        self._uninterruptible_state_timeout = uninterruptible_state_timeout
+        if spec.on_failure == "replace" and (why := defaults.why_not_replaceable(start_method)):
+            raise ValueError(f"on_failure: got 'replace', but {why}")
+        self._start_method = start_method
+        self._logs_specs = logs_specs
+        self._log_line_prefix_template = log_line_prefix_template
+        self._preload = preload(spec, start_method)
         self._rdzv_handler = spec.rdzv_handler
         _name_command(spec)
         self._health_check_server = health_check_server
         self._given_barrier_timeout = exit_barrier_timeout
-        self._sleepers = Sleepers(self._local.uninterruptible_state_timeout)
+        self._sleepers = Sleepers(uninterruptible_state_timeout)
         self._pcontext: PolledWorkers | GivenContext | None = None
         self._loop: Agent | None = None
 
@@ -151,7 +162,7 @@ class LocalElasticAgent(SimpleElasticAgent):
                 _log.debug("the agent's hooks decide: %s", why)
                 for name in _policy_without_effect(self._worker_group.spec):
                     _log.warning("%s has no effect, because %s", name, why)
-                with raised_signals(self._local.signals, self._local.forwarded, self._pass_on):
+                with raised_signals(self._signals, self._forwarded(), self._pass_on):
                     result: RunResult = super().run(role)
                     return result
             self._check_limits()
@@ -164,9 +175,9 @@ class LocalElasticAgent(SimpleElasticAgent):
                 self._health_check_server.stop()
 
     def _run_by_events(self) -> RunResult:
-        group, local = self._worker_group, self._local
+        group = self._worker_group
         handler: Any = group.spec.rdzv_handler
-        job = local.config(self._rendezvous_settings())
+        job = self._job(self._rendezvous_settings())
         if job.make_handler is not None and job.replaces_workers:
             why = defaults.why_not_replaceable(back_end=f"rdzv_backend {job.rdzv_backend}")
             raise ValueError(f"on_failure: got 'replace', but {why}")
@@ -193,7 +204,7 @@ class LocalElasticAgent(SimpleElasticAgent):
                 created=created,
                 decisions=decisions,
                 server=self._server_of_ours(),
-                observers=local.observers(),
+                observers=replaced_consoles(job),
                 consoles=own_consoles(),
             )
         finally:
@@ -202,6 +213,62 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._remaining_restarts = group.spec.max_restarts - result.restarts
         group.state = _STATES[result.phase]
         return outcome(job, result, decisions)
+
+    def _forwarded(self) -> tuple[int, ...]:
+        """Return the signals to pass on to the workers.
+
+        By default, signals that the program itself handles are not passed on.
+        """
+        if self._given_forwarded is not None:
+            return self._given_forwarded
+        found = defaults.forwarded_signals(None, self._signals)
+        return tuple(signum for signum in found if signal.getsignal(signum) == signal.SIG_DFL)
+
+    def _job(self, rendezvous: Rendezvous | None = None) -> JobSpec:
+        """Return the specification of the job.
+
+        ``rendezvous`` is ``None`` for a single node, and if the methods of the handler must be called.
+        """
+        spec = self._worker_group.spec
+        # A subclass of the user may have overridden the methods.
+        alone = spec.rdzv_handler if type(spec.rdzv_handler) is OneNodeRendezvous else None
+        calls_handler = rendezvous is None and alone is None
+        template = self._log_line_prefix_template or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
+        function, command = spec.entrypoint, (spec.entrypoint, *spec.args)
+        return JobSpec(
+            spec.local_world_size,
+            spec.rdzv_handler.get_run_id(),
+            command=command if callable(function) else [str(word) for word in command],
+            start_method=self._start_method,
+            variables={"TORCHELASTIC_SIGNALS_TO_HANDLE": self._signal_names},
+            logs=LogSettings(
+                logs_specs=self._logs_specs,
+                log_line_prefix_template=template,
+                duplicate_stdout_filters=spec.duplicate_stdout_filters or (),
+                duplicate_stderr_filters=spec.duplicate_stderr_filters or (),
+            ),
+            role=spec.role,
+            name=spec.get_entrypoint_name(),
+            max_restarts=spec.max_restarts,
+            shutdown_timeout=self._shutdown_timeout,
+            signals=self._signals,
+            forwarded=self._forwarded(),
+            stop_scope=spec.stop_scope or defaults.default_stop_scope(function),
+            rendezvous=rendezvous,
+            make_handler=(lambda: spec.rdzv_handler) if calls_handler else None,
+            exit_barrier_timeout=self._exit_barrier_timeout,
+            monitor_interval=spec.monitor_interval,
+            rdzv_backend=spec.rdzv_handler.get_backend(),
+            master_addr="localhost" if alone is None else alone.address,
+            master_port=None if alone is None else alone.port,
+            event_log_handler=spec.event_log_handler,
+            has_metrics=True,
+            cpus=cpus_of_options(spec.numa_options, spec.local_world_size),
+            virtual_local_rank=spec.virtual_local_rank,
+            uninterruptible_state_timeout=self._uninterruptible_state_timeout,
+            preload=self._preload,
+            **defaults.worker_settings(spec),
+        )
 
     def request_checkpoint(self) -> None:
         """Request a checkpoint from all workers of the job, which must use :func:`elasticrs.train.train`.
@@ -290,18 +357,17 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     @prof
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        spec, local = worker_group.spec, self._local
+        spec, job = worker_group.spec, self._job()
         restarts = spec.max_restarts - self._remaining_restarts
         if start_processes is not _OWN_START:
-            self._pcontext = start_by(start_processes, spec, local, worker_group.plan(), restarts)
+            self._pcontext = start_by(start_processes, spec, job, worker_group.plan(), restarts)
             pids: dict[int, Any] = self._pcontext.pids()
             return pids
         if self._pcontext is None:
-            job = local.config()
             console = Console(log_prefix=job.log_prefix)
             observers = make_observers(job, console.say, self._server_of_ours(), has_hooks=True)
             self._pcontext = PolledWorkers(
-                job, make_workers(job, own_consoles()), console, [*observers, *local.observers()]
+                job, make_workers(job, own_consoles()), console, [*observers, *replaced_consoles(job)]
             )
         return self._pcontext.start(worker_group.plan(), restarts)
 
@@ -349,9 +415,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             return RunResult(WorkerState.HEALTHY)
         # Allow no restart, because a process in uninterruptible sleep may hold kernel resources.
         self._remaining_restarts = 0
-        _log.error(
-            "%s; no restart follows", phrases.asleep(overdue, self._local.uninterruptible_state_timeout)
-        )
+        _log.error("%s; no restart follows", phrases.asleep(overdue, self._uninterruptible_state_timeout))
         return RunResult(WorkerState.UNHEALTHY)
 
 

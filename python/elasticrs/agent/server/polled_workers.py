@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from elasticrs._engine.supervise.observe.observer import Observer
     from elasticrs._engine.supervise.run.workers import Workers
     from elasticrs._engine.workers.plan import Plan
-    from elasticrs.agent.server.local_job import LocalJob
     from elasticrs.agent.server.worker_group import WorkerSpec
     from elasticrs.multiprocessing.api import PContext
 
@@ -224,12 +223,12 @@ class PolledWorkers:
 
 
 def start_by(
-    start_processes: Callable[..., PContext], spec: WorkerSpec, local: LocalJob, plan: Plan, restarts: int
+    start_processes: Callable[..., PContext], spec: WorkerSpec, job: JobSpec, plan: Plan, restarts: int
 ) -> GivenContext:
     """Start an attempt's workers with the function by which the user has replaced torch's
     ``start_processes``. It gets the same arguments as in torch.
     """
-    template = local.prefix_template
+    template = job.logs.log_line_prefix_template
     try:
         context = start_processes(
             name=spec.role,
@@ -238,10 +237,10 @@ def start_by(
                 rank: tuple(macros.substitute(list(spec.args), str(rank)))
                 for rank in range(spec.local_world_size)
             },
-            envs=variables_of(local.config(), plan, restarts + 1, restarts, os.environ),
-            logs_specs=local.logs_specs,
+            envs=variables_of(job, plan, restarts + 1, restarts, os.environ),
+            logs_specs=job.logs.logs_specs,
             log_line_prefixes=line_prefixes(template, plan.ranks) if template else None,
-            start_method=local.start_method,
+            start_method=job.start_method,
             numa_options=spec.numa_options,
             duplicate_stdout_filters=spec.duplicate_stdout_filters,
             duplicate_stderr_filters=spec.duplicate_stderr_filters,
