@@ -113,7 +113,9 @@ def _decide(rendezvous: Rendezvous, resolver: SystemResolver) -> Hosting:
         return Hosting(_listen(rendezvous, resolver), "told to host the store", is_explicit=True, doubt=doubt)
     if is_loopback_name(rendezvous.host):
         return Hosting(_listen(rendezvous, resolver), f"{rendezvous.host} is this machine")
-    if _is_own_name(rendezvous.host, resolver):
+    # If the endpoint is an address, look up no names, because a silent name server would delay the start.
+    is_name = packed(rendezvous.host) is None
+    if is_name and any(plain(own) == plain(rendezvous.host) for own in resolver.host_names()):
         return Hosting(_listen(rendezvous, resolver), f"{rendezvous.host} is the name of this host")
     return _by_address(rendezvous, resolver)
 
@@ -136,12 +138,6 @@ def _by_address(rendezvous: Rendezvous, resolver: SystemResolver) -> Hosting:
     return Hosting(
         _listen(rendezvous, resolver), f"{rendezvous.host} is {own_address}, an address of this host"
     )
-
-
-def _is_own_name(host: str, resolver: SystemResolver) -> bool:
-    name = plain(host)
-    # If the endpoint is an address, look up no names, because a silent name server would delay the start.
-    return packed(host) is None and any(plain(own) == name for own in resolver.host_names())
 
 
 def unresolved(rendezvous: Rendezvous, trouble: str) -> str:

@@ -149,35 +149,28 @@ def _cause_of(view: View, head: Head, cause: dict[str, Any], rank: int) -> dict[
     hung = [(blame, other) for other in known if (blame := blame_of(other)) is not None]
     if hung:
         return min(hung, key=lambda each: each[0])[1]
+
+    def told(group_rank: int, local_rank: int, message: str, how: str, **more: int) -> dict[str, Any]:
+        name = view.seats[group_rank].name
+        place = {"node": name, "host": name, "group_rank": group_rank, "rank": rank, "local_rank": local_rank}
+        return {**shared, **place, "message": message, "how": how, **more}
+
     end, silent = 0, []
-    for group_rank, seat in enumerate(view.seats):
+    for group_rank in range(len(view.seats)):
         ranks = [found.rank for found in decode(view.evidence_of(group_rank))]
         if not ranks:
             silent.append(group_rank)
             continue  # This node has sent no usable evidence.
-        if rank < min(ranks, default=0):
+        if rank < min(ranks):
             break
-        end, silent = max(ranks, default=-1) + 1, []
+        end, silent = max(ranks) + 1, []
         if rank in ranks:
             what = "hung: kept the other ranks waiting" if is_hang else "made a collective of the others fail"
             message = f"{what}, as the flight records show"
-            return {
-                **shared,
-                "node": seat.name,
-                "host": seat.name,
-                "group_rank": group_rank,
-                "rank": rank,
-                "local_rank": ranks.index(rank),
-                "message": message,
-                "how": f": {message}",
-            }
+            return told(group_rank, ranks.index(rank), message, f": {message}")
     if len(silent) == 1 and silent[0] in view.done:
-        (group_rank,) = silent
-        seat = view.seats[group_rank]
-        place = {"node": seat.name, "host": seat.name, "group_rank": group_rank, "rank": rank}
         message = "exited with code 0 while others still waited for it"
-        told = {"exitcode": 0, "message": message, "how": f" {message}"}
-        return {**shared, **place, "local_rank": rank - end, **told}
+        return told(silent[0], rank - end, message, f" {message}", exitcode=0)
     return cause
 
 

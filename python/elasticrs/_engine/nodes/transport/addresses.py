@@ -81,8 +81,4 @@ def _is_port(text: str) -> bool:
 
 
 def _is_ipv6(text: str) -> bool:
-    try:
-        _socket.inet_pton(_socket.AF_INET6, text.partition("%")[0])
-    except (OSError, ValueError):
-        return False
-    return True
+    return ":" in text and packed(text) is not None

@@ -118,15 +118,14 @@ class EtcdSite(Value):
         self,
         job: str,
         *,
-        job_ttl: float = JOB_TTL,
-        connect_timeout: float = 5.0,
+        connect_timeout: float,
         stall_timeout: float | None = None,
         supervisor: _core.Supervisor | None = None,
         links: tuple[str, str | None] | None = None,
     ) -> Client:
         """Open a session with etcd, or raise :class:`OSError` if file descriptors have run out. Besides its
         own lease, a session uses a second lease for keys that outlive it. All sessions of a job share that
-        lease, which ends ``job_ttl`` seconds after the last session. The attempts at all endpoints together
+        lease, which ends :data:`JOB_TTL` after the last session. The attempts at all endpoints together
         take at most ``connect_timeout`` seconds. See :class:`elasticrs._core.CoordinationClient`.
         """
         from elasticrs._engine.nodes.transport.coordination import Client
@@ -141,7 +140,7 @@ class EtcdSite(Value):
             user=self.user,
             password=self.password,
             ttl=float(self.ttl),
-            job_lease=(lease_of(f"{self.prefix}\0{job}"), job_ttl),
+            job_lease=(lease_of(f"{self.prefix}\0{job}"), JOB_TTL),
             connect_timeout=connect_timeout,
             read_timeout=self.read_timeout,
             stall_timeout=stall_timeout,
