@@ -26,7 +26,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from dataclasses import KW_ONLY
-    from typing import Any
+    from typing import Any, ClassVar
 
 
 _TRUTH = {
@@ -118,103 +118,87 @@ def path(value: object) -> str:
     return os.fspath(value)
 
 
-KEYS: tuple[Key, ...] = (
-    # --- time limits ---
-    Key("join_timeout", 600.0, seconds_within(0, above=True), "seconds to wait until MIN nodes have joined"),
-    Key("last_call_timeout", 30.0, seconds_within(0),
-        "seconds to wait for more nodes after MIN have joined, at the first start"),
-    Key("restart_call_timeout", 0.0, seconds_within(0),
-        "seconds to wait for a replacement before continuing with fewer nodes"),
-    Key("scale_up_delay", 1.0, seconds_within(0),
-        "seconds between the arrival of a new node and the restart that includes it"),
-    Key("settle", None, seconds_within(0, above=True),
-        "seconds to wait for nodes of a lost round to stop; default: grace + 2 leases + 5"),
-    Key("close_timeout", 30.0, seconds_within(0),
-        "seconds that the host of the store waits for the other nodes when the job ends"),
-    Key("exit_barrier_timeout", DEFAULT_EXIT_BARRIER_TIMEOUT, seconds_within(0),
-        "seconds that a finished node waits for the other nodes"),
-    Key("store_lost_timeout", 10.0, seconds_within(0),
-        "seconds to reconnect to a lost store before this node gives up"),
-    Key("connect_timeout", 5.0, seconds_within(0, above=True), "seconds for one attempt to connect"),
-    Key("keep_alive_interval", 1.0, seconds_within(0.05, 3600), "seconds between two keep-alive messages"),
-    Key("keep_alive_max_attempt", 5, whole(3), "missed keep-alive messages after which a node is lost"),
-    Key("store_grace", None, seconds_within(1, 86400),
-        "seconds that the store may be away, or a node silent, before the node is lost; in place of"
-        " keep_alive_max_attempt", is_stored=False),
-    Key("stall_timeout", 60.0, _or_off(seconds_within(1)),
-        "seconds that an agent may hang before it counts as lost; or off"),
-    # --- restarts and losses ---
-    Key("scale_up", True, truth, "1: restart a running job to include new nodes; 0: they wait as spares"),
-    Key("max_node_losses", None, _or_off(whole(0)),
-        "number of lost nodes that the job survives; default: any number"),
-    Key("max_short_losses", 10, whole(1),
-        "the job fails after this many short rounds in a row that lost a node"),
-    Key("short_round", 60.0, seconds_within(0), "seconds; a round that loses a node sooner is a short one"),
-    # --- nodes, addresses and access ---
-    Key("is_host", None, truth,
-        "1: this agent hosts the store; 0: it does not; default: decided by the endpoint"),
-    Key("bind_addr", None, _address, "address on which the store listens; default: all interfaces"),
-    Key("worker_port_range", None, _port_range,
-        "LOW-HIGH, ports for the workers' store; default: any free port"),
-    Key("order_hint", None, whole(0), "nodes with a smaller number get smaller ranks; default: --node-rank"),
-    Key("rank", None, whole(0), "rank of this node with static; on the command line use --node-rank"),
-    Key("homogeneous", False, truth, "1: refuse a node with another number of workers or another role"),
-    Key("same_command", True, truth,
-        "1: refuse a node whose program, arguments or user are not those of the job; 0: they may differ"),
-    Key("fresh", False, truth, "1: start over if all agents of an earlier job with this id have died"),
-    Key("drain", "node", one_of("node", "job"),
-        "node or job: a signal to one agent stops its node, or the whole job"),
-    Key("token", None, _token,
-        "shared secret of all agents; visible to all users of the machine, so prefer token_file"),
-    Key("token_file", None, path, "file that contains the token"),
-    # --- settings of torch ---
-    Key("store_type", "tcp", _store_type, "tcp", is_stored=False),
-    Key("heartbeat_timeout", 5.0, seconds_within(0, above=True), "no effect", is_stored=False),
-    Key("read_timeout", 60.0, seconds_within(0, above=True), "no effect", is_stored=False),
-    Key("cas_backoff_max_seconds", 0.0, seconds_within(0), "no effect", is_stored=False),
-    Key("timeout", 900.0, seconds_within(0, above=True), "join_timeout of static", is_stored=False),
-)  # fmt: skip
-"""All settings. Durations are in seconds."""
+_duration, _positive = seconds_within(0), seconds_within(0, above=True)
 
-BY_NAME = {key.name: key for key in KEYS}
+
+def _key(default: object, read: Callable[[object], object], help: str) -> Any:  # noqa: A002 -- as in Key
+    """Declare a setting; see :class:`Key`."""
+    return default, read, help
 
 
 class Settings(Value):
-    """Settings of a rendezvous, with one attribute for each stored key of :data:`KEYS`.
+    """Settings of a rendezvous. Durations are in seconds. A class variable declares a setting that is only
+    checked: it changes another one, or has no effect.
 
     ``settle`` defaults to 5 s plus two lease times plus ``grace`` (seconds that workers may take to stop).
     The second lease time is needed if the store was unreachable for almost one lease time, because it
     restarts all leases when it is back.
     """
 
-    join_timeout: float
-    last_call_timeout: float
-    restart_call_timeout: float
-    scale_up_delay: float
-    scale_up: bool
-    settle: float
-    close_timeout: float
-    store_lost_timeout: float
-    connect_timeout: float
-    keep_alive_interval: float
-    keep_alive_max_attempt: int
-    stall_timeout: float | None
-    max_node_losses: int | None
-    max_short_losses: int
-    short_round: float
-    is_host: bool | None
-    bind_addr: str | None
-    worker_port_range: tuple[int, int] | None
-    order_hint: int | None
-    rank: int | None
-    homogeneous: bool
-    same_command: bool
-    fresh: bool
-    drain: str
-    token: bytes | None
-    token_file: str | None
-    exit_barrier_timeout: float
     is_settle_given: bool
+    # fmt: off
+    # --- time limits ---
+    join_timeout: float = _key(600.0, _positive, "seconds to wait until MIN nodes have joined")
+    last_call_timeout: float = _key(30.0, _duration,
+        "seconds to wait for more nodes after MIN have joined, at the first start")
+    restart_call_timeout: float = _key(0.0, _duration,
+        "seconds to wait for a replacement before continuing with fewer nodes")
+    scale_up_delay: float = _key(1.0, _duration,
+        "seconds between the arrival of a new node and the restart that includes it")
+    settle: float = _key(None, _positive,
+        "seconds to wait for nodes of a lost round to stop; default: grace + 2 leases + 5")
+    close_timeout: float = _key(30.0, _duration,
+        "seconds that the host of the store waits for the other nodes when the job ends")
+    exit_barrier_timeout: float = _key(DEFAULT_EXIT_BARRIER_TIMEOUT, _duration,
+        "seconds that a finished node waits for the other nodes")
+    store_lost_timeout: float = _key(10.0, _duration,
+        "seconds to reconnect to a lost store before this node gives up")
+    connect_timeout: float = _key(5.0, _positive, "seconds for one attempt to connect")
+    keep_alive_interval: float = _key(1.0, seconds_within(0.05, 3600),
+        "seconds between two keep-alive messages")
+    keep_alive_max_attempt: int = _key(5, whole(3), "missed keep-alive messages after which a node is lost")
+    store_grace: ClassVar = _key(None, seconds_within(1, 86400),
+        "seconds that the store may be away, or a node silent, before the node is lost; in place of"
+        " keep_alive_max_attempt")
+    stall_timeout: float | None = _key(60.0, _or_off(seconds_within(1)),
+        "seconds that an agent may hang before it counts as lost; or off")
+    # --- restarts and losses ---
+    scale_up: bool = _key(True, truth,
+        "1: restart a running job to include new nodes; 0: they wait as spares")
+    max_node_losses: int | None = _key(None, _or_off(whole(0)),
+        "number of lost nodes that the job survives; default: any number")
+    max_short_losses: int = _key(10, whole(1),
+        "the job fails after this many short rounds in a row that lost a node")
+    short_round: float = _key(60.0, _duration, "seconds; a round that loses a node sooner is a short one")
+    # --- nodes, addresses and access ---
+    is_host: bool | None = _key(None, truth,
+        "1: this agent hosts the store; 0: it does not; default: decided by the endpoint")
+    bind_addr: str | None = _key(None, _address,
+        "address on which the store listens; default: all interfaces")
+    worker_port_range: tuple[int, int] | None = _key(None, _port_range,
+        "LOW-HIGH, ports for the workers' store; default: any free port")
+    order_hint: int | None = _key(None, whole(0),
+        "nodes with a smaller number get smaller ranks; default: --node-rank")
+    rank: int | None = _key(None, whole(0),
+        "rank of this node with static; on the command line use --node-rank")
+    homogeneous: bool = _key(False, truth,
+        "1: refuse a node with another number of workers or another role")
+    same_command: bool = _key(True, truth,
+        "1: refuse a node whose program, arguments or user are not those of the job; 0: they may differ")
+    fresh: bool = _key(False, truth,
+        "1: start over if all agents of an earlier job with this id have died")
+    drain: str = _key("node", one_of("node", "job"),
+        "node or job: a signal to one agent stops its node, or the whole job")
+    token: bytes | None = _key(None, _token,
+        "shared secret of all agents; visible to all users of the machine, so prefer token_file")
+    token_file: str | None = _key(None, path, "file that contains the token")
+    # --- settings of torch ---
+    store_type: ClassVar = _key("tcp", _store_type, "tcp")
+    heartbeat_timeout: ClassVar = _key(5.0, _positive, "no effect")
+    read_timeout: ClassVar = _key(60.0, _positive, "no effect")
+    cas_backoff_max_seconds: ClassVar = _key(0.0, _duration, "no effect")
+    timeout: ClassVar = _key(900.0, _positive, "join_timeout of static")
+    # fmt: on
 
     def __init__(
         self, values: Mapping[str, object] | None = None, *, grace: float = DEFAULT_SHUTDOWN_TIMEOUT
@@ -262,6 +246,17 @@ class Settings(Value):
             for name, value in self.fields().items()
         )
         return f"Settings({', '.join(fields)})"
+
+
+_DECLARED = {**vars(Settings), **Settings._defaults}
+KEYS = tuple(
+    Key(name, *_DECLARED[name], is_stored=name in Settings._defaults)
+    for name in Settings.__annotations__
+    if name != "is_settle_given"
+)
+"""All settings."""
+
+BY_NAME = {key.name: key for key in KEYS}
 
 
 def read_settings(
