@@ -53,6 +53,36 @@ def rule_off(name):
         yield
 
 
+ANSWERS = {
+    "nobody_holds": (View.holds, False),
+    "verdict_does_not_wait": (formation.slow_members, set()),
+    "losses_are_charged": (round_outcome.is_explained, False),
+    "verdict_on_a_stale_view": (round_outcome.witnesses, []),
+    "a_lent_port_is_another_program_s": (joining.may_be_lent, False),
+    "earlier_causes_are_kept_back": (rounds._earlier_cause, None),
+    "any_settings_will_do": (joining.mismatch, None),
+    "any_command_will_do": (joining.other_command, None),
+    "a_leader_keeps_its_own_watches": (rounds.end_own_watches, None),
+    "a_slot_counts_before_it_is_known": (rounds.is_slot_known, True),
+    "an_end_that_is_not_told_stops_nobody": (rounds.stop_earlier, None),
+    "leader_writes_without_guards": (Leader.guards, []),
+    "failures_are_free": (round_outcome.is_charged, False),
+    "slots_are_not_heard": (rounds.take_slot, None),
+    "a_lost_store_is_waited_for_without_end": (joining._give_up, None),
+    "the_end_of_an_old_connection_ends_the_session": (Store.is_current, True),
+    "a_session_that_has_ended_goes_on": (Store.has_ended, False),
+    "told_before_it_is_on_disk": (Store.waits_for_disk, False),
+    "what_came_while_away_is_not_told": (Store.tells_news, False),
+    "refused_by_itself": (joining.own_registration, None),
+    "a_spare_that_is_lost_makes_the_job_too_small": (formation._enough, []),
+    "an_excluded_agent_stays": (rounds._excluded, None),
+    "an_excluded_agent_is_a_candidate": (View.is_excluded, False),
+}
+"""By name: the function that keeps a rule, and an answer of it that breaks the rule."""
+
+RULES |= {name: (rule, lambda *_, answer=answer, **__: answer) for name, (rule, answer) in ANSWERS.items()}
+
+
 @instead_of(joining.may_rejoin)
 def register_before_the_workers_are_gone(member):
     member.workers = None
@@ -64,29 +94,9 @@ def free_by_the_last_table(self, member):
     return member in self.rank_of and self.nodes[member].idle < self.round
 
 
-@instead_of(View.holds)
-def nobody_holds(self, member):
-    return False
-
-
-@instead_of(formation.slow_members)
-def verdict_does_not_wait(view):
-    return set()
-
-
-@instead_of(round_outcome.is_explained)
-def losses_are_charged(view):
-    return False
-
-
 @instead_of(round_outcome.is_explained)
 def any_absence_explains(view):
     return bool(view.absent)
-
-
-@instead_of(round_outcome.witnesses)
-def verdict_on_a_stale_view(view):
-    return []
 
 
 _claim = joining.claim_rank
@@ -99,11 +109,6 @@ _resume = Conn.resume
 def anybody_may_have_a_rank(member, registration, node_rank):
     _, put = _claim(member, registration, node_rank)
     return CreatedAt(member.keys.job, member.joining.job_revision), put
-
-
-@instead_of(joining.may_be_lent)
-def a_lent_port_is_another_program_s(member, kind):
-    return False
 
 
 @instead_of(formation.missing_ranks)
@@ -149,11 +154,6 @@ def the_listener_is_kept(member):
     return True
 
 
-@instead_of(rounds._earlier_cause)
-def earlier_causes_are_kept_back(member, number):
-    return None
-
-
 @instead_of(round_outcome.first_cause)
 def the_first_report_is_the_first_cause(view, head):
     return head.cause
@@ -163,16 +163,6 @@ def the_first_report_is_the_first_cause(view, head):
 def leaves_before_the_store_knows(member):
     if member.done is not None and member.done.is_over:
         member.exit(Outcome("succeeded"))
-
-
-@instead_of(joining.mismatch)
-def any_settings_will_do(member, job):
-    return None
-
-
-@instead_of(joining.other_command)
-def any_command_will_do(member, job):
-    return None
 
 
 @instead_of(formation.may_grow)
@@ -185,29 +175,9 @@ def nobody_follows_the_leader(member, registration):
     registration.predecessor = None
 
 
-@instead_of(rounds.end_own_watches)
-def a_leader_keeps_its_own_watches(member, registration):
-    return None
-
-
-@instead_of(rounds.is_slot_known)
-def a_slot_counts_before_it_is_known(link):
-    return True
-
-
-@instead_of(rounds.stop_earlier)
-def an_end_that_is_not_told_stops_nobody(member, head):
-    return None
-
-
 @instead_of(rounds.say_idle)
 def never_says_that_it_is_idle(member, registration, number):
     registration.idle = number
-
-
-@instead_of(Leader.guards)
-def leader_writes_without_guards(self):
-    return []
 
 
 @instead_of(Member.stop)
@@ -221,24 +191,9 @@ def leases_do_not_end(self, conn):
     conn.dead = True
 
 
-@instead_of(round_outcome.is_charged)
-def failures_are_free(view, head):
-    return False
-
-
-@instead_of(rounds.take_slot)
-def slots_are_not_heard(member, registration, entry):
-    return None
-
-
 @instead_of(joining.aborted)
 def an_abort_is_tried_once(member, reply):
     return reply.entry(-1) if reply.ok else None
-
-
-@instead_of(joining._give_up)
-def a_lost_store_is_waited_for_without_end(member, outcome):
-    return None
 
 
 # --- store outages ---
@@ -255,29 +210,9 @@ def a_broken_connection_ends_the_session(self, conn):
         self.end_session(conn)
 
 
-@instead_of(Store.is_current)
-def the_end_of_an_old_connection_ends_the_session(self, conn, connection):
-    return True
-
-
-@instead_of(Store.has_ended)
-def a_session_that_has_ended_goes_on(self, conn):
-    return False
-
-
 @instead_of(Store.loaded)
 def leases_go_on_while_the_store_is_away(self, conn):
     self.end_session(conn)
-
-
-@instead_of(Store.waits_for_disk)
-def told_before_it_is_on_disk(self):
-    return False
-
-
-@instead_of(Store.tells_news)
-def what_came_while_away_is_not_told(self):
-    return False
 
 
 @instead_of(Conn.resume)
@@ -286,32 +221,12 @@ def requests_are_not_sent_again(self):
     _resume(self)
 
 
-@instead_of(joining.own_registration)
-def refused_by_itself(reply):
-    return None
-
-
 @instead_of(joining.registered)
 def registered_when_it_was_last_put(member, registration, own):
     _registered(member, registration, own.replaced(create_revision=own.mod_revision))
 
 
 # --- exclusion ---
-
-
-@instead_of(formation._enough)
-def a_spare_that_is_lost_makes_the_job_too_small(view, excluded, count):
-    return []
-
-
-@instead_of(rounds._excluded)
-def an_excluded_agent_stays(member, head):
-    return None
-
-
-@instead_of(View.is_excluded)
-def an_excluded_agent_is_a_candidate(self, member):
-    return False
 
 
 @instead_of(round_outcome.decide)

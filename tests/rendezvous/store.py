@@ -389,9 +389,6 @@ class Store:
         if keys:
             self.apply([Delete(key) for key in keys], None)
 
-    def has_lease(self, conn):
-        return conn in self.leases.values()
-
     def is_current(self, conn, connection):
         """Return true if the session ends with this connection, because no newer connection has
         replaced it.

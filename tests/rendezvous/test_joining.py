@@ -421,8 +421,7 @@ def test_draining_a_node_ends_the_round_and_other_nodes_continue():
     b.send(m.Leave("SIGTERM"))
     assert (cluster.head.end["kind"], cluster.head.end["message"]) == ("left", "SIGTERM")
     assert b.outcome is None
-    a.send(m.GroupEnded())
-    b.send(m.GroupEnded())
+    end_all([a, b])
     assert b.outcome == m.Outcome("left", "SIGTERM")
     assert (cluster.head.state, cluster.head.size, cluster.head.losses) == ("RUNNING", 1, 0)
     (stop,) = a.all(m.Stop)
@@ -509,8 +508,7 @@ def test_closing_ends_the_job_for_all_nodes():
     a.send(m.Leave(SIGNAL, close=True))
     assert (cluster.head.state, cluster.head.outcome) == ("CLOSED", "aborted")
     ends(spare.outcome, "aborted", SIGNAL)
-    a.send(m.GroupEnded())
-    b.send(m.GroupEnded())
+    end_all([a, b])
     assert a.outcome == b.outcome == spare.outcome
 
 
