@@ -204,41 +204,30 @@ def expand(text: str) -> list[str]:
 
     The last bracketed part varies fastest. Numbers are padded to the width of the first in their range.
     """
+    if not _ALLOWED.issuperset(text):
+        raise ValueError("a host list whose names have only letters, digits, '.', '-' and '_'")
+    brackets = "".join(character for character in text if character in "[]")
+    if brackets != "[]" * (len(brackets) // 2):
+        raise ValueError("a host list with closed brackets that are not nested")
     found: list[str] = []
-    for entry in _entries(text):
-        if not _ALLOWED.issuperset(entry):
-            raise ValueError("a host list whose names have only letters, digits, '.', '-' and '_'")
-        names = [""]
-        for number, part in enumerate(_parts(entry)):
-            choices = list(islice(_numbers(part), MAX_HOSTS + 1)) if number % 2 else [part]
+    names = [""]
+    # The parts with odd indexes were in brackets.
+    for index, part in enumerate(text.replace("]", "[").split("[")):
+        if index % 2:
+            choices = list(islice(_numbers(part), MAX_HOSTS + 1))
             if len(found) + len(names) * len(choices) > MAX_HOSTS:
                 raise ValueError(f"a host list with at most {MAX_HOSTS} hosts")
             names = [name + choice for name in names for choice in choices]
-        found += names
+            continue
+        end, *others = part.split(",")
+        names = [name + end for name in names]
+        for other in others:
+            found += names
+            names = [other]
+    found += names
+    if "" in found:
+        raise ValueError("a host list without empty names")
     return found
-
-
-def _entries(text: str) -> Iterator[str]:
-    depth = start = 0
-    for index, character in enumerate(text + ","):
-        if character == "[":
-            depth += 1
-        elif character == "]":
-            depth -= 1
-        elif character == "," and depth == 0:
-            if not text[start:index]:
-                raise ValueError("a host list without empty names")
-            yield text[start:index]
-            start = index + 1
-        if depth not in (0, 1):
-            raise ValueError("a host list with closed brackets that are not nested")
-    if depth:
-        raise ValueError("a host list with closed brackets")
-
-
-def _parts(entry: str) -> list[str]:
-    """Split a name at its brackets. The parts with odd indexes were in brackets."""
-    return entry.replace("]", "[").split("[")
 
 
 def _numbers(text: str) -> Iterator[str]:
