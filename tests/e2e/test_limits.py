@@ -57,10 +57,10 @@ def test_too_few_descriptors_are_reported_before_the_start(launch, worker_script
     assert "RUNS" not in launched.stdout
 
 
-def test_eight_workers_run_with_exactly_the_required_descriptors(launch, worker_script, tmp_path):
-    prefix = ("prlimit", "--nofile=88")
-    arguments = ("--nproc-per-node", "8", "--log-dir", tmp_path / "logs", "--tee", "3")
-    launched = launch(*arguments, worker_script(SAY), prefix=prefix).exits(0)
+@pytest.mark.parametrize(("options", "limit"), [(("--tee", "3"), 88), ((), 72)], ids=["log files", "none"])
+def test_eight_workers_run_with_exactly_the_required_descriptors(launch, worker_script, options, limit):
+    prefix = ("prlimit", f"--nofile={limit}")
+    launched = launch("--nproc-per-node", "8", *options, worker_script(SAY), prefix=prefix).exits(0)
     launched.wait_for_lines("RUNS", 8)
 
 
@@ -101,11 +101,6 @@ def test_the_agent_raises_its_descriptor_limit_and_workers_keep_theirs(launch, w
     assert resource.prlimit(launched.pid, resource.RLIMIT_NOFILE) == (400, 400)
     launched.signal(signal.SIGTERM)
     launched.exits(1)
-
-
-def test_workers_without_log_files_need_fewer_descriptors(launch, worker_script):
-    launched = launch("--nproc-per-node", "8", worker_script(SAY), prefix=("prlimit", "--nofile=72")).exits(0)
-    launched.wait_for_lines("RUNS", 8)
 
 
 # --- processes -----------------------------------------------------------------------------------------

@@ -285,10 +285,6 @@ def test_all_nodes_exit_with_the_same_code_if_a_worker_kills_its_nursery(launch,
         says(node.stderr.splitlines()[-1], "rank 1 of 2", "the nursery died by SIGKILL")
 
 
-def test_pet_exit_codes_sets_the_exit_code(launch, worker_script):
-    launch(worker_script("raise SystemExit(7)"), env={"PET_EXIT_CODES": "worker"}).exits(7)
-
-
 def test_successful_and_stopped_jobs_also_write_a_report(run, launch, worker_script, tmp_path):
     ended = run("pass")
     assert (ended.code, ended.report["outcome"], ended.report["verdict"]) == (0, "succeeded", None)
