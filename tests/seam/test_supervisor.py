@@ -21,6 +21,15 @@ from elasticrs import _core
 LEAVE_A_DAEMON = "x=$(setsid sh -c 'echo x; exec sleep 1234 >/dev/null' &)"
 
 
+def start_failure(group, *commands, **process):
+    """Start workers, expect this to fail, and return the failure."""
+    with pytest.raises(AssertionError):
+        group.start(*commands, **process)
+    failure = group.events[-1]
+    assert isinstance(failure, _core.StartFailed)
+    return failure
+
+
 def test_exit_events_contain_exit_code_signal_and_time(group):
     group.start(["sh", "-c", "exit 0"], ["sh", "-c", "exit 0"])
     group.end()
@@ -50,10 +59,7 @@ def test_a_worker_runs_only_on_its_assigned_cpus(group, tmp_path):
 
 
 def test_nonexistent_cpus_fail_the_start_with_a_clear_error(group):
-    specs = [_core.ProcessSpec(0, ["true"], env=dict(os.environ), cpus=[60000])]
-    group.supervisor.start(_core.GroupSpec(specs, on_failure=_core.StopPolicy(15, 1)))
-    failed = group.until(_core.StartFailed)
-    assert "CPUs" in failed.message
+    assert "CPUs" in start_failure(group, ["true"], cpus=[60000]).message
     with pytest.raises(ValueError, match=r"^cpus "):
         _core.ProcessSpec(0, ["true"], env={}, cpus=[])
 
@@ -128,14 +134,14 @@ def test_kept_descendants_outlive_the_agent_and_are_reparented(tmp_path):
         (["/"], "execute", errno.EACCES, "/"),
     ],
 )
-def test_a_failed_start_reports_stage_errno_and_program(start_failure, argv, stage, number, subject):
-    failure = start_failure(["sleep", "100"], argv)
+def test_a_failed_start_reports_stage_errno_and_program(group, argv, stage, number, subject):
+    failure = start_failure(group, ["sleep", "100"], argv)
     assert (failure.local_rank, failure.stage, failure.errno, failure.subject) == (1, stage, number, subject)
     assert failure.message.endswith(os.strerror(number))
 
 
-def test_a_start_in_a_missing_directory_names_the_directory(start_failure, tmp_path):
-    failure = start_failure(["true"], cwd=tmp_path / "nowhere")
+def test_a_start_in_a_missing_directory_names_the_directory(group, tmp_path):
+    failure = start_failure(group, ["true"], cwd=tmp_path / "nowhere")
     assert "working directory" in failure.stage
     assert failure.subject == str(tmp_path / "nowhere")
 

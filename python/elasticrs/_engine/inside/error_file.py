@@ -122,7 +122,7 @@ def error_document(error: BaseException, written_by: str, at_ns: "int | None" = 
 def _message(error: BaseException) -> str:
     kind = type(error)
     try:  # A program's `__str__` may fail.
-        return "%s: %s" % (kind.__name__, error)  # noqa: UP031
+        return f"{kind.__name__}: {error!s}"
     except Exception:
         import traceback
 
@@ -159,7 +159,7 @@ def failure_facts(error: BaseException) -> "dict[str, object]":
     of_group = {} if told is error else {"member": _notice_text(error), "more": more}
     return {
         "exception": _qualified(kind),
-        "place": "%s:%d" % (os.path.basename(shown[-1][0]), shown[-1][1]) if shown else None,  # noqa: UP031
+        "place": f"{os.path.basename(shown[-1][0])}:{shown[-1][1]}" if shown else None,
         "is_start_error": (isinstance(error, SystemExit) and error.code == 2)
         or (isinstance(error, (SyntaxError, ImportError)) and is_code and is_importing),
         "is_retryable": not _is_marked(error),
@@ -171,10 +171,16 @@ def failure_facts(error: BaseException) -> "dict[str, object]":
     }
 
 
-def is_rejection(error: SystemExit) -> bool:
+def _innermost_entry(error: BaseException) -> "types.TracebackType | None":
     entry = error.__traceback__
     while entry is not None and entry.tb_next is not None:
         entry = entry.tb_next
+    return entry
+
+
+def is_rejection(error: SystemExit) -> bool:
+    """Return true if a command-line parser has rejected the program's arguments."""
+    entry = _innermost_entry(error)
     return error.code == 2 and entry is not None and entry.tb_frame.f_globals.get("__name__") in PARSERS
 
 
@@ -235,7 +241,7 @@ def _members(error: BaseException) -> "list[BaseException]":
 
 
 def _qualified(kind: type) -> str:
-    return "%s.%s" % (kind.__module__, kind.__qualname__)  # noqa: UP031
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _is_one_of(error: BaseException, names: "frozenset[str]") -> bool:
@@ -300,7 +306,7 @@ def write_whole(path: str, text: str) -> None:
     if not may_be_replaced(path):
         _write(path, text)
         return
-    partial = "%s.%d.partial" % (path, os.getpid())  # noqa: UP031
+    partial = f"{path}.{os.getpid()}.partial"
     try:
         _write(partial, text)
         os.replace(partial, path)
@@ -370,9 +376,7 @@ def _may_be_of_collective(error: BaseException) -> bool:
     kind = type(error)
     if not isinstance(error, RuntimeError) or (kind.__module__ == "builtins" and kind is not RuntimeError):
         return False
-    entry = error.__traceback__
-    while entry is not None and entry.tb_next is not None:
-        entry = entry.tb_next
+    entry = _innermost_entry(error)
     if entry is None:
         return True
     caller = entry.tb_frame.f_globals.get("__name__")
@@ -400,7 +404,7 @@ def give_notice_of_exit(name: str, code: str, of: str, at_ns: int) -> None:
     """Tell the agent that the program ends by ``sys.exit``. ``of`` is the :func:`origin` of the exception
     that it was handling.
     """
-    text = "Traceback (most recent call last):\nSystemExit: %s\n" % code[: _NOTICE_PART // 2]  # noqa: UP031
+    text = f"Traceback (most recent call last):\nSystemExit: {code[: _NOTICE_PART // 2]}\n"
     _send(name, at_ns, text, of)
 
 
@@ -449,7 +453,7 @@ def _stacks(error: BaseException, frames: "types.TracebackType | None") -> "list
             link = "During handling of the above exception, another exception occurred:"
         if cause is None:
             break
-        stacks.append("%s%s\n%s\n\n" % (_stack(cause, cause.__traceback__), _said(cause), link))  # noqa: UP031
+        stacks.append(f"{_stack(cause, cause.__traceback__)}{_said(cause)}\n{link}\n\n")
         error = cause
     return stacks[::-1]
 
@@ -458,14 +462,14 @@ def _stack(error: BaseException, entry: "types.TracebackType | None") -> str:
     lines: list[str] = []
     while entry is not None:
         code = entry.tb_frame.f_code
-        lines.append('  File "%s", line %s, in %s\n' % (code.co_filename, entry.tb_lineno, code.co_name))  # noqa: UP031
+        lines.append(f'  File "{code.co_filename}", line {entry.tb_lineno}, in {code.co_name}\n')
         if len(lines) > 2 * _MAX_FRAMES:
             del lines[:-_MAX_FRAMES]
         entry = entry.tb_next
     if lines:
         lines.insert(0, "Traceback (most recent call last):\n")
     if isinstance(error, SyntaxError) and error.filename:
-        lines.append('  File "%s", line %s\n' % (error.filename, error.lineno))  # noqa: UP031
+        lines.append(f'  File "{error.filename}", line {error.lineno}\n')
     return "".join(lines)
 
 
@@ -473,7 +477,7 @@ def _said(error: BaseException) -> str:
     kind = type(error)
     name = kind.__qualname__
     if kind.__module__ not in ("__main__", "builtins"):
-        name = "%s.%s" % (kind.__module__, name)  # noqa: UP031
+        name = f"{kind.__module__}.{name}"
     try:  # A program's `__str__` may fail.
         text = str(error.msg if isinstance(error, SyntaxError) else error)
     except Exception:

@@ -160,13 +160,11 @@ def _take_page() -> memoryview:
     if words is None:
         words = memoryview(bytearray(_SIZE)).cast("Q")
     else:
-        from elasticrs._engine.inside.flight import answer_with_stacks
+        from elasticrs._engine.inside import flight
 
-        answer_with_stacks()
+        flight.answer_with_stacks()
         if "torch" in sys.modules:
-            from elasticrs._engine.inside.flight import answer_with_record
-
-            answer_with_record()
+            flight.answer_with_record()
         os.register_at_fork(after_in_child=_detach)
         if _automatic is None:
             _notice_exit()

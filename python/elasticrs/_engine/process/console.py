@@ -209,19 +209,15 @@ class Console:
 
     def _write(self, line: bytes) -> None:
         while line and not self._is_gone:
-            line = line[self._written(line) :]
-
-    def _written(self, line: bytes) -> int:
-        try:
-            return os.write(self._fd, line)
-        except BlockingIOError:
-            # Wait for the reader, because another process has made the shared descriptor non-blocking.
-            poll = select.poll()
-            poll.register(self._fd, select.POLLOUT)
-            poll.poll()
-        except OSError:
-            self._is_gone = True  # The error cannot be reported, because stderr is closed or broken.
-        return 0
+            try:
+                line = line[os.write(self._fd, line) :]
+            except BlockingIOError:  # noqa: PERF203 -- usually a single iteration
+                # Wait for the reader, because another process has made the shared descriptor non-blocking.
+                poll = select.poll()
+                poll.register(self._fd, select.POLLOUT)
+                poll.poll()
+            except OSError:
+                self._is_gone = True  # The error cannot be reported, because stderr is closed or broken.
 
 
 def _whole(text: bytes, limit: int) -> bytes:

@@ -382,12 +382,9 @@ def _temporary_folders() -> list[Any]:
     """
     registry: Any = getattr(getattr(sys.modules.get("weakref"), "finalize", None), "_registry", ())
     # Compare only the function's name, because building the `repr` of a whole finalizer may be slow.
-    return [end for end in list(registry) if _name_of_function(end) == "TemporaryDirectory._cleanup"]
-
-
-def _name_of_function(finalizer: Any) -> object:
-    found = finalizer.peek()
-    return getattr(found[1], "__qualname__", None) if found else None
+    called = [(end, found[1]) for end in list(registry) if (found := end.peek())]
+    name = "TemporaryDirectory._cleanup"
+    return [end for end, function in called if getattr(function, "__qualname__", None) == name]
 
 
 def _mapped(name: str) -> set[str]:
@@ -409,10 +406,6 @@ def _uses_cuda() -> bool:
 _STREAMS = ("__stdin__", "__stdout__", "__stderr__")
 
 
-def _standard_streams() -> list[Any]:
-    return [getattr(sys, name) for name in _STREAMS]
-
-
 def _settings(stream: Any) -> dict[str, object] | None:
     try:
         stream.buffer.fileno()
@@ -432,7 +425,7 @@ class _Surroundings:
         self._place, self._mask = os.getcwd(), signal.pthread_sigmask(signal.SIG_BLOCK, ())
         self._umask, self._nice = os.umask(0), os.getpriority(os.PRIO_PROCESS, 0)
         os.umask(self._umask)
-        self._standard = _standard_streams()
+        self._standard = [getattr(sys, name) for name in _STREAMS]
         self._streams = [_settings(stream) for stream in self._standard]
         self._environ, self._first_entry = os.environ, sys.path[:1]
         self.blas: dict[str, dict[str, str]] = {}
