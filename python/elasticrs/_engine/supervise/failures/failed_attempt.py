@@ -335,7 +335,10 @@ def _permanence(
     own = {rank: failure for rank, failure in failed.items() if rank not in stopped}
     marked = [rank for rank, failure in failed.items() if not failure.is_retryable]
     fatal = [rank for rank, failure in own.items() if failure.exitcode in fatal_exit_codes]
-    early = not attempt.heartbeats and all(_failed_at_start(attempt, failure) for failure in own.values())
+    # An import that fails late in the run may fail for a temporary reason, such as a file system error.
+    early = not attempt.heartbeats and all(
+        failure.is_start_error and (_ran(attempt, failure) or 0) < STEADY for failure in own.values()
+    )
     for kind, ranks in (
         (Permanence.NON_RETRYABLE, marked),
         (Permanence.EXIT_CODE, fatal),
@@ -348,13 +351,6 @@ def _permanence(
                 what = sign.exception.removeprefix("builtins.") + (f" at {sign.place}" if sign.place else "")
             return {"permanence": kind.value, "permanent_rank": rank, "permanent_sign": what}
     return {}
-
-
-def _failed_at_start(attempt: Attempt, failure: ProcessFailure) -> bool:
-    started_ns, at_ns = attempt.stamps.get("started"), failed_ns(failure)
-    # An import that fails late in the run may fail for a temporary reason, such as a file system error.
-    is_late = started_ns is not None and at_ns is not None and at_ns - started_ns >= STEADY * 1e9
-    return failure.is_start_error and not is_late
 
 
 def _hang(attempt: Attempt, local_rank: int) -> dict[str, Any]:

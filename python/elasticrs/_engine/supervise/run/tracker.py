@@ -448,12 +448,12 @@ class AttemptTracker:
 
     def _on_exit(self, event: _core.WorkerExited) -> None:
         attempt = self.result.attempts[-1]
-        if (met := attempt.last_met(event.local_rank)) is not None:
+        page = attempt.plan.page
+        if page is not None and (met := page.last_met(event.local_rank)) is not None:
             attempt.met[event.local_rank] = met
         attempt.append(event, _core.WorkerExited)
         if self._replaces:
             attempt.count_oom_kills()
-        page = attempt.plan.page
         is_early = event.exitcode == 0 and page is not None and page.is_training(event.local_rank)
         if is_early := is_early and "stopped" not in attempt.stamps:
             attempt.append(Silent((event.local_rank,)))
