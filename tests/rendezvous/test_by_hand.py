@@ -18,16 +18,8 @@ class Static(Cluster):
     """A cluster whose agents have fixed ranks."""
 
     def __init__(self, size, **settings):
-        super().__init__(
-            **{
-                "min_nodes": size,
-                "max_nodes": size,
-                "max_restarts": 3,
-                "backend": "static",
-                "port": PORT,
-                **settings,
-            }
-        )
+        how = {"min_nodes": size, "max_nodes": size, "max_restarts": 3, "backend": "static", "port": PORT}
+        super().__init__(**how, **settings)
 
     def rank(self, node_rank, name=None, **differs):
         return self.add(name or f"n{node_rank}", node_rank=node_rank, order_hint=node_rank, **differs)
@@ -62,10 +54,8 @@ def test_restarts_keep_the_same_port_and_ranks():
     for number in range(1, 4):
         a.fail() if number % 2 else b.fail()
         (b if number % 2 else a).send(m.GroupEnded())
-        assert [(start.round, start.group_rank) for start in (a.starts[-1], b.starts[-1])] == [
-            (number + 1, 0),
-            (number + 1, 1),
-        ]
+        assert [agent.starts[-1].round for agent in (a, b)] == [number + 1] * 2
+        assert ranks(a, b) == [0, 1]
         assert a.starts[-1].master_port == PORT
 
 

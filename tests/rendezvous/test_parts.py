@@ -73,19 +73,17 @@ def test_ranks_do_not_depend_on_the_order_of_the_candidates(candidates, random):
     assert assign_seats([], mixed, 5) == assign_seats([], candidates, 5)
 
 
-def test_nodes_of_the_first_round_are_sorted_in_natural_order():
-    candidates = [Candidate(str(i), i, None, name) for i, name in enumerate(["node10", "node2", "node1"])]
-    assert assign_seats([], candidates, 3) == ["2", "1", "0"]
-
-
-def test_an_order_hint_takes_precedence_over_the_node_name():
-    candidates = [Candidate("a", 0, None, "n1"), Candidate("b", 1, 1, "n3"), Candidate("c", 2, 0, "n4")]
-    assert assign_seats([], candidates, 3) == ["c", "b", "a"]
-
-
-def test_the_first_candidates_to_arrive_are_chosen():
-    candidates = [Candidate("a", 9, None, "n1"), Candidate("b", 1, None, "n3"), Candidate("c", 2, None, "n2")]
-    assert assign_seats([], candidates, 2) == ["c", "b"]
+@pytest.mark.parametrize(
+    ("offered", "seats"),
+    [
+        ([("a", 0, None, "node10"), ("b", 1, None, "node2"), ("c", 2, None, "node1")], "cba"),
+        ([("a", 0, None, "n1"), ("b", 1, 1, "n3"), ("c", 2, 0, "n4")], "cba"),
+        ([("a", 9, None, "n1"), ("b", 1, None, "n3"), ("c", 2, None, "n2")], "cb"),
+    ],
+    ids=["natural order of names", "order hint before name", "first to arrive"],
+)
+def test_new_nodes_are_chosen_by_arrival_and_sorted_by_hint_and_name(offered, seats):
+    assert assign_seats([], [Candidate(*each) for each in offered], len(seats)) == list(seats)
 
 
 @given(names, names)
