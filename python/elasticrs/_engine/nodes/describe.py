@@ -85,10 +85,9 @@ def describe(
     words: Words = COMMAND_LINE,
 ) -> tuple[Rendezvous | None, list[str]]:
     """Return a ``Rendezvous`` with the user's settings (``None`` if a single node needs none), and messages
-    to the user. Raise :class:`.UsageError` for settings that are found invalid offline.
-
-    The caller has already checked ``nodes`` (minimum and maximum). ``grace`` is the number of seconds that
-    workers may take to stop.
+    to the user. Raise :class:`.UsageError` for settings that are found invalid offline. The caller has
+    already checked ``nodes`` (minimum and maximum). ``grace`` is the number of seconds that workers may take
+    to stop.
     """
     kind = check_backend(backend, words)
     low, high = nodes

@@ -139,7 +139,6 @@ class LentPort:
 
 class Driver:
     """Driver of one agent's rendezvous state machine. Raises :class:`.UsageError` for an unusable endpoint.
-
     Without a ``supervisor``, a separate thread serves the stores. Without ``use_agent_store``, rank 0 serves
     the workers' store on a port that its agent reserves. ``workers`` are arguments of :class:`.ThisAgent`
     that describe the workers.

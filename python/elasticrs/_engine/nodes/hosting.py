@@ -278,9 +278,8 @@ class SystemResolver:
         return None
 
     def is_local(self, address: str) -> bool:
-        """Return true if a numeric address belongs to this machine, so that a server can listen on it.
-
-        A successful bind does not prove that, because ``ip_nonlocal_bind`` also allows foreign addresses. So
+        """Return true if a numeric address belongs to this machine, so that a server can listen on it. A
+        successful bind does not prove that, because ``ip_nonlocal_bind`` also allows foreign addresses. So
         also check that the kernel uses the address as the source of connections to it.
         """
         family = _socket.AF_INET6 if ":" in address else _socket.AF_INET

@@ -99,11 +99,10 @@ class KeptState(Record):
 
 
 class RendezvousStore:
-    """An agent's connection to the rendezvous store, with at most one session at a time.
-
-    Without a ``supervisor``, a separate thread serves the store. ``kept`` belongs to an agent that runs
-    several times, each time with another job. ``found`` is the result of :func:`.hosting.decide_hosting`. If
-    it is ``None``, the constructor calls that function, which may raise :class:`.UsageError`.
+    """An agent's connection to the rendezvous store, with at most one session at a time. Without a
+    ``supervisor``, a separate thread serves the store. ``kept`` belongs to an agent that runs several times,
+    each time with another job. ``found`` is the result of :func:`.hosting.decide_hosting`. If it is ``None``,
+    the constructor calls that function, which may raise :class:`.UsageError`.
     """
 
     def __init__(
@@ -268,10 +267,9 @@ class RendezvousStore:
 
     def connect(self, *, same: bool = False) -> ConnectionLost | None:
         """Start to connect to the store. :meth:`take` returns the result later. A failure that is known
-        immediately is returned here.
-
-        Until this agent has connected once, every attempt except the first decides again whether it hosts the
-        store. With ``same``, the store must be the previous one, or one that continues with its state.
+        immediately is returned here. Until this agent has connected once, every attempt except the first
+        decides again whether it hosts the store. With ``same``, the store must be the previous one, or one
+        that continues with its state.
         """
         self.disconnect()
         if self._supervisor is not None:

@@ -193,10 +193,9 @@ def _tell_of_more(leader: Leader) -> None:
 
 def _judged(leader: Leader, head: Head) -> round_outcome.RoundVerdict:
     """Return the verdict on the finished round. It is cached: computing it takes time proportional to the
-    number of members, and would be repeated for each of many replacement nodes that arrive one by one.
-
-    The sizes of the view's sets ``slow``, ``missing`` and ``absent`` show whether the cached verdict is
-    outdated. Until the next round, members only stop or leave, so each set only grows or only shrinks.
+    number of members, and would be repeated for each of many replacement nodes that arrive one by one. The
+    sizes of the view's sets ``slow``, ``missing`` and ``absent`` show whether the cached verdict is outdated.
+    Until the next round, members only stop or leave, so each set only grows or only shrinks.
     """
     member, view = leader.member, leader.view
     sizes = len(view.slow), len(view.missing), len(view.absent)
@@ -254,11 +253,10 @@ def _too_few(leader: Leader) -> str:
 
 
 def _form(leader: Leader, ended: Head | None, alive: list[str]) -> None:
-    """Propose the next round: send its slots, its member table and its head without waiting for replies.
-
-    Once a condition of these transactions is false, it stays false. So if one of the transactions is
-    rejected, the last, which writes the head (the state of the job), is rejected as well. Slots of a proposal
-    are ignored unless the head names the proposal.
+    """Propose the next round: send its slots, its member table and its head without waiting for replies. Once
+    a condition of these transactions is false, it stays false. So if one of the transactions is rejected, the
+    last, which writes the head (the state of the job), is rejected as well. Slots of a proposal are ignored
+    unless the head names the proposal.
     """
     member, view = leader.member, leader.view
     members = _members(view, member.rendezvous.max_nodes)
@@ -386,9 +384,7 @@ def may_grow(member: Member, view: View, head: Head) -> bool:
 
 
 def _forget_workers(member: Member, view: View, gone: set[int]) -> None:
-    """Delete the keys of lost agents' workers. These are dead: they were killed before the agents' sessions
-    ended.
-    """
+    """Delete the keys of lost agents' workers, which were killed before the agents' sessions ended."""
     keys = workers_keys(member.rendezvous, member.agent.job, member.joining.job_revision)
     for seat in (view.seats[rank] for rank in gone):
         if seat.member not in view.farewells:

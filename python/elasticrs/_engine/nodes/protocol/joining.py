@@ -313,10 +313,8 @@ def earlier_registrations(member: Member, incarnation: int) -> list[Operation]:
 
 def look_for_twin(member: Member, reply: Reply) -> None:
     """Check whether another launch on this host takes part in the job. The user may have intended two
-    independent jobs.
-
-    Tell the user only if the job is already running. Before, the other launch may just be another node of the
-    same job, started in another session.
+    independent jobs. Tell the user only if the job is already running. Before, the other launch may just be
+    another node of the same job, started in another session.
     """
     neighbors = reply.results[0]
     if member.joining.was_registered or not isinstance(neighbors, Sequence):
@@ -715,10 +713,9 @@ def aborted(member: Member, reply: Reply) -> Entry | None:
 
 
 def _unused(member: Member) -> Outcome:
-    """Return the outcome for a node that a successful job did not need, usually a spare.
-
-    Report a failure if another launch on this machine was part of the job and the number of nodes is fixed,
-    because the user has probably started two jobs that share a rendezvous, and the second one has not run.
+    """Return the outcome for a node that a successful job did not need, usually a spare. Report a failure if
+    another launch on this machine was part of the job and the number of nodes is fixed, because the user has
+    probably started two jobs that share a rendezvous, and the second one has not run.
     """
     text = "the job has succeeded without this node"
     is_fixed = member.rendezvous.min_nodes == member.rendezvous.max_nodes

@@ -114,18 +114,15 @@ class Keys:
         return [DeletePrefix(each) for each in folders]
 
     def store(self, round: int) -> str:  # noqa: A002 -- the field's own word
-        """Return the prefix of the data that the nodes of a round share.
-
-        This prefix is not below :attr:`prefix`, because leaders watch all keys there. It differs for each
-        job.
+        """Return the prefix of the data that the nodes of a round share. This prefix is not below
+        :attr:`prefix`, because leaders watch all keys there. It differs for each job.
         """
         return f"{self.prefix[:-1]}%stores/{round}/"
 
     @property
     def job_store(self) -> str:
-        """Prefix of the keys that a job's processes share across all rounds.
-
-        For workers it is below :func:`workers_scope`, because their token allows no other keys.
+        """Prefix of the keys that a job's processes share across all rounds. For workers it is below
+        :func:`workers_scope`, because their token allows no other keys.
         """
         return f"{self.prefix[:-1]}%job/"
 
@@ -697,11 +694,10 @@ _SEAT = (NAME, NAME, ADDRESS)
 
 
 def master_addr(nodes: Sequence[Node]) -> str:
-    """Return an address at which all members reach the first of ``nodes``, which are sorted by group rank.
-
-    If the user has given no address for that node, use the local address of its connection to the store,
-    because that is known to work. Use a loopback address only if all nodes are on one host, or there is no
-    other address.
+    """Return an address at which all members reach the first of ``nodes``, which are sorted by group rank. If
+    the user has given no address for that node, use the local address of its connection to the store, because
+    that is known to work. Use a loopback address only if all nodes are on one host, or there is no other
+    address.
     """
     first = nodes[0]
     if first.local_addr:

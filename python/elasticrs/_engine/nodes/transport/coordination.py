@@ -201,11 +201,10 @@ class Notice(Value):
 
 
 class ConnectionLost(Value):
-    """The session could not be opened, or was lost. No event of this session follows.
-
-    ``kind`` is ``refused``, ``unreachable``, ``timeout``, ``resolve``, ``version``, ``token``, ``not_ours``,
-    ``run``, ``closed``, ``silent``, ``slow``, ``protocol``, ``limit``, ``gone``, ``other``, ``tls`` or
-    ``denied`` (etcd), or ``cannot_host`` (rendezvous).
+    """The session could not be opened, or was lost. No event of this session follows. ``kind`` is
+    ``refused``, ``unreachable``, ``timeout``, ``resolve``, ``version``, ``token``, ``not_ours``, ``run``,
+    ``closed``, ``silent``, ``slow``, ``protocol``, ``limit``, ``gone``, ``other``, ``tls`` or ``denied``
+    (etcd), or ``cannot_host`` (rendezvous).
     """
 
     kind: str

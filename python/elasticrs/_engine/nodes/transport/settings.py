@@ -213,9 +213,7 @@ class Settings(Value):
             object.__setattr__(self, "settle", grace + 2 * self.ttl + _SETTLE_MARGIN)
 
     def adapted(self, *, grace: float, exit_barrier_timeout: float | None = None) -> Settings:
-        """Return a copy of the settings with these values, which become known only after the settings are
-        read. ``grace`` is the number of seconds that workers may take to stop.
-        """
+        """Return a copy with these times in seconds, which become known only after reading the settings."""
         values = self.fields()
         if not self.is_settle_given:
             del values["settle"]
@@ -269,10 +267,9 @@ def read_settings(
     others: tuple[str, ...] = (),
 ) -> tuple[Settings, list[str]]:
     """Check and convert the settings (text, or values of a Python program). Return them with messages to the
-    user, or raise :class:`.UsageError` with one line.
-
-    ``environ`` may contain the token and the exit barrier's timeout, in seconds like ``grace``. ``source``
-    and ``others`` (further valid keys) are for error messages.
+    user, or raise :class:`.UsageError` with one line. ``environ`` may contain the token and the exit
+    barrier's timeout, in seconds like ``grace``. ``source`` and ``others`` (further valid keys) are for error
+    messages.
     """
     for name in given:
         if name not in BY_NAME:
