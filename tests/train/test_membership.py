@@ -109,7 +109,7 @@ from elasticrs.train.rendezvous import parse
 
 member = Membership(parse("elasticrs://localhost:1/job?min_workers=2&max_workers=4", {}))
 listener, connections = socket.create_server(("127.0.0.1", 0)), Connections()
-member._round = Round(1, 0, 2, "127.0.0.1", 1, None, connections)
+member.round = Round(1, 0, 2, "127.0.0.1", 1, None, connections)
 member._thread = threading.Thread(target=member._watch)
 member._thread.start()
 """
@@ -142,7 +142,7 @@ assert waiting.seen.wait(60)
 for fd in taken:
     os.close(fd)
 print("ended", one.recv(1) == b"")
-member._round = None
+member.round = None
 member._end_thread()
 print("threads", threading.active_count())
 """
@@ -163,7 +163,7 @@ with connections.recorded():
     other, _ = listener.accept()
     member._record_stop(Stop(1, "a member is lost", fenced=True))
     is_ended = one.recv(1) == b""
-member._round = None
+member.round = None
 member._end_thread()
 print("ended", is_ended)
 print("port", listener.getsockname()[1])

@@ -44,7 +44,7 @@ def test_a_peer_that_dies_in_the_last_step_ends_the_wait(keys):
     member._changed = threading.Condition()
     step = SimpleNamespace(at=None, saves=False, done=3)
     current = SimpleNamespace(board=Board(*keys), step=step, world_size=2)
-    member._round = current
+    member.round = current
     member._await_end(current)
     assert step.at == 5
 

@@ -63,19 +63,15 @@ def convert_to_normal_tensor(tensor: torch.Tensor, orig_device: str) -> torch.Te
     return tensor.cpu() if tensor.is_cuda and orig_device == "cpu" else tensor
 
 
-def _broadcast(tensor: torch.Tensor, src: int) -> torch.Tensor:
-    sent, origin = convert_to_distributed_tensor(tensor)
-    _distributed().broadcast(sent, src)
-    return convert_to_normal_tensor(sent, origin)
-
-
 def broadcast_long(value: int, src_rank: int = 0) -> int:
     """Broadcast an integer from one worker to all workers, and return it."""
     import torch
 
     if not is_distributed_training_run():
         return value
-    return int(_broadcast(torch.tensor([value], dtype=torch.long), src_rank).item())
+    sent, _ = convert_to_distributed_tensor(torch.tensor([value], dtype=torch.long))
+    _distributed().broadcast(sent, src_rank)
+    return int(sent.item())
 
 
 def broadcast_bool(value: bool, src_rank: int = 0) -> bool:
@@ -89,9 +85,8 @@ def broadcast_float_list(float_list: Sequence[float], src_rank: int = 0) -> list
 
     if not is_distributed_training_run():
         return list(float_list)
-    length = broadcast_long(len(float_list), src_rank)
-    sent = torch.tensor(float_list if get_rank() == src_rank else [0.0] * length, dtype=torch.double)
-    received: list[float] = _broadcast(sent, src_rank).tolist()
+    sent = torch.tensor(float_list, dtype=torch.double).view(torch.uint8)
+    received: list[float] = broadcast_binary(sent, src_rank).view(torch.double).tolist()
     return received
 
 

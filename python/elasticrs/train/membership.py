@@ -95,6 +95,7 @@ class Membership:
         on_change: called first by the watching thread when a round ends. Its errors are logged.
 
     Attributes:
+        round: current round; ``None`` if there is none.
         page: memory page in which this worker shows its agent, if any, each round and the end of training.
     """
 
@@ -111,7 +112,7 @@ class Membership:
         # Keep the lock itself. Every step acquires it, which takes twice as long through the condition.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._round: Round | None = None
+        self.round: Round | None = None
         self._stop: Stop | None = None
         self._longest, self._since = _FIRST_SPAN, 0.0
         self._has_passed = False
@@ -126,13 +127,9 @@ class Membership:
     # --- the main thread ---
 
     @property
-    def round(self) -> Round | None:
-        return self._round
-
-    @property
     def is_broken(self) -> bool:
         """True if no round is running, or if the round ended before its members agreed on a last step."""
-        current, stop = self._round, self._stop
+        current, stop = self.round, self._stop
         if current is None or current.step.at == AT_ONCE:
             return True
         return stop is not None and stop.round >= current.number and not stop.planned
@@ -151,7 +148,7 @@ class Membership:
         groups.destroy()
         with self._changed:
             # From here on, the watching thread must ignore the previous round.
-            self._round = None
+            self.round = None
         if self._thread is None:
             self._is_over = False
             self._thread = threading.Thread(target=self._watch, name="elasticrs-train", daemon=True)
@@ -180,7 +177,7 @@ class Membership:
             current.board.hold(f"here/{current.rank}")
         self._since = time.monotonic()
         with self._changed:
-            self._round = current
+            self.round = current
             self._changed.notify_all()
         return current
 
@@ -202,14 +199,14 @@ class Membership:
         groups.record_further_groups(current.connections)
 
     def _joined(self) -> Round:
-        if self._round is None:
+        if self.round is None:
             raise RuntimeError("there is no round: call meet() first")
-        return self._round
+        return self.round
 
     def passed(self) -> bool:
         """Count a step. Return true if this worker must leave the round, after an agreement if necessary."""
         with self._lock:
-            current, now = self._round, time.monotonic()
+            current, now = self.round, time.monotonic()
             if current is None:
                 return True
             step = current.step
@@ -228,7 +225,7 @@ class Membership:
         Return false at once if all connections are open, unless groups are being created (``is_meeting``).
         Otherwise, wait until the store has reported a loss, because a lease may have to expire first.
         """
-        current = self._round
+        current = self.round
         if current is None:
             return True
         timeout = _NEWS_TIMEOUT
@@ -242,7 +239,7 @@ class Membership:
 
     def ask_for_round(self, reason: str, *, saves: bool) -> None:
         """Ask all workers to leave the round after an agreed step, maybe to save first. Log ``reason``."""
-        current = self._round
+        current = self.round
         if current is None:
             return
         if saves:
@@ -267,33 +264,33 @@ class Membership:
     def has_left_as_agreed(self) -> bool:
         """True if this worker has just completed the step after which all workers leave the round."""
         with self._lock:
-            current = self._round
+            current = self.round
             return current is not None and bool(current.step.at) and current.step.at == current.step.done
 
     @property
     def saves(self) -> bool:
         """True if all workers must save a checkpoint now, before they leave the round."""
         with self._lock:
-            current = self._round
+            current = self.round
             return self.has_left_as_agreed and current is not None and current.step.saves
 
     def wait_for_others(self) -> None:
         """Wait up to 5 s until all living workers have left this round. They may still read from this one."""
-        current = self._round
+        current = self.round
         if current is not None:
             with suppress(DistError):
                 _wait_for_all(current)
 
     def announce_end(self) -> None:
         """Announce that this worker has finished training. The others stop after the same number of steps."""
-        current = self._round
+        current = self.round
         if current is not None:
             with suppress(DistError):
                 current.board.compare_set("done", "", str(current.step.done))
 
     def keep_final_state(self, content: memoryview | None, *, in_checkpoint: bool) -> None:
         """Publish the final state for workers that start later. See :meth:`.Coordinator.keep_final_state`."""
-        current = self._round
+        current = self.round
         if current is None:
             return
         near = current.master_addr, current.master_port
@@ -324,26 +321,22 @@ class Membership:
 
     def leave(self) -> None:
         """Leave the job at once. The other workers abort their current step and continue."""
-        self._leave()
-        groups.destroy()
-
-    def _leave(self) -> None:
         has_left = self.has_left_as_agreed
         with self._changed:
-            current, self._round = self._round, None
+            current, self.round = self.round, None
         if current is not None and not has_left:
             with suppress(DistError):
                 current.board.set("gone", "")
-        if self._thread is None:
-            return
-        self._handler.leave()
-        # This new thread runs until the store has recorded that this worker has left. If this process hosts
-        # the store, the thread also waits until the other workers no longer need the store.
-        farewell = threading.Thread(target=self._farewell, name="elasticrs-farewell", daemon=True)
-        farewell.start()
-        if has_left:
-            # Wait, because this process is about to exit and would kill the thread.
-            farewell.join(_END_TIMEOUT)
+        if self._thread is not None:
+            self._handler.leave()
+            # This new thread runs until the store has recorded that this worker has left. If this process
+            # hosts the store, the thread also waits until the other workers no longer need the store.
+            farewell = threading.Thread(target=self._farewell, name="elasticrs-farewell", daemon=True)
+            farewell.start()
+            if has_left:
+                # Wait, because this process is about to exit and would kill the thread.
+                farewell.join(_END_TIMEOUT)
+        groups.destroy()
 
     def _farewell(self) -> None:
         with suppress(RendezvousError):
@@ -359,7 +352,7 @@ class Membership:
         """
         self._finish()
         with self._changed:
-            current, self._round = self._round, None
+            current, self.round = self.round, None
         if current is not None:
             with suppress(DistError):
                 _wait_for_all(current)
@@ -408,7 +401,7 @@ class Membership:
                 self._break_off(current)
 
     def _due(self, last: int) -> tuple[Round, Stop] | None:
-        current, stop = self._round, self._stop
+        current, stop = self.round, self._stop
         if current is None or stop is None or not last < current.number <= stop.round:
             return None
         return current, stop
@@ -426,7 +419,7 @@ class Membership:
         self._break_off(current)
 
     def _is_in(self, current: Round) -> bool:
-        return self._round is current
+        return self.round is current
 
     def _set_leave_step(self, current: Round, at: int, *, saves: bool = False) -> None:
         with self._changed:
@@ -566,7 +559,7 @@ _members: list[Membership] = []
 def _after_fork_in_child() -> None:
     while _members:
         member = _members.pop()
-        current, member._round = member._round, None
+        current, member.round = member.round, None
         connections = current.connections if current is not None else Connections()
         ports = member._ports | ({current.master_port} if current is not None else set())
         connections.leave_to_parent(ports)
