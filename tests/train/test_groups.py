@@ -121,15 +121,6 @@ def test_a_listener_stays_open_after_shut():
     close(listener, one, other, late, accepted, idle, datagrams)
 
 
-def test_connections_can_be_shut_while_the_group_is_being_created():
-    connections = Connections()
-    with connections.recorded():
-        listener, one, other = pair()
-        connections.shut()
-        assert one.recv(1) == b""
-    close(listener, one, other)
-
-
 def test_shutting_a_connection_wakes_a_reading_thread():
     connections = Connections()
     with connections.recorded():

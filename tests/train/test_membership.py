@@ -200,18 +200,10 @@ def test_an_etcd_url_in_torchelastic_0_1_format_is_parsed():
     assert found.settings.join_timeout == 60
 
 
-def test_the_token_comes_from_the_environment():
-    found = parse("elasticrs://localhost:1/j?min_workers=1", {"ELASTICRS_TOKEN": "secret"})
-    assert found.rendezvous.settings.token == b"secret"
-
-
-def test_a_worker_of_an_agent_never_hosts_the_store():
-    found = parse("elasticrs://localhost:1/j?min_workers=1&is_host=1", {}, may_host=False)
-    assert found.rendezvous.settings.is_host is False
-
-
-def test_the_smaller_maximum_number_of_workers_applies():
-    assert parse("elasticrs://h:1/j?min_workers=1&max_workers=8", {}, 4).rendezvous.max_nodes == 4
+def test_parse_limits_a_url_to_what_its_caller_allows():
+    url = "elasticrs://localhost:1/j?min_workers=1&max_workers=8&is_host=1"
+    found = parse(url, {"ELASTICRS_TOKEN": "secret"}, 4, may_host=False).rendezvous
+    assert (found.max_nodes, found.settings.token, found.settings.is_host) == (4, b"secret", False)
 
 
 @pytest.mark.parametrize(

@@ -152,116 +152,108 @@ def test_invalid_fault_injection_settings_are_refused(arguments, message):
         fault_injection.start_fault_injection_thread(*arguments)
 
 
-SAVES = """
-import io, logging, sys
+KEPT = """
+import io, logging, os, sys
 from fractions import Fraction
+import torch
 
 logging.basicConfig(format="%(message)s", stream=sys.stdout)
-if sys.argv[1] == "old":
+if sys.argv[1:] == ["old"]:
     import elasticrs.alias
     elasticrs.alias.activate()
     from torchelastic import State
 else:
     from elasticrs.train import State
 
-class Counter(State):
-    def __init__(self, count):
-        self.count = count
+class Kept(State):
+    def __init__(self, value=None):
+        self.value = value
 
-    def sync(self, world_size, rank):
-        pass
+    def sync(self, *_):
+        raise AssertionError("not called")
 
     def state_dict(self):
-        return {"count": self.count}
+        return {"value": self.value}
 
     def load_state_dict(self, content):
-        self.count = content["count"]
+        self.value = content["value"]
 
-class OldCounter(Counter):
+class OldKept(Kept):
     state_dict, load_state_dict = State.state_dict, State.load_state_dict
-    capture_snapshot, apply_snapshot = Counter.state_dict, Counter.load_state_dict
+    capture_snapshot, apply_snapshot = Kept.state_dict, Kept.load_state_dict
 
-def copy(state):
-    stream, loaded = io.BytesIO(), type(state)(0)
+def saved(state):
+    stream = io.BytesIO()
     state.save(stream)
     stream.seek(0)
-    loaded.load(stream)
-    return loaded.count
+    return stream
 
-print(copy(Counter(4)))
+def copy(state):
+    loaded = type(state)()
+    loaded.load(saved(state))
+    return loaded.value
+"""
+
+SAVES = """
+print(copy(Kept(4)))
 if sys.argv[1] == "fraction":
-    print(copy(Counter(Fraction(1, 3))))
+    print(copy(Kept(Fraction(1, 3))))
 try:
-    print(copy(OldCounter(5)))
+    print(copy(OldKept(5)))
 except NotImplementedError as error:
     print(error)
-Counter.state_dict = Counter.capture_snapshot
+Kept.state_dict = Kept.capture_snapshot
 try:
-    copy(Counter(4))
+    copy(Kept(4))
 except TypeError as error:
     print(error)
 """
 
-NOTHING = "the state Counter has nothing to save: its state_dict is None"
+NOTHING = "the state Kept has nothing to save: its state_dict is None"
 
 
 @pytest.mark.torch
 @pytest.mark.parametrize(
     ("which", "expected"),
     [
-        ("new", ["4", "OldCounter has no state_dict", NOTHING]),
+        ("new", ["4", "OldKept has no state_dict", NOTHING]),
         # An old program has no `state_dict`, so its snapshot is saved, as in torchelastic 0.1.
         ("old", ["4", "5", NOTHING]),
     ],
 )
 def test_states_are_saved_and_loaded(torch_programs, which, expected):
-    assert saves(torch_programs, which) == expected
+    assert torch_programs.checked(KEPT + SAVES, which).splitlines() == expected
 
 
 @pytest.mark.torch
 def test_a_state_that_needs_unpickling_is_loaded_with_a_warning(torch_programs):
-    first, warning, second, *_ = saves(torch_programs, "fraction")
+    first, warning, second, *_ = torch_programs.checked(KEPT + SAVES, "fraction").splitlines()
     assert (first, second) == ("4", "1/3")
     assert "unpickled" in warning
 
 
 LOADS_FROM_A_PEER = """
-import io, os, sys
-import torch
-from elasticrs.train import State
 from elasticrs.train.state import load_from_peer
-
-class Plain(State):
-    found = None
-    def sync(self, *_): ...
-    def state_dict(self): return {"weights": torch.ones(2)}
-    def load_state_dict(self, content): self.found = content
 
 class Evil:
     def __reduce__(self):
         return os.mkdir, (sys.argv[1],)
 
-def stream_of(content):
-    stream = io.BytesIO()
-    torch.save(content, stream)
-    stream.seek(0)
-    return stream
-
-state = Plain()
-load_from_peer(state, stream_of(state.state_dict()), is_protected=False)
-print(state.found["weights"].tolist())
+state = Kept()
+load_from_peer(state, saved(Kept(torch.ones(2))), is_protected=False)
+print(state.value.tolist())
 try:
-    load_from_peer(state, stream_of(Evil()), is_protected=False)
+    load_from_peer(state, saved(Kept(Evil())), is_protected=False)
 except Exception as error:
     print(type(error).__name__, "ELASTICRS_TOKEN" in str(error), os.path.exists(sys.argv[1]))
-load_from_peer(state, stream_of(Evil()), is_protected=True)
+load_from_peer(state, saved(Kept(Evil())), is_protected=True)
 print(os.path.exists(sys.argv[1]))
 """
 
 
 @pytest.mark.torch
 def test_a_state_of_a_peer_runs_code_only_if_the_store_needs_a_token(torch_programs, tmp_path):
-    said = torch_programs.checked(LOADS_FROM_A_PEER, str(tmp_path / "made")).splitlines()
+    said = torch_programs.checked(KEPT + LOADS_FROM_A_PEER, str(tmp_path / "made")).splitlines()
     assert said[0] == "[1.0, 1.0]"
     assert "UnpicklingError True False" in said
     assert said[-1] == "True"
@@ -278,10 +270,6 @@ def test_a_state_of_a_peer_runs_code_only_if_the_store_needs_a_token(torch_progr
 )
 def test_the_launcher_does_not_retry_what_the_program_marks(error, is_retryable):
     assert failure_facts(error)["is_retryable"] == is_retryable
-
-
-def saves(programs, which):
-    return programs.checked(SAVES, which).splitlines()
 
 
 def test_rendezvous_parameters_are_combined_into_a_url():
@@ -310,34 +298,20 @@ def test_a_state_with_snapshots_but_no_apply_snapshot_is_refused():
 
 
 OTHER_GPU = """
-import io, torch
-from elasticrs.train import State
-
-class Weights(State):
-    def __init__(self, weights=None):
-        self.weights = weights
-    def sync(self, *_):
-        raise AssertionError("not called")
-    def state_dict(self):
-        return {"weights": self.weights}
-    def load_state_dict(self, content):
-        self.weights = content["weights"]
-
-stream, tag = io.BytesIO(), torch.serialization.location_tag
+tag = torch.serialization.location_tag
 # What a rank with another GPU would write: the name of that GPU as the place of the tensors.
 torch.serialization.location_tag = lambda _storage: "cuda:3"
-Weights(torch.ones(2)).save(stream)
+stream = saved(Kept(torch.ones(2)))
 torch.serialization.location_tag = tag
-stream.seek(0)
-loaded = Weights()
+loaded = Kept()
 loaded.load(stream)
-print(loaded.weights.tolist(), loaded.weights.device)
+print(loaded.value.tolist(), loaded.value.device)
 """
 
 
 @pytest.mark.torch
 def test_gpu_tensors_of_another_rank_are_loaded_on_a_device_of_this_rank(torch_programs):
-    done = torch_programs.run(OTHER_GPU)
+    done = torch_programs.run(KEPT + OTHER_GPU)
     device = "cuda:0" if "cuda:0" in done.stdout else "cpu"
     assert done.stdout == f"[1.0, 1.0] {device}\n", done.stderr
 
