@@ -359,6 +359,10 @@ _kept: list[Any] = []
 """In a forked child, its copies of its parent's groups. A destructor would wait for threads of the parent."""
 
 
+forks = 0
+"""Number of forks between the process that first called :func:`refuse_in_forked_children` and this one."""
+
+
 def not_a_worker(worker: int) -> str:
     """Return the error message for a forked child of ``worker``, a pid, that tries to act as a worker."""
     return f"this process was forked from worker {worker} during the training, so it is not a worker"
@@ -371,6 +375,8 @@ def refuse_in_forked_children() -> None:
 
 
 def _refuse() -> None:
+    global forks  # noqa: PLW0603 -- of this process
+    forks += 1
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     group = None if c10d is None else c10d.GroupMember.WORLD
     if group is None or group in _kept:

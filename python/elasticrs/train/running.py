@@ -140,7 +140,8 @@ class _Run:
         self._steps: Any = None
         self._snapshot: Any = _NOTHING
         self._error: Exception | None = None
-        self._pid = os.getpid()
+        # A system call in each step would take longer than the rest of the loop.
+        self._pid, self._forks = os.getpid(), groups.forks
         self._checkpoints: CheckpointSaver | None = None
         self._is_meeting = self._is_loaded = self._is_measured = False
         # Progress of this worker in the current round, which it sends at the start of the next round.
@@ -180,7 +181,7 @@ class _Run:
         except BaseException as error:
             # Leave the job even on an interrupt, because if the program caught it, the others would wait
             # for this worker. But a forked child must not leave, because its parent is still in the job.
-            if self._pid == os.getpid():
+            if self._forks == groups.forks:
                 self._plain.leave()
             if isinstance(error, SystemExit) and not error.code:
                 # Do not exit with code 0, because to the agent, that would mean that the worker has finished.
@@ -353,17 +354,26 @@ class _Run:
         coordinator = self._coordinator
         self._snapshot = _NOTHING
         try:
-            if self._pid != os.getpid():
+            if self._forks != groups.forks:
                 raise CannotContinueError(groups.not_a_worker(self._pid))
             if coordinator.should_stop_training():
                 return Event.ENDED
             self._snapshot = self._state.capture_snapshot()
-            began = time.perf_counter()
+            began = time.perf_counter() if self._is_measured else 0.0
             result: Any = next(self._steps, _END)
             if result is _END:
                 coordinator.announce_end()
                 return Event.OUT_OF_DATA
-            stats = self._stats_of(result)
+            is_pair = isinstance(result, tuple) and len(result) == 2
+            if not is_pair or not (self._is_generator or isinstance(result[0], State)):
+                origin = "train_step_gen yielded" if self._is_generator else "train_step returned"
+                raise TypeError(f"{origin} {result!r}, expected (state, worker_stats)")
+            stats = result[1]
+            if stats is not None and not isinstance(stats, WorkerStats):
+                raise TypeError(f"worker_stats: got {stats!r}, expected a WorkerStats or None")
+            if not self._is_generator:
+                # A generator has changed the state in place, so the state that it yields is ignored.
+                self._state = result[0]
             self._is_stored = False
             self._vote.next_step += 1
             if self._is_measured:
@@ -377,20 +387,6 @@ class _Run:
             return state_machine.STEPPED
         except Exception as error:
             return self._judge(error)
-
-    def _stats_of(self, result: Any) -> WorkerStats | None:
-        """Return the statistics of a step. Keep the state that a ``train_step`` returned."""
-        # A generator has changed the state in place, so the state that it yields is ignored.
-        is_pair = isinstance(result, tuple) and len(result) == 2
-        if not is_pair or not (self._is_generator or isinstance(result[0], State)):
-            origin = "train_step_gen yielded" if self._is_generator else "train_step returned"
-            raise TypeError(f"{origin} {result!r}, expected (state, worker_stats)")
-        new, stats = result
-        if stats is not None and not isinstance(stats, WorkerStats):
-            raise TypeError(f"worker_stats: got {stats!r}, expected a WorkerStats or None")
-        if not self._is_generator:
-            self._state = new
-        return stats
 
     def _save_if_due(self, checkpoints: CheckpointSaver) -> bool | None:
         # Call both methods on every worker, because each may count its calls.
@@ -424,7 +420,7 @@ class _Run:
         self._signals.end_process()
 
     def _judge(self, error: Exception) -> Event:
-        if self._pid != os.getpid():
+        if self._forks != groups.forks:
             # This process is a forked child, which must not use the parent's coordinator.
             self._error = (
                 error
