@@ -262,16 +262,12 @@ class JobSpec(Record, WorkerSettings):
         first, longest = delays(self.restart_delay)
         # If single workers are replaced, exclude no node, because an excluded node would have to stop its
         # healthy workers, too.
-        most = None if self.replaces_workers else self.max_excluded_nodes
+        most = None if self.on_failure == "replace" else self.max_excluded_nodes
         return RestartSettings(int(self.max_restarts), window, first, longest, self.max_same_failures, most)
 
     @property
     def fatal_codes(self) -> frozenset[int]:
         return exit_codes(self.fatal_exit_codes)
-
-    @property
-    def replaces_workers(self) -> bool:
-        return self.on_failure == "replace"
 
 
 def random_run_id() -> str:

@@ -119,14 +119,14 @@ def make_decisions(job: JobSpec, console: Console) -> Decisions:
 
         return HandlerNodes(job, job.make_handler, console)
     if job.rendezvous is None:
-        if job.replaces_workers:
+        if job.on_failure == "replace":
             from elasticrs._engine.supervise.decide.member_workers import MemberWorkers
 
             return MemberWorkers(job)
         from elasticrs._engine.supervise.decide.decisions import OneNode
 
         return OneNode(job)
-    if job.replaces_workers:
+    if job.on_failure == "replace":
         from elasticrs._engine.supervise.decide.member_nodes import MemberNodes
 
         return MemberNodes(job, job.rendezvous, console)

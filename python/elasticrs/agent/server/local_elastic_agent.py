@@ -178,7 +178,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         group = self._worker_group
         handler: Any = group.spec.rdzv_handler
         job = self._job(self._rendezvous_settings())
-        if job.make_handler is not None and job.replaces_workers:
+        if job.make_handler is not None and job.on_failure == "replace":
             why = defaults.why_not_replaceable(back_end=f"rdzv_backend {job.rdzv_backend}")
             raise ValueError(f"on_failure: got 'replace', but {why}")
         if job.is_multi_node and handler.is_closed():

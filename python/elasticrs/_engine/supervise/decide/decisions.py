@@ -136,7 +136,7 @@ class OneAgent(Decisions):
     def __init__(self, job: JobSpec) -> None:
         self._job = job
         self._state = machine.AgentState(
-            job.restart_settings, job.shutdown_timeout, replaces=job.replaces_workers
+            job.restart_settings, job.shutdown_timeout, replaces=job.on_failure == "replace"
         )
         self._attempt: Attempt | None = None
 

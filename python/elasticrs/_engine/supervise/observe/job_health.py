@@ -196,7 +196,7 @@ class HealthObserver(Observer):
         if failed is not None and failed.first_failure is not None:
             self._native.recovered((self._attempt.stamps["started"] - failed.failed_ns) / 1e9)
         self._native.enter("productive")
-        if not self._job.replaces_workers:
+        if self._job.on_failure != "replace":
             # With `--on-failure replace`, the workers' rendezvous assigns the ranks.
             first = self._attempt.plan.ranks[0]
             placed = first.group_rank, first.world_size

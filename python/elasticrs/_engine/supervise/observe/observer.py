@@ -262,7 +262,7 @@ class TerminalReporter(Observer):
         """Return text about the number of rounds that started because nodes joined or left. Rounds that
         started because of a failure do not count.
         """
-        if not self._job.is_multi_node or self._job.replaces_workers:
+        if not self._job.is_multi_node or self._job.on_failure == "replace":
             return ""
         last = self._result.attempts[-1]
         count = last.round - 1 - last.restarts

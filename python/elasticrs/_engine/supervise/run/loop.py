@@ -244,7 +244,7 @@ class Agent:
         return max(0.0, left)
 
     def _open_checkpoints(self) -> None:
-        if self._job.replaces_workers:
+        if self._job.on_failure == "replace":
             from elasticrs._engine.supervise.observe.slow_workers import SlowWorkerCheck
             from elasticrs._engine.supervise.run.checkpoint_requests import CheckpointRequests
 

@@ -87,7 +87,7 @@ class AttemptTracker:
         self._workers = workers
         self._console = console
         self._owns_process = owns_process
-        self._replaces = job.replaces_workers
+        self._replaces = job.on_failure == "replace"
         self._restarts = 0
         self._is_generous = False
         self._passed = PassedSignals(self._forward, console.say)

@@ -193,7 +193,7 @@ def watch_hangs(setup: WorkerSetup, supervisor: _core.Supervisor, least: float =
         startup=_enough(job.hang_startup_timeout),
         exit_limit=_enough(job.hang_exit_timeout or None),
         least=_enough(shortest),
-        stop_delay=_STOP_DELAY if job.is_multi_node and not job.replaces_workers else 0.0,
+        stop_delay=_STOP_DELAY if job.is_multi_node and job.on_failure != "replace" else 0.0,
     )
 
 
@@ -226,7 +226,7 @@ def prepare_group(
         stop_scope=job.stop_scope,
         linger=job.linger,
         keep_ignored=setup.keep_ignored,
-        replaces=job.replaces_workers,
+        replaces=job.on_failure == "replace",
     )
     streams = _streams(setup, attempt)
     if streams:
