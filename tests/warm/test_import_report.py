@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from elasticrs._engine.supervise.run.warming import Warming
 from elasticrs._engine.workers.warm import import_report
-from elasticrs._engine.workers.warm.import_report import TOUCHED, LeftOut, Ready, Report, remember, stamp
+from elasticrs._engine.workers.warm.import_report import TOUCHED, LeftOut, Ready, Report, Sources, stamp
 
 
 class Reports:
@@ -119,7 +119,7 @@ RECORDS = st.dictionaries(st.sampled_from(NAMES), JSON, max_size=3)
 def test_arbitrary_report_content_gives_only_printable_text(records, junk):
     found = import_report.read(lines(records) + junk)
     if found.ready is not None:
-        remember(found.ready.stamps, found.ready.prefixes, found.imported).changes()
+        Sources(found.ready.stamps, found.ready.prefixes, found.imported).changes()
     shown = [line for one in found.left_out for line in (one.name, one.why, *one.traceback)]
     assert all(line.isprintable() for line in (*shown, found.importing or "", *found.imported))
 
@@ -182,7 +182,7 @@ FILES = (
 def look_at(tree):
     files = [str(tree / name) for name in FILES]
     prefixes = [str(tree / name) for name in ("lib/python3", SITE, "lib/no-such-folder")]
-    return remember({path: stamp(path) for path in (*files, *prefixes)}, prefixes, ["json", "torch.nn"])
+    return Sources({path: stamp(path) for path in (*files, *prefixes)}, prefixes, ["json", "torch.nn"])
 
 
 def later(path):
@@ -263,7 +263,7 @@ PATHS = ("/a", "/b", "/lib/c", "/lib/d", "/lib")
 def test_all_files_that_differ_are_reported(before, changes):
     now = {**before, **changes}
     with patch(STAMP, before.__getitem__):
-        sources = remember(before, ["/lib"], [])
+        sources = Sources(before, ["/lib"], [])
     with patch(STAMP, now.get):
         found = sources.changes()
     # Files are compared in the order in which they were recorded, the user's files first.
@@ -276,7 +276,7 @@ def test_all_files_that_differ_are_reported(before, changes):
 def test_an_installed_file_that_changed_during_the_import_is_reported(tree):
     path = tree / SITE / "torch/__init__.py"
     stamps = {str(path): (TOUCHED, path.stat().st_size), str(tree / SITE): stamp(str(tree / SITE))}
-    found = remember(stamps, [str(tree / SITE)], ["torch"])
+    found = Sources(stamps, [str(tree / SITE)], ["torch"])
     assert found.changes() == {str(path): stamp(str(path))}
 
 

@@ -161,11 +161,7 @@ def virtual_local_rank(local_rank: int, inherited: Mapping[str, str]) -> dict[st
     """Return the variables that make a worker see only one GPU and use local rank 0, as in torch. Raise
     ``ValueError`` if the agent itself sees too few GPUs for a worker with this local rank.
     """
-    names = ["CUDA_VISIBLE_DEVICES"]
-    source = names[0]
-    if inherited.get("HIP_VISIBLE_DEVICES"):
-        source = "HIP_VISIBLE_DEVICES"
-        names.append(source)
+    source = "HIP_VISIBLE_DEVICES" if inherited.get("HIP_VISIBLE_DEVICES") else "CUDA_VISIBLE_DEVICES"
     visible = inherited.get(source)
     device = str(local_rank)
     if visible is not None:
@@ -173,7 +169,7 @@ def virtual_local_rank(local_rank: int, inherited: Mapping[str, str]) -> dict[st
         if local_rank >= len(devices):
             raise ValueError(f"local_rank {local_rank} exceeds available GPUs in {source}={visible}")
         device = devices[local_rank].strip()
-    return {"LOCAL_RANK": "0", **dict.fromkeys(names, device)}
+    return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": device, source: device}
 
 
 def inherited_environment() -> dict[str, str]:

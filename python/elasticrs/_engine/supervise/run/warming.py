@@ -14,14 +14,13 @@ import os
 from elasticrs._engine.job import phrases
 from elasticrs._engine.process.background_call import FileAccess
 from elasticrs._engine.workers.warm import import_report
-from elasticrs._engine.workers.warm.import_report import Report
+from elasticrs._engine.workers.warm.import_report import Report, Sources
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from elasticrs._core import Supervisor, Warmed
-    from elasticrs._engine.workers.warm.import_report import Sources
 
 
 _PATIENCE = 0.5
@@ -66,9 +65,7 @@ class Warming:
                 self._say_all(found.failed[1])
         elif found.ready is not None:
             ready, imported = found.ready, found.imported
-            self._sources = self._files.run(
-                lambda: import_report.remember(ready.stamps, ready.prefixes, imported), None
-            )
+            self._sources = self._files.run(lambda: Sources(ready.stamps, ready.prefixes, imported), None)
             self._limit_touched(import_report.touched(ready.stamps))
 
     def _limit_touched(self, touched: Sequence[str]) -> None:

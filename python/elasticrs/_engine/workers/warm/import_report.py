@@ -137,14 +137,27 @@ def _shown(name: str) -> str:
 
 
 class Sources:
-    """Times and sizes of files, to detect changes: of the user's ``own`` modules, of ``installed`` modules,
-    and of ``signs``, which are files and folders that every installation changes.
+    """Times and sizes of files, recorded to detect later changes: of the user's ``own`` modules, of
+    ``installed`` modules, and of ``signs``, which are files and folders that every installation changes.
+
+    ``stamps`` are the times and sizes that the nursery reported, ``prefixes`` the folders of installed
+    modules, ``names`` the imported modules.
     """
 
-    def __init__(
-        self, own: Mapping[str, Stamp], installed: Mapping[str, Stamp], signs: Mapping[str, Stamp]
-    ) -> None:
-        self.own, self.installed, self.signs = own, installed, signs
+    def __init__(self, stamps: Mapping[str, Stamp], prefixes: Iterable[str], names: Iterable[str]) -> None:
+        folders = [prefix.rstrip(os.sep) for prefix in dict.fromkeys(prefixes)]
+        inside = tuple(folder + os.sep for folder in folders)
+        files = {path: found for path, found in stamps.items() if path.rstrip(os.sep) not in folders}
+        # Check the files that changed during the imports in each call, because `signs` may be newer than the
+        # imports.
+        always = touched(files)
+        self.installed = {
+            path: found for path, found in files.items() if path.startswith(inside) and path not in always
+        }
+        self.own = {path: found for path, found in files.items() if path not in self.installed}
+        tops = {name.partition(".")[0].lower() for name in names}
+        signs = [*folders, *_package_records(folders, tops)]
+        self.signs = {path: stamps[path] if path in stamps else stamp(path) for path in signs}
 
     def changes(self) -> dict[str, Stamp]:
         """Return the changed files with their current stamps, the user's own files first."""
@@ -158,25 +171,6 @@ class Sources:
                 self.signs = signs
             changes |= installed
         return changes
-
-
-def remember(stamps: Mapping[str, Stamp], prefixes: Iterable[str], names: Iterable[str]) -> Sources:
-    """Record the times and sizes of these files, so that later changes can be detected."""
-    folders = [prefix.rstrip(os.sep) for prefix in dict.fromkeys(prefixes)]
-    inside = tuple(folder + os.sep for folder in folders)
-    files = {path: found for path, found in stamps.items() if path.rstrip(os.sep) not in folders}
-    # Check the files that changed during the imports in each call, because `signs` may be newer than the
-    # imports.
-    always = touched(files)
-    installed = {
-        path: found for path, found in files.items() if path.startswith(inside) and path not in always
-    }
-    own = {path: found for path, found in files.items() if path not in installed}
-    signs = {folder: stamps[folder] if folder in stamps else stamp(folder) for folder in folders}
-    tops = {name.partition(".")[0].lower() for name in names}
-    return Sources(
-        own, installed, {**signs, **{path: stamp(path) for path in _package_records(folders, tops)}}
-    )
 
 
 def touched(stamps: Mapping[str, Stamp]) -> list[str]:
