@@ -1,4 +1,4 @@
 """Code that runs in workers and in the nurseries that fork them, without being imported by the script.
 
-:mod:`.environment` sets the environment variables of these programs.
+``workers/plan.py`` sets the environment variables of these programs.
 """

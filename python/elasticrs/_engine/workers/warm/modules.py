@@ -151,10 +151,9 @@ def _of_source(entry: Entry) -> Preload:
         )
     lazy: list[str] = []
     if any(_top(name) == "torch" for name in plan.modules):
-        text = b"\n".join(plan.sources)
-        found = [name for words, name in LAZY if any(word in text for word in words)]
+        found = [name for words, name in LAZY if any(word in plan.text for word in words)]
         lazy = [name for name in found if name not in plan.modules]
-    if lazy and (why := why_not_lazily(plan.sources, {step.partition("=")[0] for step in plan.steps})):
+    if lazy and (why := _why_not_lazily(plan.text, {step.partition("=")[0] for step in plan.steps})):
         remarks.append(f"{_listed(lazy)} is imported by each worker, because the source {why}")
         lazy = []
     return Preload((*plan.steps, *lazy), remarks=tuple(remarks), folders=plan.folders)
@@ -180,8 +179,9 @@ class _Plan:
         self.left_out: dict[str, None] = {}
 
     @property
-    def sources(self) -> list[bytes]:
-        return list(self._sources.values())
+    def text(self) -> bytes:
+        """All sources that were read."""
+        return b"\n".join(self._sources.values())
 
     def read_entry(self) -> None:
         """Read the sources. Raise ``OSError`` or :data:`_CANNOT_PARSE` if the script itself cannot be read or
@@ -279,20 +279,21 @@ def _read(path: str) -> bytes:
         return file.read()
 
 
-def why_not_lazily(sources: Sequence[bytes], known: AbstractSet[str]) -> str | None:
-    """Return why the modules in :data:`LAZY` cannot be preloaded; ``None`` if they can be. These modules read
-    environment variables. Without preloading, functions of the program may set the variables first. The
-    variables in ``known`` are no reason, because the preloading process sets them itself.
+def _why_not_lazily(text: bytes, known: AbstractSet[str]) -> str | None:
+    """Return why the modules in :data:`LAZY` cannot be preloaded; ``None`` if they can be.
+
+    These modules read environment variables. Without preloading, functions of the program may set the
+    variables first. The variables in ``known`` are no reason, because the preloading process sets them
+    itself.
     """
     import re
 
-    for source in sources:
-        for word in _SETS_ANY:
-            if word in source:
-                return f"mentions {word.decode()}, which may set variables that it reads when it is imported"
-        for found in re.findall(_READ_LAZILY, source):
-            if found.decode() not in known:
-                return f"mentions {found.decode()}, which it may read when it is imported"
+    for word in _SETS_ANY:
+        if word in text:
+            return f"mentions {word.decode()}, which may set variables that it reads when it is imported"
+    for found in re.findall(_READ_LAZILY, text):
+        if found.decode() not in known:
+            return f"mentions {found.decode()}, which it may read when it is imported"
     return None
 
 
