@@ -119,6 +119,11 @@ class Decisions(ABC):
         """
         raise RuntimeError("plans come with the rounds")
 
+    def _set_plan(self, plan: Plan, open_store: Callable[[], Store] | None = None) -> None:
+        self.plan = plan
+        if self.planned is not None:
+            self.planned(plan, open_store)
+
     def release_plan(self) -> None:
         plan, self.plan = self.plan, None
         if plan is not None:
@@ -175,11 +180,9 @@ class OneNode(OneAgent):
     def next_plan(self, supervisor: _core.Supervisor) -> machine.Event | None:
         self.release_plan()
         try:
-            self.plan = plan = plan_one_node(self._job, supervisor)
+            self._set_plan(plan_one_node(self._job, supervisor))
         except OSError as error:
             return machine.RendezvousFailed(f"cannot reserve a port for the workers: {error}")
-        if self.planned is not None:
-            self.planned(plan, None)
         return machine.RendezvousCompleted()
 
 

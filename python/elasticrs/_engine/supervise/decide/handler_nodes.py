@@ -166,10 +166,9 @@ class HandlerNodes(OneAgent):
             port = StorePort(is_served=False)
         number = bootstrap.master_port if port is None else port.number
         workers = ranks.workers(self._share)
-        self.plan = plan = Plan(workers, address, number, port, use_agent_store=use_agent_store)
-        if self.planned is not None:
-            store = self._info.store
-            self.planned(plan, lambda: store)
+        store = self._info.store
+        plan = Plan(workers, address, number, port, use_agent_store=use_agent_store)
+        self._set_plan(plan, lambda: store)
         if ranks.group_world_size > 1:
             self._console.group_rank = ranks.group_rank
         return self.step(machine.RendezvousCompleted())

@@ -205,12 +205,11 @@ class MemberNodes(SeveralNodes):
         begun, driver, job = self._begun, self._require_driver(), self._job
         assert begun is not None
         ranks = begun.ranks.workers(NodeShare(job.role, job.nproc))
-        self.plan = plan = Plan(ranks, begun.master_addr, begun.master_port, use_agent_store=True)
+        plan = Plan(ranks, begun.master_addr, begun.master_port, use_agent_store=True)
         workers = among_workers(self._rendezvous, job)
         plan.variables = variables_of_members(workers, driver.store, driver.job_number)
         plan.members, plan.member_prefix = self._members, workers_of(driver.agent)
-        if self.planned is not None:
-            self.planned(plan, partial(driver.store.open_shared_store, begun.round))
+        self._set_plan(plan, partial(driver.store.open_shared_store, begun.round))
 
     def _finish(self) -> list[machine.Action]:
         ended = self._ended

@@ -47,23 +47,22 @@ class MemberWorkers(OneNode):
     def __init__(self, job: JobSpec) -> None:
         super().__init__(job)
         self._rendezvous = among_workers(_alone(job), job)
-        self._begin: machine.Event | None = None
         self._store: RendezvousStore | None = None
         self._variables: dict[str, str] = {}
         self._members: dict[int, str] = {}
         self._trouble: str | None = None
 
-    def open(self, supervisor: _core.Supervisor) -> None:
-        """Resolve the host names on another thread, because name servers may be slow."""
-        super().open(supervisor)
-        self._ask(partial(decide_hosting, self._rendezvous, SystemResolver()), self._host)
-
-    def step(self, event: machine.Event) -> list[machine.Action]:
-        if isinstance(event, machine.Begin) and self._store is None:
-            # Continue once the host names have been resolved.
-            self._begin = event
-            return []
-        return super().step(event)
+    def next_plan(self, supervisor: _core.Supervisor) -> machine.Event | None:
+        if self._store is None:
+            # Resolve the host names on another thread, because name servers may be slow.
+            self._ask(partial(decide_hosting, self._rendezvous, SystemResolver()), self._host)
+            return None
+        if self._trouble is not None:
+            return machine.RendezvousFailed(self._trouble)
+        event = super().next_plan(supervisor)
+        if self.plan is not None:
+            self.plan.variables, self.plan.members = self._variables, self._members
+        return event
 
     def _host(self, names: BackgroundCall) -> list[machine.Action]:
         self._store = store = RendezvousStore(self._rendezvous, self._supervisor, found=names.take())
@@ -72,16 +71,8 @@ class MemberWorkers(OneNode):
         except CannotHost as error:
             self._trouble = str(error)
         self._variables = variables_of_members(self._rendezvous, store, 0)
-        begin, self._begin = self._begin, None
-        return [] if begin is None else self.step(begin)
-
-    def next_plan(self, supervisor: _core.Supervisor) -> machine.Event | None:
-        if self._trouble is not None:
-            return machine.RendezvousFailed(self._trouble)
-        event = super().next_plan(supervisor)
-        if self.plan is not None:
-            self.plan.variables, self.plan.members = self._variables, self._members
-        return event
+        event = self.next_plan(self._supervisor)
+        return [] if event is None else self.step(event)
 
     def close(self) -> None:
         super().close()

@@ -317,11 +317,8 @@ class SeveralNodes(Decisions):
         if trouble is not None:
             return self._over(messages.StartFailed(trouble))
         ranks = action.ranks.workers(NodeShare(self._job.role, self._job.nproc))
-        self.plan = plan = Plan(
-            ranks, action.master_addr, action.master_port, use_agent_store=self._use_agent_store
-        )
-        if self.planned is not None:
-            self.planned(plan, partial(driver.store.open_shared_store, action.round))
+        plan = Plan(ranks, action.master_addr, action.master_port, use_agent_store=self._use_agent_store)
+        self._set_plan(plan, partial(driver.store.open_shared_store, action.round))
         self.phase, self._group_exists = machine.Phase.STARTING, True
         self._console.group_rank = action.ranks.group_rank
         return [machine.Start(action.round, action.restarts)]
