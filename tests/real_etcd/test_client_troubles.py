@@ -24,12 +24,16 @@ from elasticrs._core import Compare, Op
 # --- sessions that cannot be opened ---
 
 
-def refusal(endpoints, **options):
-    client = EtcdClient(endpoints, "/mine/x/", **options)
+def ends(client, kind, text=""):
+    """Check that the client's session ends for this reason, with a line that contains the text."""
     lost = client.lost()
+    assert (lost.kind, text in lost.message, "\n" in lost.message) == (kind, True, False), lost.message
+
+
+def refused(endpoints, kind, text="", *, prefix="/mine/x/", **options):
+    client = EtcdClient(endpoints, prefix, **options)
+    ends(client, kind, text)
     client.close()
-    assert "\n" not in lost.message
-    return lost
 
 
 @pytest.fixture
@@ -60,13 +64,14 @@ def test_a_restored_backup_ends_an_idle_session(lonely_etcd, tmp_path, connect_e
 
 
 def test_endpoints_without_a_server_are_reported_as_refused():
-    lost = refusal([("127.0.0.1", ports.free()), ("127.0.0.1", ports.free())])
-    assert lost.kind == "refused"
-    assert lost.message.count("connection refused") == 2
+    client = EtcdClient([("127.0.0.1", ports.free()), ("127.0.0.1", ports.free())], "/mine/x/")
+    lost = client.lost()
+    client.close()
+    assert (lost.kind, lost.message.count("connection refused")) == ("refused", 2)
 
 
 def test_an_unresolvable_host_name_is_reported():
-    assert refusal([("no-such-host.invalid", 2379)]).kind == "resolve"
+    refused([("no-such-host.invalid", 2379)], "resolve")
 
 
 def test_a_dead_endpoint_is_skipped(etcd, connect_etcd):
@@ -77,30 +82,26 @@ def test_a_dead_endpoint_is_skipped(etcd, connect_etcd):
 
 def test_an_http_server_is_not_accepted_as_etcd():
     with answering(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n") as endpoint:
-        lost = refusal([endpoint])
-    assert lost.kind == "not_ours"
-    assert "API v2" in lost.message
+        refused([endpoint], "not_ours", "API v2")
 
 
 def test_a_torch_store_is_not_accepted_as_etcd():
     store = _core.WorkerStore()
     store.serve()
-    lost = refusal([("127.0.0.1", store.port)], connect_timeout=3.0)
+    client = EtcdClient([("127.0.0.1", store.port)], "/mine/x/", connect_timeout=3.0)
+    assert client.lost().kind in ("not_ours", "closed")
+    client.close()
     store.close()
-    assert lost.kind in ("not_ours", "closed")
 
 
 def test_a_server_that_never_answers_causes_a_timeout():
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        lost = refusal([listener.getsockname()], connect_timeout=0.3)
-    assert lost.kind == "timeout"
-    assert "0.3 s" in lost.message
+        refused([listener.getsockname()], "timeout", "0.3 s", connect_timeout=0.3)
 
 
 def test_endpoints_of_different_clusters_are_refused(etcd, small, connect_etcd):
     client = connect_etcd([*etcd.server.endpoints, *small.endpoints], f"{etcd.prefix}/").connected()
-    lost = client.lost()
-    assert (lost.kind, "different clusters" in lost.message) == ("not_ours", True)
+    ends(client, "not_ours", "different clusters")
 
 
 # --- TLS ---
@@ -135,8 +136,7 @@ def test_a_ca_certificate_is_refused_as_a_server_certificate(tmp_path):
     ca.cert_pem.write_to_path(str(file))
     pem.write_bytes(ca.private_key_pem.bytes() + ca.cert_pem.bytes())
     with serving_tls(pem) as endpoint:
-        lost = refusal([endpoint], is_tls=True, ca_cert=str(file))
-    assert (lost.kind, "CA:TRUE" in lost.message) == ("tls", True)
+        refused([endpoint], "tls", "CA:TRUE", is_tls=True, ca_cert=str(file))
 
 
 TODAY = datetime.datetime.now(datetime.timezone.utc).replace(tzinfo=None)
@@ -152,38 +152,30 @@ def test_a_certificate_outside_its_validity_period_is_refused_by_both_sides(etcd
     # A wrong clock on either side would have the same effect.
     files = authority.issue(f"wrong time {says}", **when)
     with serving_tls(files.cert, files.key) as endpoint:
-        lost = refusal([endpoint], is_tls=True, ca_cert=str(files.ca))
-    assert (lost.kind, says in lost.message) == ("tls", True), lost
-    lost = refusal(etcd_tls.server.endpoints, **tls(files))
-    assert (lost.kind, "refused" in lost.message) == ("tls", True), lost
+        refused([endpoint], "tls", says, is_tls=True, ca_cert=str(files.ca))
+    refused(etcd_tls.server.endpoints, "tls", "refused", **tls(files))
 
 
 def test_wrong_or_missing_certificates_are_refused(etcd_tls, authority, other_authority):
     files, endpoints = authority.issue("client"), etcd_tls.server.endpoints
-    stranger = tls(other_authority.issue("stranger"), ca_cert=str(authority.ca))
-    for options, token in (
-        (tls(files, ca_cert=str(other_authority.ca)), "authority"),
-        (tls(files, cert=None, key=None), "ask"),
-        (stranger, "refused"),
-    ):
-        lost = refusal(endpoints, **options)
-        assert (lost.kind, token in lost.message) == ("tls", True), lost.message
+    stranger = other_authority.issue("stranger")
+    refused(endpoints, "tls", "authority", **tls(files, ca_cert=str(other_authority.ca)))
+    refused(endpoints, "tls", "ask", **tls(files, cert=None, key=None))
+    refused(endpoints, "tls", "refused", **tls(stranger, ca_cert=str(authority.ca)))
 
 
 def test_files_without_certificates_are_named_in_the_error(tmp_path, authority):
     files = authority.issue("client")
     nothing = tmp_path / "nothing.pem"
-    assert str(nothing) in refusal([("127.0.0.1", 1)], **tls(files, ca_cert=str(nothing))).message
+    refused([("127.0.0.1", 1)], "tls", str(nothing), **tls(files, ca_cert=str(nothing)))
     nothing.write_text("nothing")
     for name in ("ca_cert", "cert", "key"):
-        lost = refusal([("127.0.0.1", 1)], **tls(files, **{name: str(nothing)}))
-        assert (lost.kind, "nothing.pem" in lost.message) == ("tls", True)
+        refused([("127.0.0.1", 1)], "tls", "nothing.pem", **tls(files, **{name: str(nothing)}))
 
 
 def test_tls_on_only_one_side_is_reported(etcd, etcd_tls, authority):
-    for server, options in ((etcd, tls(authority.issue("client"))), (etcd_tls, {})):
-        lost = refusal(server.server.endpoints, **options)
-        assert (lost.kind, "TLS" in lost.message) == ("tls", True), lost.message
+    refused(etcd.server.endpoints, "tls", "TLS", **tls(authority.issue("client")))
+    refused(etcd_tls.server.endpoints, "tls", "TLS")
 
 
 # --- authentication ---
@@ -204,11 +196,9 @@ def test_a_user_can_access_keys_below_its_prefix(etcd_auth, connect_etcd):
 
 def test_wrong_credentials_and_foreign_prefixes_are_denied(etcd_auth):
     user, endpoints = etcd_auth.server.user, etcd_auth.server.endpoints
-    assert refusal(endpoints).kind == "denied"
-    assert refusal(endpoints, user=user.name, password="wrong").kind == "denied"
-    client = EtcdClient(endpoints, "/elsewhere/", user=user.name, password=user.password)
-    assert client.lost().kind == "denied"
-    client.close()
+    refused(endpoints, "denied")
+    refused(endpoints, "denied", user=user.name, password="wrong")
+    refused(endpoints, "denied", prefix="/elsewhere/", user=user.name, password=user.password)
 
 
 def test_a_user_is_accepted_by_an_etcd_without_authentication(etcd, connect_etcd):
@@ -249,7 +239,7 @@ def test_an_expired_jwt_is_renewed(jwt_etcd, connect_etcd):
         # Wait until a token that is newer than the client's has expired.
         asked = jwt_etcd.ask("auth/authenticate", name=user.name, password=user.password)
         jwt_etcd.wait_until_stale(asked["token"])
-    assert refusal(jwt_etcd.endpoints, user=user.name, password="wrong").kind == "denied"
+    refused(jwt_etcd.endpoints, "denied", user=user.name, password="wrong")
 
 
 # --- limits ---
@@ -265,8 +255,7 @@ def small(tmp_path_factory):
 def test_a_request_larger_than_the_server_limit_ends_the_session(small, connect_etcd):
     client = connect_etcd(small.endpoints, "large/").connected()
     send(client, Op.put("k", bytes(450_000), True))
-    lost = client.lost()
-    assert (lost.kind, "too large" in lost.message) == ("limit", True)
+    ends(client, "limit", "too large")
 
 
 def test_a_server_without_space_refuses_clients(small):
@@ -276,8 +265,7 @@ def test_a_server_without_space_refuses_clients(small):
 
     with pytest.raises(AssertionError, match="space exceeded"):
         fill()
-    lost = refusal(small.endpoints)
-    assert (lost.kind, "space exceeded" in lost.message) == ("limit", True)
+    refused(small.endpoints, "limit", "space exceeded")
 
 
 # --- broken connections ---
@@ -302,17 +290,9 @@ def test_a_write_whose_response_is_lost_is_applied_once(etcd, relay, client):
     client.put("seen", b"old")
     client.put("gone/1")
     relay.set(is_stalled_down=True)
-    send(
-        *(
-            client,
-            Op.put("k", b"v", True),
-            Op.get("k"),
-            Op.delete_prefix("gone/"),
-            Op.delete("none"),
-        ),
-        *(Op.get("seen"), Op.range("", 1), Op.predecessor("", "seen")),
-        compares=[Compare.missing("k")],
-    )
+    ops = [Op.put("k", b"v", True), Op.get("k"), Op.delete_prefix("gone/"), Op.delete("none")]
+    ops += [Op.get("seen"), Op.range("", 1), Op.predecessor("", "seen")]
+    send(client, *ops, compares=[Compare.missing("k")])
     wait_until(lambda: etcd.keys().get("/k"))
     etcd.server.ask("kv/put", key=f"{etcd.prefix}/seen", value="new")
     relay.reset()
@@ -375,7 +355,7 @@ def test_an_unanswered_session_ends_before_its_lease_expires(etcd, relay, connec
     client = connect_etcd([relay.endpoint], f"{etcd.prefix}/", ttl=6.0).connected()
     client.put("mine", leased=True)
     relay.set(is_stalled_up=True, is_stalled_down=True)
-    assert client.lost().kind == "silent"
+    ends(client, "silent")
     assert etcd.keys().get("/mine") is not None
     wait_until(lambda: not etcd.keys())
 
@@ -391,8 +371,7 @@ def test_a_request_without_a_response_in_time_ends_the_session(etcd, relay, conn
     client = connect_etcd([relay.endpoint], f"{etcd.prefix}/", ttl=60.0, read_timeout=0.5).connected()
     relay.set(is_stalled_up=True)
     send(client, Op.get("k"))
-    lost = client.lost()
-    assert (lost.kind, "within 0.5 s" in lost.message) == ("timeout", True)
+    ends(client, "timeout", "within 0.5 s")
 
 
 def test_a_request_waits_for_an_unreachable_etcd_while_the_lease_is_valid(etcd, relay, connect_etcd):
