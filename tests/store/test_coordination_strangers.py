@@ -37,15 +37,17 @@ def answering(answer: bytes | None, *, is_closed: bool = True) -> Iterator[int]:
             ended.set()
 
 
-def lost(port: int, **options: object) -> _core.ConnectionLost:
+def refused(port: int, kind: str, *tokens: str, **options: object) -> None:
+    """Check that a client is refused for this reason, with a line that contains these texts."""
     client = Client(port, **options)
     found = client.lost()
     client.close()
-    return found
+    assert (found.kind, "\n" in found.message) == (kind, False), found.message
+    says(found.message, *tokens)
 
 
 @pytest.mark.parametrize(
-    ("server", "client", "kind", "says"),
+    ("server", "client", "kind", "text"),
     [
         ({"token": b"a"}, {"token": b"b"}, "token", "differs"),
         ({"token": b"a"}, {}, "token", "requires a token"),
@@ -54,12 +56,9 @@ def lost(port: int, **options: object) -> _core.ConnectionLost:
         ({"max_connections": 0}, {}, "limit", "0 connections"),
     ],
 )
-def test_a_refused_client_gets_the_reason(server, client, kind, says):
+def test_a_refused_client_gets_the_reason(server, client, kind, text):
     with serving(**server) as store:
-        found = lost(store.port, **client)
-        assert found.kind == kind
-        assert says in found.message
-        assert "\n" not in found.message
+        refused(store.port, kind, text, **client)
 
 
 TOKEN = b"secret"
@@ -101,7 +100,7 @@ def test_a_scoped_session_ends_on_access_outside_its_scope(reach):
 )
 def test_a_scoped_token_is_refused_for_any_other_scope(client):
     with serving(token=TOKEN) as store:
-        assert lost(store.port, **client).kind == "token"
+        refused(store.port, "token", **client)
 
 
 def test_a_store_without_a_run_id_serves_any_run():
@@ -132,10 +131,8 @@ def test_a_version_mismatch_error_names_both_versions():
 )
 def test_another_program_on_the_port_is_recognised(answer, is_closed, kind, token):
     with answering(answer, is_closed=is_closed) as port:
-        found = lost(port, connect_timeout=0.2 if answer is None else 30.0)
-        assert (found.kind, token in found.message) == (kind, True), found.message
-        if kind == "not_ours":
-            says(found.message, f"port {port}", "another program")
+        texts = (f"port {port}", "another program") if kind == "not_ours" else ()
+        refused(port, kind, *texts, token, connect_timeout=0.2 if answer is None else 30.0)
 
 
 @pytest.mark.torch
@@ -155,24 +152,18 @@ def test_a_torch_tcpstore_is_recognised_as_another_program():
         ports = torch.stdout.readline().split()
         assert len(ports) == 2
         for port in ports:
-            found = lost(int(port))
-            assert found.kind == "not_ours"
-            assert "TCPStore" in found.message
+            refused(int(port), "not_ours", "TCPStore")
         torch.communicate()
 
 
 def test_a_refused_connection_is_reported_with_the_endpoint():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    found = lost(port)
-    assert found.kind == "refused"
-    says(found.message, f"127.0.0.1:{port}", "connection refused")
+    refused(port, "refused", f"127.0.0.1:{port}", "connection refused")
 
 
 def test_an_unresolvable_host_name_is_reported():
-    found = lost(29400, host="no-such-host.invalid")
-    assert found.kind == "resolve"
-    assert "`no-such-host.invalid`" in found.message
+    refused(29400, "resolve", "`no-such-host.invalid`", host="no-such-host.invalid")
 
 
 def knock(store: Server, sent: bytes) -> None:
