@@ -16,7 +16,6 @@ from elasticrs._engine.nodes.protocol import messages as m
 from elasticrs._engine.nodes.protocol.machine import step
 from elasticrs._engine.nodes.protocol.records import Head
 from elasticrs._engine.nodes.transport.coordination import (
-    Client,
     ConnectionLost,
     NativeSession,
     Notice,
@@ -24,6 +23,7 @@ from elasticrs._engine.nodes.transport.coordination import (
     Unwatch,
     Watch,
 )
+from elasticrs._engine.nodes.transport.etcd_site import EtcdSite
 
 PATIENT, QUICK = 20.0, 2.0
 """Seconds of a lease: longer than any election on a busy machine, and as short as can be."""
@@ -42,12 +42,8 @@ SETTINGS = {
 
 
 def session(site, ttl):
-    nothing = dict.fromkeys(("ca_cert", "cert", "key", "user", "password", "stall_timeout", "supervisor"))
-    times = {"ttl": ttl, "connect_timeout": 10.0, "read_timeout": HANG}
-    client = Client.etcd(
-        site.server.endpoints, prefix=site.prefix, is_tls=False, job_lease=(7, 600.0), **nothing, **times
-    )
-    return NativeSession(client)
+    etcd = EtcdSite(tuple(site.server.endpoints), prefix=site.prefix, ttl=ttl, read_timeout=HANG)
+    return NativeSession(etcd.client("job", connect_timeout=10.0))
 
 
 class Agent:

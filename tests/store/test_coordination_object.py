@@ -20,10 +20,11 @@ import pytest
 from helpers import procs
 from helpers.coordination import RUN, serving
 from helpers.etcd import Etcd
-from helpers.etcd_fixtures import Site, site
+from helpers.etcd_fixtures import site
 from helpers.procs import run_program
 
 from elasticrs import _core
+from elasticrs._engine.nodes.transport.etcd_site import EtcdSite
 from elasticrs._engine.nodes.transport.store import connected
 from elasticrs.store import DistNetworkError, DistStoreError, QueueEmptyError, connect
 
@@ -45,20 +46,13 @@ class Holder:
         del self.stores
 
 
-def client_of_etcd(site: Site) -> Any:
-    """Return an etcd client that is limited to a prefix."""
-    absent = dict.fromkeys(("ca_cert", "cert", "key", "user", "password", "stall_timeout", "supervisor"))
-    times = {"ttl": 60.0, "connect_timeout": procs.HANG, "read_timeout": procs.HANG}
-    where = {"prefix": site.prefix, "is_tls": False, "job_lease": None}
-    return _core.CoordinationClient.etcd(site.server.endpoints, **where, **absent, **times)
-
-
 @pytest.fixture
 def pair(either_store: Etcd | None) -> Iterator[Holder]:
     """Two store objects that share one store."""
     with serving() as server:
         if either_store is not None:
-            holder = Holder(partial(client_of_etcd, site(either_store)))
+            etcd = EtcdSite(tuple(either_store.endpoints), prefix=site(either_store).prefix, ttl=60)
+            holder = Holder(partial(etcd.client, "job", connect_timeout=procs.HANG))
         else:
             options = {"run_id": RUN, "stall_timeout": None}
             holder = Holder(partial(_core.CoordinationClient, "127.0.0.1", server.port, **options))
