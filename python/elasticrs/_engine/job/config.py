@@ -129,10 +129,6 @@ class UnresolvedSettings:
     warm: str = "off"
 
 
-def worker_settings(source: WorkerSettings) -> dict[str, Any]:
-    return {name: getattr(source, name) for name in WorkerSettings.__annotations__}
-
-
 class Preload(Value):
     """Steps before the workers are forked, such as imports; see :mod:`.warm` for their format.
 

@@ -235,9 +235,10 @@ class LocalElasticAgent(SimpleElasticAgent):
         calls_handler = rendezvous is None and alone is None
         template = self._log_line_prefix_template or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
         function, command = spec.entrypoint, (spec.entrypoint, *spec.args)
-        return JobSpec(
-            spec.local_world_size,
-            spec.rdzv_handler.get_run_id(),
+        return JobSpec.taken_from(
+            spec,
+            nproc=spec.local_world_size,
+            run_id=spec.rdzv_handler.get_run_id(),
             command=command if callable(function) else [str(word) for word in command],
             start_method=self._start_method,
             variables={"TORCHELASTIC_SIGNALS_TO_HANDLE": self._signal_names},
@@ -247,9 +248,7 @@ class LocalElasticAgent(SimpleElasticAgent):
                 duplicate_stdout_filters=spec.duplicate_stdout_filters or (),
                 duplicate_stderr_filters=spec.duplicate_stderr_filters or (),
             ),
-            role=spec.role,
             name=spec.get_entrypoint_name(),
-            max_restarts=spec.max_restarts,
             shutdown_timeout=self._shutdown_timeout,
             signals=self._signals,
             forwarded=self._forwarded(),
@@ -257,17 +256,13 @@ class LocalElasticAgent(SimpleElasticAgent):
             rendezvous=rendezvous,
             make_handler=(lambda: spec.rdzv_handler) if calls_handler else None,
             exit_barrier_timeout=self._exit_barrier_timeout,
-            monitor_interval=spec.monitor_interval,
             rdzv_backend=spec.rdzv_handler.get_backend(),
             master_addr="localhost" if alone is None else alone.address,
             master_port=None if alone is None else alone.port,
-            event_log_handler=spec.event_log_handler,
             has_metrics=True,
             cpus=cpus_of_options(spec.numa_options, spec.local_world_size),
-            virtual_local_rank=spec.virtual_local_rank,
             uninterruptible_state_timeout=self._uninterruptible_state_timeout,
             preload=self._preload,
-            **defaults.worker_settings(spec),
         )
 
     def request_checkpoint(self) -> None:
