@@ -15,9 +15,11 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
     from dataclasses import KW_ONLY
-    from typing import Any, Literal, TypeAlias
+    from typing import Any, Literal, TypeAlias, TypeVar
 
     from elasticrs._engine.job.restart_policy import RestartSettings
+
+    T = TypeVar("T")
 
     OnFailure: TypeAlias = Literal["restart", "replace"]
     """Reaction to a failed worker. Not an enumeration, because importing :mod:`enum` takes 3 ms."""
@@ -338,18 +340,15 @@ def health_port(text: str) -> int:
 
 
 def shutdown_timeout_from(environ: Mapping[str, str]) -> float:
-    return _seconds_from(environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", DEFAULT_SHUTDOWN_TIMEOUT)
+    return _value_from(environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", seconds, DEFAULT_SHUTDOWN_TIMEOUT)
 
 
 def exit_barrier_timeout_from(environ: Mapping[str, str]) -> float:
-    return _seconds_from(environ, "TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT", DEFAULT_EXIT_BARRIER_TIMEOUT)
+    return _value_from(environ, "TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT", seconds, DEFAULT_EXIT_BARRIER_TIMEOUT)
 
 
 def log_prefix_from(environ: Mapping[str, str]) -> str:
-    text = environ.get("PET_LOG_PREFIX") or "auto"
-    if text not in LOG_PREFIXES:
-        raise UsageError(f"PET_LOG_PREFIX: got {text!r}, expected one of {', '.join(LOG_PREFIXES)}")
-    return text
+    return _value_from(environ, "PET_LOG_PREFIX", one_of(*LOG_PREFIXES), "auto")
 
 
 def uninterruptible_state_timeout_from(environ: Mapping[str, str]) -> float:
@@ -362,12 +361,12 @@ def uninterruptible_state_timeout_from(environ: Mapping[str, str]) -> float:
         return 0.0
 
 
-def _seconds_from(environ: Mapping[str, str], name: str, default: float) -> float:
+def _value_from(environ: Mapping[str, str], name: str, read: Callable[[object], T], default: T) -> T:
     text = environ.get(name)
     if not text:
         return default
     try:
-        return seconds(text)
+        return read(text)
     except ValueError as error:
         raise UsageError(f"{name}: got {text!r}, expected {error}") from None
 
