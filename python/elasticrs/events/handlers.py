@@ -96,13 +96,17 @@ class LineFileHandler(logging.Handler):
         self._behind: LineQueue | None = None
         self._agents = 0
 
+    @property
+    def _queue(self) -> LineQueue | None:
+        """Queue of the background thread; ``None`` without one. A forked child has inherited no thread."""
+        return self._behind if self._behind is not None and self._behind.owner == os.getpid() else None
+
     def write_behind(self) -> None:
         """Write events in a background thread from now on, until each call of this method is undone by one of
         :meth:`write_through`.
         """
         self._agents += 1
-        if self._behind is None or not self._behind.is_ours:
-            self._behind = LineQueue(self._write)
+        self._behind = self._queue or LineQueue(self._write)
 
     def write_through(self) -> None:
         """Wait until all lines are written, and undo one call of :meth:`write_behind`.
@@ -110,22 +114,23 @@ class LineFileHandler(logging.Handler):
         If none is left, end the background thread.
         """
         self._agents -= 1
-        behind = self._behind
-        if behind is None or not behind.is_ours:
-            return
-        left = behind.wait(0.0 if _SLOW in self._complaints else _PATIENCE)
+        left, queue = self._wait(), self._queue
         if left:
             self._complain(_SLOW, f"{left} were not written within {_PATIENCE:g} s")
-        elif self._agents == 0:
+        elif queue is not None and self._agents == 0:
             self._behind = None
-            behind.end()
+            queue.end()
+
+    def _wait(self) -> int:
+        """Wait until all lines are written. Return the number of unwritten lines."""
+        return 0 if self._queue is None else self._queue.wait(0.0 if _SLOW in self._complaints else _PATIENCE)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Append an event to the file. Log each kind of write error once instead of raising it."""
         line, is_failure = (self.format(record) + "\n").encode(), getattr(record, "is_failure", False)
-        if self._behind is None or not self._behind.is_ours:
+        if self._queue is None:
             self._write(line, is_failure)
-        elif not self._behind.put(line, is_failure):
+        elif not self._queue.put(line, is_failure):
             self._complain("full", "writing hangs, so events are dropped until it continues")
 
     def _write(self, line: bytes, is_failure: bool) -> None:
@@ -143,12 +148,11 @@ class LineFileHandler(logging.Handler):
             _log.warning("events cannot be written to %s: %s", self._path, what)
 
     def flush(self) -> None:
-        if self._behind is not None and self._behind.is_ours:
-            self._behind.wait(0.0 if _SLOW in self._complaints else _PATIENCE)
+        self._wait()
 
     def close(self) -> None:
         """Close the file, unless writing to it hangs. Idempotent."""
-        if self._behind is not None and self._behind.is_ours and self._behind.wait(0.0):
+        if self._queue is not None and self._queue.wait(0.0):
             return
         descriptor, self._fd = self._fd, -1
         if descriptor != -1:
@@ -207,14 +211,9 @@ class LineQueue:
 
     def __init__(self, write: Callable[[bytes, bool], None]) -> None:
         self._write = write
-        self._owner = os.getpid()
+        self.owner = os.getpid()
         self._lines: Queue[tuple[bytes, bool] | None] = Queue()
         self._thread: threading.Thread | None = None
-
-    @property
-    def is_ours(self) -> bool:
-        """False in a forked child, because the child does not inherit the thread."""
-        return self._owner == os.getpid()
 
     def put(self, line: bytes, is_failure: bool) -> bool:
         """Add a line to the queue. Return false if it was dropped because too many lines are waiting."""
