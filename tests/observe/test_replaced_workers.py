@@ -4,9 +4,11 @@ import json
 import os
 import re
 import signal
+import time
 
 import pytest
 from helpers import procs
+from helpers.attempts import exited
 from helpers.http_client import get, get_json, port_of, wait_until_answers
 from helpers.schema import schemas
 
@@ -120,21 +122,34 @@ def test_the_report_distinguishes_two_workers_with_the_same_rank(launch, worker_
     assert re.search("^Stopped .*: rank 7 ", job.stderr, re.MULTILINE)
 
 
-def test_torch_metrics_count_the_restarts_that_were_used():
-    values = {}
+@pytest.fixture
+def values():
+    """Values of all metrics that are published during the test, by name."""
+    found = {}
 
     def keep(_, name, value):
-        values[name] = value
+        found[name] = value
 
+    add_sink(keep)
+    yield found
+    remove_sink(keep)
+
+
+def test_torch_metrics_count_the_restarts_that_were_used(values):
     recorder = MetricRecorder(JobSpec(1, "j", role="r", max_restarts=3))
     attempt = Attempt(1, 2, None)
-    add_sink(keep)
-    try:
-        recorder.replaced(attempt, Attempt(1, 1, None))
-        assert values == {"workers.r.remaining_restarts": 1, "workers.r.healthy": 1}
-        # Add one more restart, which happened on another node.
-        attempt.restarts = 3
-        recorder.ended(JobResult(Phase.SUCCEEDED, 0, attempts=[attempt]), None)
-    finally:
-        remove_sink(keep)
+    recorder.replaced(attempt, Attempt(1, 1, None))
+    assert values == {"workers.r.remaining_restarts": 1, "workers.r.healthy": 1}
+    # Add one more restart, which happened on another node.
+    attempt.restarts = 3
+    recorder.ended(JobResult(Phase.SUCCEEDED, 0, attempts=[attempt]), None)
     assert (values["workers.r.run_success_with_retries"], values["workers.r.flakiness"]) == (1, 75)
+
+
+def test_a_restart_of_all_workers_is_measured_also_if_workers_are_replaceable(values):
+    recorder = MetricRecorder(JobSpec(1, "j", role="r"))
+    failed, again = Attempt(1, 0, None, replaces=True), Attempt(2, 1, None, replaces=True)
+    exited(failed, 0, 1, seen_ns=time.monotonic_ns() - 5_000_000_000)
+    again.after = failed
+    recorder.running(JobResult(attempts=[again]))
+    assert 5_000 <= values["SimpleElasticAgent._restart_workers.duration.ms"] < 60_000
