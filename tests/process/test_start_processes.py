@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from helpers import functions, held, procs
 
+from elasticrs._engine.gpus import numa
 from elasticrs._engine.job.config import START_METHODS
 from elasticrs._engine.workers.functions.start_methods import BY_METHOD
 from elasticrs._engine.workers.functions.supervised_group import SupervisedGroup
@@ -91,6 +92,17 @@ def test_a_subprocess_handler_works_without_a_context(tmp_path):
     handler = get_subprocess_handler("sleep", (1000,), {}, None, None, 0)
     handler.close()
     assert handler.proc.wait(procs.HANG) == -signal.SIGTERM
+
+
+def test_a_subprocess_handler_binds_its_program_but_not_this_one_to_cpus(tmp_path, monkeypatch):
+    before, out = os.sched_getaffinity(0), tmp_path / "out"
+    wanted = {max(before)}
+    monkeypatch.setattr(numa, "cpus_by_local_rank", lambda _mode, nproc, _environ: [wanted] * nproc)
+    show = "import os; print(os.sched_getaffinity(0))"
+    options = numa.NumaOptions(numa.AffinityMode.NODE)
+    handler = SubprocessHandler(sys.executable, ("-c", show), {}, str(out), None, 1, options)
+    assert (handler.proc.wait(procs.HANG), out.read_text()) == (0, f"{wanted}\n")
+    assert os.sched_getaffinity(0) == before
 
 
 def test_a_handler_sends_no_signal_between_the_exit_and_its_event(tmp_path, monkeypatch):
