@@ -517,7 +517,12 @@ class MultiprocessContext(_SupervisedContext):
         files = (self.stdouts, self.stderrs)
         functions = Functions(self.name, self._function, self.args, environments, *files, cpus=self._cpus())
         self._functions = BY_METHOD[self.start_method](functions)
-        self._group = self._functions.start(self._streams)
+        specs = self._functions.prepare()
+        # The keeper of `fork` is forked before the group starts threads.
+        self._group = group = SupervisedGroup(stop_scope="worker")
+        group.on_fd = self._functions.fd_ready
+        group.start(specs, self._streams)
+        self._functions.run_in(group)
 
     def _unknown_end(self) -> str:
         if self._functions is not None and self._functions.has_keeper:

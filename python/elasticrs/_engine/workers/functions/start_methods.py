@@ -23,7 +23,7 @@ from elasticrs._engine.workers.functions.function_process import (
     call_and_return,
     close_all,
 )
-from elasticrs._engine.workers.functions.supervised_group import SupervisedGroup, has_ended
+from elasticrs._engine.workers.functions.supervised_group import has_ended
 from elasticrs._engine.workers.plan import TOKEN_VARIABLE
 from elasticrs._engine.workers.process import process_spec
 
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from multiprocessing.process import BaseProcess
 
-    from elasticrs._core import LogStream, ProcessSpec
+    from elasticrs._core import ProcessSpec
+    from elasticrs._engine.workers.functions.supervised_group import SupervisedGroup
 
 
 _MOST_SAID = 1 << 16
@@ -73,8 +74,8 @@ class Watcher(Protocol):
 class FunctionStart(ABC):
     """Base class of the start methods. An object starts functions once, and reads their return values.
 
-    If ``has_keeper``, the parent of the functions' processes is a :mod:`keeper <.keeper>`, which writes their
-    exit statuses to the pipes ``statuses`` (by local rank). Otherwise, the core is their parent.
+    If ``has_keeper``, the parent of the functions' processes is a :mod:`keeper <.keeper>`. Otherwise, the
+    core is their parent.
     """
 
     has_keeper: ClassVar[bool] = False
@@ -83,8 +84,6 @@ class FunctionStart(ABC):
         self._functions = functions
         self._pipes: dict[int, ReturnPipe] = {}
         self._prepared: list[PreparedFunction] = []
-        self._group: SupervisedGroup | None = None
-        self.statuses: list[int] = []
         self.watcher: Watcher | None = None
 
     @property
@@ -92,26 +91,12 @@ class FunctionStart(ABC):
         """Pickled return values by local rank. A value is empty as long as its function has not returned."""
         return {rank: pipe.data for rank, pipe in self._pipes.items()}
 
-    def start(self, streams: Sequence[LogStream]) -> SupervisedGroup:
-        """Start all functions in a new group, or none. The core copies ``streams`` to the console."""
-        try:
-            specs = self.prepare()
-            self._group = group = SupervisedGroup(stop_scope="worker")
-            group.on_fd = self.fd_ready
-            group.start(specs, streams)
-            self._run_in(group)
-        except BaseException:
-            if self._group is not None:
-                self._group.close()
-            self.close()
-            raise
-        return group
-
     @abstractmethod
     def prepare(self) -> list[ProcessSpec]:
         """Prepare the processes. Return the specifications of the processes that the core must start."""
 
-    def _run_in(self, group: SupervisedGroup) -> None:
+    def run_in(self, group: SupervisedGroup) -> None:
+        """Let the functions run, once ``group`` has started what :meth:`prepare` returned."""
         self.watch(group)
 
     def watch(self, watcher: Watcher) -> None:
@@ -178,6 +163,7 @@ class Spawn(FunctionStart):
 class Kept(FunctionStart):
     """Start method in which a :mod:`keeper <.keeper>` is the parent of the functions' processes.
 
+    The keeper writes their exit statuses to the pipes ``statuses`` (by local rank).
     ``keeper_pidfd`` becomes readable when the keeper and all its processes have exited. :meth:`finish` stores
     which processes the keeper had to kill: ``ended`` has the first ones, ``more_ended`` is the number of the
     others.
@@ -187,6 +173,8 @@ class Kept(FunctionStart):
 
     def __init__(self, functions: Functions) -> None:
         super().__init__(functions)
+        self._group: SupervisedGroup | None = None
+        self.statuses: list[int] = []
         self._control: socket.socket | None = None
         self._keeper: int | None = None
         self.keeper_pidfd = -1
@@ -262,7 +250,8 @@ class Kept(FunctionStart):
         ends.append(reader if reads else writer)
         return reader, writer
 
-    def _run_in(self, group: SupervisedGroup) -> None:
+    def run_in(self, group: SupervisedGroup) -> None:
+        self._group = group
         group.watch_fd(self.control)
         try:
             # Wait without a time limit, because the keeper's imports may take a long time.
@@ -271,13 +260,15 @@ class Kept(FunctionStart):
                 raise RuntimeError("their supervisor has ended")
         except RuntimeError as error:
             raise RuntimeError(f"the processes could not be started: {error}") from None
+        finally:
+            # After a signal, the group is stopped, and must not take in the workers any more.
+            group.unwatch_fd(self.control)
 
     def fd_ready(self, fd: int) -> None:
         group = self._group
         if group is None or fd != self.control:
             super().fd_ready(fd)
         elif (pids := self.take_pids()) is not None:
-            group.unwatch_fd(fd)
             group.adopt(pids, self.statuses)
             self.watch(group)
 
