@@ -133,6 +133,8 @@ class Decisions(ABC):
         """Release all resources, after the loop and the supervisor have stopped. Idempotent."""
         if self._call is not None:
             self._call.close()
+        # A reference would keep the supervisor's descriptors open until the garbage collector runs.
+        vars(self).pop("_supervisor", None)
 
 
 class OneAgent(Decisions):
