@@ -35,7 +35,6 @@ from elasticrs._engine.workers.node_page import VARIABLE
 from elasticrs.train.coordinator import FinalState
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from typing import Any
 
     from elasticrs.store import Store
@@ -72,15 +71,14 @@ class LateWorker(Value):
     final: FinalState
 
 
-def slot_of(environ: Mapping[str, str]) -> str | None:
+def _slot() -> str | None:
     """Return the name that an agent's worker and its replacements share; ``None`` without an agent."""
-    mark, local_rank = environ.get(VARIABLE, "").partition(":")[0], environ.get("LOCAL_RANK")
+    mark, local_rank = os.environ.get(VARIABLE, "").partition(":")[0], os.environ.get("LOCAL_RANK")
     return f"{mark} {local_rank}" if mark and local_rank else None
 
 
 def publish(
     store: Store,
-    slot: str | None,
     rank: int,
     world_size: int,
     content: memoryview | None,
@@ -92,11 +90,11 @@ def publish(
 
     The server listens on the network interface that leads to ``near``, the host and port of another worker.
     """
-    _take_seat(store, slot, rank, content, near)
+    _take_seat(store, rank, content, near)
     store.set(_END, json.dumps({"world_size": world_size, "in_checkpoint": in_checkpoint}))
 
 
-def join_late(store: Store, slot: str | None, *, is_protected: bool) -> LateWorker | None:
+def join_late(store: Store, *, is_protected: bool) -> LateWorker | None:
     """Get a rank and the final state, if one was published, and serve it. Raise ``DistError`` or ``OSError``.
 
     ``is_protected``: the store accepts only clients that know the job's token.
@@ -109,13 +107,13 @@ def join_late(store: Store, slot: str | None, *, is_protected: bool) -> LateWork
         int(key.removeprefix(_SEAT)): json.loads(value)
         for key, value in zip(keys, store.multi_get(keys), strict=True)
     }
-    world_size = end["world_size"]
+    world_size, slot = end["world_size"], _slot()
     rank = next((rank for rank, seat in seats.items() if slot and seat["slot"] == slot), None)
     if rank is None:
         rank = world_size + store.add(_LATE, 1) - 1
     world_size = max(world_size, rank + 1)
     content, near = _fetch(list(seats.values()))
-    _take_seat(store, slot, rank, None if content is None else memoryview(content), near)
+    _take_seat(store, rank, None if content is None else memoryview(content), near)
     trouble = (
         "no live worker has it, and there is no final checkpoint; call set_checkpoint_manager so that the"
         " final state is saved"
@@ -123,10 +121,8 @@ def join_late(store: Store, slot: str | None, *, is_protected: bool) -> LateWork
     return LateWorker(rank, world_size, FinalState(content, end["in_checkpoint"], trouble, is_protected))
 
 
-def _take_seat(
-    store: Store, slot: str | None, rank: int, content: memoryview | None, near: tuple[str, int] | None
-) -> None:
-    seat: dict[str, Any] = {"slot": slot or ""}
+def _take_seat(store: Store, rank: int, content: memoryview | None, near: tuple[str, int] | None) -> None:
+    seat: dict[str, Any] = {"slot": _slot() or ""}
     if content is not None and near is not None:
         seat |= {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content), **_serve(content, near)}
     store.set(f"{_SEAT}{rank}", json.dumps(seat))

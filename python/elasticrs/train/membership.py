@@ -294,10 +294,11 @@ class Membership:
         if current is None:
             return
         near = current.master_addr, current.master_port
-        slot, ranks = self._slot(), (current.rank, current.world_size)
         try:
             with closing(self._handler.open_job_store()) as store:
-                final_state.publish(store, slot, *ranks, content, near, in_checkpoint=in_checkpoint)
+                final_state.publish(
+                    store, current.rank, current.world_size, content, near, in_checkpoint=in_checkpoint
+                )
         except (DistError, OSError, RendezvousError) as error:
             _log.warning(
                 "rank %d: the final state is not kept, so a worker that is replaced from now on may fail: %s",
@@ -311,13 +312,10 @@ class Membership:
         password = None if rendezvous.etcd is None else rendezvous.etcd.password
         is_protected = bool(rendezvous.settings.token or password)
         with closing(self._handler.open_job_store()) as store:
-            late = final_state.join_late(store, self._slot(), is_protected=is_protected)
+            late = final_state.join_late(store, is_protected=is_protected)
         if late is not None:
             os.environ.update(RANK=str(late.rank), WORLD_SIZE=str(late.world_size))
         return late
-
-    def _slot(self) -> str | None:
-        return None if self.page is None else final_state.slot_of(os.environ)
 
     def leave(self) -> None:
         """Leave the job at once. The other workers abort their current step and continue."""
@@ -497,8 +495,15 @@ class Membership:
             try:
                 connections.shut()
                 connections.knock(current.world_size)
-                if connections.needs_last_resort(began, limit):
-                    _shut_others(current)
+                if connections.needs_last_resort(began, limit) and (peers := connections.shut_others()):
+                    _log.warning(
+                        "rank %d: the process groups of round %d do not stop: shut down %d connections that "
+                        "were opened while a group was created and may belong to other threads; peers: %s",
+                        current.rank,
+                        current.number,
+                        len(peers),
+                        ", ".join(peers),
+                    )
             except Exception:
                 # The error may be temporary, such as `EMFILE`.
                 if not is_logged:
@@ -509,18 +514,6 @@ class Membership:
             elif time.monotonic() - began > limit:
                 _end_process(current, limit)
             time.sleep(_TICK)
-
-
-def _shut_others(current: Round) -> None:
-    if peers := current.connections.shut_others():
-        _log.warning(
-            "rank %d: the process groups of round %d do not stop: shut down %d connections that were opened"
-            " while a group was created and may belong to other threads; peers: %s",
-            current.rank,
-            current.number,
-            len(peers),
-            ", ".join(peers),
-        )
 
 
 def _has_lost(seen: set[str], keys: set[str]) -> bool:
