@@ -36,7 +36,6 @@ class Decisions(ABC):
         first_cause: first failure of the job, over all nodes, if it has several.
         clock: wall clock of the nodes' store, as estimated on this node.
         has_taken_part: true if workers of this node ran in the last round.
-        has_peers: true if other nodes depend on the outcome of this node.
         planned: function that may change a round's plan before the workers start. It is called with the plan,
             and a function that opens the round's store, or ``None`` on a single node.
         kept: state that an agent of a multi-node job keeps from one run of the agent to the next.
@@ -49,7 +48,6 @@ class Decisions(ABC):
     first_cause: Cause | None = None
     clock = Clock()
     has_taken_part = True
-    has_peers = False
     planned: Callable[[Plan, Callable[[], Store] | None], None] | None = None
     kept: KeptState | None = None
     failed_elsewhere = False

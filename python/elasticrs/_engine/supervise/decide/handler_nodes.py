@@ -51,7 +51,6 @@ class HandlerNodes(OneAgent):
         keeps_handler: true if the caller shuts the handler down.
     """
 
-    has_peers = True
     keeps_handler = False
 
     def __init__(self, job: JobSpec, make_handler: Callable[[], Any], console: Console) -> None:
@@ -184,8 +183,8 @@ class HandlerNodes(OneAgent):
     def _take_change(self, waiting: int) -> list[machine.Action]:
         if not waiting or self.phase is not machine.Phase.RUNNING:
             return []
-        who = f"{waiting} node{' waits' if waiting == 1 else 's wait'} to join"
-        self._console.say(f"{who}: stopping the workers, then a new round starts (no restart charged)")
+        who = f"{waiting} node{' waits' if waiting == 1 else 's wait'} for the next round"
+        self._console.say(f"{who}: stopping the workers, which then start again (no restart charged)")
         return self.step(machine.MembershipChanged())
 
     def _wait_for_others(self) -> tuple[bool, list[str]]:

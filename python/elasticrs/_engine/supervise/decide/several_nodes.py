@@ -48,7 +48,6 @@ _PHASES = {
 class SeveralNodes(Decisions):
     """Makes the decisions of one node's agent. ``outcome`` is ``None`` while the job runs."""
 
-    has_peers = True
     _keeps_workers = False
 
     def __init__(self, job: JobSpec, rendezvous: Rendezvous, console: Console) -> None:

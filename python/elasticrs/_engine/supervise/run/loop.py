@@ -319,7 +319,7 @@ class Agent:
         try:
             self._tracker.start(attempt)
         except Exception as error:
-            if not self._decisions.has_peers:
+            if not self._job.has_peers:
                 raise
             # Report the failure to the other nodes first, and raise the exception after the loop.
             self._error = error
