@@ -7,12 +7,7 @@ import pytest
 from helpers import procs
 from helpers.procs import HANG
 
-pytestmark = [
-    pytest.mark.privileged,
-    pytest.mark.slow,
-    pytest.mark.beyond_torchrun,
-    pytest.mark.timeout(300),
-]
+pytestmark = [pytest.mark.privileged, pytest.mark.slow, pytest.mark.beyond_torchrun, pytest.mark.timeout(300)]
 
 ACTS = 8
 QUICK = {

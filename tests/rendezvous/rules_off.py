@@ -7,12 +7,7 @@ import contextlib
 import sys
 from unittest import mock
 
-from elasticrs._engine.nodes.protocol import (
-    formation,
-    joining,
-    round_outcome,
-    rounds,
-)
+from elasticrs._engine.nodes.protocol import formation, joining, round_outcome, rounds
 from elasticrs._engine.nodes.protocol.leader_view import View
 from elasticrs._engine.nodes.protocol.member import Leader, Member
 from elasticrs._engine.nodes.protocol.messages import Outcome

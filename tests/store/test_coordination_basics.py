@@ -42,12 +42,7 @@ def entry(found: _core.Entry) -> tuple[str, bytes, int, int]:
 def test_a_transaction_may_write_a_key_twice(client):
     reply = client.txn(
         [Compare.missing("k")],
-        [
-            Op.put("k", b"1", False),
-            Op.get("k"),
-            Op.put("k", b"2", False),
-            Op.range("", 0),
-        ],
+        [Op.put("k", b"1", False), Op.get("k"), Op.put("k", b"2", False), Op.range("", 0)],
     )
     assert (reply.ok, reply.revision) == (True, 1)
     one, first, also_one, (last,) = reply.results

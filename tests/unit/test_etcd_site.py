@@ -131,8 +131,7 @@ def test_each_job_has_its_own_positive_lease_id():
 
 
 @pytest.mark.parametrize(
-    "endpoint",
-    ["http://a,b", "ftp://a", "a:0", "unix:///run/etcd", "https://http://a", "a,", "a,,b"],
+    "endpoint", ["http://a,b", "ftp://a", "a:0", "unix:///run/etcd", "https://http://a", "a,", "a,,b"]
 )
 def test_invalid_lists_of_endpoints_are_refused(endpoint):
     assert mistake(endpoint) == f"rdzv_endpoint: got {endpoint!r}, expected {EXPECTED}"
