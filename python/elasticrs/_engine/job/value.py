@@ -83,6 +83,8 @@ class _Made(metaclass=_Fields):
     _by_name: ClassVar[frozenset[str]]
     _positional: ClassVar[tuple[str, ...]]
     _defaults: ClassVar[dict[str, Any]]
+    _secret: ClassVar[str] = ""
+    """Name of the field whose value is not shown, if there is one."""
 
     def __init__(self, *args: Any, **given: Any) -> None:
         if given or len(args) != len(self._names) or self._by_name:
@@ -127,8 +129,10 @@ class _Made(metaclass=_Fields):
         return type(self)(**{**self.fields(), **changes})
 
     def __repr__(self) -> str:
-        fields = ", ".join(f"{name}={getattr(self, name, ...)!r}" for name in self._names)
-        return f"{type(self).__name__}({fields})"
+        shown = {name: repr(getattr(self, name, ...)) for name in self._names}
+        if getattr(self, self._secret, None):
+            shown[self._secret] = "<secret>"
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in shown.items())})"
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(fresh,))

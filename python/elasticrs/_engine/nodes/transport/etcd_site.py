@@ -93,6 +93,8 @@ class EtcdSite(Value):
     in seconds.
     """
 
+    _secret = "password"
+
     endpoints: tuple[tuple[str, int], ...]
     _: KW_ONLY
     is_tls: bool = False
@@ -147,13 +149,6 @@ class EtcdSite(Value):
             supervisor=supervisor,
             links=links,
         )
-
-    def __repr__(self) -> str:
-        fields = (
-            f"{name}={'<secret>' if name == 'password' and value else repr(value)}"
-            for name, value in self.fields().items()
-        )
-        return f"EtcdSite({', '.join(fields)})"
 
 
 def lease_of(name: str) -> int:

@@ -135,6 +135,8 @@ class Settings(Value):
     restarts all leases when it is back.
     """
 
+    _secret = "token"
+
     is_settle_given: bool
     # fmt: off
     # --- time limits ---
@@ -237,13 +239,6 @@ class Settings(Value):
     def rank_timeout(self) -> float:
         """Seconds after which the lease of a dead node, which may have this node's rank, has expired."""
         return self.ttl + 1.0
-
-    def __repr__(self) -> str:
-        fields = (
-            f"{name}={'<secret>' if name == 'token' and value else repr(value)}"
-            for name, value in self.fields().items()
-        )
-        return f"Settings({', '.join(fields)})"
 
 
 _DECLARED = {**vars(Settings), **Settings._defaults}
