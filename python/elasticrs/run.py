@@ -216,9 +216,7 @@ def _health_check_server(values: Namespace) -> HealthCheckServer | None:
         return None
     from elasticrs._engine.supervise.observe import open_server
 
-    host = values.health_check_host or os.environ.get("ELASTICRS_HEALTH_CHECK_HOST") or defaults.LOOPBACK
-    job = defaults.JobSpec.taken_from(values, nproc=1, run_id="", health_check_host=host)
-    return open_server(job, partial(_say, values))
+    return open_server(defaults.JobSpec.taken_from(values, nproc=1, run_id=""), partial(_say, values))
 
 
 def _rdzv_configs(values: Namespace) -> dict[str, Any]:

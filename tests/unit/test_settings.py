@@ -59,8 +59,8 @@ LAUNCHER = {
 """Options that only the launcher uses."""
 
 OWN_DEFAULT = {
-    # The defaults of these options depend on the environment.
-    *("shutdown_timeout", "health_check_host"),
+    # The default depends on the environment.
+    "shutdown_timeout",
     # As in torch, the default is localhost for workers on a single node and 127.0.0.1 for the static
     # rendezvous.
     "master_addr",

@@ -94,7 +94,6 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> JobSpec:
     if nproc > 1 and "OMP_NUM_THREADS" not in environ:
         variables["OMP_NUM_THREADS"] = "1"
         notices.append("OMP_NUM_THREADS is not set: each worker gets 1 thread; set it to what your job needs")
-    host = args.health_check_host or environ.get("ELASTICRS_HEALTH_CHECK_HOST") or config.LOOPBACK
     metrics = os.path.join(os.path.dirname(elasticrs.__file__), "metrics", "static_init.py")
     health_check_port = _health_port(args, environ, notices)
     return JobSpec.taken_from(
@@ -116,7 +115,6 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> JobSpec:
         # Command-line jobs record metrics only if `static_init.py` exists; see `elasticrs.metrics`.
         has_metrics=os.path.exists(metrics),
         health_check_port=health_check_port,
-        health_check_host=host,
         logs=LogSettings.taken_from(args, log_line_prefix_template=template),
     )
 

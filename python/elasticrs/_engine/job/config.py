@@ -194,6 +194,7 @@ class JobSpec(Record, WorkerSettings):
         exit_barrier_timeout: seconds to wait for other nodes at the job's end; ``None`` for the default.
         monitor_interval: seconds between two questions whether nodes wait to join.
         health_check_port: ``None`` for no server, 0 for any free port.
+        health_check_host: address of the server; ``None`` for the default of :class:`.HealthCheckServer`.
     """
 
     nproc: int
@@ -230,7 +231,7 @@ class JobSpec(Record, WorkerSettings):
     event_log_handler: str = "null"
     has_metrics: bool = False
     health_check_port: int | None = None
-    health_check_host: str = LOOPBACK
+    health_check_host: str | None = None
     health_check_timeout: float = DEFAULT_HEALTH_TIMEOUT
 
     @property
