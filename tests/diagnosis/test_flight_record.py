@@ -308,19 +308,8 @@ OPERATIONS = {operation.name: operation.code.encode("latin-1") for operation in 
 @pytest.mark.parametrize(
     "name",
     [
-        "GLOBAL",
-        "STACK_GLOBAL",
-        "REDUCE",
-        "BUILD",
-        "INST",
-        "OBJ",
-        "NEWOBJ",
-        "NEWOBJ_EX",
-        "PERSID",
-        "BINPERSID",
-        "EXT1",
-        "EXT2",
-        "EXT4",
+        *("GLOBAL", "STACK_GLOBAL", "REDUCE", "BUILD", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX"),
+        *("PERSID", "BINPERSID", "EXT1", "EXT2", "EXT4"),
     ],
 )
 def test_operations_that_run_code_are_refused(name):

@@ -67,10 +67,14 @@ def test_the_output_of_py_spy_is_parsed():
 def test_a_hang_file_is_parsed():
     kernel = (
         "threads in the kernel: state, name, wait channel, stack\n\n7 S python futex_do_wait\n    futex\n"
+        "9 S Thread 5 (x) -\n"
     )
     head = "rank 3 hangs\npid 7, state S\n\nPython stacks, the most recent call first\n\n"
     assert main_thread(f"{head}{OTHER}\n{written(STEP)}\n\n{kernel}") == STEP
-    assert main_thread(f"rank 3 hangs\npid 7, state S\n\nno Python stacks\n\n{kernel}") == ()
+    without = f"rank 3 hangs\npid 7, state S\n\nno Python stacks\n\n{kernel}\n"
+    assert main_thread(without) == ()
+    assert main_thread(f"{without}Process 7: python\n\n{spied(REDUCE, 'loader')}\n{spied(STEP)}") == STEP
+    assert main_thread(f"{without}Error: Failed to suspend process\n\nCaused by:\n    0: EPERM\n") == ()
 
 
 def test_stacks_written_by_the_running_interpreter_are_parsed(tmp_path):

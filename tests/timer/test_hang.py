@@ -375,34 +375,6 @@ def test_hang_timeout_auto_learns_the_limit_from_the_steps(run):
     says(launched.stderr, "rank 1 ", "hung", "limit 0.5 s", "step 19")
 
 
-@pytest.mark.slow
-def test_a_rank_that_is_missing_in_a_collective_of_torch_is_named(run):
-    source = """
-        import os
-        import torch
-        import torch.distributed as dist
-        from elasticrs.timer import heartbeat
-        pipe = os.pipe()
-        def next_batch():
-            os.read(pipe[0], 1)
-        dist.init_process_group("gloo")
-        again = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
-        gradient = torch.ones(1000)
-        for step in range(20):
-            heartbeat(step)
-            if step == 12 and dist.get_rank() == 2 and not again:
-                next_batch()
-            dist.all_reduce(gradient)
-        os.write(1, b"DONE\\n")
-        dist.barrier()
-        os._exit(0)
-    """
-    launched = run(source, 2, "--max-restarts=1", nproc=4).exits(0, timeout=120)
-    assert launched.stdout.count("DONE\n") == 4
-    line = line_with(launched.stderr, "rank 2 ", "hung", "step 12", "3 of 4 ranks wait in all_reduce #13")
-    says(line, "rank 2 did not enter it", "in next_batch (worker.py:")
-
-
 LONG_EVALUATION = """
     import os, select
     from elasticrs.timer import heartbeat

@@ -105,46 +105,6 @@ def test_stacks_omit_the_thread_that_serves_diagnosis_requests(tmp_path):
     ]
 
 
-SPIED = """\
-no activity for 1.000 s
-pid 7, state S
-
-no Python stacks: it has no handler for the signal, or did not respond
-
-threads in the kernel: state, name, wait channel, stack
-
-7 S python futex_do_wait
-    futex_wait+0x1
-9 S Thread 5 (x) -
-
-Process 7: python train.py
-Python v3.11.7 (/usr/bin/python3.11)
-
-Thread 9 (idle): "loader"
-    Condition.wait (/lib/threading.py:327)
-Thread 7 (idle): "MainThread"
-    Loader.read (/home (old)/train.py:41)
-    <module> (/home (old)/train.py:50)
-"""
-
-
-def test_stacks_from_py_spy_are_parsed(tmp_path):
-    path = tmp_path / "hang.txt"
-    path.write_text(SPIED)
-    assert (hang_diagnosis.stack(str(path)) or "").split("\n")[1:] == [
-        '  File "/home (old)/train.py", line 41 in read',
-        '  File "/home (old)/train.py", line 50 in <module>',
-    ]
-    path.write_text(SPIED.replace(': "MainThread"', "").replace(': "loader"', ""))
-    assert (hang_diagnosis.stack(str(path)) or "").split("\n")[1:] == [
-        '  File "/lib/threading.py", line 327 in wait'
-    ]
-    path.write_text(
-        SPIED.partition("Process 7")[0] + "Error: Failed to suspend process\n\nCaused by:\n    0: EPERM\n"
-    )
-    assert hang_diagnosis.stack(str(path)) is None
-
-
 @given(st.text(max_size=300))
 def test_text_from_a_worker_is_made_printable_and_cut(text):
     for shown in (hang_diagnosis.place(text), hang_diagnosis.printable(text)):

@@ -32,14 +32,12 @@ def port():
     reserved.close()
 
 
-def test_a_reserved_port_cannot_be_bound_by_other_sockets(port):
-    with socket.socket() as other, pytest.raises(OSError, match="in use"):
-        other.bind(("127.0.0.1", port))
-
-
-def test_a_reserved_port_does_not_listen(port):
-    with socket.socket() as client, pytest.raises(ConnectionRefusedError):
-        client.connect(("127.0.0.1", port))
+def test_a_reserved_port_does_not_listen_and_cannot_be_bound_by_other_sockets(port):
+    with socket.socket() as other:
+        with pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        with pytest.raises(ConnectionRefusedError):
+            other.connect(("127.0.0.1", port))
 
 
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
