@@ -12,6 +12,7 @@ import pytest
 from helpers.procs import HANG, reap_adopted, wait_gone, wait_until
 
 from elasticrs._engine.inside import flight
+from elasticrs._engine.workers.plan import hook_environment
 
 # A fake of torch's modules, whose flight record has more entries than the worker keeps.
 TORCH = """
@@ -101,19 +102,16 @@ def test_each_request_gets_the_newest_entries_the_groups_and_the_stack(worker, e
     assert (process.returncode, output) == (0, "")
 
 
-FAIL = "from elasticrs._engine.inside.error_file import keep_flight_record; keep_flight_record"
-
-
 @pytest.mark.parametrize(
     ("error", "start", "is_kept"),
     [
-        ("ConnectionResetError()", START, True),
-        ("ValueError()", START, False),
-        ("ConnectionResetError()", "", False),
+        ("ConnectionResetError", START, True),
+        ("ValueError", START, False),
+        ("ConnectionResetError", "", False),
     ],
 )
 def test_a_worker_that_has_lost_a_peer_writes_its_record_itself(worker, error_file, error, start, is_kept):
-    process = worker(TORCH, start, f"{FAIL}({error})", UP)
+    process = worker(TORCH, start, UP, f"raise {error}", **hook_environment({}))
     process.communicate("")
     kept = error_file.with_name("error.json.flight_at_exit")
     assert kept.exists() is is_kept

@@ -405,17 +405,17 @@ class _PickleReader:
         elif name in ("EMPTY_LIST", "EMPTY_DICT"):
             stack.append([] if name == "EMPTY_LIST" else {})
         elif name in _TUPLES:
-            self._join(_TUPLES[name])
+            stack.append([self._value() for _ in range(_TUPLES[name])][::-1])
         elif name == "MARK":
             stack.append(_MARK)
         elif name == "TUPLE":
             stack.append(self._marked())
         elif name in ("APPEND", "APPENDS"):
             items = [self._value()] if name == "APPEND" else self._marked()
-            _plain(list, stack[-1]).extend(items)
+            of_type(list, stack[-1]).extend(items)
         elif name in ("SETITEM", "SETITEMS"):
             items = [self._value(), self._value()][::-1] if name == "SETITEM" else self._marked()
-            _plain(dict, stack[-1]).update(zip(map(_plain_key, items[::2]), items[1::2], strict=True))
+            of_type(dict, stack[-1]).update(zip(map(_plain_key, items[::2]), items[1::2], strict=True))
         elif name not in ("PROTO", "FRAME", "STOP"):
             raise FlightRecordError(f"it contains the opcode {name}")
 
@@ -430,9 +430,6 @@ class _PickleReader:
             raise FlightRecordError("it uses a nested list or dictionary twice")
         self.copied += len(value)
         return value.copy()
-
-    def _join(self, count: int) -> None:
-        self._stack.append([self._value() for _ in range(count)][::-1])
 
     def _value(self) -> Any:
         value = self._stack.pop()
@@ -450,12 +447,6 @@ class _PickleReader:
         if len(self._stack) != 1 or self._stack[0] is _MARK:
             raise FlightRecordError("it does not end with a single value")
         return self._stack[0]
-
-
-def _plain(kind: type, value: Any) -> Any:
-    if type(value) is not kind:
-        raise FlightRecordError(f"found a {type(value).__name__} instead of a {kind.__name__}")
-    return value
 
 
 def _plain_key(key: Any) -> Any:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     _T = TypeVar("_T")
 
-VERSION = 1
+VERSION = 2
 MAX_DECODED = 4 << 20
 """Maximum size of the decoded JSON in bytes, and maximum number of ranks in all lists of group members."""
 
@@ -71,7 +71,6 @@ class _Encoder:
     def __init__(self, max_steps: int, max_frames: int) -> None:
         self._max_steps, self._max_frames = max_steps, max_frames
         self._calls: dict[Call, int] = {}
-        self._files: dict[str, int] = {}
         self._records: dict[str, int] = {}
         self._stacks: dict[str, int] = {}
 
@@ -90,8 +89,7 @@ class _Encoder:
             "ranks": ranks,
             "records": list(map(json.loads, self._records)),
             "stacks": list(map(json.loads, self._stacks)),
-            "calls": [[call.operation, call.elements, list(call.dtypes)] for call in self._calls],
-            "files": list(self._files),
+            "calls": list(self._calls),
         }
 
     def _record(self, record: RankRecord) -> int:
@@ -100,8 +98,7 @@ class _Encoder:
             for (backend, name), group in record.groups.items()
         ]
         members = [[name, _ranges(ranks)] for name, ranks in record.members.items()]
-        transfers = [list(transfer) for transfer in record.transfers]
-        fields = [groups, members, transfers, record.is_truncated, record.has_raised]
+        fields = [groups, members, record.transfers, record.is_truncated, record.has_raised]
         return self._records.setdefault(json.dumps(fields), len(self._records))
 
     def _runs(self, group: GroupSteps) -> list[list[int]]:
@@ -126,11 +123,8 @@ class _Encoder:
         return runs
 
     def _stack(self, frames: Sequence[Frame]) -> int | None:
-        kept = [
-            [self._files.setdefault(frame.file, len(self._files)), frame.line, frame.function]
-            for frame in frames[: self._max_frames]
-        ]
-        return self._stacks.setdefault(json.dumps(kept), len(self._stacks)) if kept else None
+        kept = json.dumps(frames[: self._max_frames])
+        return self._stacks.setdefault(kept, len(self._stacks)) if frames else None
 
 
 def _ranges(ranks: Sequence[int]) -> list[list[int]]:
@@ -180,7 +174,6 @@ class _Decoder:
         self._steps = self._members = 0
         self._made: dict[tuple[int, int], Step] = {}
         self._node = _str(document["node"])
-        self._files = [_str(file) for file in _list(document["files"])]
         self._calls = [
             Call(
                 _str(operation),
@@ -191,10 +184,7 @@ class _Decoder:
         ]
         self._records = [self._record(*_list(record)) for record in _list(document["records"])]
         self._stacks = [
-            tuple(
-                Frame(_at(self._files, file), number(line), _str(function))
-                for file, line, function in _list(stack)
-            )
+            tuple(Frame(_str(file), number(line), _str(function)) for file, line, function in _list(stack))
             for stack in _list(document["stacks"])
         ]
 

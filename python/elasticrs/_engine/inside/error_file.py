@@ -328,12 +328,11 @@ def write_uncaught(path: str, error: BaseException, at_ns: int) -> None:
     """
     if not _is_kept(path, error):
         write_whole(path, error_document(error, "hook", at_ns))
-    keep_flight_record(error)
 
 
 def keep_flight_record(error: BaseException) -> None:
     """Write torch's flight record (its list of recent collectives) if the exception reports a lost peer. Call
-    this last, because the agent needs the notice and the error file more.
+    this last, where signals may end the process, because a prompt exit is more important.
     """
     flight = sys.modules.get("elasticrs._engine.inside.flight")
     if flight is not None and origin(error) == "peer":
