@@ -36,7 +36,7 @@ CRATE_LAYERS = {
 
 CORE_DOORS = (
     *("_engine/nodes/transport/coordination", "_engine/workers/plan", "_engine/workers/process"),
-    *("_engine/supervise/observe/health_check_server", "_engine/supervise/run/signals"),
+    *("_engine/supervise/observe/health_check_server", "_engine/process/signals"),
     *("_engine/supervise/run/tracker", "_engine/supervise/run/workers"),
     *("_engine/workers/functions/keeper", "_engine/workers/functions/supervised_group"),
     *("_engine/failures/files", "_engine/workers/event_log", "timer/file_based_local_timer"),

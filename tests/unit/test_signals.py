@@ -13,13 +13,12 @@ from helpers.procs import run_program
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs._engine.process.signals import ECHO, StopRequests
-from elasticrs._engine.supervise.run.signals import without_what_was_taken_back
+from elasticrs._engine.process.signals import ECHO, StopRequests, without_what_was_taken_back
 
 PRELUDE = """
 import ctypes, os, select, signal, sys, threading
 from elasticrs import _core
-from elasticrs._engine.supervise.run.signals import SignalPipe, catch_signals, ignored_signals
+from elasticrs._engine.process.signals import SignalPipe, catch_signals, ignored_signals
 def wait(pipe):
     assert select.select([pipe.fd], [], [], 10)[0], "no signal came"
     return pipe.take()

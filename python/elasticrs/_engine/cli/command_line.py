@@ -11,7 +11,7 @@ import signal
 import sys
 from functools import partial
 
-from elasticrs._engine.supervise.run.signals import catch_signals
+from elasticrs._engine.process.signals import catch_signals
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.process.console import Console
+    from elasticrs._engine.process.signals import SignalPipe
     from elasticrs._engine.supervise.attempts.attempt import JobResult
     from elasticrs._engine.supervise.run.loop import Agent
-    from elasticrs._engine.supervise.run.signals import SignalPipe
 
 WRITE_TIMEOUT = 10.0
 """Maximum number of seconds that the launcher waits for the reader of its stderr to take the text."""

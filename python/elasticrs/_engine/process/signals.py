@@ -1,4 +1,13 @@
-"""Signals to this process: repeated stop requests, and handlers that forked children must not inherit.
+"""Signals to this process: events of the agent's loop, repeated stop requests, and forked children.
+
+The agent's Python handlers do nothing. The interpreter writes the number of each signal to a socket that the
+loop watches (:func:`signal.set_wakeup_fd`), so a signal never interrupts a decision, and none is lost.
+
+- **SIG-1** A signal that was ignored at the agent's start (``nohup``) stays ignored, also in the workers.
+- **SIG-2** Handlers are installed only in the main thread, because Python allows this only there.
+- **SIG-3** If the host application has set a wake-up file descriptor, it still receives the signal numbers.
+- **SIG-4** SIGTSTP has the same effect as in a program that does not catch it: a later SIGCONT always cancels
+  a SIGTSTP, and several SIGTSTPs count as one.
 
 A forked child would handle a signal as a request to stop the parent's job. Therefore, code that installs
 handlers registers a function here that removes them, and each child calls this function first.
@@ -11,13 +20,20 @@ handlers registers a function here that removes them, and each child calls this 
 
 from __future__ import annotations
 
+import _socket
 import _thread
 import os
 import signal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterable
+    from types import FrameType
+    from typing import TypeAlias
+
+    from elasticrs import _core
+
+    Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
 
 _installed: list[tuple[Callable[[], None], Collection[int]]] = []
 _masks: dict[int, set[int]] = {}
@@ -107,3 +123,177 @@ class StopRequests:
             self._first = now
             return True
         return now - first >= ECHO and (signum in KEYBOARD or (came and signum == signal.SIGTERM))
+
+
+IGNORED_BY_PYTHON = frozenset((signal.SIGPIPE, signal.SIGXFSZ))
+"""Signals that Python itself ignores. So it is unknown whether they were ignored before Python started."""
+
+
+def ignored_signals() -> tuple[int, ...]:
+    return tuple(
+        int(signum)
+        for signum in signal.valid_signals()
+        if signum not in IGNORED_BY_PYTHON and signal.getsignal(signum) == signal.SIG_IGN
+    )
+
+
+def catch_signals(signums: Iterable[int]) -> SignalPipe | None:
+    """Catch these signals. Return ``None`` outside of the main thread. Raises ``OSError``."""
+    try:
+        return SignalPipe(signums)
+    except ValueError:
+        return None
+
+
+def without_what_was_taken_back(received: bytes) -> bytes:
+    """Drop every SIGTSTP except the last one, and also that one if a SIGCONT follows it (SIG-4)."""
+    last = received.rfind(signal.SIGTSTP)
+    is_wanted = last > received.rfind(signal.SIGCONT)
+    return bytes(
+        signum for at, signum in enumerate(received) if signum != signal.SIGTSTP or (is_wanted and at == last)
+    )
+
+
+def suspend(supervisor: _core.Supervisor | None, signals: SignalPipe) -> None:
+    """Suspend the workers and this process after Ctrl-Z, until this process continues. The terminal does not
+    suspend the workers, because they are not in its foreground process group.
+    """
+    if supervisor is not None:
+        supervisor.suspend()
+    try:
+        signals.stop_this_process()
+    finally:
+        if supervisor is not None:
+            supervisor.resume()
+
+
+class SignalPipe:
+    """Catches signals that are not ignored. Raises ``ValueError`` outside of the main thread."""
+
+    def __init__(self, signums: Iterable[int]) -> None:
+        self._caught: dict[int, Handler] = {}
+        self._wanted: frozenset[int] = frozenset()
+        self._has_pauses = False
+        self._reader, self._writer = _socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        try:
+            self._host_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        except ValueError:
+            self._reader.close()
+            self._writer.close()
+            raise
+        undo_in_children(self.close, self._caught)
+        self.catch(signums)
+
+    @property
+    def fd(self) -> int:
+        return self._reader.fileno()
+
+    @property
+    def caught(self) -> frozenset[int]:
+        return frozenset(self._caught)
+
+    def catch(self, signums: Iterable[int], *, pauses: bool = False) -> None:
+        """Catch exactly these signals, and, if ``pauses``, also SIGTSTP for :meth:`stop_this_process`."""
+        wanted = set(signums)
+        self._has_pauses = pauses and signal.SIGTSTP not in wanted
+        if self._has_pauses:
+            wanted.add(signal.SIGTSTP)
+        self._wanted = frozenset(wanted)
+        if self._has_pauses:
+            wanted.add(signal.SIGCONT)
+        for signum in wanted - self._caught.keys():
+            if signal.getsignal(signum) != signal.SIG_IGN:
+                self._caught[signum] = signal.getsignal(signum)
+                signal.signal(signum, _wake_only)
+        for signum in self._caught.keys() - wanted:
+            self._restore(signum)
+        if self._has_pauses:
+            self.order_pauses()
+
+    def order_pauses(self) -> None:
+        """Let SIGTSTP and SIGCONT be handled in the order of their arrival (SIG-4). Call this again after a
+        SIGTSTP handler has been installed.
+        """
+        from elasticrs import _core
+
+        _core.order_stop_signals()
+
+    def take(self) -> list[int]:
+        """Return the signals that have arrived since the last call, in order. Never blocks."""
+        received = bytearray()
+        while True:
+            try:
+                received += (chunk := self._reader.recv(4096))
+            except BlockingIOError:
+                break
+            if not chunk:
+                break
+        if received and self._host_fd != -1:
+            self._forward(bytes(received))
+        if self._has_pauses:
+            received[:] = without_what_was_taken_back(bytes(received))
+        return [signum for signum in received if signum in self._caught and signum in self._wanted]
+
+    def stop_this_process(self) -> None:
+        """Stop this process until it is continued, unless a SIGCONT has followed the last SIGTSTP."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTSTP,))
+        try:
+            # If a SIGCONT arrives from now on, the kernel discards this SIGTSTP. `_is_continued` has detected
+            # a SIGCONT that arrived before.
+            signal.pthread_kill(_thread.get_ident(), signal.SIGTSTP)
+            if not self._is_continued():
+                _stop_unless_continued()
+            held = signal.sigtimedwait((signal.SIGTSTP,), 0)
+            if held is not None and held.si_pid != os.getpid():
+                # `sigtimedwait` has consumed a SIGTSTP from another process, so raise it again.
+                signal.pthread_kill(_thread.get_ident(), signal.SIGTSTP)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _is_continued(self) -> bool:
+        try:
+            return signal.SIGCONT in self._reader.recv(1 << 16, _socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+
+    def close(self, *, ignore: bool = False) -> None:
+        """Restore the previous handlers, or ``ignore`` the signals if the process is about to exit."""
+        if self._reader.fileno() == -1:
+            return
+        for signum in list(self._caught):
+            if ignore:
+                self._caught[signum] = signal.SIG_IGN
+            self._restore(signum)
+        signal.set_wakeup_fd(self._host_fd, warn_on_full_buffer=False)
+        is_undone(self.close)
+        self._reader.close()
+        self._writer.close()
+
+    def _restore(self, signum: int) -> None:
+        previous = self._caught.pop(signum)
+        # `None` means that C code installed the handler, so Python cannot restore it.
+        signal.signal(signum, signal.SIG_DFL if previous is None else previous)
+
+    def _forward(self, received: bytes) -> None:
+        try:
+            os.write(self._host_fd, received)
+        except (BlockingIOError, BrokenPipeError):
+            # The pipe is full or closed. The interpreter also drops the signal number in this case.
+            return
+
+
+def _stop_unless_continued() -> None:
+    from elasticrs import _core
+
+    try:
+        _core.stop_unless_continued()
+    except OSError:
+        # The helper process could not be created. Stop anyway, because the suspended workers resume with this
+        # process. Signal this thread, because a signal to the process may take effect after the return.
+        signal.pthread_kill(_thread.get_ident(), signal.SIGSTOP)
+
+
+def _wake_only(_signum: int, _frame: FrameType | None) -> None:
+    """Do nothing, because the interpreter has already written the signal number to the wake-up socket."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 from functools import partial
 
+from elasticrs._engine.process.signals import ignored_signals
 from elasticrs._engine.supervise.observe import make_observers
 from elasticrs._engine.supervise.run.loop import Agent
-from elasticrs._engine.supervise.run.signals import ignored_signals
 from elasticrs._engine.supervise.run.workers import CommandWorkers, WorkerSetup
 from elasticrs._engine.workers.plan import hook_environment, inherited_environment
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
     from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.process.console import Console
+    from elasticrs._engine.process.signals import SignalPipe
     from elasticrs._engine.supervise.attempts.attempt import JobResult
     from elasticrs._engine.supervise.decide.decisions import Decisions
     from elasticrs._engine.supervise.observe.health_check_server import HealthCheckServer
     from elasticrs._engine.supervise.observe.observer import Observer
-    from elasticrs._engine.supervise.run.signals import SignalPipe
     from elasticrs._engine.supervise.run.workers import Workers
     from elasticrs._engine.workers.logs import LogPaths
 

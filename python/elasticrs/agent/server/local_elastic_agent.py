@@ -15,6 +15,7 @@ from elasticrs._engine.job import config as defaults
 from elasticrs._engine.job import phrases
 from elasticrs._engine.job.config import JobSpec, LogSettings, MaxRestarts
 from elasticrs._engine.process.console import Console
+from elasticrs._engine.process.signals import catch_signals
 from elasticrs._engine.supervise.attempts.state_machine import Phase
 from elasticrs._engine.supervise.decide.handler_nodes import HandlerNodes
 from elasticrs._engine.supervise.observe import make_observers
@@ -23,7 +24,6 @@ from elasticrs._engine.supervise.observe.health_check_server import (
     _AliveCallbackProxy,  # noqa: F401 -- torch exports it here
     server_of_environment,
 )
-from elasticrs._engine.supervise.run.signals import catch_signals
 from elasticrs._engine.supervise.run.worker_states import Sleepers
 from elasticrs._engine.supervise.run_job import make_decisions, make_workers, run_job
 from elasticrs._engine.workers.process import check_limits

@@ -15,9 +15,8 @@ from elasticrs._engine.job import phrases
 from elasticrs._engine.job.failure_cause import Verdict
 from elasticrs._engine.process.background_call import FileAccess
 from elasticrs._engine.process.console import END_PATIENCE, Console
-from elasticrs._engine.process.signals import StopRequests
+from elasticrs._engine.process.signals import StopRequests, suspend
 from elasticrs._engine.supervise.attempts import state_machine as machine
-from elasticrs._engine.supervise.run.signals import suspend
 from elasticrs._engine.supervise.run.tracker import AttemptTracker
 
 TYPE_CHECKING = False
@@ -27,11 +26,11 @@ if TYPE_CHECKING:
     from elasticrs import _core
     from elasticrs._engine.gpus.node_check import NodeCheck, NodeCheckResult
     from elasticrs._engine.job.config import JobSpec
+    from elasticrs._engine.process.signals import SignalPipe
     from elasticrs._engine.supervise.attempts.attempt import JobResult
     from elasticrs._engine.supervise.decide.decisions import Decisions
     from elasticrs._engine.supervise.observe.observer import Observer
     from elasticrs._engine.supervise.run.checkpoint_requests import CheckpointRequests
-    from elasticrs._engine.supervise.run.signals import SignalPipe
     from elasticrs._engine.supervise.run.worker_states import Sleepers
     from elasticrs._engine.supervise.run.workers import Workers
 
