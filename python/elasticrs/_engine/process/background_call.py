@@ -60,7 +60,7 @@ class FileAccess:
             self._free.release()
             done.release()
 
-        if not self._has_started(work):
+        if not self._start(work):
             return default
         if not done.acquire(timeout=self._limit):
             return self._late(default)
@@ -80,9 +80,9 @@ class FileAccess:
                 self._free.release()
 
         if self._free.acquire(blocking=False):
-            self._has_started(work)
+            self._start(work)
 
-    def _has_started(self, work: Callable[[], None]) -> bool:
+    def _start(self, work: Callable[[], None]) -> bool:
         try:
             _start_thread(work)
         except RuntimeError:  # The process has reached its limit on threads.

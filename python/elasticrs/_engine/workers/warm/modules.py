@@ -150,10 +150,11 @@ def _of_source(entry: Entry) -> Preload:
             remarks=tuple(remarks) or _cold(f"{entry.path} imports nothing but its own modules").remarks
         )
     lazy: list[str] = []
+    text = plan.text
     if any(_top(name) == "torch" for name in plan.modules):
-        found = [name for words, name in LAZY if any(word in plan.text for word in words)]
+        found = [name for words, name in LAZY if any(word in text for word in words)]
         lazy = [name for name in found if name not in plan.modules]
-    if lazy and (why := _why_not_lazily(plan.text, {step.partition("=")[0] for step in plan.steps})):
+    if lazy and (why := _why_not_lazily(text, {step.partition("=")[0] for step in plan.steps})):
         remarks.append(f"{_listed(lazy)} is imported by each worker, because the source {why}")
         lazy = []
     return Preload((*plan.steps, *lazy), remarks=tuple(remarks), folders=plan.folders)
