@@ -55,7 +55,7 @@ RANK_ZERO = {
 """Modules that may read the rank during their import, because each worker sets it again from these variables.
 """
 
-AT: list[str] = []
+CURRENT: list[str] = []
 """Name of the module that is being imported now, if any."""
 
 _exit, _execv, _execve = os._exit, os.execv, os.execve  # Keep the originals, because imports may patch `os`.
@@ -566,7 +566,7 @@ def _import(
 
     name, _, attribute = written.partition(":")
     report(importing=name)
-    AT[:] = [name]
+    CURRENT[:] = [name]
     begun, is_there, pid = time.monotonic(), True, os.getpid()
     try:
         __import__(name, fromlist=[attribute] if attribute else ())
@@ -680,7 +680,7 @@ def import_all(environ: dict[str, str], at_first: Collection[str]) -> Done:
             surroundings.restore()
             captured.end()
             _begin_again(environ, {**settings, "steps": rest})
-        AT.clear()
+        CURRENT.clear()
     surroundings.note_blas()
     printed = captured.end()
     python.execv, python.execve = _execv, _execve

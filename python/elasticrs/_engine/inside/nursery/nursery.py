@@ -260,7 +260,7 @@ def _serve() -> None:
         gc.freeze()
         os.close(imports.REPORT)
     except BaseException as error:
-        where = f" (while importing {imports.AT[0]})" if imports.AT else ""
+        where = f" (while importing {imports.CURRENT[0]})" if imports.CURRENT else ""
         imports.report(failed=f"{type(error).__name__}: {error}{where}")
         raise
     argv, env = core.warm_nursery_main(start)
