@@ -20,7 +20,7 @@ from elasticrs._engine.cli.parser import OLD_LAUNCHERS, get_args_parser
 from elasticrs._engine.inside.run_path import run_script_path
 from elasticrs._engine.job import config as defaults
 from elasticrs._engine.job.config import UsageError
-from elasticrs._engine.job.options import OPTIONS, Namespace
+from elasticrs._engine.job.options import OPTIONS, Namespace, converted
 
 if TYPE_CHECKING:
     import argparse
@@ -197,10 +197,7 @@ def _values(args: Any) -> Namespace:
         if option.dest == "nnodes":
             _check_parts(str(value))
         if option.kind is not None and (isinstance(value, str) or option.typed is not None):
-            try:
-                value = option.kind.convert(str(value))
-            except ValueError as error:
-                raise UsageError(f"{option.flag}: got {value!r}, expected {error}") from None
+            value = converted(option.kind, option.flag, str(value))
         found[option.dest] = value
     # The launcher's API expects names instead of numbers.
     found["signals_to_handle"] = getattr(args, "signals_to_handle", None) or defaults.DEFAULT_SIGNALS
@@ -252,9 +249,12 @@ def _command(values: Namespace, use_env: bool) -> tuple[Callable[..., Any] | str
 
 
 def _say(values: Namespace, line: str) -> None:
-    from elasticrs._engine.process.console import Console
+    from elasticrs._engine.process.console import END_PATIENCE, Console
 
-    Console(log_prefix=values.log_prefix).say(line)
+    console = Console(log_prefix=values.log_prefix)
+    console.say(line)
+    # The program may go on, or end, before a thread of the console has written the line.
+    console.flush(END_PATIENCE)
 
 
 if __name__ == "__main__":

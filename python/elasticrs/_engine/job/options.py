@@ -423,7 +423,7 @@ def _read(argument: str, arguments: Iterator[str]) -> dict[str, object]:
             if equals:
                 raise UsageError(f"{option.flag}: got {text!r}, expected no value")
             return {option.dest: True}
-        value = _convert(option.kind, option.flag, text if equals else _value(option, arguments))
+        value = converted(option.kind, option.flag, text if equals else _value(option, arguments))
         if option.name in ("print-completion", "check"):
             raise TextRequested(option.name, str(value), *arguments)
         return {option.dest: value}
@@ -440,7 +440,7 @@ def _read(argument: str, arguments: Iterator[str]) -> dict[str, object]:
         more = _read("-" + tail, arguments) if tail else {}
         return {found.dest: True, **more}
     text = tail[1:] if tail.startswith("=") else tail
-    return {found.dest: _convert(found.kind, "-" + letter, text or _value(found, arguments))}
+    return {found.dest: converted(found.kind, "-" + letter, text or _value(found, arguments))}
 
 
 def _help(word: str, *, is_exact: bool) -> TextRequested:
@@ -502,7 +502,8 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _convert(kind: Kind, name: str, text: str) -> object:
+def converted(kind: Kind, name: str, text: str) -> object:
+    """Convert the text of an option or variable (``name``). An invalid text is a usage error."""
     try:
         return kind.convert(text)
     except ValueError as error:
@@ -522,7 +523,7 @@ def _defaults(environ: Mapping[str, str], given: Mapping[str, object]) -> dict[s
             except ValueError:
                 raise UsageError(f"{option.variable}: got {text!r}, expected 0 or 1") from None
         else:
-            found[option.dest] = _convert(option.kind, option.variable, text)
+            found[option.dest] = converted(option.kind, option.variable, text)
     return found
 
 
