@@ -236,16 +236,16 @@ def test_timeout_defaults_come_from_environment_variables(config, monkeypatch):
         ({"shutdown_timeout": -1}, "^shutdown_timeout "),
         ({"exit_barrier_timeout": -1}, "^exit_barrier_timeout "),
         ({"rdzv_configs": {"exit_barrier_timeout": "x"}}, "^rdzv_configs: exit_barrier_timeout: got 'x'"),
+        ({"stop_scope": "all"}, r"stop_scope .*got 'all'"),
+        ({"signals_to_forward": "STOP"}, r"signals_to_forward must be names .*not SIGSTOP.*, got 'STOP'"),
     ],
 )
-def test_invalid_timeouts_are_refused(config, changes, text):
+def test_invalid_settings_of_a_launch_config_are_refused(config, changes, text):
     with pytest.raises(ValueError, match=text):
         config(**changes)
 
 
 def test_the_entrypoint_name_is_the_script_or_function_name():
-    import sys
-
     assert _get_entrypoint_name(entrypoint, []) == "entrypoint"
     assert _get_entrypoint_name(sys.executable, ["-u", "train.py", "-x"]) == "train.py"
     assert _get_entrypoint_name("/bin/echo", ["x"]) == "/bin/echo"
@@ -287,33 +287,31 @@ class Interrupted(Scripted):
             raise SignalException("stopped again", signal.SIGTERM)
 
 
-def test_hooks_for_older_torch_releases_get_only_parameters_they_accept(handler):
-    agent = Older(spec(handler), [WorkerState.FAILED, WorkerState.FAILED])
-    assert agent.run().is_failed()
+def test_hooks_get_only_the_arguments_that_they_accept(handler):
+    older = Older(spec(handler), [WorkerState.FAILED, WorkerState.FAILED])
+    assert older.run().is_failed()
     term = signal.SIGTERM
-    assert agent.calls[1:3] == [("stop", True), ("shutdown", term, True)]
-    assert agent.calls[-3:] == [("stop", False), ("shutdown", term, False), ("shutdown", term, False)]
+    assert older.calls[1:3] == [("stop", True), ("shutdown", term, True)]
+    assert older.calls[-3:] == [("stop", False), ("shutdown", term, False), ("shutdown", term, False)]
+    # Hooks that accept any arguments get those of torch.
+    forwarding = Forwarding(spec(handler), [WorkerState.FAILED, WorkerState.SUCCEEDED])
+    forwarding.run()
+    assert forwarding.calls[1] == ("stop", 1, {})
+    assert forwarding.calls[-1] == ("shutdown", (), {"timeout": 30})
 
 
-def test_hooks_that_accept_any_arguments_get_the_arguments_of_torch(handler):
-    agent = Forwarding(spec(handler), [WorkerState.FAILED, WorkerState.SUCCEEDED])
-    agent.run()
-    assert agent.calls[1] == ("stop", 1, {})
-    assert agent.calls[-1] == ("shutdown", (), {"timeout": 30})
-
-
-def test_a_signal_calls_the_shutdown_hook_once(handler):
-    agent = Interrupted(spec(handler), ["ended"])
-    with pytest.raises(SignalException, match=r"stopped$"):
+@pytest.mark.parametrize(
+    ("states", "text", "calls"),
+    [
+        (["ended"], r"stopped$", [(signal.SIGINT, 30)]),
+        (["again", "ended"], "stopped again", [(signal.SIGINT, 30), (signal.SIGKILL, 0)]),
+    ],
+)
+def test_a_signal_calls_the_shutdown_hook_once_and_a_second_one_kills(handler, states, text, calls):
+    agent = Interrupted(spec(handler), states)
+    with pytest.raises(SignalException, match=text):
         agent.run()
-    assert agent.calls[1:] == [(signal.SIGINT, 30)]
-
-
-def test_a_second_signal_kills_the_workers_immediately(handler):
-    agent = Interrupted(spec(handler), ["again", "ended"])
-    with pytest.raises(SignalException, match="stopped again"):
-        agent.run()
-    assert agent.calls[1:] == [(signal.SIGINT, 30), (signal.SIGKILL, 0)]
+    assert agent.calls[1:] == calls
 
 
 def test_role_instance_info_serializes_and_compares_as_in_torch():
@@ -501,14 +499,7 @@ def test_the_default_stop_scope_is_worker_for_python_and_group_otherwise(
     assert agent._job().stop_scope == found
 
 
-def test_an_unknown_stop_scope_is_refused():
-    with pytest.raises(ValueError, match=r"stop_scope .*got 'all'"):
-        LaunchConfig(1, 1, 1, stop_scope="all")
-
-
-def test_signals_that_cannot_be_forwarded_are_refused(handler, tmp_path):
-    with pytest.raises(ValueError, match=r"signals_to_forward must be names .*not SIGSTOP.*, got 'STOP'"):
-        LaunchConfig(1, 1, 1, signals_to_forward="STOP")
+def test_signals_that_stop_the_job_cannot_be_forwarded(handler, tmp_path):
     how = spec(handler, signals_to_forward="USR1,TERM")
     with pytest.raises(ValueError, match=r"signals_to_forward: got 'USR1,TERM', .*not SIGTERM"):
         LocalElasticAgent(how, DefaultLogsSpecs(str(tmp_path)))
