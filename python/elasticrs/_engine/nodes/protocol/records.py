@@ -14,6 +14,7 @@ import json
 import math
 
 from elasticrs._engine.job.config import MAX_IN_WINDOW
+from elasticrs._engine.job.failure_cause import Cause
 from elasticrs._engine.job.restart_policy import MAX_SUSPECTS, FailureHistory
 from elasticrs._engine.job.value import Value
 from elasticrs._engine.nodes.protocol.rendezvous import Command
@@ -236,17 +237,12 @@ def SPAN(value: Any) -> bool:  # noqa: N802
     return type(value) in (int, float) and math.isfinite(value) and 0 <= value <= MOST
 
 
+_BY_TYPE = {"str": TEXT, "int": COUNT, "float": SPAN, "bool": FLAG, "Sequence[str]": list_of(TEXT, 1000)}
 CAUSE: dict[str, Check] = {
-    **dict.fromkeys(("node", "host", "message", "how", "frame", "ground"), TEXT),
-    **dict.fromkeys(("exception", "place", "permanence", "permanent_sign", "diagnosis", "blamed"), TEXT),
-    **dict.fromkeys(("group_rank", "signal", "step", "reached"), WHOLE),
-    **dict.fromkeys(("round", "rank", "local_rank", "pid", "permanent_rank"), COUNT),
+    **{name: _BY_TYPE[kind.removesuffix(" | None")] for name, kind in Cause.__annotations__.items()},
+    **dict.fromkeys(("group_rank", "step", "reached"), WHOLE),
     **dict.fromkeys(("time_ns", "error_ns"), TIME),
     "exitcode": optional(WHOLE),
-    **dict.fromkeys(("is_consequence", "is_transient", "is_global", "was_killed"), FLAG),
-    **dict.fromkeys(("silence", "ran"), SPAN),
-    "lines": list_of(TEXT, 1000),
-    "xids": list_of(TEXT, 1000),
 }
 
 
