@@ -237,9 +237,15 @@ def SPAN(value: Any) -> bool:  # noqa: N802
     return type(value) in (int, float) and math.isfinite(value) and 0 <= value <= MOST
 
 
-_BY_TYPE = {"str": TEXT, "int": COUNT, "float": SPAN, "bool": FLAG, "Sequence[str]": list_of(TEXT, 1000)}
+def _by_type(record: type[Value]) -> dict[str, Check]:
+    """Return a check for each field of ``record``, by its type. Fields of other types pass any value."""
+    checks = {"str": TEXT, "int": COUNT, "float": SPAN, "bool": FLAG, "Sequence[str]": list_of(TEXT, 1000)}
+    kinds = {name: kind.removesuffix(" | None") for name, kind in record.__annotations__.items()}
+    return {name: checks.get(kind, lambda _: True) for name, kind in kinds.items()}
+
+
 CAUSE: dict[str, Check] = {
-    **{name: _BY_TYPE[kind.removesuffix(" | None")] for name, kind in Cause.__annotations__.items()},
+    **_by_type(Cause),
     **dict.fromkeys(("group_rank", "step", "reached"), WHOLE),
     **dict.fromkeys(("time_ns", "error_ns"), TIME),
     "exitcode": optional(WHOLE),
@@ -641,26 +647,19 @@ def check_done(value: bytes) -> None:
 _MOST_WORDS = 2000
 _NODE_REQUIRED = ("name", "host", "address", "role", "nproc", "port", "idle")
 _NODE = {
+    **_by_type(Node),
     **dict.fromkeys(("name", "host"), NAME),
     **dict.fromkeys(("address", "local_addr", "fallback_addr"), ADDRESS),
-    "role": TEXT,
     "nproc": POSITIVE,
     "port": PORT,
-    "idle": COUNT,
     "hint": INT,
-    "cause": lambda _: True,
-    "unfit": TEXT,
-    "serves_only": FLAG,
 }
 _HEAD = {
-    **dict.fromkeys(("round", "used", "size", "world_size", "losses", "short_losses", "setups"), COUNT),
-    **dict.fromkeys(("end", "cause", "history"), lambda _: True),
-    "permanent": FLAG,
+    **_by_type(Head),
     "state": one_of("RUNNING", "ENDED", "CLOSED"),
     "form": NAME,
     "master": row_of(ADDRESS, PORT),
     "outcome": one_of("succeeded", "failed", "timeout", "aborted"),
-    "reason": TEXT,
     "time_ns": TIME,
 }
 _END = {
