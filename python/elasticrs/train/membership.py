@@ -161,8 +161,9 @@ class Membership:
             raise
         address = info.bootstrap_store_info
         assert address is not None
-        place = (info.rank, info.world_size, address.master_addr, address.master_port)
-        current = Round(self._handler.round, *place, info.store, Connections(address.master_port))
+        ranks = info.rank, info.world_size
+        host, port = address.master_addr, address.master_port
+        current = Round(self._handler.round, *ranks, host, port, info.store, Connections(port))
         os.environ.update(
             RANK=str(current.rank),
             WORLD_SIZE=str(current.world_size),
