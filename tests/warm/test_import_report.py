@@ -115,7 +115,7 @@ NAMES = ("failed", *(name for record in TOLD for name in record))
 RECORDS = st.dictionaries(st.sampled_from(NAMES), JSON, max_size=3)
 
 
-@given(st.lists(RECORDS), st.binary())
+@given(st.lists(RECORDS, max_size=5), st.binary(max_size=20))
 def test_arbitrary_report_content_gives_only_printable_text(records, junk):
     found = import_report.read(lines(records) + junk)
     if found.ready is not None:
