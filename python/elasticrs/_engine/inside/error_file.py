@@ -14,17 +14,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _NOTICE_PART = 2000
-"""Maximum number of bytes in each of the two parts of a notice to the agent. The agent reads at most 4096
-bytes.
-"""
+"""Maximum number of bytes in each of the two parts of a notice to the agent, which reads at most 4096."""
 
 _CODEC = ("utf-8", "backslashreplace")
 """Text encoding, and the error handler for lone surrogates, which UTF-8 cannot encode."""
 
 _MAX_CAUSES, _MAX_FRAMES = 4, 20
-"""Maximum number of causes in a notice to the agent, and of frames of each exception. The innermost frames
-are kept.
-"""
+"""Maximum number of causes in a notice to the agent, and of innermost frames of each exception."""
 
 _MAX_MEMBERS = 100
 """Maximum number of members of an exception group that are compared with each other."""
@@ -220,9 +216,7 @@ def representative(error: BaseException) -> "tuple[BaseException, types.Tracebac
 
 
 def _innermost(error: BaseException) -> "list[tuple[BaseException, types.TracebackType | None]]":
-    """Return the innermost members of an exception group, with their tracebacks. Return any other exception
-    itself.
-    """
+    """Return the innermost members of an exception group, or another exception itself, with tracebacks."""
     found: list[tuple[BaseException, types.TracebackType | None]] = []
     pending: list[tuple[BaseException, types.TracebackType | None]] = [(error, error.__traceback__)]
     seen: set[int] = set()
@@ -300,9 +294,7 @@ def _related(
 
 
 def write_whole(path: str, text: str) -> None:
-    """Replace the file ``path`` atomically. If it cannot or must not be replaced, as a device, write to it in
-    place.
-    """
+    """Replace a file atomically. If it cannot or must not be replaced, as a device, write to it in place."""
     if not may_be_replaced(path):
         _write(path, text)
         return

@@ -26,9 +26,7 @@ def is_enabled() -> bool:
 
 
 def leave(status: int) -> None:
-    """Flush all files and exit at once. Return if a file cannot be flushed, so that the interpreter reports
-    the error.
-    """
+    """Flush all files and exit at once. If that fails, return, so that the interpreter reports the error."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not getattr(stream, "closed", False):
             try:
@@ -42,9 +40,7 @@ def leave(status: int) -> None:
 
 
 def keep_operators() -> None:
-    """Tell torch not to unregister its operators at exit. That takes long and is useless, because the process
-    ends.
-    """
+    """Tell torch not to unregister its operators at exit, which takes long and is useless."""
     unregister = getattr(sys.modules.get("torch.library"), "_del_library", None)
     if unregister is None:
         return

@@ -153,9 +153,7 @@ def flight_document() -> str:
 
 
 def _stack() -> list[tuple[str, int, str]]:
-    """Return file, line and function of each frame of the main thread, innermost first. Return nothing if the
-    main thread is unknown.
-    """
+    """Return file, line and function of the main thread's frames, innermost first, if the thread is known."""
     # Do not import `threading`: it takes the thread that first imports it for the main thread.
     threading: Any = sys.modules.get("threading")
     frame = None if threading is None else sys._current_frames().get(threading.main_thread().ident)

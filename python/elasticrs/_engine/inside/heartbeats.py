@@ -28,9 +28,7 @@ _UNLIMITED = 2**64 - 1
 _GLOBAL = 2**63
 """Bit of the step word in the shared page. It is set if the program's step numbers go on after a restart."""
 _AUTOMATIC = 2**62
-"""Bit of the step word in the shared page. It is set if the steps are optimizer steps that were counted
-automatically.
-"""
+"""Bit of the step word in the shared page, set if optimizer steps are counted automatically."""
 
 _words: memoryview | None = None
 _automatic: memoryview | None = None
@@ -233,9 +231,7 @@ def _page(variable: str) -> memoryview | None:
 
 
 def beat_with_steps(optimizers: object) -> None:
-    """Send a heartbeat after each step of an optimizer. Also start the thread for flight records (lists of
-    recent collectives).
-    """
+    """Send a heartbeat after each step of an optimizer. Also start the thread for flight records."""
     from elasticrs._engine.inside.flight import answer_with_record
 
     # Start the thread now, because the first collective can hang before the first step.

@@ -41,9 +41,7 @@ class FileAccess:
         self._free = _thread.allocate_lock()
 
     def run(self, ask: Callable[[], _T], default: _T) -> _T:
-        """Return the result of ``ask``. Return ``default`` if it takes too long, or if an earlier function
-        still hangs.
-        """
+        """Return the result of ``ask``; ``default`` if it takes too long, or an earlier function hangs."""
         if not self._free.acquire(timeout=0 if self._is_stuck else self._limit):
             return self._late(default)
         self._is_stuck = False
@@ -69,9 +67,7 @@ class FileAccess:
         return found[0]
 
     def begin(self, act: Callable[[], object]) -> None:
-        """Start a function, which must raise no exception, and ignore its result. Do nothing if an earlier
-        one is running.
-        """
+        """Start a function that raises no exception, unless an earlier one is running. Ignore its result."""
 
         def work() -> None:
             try:
@@ -131,9 +127,7 @@ class BackgroundCall:
                 os.eventfd_write(self.fd, 1)
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until the function has returned. Return false on timeout. Signal handlers may raise an
-        exception here.
-        """
+        """Wait until the function has returned; false on timeout. Signal handlers may raise here."""
         poll = select.poll()
         poll.register(self.fd, select.POLLIN)
         return bool(poll.poll(None if seconds is None else 1000 * seconds))

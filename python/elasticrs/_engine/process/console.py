@@ -72,18 +72,14 @@ def wants_colour(fd: int, environ: Mapping[str, str]) -> bool:
 
 
 def has_time(log_prefix: str | None, fd: int) -> bool:
-    """Return true if the launcher's lines have a timestamp. If ``log_prefix`` is ``None``, the variable
-    ``PET_LOG_PREFIX`` decides.
-    """
+    """Return true if the launcher's lines have a timestamp. ``PET_LOG_PREFIX`` is the default."""
     if log_prefix is None:
         log_prefix = os.environ.get("PET_LOG_PREFIX")
     return log_prefix == "time" or (log_prefix != "none" and not os.isatty(fd))
 
 
 class Console:
-    """Writes lines with a prefix. If ``is_one_of_several`` agents, the prefix contains the node and this
-    agent's pid.
-    """
+    """Writes lines with a prefix, which names node and pid if this is one of several agents."""
 
     __slots__ = (
         *("_fd", "_has_time", "_is_gone", "_is_late", "_is_writing", "_lines", "_lock", "_node", "_writing"),
@@ -111,9 +107,7 @@ class Console:
         return prefix(time.time_ns() if self._has_time else None, self._node, self.group_rank) + text
 
     def say(self, text: str) -> None:
-        """Write one line, truncated to the size that a pipe accepts at once. Queue the line if the reader has
-        stopped reading.
-        """
+        """Write one line, truncated to what a pipe accepts at once. Queue the line if nobody reads."""
         line = _encode(self.prefixed(" ".join(text[:_PIPE_BUF].splitlines())))
         if self.waiting < _KEPT:
             self._put([_whole(line, _PIPE_BUF - 1) + b"\n"])
@@ -226,7 +220,5 @@ def _whole(text: bytes, limit: int) -> bytes:
 
 
 def _encode(text: str) -> bytes:
-    """Encode text as UTF-8. Escape lone surrogates, because programs that read the output may fail on invalid
-    UTF-8.
-    """
+    """Encode text as UTF-8. Escape lone surrogates, on which programs that read the output may fail."""
     return visible(text).encode("utf-8", "backslashreplace")

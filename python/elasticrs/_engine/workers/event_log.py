@@ -44,9 +44,7 @@ class Stamp(Value):
 
 
 class Adopted(Value):
-    """Event: the workers were started by a process other than the core. ``pids`` is in the order of the local
-    ranks.
-    """
+    """Event: a process other than the core has started the workers, with these pids by local rank."""
 
     pids: Sequence[int]
 
@@ -226,9 +224,7 @@ class EventLog:
         return found
 
     def accused(self, local_rank: int) -> int:
-        """Return the worker that is blamed for the hang of a given worker. Return the given one if no other
-        is blamed.
-        """
+        """Return the worker that is blamed for the hang of a given worker; the given one if none is."""
         if self.blame is None or local_rank in self.expired:
             return local_rank
         return next((each for each, why in self.expired.items() if why.is_blamed), local_rank)

@@ -60,9 +60,7 @@ class LogPaths(Value):
 
 
 class RunLogs:
-    """The log directory of one run. The constructor raises ``UsageError`` if it cannot be created or written
-    to.
-    """
+    """The log directory of one run. Raises ``UsageError`` if it cannot be created or written to."""
 
     def __init__(self, settings: LogSettings, run_id: str, nproc: int) -> None:
         self._settings = settings
@@ -73,9 +71,7 @@ class RunLogs:
         )
 
     def attempt(self, name: str, variables: Mapping[int, dict[str, str]]) -> LogPaths:
-        """Create the directories of an attempt. Add the path of each worker's error file to its
-        ``variables``.
-        """
+        """Create an attempt's directories. Add the path of each worker's error file to ``variables``."""
         directory = ""
         if self.directory:
             directory = os.path.join(self.directory, f"attempt_{name}")
@@ -181,9 +177,7 @@ def _make_run_directory(log_dir: str | None, run_id: str) -> str:
 
 
 def run_prefix(run_id: str) -> str:
-    """Return the first part of the name of a run's directory. It names the host, because nodes often share a
-    file system.
-    """
+    """Return the first part of the name of a run's directory, with the host, as nodes may share a disk."""
     return f"{run_id}_{os.uname().nodename.split('.')[0]}_".replace(os.sep, "_")
 
 

@@ -153,9 +153,7 @@ class AgentPage:
 
 
 class WorkerPage:
-    """A worker's access to the page that it shares with the agent. Only the process that created this object
-    may use it.
-    """
+    """A worker's access to the page that it shares with the agent. Only the creating process may use it."""
 
     def __init__(self, words: memoryview, local_rank: int) -> None:
         self._all = words
@@ -174,9 +172,7 @@ class WorkerPage:
 
     @property
     def asked(self) -> int:
-        """Number of checkpoints that the agent has requested so far. A save that starts now serves all of
-        these requests.
-        """
+        """Number of checkpoints requested by the agent so far. A save that starts now serves all of them."""
         return self._all[_ASKED]
 
     def serve(self, asked: int, result: Result) -> None:

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.workers.node_page import AgentPage
 
 TOKEN_VARIABLE = "ELASTICRS_TOKEN"
-"""Environment variable with the token, a secret that a job's agents share. The rendezvous settings may
-contain it instead.
-"""
+"""Environment variable with the token, a secret that a job's agents share, unless a setting has it."""
 
 _HERE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "inside")
 _HOOK = os.path.join(_HERE, "hook")
@@ -173,9 +171,7 @@ def virtual_local_rank(local_rank: int, inherited: Mapping[str, str]) -> dict[st
 
 
 def inherited_environment() -> dict[str, str]:
-    """Return the environment that workers inherit. Leave out the token of the job, because only agents need
-    it.
-    """
+    """Return the environment that workers inherit, without the job's token, which only agents need."""
     return {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
 
 
@@ -213,9 +209,7 @@ def warm_environment(env: dict[str, str], preload: Preload, core: str) -> dict[s
 
 
 def agent_hosts_store(environ: Mapping[str, str]) -> bool:
-    """Return true if the agent hosts the workers' store when no port is given. A variable of torch decides
-    this.
-    """
+    """Return true if the agent hosts the workers' store when no port is given. A torch variable decides."""
     return environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
 
 
@@ -243,9 +237,7 @@ class StorePort:
             self.number = self._socket.getsockname()[1]
 
     def serve(self, supervisor: _core.Supervisor | None) -> None:
-        """Start answering the store's clients if this process hosts it. The supervisor reports the store's
-        messages.
-        """
+        """Start answering the store's clients if it is hosted here. The supervisor reports its messages."""
         if self.store is not None:
             self.store.serve(supervisor)
 

@@ -90,9 +90,7 @@ class macros:  # noqa: N801 -- torch's name
 
     @staticmethod
     def substitute(args: list[Any], local_rank: str) -> list[Any]:
-        """Return the arguments with ``${local_rank}`` replaced. Leave other macros, and arguments that are
-        not strings, unchanged.
-        """
+        """Return the arguments with ``${local_rank}`` replaced. Leave other macros and objects unchanged."""
         from string import Template  # loads re, which other launches need not
 
         return [

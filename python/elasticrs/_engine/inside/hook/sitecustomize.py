@@ -107,9 +107,7 @@ def undisturbed(write: "Callable[[], None]") -> None:
 
 
 def _despite_handlers(action: "Callable[[], None]") -> "BaseException | None":
-    """Call ``action`` again whenever a signal handler raises an exception inside it. Return the last such
-    exception.
-    """
+    """Call ``action`` again whenever a signal handler raises inside it. Return the last such exception."""
     raised = None
     for _ in range(100):
         try:

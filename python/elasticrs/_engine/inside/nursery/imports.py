@@ -33,13 +33,9 @@ AGENT, REPORT = (3, 4, 5), 6
 """Descriptors of the connections to the agent (the first is a socket), and of the report. See ``launch.rs``.
 """
 _PID = "ELASTICRS_NURSERY_PID"
-"""Environment variable with this process's pid. It reveals if an import has executed another program in this
-process.
-"""
+"""Environment variable with this process's pid, to notice that an import has executed another program."""
 SINCE = "ELASTICRS_WARM_SINCE"
-"""Environment variable with an offset in the report. The lines from there on, by earlier nurseries, must be
-read.
-"""
+"""Environment variable with the offset of the lines of earlier nurseries in the report."""
 
 _RESERVED = min(256, os.sysconf("SC_OPEN_MAX") // 2)
 """Descriptors below this number are reserved for workers. Modules cannot open such descriptors."""
@@ -69,17 +65,13 @@ def report(**line: object) -> None:
 
 _ARROW = "JE_ARROW_MALLOC_CONF"
 _QUIET = {"OPENBLAS_NUM_THREADS": "1", _ARROW: "background_thread:false"}
-"""Environment variables that keep libraries from starting threads. Only C code sees them; Python code is not
-affected.
-"""
+"""Environment variables that keep libraries from starting threads. Only C code sees them."""
 
 _OF_ATTEMPTS = frozenset(
     b"RANK LOCAL_RANK GROUP_RANK ROLE_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE ROLE_WORLD_SIZE "
     b"MASTER_ADDR MASTER_PORT TORCHELASTIC_RESTART_COUNT".split()
 )
-"""Environment variables that only workers have. A module that reads one of them during its import cannot be
-preloaded.
-"""
+"""Environment variables that only workers have. A module that reads one at import cannot be preloaded."""
 
 
 class _Variables(dict):  # type: ignore[type-arg]
@@ -110,9 +102,7 @@ class _Variables(dict):  # type: ignore[type-arg]
         raise KeyError(name)
 
     def hide(self) -> None:
-        """Set the variables that only C code may see. Call this after each assignment, which may have undone
-        it.
-        """
+        """Set the variables that only C code may see. Call this again after each assignment."""
         for name, value in self._hidden.items():
             os.putenv(name, value)
 
@@ -135,9 +125,7 @@ class _Variables(dict):  # type: ignore[type-arg]
         return changed[0] if changed else None
 
     def end(self) -> None:
-        """Undo the assignments, so that the script starts with the original environment. Stop recording
-        reads.
-        """
+        """Undo the assignments, so that the script starts with its environment. Stop recording reads."""
         for name, value in self._before.items():
             del os.environ[name]
             os.environb.update({} if value is None else {os.fsencode(name): value})
@@ -187,9 +175,7 @@ class _Captured:
 
 
 def _reserve(limit: int) -> list[int]:
-    """Open all free descriptors below ``limit``, so that imported modules cannot get them. Return the
-    descriptors.
-    """
+    """Open all free descriptors below ``limit``, so that modules cannot get them, and return them."""
     null = os.open(os.devnull, os.O_RDONLY)
     free = [fd for fd in range(3, limit) if fd != null and not os.path.exists(f"/proc/self/fd/{fd}")]
     for fd in free:
@@ -440,9 +426,7 @@ class _Surroundings:
             self.blas[path] = dict(self.variables.assigned)
 
     def restore(self) -> str | None:
-        """Undo what imports have changed in this process's state. Return the last change found; ``None`` if
-        there is none.
-        """
+        """Undo what imports have changed in this process's state. Return the last change found, if any."""
         import signal
 
         changed = None
@@ -509,9 +493,7 @@ class _Surroundings:
 
 
 def _kept(fd: int) -> str | None:
-    """Describe what a descriptor refers to if workers must not share it, such as ``a socket``; ``None`` if
-    they may.
-    """
+    """Describe what a descriptor refers to, such as ``a socket``; ``None`` if workers may share it."""
     import fcntl
     import stat
 
@@ -559,9 +541,7 @@ def _why_unclean(before: dict[int, str], surroundings: _Surroundings) -> str | N
 def _import(
     written: str, is_explicit: bool, before: dict[int, str], surroundings: _Surroundings
 ) -> tuple[str, str | None] | None:
-    """Import a module. Return ``None`` if it can be preloaded. Otherwise, return the reason, and the
-    traceback of an error.
-    """
+    """Import a module. If it cannot be preloaded, return the reason, and the traceback of an error."""
     import time
 
     name, _, attribute = written.partition(":")

@@ -105,9 +105,7 @@ def _replace_main_module() -> None:
 
 
 def _set_environment(entries: list[bytes], done: dict[str, tuple[str | None, str | None]]) -> None:
-    """Set the environment to ``entries``, and then apply the changes that the imports have made (``done`` has
-    the old and new values).
-    """
+    """Set the environment to ``entries``, and apply the imports' changes ``done`` (old and new values)."""
     os.environ.clear()
     for entry in entries:
         name, _, value = entry.partition(b"=")

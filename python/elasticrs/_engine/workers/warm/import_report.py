@@ -55,9 +55,7 @@ class Ready(Value):
 
 
 class Report(Value):
-    """What has been reported about the preloading so far. ``imported`` has the seconds that each module took,
-    in order.
-    """
+    """The preloading as reported so far. ``imported`` has the seconds that each module took, in order."""
 
     imported: Mapping[str, float] = fresh(factory=dict)
     left_out: tuple[LeftOut, ...] = ()
@@ -174,16 +172,12 @@ class Sources:
 
 
 def touched(stamps: Mapping[str, Stamp]) -> list[str]:
-    """Return the files that changed while they were imported. They have an invalid time, so each check
-    reports them as changed.
-    """
+    """Return the files that changed while they were imported. Each check reports them as changed."""
     return [path for path, found in stamps.items() if found is not None and found[0] == TOUCHED]
 
 
 TOUCHED = -1
-"""Time that is recorded for a file that changed while the nursery (the process that forks the workers)
-imported modules.
-"""
+"""Time recorded for a file that changed during the imports of the nursery, which forks the workers."""
 
 
 def stamp(path: str) -> Stamp:
