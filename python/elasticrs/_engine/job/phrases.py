@@ -18,20 +18,6 @@ AGAIN = " (send it again to kill them at once)"
 NOT_STARTED = "the workers could not be started"
 
 
-_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
-_CONTROLS |= {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
-# Python decodes bytes that are not valid UTF-8, such as a Latin-1 file name, to lone surrogates.
-_CONTROLS |= {0xDC00 + byte: f"\\x{byte:02x}" for byte in range(128, 256)}
-
-
-def visible(text: str) -> str:
-    """Escape control characters, except newlines and tabs, and bytes that are not valid UTF-8.
-
-    Names and workers' output may clear the screen, set the terminal's title, or change the text's direction.
-    """
-    return text.translate(_CONTROLS)
-
-
 def signal_name(signum: int) -> str:
     import signal
 

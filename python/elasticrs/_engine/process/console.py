@@ -16,7 +16,7 @@ import sys
 import time
 from collections import deque
 
-from elasticrs._engine.job.phrases import NAME, local_time, visible
+from elasticrs._engine.job.phrases import NAME, local_time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -41,6 +41,20 @@ END_PATIENCE = 1.0
 
 _LOOK = 0.02
 """Seconds between two polls of the file descriptor that can interrupt a wait for the reader."""
+
+
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+_CONTROLS |= {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+# Python decodes bytes that are not valid UTF-8, such as a Latin-1 file name, to lone surrogates.
+_CONTROLS |= {0xDC00 + byte: f"\\x{byte:02x}" for byte in range(128, 256)}
+
+
+def visible(text: str) -> str:
+    """Escape control characters, except newlines and tabs, and bytes that are not valid UTF-8.
+
+    Names and workers' output may clear the screen, set the terminal's title, or change the text's direction.
+    """
+    return text.translate(_CONTROLS)
 
 
 DESCRIPTORS = {"stdout": 1, "stderr": 2}

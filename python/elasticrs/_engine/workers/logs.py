@@ -10,8 +10,8 @@ import os
 import stat
 
 from elasticrs._engine.job.config import DEFAULT_PREFIX_TEMPLATE, LogSettings, UsageError
-from elasticrs._engine.job.phrases import visible
 from elasticrs._engine.job.value import Value, fresh
+from elasticrs._engine.process.console import visible
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
