@@ -61,7 +61,7 @@ class WorkerProcesses:
     def __init__(self) -> None:
         self.pids: frozenset[int] = frozenset()
 
-    def ancestor_of(self, pid: int) -> int | None:
+    def worker_of(self, pid: int) -> int | None:
         """Return the worker that is the process ``pid`` or one of its ancestors, if any."""
         for _ in range(_MAX_ANCESTORS):
             if pid in self.pids:
@@ -98,7 +98,7 @@ class Memory:
         others = (
             pid
             for pid in processes
-            if os.path.exists(f"/proc/{pid}") and self._workers.ancestor_of(pid) is None
+            if os.path.exists(f"/proc/{pid}") and self._workers.worker_of(pid) is None
         )
         return sum(processes[pid] for pid in others)
 
@@ -222,7 +222,7 @@ class Xids:
         if pid is None or pid in entry["pids"] or len(entry["pids"]) >= MAX_PIDS:
             return False
         entry["pids"].append(pid)
-        worker = self._workers.ancestor_of(pid) if self._has_kernel_pids else None
+        worker = self._workers.worker_of(pid) if self._has_kernel_pids else None
         if worker is not None and worker not in entry["workers"]:
             entry["workers"].append(worker)
         return True

@@ -221,12 +221,8 @@ class _Decoder:
         for first, count, call, flags in _list(runs):
             step = self._made.get((call, flags))
             if step is None:
-                made = (
-                    _at(self._calls, call),
-                    bool(number(flags) & _COMPLETE),
-                    bool(flags & _STARTED),
-                )
-                step = self._made[call, flags] = Step(*made)
+                is_complete, is_started = bool(number(flags) & _COMPLETE), bool(flags & _STARTED)
+                step = self._made[call, flags] = Step(_at(self._calls, call), is_complete, is_started)
             if not (type(first) is type(count) is int and 0 <= first < MAX_NUMBER and count > 0):
                 raise ValueError(f"{first!r:.40} and {count!r:.40} are not a range of collectives")
             self._steps += count
