@@ -3,7 +3,8 @@
 import pytest
 
 from elasticrs._engine.gpus.devices import Gpu, visible_gpus
-from elasticrs._engine.gpus.numa import cpus_by_local_rank
+from elasticrs._engine.gpus.numa import AffinityMode, cpus_by_local_rank
+from elasticrs._engine.job.config import AFFINITY_MODES
 
 NONE = "/no/such/folder"
 
@@ -70,6 +71,10 @@ def node(number):
 def machine(tmp_path_factory):
     # Three GPUs on NUMA node 1, one on node 3, and one whose node is unknown.
     return Machine(tmp_path_factory.mktemp("sys"), [1, 1, 1, 3, -1])
+
+
+def test_the_command_line_has_all_modes():
+    assert {mode.value for mode in AffinityMode} == set(AFFINITY_MODES)
 
 
 def test_socket_mode_omits_numa_nodes_without_allowed_cpus(machine):

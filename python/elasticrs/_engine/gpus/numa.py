@@ -13,7 +13,6 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from elasticrs._engine.gpus import devices
-from elasticrs._engine.job.config import AFFINITY_MODES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -32,10 +31,6 @@ class AffinityMode(str, Enum):
     """An equal share of the physical cores of the GPU's NUMA node, disjoint from other GPUs' shares."""
     CORE_COMPLEX = "core-complex"
     """Cores of the GPU's NUMA node with a common last-level cache, different for each GPU if possible."""
-
-
-if {mode.value for mode in AffinityMode} != set(AFFINITY_MODES):
-    raise AssertionError("the command line has other modes")
 
 
 @dataclass(frozen=True)
