@@ -5,7 +5,9 @@ records.
 import json
 
 import pytest
+from helpers import timing_out
 from helpers.said import line_with, says
+from helpers.timing_out import REDUCE
 
 STEP = """
     import os, threading
@@ -21,7 +23,6 @@ STEP = """
     heartbeat(7)
 """
 
-REDUCE = "distributed.all_reduce(ones)"
 # A wait for a lock continues after the signal that requests the stacks, unlike `sleep`.
 HOLDS_THE_GIL = (
     "import ctypes; lock = ctypes.create_string_buffer(64); take = ctypes.PyDLL(None).pthread_mutex_lock;"
@@ -140,37 +141,13 @@ def test_the_missing_rank_is_named_from_the_records_of_its_own_attempt(run, tmp_
     assert not list(tmp_path.glob("logs/*/attempt_*/*/*.flight_requests"))
 
 
-TIMES_OUT = """
-    import atexit, os, select, threading
-    from datetime import timedelta
-    import torch
-    from torch import distributed
-    from elasticrs.timer import heartbeat
-    rank = int(os.environ["RANK"])
-    def exit_slowly():
-        # Usually, the exit of a process with torch takes longer than the answers of the others.
-        for each in "012":
-            path = os.environ["TORCHELASTIC_ERROR_FILE"].replace(f"/{rank}/", f"/{each}/")
-            while os.path.exists(path + ".flight_requests") and not os.path.exists(path + ".flight"):
-                select.select([], [], [], 0.01)
-    atexit.register(exit_slowly)
-    distributed.init_process_group("gloo", timeout=timedelta(seconds=3))
-    ones = torch.ones(4)
-    distributed.all_reduce(ones)
-    heartbeat(7)
-    if rank == 1:
-        threading.Event().wait()
-    distributed.all_reduce(ones)
-"""
-
-
 COLLECTIVE_FAILS = ("--hang-timeout=600", "--exit-timeout=60")
 """A rank that exits more slowly has no diagnosis, and an exit may take over ten seconds on a busy machine."""
 
 
 @pytest.mark.torch
 def test_the_rank_that_made_a_collective_time_out_is_named(run):
-    launched = run(TIMES_OUT, *COLLECTIVE_FAILS).exits(1)
+    launched = run(timing_out.script(1), *COLLECTIVE_FAILS).exits(1)
     says(launched.stderr, "RuntimeError: ", "imed out waiting")
     says(launched.stderr, "2 of 3 ranks wait in all_reduce #2 of the default group", "; rank 1 did not enter")
     says(launched.stderr, "rank 1 of 3: made a collective of the others fail; ")
@@ -180,21 +157,18 @@ def test_the_rank_that_made_a_collective_time_out_is_named(run):
 
 @pytest.mark.torch
 def test_a_flight_record_written_before_the_exception_is_used(run):
-    reduce = "    distributed.all_reduce(ones)\n"
-    raises_late = f"""    try:
-    {reduce}    except RuntimeError:
-        while rank == 2 and not os.path.exists(os.environ["TORCHELASTIC_ERROR_FILE"] + ".flight"):
-            select.select([], [], [], 0.01)
-        raise
-"""
-    head, _, _ = TIMES_OUT.rpartition(reduce)
-    launched = run(head + raises_late, *COLLECTIVE_FAILS).exits(1)
+    raises_late = f"""try:
+    {REDUCE}
+except RuntimeError:
+    while rank == 2 and not os.path.exists(os.environ["TORCHELASTIC_ERROR_FILE"] + ".flight"):
+        select.select([], [], [], 0.01)
+    raise"""
+    launched = run(timing_out.script(1, reduces=raises_late), *COLLECTIVE_FAILS).exits(1)
     says(launched.stderr, "2 of 3 ranks wait in all_reduce #2 of the default group", "; rank 1 did not enter")
 
 
 @pytest.mark.torch
 def test_a_collective_that_fails_because_a_peer_crashed_gets_no_diagnosis(run):
-    crashes = TIMES_OUT.replace("threading.Event().wait()", "os._exit(3)")
-    launched = run(crashes, *COLLECTIVE_FAILS).exits(1)
+    launched = run(timing_out.script(1, "os._exit(3)"), *COLLECTIVE_FAILS).exits(1)
     says(launched.stderr, "rank 1 of 3 exited with code 3")
     assert "did not enter it" not in launched.stderr

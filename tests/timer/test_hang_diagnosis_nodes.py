@@ -5,6 +5,7 @@ all nodes.
 import re
 
 import pytest
+from helpers import timing_out
 from helpers.nodes import LoopbackJob
 from helpers.said import says
 
@@ -108,33 +109,9 @@ def test_a_node_with_a_longer_hang_timeout_gives_its_evidence_at_once(nodes):
     says(job.diagnosis, "3 of 4 ranks wait in all_reduce #2", "; rank 3 did not enter it: it is in wait")
 
 
-TIMES_OUT = """
-import atexit, os, select, threading
-from datetime import timedelta
-import torch
-from torch import distributed
-from elasticrs.timer import heartbeat
-rank, local = int(os.environ["RANK"]), os.environ["LOCAL_RANK"]
-def exit_slowly():
-    # Usually, the exit of a process with torch takes longer than the answers of the others.
-    for each in "01":
-        path = os.environ["TORCHELASTIC_ERROR_FILE"].replace(f"/{local}/", f"/{each}/")
-        while os.path.exists(path + ".flight_requests") and not os.path.exists(path + ".flight"):
-            select.select([], [], [], 0.01)
-distributed.init_process_group("gloo", timeout=timedelta(seconds=3))
-ones = torch.ones(4)
-distributed.all_reduce(ones)
-heartbeat(7)
-if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-    atexit.register(exit_slowly)
-    threading.Event().wait() if rank == 3 else distributed.all_reduce(ones)
-distributed.destroy_process_group()
-"""
-
-
 def test_all_nodes_name_the_rank_that_made_a_collective_time_out(nodes):
     # A rank that exits more slowly has no diagnosis.
-    job = nodes(TIMES_OUT, 2, 2, "--max-restarts=1", "--exit-timeout=60", timeouts=(600, 600))
+    job = nodes(timing_out.script(3), 2, 2, "--max-restarts=1", "--exit-timeout=60", timeouts=(600, 600))
     job.exits(0)
     (told,) = {tuple(re.findall(r"round 1 failed: (.*)", node.stderr)) for node in job.nodes}
     (paragraph,) = told
