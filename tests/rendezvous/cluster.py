@@ -184,7 +184,15 @@ def end_all(agents):
             agent.send(m.GroupEnded())
 
 
+def joined(count, needs, **settings):
+    """Return a cluster, and the agents that have joined it. ``needs`` is the number of nodes of a round, or
+    its minimum and its maximum.
+    """
+    low, high = needs if isinstance(needs, tuple) else (needs, needs)
+    cluster = Cluster(**{"min_nodes": low, "max_nodes": high, **settings})
+    return cluster, [cluster.add("abcdefgh"[index]) for index in range(count)]
+
+
 def running(count=2, **settings):
     """Return a cluster, and its agents, which all run the first round."""
-    cluster = Cluster(**{"min_nodes": count, "max_nodes": count, **settings})
-    return cluster, [cluster.add("abcdefgh"[index]) for index in range(count)]
+    return joined(count, needs=count, **settings)

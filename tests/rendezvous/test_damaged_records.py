@@ -11,7 +11,7 @@ from elasticrs._engine.nodes.protocol import messages as m
 from elasticrs._engine.nodes.protocol import records
 from elasticrs._engine.nodes.protocol.records import DamagedError, Head, Node, Slot, encode
 from elasticrs._engine.nodes.transport.coordination import Put
-from rendezvous.cluster import Cluster, end_all, ends, running
+from rendezvous.cluster import Cluster, end_all, ends, joined, running
 
 READERS = {
     "head": Head.decode,
@@ -148,8 +148,7 @@ def test_a_damaged_slot_record_of_a_running_node_is_ignored():
 
 @pytest.mark.parametrize("slot", [b"\xff", b'[1,"FORM",5,5,0,2]', b'[1,"FORM",1,1,0,1e308]'])
 def test_a_node_with_a_damaged_slot_record_before_the_start_joins_again(slot):
-    cluster = Cluster(min_nodes=2, max_nodes=2)
-    a = cluster.add("a")
+    cluster, (a,) = joined(1, needs=2)
     apply, forms = cluster.store.apply, []
 
     def damage(op):
@@ -181,8 +180,7 @@ def test_a_node_with_a_damaged_registration_stays_in_the_job():
 
 
 def test_a_new_leader_waits_for_a_node_with_a_damaged_registration():
-    cluster = Cluster(min_nodes=2, max_nodes=3, last_call_timeout=1)
-    a, b, c = (cluster.add(name) for name in "abc")
+    cluster, (a, b, c) = joined(3, needs=(2, 3), last_call_timeout=1)
     assert len(c.starts) == 1
     write(cluster, c.key, b"\xff")
     a.kill()
@@ -242,8 +240,7 @@ def test_an_overwritten_round_table_is_ignored():
 
 @pytest.mark.parametrize("value", [b"\xff", encode([["77/1", "x", "y"]]), encode([["01/1", "x"]])])
 def test_a_new_leader_with_a_damaged_round_table_fails_the_job(value):
-    cluster = Cluster(min_nodes=2, max_nodes=3, last_call_timeout=1)
-    a, b, c = (cluster.add(name) for name in "abc")
+    cluster, (a, b, c) = joined(3, needs=(2, 3), last_call_timeout=1)
     (key,) = [key for key in cluster.store.entries if key.startswith(cluster.keys.tables)]
     write(cluster, key, value)
     a.kill()
@@ -253,8 +250,7 @@ def test_a_new_leader_with_a_damaged_round_table_fails_the_job(value):
 
 
 def test_a_joining_node_is_refused_if_the_job_record_is_damaged():
-    cluster = Cluster(min_nodes=1, max_nodes=2)
-    cluster.add("a")
+    cluster, _ = joined(1, needs=(1, 2))
     write(cluster, cluster.keys.job, b"[[1]]")
     b = cluster.add("b")
     ends(b.outcome, "refused", cluster.keys.job)
@@ -279,8 +275,7 @@ happenings = st.one_of(
 
 @given(st.lists(happenings, max_size=12))
 def test_no_damage_raises_an_exception_or_assigns_a_rank_twice(course):
-    cluster = Cluster(min_nodes=2, max_nodes=3, max_restarts=2, last_call_timeout=1)
-    agents = [cluster.add(name) for name in "abc"]
+    cluster, agents = joined(3, needs=(2, 3), max_restarts=2, last_call_timeout=1)
     for what, *rest in course:
         agent = agents[rest[0]] if isinstance(rest[0], int) and rest[0] < len(agents) else agents[0]
         is_there = agent in cluster.agents and agent.outcome is None

@@ -16,7 +16,7 @@ from elasticrs._engine.nodes.transport.coordination import (
     Txn,
 )
 from rendezvous import agents
-from rendezvous.cluster import Cluster, end_all, ends, running
+from rendezvous.cluster import Cluster, end_all, ends, joined, running
 
 NOT_OURS = "port 29400: another program"
 SIGNAL = "SIGTERM on node a"
@@ -33,8 +33,7 @@ SIGNAL = "SIGTERM on node a"
     ],
 )
 def test_a_node_whose_settings_differ_is_refused(name, theirs, ours):
-    cluster = Cluster(min_nodes=2, max_nodes=2)
-    cluster.add("a")
+    cluster, _ = joined(1, needs=2)
     b = cluster.add("b", **{name: theirs})
     text = f"node b (10.0.0.2): {name}={theirs}, but node a (10.0.0.1) started this job with {name}={ours}"
     assert b.outcome == m.Outcome("refused", text)
@@ -45,8 +44,7 @@ FIRST, OTHER = agents.command("train.py", "--lr=1"), agents.command("train.py", 
 
 
 def test_a_node_whose_command_differs_is_refused():
-    cluster = Cluster(min_nodes=2, max_nodes=2, command=FIRST)
-    cluster.add("a")
+    cluster, _ = joined(1, needs=2, command=FIRST)
     b = cluster.add("b", command=OTHER)
     ends(
         b.outcome, "refused", "node b (10.0.0.2)", "'--lr=2'", "node a (10.0.0.1)", "'--lr=1'", "same_command"
@@ -56,15 +54,13 @@ def test_a_node_whose_command_differs_is_refused():
 
 
 def test_commands_may_differ_if_all_nodes_allow_it():
-    cluster = Cluster(min_nodes=2, max_nodes=2, command=FIRST, same_command=False)
-    cluster.add("a")
+    cluster, _ = joined(1, needs=2, command=FIRST, same_command=False)
     ends(cluster.add("b", command=OTHER, same_command=True).outcome, "refused", "same_command=True")
     assert cluster.add("c", command=OTHER).starts
 
 
 def test_a_job_of_another_release_is_refused():
-    cluster = Cluster(min_nodes=2, max_nodes=2, command=FIRST)
-    cluster.add("a")
+    cluster, _ = joined(1, needs=2, command=FIRST)
     (entry,) = cluster.store.under(cluster.keys.job)
     fields = ("command", "same_command", "is_hosted", "host")
     old = {name: each for name, each in decode(entry.value).items() if name not in fields}
@@ -91,8 +87,7 @@ def test_a_second_agent_of_a_job_of_one_node_waits_if_the_store_outlives_the_fir
 
 
 def test_a_node_that_waits_learns_at_once_that_another_one_was_refused():
-    cluster = Cluster(min_nodes=3, max_nodes=3, command=FIRST)
-    a = cluster.add("a")
+    cluster, (a,) = joined(1, needs=3, command=FIRST)
     cluster.add("b", command=OTHER)
     (text,) = a.texts
     says(text, "refused", "node b (10.0.0.2)", "'--lr=2'", "'--lr=1'", "--rdzv-id", "same_command=0")
@@ -115,8 +110,7 @@ def test_a_new_leader_does_not_tell_of_nodes_that_were_refused_before_the_round(
 
 @pytest.mark.parametrize("end", ["timer", "loss", "signal"])
 def test_a_refused_node_exits_if_the_store_does_not_take_its_reason(end):
-    cluster = Cluster(min_nodes=2, max_nodes=2, command=FIRST)
-    cluster.add("a")
+    cluster, _ = joined(1, needs=2, command=FIRST)
     cluster._running = True
     b = cluster.add("b", command=OTHER)
     while "refused" not in b.timers:
@@ -289,8 +283,7 @@ def test_the_fresh_setting_discards_the_settings_of_dead_agents():
 
 
 def test_an_agent_registers_again_if_the_job_was_replaced():
-    cluster = Cluster(min_nodes=2, max_nodes=2)
-    a = cluster.add("a")
+    cluster, (a,) = joined(1, needs=2)
     keys, store = cluster.keys, cluster.store
     job = store.get(keys.job).value.replace(b'"uuid":"', b'"uuid":"other')
     store.apply([DeletePrefix(keys.prefix), Put(keys.job, job, False)], None)
@@ -399,8 +392,7 @@ def test_an_agent_exits_if_the_store_no_longer_has_the_job():
 
 
 def test_an_agent_gives_up_by_itself_after_its_own_time_limit():
-    cluster = Cluster(min_nodes=2, max_nodes=2, join_timeout=3)
-    a = cluster.add("a")
+    _, (a,) = joined(1, needs=2, join_timeout=3)
     # The limit includes the 30 s of the last call, which starts once there are enough nodes.
     assert a.timers["give_up"] == 2 * 3 + 30
     a.fire("give_up")
@@ -408,8 +400,7 @@ def test_an_agent_gives_up_by_itself_after_its_own_time_limit():
 
 
 def test_the_last_call_may_be_longer_than_the_join_timeout():
-    cluster = Cluster(min_nodes=1, max_nodes=2, join_timeout=3, last_call_timeout=10)
-    a = cluster.add("a")
+    cluster, (a,) = joined(1, needs=(1, 2), join_timeout=3, last_call_timeout=10)
     assert "join/0" not in a.timers
     assert a.timers["give_up"] > a.timers["last_call/0"] == 10
     a.fire("last_call/0")

@@ -7,7 +7,7 @@ from elasticrs._engine.job.restart_policy import RestartSettings
 from elasticrs._engine.nodes.protocol import messages as m
 from elasticrs._engine.nodes.protocol.records import Head
 from elasticrs._engine.nodes.transport.coordination import Txn
-from rendezvous.cluster import Cluster, end_all, ends, running
+from rendezvous.cluster import Cluster, end_all, ends, joined, running
 
 
 def test_the_first_round_starts_when_max_nodes_have_joined():
@@ -37,8 +37,7 @@ def test_nodes_with_different_roles_and_sizes_get_correct_ranks():
 
 
 def test_the_first_round_waits_for_last_call_timeout():
-    cluster = Cluster(min_nodes=2, max_nodes=4, last_call_timeout=7)
-    a, b = cluster.add("a"), cluster.add("b")
+    _, (a, b) = joined(2, needs=(2, 4), last_call_timeout=7)
     assert not a.starts
     assert a.timers["last_call/0"] == 7
     a.fire("last_call/0")
@@ -46,8 +45,7 @@ def test_the_first_round_waits_for_last_call_timeout():
 
 
 def test_a_restart_does_not_wait_for_last_call_timeout():
-    cluster = Cluster(min_nodes=1, max_nodes=4, max_restarts=1)
-    a = cluster.add("a")
+    _, (a,) = joined(1, needs=(1, 4), max_restarts=1)
     a.fire("last_call/0")
     a.fail()
     assert [start.restarts for start in a.starts] == [0, 1]
@@ -213,8 +211,7 @@ def test_a_spare_replaces_a_lost_node_and_other_nodes_keep_their_ranks():
 
 
 def test_a_waiting_node_ends_the_round_after_scale_up_delay():
-    cluster = Cluster(min_nodes=1, max_nodes=2, scale_up_delay=3)
-    a = cluster.add("a")
+    cluster, (a,) = joined(1, needs=(1, 2), scale_up_delay=3)
     a.fire("last_call/0")
     b = cluster.add("b")
     assert a.timers["scale/1"] == 3
@@ -247,8 +244,7 @@ def test_a_round_request_is_ignored_while_no_round_runs():
 
 
 def test_scale_up_does_not_happen_if_disabled_or_if_a_node_has_finished():
-    cluster = Cluster(min_nodes=1, max_nodes=2, scale_up=False)
-    a = cluster.add("a")
+    cluster, (a,) = joined(1, needs=(1, 2), scale_up=False)
     a.fire("last_call/0")
     cluster.add("b")
     assert "scale/1" not in a.timers
@@ -371,8 +367,7 @@ def test_consecutive_short_rounds_ended_by_node_losses_end_the_job(is_long):
 
 
 def test_too_few_nodes_at_the_join_timeout_end_the_job():
-    cluster = Cluster(min_nodes=3, max_nodes=3, join_timeout=600)
-    a, b = cluster.add("a"), cluster.add("b")
+    _, (a, b) = joined(2, needs=3, join_timeout=600)
     a.fire("join/0")
     assert b.outcome == a.outcome
     assert a.outcome == m.Outcome(
@@ -389,8 +384,7 @@ def test_a_join_timeout_after_a_node_loss_names_the_lost_node():
 
 
 def test_the_waiting_message_names_the_nodes_that_have_joined():
-    cluster = Cluster(min_nodes=3, max_nodes=3)
-    a = cluster.add("a")
+    cluster, (a,) = joined(1, needs=3)
     cluster.add("b")
     a.fire("waiting/0")
     (text,) = a.texts
@@ -398,8 +392,7 @@ def test_the_waiting_message_names_the_nodes_that_have_joined():
 
 
 def test_the_last_call_is_reported_immediately_with_its_time_limit():
-    cluster = Cluster(min_nodes=2, max_nodes=4)
-    a = cluster.add("a")
+    cluster, (a,) = joined(1, needs=(2, 4))
     b = cluster.add("b")
     (text,) = a.texts
     says(text, "2 of", "4 nodes", "a (10.0.0.1), b (10.0.0.2)", "in 30 s")
