@@ -62,7 +62,7 @@ class ChildFailedError(JobFailedError):
         return type(self), (self.name, self.failures), self.__dict__
 
     def get_first_failure(self) -> tuple[int, ProcessFailure]:
-        """Return the rank whose failure is the root cause, and the failure itself. See :mod:`.failure`."""
+        """Return the rank whose failure is the root cause (see :func:`.root_cause`), and the failure."""
         from elasticrs._engine.failures.failure import root_cause
 
         rank = root_cause(self.failures)

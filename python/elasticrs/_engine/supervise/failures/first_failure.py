@@ -1,4 +1,4 @@
-"""Determines which worker failed first, as :mod:`.root_cause` does, from the supervisor's events alone.
+"""Determines which worker failed first, as :func:`.root_cause` does, from the supervisor's events alone.
 
 No file is read, because a slow file system would delay the stop of the workers and the report to other nodes.
 """

@@ -349,8 +349,6 @@ def hand_on(error: ChildFailedError, headline: str) -> bool:
     if os.path.isfile(first.error_file):
         handler.dump_error_file(first.error_file, first.exitcode or 0)
         return True
-    import json
-
     extra = {
         "timestamp": str(int(first.timestamp)),
         "rank": str(rank),

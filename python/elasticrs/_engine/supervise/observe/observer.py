@@ -104,16 +104,15 @@ class Observers(Observer):
         return any(self._tell("fd_ready", fd))
 
     def _tell(self, name: str, *args: object) -> list[object]:
-        return [self._tell_one(observer, name, args) for observer in self._observers]
-
-    def _tell_one(self, observer: Observer, name: str, args: tuple[object, ...]) -> object:
-        try:
-            return getattr(observer, name)(*args)
-        except Exception as error:
-            if id(observer) not in self._broken:
-                self._broken.add(id(observer))
-                self._say(f"{type(observer).__name__} failed: {error!r}; the job continues")
-        return None
+        answers = []
+        for observer in self._observers:
+            try:
+                answers.append(getattr(observer, name)(*args))
+            except Exception as error:  # noqa: PERF203 -- the others are still to be told
+                if id(observer) not in self._broken:
+                    self._broken.add(id(observer))
+                    self._say(f"{type(observer).__name__} failed: {error!r}; the job continues")
+        return answers
 
 
 def _pass_on(name: str) -> None:
