@@ -411,8 +411,13 @@ class Membership:
                 self._on_change(stop)
             except Exception:
                 _log.exception("on_change failed")
-        if stop.planned and self._left_as_agreed(current):
-            return
+        try:
+            if stop.planned and self._agree(current):
+                return
+        except DistError as error:
+            if not self._is_in(current):
+                return
+            _log.warning("round %s: no agreement on a step: %s", current.number, error)
         if not stop.fenced:
             self._await_end(current)
         self._break_off(current)
@@ -425,16 +430,8 @@ class Membership:
             current.step.at, current.step.saves = at, saves
             self._changed.notify_all()
 
-    def _left_as_agreed(self, current: Round) -> bool:
-        """Leave the round after an agreed step. Return false if that fails, for example if a worker dies."""
-        try:
-            return self._agree(current)
-        except DistError as error:
-            if self._is_in(current):
-                _log.warning("round %s: no agreement on a step: %s", current.number, error)
-            return not self._is_in(current)
-
     def _agree(self, current: Round) -> bool:
+        """Leave the round after an agreed step. Return false if that fails, for example if a worker dies."""
         board, step, world = current.board, current.step, current.world_size
         with self._changed:
             cap = step.set_cap()
