@@ -189,7 +189,6 @@ class Nvml:
         return {each.pid: each.used for each in found[: number.value] if each.used != unknown}
 
     def is_divided(self, device: Device) -> bool:
-        """Return true if the GPU is divided into MIG slices."""
         current, pending = ctypes.c_uint(), ctypes.c_uint()
         modes = ctypes.byref(current), ctypes.byref(pending)
         return self._is_supported("nvmlDeviceGetMigMode", device.handle, *modes) and current.value == 1

@@ -83,7 +83,6 @@ class Matched(NamedTuple):
 
 
 def match(ranks: Mapping[int, RankRecord | NoRecord]) -> Matched:
-    """Match the flight records of all ranks of the job."""
     usable = {rank: record for rank, record in sorted(ranks.items()) if isinstance(record, RankRecord)}
     no_record = {rank: record for rank, record in sorted(ranks.items()) if isinstance(record, NoRecord)}
     world = tuple(sorted(ranks))
@@ -152,7 +151,6 @@ def _memberships(
 
 
 def _kinds(groups: Iterable[Group]) -> dict[tuple[str, str], list[Group]]:
-    """Return torch's process groups, grouped by their backend and description."""
     kinds: dict[tuple[str, str], list[Group]] = {}
     for group in groups:
         kinds.setdefault((group.backend, group.description), []).append(group)

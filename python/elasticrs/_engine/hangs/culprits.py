@@ -302,15 +302,17 @@ class _Search:
         """
         stuck_in = [stuck for stuck in self._matched.stuck if stuck.waiting and self._aborted_in(stuck)]
         groups = {(stuck.group, stuck.members) for stuck in stuck_in}
-        is_odd = len(groups) == 1 and all(map(self._is_other_call, stuck_in))
+        is_odd = len(groups) == 1 and all(map(self._others_agree, stuck_in))
         for stuck in sorted(stuck_in, key=lambda stuck: -len(stuck.waiting)):
             if not stuck.sides:
                 confidence = Confidence.LIKELY if is_odd else Confidence.POSSIBLE
                 aborted = tuple(sorted(self._aborted_in(stuck)))
                 yield Culprit(aborted, Reason.NO_RECORD, confidence, stuck)
 
-    def _is_other_call(self, stuck: StuckCollective) -> bool:
-        """Return true if all ranks that called a collective, except the aborted ones, made the same call."""
+    def _others_agree(self, stuck: StuckCollective) -> bool:
+        """Return true if all ranks that called a collective made the same call, and are more than the aborted
+        ones. The records of all ranks that were not aborted must be known.
+        """
         aborted = len(self._aborted_in(stuck))
         called = len(stuck.members) - len(stuck.absent) - len(stuck.unknown)
         return not stuck.sides and len(self._matched.no_record) == aborted and called > aborted

@@ -128,8 +128,7 @@ class Step(NamedTuple):
 class GroupSteps(NamedTuple):
     description: str
     steps: Mapping[int, Step]
-    """Steps by sequence number, starting at 1. Empty only if the rank has called no collective of the group.
-    """
+    """Steps by sequence number, starting at 1. Empty if the rank has called no collective of the group."""
 
     @property
     def entered(self) -> int:
@@ -156,7 +155,7 @@ class RankRecord(NamedTuple):
     """One rank's flight records, reduced to the fields that a diagnosis uses."""
 
     groups: Mapping[tuple[str, str], GroupSteps]
-    """Collectives of each process group, by the group's backend and name. There is at least one of each."""
+    """Collectives of each process group (at least one), by the group's backend and name."""
     members: Mapping[str, tuple[int, ...]] = {}
     """Global ranks by group name. Groups whose members are unknown are left out."""
     transfers: tuple[Transfer, ...] = ()
