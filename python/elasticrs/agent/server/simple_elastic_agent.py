@@ -86,7 +86,6 @@ class SimpleElasticAgent(ElasticAgent):
     ) -> None:
         self._worker_group = WorkerGroup(spec)
         self._remaining_restarts = spec.max_restarts
-        self._given_store: Any = None
         self._exit_barrier_timeout = (
             defaults.exit_barrier_timeout_from(os.environ)
             if exit_barrier_timeout is None
@@ -101,11 +100,11 @@ class SimpleElasticAgent(ElasticAgent):
 
     @property
     def _store(self) -> Any:
-        return self._worker_group.store if self._given_store is None else self._given_store
+        return self._worker_group.store
 
     @_store.setter
     def _store(self, store: Any) -> None:
-        self._given_store = store
+        self._worker_group.store = store
 
     def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:  # noqa: ARG002 -- torch's signature
         return self._worker_group
@@ -132,11 +131,10 @@ class SimpleElasticAgent(ElasticAgent):
         with self.record_duration("RENDEZVOUS"):
             info = spec.rdzv_handler.next_rendezvous()
         bootstrap = info.bootstrap_store_info
-        self._store = info.store
+        worker_group.store = info.store
         with self.record_duration("ASSIGN_WORKER_RANKS"):
             workers = self._assign_worker_ranks(info.store, info.rank, info.world_size, spec)
         worker_group.workers = workers
-        worker_group.store = info.store
         worker_group.group_rank = info.rank
         worker_group.group_world_size = info.world_size
         worker_group.master_addr = spec.master_addr or (bootstrap.master_addr if bootstrap else None)
