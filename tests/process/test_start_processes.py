@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import io
 import os
 import signal
@@ -13,11 +14,10 @@ from pathlib import Path
 import pytest
 from helpers import functions, held, procs
 
+from elasticrs import _core
 from elasticrs._engine.gpus import numa
 from elasticrs._engine.job.config import START_METHODS
 from elasticrs._engine.workers.functions.start_methods import BY_METHOD
-from elasticrs._engine.workers.functions.supervised_group import SupervisedGroup
-from elasticrs._engine.workers.process import process_spec
 from elasticrs.multiprocessing import (
     DefaultLogsSpecs,
     LogsDest,
@@ -96,13 +96,36 @@ def test_a_subprocess_handler_works_without_a_context(tmp_path):
 
 def test_a_subprocess_handler_binds_its_program_but_not_this_one_to_cpus(tmp_path, monkeypatch):
     before, out = os.sched_getaffinity(0), tmp_path / "out"
-    wanted = {max(before)}
-    monkeypatch.setattr(numa, "cpus_by_local_rank", lambda _mode, nproc, _environ: [wanted] * nproc)
+    wanted = max(before)
+    monkeypatch.setattr(numa, "cpus_by_local_rank", lambda _mode, nproc, _environ: [[wanted]] * nproc)
     show = "import os; print(os.sched_getaffinity(0))"
     options = numa.NumaOptions(numa.AffinityMode.NODE)
     handler = SubprocessHandler(sys.executable, ("-c", show), {}, str(out), None, 1, options)
-    assert (handler.proc.wait(procs.HANG), out.read_text()) == (0, f"{wanted}\n")
+    assert (handler.proc.wait(procs.HANG), out.read_text()) == (0, f"{{{wanted}}}\n")
     assert os.sched_getaffinity(0) == before
+
+
+def test_a_subprocess_handler_does_not_wait_for_leftover_processes(tmp_path, monkeypatch):
+    # Let leftover processes run for as long as this test takes.
+    monkeypatch.setattr(_core, "GroupSpec", functools.partial(_core.GroupSpec, linger=1000.0))
+    before = os.listdir("/proc/self/fd")
+    out = tmp_path / "out"
+    handlers = [
+        SubprocessHandler("sh", ("-c", "sleep 1000 & echo $!"), {}, str(out), None, 0) for _ in range(3)
+    ]
+    assert handlers[0].proc.wait(procs.HANG) == 0
+    for handler in handlers[1:]:
+        assert procs.wait_gone(handler.proc.pid)
+    procs.wait_until(handlers[1].proc.poll, lambda code: code is not None)
+    handlers[2].close()
+    for pid in map(int, out.read_text().split()):
+        assert procs.process(pid) is not None
+        os.kill(pid, signal.SIGKILL)
+    for handler in handlers:
+        group = handler.proc._group
+        assert group.wait_until(lambda group=group: group.log.end is not None, procs.HANG)
+        assert handler.proc.poll() == 0
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_handler_sends_no_signal_between_the_exit_and_its_event(tmp_path, monkeypatch):
@@ -118,12 +141,11 @@ def test_a_handler_sends_no_signal_between_the_exit_and_its_event(tmp_path, monk
     assert context.wait().return_values == {0: None}
 
 
-def test_an_unreferenced_group_kills_its_processes_and_leaks_no_descriptor():
+def test_an_unreferenced_handler_kills_its_process_and_leaks_no_descriptor():
     before = os.listdir("/proc/self/fd")
-    group = SupervisedGroup()
-    group.start([process_spec(0, ["sleep", "1000"], os.environ, None, None, cpus=None)])
-    (pid,) = group.log.pids
-    del group
+    handler = SubprocessHandler("sleep", (1000,), {}, None, None, 0)
+    pid = handler.proc.pid
+    del handler
     assert procs.wait_gone(pid)
     assert os.listdir("/proc/self/fd") == before
 

@@ -249,11 +249,17 @@ class SupervisedGroup:
 
 
 class SupervisedProcess:
-    """One process of a group, with the interface of :class:`subprocess.Popen`."""
+    """One process of a group, with the interface of :class:`subprocess.Popen`.
 
-    def __init__(self, group: SupervisedGroup, local_rank: int, args: Sequence[str]) -> None:
+    If it ``is_alone`` in the group, its end closes the group.
+    """
+
+    def __init__(
+        self, group: SupervisedGroup, local_rank: int, args: Sequence[str], *, is_alone: bool = False
+    ) -> None:
         self._group = group
         self._local_rank = local_rank
+        self._is_alone = is_alone
         self.args = list(args)
         self.pid = group.log.pids[local_rank]
 
@@ -268,10 +274,12 @@ class SupervisedProcess:
 
     def poll(self) -> int | None:
         self._group.wait(0.0)
+        self._let_go()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         self._group.wait_until(lambda: self.returncode is not None, timeout)
+        self._let_go()
         code = self.returncode
         if code is None:
             raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
@@ -288,6 +296,11 @@ class SupervisedProcess:
 
     def kill(self) -> None:
         self.send_signal(9)
+
+    def _let_go(self) -> None:
+        # Do not wait for leftover processes here.
+        if self._is_alone and self._group.log.end is not None:
+            self._group.close()
 
 
 def _has_exited(pid: int) -> bool:
