@@ -25,8 +25,8 @@ class SubprocessHandler:
 
     Deleting this object kills remaining processes. Unlike in torch, output is appended to files, and ``proc``
     has only :class:`subprocess.Popen`'s ``pid``, ``args``, ``poll``, ``wait``, ``returncode``,
-    ``send_signal``, ``terminate`` and ``kill``. Subclasses may override ``close``, and ``_popen``, which starts
-    the program and returns any object like :class:`subprocess.Popen`.
+    ``send_signal``, ``terminate`` and ``kill``. Subclasses may override ``close`` and ``_popen``, which
+    starts the program and returns any object like :class:`subprocess.Popen`.
 
     Args:
         entrypoint: path or name of the program. ``RuntimeError`` is raised if it cannot be started.
