@@ -70,14 +70,20 @@ def test_broken_links_are_reported(site, link, why):
 
 
 def names_of(module):
-    """Return the names in ``__all__``. Do not import the module, because some modules import torch."""
+    """Return the names in ``__all__``, also those of modules that it hands on whole. Do not
+    import the module, because some modules import torch.
+    """
     package, _, last = module.rpartition(".")
     if package == "elasticrs.rendezvous" and last in TORCHS:
         return set()  # The module is torch's own.
     path = ROOT / "python" / module.replace(".", "/")
     source = (path / "__init__.py") if path.is_dir() else path.with_suffix(".py")
-    found = re.search(r"^__all__ = \[(.*?)\]", source.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    return set(re.findall(r'"(\w+)"', found[1])) if found else set()
+    text = source.read_text(encoding="utf-8")
+    stated = re.search(r"^__all__ = \[(.*?)\]", text, re.DOTALL | re.MULTILINE)
+    names = set(re.findall(r'"(\w+)"', stated[1])) if stated else set()
+    if "__all__ +=" in text:
+        names.update(*map(names_of, re.findall(r"^from (elasticrs[\w.]+) import \*", text, re.MULTILINE)))
+    return names
 
 
 def test_every_public_name_is_in_the_api_reference():
