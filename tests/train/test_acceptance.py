@@ -209,7 +209,8 @@ def test_14_a_failed_step_is_repeated_without_snapshots(job_of):
 
 def test_15_two_workers_join_during_training_and_no_step_is_repeated(job_of, tmp_path):
     # Under agents, the new workers are one node of two workers, or two nodes.
-    job = job_of(*FLEXIBLE, **AT_ONCE)
+    # A lease that expires on a loaded machine would interrupt a worker.
+    job = job_of(*FLEXIBLE, **AT_ONCE, keep_alive_interval=5)
     all_are_here = tmp_path / "all are here"
     # Keep the training slow until the two new workers have joined.
     order = {"size": 4000, "slow_until": str(all_are_here)}
