@@ -9,7 +9,7 @@ import pytest
 from helpers.procs import HANG
 
 from elasticrs._engine.process import background_call
-from elasticrs._engine.process.background_call import FileAccess
+from elasticrs._engine.process.background_call import BackgroundCall, FileAccess
 
 
 @pytest.fixture
@@ -57,3 +57,25 @@ def test_a_function_that_was_begun_is_waited_for():
     threading.Timer(0.05, may_end.set).start()
     files.run(lambda: order.append("second"), None)
     assert order == ["first", "second"]
+
+
+def test_an_interrupted_call_ends_at_its_next_python_instruction():
+    may_end, has_ended = threading.Event(), []
+
+    def ask():
+        try:
+            while not may_end.wait(0.01):
+                pass
+        finally:
+            has_ended.append(may_end.is_set())
+
+    call = BackgroundCall(ask)
+    call.interrupt()
+    assert call.wait(HANG)
+    may_end.set()
+    # A second one does nothing, because the call has returned.
+    call.interrupt()
+    with pytest.raises(SystemExit):
+        call.take()
+    call.close()
+    assert has_ended in ([False], [])

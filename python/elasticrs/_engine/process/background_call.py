@@ -18,15 +18,15 @@ FILE_LIMIT = 3.0
 """Time limit in seconds for file accesses. The limit is short, because files are read before each restart."""
 
 
-def _start_thread(work: Callable[[], None]) -> int:
-    """Run a function on a new thread, and return its identifier. Raise ``RuntimeError`` if that fails."""
+def _start_thread(work: Callable[[], None]) -> None:
+    """Run a function on a new thread. Raise ``RuntimeError`` if no thread can be started."""
 
     def run() -> None:
         # Block all signals in this thread, because other threads handle them.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         work()
 
-    return _thread.start_new_thread(run, ())
+    _thread.start_new_thread(run, ())
 
 
 class FileAccess:
@@ -106,25 +106,32 @@ class BackgroundCall:
         self._answer: Any = None
         self._error: BaseException | None = None
         self._lock = _thread.allocate_lock()
-        self._is_over = self._is_closed = False
+        self._is_over = self._is_closed = self._is_interrupted = False
+        self._thread: int | None = None
         self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         try:
-            self._thread = _start_thread(self._run)
+            _start_thread(self._run)
         except RuntimeError:
             os.close(self.fd)
             raise
 
     def _run(self) -> None:
         try:
+            with self._lock:
+                self._thread = _thread.get_ident()
+                if self._is_interrupted:
+                    raise SystemExit
             self._answer = self._ask()
         except BaseException as error:
             self._error = error
-        with self._lock:
-            self._is_over = True
-            if self._is_closed:
-                os.close(self.fd)
-            else:
-                os.eventfd_write(self.fd, 1)
+        finally:
+            # Do this also if `interrupt` has raised only now.
+            with self._lock:
+                self._is_over = True
+                if self._is_closed:
+                    os.close(self.fd)
+                else:
+                    os.eventfd_write(self.fd, 1)
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until the function has returned; false on timeout. Signal handlers may raise here."""
@@ -137,7 +144,8 @@ class BackgroundCall:
         import ctypes
 
         with self._lock:
-            if not self._is_over:
+            self._is_interrupted = True
+            if self._thread is not None and not self._is_over:
                 raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
                 raise_in(ctypes.c_ulong(self._thread), ctypes.py_object(SystemExit))
 
