@@ -36,7 +36,6 @@ def store_timeout(store: Any, timeout: float) -> Iterator[None]:
 
 def get_all(store: Any, rank: int, prefix: str, world_size: int) -> list[bytes]:
     """Return the values of ``<prefix>0``, ``<prefix>1`` and so on, once all keys exist.
-
     ``rank`` is the caller's. Rank 0 returns last, because it may host the store.
     """
     values: list[bytes] = store.multi_get([f"{prefix}{number}" for number in range(world_size)])

@@ -36,9 +36,7 @@ if TYPE_CHECKING:
 _MAX_WORKERS_PER_CPU = 32
 """Number of workers per CPU above which the launcher warns of a likely mistake."""
 _SCHEDULERS = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST")
-"""Environment variables by which a scheduler is recognized. They are defined here, because a launch without a
-scheduler should not import :mod:`.schedulers`.
-"""
+"""Environment variables of schedulers. They are defined here to avoid importing :mod:`.schedulers`."""
 _REMOVED_VARIABLES = {
     "ELASTICRS_KUBEFLOW_PROGRESS": "let the script report its progress to Kubeflow; /status shows the"
     " training step (--health-check-port)",
@@ -49,7 +47,6 @@ _REMOVED_VARIABLES = {
 
 
 def resolve(args: Namespace, environ: Mapping[str, str]) -> JobSpec:
-    """Convert the options into a job. Check everything that can be checked before a process is started."""
     for name, instead in _REMOVED_VARIABLES.items():
         if environ.get(name, "") not in ("", "0"):
             raise UsageError(f"{name} is set, but this variable is gone: {instead}")
@@ -132,8 +129,7 @@ def meeting_of(
     found: dict[str, Any] = {"run_id": args.rdzv_id, "master_addr": args.local_addr or "localhost"}
     if _is_alone(args):
         if args.rdzv_conf or args.node_rank != 0:
-            # No rendezvous is used, but check its settings anyway. As in torch, ignore the back end and
-            # endpoint.
+            # No rendezvous is used. As in torch, check its settings, but ignore the back end and endpoint.
             _describe("static", args, environ, grace, notices)
         return {**found, "run_id": config.random_run_id()}
     from elasticrs._engine.nodes.describe import BACKENDS, C10D, STATIC, is_in_file
@@ -154,8 +150,7 @@ def meeting_of(
             )
         return {**found, "master_addr": host, "master_port": port or None}
     if args.master_port is not None:
-        # The nodes' rendezvous already uses the endpoint's port, so the workers' store gets a new port for
-        # every attempt.
+        # The nodes' rendezvous uses the endpoint's port, so the workers' store gets a new port per attempt.
         notices.append("--master-port has no effect: only the static rendezvous uses it")
     return found
 
@@ -237,9 +232,7 @@ def check_limits(job: JobSpec) -> None:
 
 
 def _accepted(refused: str, function: Callable[..., T], *values: object) -> T:
-    """Call a function. If it raises ``ValueError`` or ``OSError``, raise a usage error that begins with
-    ``refused``.
-    """
+    """Call a function. Turn ``ValueError`` and ``OSError`` into usage errors that begin with ``refused``."""
     try:
         return function(*values)
     except (ValueError, OSError) as error:
@@ -304,8 +297,7 @@ def _check_replace(args: Namespace, meeting: Mapping[str, Any]) -> None:
         raise UsageError(f"{where} with --no-python, single workers cannot be replaced")
     has_handler, rendezvous = "make_handler" in meeting, meeting.get("rendezvous")
     if has_handler or (rendezvous is not None and rendezvous.is_static):
-        # Workers can be replaced only if they form a rendezvous of their own in the store that the nodes'
-        # rendezvous uses. With these back ends, they cannot.
+        # Replacement needs a rendezvous of the workers in the nodes' store, which these back ends lack.
         is_file = has_handler and args.rdzv_backend == "c10d"
         back_end = f"--rdzv-backend {args.rdzv_backend}{' in a file' if is_file else ''}"
     method = args.start_method if args.run_path else "spawn"
@@ -560,8 +552,7 @@ def _why_no_module(name: str) -> str | None:
     try:
         return _why_not(name)
     except Exception:
-        # The check itself failed, for example in an import hook. Python reports a missing module when it
-        # runs.
+        # The check failed, for example in an import hook. Python itself reports a missing module later.
         return None
 
 

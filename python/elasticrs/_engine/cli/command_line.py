@@ -40,7 +40,6 @@ def main(
     signal_mask: Iterable[int] | None = None,
 ) -> int:
     """Launch a job, and return the exit code. ``signal_mask`` replaces the process's mask, unless ``None``.
-
     If ``ends_by_sigint``, SIGINT still has its default action; see :mod:`elasticrs.launch`.
     """
     _open_standard_descriptors()
@@ -100,9 +99,7 @@ def _main(argv: Sequence[str], signals: SignalPipe | None, *, owns_process: bool
 
 
 def _look_here_last() -> None:
-    """Move the working directory to the end of ``sys.path``. ``python -m`` puts it first, so a ``json.py``
-    beside the user's script would hide the standard module.
-    """
+    """Move the working directory to the end of ``sys.path``, so that a user's ``json.py`` hides no module."""
     try:
         here = os.getcwd()
     except OSError:
@@ -224,9 +221,7 @@ def _fail(message: str, code: int, log_prefix: str | None = None) -> int:
 
 
 def _write_and_wait(console: Console, signals: SignalPipe | None, others: Sequence[int], text: str) -> bool:
-    """Write text, and return true once it is written. A signal to stop interrupts the wait, so that the user
-    can stop a launcher whose reader has stopped reading.
-    """
+    """Write text, and return true once it is written. A signal to stop interrupts the wait for the reader."""
     from elasticrs._engine.failures.report import painted
 
     if signals is None:
@@ -256,9 +251,7 @@ _LOCAL_FLAGS = 3
 
 
 def _leave_input_to_foreground() -> None:
-    """Replace a terminal as standard input by ``/dev/null`` in a background process, because the kernel stops
-    a background process that reads from the terminal.
-    """
+    """Replace a terminal on stdin by ``/dev/null`` in the background, where the kernel stops its readers."""
     if not os.isatty(_STDIN) or _is_in_foreground():
         return
     null = os.open(os.devnull, os.O_RDONLY)
@@ -278,9 +271,7 @@ def _terminal_settings() -> list[Any] | None:
 
 
 def _restore_terminal(before: list[Any] | None) -> None:
-    """Restore terminal settings that a worker has changed, such as the echo, if this process runs in the
-    foreground. In the background, another process uses the terminal.
-    """
+    """Restore terminal settings that a worker changed, unless another foreground process uses them now."""
     if before is None or not os.isatty(_STDIN) or not _is_in_foreground():
         return
     import termios

@@ -144,9 +144,7 @@ _MODULES = (["torch.distributed.run"], [_OLD_LAUNCHER])
 
 def check(words: Sequence[str], environ: Mapping[str, str]) -> tuple[str, int]:
     """Return the text of ``--check``, and the exit code: 0, or 2 if elasticrun would not run the job here.
-
-    No process is started, and torch is not needed. Raise ``UsageError`` if the command line is not one of
-    torchrun, or if it runs no job.
+    Raise ``UsageError`` if the command line is not one of torchrun, or if it runs no job.
     """
     from elasticrs._engine.cli.arguments import check_limits, resolve
 

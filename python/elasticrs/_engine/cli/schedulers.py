@@ -75,9 +75,7 @@ FIRST_PORT, PORTS = 29600, 3000
 (29400, 29500) and below Linux's ephemeral ports (from 32768).
 """
 STEP_STRIDE = 97
-"""Difference between the ports of two consecutive steps of a job. Because of it, the steps of a job do not
-use the ports of the jobs with the next ids.
-"""
+"""Difference between the ports of consecutive steps of a job, so that they avoid the next jobs' ports."""
 LARGEST_STEP = 0xFFFFFFF0
 """Largest id of a step started by ``srun``. Batch scripts and interactive shells have larger step ids."""
 
@@ -158,9 +156,7 @@ def _problem_of_tasks(environ: Mapping[str, str]) -> str:
 
 
 def _losses(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Warn if environment variables make Slurm end the job when a node is lost. Options of ``srun`` could
-    have the same effect, but they cannot be found out here.
-    """
+    """Warn if variables make Slurm end the job when a node is lost. Options of ``srun`` are not visible."""
     lines = []
     if environ.get("SLURM_KILL_BAD_EXIT", "0") not in ("", "0"):
         lines.append("SLURM_KILL_BAD_EXIT ends the job as soon as one node leaves it: set it to 0")
@@ -201,7 +197,6 @@ MAX_HOSTS = 1 << 20
 
 def expand(text: str) -> list[str]:
     """Expand a host list, such as ``n[08-11],login``. A ``ValueError`` says what is expected.
-
     The last bracketed part varies fastest. Numbers are padded to the width of the first in their range.
     """
     if not _ALLOWED.issuperset(text):
@@ -343,8 +338,7 @@ def with_scheduler(args: Namespace, environ: Mapping[str, str], notices: list[st
     if allocation is None:
         return args
     if WORKER_VARIABLE in environ:
-        # The scheduler's variables describe the job of the outer launcher. With them, this launcher would try
-        # to join that job, and wait.
+        # The scheduler's variables describe the outer launcher's job. This launcher would wait to join it.
         notices.append(f"{allocation.job} is not used: this launcher runs in a worker of another launcher")
         return Namespace(
             **{**vars(args), **{name: _DEFAULTS[name] for name in allocation.owned - {*args.given}}}
@@ -362,7 +356,6 @@ def with_scheduler(args: Namespace, environ: Mapping[str, str], notices: list[st
 
 
 def _says_how_to_meet(args: Namespace, given: Collection[str]) -> bool:
-    """Return true if the user has set how the nodes meet."""
     is_alone = args.nnodes[1] == 1
     has_address = not {"rdzv_endpoint", "master_addr"}.isdisjoint(given)
     return args.standalone or ("nnodes" in given and (is_alone or has_address))
@@ -392,8 +385,7 @@ def _meeting(args: Namespace, allocation: Allocation, given: Collection[str]) ->
     from elasticrs._engine.nodes.describe import BACKENDS, C10D, ETCD, STATIC, is_in_file
 
     if _says_how_to_meet(args, given) and args.nnodes[1] > (allocation.nodes or args.nnodes[1]):
-        # If the user wants more nodes than the scheduler reports, they may belong to several job steps, each
-        # with a different run id.
+        # More nodes than the scheduler reports may belong to several job steps with different run ids.
         return {}
     chosen = STATIC if _OF_STATIC.intersection(given) else C10D
     backend = args.rdzv_backend if "rdzv_backend" in given else chosen

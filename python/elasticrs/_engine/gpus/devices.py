@@ -31,10 +31,7 @@ _DISPLAY_CLASSES = ("0x0300", "0x0302")  # VGA and 3D controllers
 
 
 class Gpu(Value):
-    """GPU that CUDA or ROCm supports. ``address`` is the PCI address (``0000:3b:00.0``).
-
-    ``uuid`` has the form ``GPU-…``. It is empty if the driver does not report it.
-    """
+    """CUDA or ROCm GPU: its PCI address (``0000:3b:00.0``) and ``GPU-…`` identifier (empty if unknown)."""
 
     address: str
     uuid: str = ""
@@ -93,7 +90,6 @@ def worker_count(word: str, environ: Mapping[str, str]) -> Count:
 
 def has_slices(environ: Mapping[str, str], capabilities: str = CAPABILITIES) -> bool:
     """Return true if GPUs are divided into MIG slices, unless ``CUDA_VISIBLE_DEVICES`` starts with a GPU.
-
     CUDA shows a process only one slice, even if the variable lists several, so slices are not counted.
     """
     first = environ.get(_CUDA, "").split(",")[0].strip()
@@ -105,7 +101,6 @@ def has_slices(environ: Mapping[str, str], capabilities: str = CAPABILITIES) -> 
 
 def cuda_device_count(environ: Mapping[str, str], driver: str = DRIVER, dev: str = "/dev") -> int:
     """Return the number of CUDA devices that a worker would see, according to the driver's files.
-
     As in CUDA, the first entry of ``CUDA_VISIBLE_DEVICES`` that is not a device hides itself and all later
     entries. If ``driver`` is missing, as in containers, the device nodes in ``dev`` are counted.
     """
@@ -115,7 +110,6 @@ def cuda_device_count(environ: Mapping[str, str], driver: str = DRIVER, dev: str
 
 def visible_gpus(environ: Mapping[str, str], *, sysfs: str = "/sys", driver: str = DRIVER) -> list[Gpu]:
     """Return the CUDA or ROCm devices that a worker would see, in index order.
-
     With ROCm, ``HIP_VISIBLE_DEVICES`` takes precedence over ``CUDA_VISIBLE_DEVICES``.
     """
     gpus, name = _driver_gpus(driver), _CUDA
@@ -175,7 +169,6 @@ def _index(name: str, uuids: Sequence[str], taken: Sequence[int]) -> int | None:
 
 
 def _names(folder: str) -> list[str]:
-    """Return the sorted names in a folder; none if it is missing, for example in a container."""
     try:
         return sorted(os.listdir(folder))
     except OSError:

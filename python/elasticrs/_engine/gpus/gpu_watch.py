@@ -53,7 +53,6 @@ _RECORD_SIZE = 8192
 
 
 def send(**message: Any) -> None:
-    """Send a message in a single write."""
     os.write(1, (json.dumps(message) + "\n").encode())
 
 
@@ -104,12 +103,10 @@ class Memory:
 
 
 class Calls:
-    """The thread that makes the calls to NVML, and a second thread that waits for NVML's events.
-
+    """Thread that makes the calls to NVML, and a second thread that waits for NVML's events.
     ``requests`` is a queue of pairs: a name and a number. The threads call the methods of ``watch`` through
-    ``results``, a queue of functions for the main thread. ``fd`` is readable when there is one. ``since`` is
-    the time in monotonic seconds at which the current call has started, and ``limit`` is its time limit in
-    seconds.
+    ``results``, a queue of functions for the main thread; ``fd`` is readable when there is one. The current
+    call started at ``since`` (monotonic seconds), with a time limit of ``limit`` seconds.
     """
 
     def __init__(self, watch: GpuWatch, workers: WorkerProcesses) -> None:
@@ -199,10 +196,7 @@ class Xids:
         self._changed.clear()
 
     def add(self, gpu: int, code: int, record: xids.LogRecord | None = None) -> None:
-        """Report an Xid if the Xid or its process is new; otherwise, only count it.
-
-        ``record`` is the record in the kernel log; ``None`` for an Xid that NVML has reported.
-        """
+        """Report an Xid if it or its process is new; else only count it. NVML provides no ``record``."""
         key = gpu, code
         is_new = key not in self._seen
         if is_new and len(self._seen) >= MAX_XIDS:
@@ -237,9 +231,7 @@ class Xids:
 
 
 class GpuWatch:
-    """Event loop of the main thread. ``has_kernel_pids`` is true if this process can use the pids in the
-    kernel log, because it is in the same pid namespace.
-    """
+    """Event loop of the main thread. ``has_kernel_pids``: the kernel log's pids are of this pid namespace."""
 
     def __init__(self, kernel_log: str, *, has_kernel_pids: bool) -> None:
         self._workers = WorkerProcesses()
@@ -254,7 +246,6 @@ class GpuWatch:
         self._poll.register(self._calls.fd, select.POLLIN)
 
     def run(self) -> None:
-        """Run until the agent closes standard input."""
         while True:
             ready = dict(self._poll.poll(1000 * CALL_LIMIT))
             if self._log is not None and self._log in ready:
@@ -267,8 +258,6 @@ class GpuWatch:
             since = self._calls.since
             if since is not None and time.monotonic() - since > self._calls.limit and not self._has_failed:
                 self.fail(f"NVML hangs in {self._calls.function}")
-
-    # --- the agent ---
 
     def _read_requests(self) -> bool:
         part = os.read(0, 65536)
@@ -286,8 +275,6 @@ class GpuWatch:
             if not self._has_failed:
                 self._calls.requests.put((name, value))
         return bool(part)
-
-    # --- NVML ---
 
     def _take_results(self) -> None:
         while not self._calls.results.empty():
@@ -310,8 +297,6 @@ class GpuWatch:
         self._numbers = numbers
         if self._log is not None:
             self._poll.register(self._log, select.POLLIN)
-
-    # --- the kernel log ---
 
     def _read_log(self, log: int) -> None:
         try:

@@ -41,9 +41,7 @@ MAX_OUTPUT = 65536
 MAX_LINES = 20
 MAX_LINE = 300
 EXIT_LIMIT = 2.0
-"""Seconds that a killed command may take to exit. In a hung driver it takes longer, and a command of another
-user, such as ``sudo``, cannot be killed.
-"""
+"""Seconds to wait for a killed command. It may hang in a driver, or run on as another user (``sudo``)."""
 _PAUSE = 0.01
 
 _STOPPED = frozenset(
@@ -51,14 +49,11 @@ _STOPPED = frozenset(
     for signum in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     for code in (-signum, 128 + signum)
 )
-"""Return codes of a check that another process or the OOM killer killed, so that it has no result. A shell
-returns 128 plus the signal number.
-"""
+"""Return codes of a killed check, which has no result. A shell returns 128 plus the signal number."""
 
 
 class NodeCheckResult(Value):
     """Result of a check. ``problem`` is set if there is no answer, ``unfit`` if the node is unfit.
-
     ``lines`` are the last lines of the output, without the line that became the reason.
     """
 
@@ -71,7 +66,6 @@ class NodeCheckResult(Value):
 class NodeCheck:
     """Runs all checks at once. ``fd`` is readable when they have finished. The constructor raises ``OSError``
     if no file descriptor is free, and ``RuntimeError`` if no thread can be started.
-
     A check that exceeds ``timeout`` seconds is killed. That does not prove that the node is broken.
     """
 
@@ -215,7 +209,6 @@ def _watch(process: subprocess.Popen[bytes], timeout: float, cancelled: int) -> 
 
 def _end(process: subprocess.Popen[bytes], guard: subprocess.Popen[bytes]) -> bool:
     """Kill the process group. Return false if the command has not exited after :data:`EXIT_LIMIT` seconds.
-
     The command has not been reaped yet, so its process group id cannot have been reused.
     """
     _kill_group(process.pid)

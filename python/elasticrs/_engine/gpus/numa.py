@@ -57,7 +57,6 @@ def cpus_by_local_rank(
     allowed: Iterable[int] | None = None,
 ) -> list[list[int]]:
     """Return the CPUs for each worker on this node, indexed by local rank.
-
     ``allowed`` are the CPUs that may be used; the agent's CPUs if ``None``. Raise ``ValueError`` if the mode
     is unknown or a worker has no GPU or CPU, and ``OSError`` if sysfs lacks information.
     """
@@ -76,7 +75,6 @@ def cpus_by_local_rank(
 
 def cpus_of_options(options: NumaOptions | None, nproc: int) -> list[list[int]] | None:
     """Return the CPUs by local rank; ``None`` if workers are not bound.
-
     Raise ``ValueError`` or ``OSError`` if binding fails, unless the options allow unbound workers.
     """
     if options is None:

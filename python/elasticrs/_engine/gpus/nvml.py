@@ -55,7 +55,6 @@ _MAX_PROCESSES = 1024
 
 class NvmlError(Exception):
     """Raised if a call to NVML fails.
-
     ``code`` is the return value. ``function`` is ``dlopen`` if the library cannot be loaded. The code
     :data:`FUNCTION_NOT_FOUND` also means that the installed library lacks the function.
     """
@@ -130,7 +129,6 @@ class Device(Value):
 
 class Nvml:
     """The initialized NVML library. ``calling`` is the current function, except a wait for an event.
-
     Raises :class:`NvmlError` if the driver is not loaded or has a different version.
     """
 
@@ -210,7 +208,6 @@ class Nvml:
 
     def next_xid(self, seconds: float) -> tuple[Device, int] | None:
         """Return an Xid with its GPU; ``None`` if none arrives within ``seconds``, or another event does.
-
         Raise :class:`NvmlError` if a GPU is lost, or the driver failed.
         """
         event = _Event()

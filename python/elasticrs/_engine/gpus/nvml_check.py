@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.gpus.nvml import Nvml
 
 LIMIT = 40.0
-"""Time limit in seconds for all NVML calls together. It is long, because the initialization is slow if the
-driver is not loaded yet.
-"""
+"""Time limit in seconds for all NVML calls. The initialization is slow if the driver is not loaded yet."""
 
 _FIELDS = (nvml.RECOVERY_ACTION, nvml.REMAP_FAILURE, nvml.REMAP_PENDING, nvml.ECC_UNCORRECTABLE)
 _PROOFS = {
@@ -115,7 +113,6 @@ def problem_of(error: NvmlError) -> str:
 
 def main() -> int:
     """Return 1 if a GPU is unfit, otherwise 0. If an NVML call hangs, exit the process.
-
     Raise :class:`NoAnswerError` if NVML cannot be used, and no GPU has been found unfit.
     """
     findings = Findings()

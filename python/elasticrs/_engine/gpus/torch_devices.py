@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
 def count(torch: Any, word: str) -> tuple[str, int]:
     """Return the kind and the number of devices of ``word``, as in :func:`.worker_count`.
-
     The kind is ``cpu`` if ``auto`` finds no accelerator, and ``unknown`` if torch has no such device type.
     """
     if word == "auto":

@@ -29,7 +29,6 @@ _catalog: dict[str, Any] = {}
 
 class LogRecord(Value):
     """Record of an Xid in the kernel log. ``address`` has the GPU's PCI domain, bus and device number.
-
     ``pid`` is the process whose work on the GPU failed, if known. ``detail`` is the rest of the first line.
     """
 
@@ -41,7 +40,6 @@ class LogRecord(Value):
 
 class Xid(Value):
     """All occurrences of an Xid on one GPU (its number in ``nvidia-smi``) during an attempt.
-
     ``pids`` are the processes whose work on the GPU failed. ``workers`` are the workers that are among these
     processes or their ancestors. ``detail`` is the text in the kernel log; empty if only NVML has reported
     the Xid.

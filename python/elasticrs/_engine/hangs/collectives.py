@@ -51,9 +51,7 @@ class StuckCollective(NamedTuple):
     sides: tuple[Side, ...] = ()
     """The different calls to the collective, if they do not match. The call of most ranks comes first."""
     usual: Call | None = None
-    """If the calls do not match: the call that groups of the same kind (such as other tensor-parallel groups)
-    made in its place.
-    """
+    """If calls differ: the call of groups of the same kind (such as tensor-parallel groups) in its place."""
     late: tuple[int, ...] = ()
     """Ranks whose devices have not started the collective, if most ranks' devices run it."""
 
@@ -102,9 +100,6 @@ def match(ranks: Mapping[int, RankRecord | NoRecord]) -> Matched:
     return Matched(stuck, _receiving(usable, world), dict(sorted(no_record.items())), progress)
 
 
-# --- groups ---
-
-
 def _groups(ranks: Mapping[int, RankRecord], world: tuple[int, ...]) -> list[Group]:
     by_group: dict[tuple[str, str], dict[int, GroupSteps]] = {}
     for rank, record in ranks.items():
@@ -125,9 +120,7 @@ def _groups(ranks: Mapping[int, RankRecord], world: tuple[int, ...]) -> list[Gro
 def _memberships(
     name: str, by_rank: Mapping[int, GroupSteps], ranks: Mapping[int, RankRecord], world: tuple[int, ...]
 ) -> list[tuple[tuple[int, ...], bool, list[int]]]:
-    """Return the process groups with this name, which have no rank in common. Each item of the result is a
-    group: its members, whether these are all of its members, and the ranks whose flight records contain it.
-    """
+    """Return the disjoint groups of a name: members, whether these are all, and ranks that recorded it."""
     known: dict[tuple[int, ...], list[int]] = {}
     unknown = []
     for rank in by_rank:
@@ -194,9 +187,6 @@ def _progress(
     return {rank: tuple(entered[rank] for entered in counts) for rank in world}
 
 
-# --- contradictions ---
-
-
 def _outdated(group: Group, ranks: Mapping[int, RankRecord]) -> set[int]:
     """Return the group's ranks whose records are outdated, as the records of others show (**COL-2**)."""
     reached = max(
@@ -212,13 +202,8 @@ def _outdated(group: Group, ranks: Mapping[int, RankRecord]) -> set[int]:
     return {rank for rank, track in group.tracks.items() if track.entered < reached}
 
 
-# --- calls that do not match ---
-
-
 def _mismatch(group: Group) -> dict[int, tuple[Side, ...]]:
-    """Return the group's first collective in which the calls of the ranks differ. The key is the number of
-    the collective, and the value has the different calls. The result is empty if there is no such collective.
-
+    """Return the different calls to the first collective in which the ranks' calls differ, by its number.
     Ignore a difference if the collective has completed on all ranks and the calls of all later collectives
     match. The ranks may then have used variants of the same operation that this module does not know.
     """
@@ -235,9 +220,6 @@ def _mismatch(group: Group) -> dict[int, tuple[Side, ...]]:
             sides = [Side(tuple(ranks), call) for call, ranks in calls[seq].items()]
             return {seq: tuple(sorted(sides, key=lambda side: (-len(side.ranks), side.ranks)))}
     return {}
-
-
-# --- collectives that have not completed ---
 
 
 def _stuck(group: Group) -> list[StuckCollective]:
@@ -285,9 +267,6 @@ def most_frequent(names: Iterable[str]) -> str:
     for name in names:
         counts[name] = counts.get(name, 0) + 1
     return min(counts, key=lambda name: (-counts[name], name))
-
-
-# --- point-to-point operations ---
 
 
 def _receiving(ranks: Mapping[int, RankRecord], world: tuple[int, ...]) -> dict[int, tuple[int, ...]]:

@@ -49,9 +49,7 @@ if TYPE_CHECKING:
 
 _STOPPED = "stopped"
 _MAX_PROGRESSES = 256
-"""Maximum number of different values in ``Matched.progress``. More would take too long, because each pair of
-values is compared.
-"""
+"""Maximum number of different values in ``Matched.progress``, because each pair of values is compared."""
 
 
 class Reason(str, Enum):
@@ -64,9 +62,7 @@ class Reason(str, Enum):
     NO_RECORD = "no_record"
     """Some of these ranks may be absent from a collective, but none of them has a record."""
     OTHER_ORDER = "other_order"
-    """These ranks wait in one group for ranks that wait for them in another. They have probably skipped a
-    collective, or used the groups in a different order.
-    """
+    """These ranks wait for ranks that wait for them in another group: a skipped call, or another order."""
     NO_PEER = "no_peer"
     """Other ranks wait for these ranks in a point-to-point operation that these ranks have not called."""
     OUTSIDE = "outside"
@@ -127,8 +123,7 @@ class Blame(NamedTuple):
 
     ranks: tuple[int, ...]
     is_decided: bool
-    """False if the evidence does not show which of the ranks are to blame, so that they are only candidates.
-    """
+    """False if the evidence does not show which ranks are to blame, so that they are only candidates."""
     basis: Basis
 
     @property
@@ -145,9 +140,7 @@ def decided(diagnosis: Diagnosis | None) -> Blame | None:
 
 
 def decide(diagnosis: Diagnosis | None, rank: int, ground: str) -> Blame:
-    """Decide which ranks are to blame for a hang. ``rank`` is the rank that the heartbeats blame,
-    and ``ground`` is the reason, as in ``WorkerHung``.
-    """
+    """Decide which ranks to blame for a hang. The heartbeats blame ``rank``, for the reason ``ground``."""
     found = decided(diagnosis)
     if found is not None:
         return found
@@ -161,7 +154,6 @@ def decide_failure(
     diagnosis: Diagnosis | None, rank: int, ranks: Sequence[int], *, may_be_innocent: bool = False
 ) -> Blame | None:
     """Decide which ranks are to blame for a failed collective, if ``rank`` failed first.
-
     ``may_be_innocent`` is true if native code has aborted this rank, perhaps in a collective. Return ``None``
     if no evidence speaks against blaming the rank.
     """
@@ -181,9 +173,8 @@ def decide_failure(
 def blame(
     matched: Matched, stacks: Mapping[int, Sequence[Frame]], ranks: Sequence[int]
 ) -> tuple[tuple[Culprit, ...], tuple[int, ...]]:
-    """Return the culprits and the candidates. The culprits are sorted by confidence, highest first, and
-    contain each rank at most once. There are no candidates if a culprit is likely or certain. The frames of
-    each stack in ``stacks`` are sorted from the innermost to the outermost.
+    """Return the culprits, highest confidence first, with each rank at most once, and the candidates. There
+    are no candidates if a culprit is likely or certain. Each stack begins with the innermost frame.
     """
     search = _Search(matched, stacks, ranks)
     culprits = search.culprits()
@@ -192,9 +183,7 @@ def blame(
 
 
 def out_of_line(progress: Mapping[int, Sequence[int]]) -> int | None:
-    """Return the rank that contradicts the order of the other ranks by progress (**CUL-4**). Return ``None``
-    if no rank or more than one rank contradicts it.
-    """
+    """Return the only rank that contradicts the order of the other ranks by progress (**CUL-4**), if any."""
     by_progress: dict[tuple[int, ...], list[int]] = {}
     for rank in sorted(progress):
         by_progress.setdefault(tuple(progress[rank]), []).append(rank)
@@ -208,16 +197,13 @@ def out_of_line(progress: Mapping[int, Sequence[int]]) -> int | None:
     if not pairs:
         return None
     everywhere = set(pairs[0]).intersection(*map(set, pairs))
-    # Consider only ranks with progress of their own, because several ranks are unlikely to make the same
-    # mistake.
+    # Consider only ranks with unique progress, because several ranks rarely make the same mistake.
     alone = [by_progress[each][0] for each in everywhere if len(by_progress[each]) == 1]
     return alone[0] if len(alone) == 1 else None
 
 
 def shows_waiting(frames: Sequence[Frame] | None) -> bool | None:
-    """Return whether a rank with this stack waits for other ranks. Return ``None`` if the stack is unknown,
-    or if the rank may be in ``Work.wait``, which has no Python frame.
-    """
+    """Return whether a rank with this stack waits for others; ``None`` if unknown, as in ``Work.wait``."""
     if not frames:
         return None
     if waits_for_ranks(frames):
@@ -261,8 +247,6 @@ class _Search:
         yield from self._without_record(unexplained)
         yield from self._outside(unexplained)
 
-    # --- calls that do not match ---
-
     def _with_other_calls(self) -> Iterator[Culprit]:
         for stuck in self._matched.stuck:
             if not stuck.sides:
@@ -280,9 +264,7 @@ class _Search:
                     yield Culprit(side.ranks, Reason.OTHER_CALL, confidence, stuck, side.call, expected)
 
     def _votes(self, stuck: StuckCollective) -> dict[Call, int]:
-        """Count the ranks that made each of the different calls. If the calls differ only in size, count
-        ranks that gloo has aborted for the call with the smallest size (**CUL-5**).
-        """
+        """Count each call's ranks. If only sizes differ, aborted ranks count for the smallest (**CUL-5**)."""
         votes = {side.call: len(side.ranks) for side in stuck.sides}
         sizes = {call.elements for call in votes}
         is_by_size = len({(call.operation, call.dtypes) for call in votes}) == 1 and None not in sizes
@@ -317,8 +299,6 @@ class _Search:
         called = len(stuck.members) - len(stuck.absent) - len(stuck.unknown)
         return not stuck.sides and len(self._matched.no_record) == aborted and called > aborted
 
-    # --- roots ---
-
     def _is_free(self, rank: int) -> bool:
         return rank not in self._waits and rank not in self._matched.receiving
 
@@ -328,9 +308,7 @@ class _Search:
         return [rank for rank in free if self._shown.get(rank) is not True]
 
     def _free_absent(self, stuck: StuckCollective) -> list[int]:
-        """Return the ranks that are absent from a collective and do not wait for any rank. The flight records
-        show this, and the stacks are also taken into account if there are any (**CUL-2**).
-        """
+        """Return the absent ranks that wait for no rank, by their records and, if any, stacks (**CUL-2**)."""
         free = [rank for rank in stuck.absent if self._is_free(rank)]
         others = [rank for rank in free if self._shown.get(rank) is not True]
         return others or free
@@ -366,12 +344,8 @@ class _Search:
             if stuck.late:
                 yield Culprit(stuck.late, Reason.NOT_STARTED, Confidence.LIKELY, stuck)
 
-    # --- chains of waiting ranks ---
-
     def _ends_of(self, start: int) -> _Ends:
-        """Follow the chains from a collective to its absent ranks, to the collectives in which these ranks
-        wait, and so on. Find out if the chains lead to a cause, or to a gap in the evidence.
-        """
+        """Follow chains of collectives and their absent ranks to the ends: a cause, or a gap in evidence."""
         reached, pending = {start}, [start]
         has_root = has_unknown = False
         while pending and not has_root:
@@ -437,8 +411,6 @@ class _Search:
             found.update(self._matched.no_record)  # CUL-5
         return tuple(sorted(found | (free or missing)))
 
-    # --- missing evidence ---
-
     def _without_record(self, unexplained: Sequence[StuckCollective]) -> Iterator[Culprit]:
         for stuck in unexplained:
             missing = stuck.unknown
@@ -497,9 +469,7 @@ def _distinct(culprits: Iterable[Culprit]) -> list[Culprit]:
 
 
 def _circle(ahead: Mapping[int, Mapping[int, set[int]]], without: int | None = None) -> list[int]:
-    """Return collectives that wait for each other in a circle: each one for the next, and the last for the
-    first. Return an empty list if there is no circle.
-
+    """Return collectives of which each waits for the next, and the last for the first; empty if none do.
     ``ahead`` maps each collective to the collectives in which its absent ranks wait, and each of these to the
     ranks that wait there.
     """

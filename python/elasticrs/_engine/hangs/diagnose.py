@@ -57,9 +57,7 @@ class RankEvidence(NamedTuple):
     groups: Mapping[str, Sequence[int]] = {}
     """Global ranks of the process groups that the rank has created. gloo's records do not contain them."""
     has_raised: bool = False
-    """True if the program raised an exception before the record was taken. Torch has then also marked the
-    failed collective as retired.
-    """
+    """True if the program had raised an exception. Torch then marks the failed collective as retired, too."""
     frames: tuple[Frame, ...] = ()
     """Frames of the main thread, innermost first, if ``stacks`` is ``None``. Empty if unknown."""
 
@@ -121,9 +119,8 @@ def diagnose_nodes(
     first = 0
 
     def lose(end: int) -> None:
-        # Ranks are numbered in node order, so the missing ranks belong to nodes that did not answer. If
-        # several nodes did not answer, it is unknown to which of them a rank belongs, so the name stays
-        # empty.
+        # The missing ranks belong to the nodes that did not answer. If there are several such nodes, it is
+        # unknown to which of them a rank belongs.
         name = silent[0][0] if len(silent) == 1 else ""
         have_exited = bool(silent) and all(has_finished for _, has_finished in silent)
         reason = NoRecord.EXITED if have_exited else NoRecord.LOST
@@ -143,9 +140,7 @@ def diagnose_nodes(
 
 
 def telling(facts: Iterable[RankFacts]) -> Diagnosis | None:
-    """Make a diagnosis. Return ``None`` if there is no flight record, or if the diagnosis finds neither a
-    stuck collective nor a rank to blame.
-    """
+    """Make a diagnosis; ``None`` without records, or if it finds no stuck collective and no rank to blame."""
     facts = list(facts)
     if all(isinstance(found.record, NoRecord) for found in facts):
         return None
@@ -290,13 +285,9 @@ class Paragraph:
         return [f"no record of {self.ranks(missing)} ({self._why(missing)})"] if missing else []
 
     def _why(self, ranks: Iterable[int]) -> str:
-        """Return why no calls of these ranks are known: a rank has no flight record, or later calls have
-        overwritten the calls in it.
-        """
+        """Return why no calls of these ranks are known: there is no record, or later calls overwrote them."""
         reasons = dict.fromkeys(self._no_record.get(rank) for rank in ranks)
         return ", ".join(_WHY_NO_RECORD[why] if why else "overwritten by later calls" for why in reasons)
-
-    # --- parts of sentences ---
 
     def _waits(self, collective: StuckCollective) -> str:
         waiting, members = collective.waiting, len(collective.members)

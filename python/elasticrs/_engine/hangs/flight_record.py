@@ -146,7 +146,6 @@ class Transfer(NamedTuple):
 
     group: str
     description: str
-    """The group's description, as set by the program."""
     peer: int | None
     """The peer's rank within the group; ``None`` if unknown."""
 
@@ -180,7 +179,6 @@ def parse(
     has_raised: bool = False,
 ) -> RankRecord:
     """Parse the flight records of one rank, one from each of torch's recorders, as JSON or as pickles.
-
     ``groups`` are the global ranks of process groups that the records do not contain. ``has_raised`` is true
     if the program raised an exception before the records were taken. Raise :class:`FlightRecordError` if a
     record is invalid or too large.
@@ -229,7 +227,6 @@ def _text(record: dict[str, Any], field: str) -> str:
 
 def _members(config: object) -> dict[str, tuple[int, ...]]:
     """Parse the ranks of each named group, which the record contains as text, such as ``[0, 1]``.
-
     Records of gloo have only one group, which has no name, and whose ranks are not global.
     """
     members = {}
@@ -336,8 +333,7 @@ class _Reader:
     def result(self, groups: Mapping[str, Sequence[int]], *, has_raised: bool) -> RankRecord:
         if has_raised:
             for draft in self._drafts.values():
-                # The last collective may have failed and caused the exception. The record cannot show this,
-                # because torch marks failed and completed collectives alike.
+                # The last collective may have failed: torch marks failed and completed ones alike.
                 last = max(draft.steps)
                 draft.steps[last] = draft.steps[last]._replace(is_complete=False)
         members = {name: tuple(sorted(set(ranks))) for name, ranks in groups.items()} | self._members
@@ -378,8 +374,7 @@ def plain(data: bytes) -> object:
         return reader.result()
     except FlightRecordError:
         raise
-    # `genops` raises `ValueError` for malformed input. The other exceptions show that an operand is missing
-    # or wrong.
+    # Malformed input raises `ValueError` in `genops`; missing or wrong operands raise the others.
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise FlightRecordError(f"{type(error).__name__}: {error}") from error
 

@@ -47,12 +47,8 @@ _FEWEST_FRAMES = 12
 _COMPLETE, _STARTED = 1, 2
 
 
-# --- encoding ---
-
-
 def encode(facts: Sequence[RankFacts], *, max_bytes: int, max_steps: int) -> bytes | None:
     """Encode one node's facts; ``None`` if ``max_bytes`` or :data:`MAX_DECODED` is too small.
-
     ``max_steps`` limits the number of collectives per rank and group. If there are more, only the latest ones
     and the first incomplete one are kept.
     """
@@ -102,9 +98,7 @@ class _Encoder:
         return self._records.setdefault(json.dumps(fields), len(self._records))
 
     def _runs(self, group: GroupSteps) -> list[list[int]]:
-        """Return runs of consecutive equal steps. Each run is a list of the first sequence number, the
-        length, the index of the call, and flags.
-        """
+        """Return runs of equal steps: first sequence number, length, index of the call, and flags."""
         numbers = sorted(group.steps)
         kept = numbers[-self._max_steps :]
         first = next((seq for seq in numbers if not group.steps[seq].is_complete), kept[0])
@@ -129,7 +123,6 @@ class _Encoder:
 
 def _ranges(ranks: Sequence[int]) -> list[list[int]]:
     """Compress ascending ranks into lists of the first rank, the last rank, and the step.
-
     Evenly spaced ranks, such as those of a process group in a device mesh, need only one range.
     """
     found: list[list[int]] = []
@@ -141,9 +134,6 @@ def _ranges(ranks: Sequence[int]) -> list[list[int]]:
                 continue
         found.append([rank, rank, 1])
     return found
-
-
-# --- decoding ---
 
 
 def decode(encoded: bytes | None) -> list[RankFacts]:

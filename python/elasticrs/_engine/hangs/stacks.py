@@ -51,7 +51,6 @@ def main_thread(text: str) -> tuple[Frame, ...]:
 
 def threads(text: str) -> Iterator[tuple[Frame, ...]]:
     """Iterate over the stacks of all threads, innermost frame first, starting with the main thread.
-
     In the output of ``faulthandler``, the main thread is the one marked as current, else the last one. In the
     output of ``py-spy``, it is the one named ``MainThread``, else the first one.
     """
@@ -68,7 +67,6 @@ def threads(text: str) -> Iterator[tuple[Frame, ...]]:
 
 def abort(text: str) -> tuple[tuple[Frame, ...], bool]:
     """Parse ``faulthandler``'s output about an abort: the main thread's frames, innermost first, and a flag.
-
     If the flag is false, a native thread, such as one of gloo or NCCL, may have aborted the process.
     """
     stacks = text[-MAX_TEXT:].rpartition(_ABORTED)[2]
@@ -98,9 +96,7 @@ def _spied_frame(line: str) -> Frame | None:
 
 
 def merge(stacks: Mapping[int, tuple[Frame, ...]]) -> tuple[MergedStack, ...]:
-    """Return each distinct stack that is not empty, with its ranks. The stacks of most ranks come first;
-    stacks of equally many ranks are sorted by the lowest rank.
-    """
+    """Return distinct non-empty stacks with their ranks: those of most ranks first, then by lowest rank."""
     by_frames: dict[tuple[Frame, ...], list[int]] = {}
     for rank in sorted(stacks):
         if stacks[rank]:
@@ -111,7 +107,6 @@ def merge(stacks: Mapping[int, tuple[Frame, ...]]) -> tuple[MergedStack, ...]:
 
 def waits_for_ranks(frames: Sequence[Frame]) -> bool:
     """Return true if the thread is in a communication call of ``torch.distributed`` or in a backward pass.
-
     Only the frames inside the program's innermost function count, because ``torch.distributed`` further out
     may be the launcher or a model's wrapper. ``Work.wait`` has no Python frame, so false proves nothing.
     """

@@ -259,8 +259,7 @@ class JobSpec(Record, WorkerSettings):
 
         window = getattr(self.max_restarts, "window", None)
         first, longest = delays(self.restart_delay)
-        # If single workers are replaced, exclude no node, because an excluded node would have to stop its
-        # healthy workers, too.
+        # Exclude no node if single workers are replaced: its healthy workers would have to stop, too.
         most = None if self.on_failure == "replace" else self.max_excluded_nodes
         return RestartSettings(int(self.max_restarts), window, first, longest, self.max_same_failures, most)
 
@@ -311,9 +310,7 @@ def _signals(names: Sequence[str], expected: str, refused: Collection[str] = ())
 
 
 def forwarded_signals(given: Sequence[int] | None, handled: Sequence[int]) -> tuple[int, ...]:
-    """Return the signals to pass on to the workers: those ``given`` by the user, or the default ones. Raise
-    ``ValueError`` if a given signal also stops the job (``handled``).
-    """
+    """Return the signals to pass on. Raise ``ValueError`` if a ``given`` one stops the job (``handled``)."""
     import signal
 
     if given is None:
@@ -353,9 +350,7 @@ def log_prefix_from(environ: Mapping[str, str]) -> str:
 
 
 def uninterruptible_state_timeout_from(environ: Mapping[str, str]) -> float:
-    """Return the time limit for uninterruptible sleep, in seconds. As in torch, a value that is no number
-    disables the check (0).
-    """
+    """Return the limit for uninterruptible sleep, in seconds. As in torch, invalid text disables it (0)."""
     try:
         return float(environ.get(UNINTERRUPTIBLE_STATE_VARIABLE, "0"))
     except ValueError:
@@ -407,9 +402,7 @@ def _is_named_python(program: object) -> bool:
 
 
 def hang_limits(timeout: float | str) -> tuple[float | None, float | None]:
-    """Parse a hang timeout, ``"auto[:SECONDS]"`` or seconds. Return, in seconds, the timeout (``None`` if it
-    is derived from the steps) and the minimum of a derived timeout.
-    """
+    """Parse a hang timeout. Return its seconds (``None`` for ``auto``), and the minimum for ``auto``."""
     if not isinstance(timeout, str):
         return float(timeout), None
     name, colon, least = timeout.partition(":")
@@ -421,10 +414,7 @@ def hang_limits(timeout: float | str) -> tuple[float | None, float | None]:
 def seconds_within(
     low: float, high: float = LONGEST, *, above: bool = False, expected: str = ""
 ) -> Callable[[object], float]:
-    """Return a parser of durations from ``low`` to ``high`` seconds. With ``above``, ``low`` is excluded.
-
-    If text is not such a duration, the parser raises a ``ValueError`` that says what is ``expected``.
-    """
+    """Return a parser of durations in seconds. ``above`` excludes ``low``. Errors as for :func:`whole`."""
     if not expected and high < LONGEST:
         expected = f"seconds, {low:g} to {high:g}"
     elif not expected:
@@ -452,9 +442,7 @@ seconds = seconds_within(0)
 
 
 def whole(low: int, high: float = float("inf"), *, expected: str = "") -> Callable[[object], int]:
-    """Return a parser of whole numbers from ``low`` to ``high``. For anything else, the parser raises a
-    ``ValueError`` that says what is ``expected``.
-    """
+    """Return a parser of whole numbers from ``low`` to ``high``. A ``ValueError`` says what is expected."""
     expected = expected or f"a whole number from {low}"
 
     def read(value: object) -> int:
@@ -488,7 +476,6 @@ _NOT_REPLACEABLE = "single workers cannot be replaced"
 def why_not_replaceable(start_method: str = "spawn", back_end: str | None = None) -> str | None:
     """Return why individual workers cannot be replaced; ``None`` if they can be. ``back_end`` names the
     rendezvous of the nodes, if workers cannot join it.
-
     A program without ``elasticrs.train`` is not rejected, because an installed package may use it.
     """
     if start_method != "spawn":
@@ -499,16 +486,13 @@ def why_not_replaceable(start_method: str = "spawn", back_end: str | None = None
 
 
 MAX_IN_WINDOW = 100
-"""Maximum number of restarts that a user may allow in a window. There is a limit, because the times of these
-restarts are kept in a record of limited size.
-"""
+"""Maximum number of restarts in a window, because a record of limited size keeps their times."""
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 class MaxRestarts(int):
     """Maximum number of restarts, within ``window`` seconds or (``None``) in the whole job.
-
     A subclass of ``int``, because programs expect an ``int`` as in torchrun.
     """
 

@@ -29,8 +29,7 @@ class Permanence(str, Enum):
     EXIT_CODE = "exit_code"
     """A worker exited with one of ``--fatal-exit-codes``."""
     START_ERROR = "start_error"
-    """No failed worker could start its program, because it is missing or broken, or rejected its arguments.
-    """
+    """No failed worker could start its program: it is missing or broken, or rejected its arguments."""
 
     __str__ = str.__str__
 
@@ -156,7 +155,6 @@ class Summary(Record):
 
 def headline(text: str, more: int = 0) -> str | None:
     """Return an exception and its place, such as ``OSError: a.bin (train.py:41)``; ``None`` for no text.
-
     The place is the innermost frame outside of libraries, or else the innermost. ``more`` is the number of
     other members of the exception group.
     """
@@ -184,7 +182,6 @@ def shortened(text: str, limit: int) -> str:
 
 def summarize(text: str) -> Summary | None:
     """Summarize (the end of) a traceback or any other message; ``None`` for an empty text.
-
     The result does not depend on the order of a group's members, which may differ between attempts.
     """
     if len(text) > _HEAD + _TAIL:
@@ -235,17 +232,14 @@ def _of_traceback(lines: Sequence[str], is_exception: bool) -> Summary:
             said = f"{said} {block[at + 1].strip()}"
     place = _own_place(frames)
     if place is None and frames:
-        # This traceback, perhaps of another process, has only library code, so search the traceback of the
-        # exception itself, too.
+        # This traceback has only library code, so search the traceback of the exception itself, too.
         since = max((n for n, line in enumerate(lines) if line in _CHAINED), default=-1) + 1
         place = _own_place(_frames(lines[since:])) or _place(frames[-1])
     return Summary(printable(said, _LIMIT), place, None if name is None else _qualified(name))
 
 
 def _of_group(members: Sequence[Summary], place: str | None, more: int) -> Summary:
-    """Describe an exception group by one member. The result does not depend on the order of the members.
-    ``place`` is where the group itself was raised.
-    """
+    """Describe a group, raised at ``place``, by one member, whatever the order of the members is."""
     told = min(members, key=lambda each: (each.exception or "", each.place or ""))
     kinds = sorted({each.exception or "" for each in members} - {""})
     exception = kinds[0] if len(kinds) == 1 else None

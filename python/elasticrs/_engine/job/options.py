@@ -40,9 +40,7 @@ class Namespace(SimpleNamespace):
 
 
 class Kind(Value):
-    """Kind of an option's value. ``convert`` parses text, or raises ``ValueError``. ``needs`` describes valid
-    values to programs.
-    """
+    """Kind of a value. ``convert`` parses it, or raises ``ValueError``. ``needs`` says what is valid."""
 
     convert: Callable[[str], object]
     metavar: str
@@ -433,8 +431,7 @@ def _read(argument: str, arguments: Iterator[str]) -> dict[str, object]:
     found = _BY_LETTER.get(letter)
     if found is None:
         near = _suggestion(argument[1:])
-        # The word may combine several short options, so report only its first letter. But report the whole
-        # word if it resembles a long option.
+        # The word may combine short options. Report only its first letter, unless it resembles a long one.
         raise UsageError(f"unknown option {argument if near != _HELP_HINT else '-' + letter}{near}")
     if found.kind is None:
         more = _read("-" + tail, arguments) if tail else {}
@@ -445,7 +442,6 @@ def _read(argument: str, arguments: Iterator[str]) -> dict[str, object]:
 
 def _help(word: str, *, is_exact: bool) -> TextRequested:
     """Return the exception for ``--help=WORD`` (``is_exact``) or ``--help WORD``. The word is a help topic.
-
     Without ``=``, the word may also be the name of the script.
     """
     if is_exact and word not in TOPICS:

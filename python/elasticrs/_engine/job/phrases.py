@@ -55,16 +55,12 @@ def describe_exit(exitcode: int | None) -> str:
 
 
 def how_the_nursery_ended(exitcode: int | None, hung: bool) -> str:
-    """Return a phrase about the end of the nursery (the process that starts the workers). It is put after the
-    nursery's name. ``hung`` is true if the agent killed the nursery because it hung.
-    """
+    """Return a phrase to put after the name of the nursery (the process that starts the workers)."""
     return "hung and was killed by the agent" if hung else how_it_ended(exitcode)
 
 
 def restarts_used(used: int, most: int, window: float | None) -> str:
-    """Return text about the charged restarts, such as ``1 of 3``. With a window (in seconds) for the limit,
-    the text is such as ``7, at most 3 in 1 h``.
-    """
+    """Return text about the charged restarts, such as ``1 of 3``, or ``7, at most 3 in 1 h`` in a window."""
     return f"{used} of {most}" if window is None else f"{used}, at most {most} in {duration(window)}"
 
 
@@ -74,18 +70,14 @@ def attempt_text(name: str) -> str:
 
 
 def restart_line(cause: str, stopped: int, restart: str, when: str, delay: float = 0.0) -> str:
-    """Return a line that announces a restart in ``delay`` seconds. ``stopped`` is the number of workers that
-    were stopped because of another worker's failure.
-    """
+    """Announce a restart in ``delay`` seconds. ``stopped`` counts the other workers, which were stopped."""
     others = f"; {stopped} other{'s' if stopped != 1 else ''} stopped" if stopped else ""
     soon = f" in {duration(delay)}" if delay else ""
     return f"{cause}{others}; restarting{soon} (restart {restart}, {when})"
 
 
 def replace_line(cause: str, others: int, pid: int, span_ns: int, restart: str, when: str) -> str:
-    """Return a line about a worker that was replaced ``span_ns`` nanoseconds after its failure. ``others`` is
-    the number of the other workers.
-    """
+    """Report a worker that was replaced ``span_ns`` after its failure, while ``others`` workers continue."""
     left_alone = f"; {others} other{'s continue' if others != 1 else ' continues'}" if others else ""
     return f"{cause}{left_alone}; replaced by pid {pid} after {milliseconds(span_ns)} ({restart}, {when})"
 
@@ -149,7 +141,6 @@ def signal_dropped(signum: int, local_ranks: Sequence[int], when: str) -> str:
 
 def stop_line(asked: int | None, signum: int, grace: float, *, have_exited: bool = False) -> str:
     """Report that signal ``asked`` stops the job, and that ``signum`` goes to the workers, if any are left.
-
     The workers are killed after ``grace`` seconds. After a second request to stop, the two signals differ.
     """
     if asked != signum:
@@ -205,9 +196,7 @@ def duration(seconds: float) -> str:
 
 
 def goodput(productive_ns: int, total_ns: int) -> str:
-    """Return the share of productive time in the job's time as text. The text is empty for a job of less than
-    a minute, because most of this time is spent on starting.
-    """
+    """Return the productive share of the job's time; empty below one minute, which is mostly start-up."""
     if total_ns < 60_000_000_000:
         return ""
     return f", goodput {productive_ns / total_ns * 100:.1f} %"

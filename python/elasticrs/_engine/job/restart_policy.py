@@ -37,9 +37,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.job.failure_cause import Cause
 
     Meetings: TypeAlias = tuple[int | None, ...]
-    """For each worker, by local rank: the number of the last rendezvous round that it joined; ``None`` if it
-    has recorded none.
-    """
+    """The last rendezvous round that each worker joined, by local rank; ``None`` if it recorded none."""
 
 STEADY = 60.0
 """Seconds after which an attempt has made progress, unless steps are counted across restarts."""
@@ -56,9 +54,7 @@ MAX_DOUBLINGS = 30
 MAX_SUSPECTS = 8
 """Maximum number of suspect nodes in the history and in a message."""
 IMPLICATED_TWICE = 2
-"""Number of failures in which a node is implicated before it is excluded. A node whose own check found it
-unfit is excluded earlier.
-"""
+"""Number of failures that implicate a node before it is excluded, unless its own check finds it unfit."""
 
 
 class RestartSettings(Value):
@@ -150,9 +146,7 @@ class RestartDecision(Value):
 
 
 def decide(settings: RestartSettings, history: FailureHistory, evidence: Evidence) -> RestartDecision:
-    """Decide whether to restart the workers after a failure that is not in ``history`` yet. If so, count the
-    restart against ``max_restarts``.
-    """
+    """Decide whether to restart the workers after a failure that ``history`` lacks. Charge the restart."""
     after = _with_failure(history, evidence)
     reason = why_permanent(evidence, history) or _why_start_error_moved(history, after)
     if reason is not None:
@@ -178,9 +172,7 @@ def decide(settings: RestartSettings, history: FailureHistory, evidence: Evidenc
 
 
 def exclude(settings: RestartSettings, history: FailureHistory, evidence: Evidence) -> RestartDecision:
-    """Decide which node to exclude (POLICY-5). Call this function directly only after a round that costs no
-    restart, because :func:`decide` calls it after all others.
-    """
+    """Decide which node to exclude (POLICY-5). :func:`decide` calls this if the round costs a restart."""
     history = history.replaced(has_started=_has_started(history, evidence))
     unfit = dict(sorted(evidence.unfit))
     reasons = dict(unfit)
@@ -262,8 +254,7 @@ def _with_failure(history: FailureHistory, evidence: Evidence) -> FailureHistory
 def _identity(evidence: Evidence, history: FailureHistory) -> tuple[str, str, int | None, int | None] | None:
     """Return kind, place, rank and step of the root cause; ``None`` if it cannot be compared with others."""
     first, step = evidence.causes[0] if evidence.causes else NO_CAUSE, _reached(evidence)
-    # A start error is transient if the program has started in an earlier attempt. For example, a file system
-    # may have failed for a moment.
+    # A start error after an earlier start is transient: a file system may have failed for a moment.
     is_late_start = first.permanence == Permanence.START_ERROR and history.has_started
     if first.is_transient or is_late_start:
         return None
@@ -333,9 +324,7 @@ def _are_same(
 
 
 def why_permanent(evidence: Evidence, history: FailureHistory) -> str | None:
-    """Return why another attempt would fail in the same way, if so (POLICY-1). ``history`` lacks this
-    failure.
-    """
+    """Return why another attempt would fail alike, if so (POLICY-1). ``history`` lacks this failure."""
     starts = _start_errors(evidence)
     is_everywhere = len({cause.node for cause in starts}) >= min(2, evidence.nodes)
     if starts and is_everywhere and not history.has_started:

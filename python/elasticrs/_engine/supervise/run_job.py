@@ -42,7 +42,6 @@ def run_job(
     consoles: Collection[int] = (1, 2),
 ) -> JobResult:
     """Run a job to its end on this node. Raises ``UsageError``, and the exceptions of :meth:`.Agent.run`.
-
     If ``owns_process``, the process runs nothing but the launcher, so events record the agent's end.
     ``created`` is called with the agent before the agent runs. ``consoles`` are the file descriptors (1, 2)
     on which the workers' output is shown.

@@ -63,9 +63,7 @@ class Decisions(ABC):
         self._supervisor = supervisor
 
     def _ask(self, ask: Callable[[], Any], take: Callable[[BackgroundCall], list[machine.Action]]) -> None:
-        """Call a function that may block on another thread. Once it has returned, ``take`` gets the call, and
-        returns the actions.
-        """
+        """Call ``ask`` on another thread, because it may block. Then ``take`` returns the actions."""
         self._call, self._take = BackgroundCall(ask), take
         self._supervisor.watch_fd(self._call.fd)
 
@@ -74,9 +72,7 @@ class Decisions(ABC):
         return None
 
     def node_names(self, *, asks: bool = False) -> Sequence[str] | None:  # noqa: ARG002 -- subclasses use it
-        """Return the names of the round's nodes, by group rank; ``None`` if this agent does not know them.
-        Then, if ``asks`` is true, the agent requests them from the store in the background.
-        """
+        """Return the nodes' names by group rank; ``None`` if unknown. ``asks`` then requests them."""
         return (os.uname().nodename,)
 
     def read_history(self) -> FailureHistory:
@@ -91,9 +87,7 @@ class Decisions(ABC):
         return []
 
     def fd_ready(self, fd: int) -> list[machine.Action] | None:
-        """Handle a readable file descriptor, and return the actions. Return ``None`` if the descriptor
-        belongs to another object.
-        """
+        """Handle a readable file descriptor. Return the actions; ``None`` if it belongs to another object."""
         call = self._call
         if call is None or fd != call.fd:
             return None
@@ -112,9 +106,7 @@ class Decisions(ABC):
         """Set the attempt to which all later events belong."""
 
     def next_plan(self, supervisor: _core.Supervisor) -> machine.Event | None:  # noqa: ARG002 -- subclasses use it
-        """Execute the action :class:`.Rendezvous`. Return the event that answers it, or ``None`` if
-        :meth:`fd_ready` will return the actions that follow from the answer.
-        """
+        """Execute :class:`.Rendezvous`. Return its answer; ``None`` if :meth:`fd_ready` handles it later."""
         raise RuntimeError("plans come with the rounds")
 
     def _set_plan(self, plan: Plan, open_store: Callable[[], Store] | None = None) -> None:
@@ -188,7 +180,6 @@ class OneNode(OneAgent):
 
 def plan_one_node(job: JobSpec, supervisor: _core.Supervisor) -> Plan:
     """Plan the next attempt on a single node: the ranks, and the address of the workers' store.
-
     Rank 0 hosts the store on ``master_port``. Without ``master_port``, any free port is used, and this
     process hosts the store if :func:`.agent_hosts_store` is true. Raises ``OSError`` without a free port.
     """

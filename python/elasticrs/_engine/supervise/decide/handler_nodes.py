@@ -93,8 +93,6 @@ class HandlerNodes(OneAgent):
         self.release_plan()
         self._ask_handler(self._meet, self._take_round)
 
-    # --- calls of the handler ---
-
     def _ask_handler(self, ask: Callable[[], Any], take: Callable[[Any], list[machine.Action]]) -> None:
         """Call ``ask`` on another thread once the present call has returned. ``take`` gets its answer."""
         self._next = ask, take
@@ -249,9 +247,7 @@ class HandlerNodes(OneAgent):
 
 
 def agreed_ranks(store: Any, group_rank: int, group_world_size: int, own: NodeShare) -> NodeRanks:
-    """Return the ranks of a node's workers. Exchange data through the store only if nodes may differ in their
-    workers or roles.
-    """
+    """Return the ranks of a node's workers. Use the store only if nodes may differ in workers or roles."""
     if group_world_size == 1 or os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL", "0") == "1":
         return node_ranks([own] * group_world_size)[group_rank]
     return exchange_ranks(store, group_rank, group_world_size, own)
@@ -259,7 +255,6 @@ def agreed_ranks(store: Any, group_rank: int, group_world_size: int, own: NodeSh
 
 def exchange_ranks(store: Any, group_rank: int, group_world_size: int, own: NodeShare) -> NodeRanks:
     """Agree with the other nodes on the ranks of all workers.
-
     Agents of torch can take part, because the keys and the JSON format are torch's. The wait for other nodes
     is limited by the timeout of the shared store.
     """
@@ -289,7 +284,6 @@ def wait_for_others(
     say: Callable[[str], object],
 ) -> bool:
     """Wait in torch's exit barrier until all nodes have finished, for at most ``limit`` seconds.
-
     Return false if ``has_ended`` has returned true, because the round has ended for another reason. The store
     is polled every ``period`` seconds, or more often.
     """

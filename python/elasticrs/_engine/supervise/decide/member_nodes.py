@@ -40,8 +40,7 @@ class MemberNodes(SeveralNodes):
 
     def __init__(self, job: JobSpec, rendezvous: Rendezvous, console: Console) -> None:
         super().__init__(job, rendezvous, console)
-        # Do not wait for late nodes at the start of a round, because a node can join later without affecting
-        # running workers.
+        # Do not wait for late nodes: a node can join later without affecting running workers.
         waits = {"last_call_timeout": 0.0, "restart_call_timeout": 0.0}
         settings = Settings({**self._rendezvous.settings.fields(), **waits})
         # Allow two store clients per worker: one for its session and one for its round.
@@ -72,8 +71,7 @@ class MemberNodes(SeveralNodes):
 
     def fenced(self) -> list[machine.Action]:
         found = super().fenced()
-        # Kill the workers in any case: between two rounds, the agents' rendezvous does not know that they
-        # run.
+        # Kill the workers in any case: between rounds, the agents' rendezvous does not know that they run.
         return found + self._carry(shared.MustStop(machine.SIGKILL, is_fence=True))
 
     def _translate(self, actions: Iterable[messages.LoopAction]) -> list[machine.Action]:
@@ -114,9 +112,8 @@ class MemberNodes(SeveralNodes):
         return self._final_world_size if page is None else page.final_world_size()
 
     def _look_for_unfinished_ranks(self, begun: messages.Start) -> None:
-        """Record that the results may be incomplete, if a node of the workers' last rendezvous was lost after
-        the training. No other workers take over the ranks of that node, so their remaining work, such as
-        saving, is not repeated.
+        """Record that the results may be incomplete if a node was lost after the training. No other workers
+        repeat the remaining work of its ranks, such as saving.
         """
         before, world_size = self._begun, self._known_final_world_size()
         if not begun.after_loss or before is None or world_size is None:
@@ -128,9 +125,7 @@ class MemberNodes(SeveralNodes):
             )
 
     def _tell_round(self, begun: messages.Start) -> None:
-        """Print why a new round has started, unless a line about a worker that was replaced on this node
-        already says so.
-        """
+        """Print why a new round has started, unless a line about a replaced worker already says so."""
         why, self._why, self._first_word = self._why, "", None
         is_own, self._is_own = self._is_own, False
         attempt = self._attempt

@@ -93,9 +93,7 @@ def among_workers(nodes: Rendezvous, job: JobSpec) -> Rendezvous:
 
 
 def variables_of_members(rendezvous: Rendezvous, store: RendezvousStore, number: int) -> dict[str, str]:
-    """Return the environment variables with which the workers find their rendezvous. ``number`` distinguishes
-    jobs of the same name; see :func:`.keys.workers_job`.
-    """
+    """Return the workers' variables for their rendezvous. ``number``: see :func:`.keys.workers_job`."""
     etcd = rendezvous.etcd
     settings = for_workers(rendezvous.config)
     if etcd is None:
@@ -111,8 +109,7 @@ def variables_of_members(rendezvous: Rendezvous, store: RendezvousStore, number:
     variables = {
         "ELASTICRS_TRAIN": f"{scheme}://{endpoint}/{job}?{urlencode({**settings, **limits})}",
         "ELASTICRS_TRAIN_JOB": workers_job(rendezvous.run_id, store.job, number),
-        # Tell NCCL's watchdog not to end the process. It would kill a worker whose collective was aborted,
-        # although the worker can continue.
+        # Tell NCCL's watchdog not to kill a worker that can continue after its collective was aborted.
         NCCL_ENDS_PROCESSES: os.environ.get(NCCL_ENDS_PROCESSES, "0"),
     }
     if (token := _workers_token(rendezvous)) is not None:
@@ -126,9 +123,7 @@ def for_workers(config: Mapping[str, object]) -> dict[str, str]:
 
 
 def _workers_token(rendezvous: Rendezvous) -> str | None:
-    """Return a credential for the workers' keys only, because workers never get the job's own token. ``None``
-    for etcd, where :func:`for_workers` passes on user and password file.
-    """
+    """Return a credential for the workers' keys only, never the job's own token; ``None`` for etcd."""
     token = rendezvous.settings.token
     if token is None or rendezvous.etcd is not None:
         return None

@@ -135,15 +135,12 @@ class SeveralNodes(Decisions):
         # Events of the store's client may tell why the connection was lost, so handle them first.
         found = self._translate(self._driver.poll())
         if not self._group_exists:
-            # Keep the current connection to the store, because the lease that expired belonged to an earlier
-            # connection.
+            # Keep the present connection, because the lease that expired belonged to an earlier one.
             return found
         return found + self._translate(self._driver.lose("no keep-alive reached the store in time"))
 
     def release_plan(self) -> None:
-        """Drop the plan of the attempt, but do not close the port in it, because the rendezvous closes the
-        port at the end of the round.
-        """
+        """Drop the attempt's plan, but leave its port open: the rendezvous closes it after the round."""
         self.plan = None
 
     def close(self) -> None:
@@ -377,8 +374,7 @@ def has_failed_alone(cause: Cause | None, history: FailureHistory, node: str) ->
 
 
 def verdict_of(outcome: messages.Outcome, *, is_unfit: bool, has_failed_alone: bool) -> Verdict:
-    # Do not blame this node for a permanent failure, even if it was often the first to fail: the program is
-    # at fault.
+    # Do not blame this node for a permanent failure: the program is at fault.
     if is_unfit or outcome.kind in ("stuck", "excluded") or (has_failed_alone and not outcome.is_permanent):
         return Verdict.UNFIT
     return Verdict.PERMANENT if outcome.is_permanent else Verdict.FAILED

@@ -95,17 +95,13 @@ class RoundBegan(Event):
 
 
 class RoundEnded(Event):
-    """The agents' round has ended. ``met`` is as in :class:`WorkerFailed`, but empty if no failure ended the
-    round.
-    """
+    """The agents' round has ended. ``met`` is as in :class:`WorkerFailed`; empty if no failure ended it."""
 
     met: Meetings = ()
 
 
 class MustStop(Event):
-    """The workers must be stopped. With ``is_fence``, they must be killed at once, because this node's lease
-    has expired.
-    """
+    """Workers must stop or, with ``is_fence``, be killed at once, because this node's lease has expired."""
 
     signum: int
     is_fence: bool = False
@@ -126,9 +122,7 @@ class SayIdle(Value):
 
 
 class SayEnded(Value):
-    """Report that all processes of the workers have exited. ``unfit`` tells why this node can take part in no
-    further round, if so.
-    """
+    """Report that all processes of the workers have exited. ``unfit``: why this node joins no more rounds."""
 
     unfit: str | None = None
 
@@ -137,9 +131,7 @@ class Finish(Value): ...
 
 
 def step(state: NodeState, event: Event) -> tuple[NodeState, list[Effect]]:
-    """Handle an event. Return the new state, and the actions in order. Ignore an event that does not fit the
-    state.
-    """
+    """Return the new state and the actions in order. Ignore an event that does not fit the state."""
     if state.has_finished:
         return state, []
     match event:
@@ -252,9 +244,7 @@ def _group_ended(state: NodeState, event: GroupEnded) -> tuple[NodeState, list[E
 
 
 def _gone(state: NodeState, say: Answer) -> tuple[NodeState, list[Effect]]:
-    """Update the state after all workers of this node have ended. Unless they succeeded, the node leaves the
-    agents' round.
-    """
+    """Update the state after this node's workers have ended. Unless they succeeded, leave the round."""
     state = state.replaced(group="none", failed=frozenset(), swept=frozenset(), paid=frozenset(), met=())
     if state.has_ended:
         return state.replaced(has_finished=True), [Finish()]

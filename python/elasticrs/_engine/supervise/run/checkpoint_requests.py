@@ -59,9 +59,7 @@ class CheckpointRequests:
         return self.page.asked > self._told
 
     def look(self) -> float:
-        """Report the results of checkpoint requests, one line for each checkpoint. Return the seconds until
-        the next call is due; infinity if no request is pending.
-        """
+        """Report each result in a line. Return the seconds until the next call; infinity if none is due."""
         served, result, served_ns = self.page.answer()
         first = self._asked_ns.get(self._told + 1)
         if served > self._told and first is not None:

@@ -75,8 +75,7 @@ class FunctionWorkers(Workers):
         self._arguments = list(arguments)
         self._start_method = start_method
         self._is_script = is_script
-        # If `sys.executable` is not the interpreter that multiprocessing remembers, a profiler may have
-        # replaced it.
+        # A profiler may have put itself in place of the interpreter that multiprocessing remembers.
         if sys.executable != os.fsdecode(spawn.get_executable()) and is_script_file(sys.executable):
             self.unfollowed = sys.executable
         if not BY_METHOD[start_method].has_keeper:
@@ -251,7 +250,6 @@ class KeptWorkers(FunctionWorkers):
 
     def stop(self) -> None:
         """Abandon workers that have not been started yet, and kill lingering processes at once.
-
         A second call does not wait for a keeper without workers, because its imports may hang in the kernel.
         """
         kept, was_stopped, self._was_stopped = self._kept, self._was_stopped, True
@@ -310,7 +308,6 @@ class KeptWorkers(FunctionWorkers):
 
 def stop_tracker() -> None:
     """Stop multiprocessing's resource tracker. Call this only in a launcher's process.
-
     The tracker exits when every copy of its pipe is closed. If a worker's descendant holds one, do not wait
     for it.
     """

@@ -36,9 +36,7 @@ KERNEL_PID_NAMESPACE = "pid:[4026531836]"
 ANSWER_LIMIT = 1.0
 """Seconds to wait for an attempt's last Xids if no further attempt can follow."""
 START_LIMIT = 0.0
-"""Seconds to wait for the child process if it is still starting when an attempt ends. Workers that fail so
-early have hardly used a GPU.
-"""
+"""Seconds to wait for a child that is still starting at the attempt's end. Such workers hardly used a GPU."""
 _EXIT_LIMIT = 1.0
 """Seconds to wait for the child's exit after SIGKILL. It takes longer only if it hangs in the driver."""
 _WORTH_A_LINE = 1.0
@@ -121,9 +119,7 @@ class GpuWatcher(Observer):
             self._say(f"{len(notes) - _MAX_LINES} other Xids are not shown")
 
     def hold(self, attempt: Attempt) -> None:
-        """Delay the end of the attempt until the dead workers' device memory is free or, if no attempt can
-        follow, until the last Xids (NVIDIA driver errors) have arrived.
-        """
+        """Delay the attempt's end until device memory is free, or, in the last attempt, until Xids arrive."""
         self._read()
         self._settle()
         for problem in self._problems:

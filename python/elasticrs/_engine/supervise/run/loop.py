@@ -175,9 +175,7 @@ class Agent:
             return None
 
     def _reported(self, results: Sequence[NodeCheckResult]) -> str | None:
-        """Print the output of node checks that did not pass. Return why the node is unfit, if a check says
-        so.
-        """
+        """Print the output of checks that did not pass. Return why the node is unfit, if a check says so."""
         for result in results:
             if result.unfit is not None or result.problem is not None:
                 for line in result.lines:
@@ -230,8 +228,7 @@ class Agent:
         attempts = self._tracker.result.attempts
         if not self._is_prepared and attempts and attempts[-1].first_failure is not None:
             self._is_prepared = True
-            # Import on another thread, because Python searches the working directory for `json`, too, and its
-            # file system may hang.
+            # Import on another thread: Python searches the working directory, whose file system may hang.
             FileAccess().begin(_import_for_cause)
         return _NEVER
 

@@ -182,9 +182,7 @@ class AttemptTracker:
         )
 
     def start(self, attempt: Attempt) -> None:
-        """Start all workers of an attempt, or none. A later event reports the result. Raises an exception if
-        a user's function cannot be pickled.
-        """
+        """Start all workers, or none; a later event reports which. Raises for an unpicklable function."""
         if self._warming is not None:
             self._workers.may_fork = self._warming.may_fork(self.supervisor)
         self._start(attempt)
@@ -304,9 +302,8 @@ class AttemptTracker:
         self._follow_workers()
 
     def _follow_workers(self) -> None:
-        """Report that all workers are running, or that all their processes have exited. If a keeper (their
-        parent process) forks the workers, wait for its reports, because the supervisor's events come too
-        early.
+        """Report that all workers run, or that all their processes have exited. If a keeper (their parent
+        process) forks them, wait for its reports, because the supervisor's events come too early.
         """
         if self._begun is not None and self._workers.are_started:
             begun, self._begun = self._begun, None
@@ -357,9 +354,8 @@ class AttemptTracker:
         self.observers.not_started()
 
     def _start_cold(self, why: str) -> bool:
-        """Start workers again as new programs if they were forked from a preloaded process, because a
-        library's fork handler may have failed. Return false if they were not forked, or have been told to
-        stop.
+        """Start workers again as new programs if they were forked from a preloaded process, because a fork
+        handler of a library may have failed. Return false if they were not forked, or must stop.
         """
         attempt = self.result.attempts[-1]
         if self._warming is None or "stopped" in attempt.stamps:
@@ -473,8 +469,7 @@ class AttemptTracker:
         """Find the ranks to blame if the first failure may be a failed collective."""
         from elasticrs._engine.supervise.failures.first_failure import is_collective_failure
 
-        # If the diagnosis or the ranks to blame are still unknown, try to find them again at the attempt's
-        # end.
+        # If the diagnosis or the blame is still unknown, try again at the attempt's end.
         is_explained = attempt.diagnosis is not None and attempt.blame is not None
         if is_explained or self._replaces or not is_collective_failure(attempt):
             return

@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 
 
 _PATIENCE = 0.5
-"""Time limit in seconds for checking the modules' files before workers start. There is a limit, because a
-network file system may not respond.
-"""
+"""Time limit in seconds for checking the modules' files. A network file system may not respond."""
 
 _MOST_TOUCHED = 3
 """Maximum number of consecutive imports during which a file has changed. After that, workers start cold."""

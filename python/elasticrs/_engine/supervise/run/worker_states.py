@@ -49,8 +49,7 @@ def can_take(pid: int, signum: int) -> bool | None:
     except (OSError, LookupError, ValueError):
         return None
     if _has(blocked, signal.SIGSEGV):
-        # Ignore this mask, because the C library sets it only briefly: while it starts a process, it blocks
-        # all signals, even SIGSEGV.
+        # Ignore this mask, with which the C library briefly blocks all signals while it starts a process.
         blocked = 0
     return _has(blocked | ignored | caught, signum) or _waits_for(pid, signum)
 
@@ -86,8 +85,7 @@ class PassedSignals:
     ) -> None:
         self._send, self._say = send, say
         self._can_take, self._now, self._has_own_proc = can_take, now, has_own_proc
-        # Times (monotonic, in seconds) at which signals arrived that have not been passed on to a worker yet.
-        # Keys: signal number, local rank and pid of the worker.
+        # Arrival times (monotonic seconds) of held signals, by signal number, local rank and pid.
         self._held: dict[tuple[int, int, int], float] = {}
 
     def pass_on(self, signum: int, workers: Mapping[int, int]) -> None:
@@ -144,9 +142,7 @@ _LONGEST = 1.0
 
 
 def since(earlier: Mapping[int, float], states: Mapping[int, str], now: float) -> dict[int, float]:
-    """Return the time at which each sleeping process was first seen asleep, by pid. ``states`` has the
-    letters of the current process states in ``/proc``, by pid. ``earlier`` is the last result.
-    """
+    """Return when each process was first seen asleep, by pid. ``states`` has the letters in ``/proc``."""
     return {pid: earlier.get(pid, now) for pid, state in states.items() if state == "D"}
 
 
@@ -161,8 +157,7 @@ class Sleepers:
     """Finds workers that have slept for more than ``limit`` seconds; none if ``limit`` is not positive."""
 
     def __init__(self, limit: float, proc: str = "/proc") -> None:
-        # Disable the check if /proc belongs to another pid namespace, because the pids there refer to other
-        # processes.
+        # Disable the check if /proc shows the pids of another namespace.
         self._limit = limit = limit if has_own_proc() else 0.0
         self._proc = proc
         self._next = 0.0

@@ -162,9 +162,7 @@ class Workers(ABC):
 
 
 def watch_timers(setup: WorkerSetup, supervisor: _core.Supervisor) -> dict[str, str]:
-    """Watch timers and heartbeats. Return environment variables for the workers. Raises ``UsageError`` if the
-    timers' FIFO cannot be used.
-    """
+    """Watch timers and heartbeats. Return the workers' variables. Raises ``UsageError`` for a bad FIFO."""
     variables: dict[str, str] = {}
     environ = setup.environ
     if environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1":
