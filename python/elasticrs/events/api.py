@@ -65,10 +65,7 @@ class NodeState(str, Enum):
 
 @dataclass
 class RdzvEvent(_Serialized):
-    """An event of a rendezvous, as in torch.
-
-    ``name`` is the activity that it belongs to, as ``file:function``.
-    """
+    """An event of a rendezvous, as in torch. ``name`` is its activity, as ``file:function``."""
 
     name: str
     run_id: str
@@ -98,10 +95,7 @@ _known: dict[int, str] = {}
 
 
 def fq_hostname() -> str:
-    """Return this machine's fully qualified name.
-
-    If the resolver is too slow, return the name that the kernel knows.
-    """
+    """Return this machine's fully qualified name, or the kernel's name for it if the resolver is slow."""
     with _lock:
         # Look the name up again in a forked child, because it may be in another network namespace.
         pid = os.getpid()

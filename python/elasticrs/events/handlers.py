@@ -31,10 +31,7 @@ _FILE = "file:"
 _SLOW = "slow"
 
 _PATIENCE = 2.0
-"""Seconds to wait at the end until queued lines are written.
-
-The console's reader may be stopped, or a file system may hang.
-"""
+"""Seconds to wait at the end for queued lines. A console's reader may be stopped, or a file system hang."""
 
 _WAITING = 10_000
 """Maximum number of lines that wait for a console. Further lines are dropped."""
@@ -102,16 +99,13 @@ class LineFileHandler(logging.Handler):
         return self._behind if self._behind is not None and self._behind.owner == os.getpid() else None
 
     def write_behind(self) -> None:
-        """Write events in a background thread from now on, until each call of this method is undone by one of
-        :meth:`write_through`.
-        """
+        """Write in a background thread from now on, until :meth:`write_through` undoes each such call."""
         self._agents += 1
         self._behind = self._queue or LineQueue(self._write)
 
     def write_through(self) -> None:
-        """Wait until all lines are written, and undo one call of :meth:`write_behind`.
-
-        If none is left, end the background thread.
+        """Wait until all lines are written, and undo one call of :meth:`write_behind`. If none is left, end
+        the background thread.
         """
         self._agents -= 1
         left, queue = self._wait(), self._queue
@@ -205,9 +199,7 @@ MOST = 10_000
 
 
 class LineQueue:
-    """Queue of lines, and the thread that writes them and flushes reports of failures to disk, because
-    writing may block.
-    """
+    """Queue of lines, and a thread that writes them and flushes failures to disk, because both may block."""
 
     def __init__(self, write: Callable[[bytes, bool], None]) -> None:
         self._write = write

@@ -97,8 +97,7 @@ def start_processes(
                     name, entrypoint, args, envs, start_method, *logs, numa_options, *filters
                 )
             context.start()
-        # A signal may arrive just before the return. So return inside the `try`, whose handler then closes
-        # the context.
+        # A signal may arrive just before the return, so return inside the `try`, which then cleans up.
         return context
     except BaseException:
         if context is not None:

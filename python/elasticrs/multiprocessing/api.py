@@ -66,10 +66,7 @@ _NO_HANDLERS = (
     "Failed to register signal handlers since torchelastic is running on a child thread. "
     "This could lead to orphaned worker processes if the torchrun is terminated."
 )
-"""Torch's text of the message, which tests compare.
-
-The warning is for users' subclasses that start processes themselves.
-"""
+"""Torch's text, which tests compare. The warning is for users' subclasses that start processes themselves."""
 
 
 class SignalException(Exception):  # noqa: N818 -- torch's name
@@ -132,10 +129,7 @@ _clean_ups: list[tuple[Callable[[], None], StopRequests]] = []
 
 @contextmanager
 def clean_up(hurry: Callable[[], None]) -> Iterator[None]:
-    """Mark a block that cleans up after a :class:`SignalException`.
-
-    A further signal in the block only calls ``hurry``.
-    """
+    """Mark a clean-up after a :class:`SignalException`. A further signal in it only calls ``hurry``."""
     error = sys.exc_info()[1]
     while error is not None and not isinstance(error, SignalException):
         error = error.__context__
@@ -174,10 +168,9 @@ def _release(caught: list[int]) -> None:
 
 
 class PContext(ABC):
-    """Base class for a group of processes that are started, monitored and stopped together.
-
-    The arguments are those of :func:`start_processes`. Raise ``RuntimeError`` if ``logs_specs`` has no log
-    files for one of the ranks.
+    """Base class for a group of processes that are started, monitored and stopped together. The arguments are
+    those of :func:`start_processes`. Raise ``RuntimeError`` if ``logs_specs`` has no log files for one of the
+    ranks.
     """
 
     # Mocks of the class need this attribute.
@@ -312,10 +305,9 @@ _UNGUARDED = (
 
 
 def refuse_while_main_is_imported() -> None:
-    """Exit with a one-line message if this process is a worker that is still importing the main module.
-
-    A main module without a ``__name__`` guard would launch workers again in each worker. Python's own check
-    for this comes too late.
+    """Exit with a one-line message if this process is a worker that is still importing the main module. A
+    main module without a ``__name__`` guard would launch workers again in each worker. Python's own check for
+    this comes too late.
     """
     # Do not import `multiprocessing`, which is slow. In such a worker, the module is already loaded.
     process = sys.modules.get("multiprocessing.process")
@@ -350,8 +342,7 @@ class _SupervisedContext(PContext):
         processes = self._processes()
         processes.wait(0.0)
         if self._result is None and processes.has_ended:
-            # Close the group before unpickling the return values, because that runs code of the user, which
-            # may raise an exception.
+            # Close the group first: unpickling return values runs the user's code, which may raise.
             self.close()
             self._result = self._make_result(processes)
         return self._result
@@ -393,10 +384,7 @@ class _SupervisedContext(PContext):
         return dict(enumerate(self._processes().log.pids))
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-        """Stop all processes.
-
-        If this is a clean-up after a :class:`SignalException`, a further signal ends the wait early.
-        """
+        """Stop all processes. After a :class:`SignalException`, a further signal ends the wait early."""
         with clean_up(self._hurry):
             super().close(death_sig, timeout)
 
@@ -414,9 +402,8 @@ class _SupervisedContext(PContext):
 
 
 class SubprocessContext(_SupervisedContext):
-    """Context whose processes run a program. See :class:`PContext`.
-
-    ``subprocess_handlers`` is keyed by local rank.
+    """Context whose processes run a program. See :class:`PContext`. ``subprocess_handlers`` is keyed by local
+    rank.
     """
 
     def __init__(
@@ -478,10 +465,9 @@ class SubprocessContext(_SupervisedContext):
 
 
 class MultiprocessContext(_SupervisedContext):
-    """Context whose processes run a function. See :class:`PContext`.
-
-    ``start_method`` is ``spawn``, ``fork`` or ``forkserver``; otherwise, raise ``ValueError``. As in torch,
-    processes that were stopped because another one failed are not listed as failures.
+    """Context whose processes run a function. See :class:`PContext`. ``start_method`` is ``spawn``, ``fork``
+    or ``forkserver``; otherwise, raise ``ValueError``. As in torch, processes that were stopped because
+    another one failed are not listed as failures.
     """
 
     def __init__(

@@ -99,7 +99,6 @@ class LogsSpecs(ABC):
 
 class DefaultLogsSpecs(LogsSpecs):
     """Files ``<log_dir>/<run_id>_<host>_XXXX/attempt_<n>/<local_rank>/{stdout.log,stderr.log,error.json}``.
-
     Raise ``NotADirectoryError`` if ``log_dir`` is a file.
     """
 
@@ -173,10 +172,7 @@ class DefaultLogsSpecs(LogsSpecs):
 
 
 def make_logs_specs(settings: LogSettings, nproc: int) -> LogsSpecs:
-    """Create an instance of the ``LogsSpecs`` class that the user has chosen, with torch's arguments.
-
-    Raise ``UsageError`` if that fails.
-    """
+    """Create the user's ``LogsSpecs`` class with torch's arguments. Raise ``UsageError`` if that fails."""
     chosen = specs_class(settings.logs_specs or "default")
     std = _std_of(chosen)
     ranks = settings.local_ranks_filter
@@ -193,10 +189,7 @@ def make_logs_specs(settings: LogSettings, nproc: int) -> LogsSpecs:
 
 
 def attempt_logs(specs: LogsSpecs) -> Callable[[str, dict[int, dict[str, str]]], LogPaths]:
-    """Return a function that gets the log files of an attempt from ``specs``.
-
-    The agent calls it before each attempt.
-    """
+    """Return a function for the agent that gets the log files of each attempt from ``specs``."""
 
     def paths_of_attempt(_name: str, variables: dict[int, dict[str, str]]) -> LogPaths:
         destination: Any = specs.reify(variables)

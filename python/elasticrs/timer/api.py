@@ -132,10 +132,7 @@ class TimerServer(Watchdog):
 
     @abstractmethod
     def register_timers(self, timer_requests: list[TimerRequest]) -> None:
-        """Handle the requests in order.
-
-        A request with a negative expiration time releases a timer, any other registers one.
-        """
+        """Handle the requests in order. A negative expiration time releases a timer, others register one."""
 
     @abstractmethod
     def clear_timers(self, worker_ids: set[Any]) -> None:
@@ -190,10 +187,7 @@ _live: dict[tuple[int, str], list[float]] = {}
 """Deadlines of the running blocks of all threads, by client and scope."""
 
 places: dict[tuple[int, str], str] = {}
-"""Place (``FILE#LINE``) of the block that was entered last, by client and scope.
-
-Missing if the scope is this text itself.
-"""
+"""``FILE#LINE`` of the last entered block, by client and scope; missing if the scope is that text itself."""
 
 
 def _forget(key: tuple[int, str]) -> None:
@@ -202,8 +196,7 @@ def _forget(key: tuple[int, str]) -> None:
 
 
 def _forget_live() -> None:
-    # Forget the running blocks, which belong to the parent. Use a new lock, because a thread that exists only
-    # there may hold the old one.
+    # Forget the parent's blocks. Replace the lock, which a thread that exists only there may hold.
     global _lock  # noqa: PLW0603 -- a held lock has to be replaced
     _lock = RLock()
     _live.clear()

@@ -185,10 +185,7 @@ class FileTimerClient(TimerClient):
                 self._drop("the pipe is full")
 
     def _put(self, line: bytes) -> bool:
-        """Write a request to the FIFO, or drop it if the FIFO has no reader.
-
-        Return false if the FIFO is full.
-        """
+        """Write a request to the FIFO; drop it if there is no reader. Return false if the FIFO is full."""
         fd = self._open()
         if fd < 0:
             return True
@@ -229,10 +226,7 @@ class FileTimerClient(TimerClient):
         return -1
 
     def _fd_is_ours(self) -> bool:
-        """Return true if the descriptor still refers to the FIFO.
-
-        It may not, because a program that becomes a daemon closes all descriptors.
-        """
+        """Return true if the descriptor is still the FIFO: a daemon's start closes all descriptors."""
         if self._fd < 0:
             return False
         try:
@@ -419,8 +413,7 @@ class FileTimerServer(DescendantServer):
         pid = request.worker_pid
         if request.expiration_time < 0 or self._bind(pid):
             return True
-        # Usually, the sender has exited. If it still exists, it is not a descendant of this process and must
-        # not be signalled.
+        # Usually, the sender has exited. If not, it is not a descendant and must not be signalled.
         if not self._has_refused and self.is_process_running(pid):
             self._has_refused = True
             _logger().warning(

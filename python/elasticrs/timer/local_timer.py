@@ -29,7 +29,6 @@ _MAX_TIMERS = 16384
 
 class DescendantServer(Watchdog):
     """Base class of servers that run without an agent. They kill descendants of this process, never itself.
-
     The running timers are kept by pid and scope. The server holds a pidfd for each descendant with a timer,
     because the kernel may reuse a pid.
     """
@@ -71,9 +70,8 @@ class DescendantServer(Watchdog):
         return min(self._max_interval, max(0.0, soonest - self._clock.now()))
 
     def _bind(self, pid: int, started: int = 0) -> bool:
-        """Open and hold a pidfd for a descendant.
-
-        Return false if ``pid`` is not a running descendant that started at this time (0: any time).
+        """Open and hold a pidfd for a descendant. Return false if ``pid`` is not a running descendant that
+        started at this time (0: any time).
         """
         if pid not in self._pidfds:
             try:
@@ -128,8 +126,7 @@ def descends_from_us(pid: int) -> bool:
             return False
         parent = int(fields[1])
         if parent == own:
-            # If the main thread of a process has exited, the process appears as a zombie, even if other
-            # threads run.
+            # A process whose main thread has exited appears as a zombie, even if other threads run.
             return fields[0] not in (b"Z", b"X") or int(fields[17]) > 1
         pid = parent
     return False

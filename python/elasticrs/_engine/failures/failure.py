@@ -158,8 +158,7 @@ class ProcessFailure:
             self.error_file = path
             try:
                 data = load_object(path)
-                # Read these fields before the message, because the restart policy needs them even if the
-                # message is invalid.
+                # Read these fields first: the restart policy needs them even if the message is invalid.
                 self._read_facts(data)
                 message, timestamp = message_of(data)
             except EmptyFileError as problem:
@@ -196,9 +195,7 @@ class ProcessFailure:
                 self._read_mark(each["retryable"])
 
     def _find_exception_behind(self) -> None:
-        """Take type and place of the original exception, if the recorded one is a group or only reports an
-        error of another process. Otherwise, failures with different original exceptions would seem equal.
-        """
+        """Use type and place of the original exception of a group or child, to tell such failures apart."""
         extra = self.message.get("extraInfo") if isinstance(self.message, dict) else None
         callstack = extra.get("py_callstack") if isinstance(extra, dict) else None
         if self.exception is None or not isinstance(callstack, str):
@@ -214,9 +211,7 @@ class ProcessFailure:
             self.exception = found.exception
 
     def _read_mark(self, value: object) -> None:
-        """Read the value of the field ``retryable``: a boolean, or a string, because torch writes all values
-        of ``extraInfo`` as strings.
-        """
+        """Read the field ``retryable``: a boolean, or a string, as torch writes ``extraInfo`` as strings."""
         mark = value.strip().lower() if isinstance(value, str) else value
         if mark is False or mark == "false":
             self.is_retryable = False
@@ -337,9 +332,8 @@ def traceback_text(failure: ProcessFailure) -> str:
 
 
 def how_it_failed(failure: ProcessFailure) -> str:
-    """Return a phrase to append to the worker's name, such as ``: KeyError: 1`` or `` died by SIGKILL``.
-
-    All messages to the user, on all nodes, use this phrase.
+    """Return a phrase to append to the worker's name, such as ``: KeyError: 1`` or `` died by SIGKILL``. All
+    messages to the user, on all nodes, use this phrase.
     """
     if failure.how is not None:
         return failure.how
@@ -348,9 +342,8 @@ def how_it_failed(failure: ProcessFailure) -> str:
 
 
 def _ended_by_itself(failure: ProcessFailure) -> bool:
-    """Return true if a signal killed the worker, unless elasticrs had signalled the worker before.
-
-    A worker that elasticrs had signalled may have been exiting after an exception.
+    """Return true if a signal killed the worker, unless elasticrs had signalled the worker before. A worker
+    that elasticrs had signalled may have been exiting after an exception.
     """
     return failure.sent_signal is None and bool(failure.signal_number())
 

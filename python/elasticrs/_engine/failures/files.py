@@ -11,9 +11,8 @@ if TYPE_CHECKING:
 
 _STACK_LIMIT = 16384
 _ERROR_FILE_LIMIT = 1 << 20
-"""Maximum number of bytes to read of a worker's error file. There is a limit, because a restart waits until
-the file is read. Of a larger file, only the first line of the message and the data of elasticrs at the end
-are used.
+"""Maximum number of bytes to read of an error file, because a restart waits for it. Of a larger file, only
+the first line of the message and elasticrs's data at the end are used.
 """
 _TEXT_LIMIT = 1 << 16
 """Maximum number of characters of a text in an error file. Longer texts are shortened in the middle."""
@@ -53,17 +52,13 @@ def flight_requests_file(error_file: str) -> str:
 
 
 def flight_dumps(error_file: str) -> str:
-    """Return the path to which NCCL's watchdog writes flight records (``TORCH_FR_DUMP_TEMP_FILE``). The
-    watchdog appends the rank to this path.
-    """
+    """Return ``TORCH_FR_DUMP_TEMP_FILE``, the path of NCCL's flight records. The rank is appended to it."""
     return f"{error_file}.flight_dump_"
 
 
 def flight_records(error_file: str, rank: int, since: float = 0.0) -> list[str]:
-    """Return the files in which torch has recorded a worker's collectives: first the requested one, then the
-    one that the worker wrote at its end, then the one of NCCL's watchdog.
-
-    Files that were last modified before ``since`` (seconds of the wall clock) are left out.
+    """Return the files in which torch has recorded a worker's collectives, if modified after ``since``
+    (wall-clock seconds): the requested one, the one at the worker's end, then that of NCCL's watchdog.
     """
     dump = f"{flight_dumps(error_file)}{rank}"
     paths = flight_record_file(error_file), last_record_file(error_file), dump
@@ -138,9 +133,8 @@ def message_of(data: Mapping[str, Any]) -> tuple[str | dict[str, Any], int]:
 
 
 def load_object(path: str) -> dict[str, Any]:
-    """Read a JSON object that another program has written.
-
-    Raise :class:`EmptyFileError` for an empty file, and ``ValueError`` if no JSON object is found.
+    """Read a JSON object that another program has written. Raise :class:`EmptyFileError` for an empty file,
+    and ``ValueError`` if no JSON object is found.
     """
     import json
 
@@ -207,6 +201,5 @@ def fault_stack(error_file: str) -> str | None:
     # Use the last entry, because forked children may have written earlier entries to the same file.
     last = text[max(0, text.rfind("Fatal Python error")) :]
     last = "\n\n".join(part for part in last.split("\n\n") if f'{OWN_THREAD}", line ' not in part)
-    # Remove the list of extension modules. It contains hundreds of names and does not help to explain the
-    # crash.
+    # Remove the list of hundreds of extension modules, which does not help to explain the crash.
     return last.partition("\nExtension modules:")[0].rstrip() or None

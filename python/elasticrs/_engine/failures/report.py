@@ -126,10 +126,9 @@ def _when(failure: ProcessFailure) -> str:
 def _others(
     ranks: Sequence[int], order: Sequence[int], failures: Mapping[int, ProcessFailure], root: int
 ) -> list[str]:
-    """Return a line for each group of failures that are the same except for numbers, such as ports.
-
-    ``ranks`` and ``order`` are sorted by time of failure. ``order`` also contains the root cause.
-    The index of a rank in ``order`` is the number that the report gives to the failure of this rank.
+    """Return a line for each group of failures that are the same except for numbers, such as ports. ``ranks``
+    and ``order`` are sorted by time of failure. ``order`` also contains the root cause. A rank's index in
+    ``order`` is the number of its failure in the report.
     """
     groups: dict[object, list[int]] = {}
     for rank in ranks:
@@ -234,9 +233,8 @@ def _advice(failure: ProcessFailure) -> Iterable[str]:
 
 
 def _is_about(number: int, failure: ProcessFailure) -> bool:
-    """Return true if the failure has this error number. If the worker has not recorded a number, look for its
-    name or text in the message, because exceptions of torch's store, errors of other processes, and programs
-    that are not Python have only text.
+    """Return true if the failure has this error number. Without a recorded number, look for its name or text
+    in the message: exceptions of torch's store, other processes' errors, and other programs have only text.
     """
     if failure.errno is not None:
         return failure.errno == number

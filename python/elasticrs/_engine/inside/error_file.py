@@ -85,9 +85,7 @@ _LOCAL_CALLERS = ("torch.nn.modules.", "torch.nn.functional")
 
 
 def error_document(error: BaseException, written_by: str, at_ns: "int | None" = None) -> str:
-    """Return the content of the error file for an exception. ``at_ns`` is the time of the exception in
-    monotonic nanoseconds; ``None`` for the current time.
-    """
+    """Return an error file's content. ``at_ns`` is the exception's monotonic time; ``None`` for now."""
     import json
     import traceback
 
@@ -138,13 +136,11 @@ def failure_facts(error: BaseException) -> "dict[str, object]":
     """
     kind = type(error)
     frames, shown = _frames(error.__traceback__)
-    # Check the exact type. Libraries' subclasses of SyntaxError, such as `ParseError` for XML, report invalid
-    # data, not invalid code.
+    # Check the exact type: libraries' subclasses, such as `ParseError`, report invalid data, not code.
     is_code = not isinstance(error, SyntaxError) or kind.__module__ == "builtins"
     if isinstance(error, SyntaxError) and is_code and error.filename:
         shown.append((error.filename, error.lineno or 0))
-    # Require that all frames are module-level code, because a function can import a file long after the
-    # start.
+    # Require that all frames are module-level code, because a function can import long after the start.
     is_importing = all(
         code.co_name == "<module>" or any(part in code.co_filename for part in _STARTERS)
         for code, _ in frames
@@ -243,9 +239,7 @@ def _is_one_of(error: BaseException, names: "frozenset[str]") -> bool:
 
 
 def _is_transient(error: BaseException, depth: int = 0) -> bool:
-    """Return true if an exception reports a lost connection or timeout. Its cause, or all members of a group,
-    may do so instead.
-    """
+    """Return true if an exception, its cause, or its whole group reports a lost connection or a timeout."""
     if depth > _MAX_DEPTH:
         return False
     members = _members(error)
@@ -315,9 +309,7 @@ def may_be_replaced(path: str) -> bool:
 
 
 def write_uncaught(path: str, error: BaseException, at_ns: int) -> None:
-    """Write the error file for an uncaught exception, unless an existing error file must be kept. ``at_ns``
-    is the time of the exception, not of the writing, because the agent may stop the other ranks in between.
-    """
+    """Write the error file, unless an existing one must be kept. ``at_ns`` is the time of the exception."""
     if not _is_kept(path, error):
         write_whole(path, error_document(error, "hook", at_ns))
 
@@ -361,9 +353,7 @@ def _may_follow_from_peer(error: BaseException) -> bool:
 
 
 def _may_be_of_collective(error: BaseException) -> bool:
-    """Return true if native code that may have waited for another rank raised this ``RuntimeError``. Torch
-    raises a ``RuntimeError`` for most errors of its backends, for example in ``backward``.
-    """
+    """Return true if native code that may have waited for another rank raised this ``RuntimeError``."""
     kind = type(error)
     if not isinstance(error, RuntimeError) or (kind.__module__ == "builtins" and kind is not RuntimeError):
         return False
@@ -384,17 +374,13 @@ def _is_raise_statement(entry: "types.TracebackType") -> bool:
 
 
 def give_notice(name: str, error: BaseException, at_ns: "int | None" = None) -> None:
-    """Tell the agent, through its abstract socket ``name``, that an uncaught exception ends this process. The
-    agent can then stop the other ranks and report the exception without reading a file.
-    """
+    """Tell the agent, through its abstract socket ``name``, that an uncaught exception ends this process."""
     at_ns = time.monotonic_ns() if at_ns is None else at_ns
     _send(name, at_ns, _notice_text(error), origin(error))
 
 
 def give_notice_of_exit(name: str, code: str, of: str, at_ns: int) -> None:
-    """Tell the agent that the program ends by ``sys.exit``. ``of`` is the :func:`origin` of the exception
-    that it was handling.
-    """
+    """Tell the agent that ``sys.exit`` ends the program. ``of`` is the handled exception's :func:`origin`."""
     text = f"Traceback (most recent call last):\nSystemExit: {code[: _NOTICE_PART // 2]}\n"
     _send(name, at_ns, text, of)
 
@@ -416,9 +402,7 @@ def _send(name: str, at_ns: int, text: str, of: str) -> None:
 
 
 def _notice_text(error: BaseException) -> str:
-    """Return the exception's innermost frames, and the start and the end of its text. The text may be long,
-    because it can contain another traceback.
-    """
+    """Return the innermost frames, and the start and end of the text, which may contain another traceback."""
     told, frames, _ = representative(error)
     said = _said(told).encode(*_CODEC)
     stacks = "".join(_stacks(told, frames)).encode(*_CODEC)
@@ -427,7 +411,6 @@ def _notice_text(error: BaseException) -> str:
     parts = [stacks, said]
     if len(said) > _NOTICE_PART:
         parts[1:] = [said[: _NOTICE_PART // 2], b"\n", said[-_NOTICE_PART // 2 :]]
-    # Drop characters that were cut in half when the parts were truncated.
     return "".join([part.decode("utf-8", "ignore") for part in parts])
 
 

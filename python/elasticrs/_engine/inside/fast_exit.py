@@ -66,9 +66,8 @@ def leave_after_callbacks(status: int) -> None:
 
 
 def written_files() -> "set[int]":
-    """Return the descriptors of files and pipes that are open for writing, but for the standard streams.
-    Without such a descriptor, no object can hold unwritten data. Leave out ``.fault`` files, which belong to
-    the hook, because no Python file object writes to them.
+    """Return the descriptors of files and pipes that are open for writing. Leave out the standard streams and
+    the hook's ``.fault`` files. Without such a descriptor, no object can hold unwritten data.
     """
     import stat
     from fcntl import F_GETFL, fcntl

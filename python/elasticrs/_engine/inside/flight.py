@@ -30,9 +30,7 @@ _owner = 0
 
 
 def answer_with_record() -> None:
-    """Start the thread that writes the flight record (torch's list of recent collectives) on request, if the
-    agent monitors this worker's heartbeats.
-    """
+    """Start the thread that writes flight records on request, if the agent monitors heartbeats."""
     global _owner  # noqa: PLW0603 -- one thread for each process
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     is_off = "ELASTICRS_HEARTBEAT" not in os.environ or os.environ.get("ELASTICRS_TRACEBACKS") == "0"
@@ -47,8 +45,7 @@ def answer_with_record() -> None:
     try:
         for left in (requests, f"{path}.flight_at_exit"):
             if os.path.lexists(left):
-                # Another process of this worker has created this file. Only the newest process answers
-                # requests.
+                # Another process of this worker created this file. Only the newest process answers requests.
                 os.unlink(left)
         os.mkfifo(requests, 0o600)
         _start_thread(requests, f"{path}.flight")
@@ -80,9 +77,7 @@ def _answer(requests: str, record: str) -> None:
 
 
 def keep_record() -> None:
-    """Write the flight record of a program that ends because it has lost a peer. The agent requests this
-    record, but the process may exit before the thread can answer.
-    """
+    """Write the flight record of a program that has lost a peer. It may exit before the thread can answer."""
     if _owner != os.getpid():
         return  # The thread does not run, so the agent does not monitor this process.
     from elasticrs._engine.inside.error_file import write_whole
@@ -118,9 +113,8 @@ def _wait_for_request(requests: str) -> bool:
 
 
 def flight_document() -> str:
-    """Return this process's flight records (lists of recent collectives) as lines of JSON.
-
-    The first line is a header, then there is one line for each recorder of torch.
+    """Return this process's flight records as lines of JSON: a header, then a line for each recorder of
+    torch.
 
     The header contains ``is_waiting`` (a collective is not complete), ``groups`` (the global ranks of each
     process group, by name) and ``stack`` (of the main thread). Without a record, the header contains only

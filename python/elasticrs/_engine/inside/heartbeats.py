@@ -170,23 +170,18 @@ def _take_page() -> memoryview:
 
 
 def _notice_exit() -> None:
-    """Arrange that :func:`_begin_exit` is called when the main program returns. ``atexit`` is too late,
-    because the interpreter first waits for all threads.
-    """
+    """Have :func:`_begin_exit` called when the main program returns. ``atexit`` waits for all threads."""
     from threading import _register_atexit  # type: ignore[attr-defined]
 
     try:
         _register_atexit(_begin_exit)
     except RuntimeError:
-        # The main program has already returned, so the time limit for a training step applies during the
-        # exit, too.
+        # The main program has returned already, so the limit of a training step applies to the exit, too.
         return
 
 
 def _begin_exit() -> None:
-    """Record that the main program has returned. From now on, the time limit for a training step does not
-    apply, unless a thread still trains.
-    """
+    """Record that the main program has returned. The step limit then applies only if a thread trains."""
     global _count  # noqa: PLW0603 -- as in `_heartbeat`
     words = _words or _automatic
     if words is not None:
@@ -210,9 +205,7 @@ def start_afresh() -> None:
 
 
 def _page(variable: str) -> memoryview | None:
-    """Map the page that this process shares with the agent. Return ``None`` if its descriptor is invalid or
-    another live process uses the page.
-    """
+    """Map the page shared with the agent; ``None`` if it is invalid or another live process uses it."""
     from mmap import mmap
 
     try:
@@ -244,8 +237,7 @@ def beat_with_steps(optimizers: object) -> None:
     import torch
 
     step = -1
-    # Optimizer whose steps are counted: the first one that makes a step. If it is destroyed, the next one
-    # that makes a step replaces it.
+    # Counted optimizer: the first to make a step. If it is destroyed, the next to make a step replaces it.
     counted: Callable[[], object] | None = None
 
     def on_step(optimizer: object, _args: object, _kwargs: object) -> None:

@@ -95,7 +95,6 @@ class FileAccess:
 
 class BackgroundCall:
     """Calls a function that may block, on a separate thread. ``fd`` becomes readable when it has returned.
-
     The thread is needed because the main thread runs no signal handlers while it is blocked in the C library,
     for example in the resolver. The constructor raises ``OSError`` if no file descriptor is free, and
     ``RuntimeError`` if no thread can be started.

@@ -8,9 +8,7 @@ from elasticrs._engine.job.value import Value
 
 
 class Clock(Value):
-    """Difference between the wall clock of the store's host and this node's. ``error_ns`` is ``None`` if it
-    has not been measured yet.
-    """
+    """Wall clock of the store's host, compared with this node's. ``error_ns`` is ``None`` if unmeasured."""
 
     offset_ns: int = 0
     error_ns: int | None = 0
@@ -23,9 +21,7 @@ class Clock(Value):
 
 
 def _wall_minus_monotonic() -> int:
-    """Return this node's wall-clock time minus its monotonic time, in nanoseconds. Read both clocks three
-    times and use the fastest attempt, because the thread may be interrupted between the two.
-    """
+    """Return wall clock minus monotonic clock in ns: the fastest of three tries, which may be interrupted."""
     found = []
     for _ in range(3):
         before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()

@@ -34,8 +34,7 @@ _NOT_AT_ONCE = frozenset((
 """Error numbers of a non-blocking write after which a blocking write may still succeed."""
 _KEPT = 1000
 _MOMENT = 0.002
-"""Seconds to wait until a line is written. The wait keeps the line in order with the output of the workers.
-"""
+"""Seconds to wait until a line is written, which keeps it in order with the output of the workers."""
 END_PATIENCE = 1.0
 """Maximum number of seconds to wait for the last lines at the end of a job."""
 
@@ -50,9 +49,8 @@ _CONTROLS |= {0xDC00 + byte: f"\\x{byte:02x}" for byte in range(128, 256)}
 
 
 def visible(text: str) -> str:
-    """Escape control characters, except newlines and tabs, and bytes that are not valid UTF-8.
-
-    Names and workers' output may clear the screen, set the terminal's title, or change the text's direction.
+    """Escape control characters, except newlines and tabs, and bytes that are not valid UTF-8. Names and
+    workers' output may clear the screen, set the terminal's title, or change the text's direction.
     """
     return text.translate(_CONTROLS)
 
@@ -142,9 +140,8 @@ class Console:
         is_enough: Callable[[], bool] = lambda: True,
         paint: Callable[[str], str] = lambda text: text,
     ) -> bool:
-        """Write the queued lines, and then a text of any length.
-
-        Return false if a part of it is still queued.
+        """Write the queued lines, and then a text of any length. Return false if a part of it is still
+        queued.
 
         If the reader does not read, wait at most ``patience`` seconds. Stop earlier if ``wake_fd`` is
         readable and ``is_enough`` returns true. If the console shows colours, ``paint`` adds them to the

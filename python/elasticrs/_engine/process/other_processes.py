@@ -18,9 +18,7 @@ sys.exit(main(*sys.argv[1:]))
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """Return a command line that calls the ``main`` function of a module of this package. The program ignores
-    ``PYTHONPATH`` and the working directory, which could shadow the standard library.
-    """
+    """Return a command line that runs a module's ``main``, without ``PYTHONPATH`` and working directory."""
     import elasticrs
 
     root = os.path.dirname(elasticrs.__path__[0])
@@ -28,11 +26,10 @@ def command(module: str, *arguments: str) -> list[str]:
 
 
 def main() -> int:
-    """Kill a process group as soon as the program that started this one dies, even by SIGKILL.
-
-    The starter writes the group's number to this process's standard input, and keeps the pipe open. A starter
-    that ends the group itself kills this process first, because another group may get the number afterwards.
-    If a starter dies before it writes the number, the group continues to run.
+    """Kill a process group as soon as the program that started this one dies, even by SIGKILL. The starter
+    writes the group's number to this process's standard input, and keeps the pipe open. A starter that ends
+    the group itself kills this process first, because another group may get the number afterwards. If a
+    starter dies before it writes the number, the group continues to run.
     """
     group = b""
     while part := os.read(0, 64):
@@ -46,9 +43,7 @@ def main() -> int:
 
 
 def has_own_proc() -> bool:
-    """Return true if ``/proc`` shows the pid namespace of this process. It may show an outer one, with other
-    pids. The core decides this in the same way.
-    """
+    """Return true if ``/proc`` shows this process's pid namespace, not an outer one; as in the core."""
     try:
         with open("/proc/self/status", encoding="ascii", errors="replace") as status:
             pids = next((line.split()[1:] for line in status if line.startswith("NSpid:")), [])

@@ -41,9 +41,8 @@ _masks: dict[int, set[int]] = {}
 
 
 def undo_in_children(undo: Callable[[], None], signums: Collection[int]) -> None:
-    """Register a function that restores the previous signal handling. It is called first in each forked
-    child. ``signums`` are the signals that it restores. They are looked up again at each fork, because the
-    collection may change.
+    """Register a function that restores the previous signal handling, called first in each forked child.
+    ``signums`` are the signals that it restores, looked up at each fork, because they may change.
     """
     _installed.append((undo, signums))
 
@@ -56,8 +55,7 @@ def is_undone(undo: Callable[[], None]) -> None:
 def _before() -> None:
     signums = {signum for _, each in _installed for signum in tuple(each)}
     if signums:
-        # Save the signal mask first, because each call of `pthread_sigmask` may run signal handlers, which
-        # may raise.
+        # Save the mask first: each `pthread_sigmask` may run signal handlers, which may raise.
         _masks[_thread.get_ident()] = set(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
         signal.pthread_sigmask(signal.SIG_BLOCK, signums)
 
@@ -113,9 +111,8 @@ class StopRequests:
         self._came: set[int] = set()
 
     def is_new(self, signum: int, now: float) -> bool:
-        """Record a stop signal that arrived at ``now``, in monotonic seconds. Return true if it is a new
-        request to stop. The first signal is a new request. Later than :data:`ECHO` seconds after it, a signal
-        from the keyboard or a repeated SIGTERM is a new request as well.
+        """Record a stop signal that arrived at ``now`` (monotonic seconds). Return true for a new request:
+        the first signal, and :data:`ECHO` seconds later, a signal from the keyboard or a repeated SIGTERM.
         """
         first, came = self._first, signum in self._came
         self._came.add(signum)
@@ -155,9 +152,7 @@ def without_what_was_taken_back(received: bytes) -> bytes:
 
 
 def suspend(supervisor: _core.Supervisor | None, signals: SignalPipe) -> None:
-    """Suspend the workers and this process after Ctrl-Z, until this process continues. The terminal does not
-    suspend the workers, because they are not in its foreground process group.
-    """
+    """Suspend this process after Ctrl-Z, and the workers, which the terminal does not suspend."""
     if supervisor is not None:
         supervisor.suspend()
     try:
@@ -213,9 +208,7 @@ class SignalPipe:
             self.order_pauses()
 
     def order_pauses(self) -> None:
-        """Let SIGTSTP and SIGCONT be handled in the order of their arrival (SIG-4). Call this again after a
-        SIGTSTP handler has been installed.
-        """
+        """Handle SIGTSTP and SIGCONT in order (SIG-4). Call this again after installing a SIGTSTP handler."""
         from elasticrs import _core
 
         _core.order_stop_signals()
@@ -240,8 +233,7 @@ class SignalPipe:
         """Stop this process until it is continued, unless a SIGCONT has followed the last SIGTSTP."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTSTP,))
         try:
-            # If a SIGCONT arrives from now on, the kernel discards this SIGTSTP. `_is_continued` has detected
-            # a SIGCONT that arrived before.
+            # A SIGCONT from now on discards this SIGTSTP. `_is_continued` has detected an earlier SIGCONT.
             signal.pthread_kill(_thread.get_ident(), signal.SIGTSTP)
             if not self._is_continued():
                 _stop_unless_continued()

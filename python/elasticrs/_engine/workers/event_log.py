@@ -32,8 +32,7 @@ class Overdue(Value):
     is_blamed: bool = False
 
 
-# The events below come from the agent itself, not from the core. Times are in nanoseconds of the monotonic
-# clock.
+# The agent itself creates the events below. Times are in nanoseconds of the monotonic clock.
 
 
 class Stamp(Value):
@@ -51,8 +50,7 @@ class Adopted(Value):
 
 class Blamed(Value):
     """Event: the agent has decided which workers are to blame for a hang (``hung``) or a failed collective.
-    At least one worker is named. These workers count as the cause instead of the worker that the core killed
-    or saw fail first.
+    At least one is named. They count as the cause, not the worker that the core killed or saw fail first.
     """
 
     blame: Blame
@@ -62,9 +60,7 @@ class Blamed(Value):
 
 
 class Silent(Value):
-    """Event: these workers exited with 0 before their work was done. ``ended_ns`` is ``None`` as long as
-    other workers run.
-    """
+    """Event: these workers exited with 0 too early. ``ended_ns`` is ``None`` while other workers run."""
 
     local_ranks: Collection[int]
     ended_ns: int | None = None
@@ -78,7 +74,6 @@ _DERIVED = ("first_failure", "expired", "stamps")
 
 class EventLog:
     """Events of a group of workers, in the order in which they became known. Only :meth:`append` changes it.
-
     If ``replaces`` is true, a failed worker is replaced while the others run, and the core reports no first
     failure. ``pids``, ``exits`` and ``raised`` (the last uncaught exception of each worker) are by local
     rank. ``signalled`` is the number of workers that were signalled because another worker failed first.
@@ -208,9 +203,7 @@ class EventLog:
 
     @cached_property
     def expired(self) -> Mapping[int, Overdue]:
-        """Reasons why workers count as failed whatever their exit code, by local rank. If a worker exceeded
-        several limits, the first one is the reason.
-        """
+        """Why workers count as failed whatever their exit code, by local rank. The first reason counts."""
         found: dict[int, Overdue] = {}
         for local_rank, why in sorted(self._overdue, key=lambda each: each[1].seen_ns):
             # If the agent has blamed workers for a hang, leave out the worker that the core has named for it.
@@ -263,7 +256,6 @@ class EventLog:
     @cached_property
     def stamps(self) -> Mapping[str, int]:
         """Times of events of the agent and of the workers, by name, such as ``planned`` and ``failure_seen``.
-
         ``imported``, ``raised`` and ``memory_free`` exist only if the agent waited for the imports, for a
         worker's exit after its exception, or for free device memory. ``stopped`` exists only after a request
         to stop.

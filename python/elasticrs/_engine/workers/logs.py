@@ -27,9 +27,7 @@ _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
 class LogPaths(Value):
-    """Log file paths of one attempt, by local rank. An empty path means that the stream is not redirected.
-    ``are_new`` is true if none of the files existed before the attempt.
-    """
+    """Log files of an attempt, by local rank (empty: not redirected). ``are_new``: none existed before."""
 
     stdouts: dict[int, str] = fresh(factory=dict)
     stderrs: dict[int, str] = fresh(factory=dict)
@@ -86,9 +84,7 @@ class RunLogs:
 def make_files(
     settings: LogSettings, directory: str, nproc: int, variables: Mapping[int, dict[str, str]]
 ) -> LogPaths:
-    """Create an attempt's directory and those of its workers, if ``directory`` is not empty. Add the path of
-    each worker's error file to its ``variables``.
-    """
+    """Create an attempt's directories, if ``directory`` is given. Add error file paths to ``variables``."""
     if directory:
         os.mkdir(directory)
         for local_rank in range(nproc):
@@ -182,9 +178,7 @@ def run_prefix(run_id: str) -> str:
 
 
 def attempt_name(restarts: int, round_number: int) -> str:
-    """Return the name of an attempt of all nodes. The name is the same on every node. ``round_number`` is
-    greater than ``restarts + 1`` if some attempts were not charged as restarts.
-    """
+    """Return an attempt's name, the same on all nodes. Uncharged attempts raise only ``round_number``."""
     return str(restarts) if round_number == restarts + 1 else f"{restarts}_r{round_number}"
 
 

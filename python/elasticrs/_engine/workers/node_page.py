@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 VARIABLE = "ELASTICRS_TRAIN_PAGE"
 
 RATE_INTERVAL = 1_000_000_000
-"""Minimum number of nanoseconds between two reports of a worker's training rate, because measuring it may be
-slow on a GPU.
-"""
+"""Minimum nanoseconds between two reports of a worker's training rate. Measuring it may be slow on a GPU."""
 
 # Offsets into the page, in 8-byte words.
 _MARK, _ASKED, _SERVED, _RESULT, _SERVED_NS = range(5)
@@ -58,9 +56,7 @@ class Met(Value):
 
 
 class AgentPage:
-    """The agent's access to the node's page, a file in memory that it shares with its workers. ``variable``
-    is the value of the workers' environment variable :data:`VARIABLE`.
-    """
+    """Agent's access to the page shared with its workers. ``variable`` is their :data:`VARIABLE`."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
@@ -73,8 +69,7 @@ class AgentPage:
         self._map = mmap(self._fd, size)
         self._bytes = memoryview(self._map)
         self._words, self._floats = self._bytes.cast("Q"), self._bytes.cast("d")
-        # Workers check this number of the file, because the path may lead to another file in another pid
-        # namespace.
+        # Workers check this number of the file: in another pid namespace, the path may lead to another file.
         self._words[_MARK] = mark = int.from_bytes(os.urandom(7), "big")
         self.variable = f"{mark}:/proc/{os.getpid()}/fd/{self._fd}"
 

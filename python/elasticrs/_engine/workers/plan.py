@@ -99,11 +99,10 @@ def node_ranks(nodes: Sequence[NodeShare]) -> list[NodeRanks]:
 
 
 class Plan(Record):
-    """Ranks and addresses of the workers in an attempt.
-
-    ``port`` reserves the port of the workers' store; it is ``None`` if another agent does so. ``members`` are
-    the names under which the workers register in a rendezvous of their own, by local rank; ``None`` if they
-    have none. A worker that is replaced keeps its name until its replacement has been started.
+    """Ranks and addresses of the workers in an attempt. ``port`` reserves the port of the workers' store; it
+    is ``None`` if another agent does so. ``members`` are the names under which the workers register in a
+    rendezvous of their own, by local rank; ``None`` if they have none. A worker that is replaced keeps its
+    name until its replacement has been started.
     """
 
     ranks: Sequence[WorkerRanks]
@@ -131,9 +130,7 @@ def worker_env(
     restarts: int,
     inherited: Mapping[str, str],
 ) -> dict[str, str]:
-    """Return the environment variables that the agent sets for a worker. ``TORCHELASTIC_ERROR_FILE`` is not
-    among them, because it is added later, with the paths of the log files.
-    """
+    """Return the variables that the agent sets for a worker, except ``TORCHELASTIC_ERROR_FILE``."""
     return {
         "RANK": str(ranks.global_rank),
         "LOCAL_RANK": str(ranks.local_rank),
@@ -176,9 +173,7 @@ def inherited_environment() -> dict[str, str]:
 
 
 def hook_environment(env: dict[str, str]) -> dict[str, str]:
-    """Return a copy of ``env`` in which Python loads the hook (our ``sitecustomize``) at its start. Leave out
-    the hook if ``ELASTICRS_TRACEBACKS`` is 0.
-    """
+    """Return a copy of ``env`` in which Python loads the hook, unless ``ELASTICRS_TRACEBACKS`` is 0."""
     worker_env = dict(env)
     # A directory whose name contains a colon cannot be an entry of PYTHONPATH.
     if env.get("ELASTICRS_TRACEBACKS") == "0" or os.pathsep in _HOOK:
@@ -193,9 +188,7 @@ def hook_environment(env: dict[str, str]) -> dict[str, str]:
 
 
 def warm_environment(env: dict[str, str], preload: Preload, core: str) -> dict[str, str]:
-    """Return the environment of a warm nursery, the process that imports modules and then forks the workers.
-    See ``_engine/inside/nursery/nursery.py``.
-    """
+    """Return the environment of a warm nursery; see ``_engine/inside/nursery/nursery.py``."""
     import json
 
     entries = [entry for entry in (env.get("PYTHONPATH") or _HOOK).split(os.pathsep) if entry != _HOOK]
@@ -258,16 +251,13 @@ def _bind_one_of(first: int, last: int) -> _socket.socket:
 
 
 def bind(port: int, *, reuses_address: bool = True) -> _socket.socket:
-    """Return a socket bound to a port (0 for any) on all IPv6 and IPv4 addresses. It does not listen. Raise
-    ``OSError`` if the port is taken, or if no port or descriptor is free.
-    """
+    """Return a socket bound to a port (0: any) on all addresses. Raise ``OSError`` if none is free."""
     try:
         return _bind_family(_socket.AF_INET6, port, reuses_address)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise
-        # The kernel has no IPv6, so try IPv4. If there was no free descriptor instead, this call raises the
-        # same error again.
+        # The kernel has no IPv6, so try IPv4. Without a free descriptor, this raises the same error again.
         return _bind_family(_socket.AF_INET, port, reuses_address)
 
 

@@ -30,8 +30,7 @@ def check_limits(
     """
     # Each worker needs one descriptor for its heartbeat page, and a second one during startup.
     pages = 2 * nproc if hang_timeout is not None else 0
-    # The FIFO of the timers needs two descriptors, and each process with a timer needs a pidfd. Assume one
-    # such process per worker.
+    # The timers' FIFO needs two descriptors, and each process with a timer a pidfd: assume one per worker.
     timers = nproc + 2 if environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1" else 0
     _core.check_limits(nproc, followed, pages + timers)
 
@@ -47,9 +46,7 @@ def process_spec(
     pass_fds: Sequence[int] = (),
     warm: bool = False,
 ) -> _core.ProcessSpec:
-    """Return a specification with which the core starts a process. ``env`` is its complete environment. By
-    default, the process inherits this process's standard output, standard error and CPUs.
-    """
+    """Describe a process for the core. ``env`` is complete. By default, inherit standard streams and CPUs."""
     if not warm and (follower := follower_of(argv)) is not None:
         follower.started()
         argv = follower.command
@@ -180,8 +177,7 @@ _LONG_WITH_VALUE = "--check-hash-based-pycs"
 
 class PythonCommand(Value):
     """Command line of a Python interpreter. ``kind`` is what it runs: ``script``, ``m``, ``c``, ``stdin``, or
-    empty. ``options`` do not include the values of options. ``letters`` are the letters of all short options,
-    in one string.
+    empty. ``options`` lack the values of options. ``letters`` are those of all short options, in one string.
     """
 
     kind: str

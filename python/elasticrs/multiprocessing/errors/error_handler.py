@@ -52,15 +52,12 @@ class ErrorHandler:
         self._fn_name = fn_name
 
     def initialize(self) -> None:
-        """Enable :mod:`faulthandler` for all threads, before the decorated function runs.
-
-        Under an elasticrs agent, the stacks of a crash appear in the failure report. Otherwise, they go to
-        stderr.
+        """Enable :mod:`faulthandler` for all threads, before the decorated function runs. Under an elasticrs
+        agent, the stacks of a crash appear in the failure report. Otherwise, they go to stderr.
         """
         import faulthandler
 
-        # Import the hook now: `record_exception` needs it, and an import at that time could be interrupted by
-        # a signal.
+        # Import the hook now: a signal could interrupt an import in `record_exception`, which needs the hook.
         from elasticrs._engine.inside.flight import answer_with_stacks
         from elasticrs._engine.inside.hook import sitecustomize  # noqa: F401
 
@@ -90,7 +87,6 @@ class ErrorHandler:
 
     def maybe_enrich_signal_failure_message(self, message: str, error_file: str) -> str:  # noqa: ARG002
         """Return the failure message for a worker that a signal has killed. By default, this is ``message``.
-
         ``error_file`` is the path of the worker's error file, beside its logs, or ``"<N/A>"`` if it has none.
         """
         return message

@@ -51,14 +51,12 @@ def _step_aside() -> None:
 
 
 def _is_main_thread() -> bool:
-    """Return true in the main thread, which runs Python's signal handlers and the program."""
     return get_native_id() == os.getpid()
 
 
 def undisturbed(write: "Callable[[], None]") -> None:
-    """Call ``write`` without interruption by Python signal handlers. Raise their exceptions afterwards. A
-    handler may raise an exception between any two instructions of the main thread. Blocking the signals would
-    not help, because another thread may receive them, and the handler still runs in the main thread.
+    """Call ``write``, and raise exceptions of Python signal handlers only afterwards. Blocking the signals
+    would not help: another thread may receive them, and the handler still runs in the main thread.
     """
     from _signal import (  # type: ignore[import-not-found]
         getsignal,
@@ -138,10 +136,8 @@ def _is_of_program(error: BaseException) -> bool:
 
 def _watch_exits(ended: "Callable[[Any], None]") -> None:
     """Wrap ``sys.exit``. Call ``ended`` when a ``SystemExit`` of the wrapper has ended the program (HOOK-8).
-
-    The interpreter calls no hook for a ``SystemExit``. Therefore, its exit code is an object with a
-    finalizer. If the exception has ended the program, no frame of the program is left when the finalizer
-    runs.
+    The interpreter calls no hook for a ``SystemExit``, so its exit code is an object with a finalizer. If the
+    exception has ended the program, no frame of the program is left when the finalizer runs.
     """
     real, is_collecting = sys.exit, False
 
@@ -245,8 +241,7 @@ class _Failure:
     def at_exit(self) -> None:
         if os.getpid() == self._pid:
             _ignore_requests()
-        # Do not rely on `sys.excepthook`, which the program may have replaced. The interpreter itself sets
-        # `last_value`.
+        # Do not rely on `sys.excepthook`, which the program may replace. The interpreter sets `last_value`.
         error = getattr(sys, "last_value", None)
         if error is not None and error is not self._recorded:
             self._record(error, _is_of_program(error))
@@ -258,7 +253,6 @@ class _Failure:
             self._end("leave", self.status)
 
     def _end(self, action: str, *arguments: object) -> None:
-        """Call a function of ``fast_exit.py``, unless fast exits are disabled."""
         fast_exit = _load(_FAST_EXIT)
         if fast_exit["is_enabled"]():
             fast_exit[action](*arguments)
@@ -306,9 +300,8 @@ def _install(path: str) -> None:
     failure = _Failure(path)
     sys.excepthook = failure.excepthook
     _watch_exits(failure.exited)
-    # Callbacks run in reverse order. This worker may be a fork of a warm nursery (the process that preloads
-    # modules). Modules that were imported there have already registered callbacks, so the nursery has
-    # registered a callback before them, which calls `at_end`.
+    # Callbacks run in reverse order. A worker may be a fork of a warm nursery, whose preloaded modules have
+    # registered callbacks. Before them, the nursery has registered a callback that calls `at_end`.
     sys.__dict__.pop("_elasticrs_at_end", atexit.register)(failure.at_end)
     atexit.register(failure.at_exit)
     descriptor = keep_stacks(path)
@@ -383,8 +376,7 @@ def _start() -> None:
     _step_aside()
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if "ELASTICRS_HEARTBEAT" in os.environ:
-        # A warm nursery (the process that preloads modules) may have imported the optimizers before it forked
-        # this worker.
+        # A warm nursery may have imported the optimizers before it forked this worker.
         if _OptimizerImport.name in sys.modules:
             _beat_with_steps(sys.modules[_OptimizerImport.name])
         else:
@@ -400,8 +392,7 @@ def _start() -> None:
         failed = missing.name != "sitecustomize"
         raise
     finally:
-        # With `-v`, `site` passes an error in the user's own `sitecustomize` to `sys.excepthook` and
-        # continues.
+        # With `-v`, `site` passes an error in the user's `sitecustomize` to `sys.excepthook` and continues.
         if path and not (failed and sys.flags.verbose):
             _install(path)
 

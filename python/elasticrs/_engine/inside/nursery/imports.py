@@ -20,18 +20,16 @@ if TYPE_CHECKING:
         dict[str, dict[str, str]],
         "list[Callable[[], None]] | None",
     ]
-    """Results of the imports, which each worker needs.
-
-    They are: the printed output by descriptor; the changed environment variables with their values before and
-    after; for each OpenBLAS library, the variables that the script had set when it was loaded; and functions
-    that reseed the random generators, or ``None`` if the generators were not watched.
+    """Results of the imports, which each worker needs: the printed output by descriptor; the changed
+    environment variables with their values before and after; for each OpenBLAS library, the variables that
+    the script had set when it was loaded; and functions that reseed the random generators (``None`` if not
+    watched).
     """
 
 SETTINGS = "ELASTICRS_WARM"
 """Environment variable with the nursery's settings as JSON: ``steps``, ``is_explicit``, ``folders``."""
 AGENT, REPORT = (3, 4, 5), 6
-"""Descriptors of the connections to the agent (the first is a socket), and of the report. See ``launch.rs``.
-"""
+"""Descriptors of the connections to the agent (first a socket), and of the report. See ``launch.rs``."""
 _PID = "ELASTICRS_NURSERY_PID"
 """Environment variable with this process's pid, to notice that an import has executed another program."""
 SINCE = "ELASTICRS_WARM_SINCE"
@@ -48,8 +46,7 @@ RANK_ZERO = {
     "lightning_fabric.utilities.rank_zero": "RANK",
     "torchmetrics.utilities.prints": "LOCAL_RANK",
 }
-"""Modules that may read the rank during their import, because each worker sets it again from these variables.
-"""
+"""Modules that may read the rank at import, because each worker sets it again from these variables."""
 
 CURRENT: list[str] = []
 """Name of the module that is being imported now, if any."""
@@ -75,9 +72,8 @@ _OF_ATTEMPTS = frozenset(
 
 
 class _Variables(dict):  # type: ignore[type-arg]
-    """Data of ``os.environ`` during the imports. Reads of the workers' variables are recorded in ``asked``.
-    Only C code sees the values of the variables in ``hidden``. The modules in :data:`RANK_ZERO` may read the
-    rank.
+    """Data of ``os.environ`` during imports. ``asked`` records reads of the workers' variables. Only C code
+    sees the values in ``hidden``. The modules in :data:`RANK_ZERO` may read the rank.
     """
 
     def __init__(self, hidden: dict[str, str]) -> None:
@@ -117,9 +113,7 @@ class _Variables(dict):  # type: ignore[type-arg]
         self.hide()
 
     def changed(self) -> str | None:
-        """Return the name of a variable that the script had set before, and that an import has changed since.
-        In a worker, the script would run after the import, and would overwrite the changed value.
-        """
+        """Return a variable of the script that an import changed. A worker's script would overwrite it."""
         now = {name: self.get(os.fsencode(name)) for name in self.assigned}
         changed = [name for name, value in self.assigned.items() if now[name] != os.fsencode(value)]
         return changed[0] if changed else None
@@ -143,9 +137,7 @@ class _Variables(dict):  # type: ignore[type-arg]
 
 
 class _Captured:
-    """Captures stdout and stderr until :meth:`end`. Meanwhile, the original streams have descriptors from
-    ``lowest`` on.
-    """
+    """Captures stdout and stderr until :meth:`end`. The originals get descriptors from ``lowest`` on."""
 
     def __init__(self, lowest: int) -> None:
         import fcntl
@@ -153,8 +145,7 @@ class _Captured:
         self._kept = {}
         for fd in (1, 2):
             memory = os.memfd_create("imports")
-            # Keep a second descriptor of the file that captures the output, because an import may close the
-            # stream's descriptor.
+            # Keep a second descriptor of the file, because an import may close the stream's descriptor.
             self._kept[fd] = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, lowest) for each in (fd, memory)]
             os.dup2(memory, fd)
             os.close(memory)
@@ -219,11 +210,10 @@ def _is_resource_tracker(pid: int) -> bool:
 
 
 def _stamp(file: str, since: int | None = None) -> list[int]:
-    """Return the modification time and the size of a file; an empty list if it is missing.
-
-    ``since`` is the start of the imports in wall-clock nanoseconds. If the file has changed after it, return
-    an impossible time, because the old contents may have been imported. Ignore a change time in the future,
-    because it results from a wrong clock.
+    """Return modification time and size of a file; an empty list if it is missing. If it has changed after
+    ``since`` (start of the imports, wall-clock nanoseconds), return an impossible time, because the old
+    contents may have been imported. Ignore a change time in the future, because it results from a wrong
+    clock.
     """
     import time
 
@@ -299,13 +289,11 @@ class _GeneratorWatch:
             return []
         shared = numpy.mtrand._rand._bit_generator
         found = [shared]
-        # Search for other generators only if there is a second seed, because the search is slow. The first
-        # seed belongs to numpy's shared generator.
+        # Search for other generators, which is slow, only after a second seed. The first is numpy's own.
         if len(self._entropy.drawn) > 1:
             import gc
 
-            # Use `type` instead of `isinstance`, because `isinstance` reads `__class__`, which may import a
-            # module if the object is a proxy.
+            # Do not use `isinstance`: it reads `__class__`, which may import a module for a proxy.
             every = [each for each in gc.get_objects() if issubclass(type(each), numpy.BitGenerator)]
             found += [each for each in every if each is not shared]
         unseeded = [each for each in found if self._is_unseeded(each)]
@@ -363,9 +351,7 @@ def _has_threads() -> bool:
 
 
 def _temporary_folders() -> list[Any]:
-    """Return the finalizers of temporary directories. In forked workers, the first one to exit would remove
-    the directories of all.
-    """
+    """Return the finalizers of temporary directories. The first worker to exit would remove them for all."""
     registry: Any = getattr(getattr(sys.modules.get("weakref"), "finalize", None), "_registry", ())
     # Compare only the function's name, because building the `repr` of a whole finalizer may be slow.
     called = [(end, found[1]) for end in list(registry) if (found := end.peek())]
@@ -418,9 +404,8 @@ class _Surroundings:
         """Variables that the script had set when an OpenBLAS library was loaded, by path of the library."""
 
     def note_blas(self) -> None:
-        """For each OpenBLAS library loaded since the last call, save which variables the script has set. A
-        library reads these variables when it is loaded, so call this before the script sets further
-        variables.
+        """Save, for each OpenBLAS library loaded since the last call, which variables the script has set.
+        Call this before the script sets more, because a library reads them when it is loaded.
         """
         for path in _mapped("openblas") - self.blas.keys():
             self.blas[path] = dict(self.variables.assigned)
@@ -443,8 +428,7 @@ class _Surroundings:
                 os.setpriority(os.PRIO_PROCESS, 0, self._nice)
                 changed = "the nice value"
             except PermissionError:
-                # This process is not permitted to set the value back. A worker that imports the module would
-                # raise the value, too.
+                # This process may not set the value back. A worker that imports the module raises it, too.
                 self._nice = os.getpriority(os.PRIO_PROCESS, 0)
         if os.getcwd() != self._place:
             os.chdir(self._place)
@@ -473,9 +457,7 @@ class _Surroundings:
         return changed
 
     def hidden(self) -> str | None:
-        """Return the name of a newly imported module if a file beside the script has the same name. The
-        script would import that file instead.
-        """
+        """Return a new module with the name of a file beside the script, which the script would import."""
         new = [name for name in sys.modules if name not in self._known]
         self._known.update(new)
         return self.beside_script(new)
@@ -580,8 +562,7 @@ def _end_if_cut_off(before: dict[int, str]) -> None:
     if any(now.get(fd) != before[fd] for fd in AGENT):
         import signal
 
-        # Put a pipe there, because the agent would take a missing pipe as a sign that an import has called
-        # `exec`.
+        # Put a pipe there: the agent would take a missing pipe as a sign that an import has called `exec`.
         os.dup2(os.pipe()[1], AGENT[-1])
         os.close(AGENT[0])
         while True:
@@ -593,8 +574,7 @@ def _begin_again(environ: dict[str, str], settings: dict[str, object]) -> NoRetu
 
     for remove in _temporary_folders():
         remove()
-    # Also close the pipe to multiprocessing's resource tracker, a child process that then cleans up and
-    # exits.
+    # Also close the pipe to multiprocessing's resource tracker, a child that then cleans up and exits.
     os.closerange(REPORT + 1, os.sysconf("SC_OPEN_MAX"))
     _end_children()
     for fd in AGENT:
@@ -616,9 +596,7 @@ def _left_out_before(environ: dict[str, str]) -> set[str]:
 
 
 def import_all(environ: dict[str, str], at_first: Collection[str]) -> Done:
-    """Import the modules of the settings in ``environ``. Leave out those that workers must import themselves.
-    ``at_first`` are the modules that the interpreter had imported before the nursery's own code.
-    """
+    """Import the modules of the settings in ``environ``, except those that workers must import themselves."""
     import json
     import time
 
@@ -630,8 +608,7 @@ def import_all(environ: dict[str, str], at_first: Collection[str]) -> Done:
     shielded = {"PYTHONPATH": environ["PYTHONPATH"], _PID: str(os.getpid())}
     variables = _Variables(shielded)
     surroundings = _Surroundings(settings["folders"], variables)
-    # The watch for random generators imports modules. If a file beside the script has the name of one, the
-    # script needs that file instead.
+    # The watch imports modules. If a file beside the script has the name of one, the script needs that file.
     watch = _GeneratorWatch() if surroundings.beside_script(_NEEDED) is None else None
     reserved, captured = _reserve(_RESERVED), _Captured(_RESERVED)
     before, untouched = _open_files(), dict(os.environ)
@@ -651,8 +628,7 @@ def import_all(environ: dict[str, str], at_first: Collection[str]) -> Done:
             module = name.partition(":")[0]
             rest = steps
             if not is_explicit and dict(variables) != environment:
-                # Skip the later modules, too, because one may read an environment variable that the skipped
-                # module would have changed.
+                # Skip the later modules, too: one may read a variable that this module would have changed.
                 rest = steps[: steps.index(step)]
                 why += "; later imports were left out as well, because it changes the environment"
             rest = [other for other in rest if other.partition(":")[0] != module]
@@ -684,8 +660,7 @@ def _tell_ready(begun: float, since: int, surroundings: _Surroundings, at_first:
         report(failed=f"{hidden} is next to the script and has the name of a module that --warm needs")
         _exit(1)
     paths = sysconfig.get_paths()
-    # Leave out sysconfig's `data` folder. It may be `/usr`, which may contain the user's programs, as in
-    # `/usr/src`.
+    # Leave out sysconfig's `data` folder: `/usr` may contain the user's programs, as in `/usr/src`.
     library = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     folders = [*library, *site.getsitepackages(), site.getusersitepackages()]
     prefixes = {path for folder in folders for path in (folder, os.path.realpath(folder))}

@@ -47,7 +47,6 @@ _exit, _execve, _executable = os._exit, os.execve, sys.executable  # Imports may
 
 
 def _open_standard_descriptors() -> None:
-    """Open missing standard descriptors on ``/dev/null``, as Rust's runtime does."""
     fd = os.open(os.devnull, os.O_RDWR)
     while fd <= 2:
         os.set_inheritable(fd, True)
@@ -150,8 +149,7 @@ def _reset_modules(rank_zero: dict[str, str], generators: list[Callable[[], None
     """Seed the random generators again (``None`` if not watched), and reset other values in modules."""
     import time
 
-    # Do not copy the dictionary. This would change reference counts, so the kernel would have to copy memory
-    # that is shared with other workers.
+    # Do not copy it: changed reference counts make the kernel copy memory that workers share.
     loaded: Any = sys.modules
     for seed in generators or ():
         seed()
@@ -195,9 +193,8 @@ def _set_blas_threads(assigned: dict[str, dict[str, str]]) -> None:
 
 
 def _unfreeze_if_needed(written_files: Callable[[], set[int]], known: set[int]) -> None:
-    """At the exit of a worker, unfreeze the garbage collector if a file was opened after the fork. Only files
-    that it collects are flushed. With Triton, unfreeze in any case, because Triton warns about uncollected
-    objects.
+    """Unfreeze the garbage collector at exit if a file was opened after the fork: it flushes only what it
+    collects. With Triton, unfreeze in any case, because Triton warns about uncollected objects.
     """
     import gc
 
@@ -239,8 +236,7 @@ def _serve() -> None:
     start = environ[_START]
     for name in (imports.SETTINGS, _START, imports.SINCE):
         os.environ.pop(name, None)
-    # Set close-on-exec for these descriptors, so that the agent notices if an import executes another
-    # program.
+    # Set close-on-exec, so that the agent notices if an import executes another program.
     for fd in imports.AGENT:
         os.set_inheritable(fd, False)
     entries = os.environ["PYTHONPATH"].split(os.pathsep)[1:]

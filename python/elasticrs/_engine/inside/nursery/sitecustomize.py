@@ -7,8 +7,7 @@ _here = os.path.dirname(os.path.abspath(__file__))
 
 if "ELASTICRS_NURSERY_START" not in os.environ:
     if os.environ.pop("ELASTICRS_NURSERY_PID", "") == str(os.getpid()):
-        # A library has called `exec` in the process that preloads modules. Wait until the agent kills this
-        # process, because the user's script would otherwise run in a process that is not a worker.
+        # A library called `exec` in the process that preloads modules. Wait until the agent kills it.
         import signal
 
         while True:

@@ -131,9 +131,7 @@ class Attempt(EventLog):
         self.oom_kills_after = read_counters(self.oom_kills)
 
     def how_it_began(self) -> str:
-        """Describe the restart that led to this attempt: its duration and phases, and whether the workers
-        were forked from a preloaded process.
-        """
+        """Describe the restart that led to this attempt: its duration and phases, and if it was warm."""
         span = phrases.milliseconds(round(1e6 * sum(self.phases.values())))
         how = {None: "", True: ", warm", False: f", cold: {self.why_cold}"}[self.warm]
         is_elsewhere = "stopping" in self.phases and "signalling" not in self.phases
@@ -141,18 +139,15 @@ class Attempt(EventLog):
         return f"{span} after {since}{phrases.phases(self.phases)}{how}"
 
     def aborted(self) -> int | None:
-        """Return the local rank of the first worker that died by SIGABRT without a signal from elasticrs.
-
-        It need not be the first worker that exited. The kernel closes a worker's connections before it
-        reports the exit, so workers that lose a connection may exit earlier.
+        """Return the local rank of the first worker that died by SIGABRT without a signal from elasticrs. It
+        need not be the first that exited: the kernel closes a worker's connections before it reports the
+        exit.
         """
         own = [each for each in self.exits.values() if each.sent_signal is None]
         return next((each.local_rank for each in own if each.exitcode == -signal.SIGABRT), None)
 
     def flight_records(self, local_rank: int, since: float = 0.0) -> list[str]:
-        """Return the files in which torch has recorded a worker's collectives; see
-        :func:`.files.flight_records`.
-        """
+        """Return the files of a worker's collectives; see :func:`.files.flight_records`."""
         error_file = self.paths.error_files.get(local_rank)
         return (
             flight_records(error_file, self.plan.ranks[local_rank].global_rank, since) if error_file else []
@@ -166,9 +161,7 @@ class Attempt(EventLog):
         self.append(Blamed(blame, [places[rank] for rank in blame.ranks], at_ns, event))
 
     def who_failed(self, local_rank: int, pid: int | None = None, *, of: str = "") -> str:
-        """Name the worker that failed first, or all workers to blame for a hang. ``of`` is added after their
-        ranks.
-        """
+        """Name the worker that failed first, or all to blame for a hang. ``of`` follows their ranks."""
         event = self.expired.get(local_rank)
         if self.blame is None or event is None or not event.is_blamed:
             return self.who(local_rank, pid) + of
@@ -208,9 +201,7 @@ class Attempt(EventLog):
         return {place: rank if rank >= 0 else None for place, rank in self.global_ranks().items()}
 
     def who(self, local_rank: int, pid: int | None = None) -> str:
-        """Name a worker in a message to the user: by its global rank if that is known, otherwise by its local
-        rank.
-        """
+        """Name a worker in a message, by its global rank if known, otherwise by its local rank."""
         pids = "" if pid is None else f"pid {pid}"
         if self.plan.members is None:
             rank = f"rank {self.plan.ranks[local_rank].global_rank}"
@@ -307,7 +298,6 @@ class JobResult(Record):
     def restarts_left(self, policy: RestartSettings) -> int:
         history = self.read_history()
         if policy.window is None or not history.charged:
-            # All restarts count if there is no time window for them, or if no history tells when they
-            # happened.
+            # All restarts count without a time window, or if no history tells when they happened.
             return policy.max_restarts - self.restarts
         return max(0, policy.max_restarts - len(recent(policy, history, time.monotonic_ns() / 1e9)))

@@ -14,17 +14,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 VMSTAT = "/proc/vmstat"
-"""File with the number of the machine's OOM kills. Used only if the counters of no memory cgroup can be read.
-"""
+"""File with the number of the machine's OOM kills, used only if no memory cgroup's counters can be read."""
 
 
 _ADVICE = (
     "raise the memory limit of its control group, or use smaller batches or fewer data loader workers",
     "the machine was out of memory: use smaller batches or fewer data loader workers",
 )
-"""Advice to the user: the first if a cgroup's limit was exceeded, the second if the machine ran out of
-memory.
-"""
+"""Advice to the user: if a cgroup's limit was exceeded, and if the machine ran out of memory."""
 
 
 def memory_counters(cgroups: str, mountinfo: str) -> list[str]:
@@ -50,9 +47,7 @@ def memory_counters(cgroups: str, mountinfo: str) -> list[str]:
 
 
 def _mounted_at(path: str, mountinfo: str, kind: str, option: str) -> str | None:
-    """Return where the file system shows the cgroup directory ``path``, below the innermost mount that
-    contains it; ``None`` if no mount does.
-    """
+    """Return where the innermost mount shows the cgroup directory ``path``; ``None`` if no mount does."""
     best = None
     best_root = ""
     for line in mountinfo.splitlines():
@@ -76,9 +71,7 @@ def _unescape(field: str) -> str:
 
 
 def parse_oom_kill(text: str) -> int | None:
-    """Return the number of OOM kills in the text of ``memory.events``, ``memory.oom_control`` or
-    ``/proc/vmstat``, if it is there.
-    """
+    """Return the number of OOM kills in ``memory.events``, ``memory.oom_control`` or ``/proc/vmstat``."""
     for line in text.splitlines():
         key, _, value = line.partition(" ")
         if key == "oom_kill" and value.isdecimal():
@@ -128,9 +121,7 @@ def oom_rise(before: Mapping[str, int], after: Mapping[str, int]) -> tuple[str, 
 def probably_oom(
     exitcode: int | None, sent_signal: int | None, before: Mapping[str, int], after: Mapping[str, int]
 ) -> bool:
-    """Return true if the OOM killer probably killed a worker, or a command whose shell is the worker: the
-    shell's exit code is then 137.
-    """
+    """Return true if the OOM killer probably killed a worker, or the command of a shell (exit code 137)."""
     killed = exitcode in {-signal.SIGKILL, 128 + signal.SIGKILL}
     return killed and sent_signal != signal.SIGKILL and oom_rise(before, after) is not None
 

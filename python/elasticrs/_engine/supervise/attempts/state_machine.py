@@ -265,9 +265,7 @@ class Start(Action):
 
 
 class HungElsewhere(Value):
-    """Hung worker on another node: seconds since its last heartbeat, its training step, and its innermost
-    stack frame as in ``RankSeen``.
-    """
+    """Hung worker of another node: seconds since its heartbeat, step, innermost frame (``RankSeen``)."""
 
     silence: float
     step: int | None = None
@@ -276,7 +274,6 @@ class HungElsewhere(Value):
 
 class Stop(Action):
     """Stop the workers. SIGKILL follows after ``grace`` seconds. Answered by :class:`GroupEnded`.
-
     ``is_announced``: the user knows the reason. ``hung``: a worker on another node that may be waiting for
     ranks here, so this node first collects evidence.
     """
@@ -314,9 +311,7 @@ class Exit(Action):
 
 
 def step(state: AgentState, event: Event) -> tuple[AgentState, list[Action]]:
-    """Handle an event. Return the new state, and the actions in order. Ignore an event that does not fit the
-    phase.
-    """
+    """Return the new state and the actions in order. Ignore events that do not fit the phase."""
     if state.phase.is_terminal:
         return state, []
     if isinstance(event, SignalReceived):
@@ -458,9 +453,7 @@ def _stop_all(state: AgentState) -> tuple[AgentState, list[Action]]:
 def _restart(
     state: AgentState, evidence: Evidence, message: str | None = None
 ) -> tuple[AgentState, list[Action]]:
-    """Restart all workers if the restart policy allows it. Otherwise, report that the job failed, with
-    ``message`` as the reason.
-    """
+    """Restart all workers if the policy allows it. Otherwise, the job fails, for the reason ``message``."""
     decision = state.stopped_by or decide(state.policy, state.history, evidence)
     if decision.stop is not None:
         if decision.stop is Verdict.PERMANENT:

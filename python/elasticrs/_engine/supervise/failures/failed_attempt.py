@@ -56,9 +56,7 @@ _UNREAD = f"its error file could not be read within {FILE_LIMIT:g} s"
 
 
 def failures(attempt: Attempt) -> dict[int, ProcessFailure]:
-    """Return the failures of the failed workers, by global rank. The first entry is the worker that failed
-    first.
-    """
+    """Return the failures by global rank. The first entry is the worker that failed first."""
     ranks = attempt.global_ranks()
     exits = attempt.failed_exits()
     read = attempt.files.run(lambda: [_failure(attempt, worker) for worker in exits], None)
@@ -77,9 +75,7 @@ def failures(attempt: Attempt) -> dict[int, ProcessFailure]:
 
 
 def _add_xids(attempt: Attempt, failed: Mapping[int, ProcessFailure]) -> None:
-    """Add each Xid (an error of NVIDIA's driver) to the failures of the workers that caused it, or to the
-    first failure if no worker is known to have caused it.
-    """
+    """Add each Xid (an NVIDIA driver error) to the failures of its workers, or to the first if unknown."""
     first = next(iter(failed.values()))
     for xid in reversed(attempt.xids.values()):
         owners = [failure for failure in failed.values() if failure.pid in xid.workers]
@@ -94,9 +90,7 @@ def reports_lost_peer(attempt: Attempt) -> bool:
 
 
 def first_of(attempt: Attempt) -> tuple[int, str]:
-    """Return the local rank of the worker that failed first, and a phrase that says how it failed, to append
-    to the worker's name.
-    """
+    """Return the local rank of the worker that failed first, and a phrase for how, to append to its name."""
     failed = failures(attempt)
     failure = failed[root_cause(failed)]
     return failure.local_rank, told_here(attempt, failure)
@@ -117,8 +111,7 @@ def _failure(attempt: Attempt, worker: _core.WorkerExited, unread: str = "") -> 
     failure = failure_of(
         worker,
         *(paths.stdouts.get(rank), paths.stderrs.get(rank), paths.error_files.get(rank, "")),
-        # Report the worker's exception or hang. The signal that killed the worker later is only a
-        # consequence.
+        # Report the worker's exception or hang. The signal that killed it later is only a consequence.
         seen_ns=attempt.ended_ns(worker),
         sent_signal=worker.sent_signal if timer is None else None,
         cause=why_it_failed(attempt, rank),
@@ -129,13 +122,11 @@ def _failure(attempt: Attempt, worker: _core.WorkerExited, unread: str = "") -> 
     if unread:
         failure.more_notes = [unread]
     raised = attempt.raised.get(rank)
-    # Use what the worker itself told about its exception. The error file may be unreadable, or torch may have
-    # written it without this information.
+    # Use what the worker itself told: the error file may be unreadable, or lack this information.
     if raised is not None and raised.origin == "peer" and raised.pid in (worker.pid, failure.recorded_pid):
         failure.is_lost_peer = True
     if timer is not None and failure.error_file != NOT_AVAILABLE:
-        # Add the time limit that the worker exceeded, because the error file mentions only the signal that it
-        # received for that.
+        # Add the exceeded time limit: the error file mentions only the signal that was sent for it.
         failure.note = why_expired(attempt, rank)
     if failure.how is None and probably_oom(*oom):
         failure.how = f"{how_it_failed(failure)} (probably by the kernel's OOM killer)"
@@ -182,9 +173,7 @@ def last_heartbeats(attempt: Attempt, end_ns: int | None, where: str = "") -> li
 
 
 class Place(Value):
-    """Identity of this node in a round. ``clock`` is the clock of the nodes' store, used for the times of
-    failures.
-    """
+    """Identity of this node in a round. ``clock`` is that of the nodes' store, for the times of failures."""
 
     node: str
     host: str
@@ -229,7 +218,6 @@ def own_cause(
     fatal_exit_codes: Collection[int] = (),
 ) -> Cause | None:
     """Describe the first failure on this node in full; ``None`` if workers were stopped but none failed.
-
     Workers that were killed because the nursery (the process that starts the workers) exited count as failed.
     ``told`` is the earlier, shorter report from :func:`first_word`. The time of the failure here is never
     later than the time there, even if the estimate of the store's clock has changed since then.
@@ -241,8 +229,7 @@ def own_cause(
     first = failed[rank]
     stopped = victims(failed)
     permanent = _permanence(attempt, failed, stopped, fatal_exit_codes)
-    # A worker that this agent has signalled usually counts as stopped. It counts as failed if the nursery,
-    # which is its parent process, exited.
+    # A worker that this agent has signalled counts as stopped, unless the nursery, its parent, exited.
     if rank in stopped and attempt.nursery_end is None and not permanent:
         return None
     is_consequence = first.is_lost_peer
@@ -252,8 +239,7 @@ def own_cause(
         time_ns = min(time_ns, told.time_ns)
     return place.cause(
         time_ns,
-        # If the agent killed the worker while it exited after an exception, the exit code only shows the
-        # agent's signal, so leave it out.
+        # If the agent killed the worker during its exit after an exception, omit the code of that signal.
         exitcode=None if first.recorded_ns is not None and first.sent_signal is not None else first.exitcode,
         message=shortened(_message(attempt, first), MAX_MESSAGE),
         lines=[_end(line, MAX_LINE) for line in first.stderr_tail[-MAX_LINES:]],
@@ -295,9 +281,7 @@ def evidence(attempt: Attempt, fatal_exit_codes: Collection[int]) -> Evidence:
 
 
 def _reached(attempt: Attempt) -> dict[str, Any]:
-    """Return fields with the highest training step that a worker has reached. ``is_global`` is true if all
-    workers count their steps across restarts.
-    """
+    """Return the highest training step reached. ``is_global``: all workers count steps across restarts."""
     found = [(beat.step, beat.is_global) for beat in attempt.heartbeats if beat.step is not None]
     if not found:
         return {}
@@ -314,9 +298,7 @@ def _place(attempt: Attempt, failure: ProcessFailure) -> str | None:
 
 
 def _ran(attempt: Attempt, failure: ProcessFailure) -> float | None:
-    """Return how many seconds a worker ran, if known: from its start to its failure or, for a hang, to its
-    last progress.
-    """
+    """Return how many seconds a worker ran, if known, until its failure or, for a hang, its last progress."""
     overdue, started_ns = attempt.expired.get(failure.local_rank), attempt.stamps.get("started")
     hung = None if overdue is None else overdue.hung
     end_ns = failed_ns(failure) if hung is None else hung.since_ns
@@ -354,9 +336,7 @@ def _permanence(
 
 
 def _hang(attempt: Attempt, local_rank: int) -> dict[str, Any]:
-    """Return the fields of a :class:`Cause` about a hang. From those of all nodes, the worker that caused the
-    hang is found.
-    """
+    """Return the fields of a :class:`Cause` about a hang, from which the nodes find the worker to blame."""
     overdue = attempt.expired.get(local_rank)
     event = overdue.hung if overdue is not None else None
     if event is None:

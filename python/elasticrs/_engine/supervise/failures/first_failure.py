@@ -23,10 +23,9 @@ def early_leavers(
     attempt: Attempt, reports_lost_peer: Callable[[Attempt], bool] | None = None
 ) -> tuple[int, ...]:
     """Return the ranks that exited with code 0 before the first failure, if that failure only reports a lost
-    peer. The lost peer is then one of these ranks.
-
-    Return no ranks if the job has workers on other nodes, or if the workers are members of a rendezvous.
-    Return none either if most workers have exited with code 0: the failed one may then have run more steps.
+    peer. The lost peer is then one of these ranks. Return no ranks if the job has workers on other nodes, or
+    if the workers are members of a rendezvous. Return none either if most workers have exited with code 0:
+    the failed one may then have run more steps.
 
     After the attempt, ``reports_lost_peer`` decides about the first failure from the workers' files. It is
     called only if the exception of that worker is unknown, for example because the worker exited at once.
@@ -57,10 +56,8 @@ def _is_lost_peer_first(attempt: Attempt, reports_lost_peer: Callable[[Attempt],
 
 
 def first_seen(attempt: Attempt) -> int:
-    """Return the local rank of the worker that failed first.
-
-    It may not have exited first. A worker that has raised an exception closes its connections, which may
-    cause its peers to fail and exit before it has exited itself.
+    """Return the local rank of the worker that failed first. It may not have exited first: after an
+    exception, it closes its connections, which may make its peers fail and exit earlier.
     """
     first = attempt.first_failure
     assert first is not None
@@ -106,9 +103,7 @@ def seen_failure(attempt: Attempt, local_rank: int) -> ProcessFailure:
 
 
 def why_expired(attempt: Attempt, local_rank: int) -> str | None:
-    """Describe the time limit that this worker exceeded, so that the agent killed it; ``None`` if the agent
-    did not.
-    """
+    """Describe the time limit for which the agent killed this worker; ``None`` if it did not."""
     event = attempt.expired.get(local_rank)
     if event is None:
         return None
@@ -165,9 +160,7 @@ def _how_it_hung(attempt: Attempt, event: WorkerHung) -> str:
 
 def how_it_was_seen(attempt: Attempt, local_rank: int) -> str:
     """Return a phrase to append to the worker's name, such as `` raised KeyError`` or `` died by SIGKILL``.
-
-    The phrase omits the text of the exception, because the line about the restart, or the report, contains
-    it.
+    It omits the text of the exception, which the report or the line about the restart contains.
     """
     raised, worker = attempt.raised.get(local_rank), attempt.exits.get(local_rank)
     overdue = attempt.expired.get(local_rank)
@@ -178,8 +171,7 @@ def how_it_was_seen(attempt: Attempt, local_rank: int) -> str:
     if overdue is not None and overdue.is_blamed:
         who = f": {attempt.who(local_rank)}" if attempt.is_undecided else ""
         return f"{who} {why_expired(attempt, local_rank)}"
-    # If the worker was killed while it exited after an exception, it died of the signal, not of the
-    # exception.
+    # If a worker was killed while it exited after an exception, it died of the signal.
     is_killed = worker is not None and worker.sent_signal is None and (worker.exitcode or 0) < 0
     said = None
     if raised is not None and not is_killed:

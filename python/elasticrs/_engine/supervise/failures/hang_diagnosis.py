@@ -1,7 +1,6 @@
 """Diagnoses hangs and failed collectives from the workers' flight records and stacks, and describes them.
 
-Imported only after a worker hung or a collective failed, or at the end of a job whose workers sent
-heartbeats.
+Imported only after a hang or failed collective, or at the end of a job whose workers sent heartbeats.
 """
 
 from __future__ import annotations
@@ -46,9 +45,7 @@ _MAX_RECORDS = 4
 
 _MAX_RANK = 1 << 31
 _MAX_AGE = 600.0
-"""Maximum age, in seconds, of a failed collective's flight record when it is read. NCCL's watchdog writes the
-record some time before the process exits.
-"""
+"""Maximum age of a failed collective's record in seconds. NCCL's watchdog writes it before the exit."""
 
 _RAISING_NS = 1_000_000_000
 """Maximum time from a failed collective until its exception is in the error file, in nanoseconds. Torch marks
@@ -60,32 +57,25 @@ _TIME_LIMIT = 1.0
 """Maximum number of seconds to spend on reading flight records. The remaining records are skipped."""
 
 _ALL_BYTES, _MOST_BYTES, _LEAST_BYTES = 16 << 20, 32 << 10, 1 << 10
-"""Maximum bytes of evidence of a whole job, which is divided among its nodes; then the largest and the
-smallest limit for a single node.
-"""
+"""Maximum bytes of evidence of a job, divided among its nodes; then the largest and smallest for one node."""
 
 _ALL_STEPS = 1 << 15
-"""Maximum number of collectives that are compared for each of torch's process groups, all ranks together.
-Limits the time that the comparison takes.
-"""
+"""Maximum number of collectives compared for each process group, all ranks together, to limit the time."""
 
 
 def examine(attempt: Attempt) -> Diagnosis | None:
     """Find the ranks that keep the others waiting after a hang. Call this before the attempt records that
-    workers were killed and have exited.
-
-    Return ``None`` if the flight records show neither an incomplete collective nor a rank to blame, or if the
-    job has workers on other nodes, because their evidence arrives later.
+    workers were killed and have exited. Return ``None`` if the flight records show neither an incomplete
+    collective nor a rank to blame, or if the job has workers on other nodes, because their evidence arrives
+    later.
     """
     return _telling(attempt, _facts(attempt))
 
 
 def examine_failure(attempt: Attempt) -> tuple[Diagnosis | None, Blame | None]:
     """Find the ranks that made a collective fail, if all workers of the job ran on this node. Call this after
-    the worker that failed first has exited.
-
-    The second result names the ranks to blame; ``None`` if no evidence speaks against blaming the rank that
-    failed first.
+    the worker that failed first has exited. The second result names the ranks to blame; ``None`` if no
+    evidence speaks against blaming the rank that failed first.
     """
     facts, first = _facts_of_failure(attempt), attempt.aborted()
     first = attempt.first_failure if first is None else first
@@ -107,10 +97,9 @@ def _may_have_waited(attempt: Attempt, local_rank: int, facts: RankFacts) -> boo
 
 
 def accuse(attempt: Attempt, event: WorkerHung) -> None:
-    """Decide which workers of this node are to blame for a hang. Call this after :func:`examine`.
-
-    In a job of several nodes, the agent that leads the rendezvous makes the final decision, when it has the
-    evidence of all nodes.
+    """Decide which workers of this node are to blame for a hang. Call this after :func:`examine`. With
+    several nodes, the agent that leads the rendezvous makes the final decision, when it has all nodes'
+    evidence.
     """
     rank = attempt.global_ranks()[event.local_rank]
     attempt.accuse(decide(attempt.diagnosis, rank, event.ground), event.seen_ns, event)
@@ -118,7 +107,6 @@ def accuse(attempt: Attempt, event: WorkerHung) -> None:
 
 def diagnose_running(attempt: Attempt, seconds: float) -> Diagnosis | None:
     """Find the ranks that other ranks of a running job wait for; ``None`` if unknown, or if no rank waits.
-
     Blocks until the workers whose heartbeats are watched have written their flight records, at most
     ``seconds``. Does not use stacks, because the signal that requests a stack would interrupt the program's
     system calls. A rank that is waiting is not necessarily stuck, because every collective takes some time.
@@ -151,9 +139,8 @@ def _telling(attempt: Attempt, facts: list[RankFacts]) -> Diagnosis | None:
 
 
 def node_evidence(attempt: Attempt, *, is_hang: bool) -> bytes | None:
-    """Encode this node's evidence for the diagnosis of the whole job; ``None`` if it would be too large.
-
-    Call this after the workers have exited. If ``is_hang`` is true, a worker hung, and the core (the Rust
+    """Encode this node's evidence for the diagnosis of the whole job; ``None`` if it would be too large. Call
+    this after the workers have exited. If ``is_hang`` is true, a worker hung, and the core (the Rust
     extension) has gathered evidence about all local ranks. Otherwise, a collective failed.
     """
     stamps, nodes = attempt.stamps, attempt.plan.ranks[0].group_world_size
@@ -173,8 +160,7 @@ def limits(nodes: int, world_size: int) -> dict[str, int]:
 
 def _facts(attempt: Attempt, stopped_ns: int | None = None, *, has_stacks: bool = True) -> list[RankFacts]:
     """Read the evidence of the workers that had not exited before ``stopped_ns`` (monotonic time at which all
-    were stopped; ``None`` if they were not stopped). If ``has_stacks`` is false, ignore the stack files,
-    because they are outdated.
+    were stopped, or ``None``). Without ``has_stacks``, ignore the stack files, because they are outdated.
     """
     deadline = time.monotonic() + _TIME_LIMIT
     facts = []
@@ -217,8 +203,7 @@ def _facts_of_failure(attempt: Attempt) -> list[RankFacts]:
             age_ns = _age(error_file, path)
             has_raised = age_ns is not None and age_ns >= -_RAISING_NS
             has_raised |= local_rank in attempt.raised or any(map(_is_of_hook, written.frames))
-            # Ignore a stack that was written after an exception: it shows the exit of the program instead of
-            # the failed collective.
+            # Ignore a stack written after an exception: it shows the program's exit, not the collective.
             frames = () if has_raised else written.frames
             found = found._replace(
                 records=written.records, groups=written.groups, has_raised=has_raised, frames=frames
@@ -312,9 +297,8 @@ def _is_group(group: tuple[str, object]) -> bool:
 
 
 def _content(path: str, limit: int) -> bytes | None:
-    """Read at most ``limit`` + 1 bytes; ``None`` if the file is missing or not a regular file.
-
-    A worker may have replaced the file with something else, such as a link or a FIFO.
+    """Read at most ``limit`` + 1 bytes; ``None`` if the file is missing or not a regular file. A worker may
+    have replaced the file with something else, such as a link or a FIFO.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
@@ -366,10 +350,9 @@ def hung(
     local_rank: int | None = None,
     exited: WorkerExited | None = None,
 ) -> str:
-    """Describe which worker hung, since when, and what the other workers did meanwhile.
-
-    ``local_rank`` is the worker to describe, by default that of the event. ``ranks`` are global ranks, by
-    local rank. ``was_found_here`` is false if only a worker of another node exceeded a time limit.
+    """Describe which worker hung, since when, and what the other workers did meanwhile. ``local_rank`` is the
+    worker to describe, by default that of the event. ``ranks`` are global ranks, by local rank.
+    ``was_found_here`` is false if only a worker of another node exceeded a time limit.
     """
     if local_rank is None:
         local_rank = event.local_rank
@@ -387,9 +370,7 @@ def hung(
 
 
 def kept_waiting(exited: WorkerExited | None, at_ns: int, diagnosis: Diagnosis | None) -> str:
-    """Describe a worker that made a collective of other workers fail. The collective failed at ``at_ns``
-    (monotonic).
-    """
+    """Describe a worker that made a collective of others fail at ``at_ns`` (monotonic)."""
     summary = "" if diagnosis is None else diagnosis.summary
     how = "made a collective of the others fail"
     if exited is not None and exited.seen_ns <= at_ns:
@@ -427,8 +408,7 @@ def _missed(event: WorkerHung, own: RankSeen | None, was_found_here: bool) -> st
     if not was_found_here:
         others = ", but a rank on another node is waiting"
     elif silent < event.limit:
-        # This worker counts as hung although its own time limit has not passed, because other ranks wait for
-        # it.
+        # This worker counts as hung before its own limit has passed, because other ranks wait for it.
         others = ", but the limit of another rank has passed"
     return f"hung: {what} for {seconds(silent)} (limit {event.limit:g} s{others})"
 
@@ -450,9 +430,7 @@ def _stopped_at(own: RankSeen | None, others: Sequence[RankSeen]) -> str:
 
 
 def step_text(step: int, *, is_automatic: bool) -> str:
-    """Format the number of a training step. With ``is_automatic``, this library counted optimizer steps, so
-    the count has restarted at 0 in this attempt.
-    """
+    """Format a training step. With ``is_automatic``, optimizer steps were counted, from 0 in each attempt."""
     return f"optimizer step {step:,} of this attempt" if is_automatic else f"step {step:,}"
 
 
@@ -476,9 +454,7 @@ def _where(own: RankSeen | None, others: Sequence[RankSeen], ranks: Mapping[int,
 
 
 def place(frame: str) -> str:
-    """Shorten a line of a stack written by ``faulthandler``, for example to ``all_reduce
-    (distributed_c10d.py:2501)``.
-    """
+    """Shorten a line of ``faulthandler``'s stack, such as ``all_reduce (distributed_c10d.py:2501)``."""
     parsed = frame_of(frame)
     return printable(frame) if parsed is None else short(parsed)
 

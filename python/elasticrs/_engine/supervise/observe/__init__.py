@@ -25,11 +25,10 @@ def make_observers(
     tells_end: bool = True,
     has_hooks: bool = False,
 ) -> Sequence[Observer]:
-    """Return the observers of a job. Raise ``UsageError`` if the handler for events cannot be opened.
-
-    If ``server`` is ``None``, one is created if the job requests it. Without ``tells_end``, the caller
-    records the end of the agent. With ``has_hooks``, the agent's hooks record torch's events and metrics, and
-    a thread of ``server`` answers the health requests, because hooks may block for a long time.
+    """Return the observers of a job. Raise ``UsageError`` if the handler for events cannot be opened. If
+    ``server`` is ``None``, one is created if the job requests it. Without ``tells_end``, the caller records
+    the end of the agent. With ``has_hooks``, the agent's hooks record torch's events and metrics, and a
+    thread of ``server`` answers the health requests, because hooks may block for a long time.
     """
     observers: list[Observer] = []
     if job.event_log_handler != "null":

@@ -168,9 +168,8 @@ def create_healthcheck_server(
 def server_of_environment(
     environ: Mapping[str, str], alive_callback: Callable[[], float] = time.time
 ) -> HealthCheckServer | None:
-    """Create the server that ``TORCHELASTIC_HEALTH_CHECK_PORT`` configures; ``None`` if it is not set.
-
-    Raise ``ValueError`` if it is not a port number. Torch logs a message and continues without a server.
+    """Create the server that ``TORCHELASTIC_HEALTH_CHECK_PORT`` configures; ``None`` if it is not set. Raise
+    ``ValueError`` if it is not a port number. Torch logs a message and continues without a server.
     """
     text = environ.get(PORT_VARIABLE)
     if text is None:

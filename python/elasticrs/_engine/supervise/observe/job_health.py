@@ -43,9 +43,8 @@ MAX_EARLIER_FAILURES = 16
 
 
 class HealthObserver(Observer):
-    """Observer that publishes the workers' health, and stops the server when the job ends.
-
-    If ``is_asked`` is true, the agent's loop answers the requests, otherwise a thread of the server.
+    """Observer that publishes the workers' health, and stops the server when the job ends. If ``is_asked`` is
+    true, the agent's loop answers the requests, otherwise a thread of the server.
     """
 
     def __init__(
@@ -97,11 +96,9 @@ class HealthObserver(Observer):
                 waits = self._who_waits(attempt, max(beat.at_ns for beat in beats))
                 self._no_progress["what"] += f"; {waits}" if waits else ""
         if self._result is not None:
-            # Request the names of the nodes only when a client asks for the status, because with many nodes
-            # the store sends many bytes for them.
+            # Request the nodes' names only for a status request: the store sends many bytes for many nodes.
             self._result.node_names(asks=True)
-        # Publish again in these cases, because the cause of a failure on another node and the time since the
-        # last progress change without an event on this node.
+        # Publish again: another node's failure and the time since the last progress cause no event here.
         self._is_stale |= self._job.is_multi_node or self._no_progress is not None
         if attempt is not None and (attempt.shown_ranks(), self._budget()) != (
             self._ranks,
@@ -117,11 +114,9 @@ class HealthObserver(Observer):
         return True
 
     def _who_waits(self, attempt: Attempt, since_ns: int) -> str | None:
-        """Return which ranks wait in which collective; ``None`` if this is not known.
-
-        Request the flight records on another thread, because the request blocks. Request them at most once
-        after each heartbeat. Do not request them shortly before the hang timeout, because the Rust core will
-        soon request them itself.
+        """Return which ranks wait in which collective; ``None`` if unknown. Request the flight records on
+        another thread, because that blocks, and at most once after each heartbeat. Do not request them
+        shortly before the hang timeout, because the Rust core will soon request them itself.
         """
         if self._asked_ns != since_ns:
             self._asked_ns, self._waits = since_ns, None
@@ -244,8 +239,7 @@ class HealthObserver(Observer):
             "exitcode": failure.exitcode,
             "what": how_it_failed(failure).lstrip(": "),
             "exception": headline(raised.text) if raised is not None else None,
-            # Do not check whether the file exists, because a slow file system would delay the supervision. A
-            # worker that has reported an exception also writes the file.
+            # Do not check that the file exists, which may be slow. The worker that told the error writes it.
             "error_file": None if raised is None else attempt.paths.error_files.get(local_rank) or None,
             "time_ms": time.time_ns() // 1_000_000,
             "round": attempt.round,

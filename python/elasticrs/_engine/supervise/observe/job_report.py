@@ -242,7 +242,6 @@ def _named(names: Sequence[str]) -> str:
 
 def all_failures(result: JobResult) -> dict[int, ProcessFailure]:
     """Return failures by rank: those on this node in the last attempt, and the first failure of the job.
-
     Causes of earlier attempts are added to the notes of the root cause.
     """
     failed = _last_failures(result)
@@ -303,7 +302,6 @@ def print_report(
     job: JobSpec, result: JobResult, say: Callable[[str], None], write: Callable[[str], None]
 ) -> str | None:
     """Print the failure report, and write the root cause to the launcher's ``TORCHELASTIC_ERROR_FILE``.
-
     ``say`` adds the launcher's prefix to a line. Return the headline; ``None`` if the failure is unknown.
     """
     failed = all_failures(result)
@@ -341,9 +339,7 @@ def conclusion(job: JobSpec, result: JobResult) -> str:
 
 
 def hand_on(error: ChildFailedError, headline: str) -> bool:
-    """Write the launcher's own error file, for its parent process. It is a copy of the first failure's error
-    file, or a summary in one line if that file is not on this node.
-    """
+    """Write the launcher's own error file: a copy of the first failure's, or one line if that is not here."""
     rank, first = error.get_first_failure()
     handler = public("multiprocessing.errors.get_error_handler")()
     if os.path.isfile(first.error_file):

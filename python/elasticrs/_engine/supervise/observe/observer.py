@@ -1,5 +1,4 @@
-"""Observers of the agent's loop: their interface, and the one that prints lines for the user. They make no
-decisions.
+"""Observers of the agent's loop: their interface, and the one that prints lines. They make no decisions.
 
 If an observer fails, for example because of a user's handler, the job continues and tells the user once.
 """
@@ -82,10 +81,8 @@ class Observer:
         """Do periodic work, after a wait of the loop of at most a few seconds without an event."""
 
     def over(self, attempt: Attempt, outcome: str) -> None:
-        """Handle the end of an attempt, after all its processes have exited.
-
-        ``outcome`` is ``succeeded``, ``failed`` (also if a worker exited with 0 before its work was done),
-        ``stopped`` or ``lost``.
+        """Handle the end of an attempt, after all its processes have exited. ``outcome`` is ``succeeded``,
+        ``failed`` (also if a worker exited with 0 before its work was done), ``stopped`` or ``lost``.
         """
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:
@@ -135,11 +132,9 @@ def is_talkative(level: str) -> bool:
 
 
 class TerminalReporter(Observer):
-    """Observer that prints the progress of a job, one line for each event.
-
-    Slow work, such as reading a traceback, is done after the next workers have been started.
-
-    Only the launcher, which owns the process, reports success; a program that uses its API does not.
+    """Observer that prints the progress of a job, one line for each event. Slow work, such as reading a
+    traceback, is done after the next workers have been started. Only the launcher, which owns the process,
+    reports success; a program that uses its API does not.
     """
 
     def __init__(
@@ -258,9 +253,7 @@ class TerminalReporter(Observer):
             self._say("".join(ending))
 
     def _node_changes(self) -> str:
-        """Return text about the number of rounds that started because nodes joined or left. Rounds that
-        started because of a failure do not count.
-        """
+        """Describe how many rounds started because nodes joined or left, without rounds after failures."""
         if not self._job.is_multi_node or self._job.on_failure == "replace":
             return ""
         last = self._result.attempts[-1]
@@ -275,8 +268,7 @@ class TerminalReporter(Observer):
         first = first_seen(attempt)
         who = attempt.who_failed(first, attempt.pids[first]) + how_it_was_seen(attempt, first)
         others, their = ("rank", "its") if attempt.signalled == 1 else (f"{attempt.signalled} ranks", "their")
-        # The exception may become known only later. If it reports a lost peer, the ranks that left are to
-        # blame.
+        # The exception may become known only later. If it reports a lost peer, blame the ranks that left.
         exited = attempt.exits.get(first)
         left = early_leavers(attempt, lambda _: exited is not None and (exited.exitcode or 0) > 0)
         if attempt.is_undecided:
@@ -299,8 +291,7 @@ class TerminalReporter(Observer):
         try:
             from elasticrs._engine.supervise.failures.failed_attempt import first_of
         except OSError:
-            # Without a free file descriptor, the import of `failed_attempt` fails. Then report only how the
-            # worker exited.
+            # Without a free descriptor, the import of `failed_attempt` fails. Then report only the exit.
             local_rank, how = failed[0].local_rank, f" {attempt.how_it_ended(failed[0])}"
         else:
             local_rank, how = first_of(attempt)
@@ -309,9 +300,8 @@ class TerminalReporter(Observer):
 
 
 def productive_ns(attempts: Iterable[Attempt]) -> int:
-    """Return the time in nanoseconds during which no worker had failed or hung.
-
-    It includes imports before a warm start, because the imports of cold workers count as well.
+    """Return the time in nanoseconds during which no worker had failed or hung. It includes imports before a
+    warm start, because the imports of cold workers count as well.
     """
     total = 0
     for attempt in attempts:

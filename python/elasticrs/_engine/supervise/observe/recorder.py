@@ -63,8 +63,7 @@ class EventRecorder(_Recorder):
         self._handler = events.get_logging_handler(job.event_log_handler)
         if isinstance(self._handler, events.handlers.LineFileHandler):
             self._handler.write_behind()
-        # The failed attempt, and all events since then. They are recorded once the next workers have started,
-        # because reading the cause of the failure takes time and would delay the restart.
+        # Failed attempt, and all events since then. They are recorded after the restart, to not delay it.
         self._failed: Attempt | None = None
         self._later: list[Any] = []
         self._hung: _core.WorkerHung | None = None
@@ -152,7 +151,6 @@ class EventRecorder(_Recorder):
             self._later.append(event)
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:
-        """Record how all workers ended, and then how the agent ended."""
         self._catch_up()
         if result.phase is not Phase.SUCCEEDED:
             # As in torch, the stop of the timer watchdog precedes the workers' exits only if workers failed.
@@ -160,8 +158,7 @@ class EventRecorder(_Recorder):
         reason = _reason(result, error)
         if reason is None and result.attempts:
             self._record_ends(result.attempts[-1], has_succeeded=result.phase is Phase.SUCCEEDED)
-            # As in torch, an agent has failed only if it could not start the workers. If workers failed, the
-            # agent has still succeeded.
+            # As in torch, an agent has failed only if it could not start the workers, not if workers failed.
             is_workers = result.exit_code == 0 or result.attempts[-1].pids
             reason = None if is_workers else result.message
         self._record_watching(False)
@@ -195,9 +192,8 @@ class EventRecorder(_Recorder):
         at_ns: int | None = None,
         only: int | None = None,
     ) -> None:
-        """Record the final state of each worker, or of the worker ``only``, with its failure if any.
-
-        As in torch, the state is ``TERMINATED`` if elasticrs stopped the worker and no signal killed it.
+        """Record the final state of each worker, or of the worker ``only``, with its failure if any. As in
+        torch, the state is ``TERMINATED`` if elasticrs stopped the worker and no signal killed it.
         """
         if not attempt.pids:
             return
@@ -314,7 +310,6 @@ class WatchdogRecorder(EventRecorder):
 
 
 def _wall_ns(at_ns: int) -> int:
-    """Convert a monotonic time to the wall clock."""
     return at_ns + time.time_ns() - time.monotonic_ns()
 
 
@@ -388,8 +383,7 @@ class MetricRecorder(_Recorder):
         if not has_run:
             return
         if result.attempts:
-            # Take the attempt's count of restarts, because it also includes replaced workers and restarts
-            # that other nodes have caused.
+            # Take the attempt's count, which includes replaced workers and restarts that other nodes caused.
             self._restarts = result.attempts[-1].restarts
         is_failed, has_retried = result.phase is not Phase.SUCCEEDED, self._restarts > 0
         # With a restart window, `_restarts` can exceed `max_restarts`.

@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from elasticrs._engine.workers.node_page import AgentPage, Standing
 
 THRESHOLD = 0.8
-"""A worker is slow below this fraction of the node's median rate, as in
-``CoordinatorP2P.is_worker_straggler``. Because of the median, a single fast worker does not make all other
-workers count as slow.
+"""A worker is slow below this fraction of the node's median rate (``CoordinatorP2P.is_worker_straggler``).
+Because of the median, one fast worker does not make the others count as slow.
 """
 
 SPAN = 60.0

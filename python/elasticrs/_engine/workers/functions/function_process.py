@@ -27,9 +27,8 @@ _PIPE_CAPACITY = 65536
 
 
 class ReturnPipe:
-    """Pipe through which a process returns a function's value.
-
-    ``data``, the pickled value, stays empty if the function fails. The descriptor of a closed end is -1.
+    """Pipe through which a process returns a function's value. ``data``, the pickled value, stays empty if
+    the function fails. The descriptor of a closed end is -1.
     """
 
     def __init__(self) -> None:
@@ -44,9 +43,8 @@ class ReturnPipe:
             self.writer = -1
 
     def read(self) -> bool | None:
-        """Read available data from the pipe.
-
-        Return true at the end of the data, false if none is available now, and ``None`` if more may follow.
+        """Read available data from the pipe. Return true at the end of the data, false if none is available
+        now, and ``None`` if more may follow.
         """
         try:
             piece = os.read(self.reader, _CHUNK)
@@ -113,10 +111,7 @@ _BEGIN = (
 
 
 def command_line(tracker_fd: int, pipe_handle: int) -> list[str]:
-    """Return the command line of a multiprocessing child.
-
-    The arguments that differ between workers come last.
-    """
+    """Return a multiprocessing child's command line. Arguments that differ between workers come last."""
     _, *options = spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=pipe_handle)
     if "-c" in options:  # A frozen program has no `-c` option, and its arguments need no change.
         told = (f"tracker_fd={tracker_fd}", f"pipe_handle={pipe_handle}")
@@ -125,9 +120,8 @@ def command_line(tracker_fd: int, pipe_handle: int) -> list[str]:
 
 
 class PreparedFunction:
-    """All that a child process needs to run a function.
-
-    The child inherits the descriptors ``fds`` under the same numbers.
+    """All that a child process needs to run a function. The child inherits the descriptors ``fds`` under the
+    same numbers.
     """
 
     def __init__(
@@ -169,10 +163,9 @@ def close_all(fds: list[int]) -> None:
 
 
 class _Deferred(Value):
-    """Placeholder for a process object of multiprocessing, which is stored in a file in memory.
-
-    Unpickling the placeholder loads the object from the file. It can be unpickled only at that time, because
-    some objects can be unpickled only while multiprocessing itself unpickles.
+    """Placeholder for a process object of multiprocessing, which is stored in a file in memory. Unpickling
+    the placeholder loads the object from the file. It can be unpickled only at that time, because some
+    objects can be unpickled only while multiprocessing itself unpickles.
     """
 
     fd: int

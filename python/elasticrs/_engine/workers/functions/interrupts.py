@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
 
 _waits: list[Callable[[], None]] = []
-"""Functions that interrupt the current waits of the main thread.
-
-The last function belongs to the innermost wait: a signal handler may wait while the program waits.
+"""Functions that interrupt the current waits of the main thread. The last function belongs to the innermost
+wait: a signal handler may wait while the program waits.
 """
 
 _holds: list[bool] = []
@@ -35,8 +34,7 @@ _kept: list[Callable[[], object]] = []
 
 
 def _begin_anew() -> None:
-    # This is a forked child. Create new lists, because its `with` blocks that are still open will change the
-    # old ones.
+    # This is a forked child. Its open `with` blocks will change the old lists, so create new ones.
     global _waits, _holds, _kept
     _waits, _holds, _kept = [], [], []
 
@@ -76,9 +74,8 @@ def call_kept() -> None:
 
 @contextmanager
 def waiting(end: Callable[[], None]) -> Iterator[None]:
-    """Mark a block that waits for an event and records it.
-
-    To end the wait early, a signal handler calls ``end``.
+    """Mark a block that waits for an event and records it. To end the wait early, a signal handler calls
+    ``end``.
     """
     with _block(_waits, end, is_wait=True):
         if _kept and threading.current_thread() is threading.main_thread():
@@ -107,10 +104,7 @@ def _block(blocks: list[_T], block: _T, *, is_wait: bool) -> Iterator[None]:
 
 
 class CaughtSignals:
-    """Signal handlers that several contexts of the main thread share.
-
-    The last release restores the old handler.
-    """
+    """Signal handlers that contexts of the main thread share. The last release restores the old one."""
 
     def __init__(self) -> None:
         self._before: dict[int, Handler] = {}

@@ -40,7 +40,6 @@ LINGER = 5.0
 
 WORD = struct.Struct("d")
 """Message to the keeper (the process that forks the workers) when the workers have exited or must be killed.
-
 It is the number of seconds for which the workers' descendants may continue, :data:`AT_ONCE`, or
 :data:`LEAVE`. A further message kills the remaining descendants at once.
 """
@@ -59,15 +58,12 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 exit_at_once = posix._exit
-"""Original ``os._exit``, which ends a forked copy of the program.
-
-A profiler may have replaced ``os._exit`` with a function that raises an exception. The copy would then
-continue to run the program.
+"""Original ``os._exit``, which ends a forked copy of the program. A profiler may have replaced ``os._exit``
+with a function that raises an exception. The copy would then continue to run the program.
 """
 
 IMPORT_NO_MORE = signal.SIGRTMAX
 """Signal that kills a keeper and the processes that it has started, during its imports; ignored afterwards.
-
 The signal has a name in ``signal.Signals``, because a profiler that replaces ``signal.signal`` may require
 one.
 """
@@ -79,9 +75,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class WorkerPlan(Value):
-    """Parameters for forking one worker. If the path for a stream is empty, the stream is not redirected.
-
-    The worker's exit status is written to the descriptor ``status``. ``keeps`` are the descriptors that this
+    """Parameters for forking one worker. If the path for a stream is empty, the stream is not redirected. The
+    worker's exit status is written to the descriptor ``status``. ``keeps`` are the descriptors that this
     worker inherits, but no other worker.
     """
 
@@ -94,11 +89,10 @@ class WorkerPlan(Value):
 
 
 def keep(workers: Sequence[WorkerPlan], control: int, gate: int, parent: int) -> None:
-    """Fork the workers, and serve the program's requests until the workers are no longer needed.
-
-    ``control`` is a socket to the program. The keeper sends the workers' pids (zeros if one could not run),
-    and later the names of the processes that it kills. It receives messages of the type :data:`WORD`. The
-    workers call their functions when a byte arrives on the pipe ``gate``.
+    """Fork the workers, and serve the program's requests until the workers are no longer needed. ``control``
+    is a socket to the program. The keeper sends the workers' pids (zeros if one could not run), and later the
+    names of the processes that it kills. It receives messages of the type :data:`WORD`. The workers call
+    their functions when a byte arrives on the pipe ``gate``.
     """
     lead_session()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -178,9 +172,8 @@ def _be_worker(worker: WorkerPlan, unused: set[int], handlers: dict[int, Any], g
 
 
 def _serve(statuses: dict[int, int], control: int, parent_pidfd: int) -> float:
-    """Report exit statuses of the workers until the program exits or sends a :data:`WORD`.
-
-    Return the number of seconds in it.
+    """Report exit statuses of the workers until the program exits or sends a :data:`WORD`. Return the number
+    of seconds in it.
     """
     poll = select.poll()
     running = {os.pidfd_open(pid): pid for pid in statuses}
@@ -188,8 +181,7 @@ def _serve(statuses: dict[int, int], control: int, parent_pidfd: int) -> float:
         poll.register(fd, select.POLLIN)
     ended: set[int] = set()
     while True:
-        # A debugger may hold back an exited worker. No event announces its release, so poll while there is
-        # such a worker.
+        # A debugger may hold back an exited worker. No event announces its release, so poll meanwhile.
         ready = {fd for fd, _ in poll.poll(1000 * _LOOK_AT_TRACED if ended else None)}
         for fd in ready & running.keys():
             ended.add(running.pop(fd))
@@ -210,7 +202,6 @@ def _serve(statuses: dict[int, int], control: int, parent_pidfd: int) -> float:
 
 def _end_lingerers(linger: float, control: int, parent_pidfd: int) -> None:
     """Let the workers' leftover descendants continue for ``linger`` seconds, and then send them SIGTERM.
-
     Return early if the program exits or sends a message.
     """
     if not _outlasted(linger, control, parent_pidfd):
@@ -244,9 +235,8 @@ def _outlasted(seconds: float, control: int, parent_pidfd: int) -> bool:
 
 
 def _tell_names(pids: Sequence[int], control: int) -> None:
-    """Send the pid and the name of each killed process, one per line.
-
-    If there are too many, send only the number of the remaining ones.
+    """Send the pid and the name of each killed process, one per line. If there are too many, send only the
+    number of the remaining ones.
     """
     lines = [f"{pid} {_name_of(pid)}\n" for pid in pids[:_NAMED]]
     lines.append(f"{len(pids) - len(lines)}\n")
@@ -262,9 +252,8 @@ def _name_of(pid: int) -> str:
 
 
 def _end_all() -> None:
-    """Kill all descendants, and multiprocessing's resource trackers last.
-
-    Repeat this until none is left, because orphans become children of the keeper.
+    """Kill all descendants, and multiprocessing's resource trackers last. Repeat this until none is left,
+    because orphans become children of the keeper.
     """
     give_up = time.monotonic() + _GIVE_UP
     alone_since = None
@@ -339,12 +328,10 @@ class RunPrepared(Value):
 
 
 def main(plan_fd: int) -> None:
-    """Run a fork server: import modules, and then call :func:`keep`.
-
-    The file ``plan_fd`` contains the arguments.
+    """Run a fork server: import modules, and then call :func:`keep`. The file ``plan_fd`` contains the
+    arguments.
     """
-    # Create a process group before any user code runs, because the program kills this group to stop the
-    # imports.
+    # Create a process group before user code runs: the program kills this group to stop the imports.
     lead_session()
     with open(plan_fd, "rb") as file:
         preload, main_path, argv, arguments = pickle.load(file)

@@ -38,18 +38,15 @@ if TYPE_CHECKING:
 _MOST_SAID = 1 << 16
 
 PATIENCE = 30.0
-"""Seconds to wait for the exit of a keeper (the process that forks the workers).
-
-The keeper itself waits less for its processes.
+"""Seconds to wait for the exit of a keeper (the process that forks the workers). The keeper itself waits less
+for its processes.
 """
 
 
 class Functions(Value):
-    """Functions to start together, by local rank, with complete environments.
-
-    A stream whose path is empty is not redirected. ``keeps`` has further file descriptors that the processes
-    inherit, except with ``spawn``. ``warm`` (a fork from a process with preloaded modules) requires
-    ``spawn``.
+    """Functions to start together, by local rank, with complete environments. A stream whose path is empty is
+    not redirected. ``keeps`` has further file descriptors that the processes inherit, except with ``spawn``.
+    ``warm`` (a fork from a process with preloaded modules) requires ``spawn``.
     """
 
     name: str
@@ -72,10 +69,9 @@ class Watcher(Protocol):
 
 
 class FunctionStart(ABC):
-    """Base class of the start methods. An object starts functions once, and reads their return values.
-
-    If ``has_keeper``, the parent of the functions' processes is a :mod:`keeper <.keeper>`. Otherwise, the
-    core is their parent.
+    """Base class of the start methods. An object starts functions once, and reads their return values. If
+    ``has_keeper``, the parent of the functions' processes is a :mod:`keeper <.keeper>`. Otherwise, the core
+    is their parent.
     """
 
     has_keeper: ClassVar[bool] = False
@@ -161,12 +157,10 @@ class Spawn(FunctionStart):
 
 
 class Kept(FunctionStart):
-    """Start method in which a :mod:`keeper <.keeper>` is the parent of the functions' processes.
-
-    The keeper writes their exit statuses to the pipes ``statuses`` (by local rank).
-    ``keeper_pidfd`` becomes readable when the keeper and all its processes have exited. :meth:`finish` stores
-    which processes the keeper had to kill: ``ended`` has the first ones, ``more_ended`` is the number of the
-    others.
+    """Start method in which a :mod:`keeper <.keeper>` is the parent of the functions' processes. The keeper
+    writes their exit statuses to the pipes ``statuses`` (by local rank). ``keeper_pidfd`` becomes readable
+    when the keeper and all its processes have exited. :meth:`finish` stores which processes the keeper had to
+    kill: ``ended`` has the first ones, ``more_ended`` is the number of the others.
     """
 
     has_keeper = True
@@ -189,9 +183,8 @@ class Kept(FunctionStart):
         """Start the keeper, which gets its ends of the pipes and of the socket. Return its pid."""
 
     def prepare(self) -> list[ProcessSpec]:
-        """Start the keeper, whose workers then wait.
-
-        Return an empty list, because the core need not start a process.
+        """Start the keeper, whose workers then wait. Return an empty list, because the core need not start a
+        process.
         """
         ends: list[int] = []
         try:
@@ -218,9 +211,8 @@ class Kept(FunctionStart):
         return self._socket().fileno()
 
     def take_pids(self) -> dict[int, int] | None:
-        """Return the pids by local rank, or ``None`` if the keeper has not sent them yet. Never blocks.
-
-        Raise ``RuntimeError`` if the processes could not be started.
+        """Return the pids by local rank, or ``None`` if the keeper has not sent them yet. Never blocks. Raise
+        ``RuntimeError`` if the processes could not be started.
         """
         told = struct.Struct(f"{len(self._ranks())}i")
         try:
@@ -238,9 +230,8 @@ class Kept(FunctionStart):
         return dict(enumerate(pids))
 
     def watch(self, watcher: Watcher) -> None:
-        """Let the workers call their functions.
-
-        Until now they waited, because the core did not monitor all of them yet.
+        """Let the workers call their functions. Until now they waited, because the core did not monitor all
+        of them yet.
         """
         super().watch(watcher)
         os.write(self._gate, keeper.GO * len(self._pipes))
@@ -284,24 +275,21 @@ class Kept(FunctionStart):
         self.finish()
 
     def begin_end(self, linger: float) -> None:
-        """Send a :data:`keeper.WORD`, so that the keeper ends its workers and exits.
-
-        A second call kills processes that are still running.
+        """Send a :data:`keeper.WORD`, so that the keeper ends its workers and exits. A second call kills
+        processes that are still running.
         """
         if self._control is not None:
             # If the connection is broken, the keeper has exited.
             with suppress(BrokenPipeError, ConnectionResetError):
                 self._control.send(keeper.WORD.pack(linger))
         if self._keeper is not None and not self._has_told_pids:
-            # Interrupt the keeper's imports. Do not use SIGKILL, because the keeper may have workers to kill
-            # first.
+            # Interrupt the keeper's imports. Not with SIGKILL, because it may have workers to kill first.
             with suppress(ProcessLookupError):
                 if self.keeper_pidfd != -1:
                     signal.pidfd_send_signal(self.keeper_pidfd, keeper.IMPORT_NO_MORE)
                 else:
                     os.kill(self._keeper, keeper.IMPORT_NO_MORE)
-                # Stop the processes that the imports have started. The keeper may not have created its
-                # process group yet.
+                # Stop the processes of the imports. The keeper may not have created its process group yet.
                 os.killpg(self._keeper, keeper.IMPORT_NO_MORE)
         if self.keeper_pidfd != -1:
             # Resume a stopped keeper (SIGSTOP), because it can neither read messages nor exit.
@@ -309,10 +297,9 @@ class Kept(FunctionStart):
                 signal.pidfd_send_signal(self.keeper_pidfd, signal.SIGCONT)
 
     def finish(self, patience: float = PATIENCE) -> None:
-        """Wait until the keeper has exited, and release all resources. Idempotent.
-
-        After ``patience`` seconds, kill the keeper and do not wait any longer, because a keeper that hangs in
-        the kernel cannot exit.
+        """Wait until the keeper has exited, and release all resources. Idempotent. After ``patience``
+        seconds, kill the keeper and do not wait any longer, because a keeper that hangs in the kernel cannot
+        exit.
         """
         if self._keeper is not None:
             if self.keeper_pidfd == -1 or has_ended(self.keeper_pidfd, patience):
@@ -356,8 +343,7 @@ class Fork(Kept):
     """Runs functions in forks of this process. Arguments can have any type, because they are not pickled."""
 
     def _start_keeper(self, statuses: list[int], control: int, gate: int) -> int:
-        # The workers detect through this pipe that the program has exited, by
-        # `multiprocessing.parent_process()`.
+        # Through this pipe, `multiprocessing.parent_process()` of the workers detects the program's exit.
         sentinel, writer = os.pipe()
         self._ours.append(writer)
         try:
@@ -443,9 +429,8 @@ class ForkServer(Kept):
 
 
 class _RunForked(Value):
-    """Callable that runs a multiprocessing process object in a fork.
-
-    The pipe ``sentinel`` ends when the program exits.
+    """Callable that runs a multiprocessing process object in a fork. The pipe ``sentinel`` ends when the
+    program exits.
     """
 
     process: BaseProcess

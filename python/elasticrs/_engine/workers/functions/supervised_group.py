@@ -32,24 +32,21 @@ GRACE = 30.0
 """Seconds between SIGTERM and SIGKILL if a process has failed."""
 
 DRAIN_TIMEOUT = 10.0
-"""Seconds that a finished group waits until a slow console has shown all output.
-
-The log files are complete in any case.
+"""Seconds that a finished group waits until a slow console has shown all output. The log files are complete
+in any case.
 """
 
 LATE = 1.0
-"""Maximum number of seconds for which events that are already pending are handled after a wait.
-
-There is a limit because a descriptor may stay readable forever.
+"""Maximum number of seconds for which events that are already pending are handled after a wait. There is a
+limit because a descriptor may stay readable forever.
 """
 
 _LOOK = 0.1
 """Seconds between polls of programs that other code has started."""
 
 _KILL_LIMIT = 10.0
-"""Seconds to wait for the exit of such programs after SIGKILL.
-
-The wait is limited, because a program may hang in the kernel.
+"""Seconds to wait for the exit of such programs after SIGKILL. The wait is limited, because a program may
+hang in the kernel.
 """
 
 _END_SLACK = 45.0
@@ -83,11 +80,10 @@ def not_started(text: str, number: int | None) -> NotStartedError:
 
 
 class SupervisedGroup:
-    """Group of processes that this class starts, and whose events it records in ``log``.
-
-    A stop signal goes to the process group of each worker. If ``stop_scope`` is ``"worker"``, a stop signal
-    other than SIGKILL goes to the worker alone at first, and to the rest of its process group when the worker
-    has exited. ``on_fd`` is called in the thread that waits for events.
+    """Group of processes that this class starts, and whose events it records in ``log``. A stop signal goes
+    to the process group of each worker. If ``stop_scope`` is ``"worker"``, a stop signal other than SIGKILL
+    goes to the worker alone at first, and to the rest of its process group when the worker has exited.
+    ``on_fd`` is called in the thread that waits for events.
     """
 
     def __init__(self, *, stop_scope: str = "group") -> None:
@@ -126,11 +122,8 @@ class SupervisedGroup:
             raise not_started(text, self._failure.errno)
 
     def adopt(self, pids: Mapping[int, int], statuses: Sequence[int]) -> None:
-        """Monitor processes of another parent, before they run the functions.
-
-        The parent writes their exit statuses to the pipes ``statuses``.
-
-        Raise ``RuntimeError`` if one of them has already exited.
+        """Monitor processes of another parent, before they run the functions. The parent writes their exit
+        statuses to the pipes ``statuses``. Raise ``RuntimeError`` if one of them has already exited.
         """
         try:
             are_ours = adopt(self._running(), pids, statuses)
@@ -154,7 +147,6 @@ class SupervisedGroup:
         return self.log.has_ended
 
     def wait(self, timeout: float) -> None:
-        """Wait for at most ``timeout`` seconds until the group has ended."""
         self.wait_until(lambda: self.has_ended, timeout)
 
     def wait_until(self, is_met: Callable[[], bool], timeout: float | None = None) -> bool:
@@ -249,9 +241,8 @@ class SupervisedGroup:
 
 
 class SupervisedProcess:
-    """One process of a group, with the interface of :class:`subprocess.Popen`.
-
-    If it ``is_alone`` in the group, its end closes the group.
+    """One process of a group, with the interface of :class:`subprocess.Popen`. If it ``is_alone`` in the
+    group, its end closes the group.
     """
 
     def __init__(
@@ -286,8 +277,7 @@ class SupervisedProcess:
         return code
 
     def send_signal(self, sig: int) -> None:
-        # The process may have exited before the event of its exit arrives. The signal would then reach only
-        # leftover processes of its process group.
+        # If the process has exited without an event so far, the signal would only reach leftover processes.
         if self.poll() is None and not _has_exited(self.pid):
             self._group.signal(int(sig), self._local_rank)
 
@@ -333,10 +323,9 @@ class _PolledExit(Value):
 
 
 class PolledGroup:
-    """Group of programs that other code has started. They have to be polled.
-
-    Each of the ``handlers``, by local rank, has torch's interface: ``proc`` is like
-    :class:`subprocess.Popen`, and ``close`` sends a signal.
+    """Group of programs that other code has started. They have to be polled. Each of the ``handlers``, by
+    local rank, has torch's interface: ``proc`` is like :class:`subprocess.Popen`, and ``close`` sends a
+    signal.
     """
 
     def __init__(self, handlers: dict[int, Any]) -> None:
@@ -363,9 +352,8 @@ class PolledGroup:
                 self.log.append(_PolledExit(rank, handler.proc.pid, exitcode, *seen), _core.WorkerExited)
 
     def stop(self, death_sig: int, timeout: float) -> None:
-        """Send a signal to the programs, and SIGKILL after ``timeout`` seconds.
-
-        Limit the wait after that as well.
+        """Send a signal to the programs, and SIGKILL after ``timeout`` seconds. Limit the wait after that as
+        well.
         """
         self._send(death_sig)
         self._wait_for_exits(timeout)

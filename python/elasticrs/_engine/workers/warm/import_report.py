@@ -45,8 +45,7 @@ class LeftOut(Value):
 
 class Ready(Value):
     """Result of preloading modules. ``prefixes`` are the folders of the standard library and installed
-    packages. The interpreter's own folder is not included, because applications may be below it, as in
-    ``/usr/src``.
+    packages, but not the interpreter's own folder, because applications may be below it, as in ``/usr/src``.
     """
 
     seconds: float
@@ -137,7 +136,6 @@ def _shown(name: str) -> str:
 class Sources:
     """Times and sizes of files, recorded to detect later changes: of the user's ``own`` modules, of
     ``installed`` modules, and of ``signs``, which are files and folders that every installation changes.
-
     ``stamps`` are the times and sizes that the nursery reported, ``prefixes`` the folders of installed
     modules, ``names`` the imported modules.
     """
@@ -146,8 +144,7 @@ class Sources:
         folders = [prefix.rstrip(os.sep) for prefix in dict.fromkeys(prefixes)]
         inside = tuple(folder + os.sep for folder in folders)
         files = {path: found for path, found in stamps.items() if path.rstrip(os.sep) not in folders}
-        # Check the files that changed during the imports in each call, because `signs` may be newer than the
-        # imports.
+        # Check files that changed during the imports in each call: `signs` may be newer than the imports.
         always = touched(files)
         self.installed = {
             path: found for path, found in files.items() if path.startswith(inside) and path not in always

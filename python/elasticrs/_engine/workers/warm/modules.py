@@ -106,8 +106,7 @@ def _of_list(names: Sequence[str], entry: Entry) -> Preload:
         else:
             chosen.append(name)
     plan = _Plan(entry)
-    # Ignore errors here, because an explicit list of modules needs the script only for the statements before
-    # its imports.
+    # Ignore errors: an explicit list needs the script only for the statements before its imports.
     with suppress(OSError, *_CANNOT_PARSE):
         plan.read_entry()
     tops = {_top(name) for name in chosen}
@@ -160,7 +159,6 @@ def _of_source(entry: Entry) -> Preload:
 
 class _Plan:
     """Preload steps, derived from the source of a script and of the user's own modules that it imports.
-
     ``unknown`` is the first statement whose effect is unknown, if any. ``steps`` and their ``modules`` are
     those before it, ``left_out`` are the modules that are imported after it. ``folders`` are those in which
     Python looks for modules, with those that the script adds to ``sys.path``.
@@ -179,7 +177,6 @@ class _Plan:
 
     @property
     def text(self) -> bytes:
-        """All sources that were read."""
         return b"\n".join(self._sources.values())
 
     def read_entry(self) -> None:
@@ -277,11 +274,9 @@ def _read(path: str) -> bytes:
 
 
 def _why_not_lazily(text: bytes, known: AbstractSet[str]) -> str | None:
-    """Return why the modules in :data:`LAZY` cannot be preloaded; ``None`` if they can be.
-
-    These modules read environment variables. Without preloading, functions of the program may set the
-    variables first. The variables in ``known`` are no reason, because the preloading process sets them
-    itself.
+    """Return why the modules in :data:`LAZY` cannot be preloaded; ``None`` if they can be. They read
+    environment variables, which functions of the program may set first. The preloading process itself sets
+    those in ``known``.
     """
     import re
 
@@ -301,7 +296,6 @@ _ISOLATED = "IES"
 
 class Entry(Value):
     """Code that the workers run first. ``name`` is its name as the user wrote it. ``path`` may be unknown.
-
     Modules in ``folders`` are not preloaded; each worker imports them itself. ``interpreter`` is ``None`` for
     the interpreter of this process. ``why_cold`` is the reason why no module can be preloaded; ``None`` if
     modules can be. ``package`` is the package for relative imports.
@@ -323,8 +317,7 @@ def entry_of_command(command: Sequence[str]) -> Entry:
     if program not in (sys.executable, os.environ.get("PYTHON_EXEC")) and not name.startswith("python"):
         return Entry(name, why_cold=f"{name} is not a Python interpreter")
     interpreter = None if program == sys.executable else program
-    # Reject a script as interpreter: it could remove `PYTHONPATH`, and the preloading process would then run
-    # the user's program.
+    # Reject a script as interpreter: it could remove `PYTHONPATH`, and then run the user's program.
     if is_script_file(program):
         return Entry(name, why_cold=f"{name} is a script, which may start Python in another way")
     found = parse_python(arguments)
@@ -446,9 +439,8 @@ def found_spec(top: str) -> ModuleSpec | None:
 
 
 def is_beside(top: str, folders: Sequence[str]) -> bool:
-    """Return true if a name without dots refers to a module of the user's own in one of these folders. A
-    folder without ``__init__.py``, such as a folder of data sets, counts only if no other module has this
-    name, because Python prefers a regular module anywhere on its path.
+    """Return true if a name without dots refers to a module in one of these folders. A folder without
+    ``__init__.py``, such as one of data sets, counts only if no other module has this name, as in Python.
     """
     spec = PathFinder.find_spec(top, list(folders))
     if spec is None or spec.has_location:

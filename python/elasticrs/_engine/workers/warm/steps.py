@@ -64,9 +64,7 @@ _CONTEXTS = ("contextlib.nullcontext()", "contextlib.suppress()")
 
 
 class Import(Value):
-    """Import of a module, ``a.b`` or ``a.b:c`` (``c`` from ``a.b``). ``is_certain`` is false if the statement
-    may not run.
-    """
+    """Import of ``a.b``, or of ``c`` from it (``a.b:c``). If not ``is_certain``, it may not run."""
 
     name: str
     is_certain: bool = True
@@ -89,9 +87,8 @@ class Unknown(Value):
 
 
 def steps(source: bytes, package: str = "", *, file: str = "", is_main: bool = True) -> Iterator[Step]:
-    """Yield the top-level statements of a source that can affect imports, in execution order. Without
-    ``package``, skip relative imports. If the source cannot be parsed, raise ``SyntaxError``, ``ValueError``,
-    ``RecursionError`` or ``MemoryError``.
+    """Yield the statements that can affect imports, in execution order. Without ``package``, skip relative
+    imports. Raise ``SyntaxError``, ``ValueError``, ``RecursionError`` or ``MemoryError`` if parsing fails.
     """
     with warnings.catch_warnings():
         # Suppress the parser's warnings, because the worker prints them when it compiles the script.
@@ -282,8 +279,7 @@ class _Reader:
         if not self._are_harmless([node.value]):
             return False
         if isinstance(node, _ast.AugAssign):
-            # Check which object the name refers to, because `paths = sys.path; paths += ["…"]` changes
-            # `sys.path`.
+            # Check which object the name refers to: `paths = sys.path; paths += ["…"]` changes `sys.path`.
             known = self._path(node.target) if isinstance(node.target, _ast.Name) else ""
             return known in (None, _CONTAINER, _TEXT)
         path, text = self._path(node.value), self._text(node.value)
