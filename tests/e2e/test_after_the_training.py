@@ -68,7 +68,7 @@ RETURNED = r"RETURNED rank=(\d) world=(\d) pid=(\d+) life=(\d) step=(\d) weights
 
 @pytest.fixture
 def job(launch, worker_script, tmp_path):
-    """Yield two functions. The first starts 3 workers, one of which dies at a gate (a FIFO). The second opens
+    """Yield two functions. The first starts 2 workers, one of which dies at a gate (a FIFO). The second opens
     a gate.
     """
     gates = {name: tmp_path / name for name in ("ALL_HAVE_RETURNED", "MAY_EXIT")}
@@ -77,7 +77,7 @@ def job(launch, worker_script, tmp_path):
 
     def start(*, folder="", kind="saved", everybody_exits="no", victim="1", restarts=1):
         return launch(
-            *("--standalone", "--nproc-per-node=3", f"--max-restarts={restarts}"),
+            *("--standalone", "--nproc-per-node=2", f"--max-restarts={restarts}"),
             *("--on-failure=replace", "--warm=torch", worker_script(SCRIPT)),
             *(str(folder), kind, everybody_exits, victim),
             env={name: str(path) for name, path in gates.items()},
@@ -101,7 +101,7 @@ def returned(job, count):
 
 def others_exit(job, victim="1"):
     """Wait until all workers except the victim have returned from the training and exited."""
-    for each in returned(job, 3):
+    for each in returned(job, 2):
         if each[1] != victim:
             assert procs.wait_gone(int(each[3]))
 
@@ -109,12 +109,12 @@ def others_exit(job, victim="1"):
 def test_a_replacement_gets_the_final_state_from_a_live_worker(job):
     start, open_gate = job
     running = start(victim="01", restarts=2)
-    assert {each[1] for each in returned(running, 3)} == {"0", "1", "2"}
+    assert {each[1] for each in returned(running, 2)} == {"0", "1"}
     replaced = set()
-    for count in (4, 5):
+    for count in (3, 4):
         open_gate("ALL_HAVE_RETURNED", 1)
         late = returned(running, count)[-1]
-        assert late.group(2, 4, 5, 6) == ("3", "1", "5", "5.0")
+        assert late.group(2, 4, 5, 6) == ("2", "1", "5", "5.0")
         replaced.add(late[1])
     # Each replacement has the rank of the dead worker.
     assert replaced == {"0", "1"}
@@ -127,7 +127,7 @@ def test_a_replacement_loads_the_final_checkpoint_if_all_other_workers_exited(jo
     running = start(folder=tmp_path / "checkpoints", everybody_exits="yes")
     others_exit(running)
     open_gate("ALL_HAVE_RETURNED")
-    assert returned(running, 4)[-1].group(1, 4, 5, 6) == ("1", "1", "5", "5.0")
+    assert returned(running, 3)[-1].group(1, 4, 5, 6) == ("1", "1", "5", "5.0")
     running.exits(0)
 
 
@@ -141,12 +141,12 @@ def test_a_replacement_loads_the_final_checkpoint_if_all_other_workers_exited(jo
 def test_the_job_fails_if_a_replacement_cannot_get_the_final_state(job, order, reason):
     start, open_gate = job
     running = start(**order)
-    others_exit(running) if "everybody_exits" in order else returned(running, 3)
+    others_exit(running) if "everybody_exits" in order else returned(running, 2)
     open_gate("ALL_HAVE_RETURNED")
     running.wait_for_line("training had ended", "stderr")
     running.exits(1)
     assert reason in running.stderr
-    assert len(re.findall(RETURNED, running.stdout)) == 3, "nobody returned an untrained state"
+    assert len(re.findall(RETURNED, running.stdout)) == 2, "nobody returned an untrained state"
 
 
 def test_the_job_fails_if_the_node_of_rank_0_is_lost_during_the_final_save(launch, worker_script, tmp_path):

@@ -65,6 +65,8 @@ def test_torchs_own_process_group_forms_at_the_endpoint(launch, tmp_path):
         "dist.destroy_process_group()\n"
     )
     options = ("--nnodes=1", "--nproc-per-node=2", "--rdzv-backend=c10d")
-    launched = launch(*options, f"--rdzv-endpoint=localhost:{port}", script, "localhost", port)
+    # With elasticrun, torch is imported once for both workers.
+    env = {"PET_WARM": "torch"}
+    launched = launch(*options, f"--rdzv-endpoint=localhost:{port}", script, "localhost", port, env=env)
     assert launched.wait() == 0, launched.stderr
     assert launched.stdout.count("SUM 2") == 2

@@ -158,7 +158,9 @@ LOADS = """
 
 
 def test_all_ranks_save_while_their_data_loaders_run(launch, worker_script, tmp_path):
-    launched = launch("--nproc-per-node", "2", worker_script(LOADS), str(tmp_path))
+    # The nursery imports torch once for both ranks.
+    options = ("--nproc-per-node", "2", "--warm=torch")
+    launched = launch(*options, worker_script(LOADS), str(tmp_path))
     launched.wait_for_lines("TRAINS", 2)
     launched.signal(signal.SIGTERM)
     launched.exits(1)

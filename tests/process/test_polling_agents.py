@@ -225,10 +225,13 @@ def test_agents_with_identical_workers_get_the_right_ranks(node):
 
 
 @KINDS
-def test_a_failure_on_one_node_restarts_all_nodes_on_another_port(node):
-    first, second = node(0), node(1)
+def test_a_new_node_costs_no_restart_and_a_failure_restarts_all_nodes_on_another_port(node):
+    first = node(0, "1:3")
+    assert ranks(first.round())[0] == ["0/1"]
+    second = node(1, "1:3")
     before = first.round()
-    second.round()
+    assert (ranks(before)[0], left(before)) == (["0/2"], "left=1")
+    assert ranks(second.round())[0] == ["1/2"]
     second.workers_exit(3)
     again, other = first.round(), second.round()
     # Only the node whose workers failed has used a restart, as in torch.
@@ -247,19 +250,6 @@ def test_a_finished_node_restarts_if_another_node_fails(node):
     second.workers_exit(3)
     assert left(first.round()) == "left=1"
     second.round()
-    for each in (first, second):
-        each.workers_exit(0)
-    assert [each.result() for each in (first, second)] == ["SUCCEEDED", "SUCCEEDED"]
-
-
-@KINDS
-def test_a_new_node_joins_without_costing_a_restart(node):
-    first = node(0, "1:3")
-    assert ranks(first.round())[0] == ["0/1"]
-    second = node(1, "1:3")
-    told = first.round()
-    assert (ranks(told)[0], left(told)) == (["0/2"], "left=1")
-    assert ranks(second.round())[0] == ["1/2"]
     for each in (first, second):
         each.workers_exit(0)
     assert [each.result() for each in (first, second)] == ["SUCCEEDED", "SUCCEEDED"]

@@ -52,18 +52,34 @@ def run(launch, worker_script, tmp_path):
 
 
 @pytest.mark.torch
-def test_records_decide_everywhere_if_heartbeats_point_to_another_rank(run, tmp_path):
-    # Rank 2 is a step behind, but it waits for rank 1.
-    source = step("heartbeat(8); load_batch()", f"rank == 2 or heartbeat(8); {REDUCE}")
+def test_records_of_each_attempt_decide_everywhere_if_heartbeats_point_to_another_rank(run, tmp_path):
+    # In both attempts, rank 2 is a step behind, but it waits for the rank that does not enter. In the second
+    # attempt, this is another rank, and the collective has a different number.
+    source = f"""{STEP}
+    if attempt == 1:
+        {REDUCE}
+    rank == 2 or heartbeat(8)
+    if rank == 1 - attempt:
+        load_batch()
+    {REDUCE}
+    """
     report = tmp_path / "report.json"
     launched = run(source, f"--report=file:{report}", "--max-restarts=1").exits(1)
     lines = launched.stderr.splitlines()
     told = [line for line in lines if "keeps the other ranks waiting" in line or "others stopped; " in line]
-    assert [line.split(" (pid")[0] for line in told] == ["elasticrs: rank 1"] * 3
-    says(launched.stderr, "failed after", "rank 1 of 3: hung: ", "rank 1 did not enter it")
-    assert "rank      : 1 (local_rank: 1)" in launched.stderr
+    assert [line.split(" (pid")[0] for line in told] == [f"elasticrs: rank {rank}" for rank in (1, 1, 0)]
+    for rank, named, number in ((1, "elasticrs: rank 1 (pid ", 2), (0, "rank 0 of 3", 3)):
+        line = line_with(launched.stderr, named, "hung: no heartbeat")
+        waits = f"2 of 3 ranks wait in all_reduce #{number} of the default group (worker.py:"
+        says(line, waits, f"; rank {rank} did not enter it: ")
+        says(line, "it is in wait (threading.py:", "called at worker.py:")
+    says(launched.stderr, "failed after", "rank 0 of 3: hung: ", "rank 0 did not enter it")
+    assert "rank      : 0 (local_rank: 0)" in launched.stderr
     assert "rank 2 of 3" not in launched.stderr
-    assert json.loads(report.read_text())["root_cause"] == 1
+    assert "flight.py" not in launched.stderr
+    assert json.loads(report.read_text())["root_cause"] == 0
+    assert len(list(tmp_path.glob("logs/*/attempt_*/*/error.json.flight"))) == 6
+    assert not list(tmp_path.glob("logs/*/attempt_*/*/*.flight_requests"))
 
 
 @pytest.mark.torch
@@ -84,14 +100,10 @@ def test_no_rank_is_named_if_the_records_do_not_decide(run, tmp_path):
     assert json.loads(report.read_text())["root_cause"] is None
 
 
-EXITS = {"leaves": "os._exit(0)", "returns": "sys.exit(0)"}
-
-
 @pytest.mark.torch
-@pytest.mark.parametrize("limit", [(), ("--hang-timeout=600",)])
-@pytest.mark.parametrize("how", EXITS)
+@pytest.mark.parametrize(("how", "limit"), [("sys.exit(0)", ()), ("os._exit(0)", ("--hang-timeout=600",))])
 def test_a_rank_that_exits_early_with_code_0_is_the_root_cause(launch, worker_script, how, limit):
-    source = step(EXITS[how]).replace("import os,", "import os, sys,")
+    source = step(how).replace("import os,", "import os, sys,")
     options = ("--warm=torch", "--nproc-per-node=3", *limit)
     launched = launch(*options, worker_script(source), env={"OMP_NUM_THREADS": "1"}).exits(1)
     says(launched.stderr, "rank 1 of 3: exited with code 0 at ", "while others still waited for it")
@@ -102,8 +114,8 @@ def test_a_rank_that_exits_early_with_code_0_is_the_root_cause(launch, worker_sc
 
 @pytest.mark.torch
 def test_a_rank_that_holds_the_gil_has_no_record(run):
-    launched = run(step(HOLDS_THE_GIL), warm="off").exits(1)
-    says(launched.stderr, "2 of 3 ranks wait in all_reduce #2", "rank 1", "no answer in time")
+    launched = run(step(HOLDS_THE_GIL), nproc=2, warm="off").exits(1)
+    says(launched.stderr, "rank 0 waits in all_reduce #2", "rank 1", "no answer in time")
 
 
 def test_the_report_contains_no_flight_record_diagnosis_without_torch(run, tmp_path):
@@ -119,44 +131,13 @@ def test_the_report_contains_no_flight_record_diagnosis_without_torch(run, tmp_p
     assert not list(tmp_path.glob("logs/*/attempt_0/*/*.flight*"))
 
 
-@pytest.mark.torch
-def test_the_missing_rank_is_named_from_the_records_of_its_own_attempt(run, tmp_path):
-    # In the second attempt, another rank does not enter, and the collective has a different number.
-    source = f"""{STEP}
-    if attempt == 1:
-        {REDUCE}
-    if rank == 1 - attempt:
-        load_batch()
-    {REDUCE}
-    """
-    launched = run(source, "--max-restarts=1").exits(1)
-    for rank, named, number in ((1, "elasticrs: rank 1 (pid ", 2), (0, "rank 0 of 3", 3)):
-        line = line_with(launched.stderr, named, "hung: no heartbeat")
-        waits = f"2 of 3 ranks wait in all_reduce #{number} of the default group (worker.py:"
-        says(line, waits, f"; rank {rank} did not enter it: ")
-        says(line, "it is in wait (threading.py:", "called at worker.py:")
-    assert "rank      : 0 (local_rank: 0)" in launched.stderr
-    assert "flight.py" not in launched.stderr
-    assert len(list(tmp_path.glob("logs/*/attempt_*/*/error.json.flight"))) == 6
-    assert not list(tmp_path.glob("logs/*/attempt_*/*/*.flight_requests"))
-
-
 COLLECTIVE_FAILS = ("--hang-timeout=600", "--exit-timeout=60")
 """A rank that exits more slowly has no diagnosis, and an exit may take over ten seconds on a busy machine."""
 
 
 @pytest.mark.torch
 def test_the_rank_that_made_a_collective_time_out_is_named(run):
-    launched = run(timing_out.script(1), *COLLECTIVE_FAILS).exits(1)
-    says(launched.stderr, "RuntimeError: ", "imed out waiting")
-    says(launched.stderr, "2 of 3 ranks wait in all_reduce #2 of the default group", "; rank 1 did not enter")
-    says(launched.stderr, "rank 1 of 3: made a collective of the others fail; ")
-    root = launched.stderr[launched.stderr.index("Root Cause") :]
-    assert "rank      : 1 (local_rank: 1)" in root
-
-
-@pytest.mark.torch
-def test_a_flight_record_written_before_the_exception_is_used(run):
+    # Rank 0 raises at once. The flight record of rank 2 is older than its exception.
     raises_late = f"""try:
     {REDUCE}
 except RuntimeError:
@@ -164,7 +145,11 @@ except RuntimeError:
         select.select([], [], [], 0.01)
     raise"""
     launched = run(timing_out.script(1, reduces=raises_late), *COLLECTIVE_FAILS).exits(1)
+    says(launched.stderr, "RuntimeError: ", "imed out waiting")
     says(launched.stderr, "2 of 3 ranks wait in all_reduce #2 of the default group", "; rank 1 did not enter")
+    says(launched.stderr, "rank 1 of 3: made a collective of the others fail; ")
+    root = launched.stderr[launched.stderr.index("Root Cause") :]
+    assert "rank      : 1 (local_rank: 1)" in root
 
 
 @pytest.mark.torch
