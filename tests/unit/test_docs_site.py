@@ -77,7 +77,8 @@ def names_of(module):
     if package == "elasticrs.rendezvous" and last in TORCHS:
         return set()  # The module is torch's own.
     path = ROOT / "python" / module.replace(".", "/")
-    source = (path / "__init__.py") if path.is_dir() else path.with_suffix(".py")
+    package = path / "__init__.py"
+    source = package if package.exists() else path.with_suffix(".py")
     text = source.read_text(encoding="utf-8")
     stated = re.search(r"^__all__ = \[(.*?)\]", text, re.DOTALL | re.MULTILINE)
     names = set(re.findall(r'"(\w+)"', stated[1])) if stated else set()
