@@ -37,11 +37,14 @@ def test_two_nodes_form_a_job_and_finish(hosts, multinode, is_ipv6_only):
 
 @pytest.mark.beyond_torchrun
 def test_ranks_follow_the_natural_order_of_host_names(hosts, multinode):
-    machines = hosts(11)
-    job = multinode(machines[0], "11")
+    # As text, node10 and node11 come before node2.
+    numbers = (1, 2, 10, 11)
+    every = hosts(11)
+    machines = [every[number - 1] for number in numbers]
+    job = multinode(machines[0], "4")
     agents = job.start(*reversed(machines))
     workers = job.formed(*agents, timeout=60)
-    assert [each.host for each in workers] == [f"node{number}" for number in range(1, 12)]
+    assert [each.host for each in workers] == [f"node{number}" for number in numbers]
     job.finish(agents, workers, timeout=60)
 
 

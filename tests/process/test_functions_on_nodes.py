@@ -79,15 +79,23 @@ def let_workers_go_on(port):
     store.close()
 
 
-def test_each_node_returns_the_values_of_its_ranks_by_global_rank(nodes):
+def test_each_node_returns_new_values_by_global_rank_after_a_restart(nodes):
     functions = """
 def work(base):
+    meet()
+    if own("TORCHELASTIC_RESTART_COUNT") == 0:
+        if own("RANK") == 0:
+            sys.exit(3)
+        signal.pause()
     store = os.environ["TORCHELASTIC_USE_AGENT_STORE"]
-    return [base + own("RANK"), own("WORLD_SIZE"), own("GROUP_RANK"), store]
+    names = ("WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RESTART_COUNT")
+    return [base + own("RANK"), *map(own, names), store]
 """
-    main = "tell(**{str(rank): value for rank, value in launch(work, 100, nodes=(3, 3)).items()})"
+    main = """
+tell(**{str(rank): value for rank, value in launch(work, 100, nodes=(3, 3), restarts=1).items()})
+"""
     assert all_told(nodes(functions, main, 0, 1, 2)) == [
-        {str(rank): [100 + rank, 6, rank // 2, "True"] for rank in (2 * node, 2 * node + 1)}
+        {str(rank): [100 + rank, 6, rank // 2, 1, "True"] for rank in (2 * node, 2 * node + 1)}
         for node in range(3)
     ]
 
@@ -141,20 +149,6 @@ except ChildFailedError as error:
     assert all_told(started) == [{"rank": 3, "code": 0, "text": SILENT}] * 2
     for each in started:
         each.wait_for_line(rf"rank 3 .*on node .* {SILENT}")
-
-
-def test_all_nodes_return_new_values_after_a_restart(nodes):
-    functions = """
-def work():
-    meet()
-    if own("TORCHELASTIC_RESTART_COUNT") == 0:
-        if own("RANK") == 0:
-            sys.exit(3)
-        signal.pause()
-    return own("TORCHELASTIC_RESTART_COUNT")
-"""
-    main = "tell(**{str(rank): value for rank, value in launch(work, restarts=1).items()})"
-    assert all_told(nodes(functions, main, 0, 1)) == [{"0": 1, "1": 1}, {"2": 1, "3": 1}]
 
 
 def test_a_spare_node_returns_no_values(nodes, port):
