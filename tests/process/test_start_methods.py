@@ -54,14 +54,6 @@ def wait():
     os.write(1, f"RUNS {os.getpid()} {child.pid}\\n".encode())
     signal.pause()
 
-def leave():
-    os._exit(0)
-
-def leave_once():
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        leave()
-    return 1
-
 def possessions():
     with open(f"/proc/self/task/{os.getpid()}/children") as children:
         return len(os.listdir("/proc/self/fd")), sorted(children.read().split())
@@ -87,6 +79,12 @@ def host(request, host_program, tmp_path):
     return lambda main, functions="": host_program(
         HOST + functions, main, str(tmp_path / "logs"), *request.param
     )
+
+
+def all_told(launched):
+    """Wait for the program to exit with code 0, and return the values of each of its calls of ``tell``."""
+    told(launched)
+    return [json.loads(values) for values in re.findall("^TOLD (.*)$", launched.stdout, re.MULTILINE)]
 
 
 def test_functions_return_values_or_their_first_failure_and_leak_nothing(host):
@@ -116,8 +114,7 @@ class Broken(DefaultLogsSpecs):
         return found
 """,
     )
-    cannot_start = told(launched)
-    returned, restarted, failed, _ = map(json.loads, re.findall("^TOLD (.*)$", launched.stdout, re.MULTILINE))
+    returned, restarted, failed, cannot_start = all_told(launched)
     assert returned == {"values": {"0": 300_000, "1": 300_000}}
     assert "[trainer1]:here 1" in launched.stdout
     assert restarted["after"] == restarted["before"] == cannot_start["after"]
@@ -138,21 +135,6 @@ except SignalException as error:
     assert told(launched) == {"signal": "SIGTERM", "is_restored": True}
     assert "SIGTERM" in launched.stderr
     procs.assert_gone(int(pid) for line in lines for pid in line.groups())
-
-
-def test_an_exit_without_a_value_is_a_failure_and_can_be_restarted(host):
-    launched = host("""
-tell(values=sorted(launch(leave_once, restarts=1).values()))
-try:
-    launch(leave)
-except ChildFailedError as error:
-    codes = [found.exitcode for found in error.failures.values()]
-    tell(codes=codes, text=error.get_first_failure()[1].message)
-""")
-    found = told(launched)
-    assert 'TOLD {"values": [1, 1]}' in launched.stdout
-    assert found == {"codes": [0, 0], "text": SILENT}
-    assert re.search(SILENT + r"; restarting\D* 1 of 1\b", launched.stderr)
 
 
 @FORKSERVER
@@ -251,18 +233,38 @@ if __name__ == "__mp_main__":
     assert found["leaked"] == 0
 
 
-def test_a_hung_function_worker_fails(host):
+def test_workers_that_exit_without_a_value_hang_or_raise_and_do_not_exit_fail(host):
     launched = host(
         """
 from elasticrs.timer import heartbeat
+tell(values=sorted(launch(leave_once, restarts=1).values()))
+try:
+    launch(leave)
+except ChildFailedError as error:
+    codes = [found.exitcode for found in error.failures.values()]
+    tell(codes=codes, text=error.get_first_failure()[1].message)
 heartbeat(7)  # of no worker
 try:
     launch(hang, hang_timeout=1)
 except ChildFailedError as error:
     failure = error.failures[1]
     tell(ranks=sorted(error.failures), code=failure.exitcode, text=failure.message, stack=failure.stack)
+try:
+    launch(hold, exit_timeout=2)
+except ChildFailedError as error:
+    rank, failure = error.get_first_failure()
+    text = str(failure.error_file_data)
+    tell(rank=rank, code=failure.exitcode, text=text, note=failure.note, stack=failure.stack)
 """,
         """
+def leave():
+    os._exit(0)
+
+def leave_once():
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        leave()
+    return 1
+
 def hang():
     from elasticrs.timer import heartbeat
     pipe = os.pipe()
@@ -272,26 +274,7 @@ def hang():
         os.read(pipe[0], 1)
     with heartbeat.section("the others may take any time", limit=None):
         os.read(pipe[0], 1)
-""",
-    )
-    found = told(launched)
-    assert (1 in found["ranks"], found["code"]) == (True, -9)
-    assert "hung: no heartbeat for" in found["text"]
-    assert "step 1" in found["text"]
-    assert "in hang" in found["stack"]
 
-
-def test_a_function_worker_that_raised_but_does_not_exit_fails(host):
-    launched = host(
-        """
-try:
-    launch(hold, exit_timeout=2)
-except ChildFailedError as error:
-    rank, failure = error.get_first_failure()
-    text = str(failure.error_file_data)
-    tell(rank=rank, code=failure.exitcode, text=text, note=failure.note, stack=failure.stack)
-""",
-        """
 def hold():
     import threading
     pipe = os.pipe()
@@ -303,11 +286,20 @@ def hold():
     raise ValueError("no such batch")
 """,
     )
-    found = told(launched)
-    assert (found["rank"], found["code"]) == (1, -9)
-    assert "ValueError: no such batch" in found["text"]
-    assert "2 s" in found["note"]
-    assert "in upload" in found["stack"]
+    restarted, silent, hung, held = all_told(launched)
+    assert restarted == {"values": [1, 1]}
+    assert silent == {"codes": [0, 0], "text": SILENT}
+    assert re.search(SILENT + r"; restarting\D* 1 of 1\b", launched.stderr)
+
+    assert (1 in hung["ranks"], hung["code"]) == (True, -9)
+    assert "hung: no heartbeat for" in hung["text"]
+    assert "step 1" in hung["text"]
+    assert "in hang" in hung["stack"]
+
+    assert (held["rank"], held["code"]) == (1, -9)
+    assert "ValueError: no such batch" in held["text"]
+    assert "2 s" in held["note"]
+    assert "in upload" in held["stack"]
 
 
 LAUNCH = """
