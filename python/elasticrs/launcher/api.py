@@ -190,8 +190,7 @@ def launch_agent(
         health_check_server=health_check_server,
         signals_to_handle=config.signals_to_handle,
     )
-    # As in torch, agents and contexts that this program or its children create later use the configuration's
-    # signals, too.
+    # As in torch, agents and contexts that this program or its children create later use these signals, too.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
     alive_callback = getattr(health_check_server, "alive_callback", None)
     if isinstance(alive_callback, _AliveCallbackProxy):

@@ -55,16 +55,11 @@ _ERRORS: dict[str, type[RendezvousError]] = {
 }
 
 _MANY = 2**31 - 1
-"""Maximum number of restarts for the rendezvous.
-
-It is never reached, because an agent that polls counts restarts itself.
-"""
+"""Maximum number of restarts: never reached, because an agent that polls counts restarts itself."""
 
 _TICK = 60.0
 _LAST_WORD = 1.0
-"""Seconds to wait, after this node's workers have finished, until the leader (the node that decides for all)
-reports success.
-"""
+"""Seconds to wait, after this node's workers have finished, until the leader reports success."""
 
 _MARGIN = 5.0
 _FAREWELL_TICK = 0.01
@@ -234,10 +229,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
         return knows
 
     def _leave_kept_store(self) -> bool:
-        """Close the job's store if this process hosts it.
-
-        Return true if all nodes have read the outcome of the job.
-        """
+        """Close the job's store if hosted here. Return true if all nodes have read the job's outcome."""
         deadline = time.monotonic() + self.rendezvous.settings.close_timeout
         while (is_needed := self.kept.is_needed()) and time.monotonic() < deadline:
             time.sleep(_FAREWELL_TICK)
@@ -362,8 +354,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     def _work(self) -> None:
         with self._news:
-            # If an exception interrupts `next_rendezvous` early, a second thread may be started. Only one of
-            # them may work.
+            # A second thread may start if an exception interrupts `next_rendezvous` early. Only one may work.
             if self._thread is not None or self._driver is None:
                 return
             self._thread = threading.current_thread()
@@ -379,8 +370,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
                 poll = select.poll()
                 for fd in fds:
                     poll.register(fd, select.POLLIN)
-                # Round the time up, because a timer that is due in less than 1 ms would otherwise cause a
-                # busy loop.
+                # Round up, because a timer that is due in less than 1 ms would otherwise cause a busy loop.
                 poll.poll(int(seconds * 1000) + 1)
                 with suppress(BlockingIOError):
                     os.eventfd_read(self._wake)

@@ -77,10 +77,7 @@ class OneNodeRendezvous(RendezvousHandler):
         return RendezvousInfo(open_store(), 0, 1, RendezvousStoreInfo(self.address, port))
 
     def open_shared_store(self) -> Store:
-        """Return the store of the current round.
-
-        Its server starts when it is first used, because few jobs use it.
-        """
+        """Return the current round's store, whose server starts at first use, because few jobs use it."""
         if self._store is None:
             from elasticrs._engine.nodes.transport.store import Requests
             from elasticrs.store import Store
@@ -105,7 +102,6 @@ class OneNodeRendezvous(RendezvousHandler):
 
     def next_round(self) -> Callable[[], Store]:
         """Begin a round for a caller that assigns the ranks itself. Return the function that opens its store.
-
         Raise ``RendezvousClosedError`` after :meth:`set_closed`.
         """
         if self._is_closed:

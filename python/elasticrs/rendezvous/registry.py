@@ -92,10 +92,7 @@ def _register_from_package(name: str, words: Words) -> bool:
 
 
 def _register_out_of_tree_handlers() -> None:
-    """Register the rendezvous handlers of all installed packages, as an import of torch does.
-
-    Warn if a handler cannot be loaded.
-    """
+    """Register handlers of installed packages, as an import of torch does. Warn if one cannot be loaded."""
     from importlib import metadata
 
     for name in {entry.name for group in GROUPS for entry in metadata.entry_points(group=group)}:

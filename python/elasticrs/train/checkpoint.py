@@ -122,9 +122,8 @@ class CheckpointSaver:
 
     @prof
     def load_checkpoint(self, state: State, rank: int) -> bool:
-        """Load the newest checkpoint, if any, on rank 0. Return true on all workers if there was one.
-
-        If rank 0 cannot load it, all workers raise ``CheckpointError``.
+        """Load the newest checkpoint, if any, on rank 0. Return true on all workers if there was one. If rank
+        0 cannot load it, all workers raise ``CheckpointError``.
         """
         found, trouble, reason = 0, None, b""
         if rank == 0:
@@ -344,10 +343,7 @@ class FileSystemCheckpointManager(CheckpointManager):
         return found
 
     def add(self, unfinished: str) -> str:
-        """Rename a written directory to the next checkpoint number, and return its new path.
-
-        Then remove old checkpoints, as far as possible.
-        """
+        """Rename a written directory to the next number, return its path, and remove old checkpoints."""
         numbers = self._numbers()
         number = numbers[0] + 1 if numbers else 0
         while True:

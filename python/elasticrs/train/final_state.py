@@ -51,20 +51,14 @@ TRANSFER_TIMEOUT = 30.0
 """Timeout in seconds for a transfer that receives no data."""
 
 MIN_RATE = 1 << 20
-"""Minimum average rate of a transfer, in bytes per second.
-
-The time limit of a transfer is its size divided by this rate, plus :data:`TRANSFER_TIMEOUT`.
-"""
+"""Minimum rate in bytes per second. A transfer's time limit is size / rate + :data:`TRANSFER_TIMEOUT`."""
 
 _BLOCK = 1 << 20
 _END, _SEAT, _LATE = "end", "seat/", "late"
 
 
 class LateWorker(Value):
-    """Rank and final state for a process that starts after the training.
-
-    If its rank is new, ``world_size`` includes it.
-    """
+    """Rank and final state for a process that starts after training. ``world_size`` includes a new rank."""
 
     rank: int
     world_size: int
@@ -86,9 +80,8 @@ def publish(
     *,
     in_checkpoint: bool,
 ) -> None:
-    """Serve a copy of the final state, if any, and publish its address. Raise ``DistError`` or ``OSError``.
-
-    The server listens on the network interface that leads to ``near``, the host and port of another worker.
+    """Serve a copy of the final state, if any, on the network interface that leads to ``near`` (host and port
+    of another worker), and publish its address. Raise ``DistError`` or ``OSError``.
     """
     _take_seat(store, rank, content, near)
     store.set(_END, json.dumps({"world_size": world_size, "in_checkpoint": in_checkpoint}))
@@ -96,7 +89,6 @@ def publish(
 
 def join_late(store: Store, *, is_protected: bool) -> LateWorker | None:
     """Get a rank and the final state, if one was published, and serve it. Raise ``DistError`` or ``OSError``.
-
     ``is_protected``: the store accepts only clients that know the job's token.
     """
     if not store.check([_END]):
@@ -176,10 +168,8 @@ def stop_serving() -> None:
 
 
 def serving_address(near: str, local: str) -> tuple[str, str]:
-    """Return the address to listen on and the address to publish.
-
-    ``local`` is the local address of the route to another worker, ``near``. If that is a loopback address,
-    publish the machine's name instead, which other machines can resolve.
+    """Return the address to listen on and the address to publish. If ``local``, the local address of the
+    route to another worker (``near``), is loopback, publish the machine's name, which others can resolve.
     """
     if ipaddress.ip_address(local).is_loopback and near != "localhost":
         with suppress(ValueError):
@@ -245,8 +235,7 @@ def _download(seat: dict[str, Any]) -> bytes | None:
 
 
 def _after_fork_in_child() -> None:
-    # Close the server in a forked child. Otherwise, the child would keep the port open after its parent's
-    # death, without answering requests.
+    # Close the server in a forked child, which would keep the port open without answering requests.
     while _servers:
         _servers.pop().server_close()
 

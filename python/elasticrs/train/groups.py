@@ -38,20 +38,14 @@ if TYPE_CHECKING:
 
 _ESTABLISHED, _SYN_SENT, _CLOSE_WAIT, _LISTEN = 1, 2, 8, 10
 LAST_RESORT = 4.0
-"""Seconds to wait before :meth:`shut_others`.
-
-Longer than :data:`CONNECT_TIMEOUT`, because connecting cannot be aborted.
-"""
+"""Seconds before :meth:`shut_others`, more than :data:`CONNECT_TIMEOUT`: connecting cannot be aborted."""
 
 _TALKING = {_ESTABLISHED, _SYN_SENT, _CLOSE_WAIT}
 """TCP states in which a shutdown aborts communication. LISTEN is excluded because of GROUPS-1."""
 
 
 class Connections:
-    """TCP connections of this worker's process groups. Thread-safe.
-
-    ``store_port`` is the port of the groups' store, if known.
-    """
+    """TCP connections of this worker's groups. Thread-safe. ``store_port``: port of their store, if known."""
 
     def __init__(self, store_port: int | None = None) -> None:
         self._store_port = store_port
@@ -78,10 +72,8 @@ class Connections:
             self._before = self._recording_since = None
 
     def _is_of_group(self, fd: int, inode: int) -> bool:
-        """Return true if gloo opened this socket, or if it is a connection to the round's store.
-
-        Gloo's sockets can be recognized, because they have ``SO_REUSEADDR`` but not
-        close-on-exec, unlike those of nearly every client library.
+        """Return true if gloo opened this socket, or if it is a connection to the round's store. Unlike those
+        of nearly every client library, gloo's sockets have ``SO_REUSEADDR`` but not close-on-exec.
         """
         try:
             is_kept_by_exec = not fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
@@ -106,7 +98,6 @@ class Connections:
 
     def leave_to_parent(self, ports: set[int]) -> None:
         """In a forked child, replace the sockets of groups and those on ``ports`` with ``/dev/null``.
-
         Otherwise, the parent's peers would not notice its death while a child lives.
         """
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
@@ -116,10 +107,9 @@ class Connections:
         os.close(null)
 
     def knock(self, world_size: int) -> int:
-        """Unblock the main thread if it waits for dead peers while a gloo group is created.
-
-        Connect once for each peer, and send the peer's number, as gloo does. Return the number of listening
-        sockets that were connected to. Do nothing if file descriptors could run out, or without TCP.
+        """Unblock the main thread if it waits for dead peers while a gloo group is created. Connect once for
+        each peer, and send the peer's number, as gloo does. Return the number of listening sockets that were
+        connected to. Do nothing if file descriptors could run out, or without TCP.
         """
         before, sockets = self._before, _sockets()
         room = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
@@ -235,16 +225,10 @@ def _knock(family: int, address: Any, count: int) -> None:
 
 
 MEETING_TIMEOUT = 10.0
-"""Time limit for creating a group, in seconds. 0.1 s are added for each worker.
-
-If a peer dies before it has connected, nothing but this limit ends the wait for it.
-"""
+"""Limit in seconds (plus 0.1 per worker) for creating a group. Nothing else ends the wait for a dead peer."""
 
 CONNECT_TIMEOUT = 3.0
-"""Time limit, in seconds, for connecting torch's store client.
-
-If the store has exited, the client retries until then, and cannot be interrupted.
-"""
+"""Limit in seconds for connecting torch's store client, which cannot be interrupted while it retries."""
 
 
 def connect(host: str, port: int, is_broken: Callable[[], bool]) -> Any:
@@ -323,17 +307,15 @@ def destroy() -> None:
     if distributed.is_initialized():
         distributed.destroy_process_group()
     if _hooks and sys.excepthook is _hooks[0]:
-        # Remove the hook of the previous group. Otherwise, each group would add one, and the old ones would
-        # print the rank of an earlier round.
+        # Remove the previous group's hook, because each group adds one, which prints the rank of its round.
         sys.excepthook = _hooks[1]
     _hooks.clear()
     _reset_names()
 
 
 def abort() -> None:
-    """Abort the collectives of all NCCL groups from any thread. Gloo's connections are shut down instead.
-
-    A single call aborts all groups, because communicators that are aborted one by one wait for each other.
+    """Abort the collectives of all NCCL groups from any thread. Gloo's connections are shut down instead. A
+    single call aborts all groups, because communicators that are aborted one by one wait for each other.
     """
     from torch import distributed
 

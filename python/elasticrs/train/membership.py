@@ -63,16 +63,12 @@ _END_TIMEOUT = 5.0
 """Seconds to wait for other workers, or for a thread, when this worker leaves a round or the job."""
 
 _NEWS_TIMEOUT = 0.1
-"""Seconds to wait for the store's report of a lost member after an error.
-
-Without such a report, this worker counts as the cause of its error.
-"""
+"""Seconds to wait for the report of a lost member after an error. Without one, this worker is the cause."""
 
 
 class Round(Record):
-    """A rendezvous round: the workers that train together until one joins or leaves.
-
-    Rounds are counted from 1. The workers' watching threads exchange messages through the ``board``.
+    """A rendezvous round: the workers that train together until one joins or leaves. Round numbers start at
+    1. The workers' watching threads exchange messages through the ``board``.
     """
 
     number: int
@@ -190,7 +186,6 @@ class Membership:
 
     def create_group(self, backend: str, store: Any, timeout: datetime.timedelta) -> None:
         """Create the default process group, whose collectives can be aborted. ``timeout`` is for collectives.
-
         Raise ``RuntimeError`` if the round has ended.
         """
         current = self._joined()
@@ -222,7 +217,6 @@ class Membership:
 
     def was_broken_off(self, *, is_meeting: bool) -> bool:
         """Return true if another worker's loss or failure ended the round and caused this worker's error.
-
         Return false at once if all connections are open, unless groups are being created (``is_meeting``).
         Otherwise, wait until the store has reported a loss, because a lease may have to expire first.
         """
@@ -251,10 +245,7 @@ class Membership:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Return a context manager in whose block this worker may be slow, without being ended for it.
-
-        The block must not use collectives.
-        """
+        """Give this worker unlimited time in a ``with`` block, which must not use collectives."""
         self._is_alone = True
         try:
             yield
@@ -343,10 +334,9 @@ class Membership:
         self._end_thread()
 
     def shutdown(self) -> None:
-        """Leave the round, and release all resources. Unless this worker has left the job, close the job.
-
-        All workers call this after their last barrier. Closing aborts collectives, so each worker first waits
-        up to 5 s until the others have passed that barrier. A process that hosts the store waits about
+        """Leave the round, and release all resources. Unless this worker has left the job, close the job. All
+        workers call this after their last barrier. Closing aborts collectives, so each worker first waits up
+        to 5 s until the others have passed that barrier. A process that hosts the store waits about
         ``close_timeout`` seconds longer.
         """
         self._finish()

@@ -190,10 +190,7 @@ class CoordinatorP2P(Coordinator):
         return [json.loads(each) for each in self._gather(json.dumps(list(numbers)))]
 
     def _gather(self, own: str) -> list[bytes]:
-        """Send a text to all workers, and return every worker's text, ordered by rank.
-
-        The texts are sent over the store, because a step may be using collectives.
-        """
+        """Exchange texts (ordered by rank) over the store, because a step may be using collectives."""
         store = self._joined_store()
         last, self._gathered = self._gathered, self._gathered + 1
         keys = [f"elasticrs/{self._gathered}/{rank}" for rank in range(self.world_size)]

@@ -46,24 +46,17 @@ _EXPECTED = "elasticrs://HOST:PORT/JOB?min_workers=N&max_workers=M or etcd://HOS
 _MANY = 2**31 - 1
 
 STUCK_TIMEOUT = 10.0
-"""Time limit for leaving a broken round, in seconds.
-
-Twice the longest time between two step boundaries so far is added.
-"""
+"""Limit in seconds for leaving a broken round, plus twice the longest time between step boundaries so far."""
 
 KEEP_ALIVE = "0.4"
-"""Seconds between two keep-alives of a worker, of which five may be missed before its lease expires.
-
-Shorter than an agent's. A reset connection does not prove that the worker has died, so the others wait until
-the lease has expired. If a living worker is taken for dead, that costs only one step.
+"""Seconds between two keep-alives of a worker, of which five may be missed before its lease expires. Shorter
+than an agent's. A reset connection does not prove that the worker has died, so the others wait until the
+lease has expired. If a living worker is taken for dead, that costs only one step.
 """
 
 
 class WorkerRendezvous(Value):
-    """Settings of the rendezvous of workers, from its URL.
-
-    ``notices`` are messages to show to the user.
-    """
+    """Settings of the rendezvous of workers, from its URL. ``notices`` are messages to show to the user."""
 
     url: str
     rendezvous: Rendezvous
@@ -80,11 +73,10 @@ def parse(
     *,
     may_host: bool = True,
 ) -> WorkerRendezvous:
-    """Parse a rendezvous URL. Raise ``UsageError`` with one line for the user if it is invalid.
-
-    The settings differ from those of nodes. Any number of consecutive rounds may fail, workers wait until a
-    hung worker has exited, and leases are shorter. ``most`` limits ``max_workers``. ``source`` is the name of
-    the option that contains the URL, for error messages.
+    """Parse a rendezvous URL. Raise ``UsageError`` with one line for the user if it is invalid. The settings
+    differ from those of nodes. Any number of consecutive rounds may fail, workers wait until a hung worker
+    has exited, and leases are shorter. ``most`` limits ``max_workers``. ``source`` is the name of the option
+    that contains the URL, for error messages.
     """
     words = Words(
         source, f"{source}: the address", "min_workers:max_workers", "rank", f"{source}: the job", source
@@ -209,16 +201,10 @@ URL_VARIABLE = "ELASTICRS_TRAIN"
 TOKEN_OF_URL_VARIABLE = "ELASTICRS_TRAIN_TOKEN"
 
 MEMBER_VARIABLE = "ELASTICRS_TRAIN_MEMBER"
-"""Environment variable with the agent's name for this worker.
-
-For a replacement, it also contains the name of its predecessor.
-"""
+"""Environment variable with the agent's name for this worker and, for a replacement, its predecessor's."""
 
 JOB_VARIABLE = "ELASTICRS_TRAIN_JOB"
-"""Environment variable with the job name under which the workers meet in the store.
-
-It differs from the name in the URL, under which the agents meet.
-"""
+"""Variable with the job name under which the workers meet in the store. The URL has the agents' one."""
 
 _OF_EVERY_WORKER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _ADDRESS_KEY = "elasticrs/train"
@@ -239,10 +225,8 @@ def rendezvous_of_agent() -> WorkerRendezvous:
 
 @cache
 def _rendezvous_at_rank_0() -> WorkerRendezvous:
-    """Return the settings for a job whose agents restart all workers. Rank 0 hosts the store.
-
-    The settings are read from the environment variables of torch's ``env://`` store. They are cached, because
-    the next rendezvous changes these variables.
+    """Return the settings for a job whose agents restart all workers. Rank 0 hosts the store. They are read
+    from torch's ``env://`` variables, and cached, because the next rendezvous changes these.
     """
     if not all(name in os.environ for name in _OF_EVERY_WORKER):
         raise RuntimeError(

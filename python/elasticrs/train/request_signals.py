@@ -26,10 +26,7 @@ if TYPE_CHECKING:
     from elasticrs.train.coordinator import Coordinator
 
 MEETING_LIMIT = 5.0
-"""Seconds after which a leaving worker exits if it is in no round.
-
-It does not wait longer for the others, because they may be leaving as well.
-"""
+"""Seconds after which a leaving worker exits if it is in no round: the others may be leaving as well."""
 
 _TICK = 0.25
 _ASKING = (signal.SIGTERM, signal.SIGUSR1)
@@ -85,10 +82,7 @@ class RequestSignals:
 
 
 def is_default(signum: int) -> bool:
-    """Return true if the signal has its default action.
-
-    Read ``/proc``, because Python does not know handlers that native code has set.
-    """
+    """Read in ``/proc`` whether a signal has its default action: Python misses handlers of native code."""
     if signal.getsignal(signum) != signal.SIG_DFL:
         return False
     try:

@@ -403,8 +403,7 @@ class _Run:
 
     def _leave_round(self, is_saved: bool | None) -> Event:
         """Leave the round. First save a requested checkpoint, unless the step has saved one (``is_saved``).
-
-        All workers have completed the step, so the step is not rolled back if the save is aborted.
+        The step is not rolled back if the save is aborted, because all workers have completed it.
         """
         coordinator, self._snapshot = self._coordinator, _NOTHING
         if self._checkpoints is not None and coordinator.should_save_before_meeting():

@@ -95,10 +95,9 @@ class SimpleWorkerStats(WorkerStats):
 
 
 def load_from_peer(state: State, stream: IO[bytes], *, is_protected: bool) -> None:
-    """Load what another worker's :meth:`State.save` wrote.
-
-    ``is_protected``: only processes with the job's token could have chosen the content. Otherwise,
-    :meth:`State.load` raises ``UnpicklingError`` for objects that are not tensors or plain containers.
+    """Load what another worker's :meth:`State.save` wrote. Unless ``is_protected`` (only processes with the
+    job's token could have chosen the content), :meth:`State.load` raises ``UnpicklingError`` for objects that
+    are not tensors or plain containers.
     """
     if type(state).load is State.load:
         _load(state, stream, may_run_code=is_protected)

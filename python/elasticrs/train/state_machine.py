@@ -158,9 +158,8 @@ class Vote(Record):
 
 
 def have_ended_together(votes: Sequence[Vote]) -> bool:
-    """Return true if all workers are at the same step, and one has run out of data.
-
-    Always false in a program that was not written for torchelastic 0.1.
+    """Return true if all workers are at the same step, and one has run out of data. Always false in a program
+    that was not written for torchelastic 0.1.
     """
     first = votes[0]
     return (
@@ -202,14 +201,11 @@ AT_ONCE = 0
 
 
 class LeaveStep(Record):
-    """Progress of one worker within a round, and the step after which it leaves the round.
-
-    The owner must hold a lock while it uses this object.
+    """Progress of one worker within a round, and its leave step. Hold a lock while using this object.
 
     Args:
         done: number of boundaries that the worker has passed.
-        cap: boundary that the worker does not pass before the leave step is known; ``None`` if no change is
-            due.
+        cap: boundary that the worker does not pass before ``at`` is known; ``None`` if no change is due.
         at: the leave step; ``None`` if it is not known.
         saves: true if all workers save a checkpoint at the leave step.
     """

@@ -61,9 +61,7 @@ def is_in_file(config: Mapping[str, object]) -> bool:
 
 
 def check_backend(backend: str, words: Words = COMMAND_LINE, others: Iterable[str] = ()) -> str:
-    """Return the kind of a back end. For an unknown name, raise :class:`.UsageError`. Its message lists the
-    valid names, including those in ``others``.
-    """
+    """Return the kind of a back end, or raise :class:`.UsageError` with the valid names and ``others``."""
     found = BACKENDS.get(backend)
     if found is not None:
         return found
@@ -86,8 +84,7 @@ def describe(
 ) -> tuple[Rendezvous | None, list[str]]:
     """Return a ``Rendezvous`` with the user's settings (``None`` if a single node needs none), and messages
     to the user. Raise :class:`.UsageError` for settings that are found invalid offline. The caller has
-    already checked ``nodes`` (minimum and maximum). ``grace`` is the number of seconds that workers may take
-    to stop.
+    checked ``nodes`` (minimum and maximum). Workers may take ``grace`` seconds to stop.
     """
     kind = check_backend(backend, words)
     low, high = nodes

@@ -49,9 +49,8 @@ _NAMES = 1 << 62
 """Tag of the request for the nodes' names. The state machine's tags count from 1, so it ignores the reply."""
 
 MOST_NAMES = 10 * MEMBERS_PER_TXN
-"""Maximum number of nodes whose names an agent reads from the store. There is a limit because, if all agents
-are asked for their status, each reads all names: the bytes that the store sends grow with the square of the
-number of nodes.
+"""Maximum number of nodes whose names an agent reads from the store. If all agents are asked for their
+status, each reads all names: the bytes sent grow with the square of the number of nodes.
 """
 
 
@@ -115,7 +114,6 @@ class LentPort:
         return True
 
     def take_back(self) -> bool:
-        """Take the port back from the workers. On failure, return false and set :attr:`trouble`."""
         if self._is_lent:
             try:
                 self._store.listen_again()
@@ -140,8 +138,7 @@ class LentPort:
 class Driver:
     """Driver of one agent's rendezvous state machine. Raises :class:`.UsageError` for an unusable endpoint.
     Without a ``supervisor``, a separate thread serves the stores. Without ``use_agent_store``, rank 0 serves
-    the workers' store on a port that its agent reserves. ``workers`` are arguments of :class:`.ThisAgent`
-    that describe the workers.
+    the workers' store on a port that its agent reserves.
     """
 
     def __init__(
@@ -179,9 +176,8 @@ class Driver:
         return None if self._member is None else self._member.last_head
 
     def node_names(self, *, asks: bool = False) -> list[str] | None:
-        """Return the names of the round's nodes, by group rank; ``None`` while they are unknown. The leader
-        always knows them. Any other agent requests them from the store when ``asks`` is first true in a
-        round.
+        """Return the names of the round's nodes, by group rank; ``None`` while they are unknown. Only the
+        leader always knows them. Others request them from the store when ``asks`` is first true in a round.
         """
         member, head = self._member, self.last_head
         leader = None if member is None else member.leader
@@ -298,8 +294,7 @@ class Driver:
 
     def group_over(self, event: Event) -> list[LoopAction]:
         """Report with ``event`` that all worker processes have exited. With ``static``, first take the
-        store's port back from the workers. As long as that fails, hold back the events that lead to the next
-        round.
+        store's port back. Until that succeeds, hold back the events that lead to the next round.
         """
         if self._port.take_back():
             return self.tell(event)
@@ -410,9 +405,8 @@ class Driver:
 
 
 def names_of(table: Iterable[Entry], prefix: str, size: int) -> list[str] | None:
-    """Return the names in a round's table of members, by group rank. ``prefix`` is the prefix of the table's
-    keys. Return ``None`` if the table is damaged or does not contain ``size`` members, for example because it
-    was deleted.
+    """Return the names in a round's table of members (keys with ``prefix``), by group rank; ``None`` if the
+    table is damaged or incomplete, for example because it was deleted.
     """
     parts: dict[int, bytes] = {}
     for entry in table:

@@ -47,9 +47,7 @@ ANY_PORT = (("127.0.0.1", 0),)
 
 _LOOPBACK = ("127.0.0.1", "::1")
 _ELSEWHERE = ((_socket.AF_INET, "192.0.2.1"), (_socket.AF_INET6, "2001:db8::1"))
-"""Addresses that are reserved for documentation, so no machine has them. The kernel's route to them shows
-which of this machine's addresses it uses for other networks.
-"""
+"""Addresses for documentation, which no machine has. The route to them shows this machine's own address."""
 
 
 class Hosting(Value):
@@ -78,14 +76,12 @@ class Hosting(Value):
 
 
 def decide_hosting(rendezvous: Rendezvous, resolver: SystemResolver) -> Hosting:
-    """Decide whether this agent hosts the store. Blocks until the name servers respond.
-
-    Raises :class:`.UsageError` if no other node could use the endpoint: its host is an unspecified address,
-    or its port is 0 and its host is another machine.
+    """Decide whether this agent hosts the store. Blocks until the name servers respond. Raises
+    :class:`.UsageError` if no other node could use the endpoint: its host is unspecified, or another machine
+    with port 0.
     """
     if rendezvous.etcd is not None:
-        # This node's connection to etcd may have a loopback address, so find an address that other machines
-        # reach.
+        # Find an address that others reach, because the connection to etcd may have a loopback address.
         address = _address_of_own_name(resolver)
         return Hosting((), "the nodes meet in etcd", is_explicit=True, fallback=address)
     return _with_fallback(rendezvous, _decide(rendezvous, resolver), resolver)
@@ -159,8 +155,7 @@ def _with_fallback(rendezvous: Rendezvous, hosting: Hosting, resolver: SystemRes
     fallback = None if is_unspecified(rendezvous.host) or not hosting.may_host else rendezvous.host
     is_own_address = fallback is not None and is_usable_elsewhere(fallback) and resolver.is_local(fallback)
     if fallback is None or (hosting.is_explicit and not is_own_address):
-        # Prefer the address of this machine's name, because the endpoint may be a proxy for the store's port
-        # only.
+        # Prefer the address of this machine's name, because the endpoint may be a proxy for one port.
         fallback = _address_of_own_name(resolver) or fallback
     return hosting.replaced(fallback=fallback)
 
@@ -233,7 +228,6 @@ def host_identity(
             boot = file.read().strip()
         return f"{boot} {os.readlink(network)}"
     except (OSError, UnicodeError):
-        # Without /proc, use the host name.
         return _socket.gethostname()
 
 
@@ -278,9 +272,8 @@ class SystemResolver:
         return None
 
     def is_local(self, address: str) -> bool:
-        """Return true if a numeric address belongs to this machine, so that a server can listen on it. A
-        successful bind does not prove that, because ``ip_nonlocal_bind`` also allows foreign addresses. So
-        also check that the kernel uses the address as the source of connections to it.
+        """Return true if a numeric address belongs to this machine: the kernel uses it as the source of
+        connections to it. A successful bind proves less: ``ip_nonlocal_bind`` also allows foreign addresses.
         """
         family = _socket.AF_INET6 if ":" in address else _socket.AF_INET
         try:

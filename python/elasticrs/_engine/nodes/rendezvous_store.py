@@ -64,17 +64,14 @@ _BY_HAND = (
 """Options that messages to the user recommend, each with the option to name instead for ``static``."""
 
 _CALL_TIMEOUT = 1.0
-"""Seconds to wait for a name lookup or for a store's reply. If the time is over, the next attempt to connect
-tries again.
-"""
+"""Seconds to wait for a name lookup or for a store's reply. The next attempt to connect tries again."""
 
 _BEFORE_MEETING = ("refused", "unreachable")
 """Kinds of connection loss that suggest a wrong endpoint if this agent has never been connected."""
 
 
 _ANY_RUN = ""
-"""Run id that only a store for all jobs accepts. A store that an agent hosts silently closes the connection.
-"""
+"""Run id that only a store for all jobs accepts. An agent's store silently closes the connection."""
 
 
 class CannotHost(Exception):  # noqa: N818 -- a statement, told to the user
@@ -82,9 +79,7 @@ class CannotHost(Exception):  # noqa: N818 -- a statement, told to the user
 
 
 class KeptState(Record):
-    """State that an agent keeps between its runs, including an open rendezvous store with the jobs of all
-    runs.
-    """
+    """State that an agent keeps between runs, such as an open rendezvous store with the jobs of all runs."""
 
     runs: int = 0
     server: Server | None = None
@@ -118,7 +113,6 @@ class RendezvousStore:
         self._hosting: hosting.Hosting = found
         self._kept = kept
         self.job = rendezvous.job or rendezvous.run_id
-        """Name of the job in the store."""
         # Name of the job whose lease in etcd holds the keys that outlive a session, the same for all runs.
         # Workers use another job name, because they cannot attach keys to the agents' lease.
         self._lasting = self.job
@@ -137,8 +131,7 @@ class RendezvousStore:
         self._shared: Store | None = None
         self._notices: list[Notice] = []
         self._led_to: tuple[str, int] | None = None
-        # With ``static``, open the store that the nodes share before a round, because during the round the
-        # workers use the port.
+        # With ``static``, open the nodes' shared store before a round, during which workers use the port.
         self._shares_early = rendezvous.is_static and (kept is not None or supervisor is None)
 
     @staticmethod
@@ -184,8 +177,7 @@ class RendezvousStore:
             self._lead_workers(None)
         except OSError as error:
             if error.errno == errno.EADDRINUSE and not self._hosting.is_explicit:
-                # The port is taken, so another agent probably hosts the store. Become a client. If no agent
-                # hosts the store, connecting will fail.
+                # The port is taken, probably by another agent that hosts the store. Become a client.
                 self._host_alone()
                 return
             option, other = "--rdzv-endpoint HOST:PORT", ""
@@ -203,15 +195,13 @@ class RendezvousStore:
             run_id=self._rendezvous.run_id,
             token=self._rendezvous.settings.token,
             max_connections=self._rendezvous.max_connections,
-            # If the store is kept for later runs, it may outlive the supervisor, so do not serve it in the
-            # supervisor's thread.
+            # A store kept for later runs may outlive the supervisor's thread, so do not serve it there.
             supervisor=self._supervisor if self._kept is None else None,
         )
 
     def _host_alone(self) -> None:
-        """Serve the store at a free port, because the endpoint's port is taken, and this job needs no other
-        node. Do nothing if a store for all jobs has the port, because an agent that waits at that store may
-        later replace this agent.
+        """Serve the store at a free port: the endpoint's port is taken, and this job needs no other node. Do
+        nothing if a store for all jobs has the port: an agent that waits there may later replace this one.
         """
         if not self._rendezvous.needs_no_other_node or self._ask(self._is_store_of_all_jobs, _CALL_TIMEOUT):
             return
@@ -266,15 +256,13 @@ class RendezvousStore:
         self.send(Txn(0, [], [put]))
 
     def connect(self, *, same: bool = False) -> ConnectionLost | None:
-        """Start to connect to the store. :meth:`take` returns the result later. A failure that is known
-        immediately is returned here. Until this agent has connected once, every attempt except the first
-        decides again whether it hosts the store. With ``same``, the store must be the previous one, or one
-        that continues with its state.
+        """Start to connect; :meth:`take` returns the result. A failure that is known immediately is returned
+        here. Until this agent has connected once, every attempt except the first decides again whether it
+        hosts the store. With ``same``, the store must be the previous one, or continue with its state.
         """
         self.disconnect()
         if self._supervisor is not None:
-            # No workers of the lost session are left, so the nursery (the process that starts the workers)
-            # may close its copy of the connection.
+            # No workers of the lost session are left, so the nursery may close its copy of the connection.
             self._supervisor.release_connection()
         if self._may_decide_again and self._server is None and self._rendezvous.etcd is None:
             question = partial(hosting.decide_again, self._hosting, self._rendezvous, self._resolver)
@@ -290,8 +278,7 @@ class RendezvousStore:
                 self.close_shared_store()
                 self._shared = self._open_store("")
             except DistNetworkError:
-                # Go on without the shared store: if the store is unreachable, opening the agent's own
-                # connection reports the reason.
+                # Go on: if the store is unreachable, opening the agent's own connection reports the reason.
                 self._shared = None
         try:
             self._session = self._connected(self._met if same else None)
@@ -303,8 +290,7 @@ class RendezvousStore:
 
     def _connected(self, met: tuple[bytes, int] | None) -> NativeSession:
         settings, supervisor = self._rendezvous.settings, self._supervisor
-        # Only with a supervisor is there a limit. Without one, the agent polls the client itself, and may be
-        # too busy with workers to do so in time.
+        # Without a supervisor, the agent polls the client itself, and may be too busy to do so in time.
         stall_timeout = settings.stall_timeout if supervisor is not None else None
         more: dict[str, Any]
         if self._rendezvous.etcd is not None:
@@ -334,8 +320,7 @@ class RendezvousStore:
             return self._rendezvous.host, self._rendezvous.port
         address = self._hosting.listen[0][0]
         if is_unspecified(address):
-            # Workers get this address, so prefer IPv4: programs expect it unless the endpoint is an IPv6
-            # address.
+            # Prefer IPv4 for workers, because programs expect it unless the endpoint is an IPv6 address.
             is_v4 = packed(address) == bytes(4) or self._rendezvous.host in ("localhost", "127.0.0.1")
             address = "127.0.0.1" if is_v4 else "::1"
         return address, self._server.port
@@ -356,8 +341,7 @@ class RendezvousStore:
         self._notices.clear()
         for event in self._session.take():
             if isinstance(event, ConnectionLost):
-                # After a failed name lookup, do not decide again who hosts the store, because that would
-                # repeat the lookup, which is slow.
+                # After a failed name lookup, do not decide again, because that would repeat the slow lookup.
                 self._may_decide_again = not self._has_met and event.kind != "resolve"
                 events.append(ConnectionLost(event.kind, self._explained(event)))
             elif isinstance(event, Connected) and self._shares_early and self._shared is None:

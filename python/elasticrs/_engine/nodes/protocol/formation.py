@@ -46,9 +46,7 @@ MEMBERS_PER_TXN = 99
 """Number of members whose slots are written in one transaction, which then has 100 operations."""
 
 MAX_COMPARED = 50
-"""Maximum number of agents that must still be registered for the exclusion of a node to be written. There is
-a limit because a write has at most 125 conditions.
-"""
+"""Maximum number of registrations that an exclusion requires, because a write has at most 125 conditions."""
 
 FIRST_NEWS, LATER_NEWS = 1.0, 30.0
 """Seconds until the first message to the user that nodes are missing, and between later messages."""
@@ -192,10 +190,9 @@ def _tell_of_more(leader: Leader) -> None:
 
 
 def _judged(leader: Leader, head: Head) -> round_outcome.RoundVerdict:
-    """Return the verdict on the finished round. It is cached: computing it takes time proportional to the
-    number of members, and would be repeated for each of many replacement nodes that arrive one by one. The
-    sizes of the view's sets ``slow``, ``missing`` and ``absent`` show whether the cached verdict is outdated.
-    Until the next round, members only stop or leave, so each set only grows or only shrinks.
+    """Return the verdict on the finished round. It is cached, because computing it takes time proportional to
+    the number of members, for each replacement node that arrives. Until the next round, members only stop or
+    leave. So the sizes of the sets ``slow``, ``missing`` and ``absent`` show whether it is outdated.
     """
     member, view = leader.member, leader.view
     sizes = len(view.slow), len(view.missing), len(view.absent)
@@ -253,10 +250,9 @@ def _too_few(leader: Leader) -> str:
 
 
 def _form(leader: Leader, ended: Head | None, alive: list[str]) -> None:
-    """Propose the next round: send its slots, its member table and its head without waiting for replies. Once
-    a condition of these transactions is false, it stays false. So if one of the transactions is rejected, the
-    last, which writes the head (the state of the job), is rejected as well. Slots of a proposal are ignored
-    unless the head names the proposal.
+    """Propose the next round: send its slots, its member table and its head without waiting for replies. A
+    condition that is false stays false. So if one of the transactions is rejected, so is the last, which
+    writes the head. Slots of a proposal are ignored unless the head names the proposal.
     """
     member, view = leader.member, leader.view
     members = _members(view, member.rendezvous.max_nodes)
@@ -353,8 +349,7 @@ def written(link: Link, reply: Reply) -> None:
 def lead(leader: Leader) -> None:
     """Choose and execute the leader's next action. Called after every event that can change the choice."""
     member, view = leader.member, leader.view
-    # The leader's view may contain a newer head (the state of the job) than this agent's own watch has
-    # delivered. Wait until both are the same.
+    # Wait until this agent's own watch has delivered the head (the state of the job) that the view contains.
     if member.link is None or not leader.is_free() or view.head_revision != member.link.head_revision:
         return
     if view.head_revision != leader.of_head:

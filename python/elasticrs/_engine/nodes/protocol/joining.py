@@ -79,9 +79,8 @@ if TYPE_CHECKING:
     )
 
 FORGET_EARLIER = 60
-"""Number of its earlier registrations that an agent deletes when it registers. Older ones need no deletion,
-because earlier registrations have deleted them, and a delayed request that creates one again would have
-arrived by now.
+"""Number of its earlier registrations that an agent deletes when it registers. Older ones are already
+deleted, and a delayed request that creates one again would have arrived by now.
 """
 
 MAX_REFUSAL = MAX_NAME - 8
@@ -290,8 +289,7 @@ def register(member: Member, link: Link) -> None:
     if node_rank is not None:
         is_mine, claim = claim_rank(member, link, node_rank)
         compares.append(is_mine)
-        # Insert the claim of the node rank at the start, because the handler of the reply expects the results
-        # of `Get` and `Predecessor` at the end.
+        # Insert the claim first, because the reply's handler expects `Get` and `Predecessor` at the end.
         ops.insert(0, claim)
         otherwise = [Get(keys.job), Get(claim.key), Get(own)]
     ops.insert(0, Range(neighbors, MAX_NEIGHBORS))
@@ -312,9 +310,8 @@ def earlier_registrations(member: Member, incarnation: int) -> list[Operation]:
 
 
 def look_for_twin(member: Member, reply: Reply) -> None:
-    """Check whether another launch on this host takes part in the job. The user may have intended two
-    independent jobs. Tell the user only if the job is already running. Before, the other launch may just be
-    another node of the same job, started in another session.
+    """Check whether another launch on this host takes part in the job: the user may want two independent
+    jobs. Tell the user only if the job is already running. Before, the launch may be another node of the job.
     """
     neighbors = reply.results[0]
     if member.joining.was_registered or not isinstance(neighbors, Sequence):
@@ -335,8 +332,8 @@ def _launch_of(entry: Entry) -> str | None:
 
 
 def registered(member: Member, link: Link, own: Entry | None) -> None:
-    """Handle a confirmed registration. Its revision is that of the key ``own``, not that of the reply,
-    because the registering transaction (T1) may have been sent twice.
+    """Handle a confirmed registration. If T1 was sent twice, its revision is that of ``own``, not the
+    reply's.
     """
     assert own is not None
     joining = member.joining
@@ -535,9 +532,7 @@ def claim_rank(member: Member, link: Link, node_rank: int) -> tuple[Compare, Put
 
 
 def rank_refused(member: Member, entry: Entry | None) -> None:
-    """Retry to register on a new connection, because another node has this node's rank. ``entry`` is the key
-    of the rank; ``None`` if that has become free.
-    """
+    """Retry on a new connection: another node has the rank, with key ``entry`` (``None`` if free again)."""
     joining = member.joining
     joining.claim = None
     if entry is not None:
@@ -713,9 +708,8 @@ def aborted(member: Member, reply: Reply) -> Entry | None:
 
 
 def _unused(member: Member) -> Outcome:
-    """Return the outcome for a node that a successful job did not need, usually a spare. Report a failure if
-    another launch on this machine was part of the job and the number of nodes is fixed, because the user has
-    probably started two jobs that share a rendezvous, and the second one has not run.
+    """Return the outcome for a node that a successful job did not need, usually a spare. It is a failure if
+    the user has probably started two jobs that share a rendezvous, because this one has not run.
     """
     text = "the job has succeeded without this node"
     is_fixed = member.rendezvous.min_nodes == member.rendezvous.max_nodes

@@ -115,9 +115,8 @@ class View:
         return any(number == self.round for number, _ in self._evidences)
 
     def holds(self, member: str) -> bool:
-        """Return true if a member may still have workers: its last assigned round has started, and it has not
-        reported since that it is idle. The member's own slot decides, because the current round may have been
-        formed without it.
+        """Return true if a member may have workers: it has not reported that it is idle since the round of
+        its slot started. Its own slot decides, because the current round may have been formed without it.
         """
         given = self.slots.get(member, 0)
         if given is None:

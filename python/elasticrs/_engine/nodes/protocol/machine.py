@@ -26,9 +26,8 @@ __all__ = ["Member", "Phase", "step"]
 
 
 def step(member: Member, event: Event, now: int = 0) -> tuple[Member, list[Action]]:
-    """Handle one event. Return this agent's new state, and the actions to execute in order. ``member`` is
-    modified in place, so use only the returned state. ``now`` is the store's wall clock in nanoseconds. It is
-    used only in records for the user, and never compared.
+    """Handle one event. Return the new state (``member`` is modified in place), and the actions in order.
+    ``now`` is the store's wall clock in nanoseconds, for messages and the restart policy only.
     """
     member.now = now
     if not member.has_exited:

@@ -73,7 +73,6 @@ class Link(Record):
         member: name of the registration; empty until this agent requests it.
         create_revision: 0 until the store has confirmed the registration.
         idle: last round after which this agent reported that it has no workers.
-        slot: ranks that the leader has assigned to this member.
         slot_asked: revision of the head (the state of the job) for which this agent last read its slot.
         slot_known: store revision of the reply to that read.
         predecessor: key of the previous registration. If it is deleted, this agent may become the leader.
@@ -115,8 +114,7 @@ class Joining(Record):
         told_of_port: true if the user knows that another program responds at the store's port.
         refusal: why this agent may not join. It reports that to the other nodes before it exits.
         found_round: round of the job when this agent found it; 0 before the first round.
-        has_twin: true if another launch on this host, which may be an independent job by mistake, had joined
-            before.
+        has_twin: true if another launch on this host, perhaps an independent job, had joined before.
     """
 
     begun: int | None = None
@@ -168,9 +166,8 @@ class Done(Record):
 
 
 class RoundAge(Record):
-    """Last round whose start this agent has seen (``seen``), and last round that ran for at least
-    ``short_round`` seconds (``aged``). The age of a round is unknown if this agent did not see its start;
-    then ``was_short`` is ``None``.
+    """Last round whose start this agent saw (``seen``), and last round that ran for ``short_round`` seconds
+    (``aged``). ``was_short`` is ``None`` if this agent did not see the round's start.
     """
 
     seen: int = 0
@@ -203,13 +200,12 @@ class Member:
 
     Attributes:
         last_head: last state of the job received over any connection.
-        workers: workers that may be running on this node.
         done: set while this node has finished and waits for the other nodes.
         findings: what this node found out about the last round in which it had workers.
         serves_only: true if this node has been excluded, but stays to host the store.
         told_end: last round whose workers were stopped gracefully, and the reason that the user has seen.
         judged_round: last round whose verdict this agent has seen.
-        now: the store's wall clock at the current event, in nanoseconds. It is never compared.
+        now: the store's wall clock at the current event, in nanoseconds.
     """
 
     def __init__(self, rendezvous: Rendezvous, agent: ThisAgent) -> None:
@@ -270,9 +266,7 @@ class Member:
 
     @property
     def patience(self) -> float:
-        """Seconds to wait for a new round. Includes the restart delay twice: if the leader is lost, the next
-        leader starts the delay again.
-        """
+        """Seconds to wait for a new round, with the restart delay twice: a new leader starts it again."""
         policy = self.agent.policy
         return self.settings.patience + 2 * max(policy.first_delay, policy.longest_delay)
 
@@ -405,8 +399,7 @@ class Leader(Record):
         sent_at: revision of the view when the last write was sent.
         wait_for: revision that the view must reach before the next decision.
         stalled: true if the store has rejected the last write, and the view has not changed since then.
-        timers: whether each timer has fired, by name. They belong to the head (the state of the job) with
-            revision ``of_head``.
+        timers: whether each timer has fired, by name. They belong to the head with revision ``of_head``.
         count: number of rounds that this leader has proposed.
         judged: inputs of the last verdict on an ended round, and that verdict.
         told: latest value of each kind of news; see :meth:`is_news`.
@@ -478,9 +471,7 @@ class Leader(Record):
         ]
 
     def write(self, then: Sequence[Operation], *compares: Compare) -> None:
-        """Send ``then`` to the store, which executes it if the conditions ``compares`` and :meth:`guards`
-        hold. The leader decides nothing until the reply arrives.
-        """
+        """Send writes that require ``compares`` and :meth:`guards`. Decide nothing before the reply."""
         self.sent_at = self.view.revision
         self.pending = self.member.txn(Purpose.LEAD, [*self.guards(), *compares], then)
 

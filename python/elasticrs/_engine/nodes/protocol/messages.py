@@ -28,9 +28,7 @@ class Begin(Value):
 
 
 class StartFailed(Value):
-    """Event: this node's workers could not be started, and none of their processes is left. If ``transient``,
-    a retry may succeed.
-    """
+    """Event: this node's workers could not be started, and none is left. ``transient``: a retry may help."""
 
     message: str
     transient: bool = False
@@ -63,8 +61,6 @@ class GroupEnded(Value):
 
 
 class TimerFired(Value):
-    """Event: a timer set by :class:`Arm` has fired."""
-
     name: str
 
 
@@ -104,9 +100,7 @@ class StorePortFailed(Value):
 
 
 class Connect(Value):
-    """Action: open a session with the store, for the registration with this incarnation number (1, 2, …).
-    ``Connected`` or ``ConnectionLost`` follows.
-    """
+    """Action: open a session for this incarnation (1, 2, …). ``Connected`` or ``ConnectionLost`` follows."""
 
     incarnation: int
 
@@ -146,7 +140,6 @@ class Stop(Value):
     """Action: stop the workers. :class:`GroupEnded` follows, or :class:`WorkersDone` if they finish earlier.
 
     Args:
-        why: reason, for the log.
         fenced: true to send SIGKILL immediately.
         hung: failure of a hung worker on another node, which may be waiting for a worker of this node.
         planned: true if there is no failure, for example because a node joins or leaves.
@@ -162,9 +155,7 @@ class Stop(Value):
 
 
 class BindStore(Value):
-    """Action: bind a new listener for the workers' store. :class:`StorePort` or :class:`StorePortFailed`
-    follows.
-    """
+    """Action: bind a new listener for the workers' store. ``StorePort`` or ``StorePortFailed`` follows."""
 
 
 class CloseStore(Value):

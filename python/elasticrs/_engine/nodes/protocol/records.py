@@ -52,9 +52,8 @@ def workers_job(run_id: str, job: str, number: int) -> str:
 
 
 def workers_keys(rendezvous: Rendezvous, job: str, number: int) -> Keys:
-    """Return the keys of the workers' own rendezvous. Agents use them to delete the registrations of dead
-    workers. Workers cannot do that, because a broken or refused connection does not prove the death of
-    another worker.
+    """Return the keys of the workers' own rendezvous. Agents delete dead workers' registrations in it.
+    Workers cannot, because a broken or refused connection does not prove another worker's death.
     """
     return Keys(workers_job(rendezvous.run_id, job, number))
 
@@ -115,9 +114,7 @@ class Keys:
         return [DeletePrefix(each) for each in folders]
 
     def store(self, round: int) -> str:  # noqa: A002 -- the field's own word
-        """Return the prefix of the data that the nodes of a round share. This prefix is not below
-        :attr:`prefix`, because leaders watch all keys there. It differs for each job.
-        """
+        """Return the prefix of a round's shared data. It is not below :attr:`prefix`, which leaders watch."""
         return f"{self.prefix[:-1]}%stores/{round}/"
 
     @property
@@ -253,9 +250,7 @@ CAUSE: dict[str, Check] = {
 
 
 def checked_fields(record: Any, checks: Mapping[str, Check], required: Iterable[str]) -> dict[str, Any]:
-    """Return the record's fields that are not null. Raise :class:`DamagedError` if one fails its check in
-    ``checks``, which lists all known fields.
-    """
+    """Return the record's fields that are not null, or raise :class:`DamagedError` if a check fails."""
     if not isinstance(record, dict):
         raise DamagedError(f"{_shown(record)} is not an object")
     found = {name: value for name, value in record.items() if value is not None}
@@ -324,9 +319,7 @@ def cut(text: str, limit: int) -> str:
 
 
 def bound_cause(cause: Mapping[str, Any] | None, limit: int = MAX_CAUSE) -> dict[str, Any] | None:
-    """Shorten a failure's cause to ``limit`` bytes: remove its oldest lines, then cut long text, and finally
-    keep only :data:`CAUSE_FIELDS`.
-    """
+    """Shorten a cause to ``limit`` bytes: drop old lines, then cut text, then keep only ``CAUSE_FIELDS``."""
     if cause is None:
         return None
     bounded = dict(cause)
@@ -362,9 +355,7 @@ GROUNDS = ("stopped", "behind", "elsewhere", "apart", "oldest")
 
 
 def blame_of(cause: Mapping[str, Any] | None) -> tuple[Any, ...] | None:
-    """Return a sort key for a cause that is a hang, smallest for the worker that blocks the others; ``None``
-    for any other cause.
-    """
+    """Return a hang's sort key, smallest for the worker that blocks the others; ``None`` for other causes."""
     ground = cause.get("ground") if cause else None
     if cause is None or ground not in GROUNDS:
         return None
@@ -413,7 +404,6 @@ class Node(Value):
     """Record of an agent's registration in the store.
 
     Args:
-        host: identifier of the host.
         address: local address of this node's connection to the store. Other nodes use ``local_addr`` instead,
             if the user has given it, and ``fallback_addr`` instead of a loopback address.
         hint: number by which the nodes' ranks are ordered. It takes precedence over the node's name.
@@ -544,9 +534,7 @@ class Head(Value):
 
     @staticmethod
     def read(entry: Entry) -> Head:
-        """Decode the head (the state of the job). For a damaged entry, return a head that closes the job as
-        failed, with a reason that names the key.
-        """
+        """Decode the head. If it is damaged, return a closed and failed head whose reason names the key."""
         try:
             return Head.decode(entry.value or b"")
         except DamagedError as error:
@@ -574,9 +562,7 @@ class Seat(Value):
 
 
 class Slot(Value):
-    """Ranks that the leader assigns to a member for a round. They are valid once the head (the state of the
-    job) names the same ``round`` and ``form``.
-    """
+    """Ranks of a member for a round, valid once the head (job state) names this ``round`` and ``form``."""
 
     round: int
     form: str
@@ -689,10 +675,9 @@ _SEAT = (NAME, NAME, ADDRESS)
 
 
 def master_addr(nodes: Sequence[Node]) -> str:
-    """Return an address at which all members reach the first of ``nodes``, which are sorted by group rank. If
-    the user has given no address for that node, use the local address of its connection to the store, because
-    that is known to work. Use a loopback address only if all nodes are on one host, or there is no other
-    address.
+    """Return an address at which all members reach the first of ``nodes``, which are sorted by group rank:
+    the user's, or else the local address of its connection to the store, which is known to work. Use a
+    loopback address only if all nodes are on one host, or there is no other address.
     """
     first = nodes[0]
     if first.local_addr:

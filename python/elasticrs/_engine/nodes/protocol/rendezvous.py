@@ -188,9 +188,7 @@ def command_of_python(words: Sequence[str]) -> Command:
 
 
 def _command_of_name(name: str, arguments: Sequence[str]) -> Command:
-    """Return the command of a program that is given by name. In another directory, the name may mean another
-    program, so the program's path belongs to the command.
-    """
+    """Return the command of a program by name, with its path: elsewhere the name may mean another program."""
     return command_of([name, *arguments], os.path.join(_real(os.curdir), name))
 
 
@@ -212,9 +210,7 @@ def command_of_function(function: Callable[..., object]) -> Command:
 
 
 def difference(ours: Command, theirs: Command, *, is_same_host: bool) -> tuple[str, str] | None:
-    """Return two phrases that describe the first difference between our command and theirs: what we have, and
-    what they have. Return ``None`` if there is no difference.
-    """
+    """Return phrases for our and their side of the commands' first difference; ``None`` if there is none."""
     if ours.user != theirs.user:
         return f"user {ours.user}", f"user {theirs.user}"
     is_elsewhere = ours.place != theirs.place

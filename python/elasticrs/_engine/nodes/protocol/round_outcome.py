@@ -41,9 +41,8 @@ MAX_SETUPS = 3
 
 
 class RoundVerdict(Value):
-    """Verdict on a finished round. It is valid only if the members in ``alive`` are still registered when it
-    is written, because the loss of one of them would explain the failure. If there is a ``reason``, the job
-    ends for it.
+    """Verdict on a finished round. If there is a ``reason``, the job ends for it. The members in ``alive``
+    must still be registered when it is written, because the loss of one of them would explain the failure.
     """
 
     alive: list[str]
@@ -74,9 +73,7 @@ def kind_of(head: Head) -> str:
 
 
 def known_causes(view: View, head: Head) -> list[dict[str, Any]]:
-    """Return one cause for each agent that has reported a failure: its latest report, because that includes
-    the contents of the workers' error files.
-    """
+    """Return the latest cause of each agent that reported one. It includes what workers' error files say."""
     found = [node.cause for node in _reports(view, head) if node.cause is not None]
     first = head.cause
     if first is not None and not any(is_of_same_node(cause, first) for cause in found):
@@ -103,10 +100,8 @@ def first_cause(view: View, head: Head) -> dict[str, Any] | None:
 def diagnosed(
     view: View, head: Head, cause: dict[str, Any] | None
 ) -> tuple[dict[str, Any] | None, str | None]:
-    """Return the cause of a round's failure, and a diagnosis if this is a hang or a failed collective and
-    there are enough flight records.
-
-    If the flight records blame another rank than the heartbeats do, return the cause of that rank, because
+    """Return the cause of a round's failure, and a diagnosis if flight records explain a hang or a failed
+    collective. If they blame another rank than the heartbeats do, return the cause of that rank, because
     heartbeats are weak evidence with one rank per node. If the records are not conclusive, the cause names
     the candidates.
     """
@@ -203,9 +198,8 @@ def judge(
     *,
     min_nodes: int = 1,
 ) -> RoundVerdict:
-    """Decide whether the job continues after a round. Called once every member of the round has stopped or is
-    lost, or after ``settle`` seconds. ``was_short`` tells whether the round was short; ``None`` if this agent
-    did not see its start.
+    """Decide whether the job continues after a round, once its members have stopped or are lost, or after
+    ``settle`` seconds. ``was_short`` is ``None`` if this agent did not see the round's start.
     """
     kind, charged = kind_of(head), is_charged(view, head)
     first, diagnosis = diagnosed(view, head, first_cause(view, head))
@@ -216,8 +210,7 @@ def judge(
         nodes=head.size,
         now=now_ns / 1e9,
         ran=None if was_short is None else 0.0 if was_short else STEADY,
-        # Derive the random part of the delay from the name of the round, because a decision may depend only
-        # on data in the store.
+        # Derive the delay's random part from the round's name: a decision depends only on data in the store.
         jitter=zlib.crc32(f"{head.form}/{head.round}".encode()) / 0xFFFFFFFF,
         unfit=tuple((node.name, node.unfit) for node in _reports(view, head) if node.unfit is not None),
         bound=tuple(_bound_nodes(view)),

@@ -86,9 +86,7 @@ def take_slot(member: Member, link: Link, entry: Entry) -> None:
 
 
 def _slot_damaged(member: Member, link: Link, error: DamagedError) -> None:
-    """Handle this member's slot (its ranks) if it is unreadable: register again to get a new slot, unless
-    workers are running, because they have ranks already.
-    """
+    """Handle an unreadable slot: register again to get a new one, unless workers run and so have ranks."""
     text = damage(member.keys.slot(link.member), error)
     if member.phase in (Phase.IDLE, Phase.CONNECTING):
         fence(member, text)
@@ -231,9 +229,7 @@ def slot_found(member: Member, link: Link, reply: Reply) -> None:
 
 
 def is_slot_known(link: Link) -> bool:
-    """Return true if this member's slot was read after the head (the state of the job) had been written. The
-    slot is then final, because the leader writes a round's slots before the head.
-    """
+    """Return true if the slot was read after the head was written. It is final: leaders write slots first."""
     return link.slot_known >= link.head_revision
 
 
@@ -249,9 +245,7 @@ def is_mine(link: Link | None, head: Head) -> bool:
 
 
 def look(member: Member) -> None:
-    """Start the workers if the running round includes this member. If its slot is for a round that has ended,
-    or that was formed without this member, report that it is idle.
-    """
+    """Start workers if the running round has this member. If its slot is stale, report that it is idle."""
     link, phase = member.registered, member.phase
     if link is None or link.slot is None or link.head is None or member.leaving is not None:
         return
@@ -428,9 +422,7 @@ def say_idle(member: Member, link: Link, number: int) -> None:
 
 
 def _evidence(member: Member, number: int) -> list[Put]:
-    """Return the write of this node's evidence about a failure. It is part of the report that the node has no
-    workers left (T4), because the leader waits for that report before it decides.
-    """
+    """Return the write of this node's evidence, a part of T4: the leader waits for T4 before it decides."""
     evidence, member.findings.evidence = member.findings.evidence, None
     slot = None if member.link is None else member.link.slot
     if evidence is None or slot is None or not member.findings.round == number == slot.round:
@@ -439,14 +431,11 @@ def _evidence(member: Member, number: int) -> list[Put]:
 
 
 def _earlier_cause(member: Member, number: int) -> Cause | None:
-    """Return this node's failure if it may be earlier than the one that the head records, or shows that
-    another attempt would fail in the same way.
-    """
+    """Return this node's failure if it may precede the recorded one, or would recur in any attempt."""
     own, head = member.findings, member.head
     if own.round != number or own.cause is None or head is None:
         return None
-    # While a round is running, the head (the state of the job) still has the cause of the previous round's
-    # end.
+    # While a round is running, the head still has the cause of the previous round's end.
     recorded = head.cause if head.round == number and head.state == "ENDED" else None
     is_permanent = own.cause.get("permanence") is not None
     return own.cause if is_permanent or may_be_first(own.cause, recorded) else None
@@ -474,16 +463,13 @@ def follow(member: Member, link: Link, predecessor: Entry | None) -> None:
         link.predecessor = predecessor.key
         member.watch(Purpose.SEE_PREDECESSOR, predecessor.key)
     else:
-        # The key just before this agent's is no registration. Another program wrote it and may never delete
-        # it, so look for the registration before it.
+        # Another program wrote the key just before this agent's, and may never delete it, so look before it.
         before = CreatedAt(predecessor.key, predecessor.create_revision)
         _ask(member, link, Purpose.FIND_BEFORE_STRANGER, predecessor.key, before)
 
 
 def end_own_watches(member: Member, link: Link) -> None:
-    """Stop the watches of single keys. A new leader watches all keys, and several watches might deliver the
-    changes of one transaction at different times.
-    """
+    """Stop watching single keys. A leader watches all keys, and two watches might split a transaction."""
     keys = member.keys
     for key in (keys.slot(link.member), keys.head, keys.job):
         member.do(Unwatch(key, True))

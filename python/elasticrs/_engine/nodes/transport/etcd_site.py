@@ -89,9 +89,7 @@ _OF_OWN_STORE = ("is_host", "bind_addr", "keep_alive_interval", "keep_alive_max_
 
 
 class EtcdSite(Value):
-    """Addresses of the servers of an etcd cluster (hosts without brackets), and settings for them. Times are
-    in seconds.
-    """
+    """Servers of an etcd cluster (hosts without brackets), and settings for them. Times are in seconds."""
 
     _secret = "password"
 
@@ -125,10 +123,9 @@ class EtcdSite(Value):
         supervisor: _core.Supervisor | None = None,
         links: tuple[str, str | None] | None = None,
     ) -> Client:
-        """Open a session with etcd, or raise :class:`OSError` if file descriptors have run out. Besides its
-        own lease, a session uses a second lease for keys that outlive it. All sessions of a job share that
-        lease, which ends :data:`JOB_TTL` after the last session. The attempts at all endpoints together
-        take at most ``connect_timeout`` seconds. See :class:`elasticrs._core.CoordinationClient`.
+        """Open a session, or raise :class:`OSError` if file descriptors have run out. Keys that outlive it
+        belong to a lease that all sessions of a job share, which ends :data:`JOB_TTL` after the last one. The
+        attempts at all endpoints together take at most ``connect_timeout`` seconds.
         """
         from elasticrs._engine.nodes.transport.coordination import Client
 
@@ -163,10 +160,9 @@ def lease_of(name: str) -> int:
 def read_site(
     endpoint: str, config: Mapping[str, object], source: str, option: str
 ) -> tuple[EtcdSite, dict[str, object], list[str]]:
-    """Parse the endpoints (``[SCHEME://]HOST[:PORT],…``) and etcd's settings. Return three values: the
-    :class:`EtcdSite`; the settings that are not etcd's own, some of which are derived from etcd's; and
-    messages to the user. Raise :class:`.UsageError` if a setting or an endpoint is invalid. Its message names
-    ``source``, from which the settings come, or ``option``, which gives the endpoints.
+    """Parse the endpoints (``[SCHEME://]HOST[:PORT],…``) and etcd's settings. Return the site, the other
+    settings (some derived from etcd's), and messages to the user. Raise :class:`.UsageError`, which names
+    ``source`` (origin of the settings) or ``option`` (that gives the endpoints).
     """
     given, rest = _sorted(config, source)
     read = {key.name: read_value(key, given[key.name], source) for key in KEYS if key.name in given}

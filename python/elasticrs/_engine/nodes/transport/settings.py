@@ -39,8 +39,7 @@ _MAX_TOKEN_BYTES = 4096
 
 class Key(Value):
     """Definition of one setting. ``read`` converts text or a Python value, or raises ``ValueError`` with the
-    expected format. If ``is_stored`` is false, :class:`Settings` has no attribute for the setting: it changes
-    another one, or has no effect.
+    expected format. Settings that are not stored (``is_stored``) change another one, or have no effect.
     """
 
     name: str
@@ -122,14 +121,11 @@ _duration, _positive = seconds_within(0), seconds_within(0, above=True)
 
 
 def _key(default: object, read: Callable[[object], object], help: str) -> Any:  # noqa: A002 -- as in Key
-    """Declare a setting; see :class:`Key`."""
     return default, read, help
 
 
 class Settings(Value):
-    """Settings of a rendezvous. Durations are in seconds. A class variable declares a setting that is only
-    checked: it changes another one, or has no effect.
-
+    """Settings of a rendezvous. Durations are in seconds. Class variables are settings that are only checked.
     ``settle`` defaults to 5 s plus two lease times plus ``grace`` (seconds that workers may take to stop).
     The second lease time is needed if the store was unreachable for almost one lease time, because it
     restarts all leases when it is back.
@@ -263,8 +259,7 @@ def read_settings(
 ) -> tuple[Settings, list[str]]:
     """Check and convert the settings (text, or values of a Python program). Return them with messages to the
     user, or raise :class:`.UsageError` with one line. ``environ`` may contain the token and the exit
-    barrier's timeout, in seconds like ``grace``. ``source`` and ``others`` (further valid keys) are for error
-    messages.
+    barrier's timeout. Times are in seconds. ``source`` and ``others`` (further valid keys) are for messages.
     """
     for name in given:
         if name not in BY_NAME:
@@ -340,9 +335,7 @@ def _find_token(
 
 
 def read_secret(what: str, path: str, source: str, notices: list[str]) -> bytes:
-    """Read a secret (``what``, such as ``token``) from a file, or raise :class:`.UsageError`. Add a warning
-    to ``notices`` if other users can read the file.
-    """
+    """Read the secret ``what`` from a file, or raise :class:`.UsageError`. Warn if others can read it."""
     try:
         with open(path, "rb") as file:
             mode = os.fstat(file.fileno()).st_mode

@@ -52,9 +52,7 @@ class QueueEmptyError(DistStoreError):
 
 
 class DistNetworkError(DistError):
-    """Raised if the connection to the store is lost. Corresponds to
-    ``torch.distributed.DistNetworkError``.
-    """
+    """Raised if the connection to the store is lost. Corresponds to torch's ``DistNetworkError``."""
 
 
 def bytes_of(value: str | bytes) -> bytes:
@@ -139,8 +137,7 @@ class Requests:
     def close(self) -> None:
         """Close the session. Waiting calls raise :class:`DistNetworkError`."""
         with self._beginning:
-            # Drop the reference to the session, because the session keeps a file descriptor open while it
-            # exists.
+            # Drop the reference, because the session keeps a file descriptor open while it exists.
             session, self._session, self._make = self._session, None, None
         if session is not None:
             session.close()
@@ -175,8 +172,7 @@ class Requests:
                 raise DistNetworkError(self._lost)
             self._tag += 1
             tag = self._tag
-            # Send while the lock is held, so that a `Watch` of one thread and an `Unwatch` of another are
-            # sent in the right order.
+            # Send under the lock, so that a `Watch` and an `Unwatch` of two threads keep their order.
             session.send(make(tag))
             self._replies[tag] = None
         try:
@@ -271,9 +267,7 @@ def connect(
 
 
 def connected(client: Client, prefix: str = "", timeout: datetime.timedelta = DEFAULT_TIMEOUT) -> Store:
-    """Connect the client, and return a store that owns it. On failure, close the client and raise
-    :class:`DistNetworkError`.
-    """
+    """Return a store that owns the connected client. On failure, close it, and raise ``DistNetworkError``."""
     requests = Requests(lambda: NativeSession(client))
     requests.connect()
     return Store(requests, prefix, timeout)
