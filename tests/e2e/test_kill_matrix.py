@@ -13,7 +13,7 @@ from helpers.steady import EXIT_0, EXIT_1, SteadyJob, send
 
 pytestmark = pytest.mark.beyond_torchrun
 
-N = 4
+N = 3
 
 WORKER_EVENTS = {
     "worker SIGKILL": signal.SIGKILL,
