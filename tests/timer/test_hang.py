@@ -426,12 +426,15 @@ def test_a_rank_that_works_outside_of_collectives_is_slow_and_not_hung(run, tmp_
     assert launched.stderr.count("slow, not hung") == 1
 
 
-@pytest.mark.parametrize("limit", [1, "auto:1"])
-def test_ranks_that_spin_in_a_collective_are_hung(run, tmp_path, limit):
-    # All ranks use the CPU, and their stacks are in torch, as in a collective that waits in a busy loop.
-    source = WORKS.replace("not done(): select.select([], [], [], 0.01)", "True: pass")
+@pytest.mark.parametrize(("limit", "calm"), [(1, 0), ("auto:1", 3)])
+def test_ranks_that_spin_in_a_collective_are_hung(run, tmp_path, limit, calm):
+    # All ranks use the CPU, and their stacks are in torch, as in a collective that waits in a busy loop. A
+    # learned limit is first checked after 5 s, so the ranks need not spin in the seconds before.
+    spins = "True: time.monotonic() < calm_until and select.select([], [], [], 0.05)"
+    source = WORKS.replace("not done(): select.select([], [], [], 0.01)", spins)
     source = source.replace("if rank == 0:", "if rank > 9:")
-    source = source.replace("heartbeat(1)", "[heartbeat(step) for step in range(20)]")
+    beats = f"[heartbeat(step) for step in range(20)]; calm_until = time.monotonic() + {calm}"
+    source = source.replace("heartbeat(1)", beats)
     launched = run(source, limit, nproc=2, cwd=tmp_path).exits(1)
     says(launched.stderr, "hung", "limit 1 s", "in barrier")
     assert "slow" not in launched.stderr
