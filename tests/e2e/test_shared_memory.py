@@ -67,8 +67,9 @@ def assert_nothing_is_left(shm, method="spawn"):
     assert shm.names() == []
 
 
-@METHODS
-@pytest.mark.parametrize("how", ["fail", "die"])
+@pytest.mark.parametrize(
+    ("how", "method"), [("fail", "spawn"), ("die", "spawn"), ("die", "fork"), ("die", "forkserver")]
+)
 def test_a_failed_attempt_leaves_no_shared_memory(job, shm, how, method):
     launched = job(how, "--max-restarts=1", method=method).exits(1)
     assert launched.stdout.count("HELD 1 ") == 2, launched.stderr
