@@ -1,6 +1,9 @@
 """`run_job` runs a job from its `JobSpec` alone: programs, scripts, logs, restarts, rendezvous handlers."""
 
+import gc
 import json
+import os
+import signal
 import threading
 
 import pytest
@@ -276,6 +279,29 @@ def test_a_handler_that_does_not_shut_down_delays_the_end_only_for_a_while(run_b
     released.set()
     assert result.phase is Phase.SUCCEEDED
     assert any("shut down" in line for line in lines)
+
+
+def test_the_end_of_the_job_closes_all_file_descriptors_at_once(run_by):
+    gc.disable()
+    try:
+        before = os.listdir("/proc/self/fd")
+        run_by(Handler(), "true")
+        assert os.listdir("/proc/self/fd") == before
+    finally:
+        gc.enable()
+
+
+def test_the_methods_of_a_handler_run_with_the_signal_mask_of_the_program(run_by, monkeypatch):
+    # Programs that the handler starts inherit the mask, and SIGTERM must be able to end them.
+    masks, answer = set(), Handler._answer
+
+    def told(*args):
+        masks.add(frozenset(signal.pthread_sigmask(signal.SIG_BLOCK, ())))
+        return answer(*args)
+
+    monkeypatch.setattr(Handler, "_answer", told)
+    run_by(Handler(), "sleep 0.1")
+    assert masks == {frozenset(signal.pthread_sigmask(signal.SIG_BLOCK, ()))}
 
 
 SHARES = [NodeShare("trainer", 2), NodeShare("reader", 1), NodeShare("trainer", 3)]

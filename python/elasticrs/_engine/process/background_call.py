@@ -18,12 +18,13 @@ FILE_LIMIT = 3.0
 """Time limit in seconds for file accesses. The limit is short, because files are read before each restart."""
 
 
-def _start_thread(work: Callable[[], None]) -> None:
+def _start_thread(work: Callable[[], None], *, blocks_signals: bool = True) -> None:
     """Run a function on a new thread. Raise ``RuntimeError`` if no thread can be started."""
 
     def run() -> None:
-        # Block all signals in this thread, because other threads handle them.
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        if blocks_signals:
+            # Other threads handle signals.
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         work()
 
     _thread.start_new_thread(run, ())
@@ -96,11 +97,12 @@ class FileAccess:
 class BackgroundCall:
     """Calls a function that may block, on a separate thread. ``fd`` becomes readable when it has returned.
     The thread is needed because the main thread runs no signal handlers while it is blocked in the C library,
-    for example in the resolver. The constructor raises ``OSError`` if no file descriptor is free, and
-    ``RuntimeError`` if no thread can be started.
+    for example in the resolver. Without ``blocks_signals``, the function runs with the calling thread's
+    signal mask, which programs that it starts inherit. The constructor raises ``OSError`` if no file
+    descriptor is free, and ``RuntimeError`` if no thread can be started.
     """
 
-    def __init__(self, ask: Callable[[], Any]) -> None:
+    def __init__(self, ask: Callable[[], Any], *, blocks_signals: bool = True) -> None:
         self._ask = ask
         self._answer: Any = None
         self._error: BaseException | None = None
@@ -109,7 +111,7 @@ class BackgroundCall:
         self._thread: int | None = None
         self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         try:
-            _start_thread(self._run)
+            _start_thread(self._run, blocks_signals=blocks_signals)
         except RuntimeError:
             os.close(self.fd)
             raise

@@ -62,9 +62,15 @@ class Decisions(ABC):
         """Set the process supervisor. Called once, before any event except a signal."""
         self._supervisor = supervisor
 
-    def _ask(self, ask: Callable[[], Any], take: Callable[[BackgroundCall], list[machine.Action]]) -> None:
+    def _ask(
+        self,
+        ask: Callable[[], Any],
+        take: Callable[[BackgroundCall], list[machine.Action]],
+        *,
+        blocks_signals: bool = True,
+    ) -> None:
         """Call ``ask`` on another thread, because it may block. Then ``take`` returns the actions."""
-        self._call, self._take = BackgroundCall(ask), take
+        self._call, self._take = BackgroundCall(ask, blocks_signals=blocks_signals), take
         self._supervisor.watch_fd(self._call.fd)
 
     def shared_cause(self) -> Mapping[str, Any] | None:

@@ -104,7 +104,8 @@ class HandlerNodes(OneAgent):
         if self._next is not None:
             (ask, take), self._next = self._next, None
             self._must_return.clear()
-            self._ask(ask, partial(self._answered, take))
+            # Programs that the handler starts inherit the signal mask.
+            self._ask(ask, partial(self._answered, take), blocks_signals=False)
 
     def _answered(
         self, take: Callable[[Any], list[machine.Action]], call: BackgroundCall
@@ -222,6 +223,7 @@ class HandlerNodes(OneAgent):
     def close(self) -> None:
         self._must_return.set()
         call, self._call = self._call, None
+        super().close()
         is_free = call is None or (self.signum is None and call.wait(PATIENCE))
         if call is not None:
             # End a method that waits for other nodes, as an exception of a signal handler does in torch.
@@ -234,7 +236,7 @@ class HandlerNodes(OneAgent):
             return
         why: object = f"it does not answer within {PATIENCE:g} s"
         if is_free:
-            shutdown = BackgroundCall(handler.shutdown)
+            shutdown = BackgroundCall(handler.shutdown, blocks_signals=False)
             if shutdown.wait(PATIENCE):
                 try:
                     shutdown.take()
