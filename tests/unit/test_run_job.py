@@ -1,6 +1,7 @@
 """`run_job` runs a job from its `JobSpec` alone: programs, scripts, logs, restarts, rendezvous handlers."""
 
 import gc
+import itertools
 import json
 import os
 import signal
@@ -11,7 +12,8 @@ import pytest
 from elasticrs._engine.job.config import JobSpec, LogSettings, UsageError
 from elasticrs._engine.job.failure_cause import Verdict
 from elasticrs._engine.supervise.attempts.state_machine import Phase
-from elasticrs._engine.supervise.decide import handler_nodes
+from elasticrs._engine.supervise.decide import decisions, handler_nodes
+from elasticrs._engine.supervise.decide.decisions import plan_one_node
 from elasticrs._engine.supervise.decide.handler_nodes import exchange_ranks, wait_for_others
 from elasticrs._engine.supervise.run_job import run_job
 from elasticrs._engine.workers.plan import NodeShare, node_ranks
@@ -206,6 +208,77 @@ def test_a_restart_asks_the_handler_again_and_costs_a_restart(run_by):
     assert (result.phase, result.restarts, outputs) == (Phase.SUCCEEDED, 1, ["0\n", "1\n"])
     assert handler.calls == ["next_rendezvous", "next_rendezvous", "shutdown"]
     assert result.attempts[0].delay is not None
+
+
+@pytest.fixture
+def awaited(monkeypatch):
+    """Return a function that makes some calls of a method wait until a line with a word is printed.
+    It returns a list that gets the console's group rank at that time.
+    """
+
+    def awaited(owner, method, word, *, calls):
+        told, numbers, saying = [], itertools.count(), threading.Semaphore(0)
+        say, real = Console.say, getattr(owner, method)
+
+        def saying_too(console, text):
+            say(console, text)
+            if word in text:
+                told.append(console.group_rank)
+                saying.release()
+
+        def waiting(self, *given):
+            if next(numbers) in calls:
+                assert saying.acquire(timeout=10), f"no line with {word}"
+            return real(self, *given)
+
+        monkeypatch.setattr(Console, "say", saying_too)
+        monkeypatch.setattr(owner, method, waiting)
+        return told
+
+    return awaited
+
+
+FAILS_ONCE = "exit $((1 - TORCHELASTIC_RESTART_COUNT))"
+
+
+@pytest.mark.parametrize("error", [None, RendezvousConnectionError])
+def test_a_restart_is_announced_once_and_before_its_rendezvous_ends(run_by, awaited, error):
+    told = awaited(Handler, "next_rendezvous", "restarting", calls=[1])
+    result, _, lines = run_by(Handler([2, 2 if error is None else error("away")]), FAILS_ONCE, max_restarts=1)
+    assert result.phase is (Phase.SUCCEEDED if error is None else Phase.FAILED)
+    # At that time, this node has no rank among the nodes.
+    assert told == [None]
+    assert [len([line for line in lines if word in line]) for word in ("restarting", "failed:")] == [1, 0]
+
+
+def test_no_line_announces_a_restart_for_which_there_is_no_plan(run, monkeypatch):
+    plans = iter([plan_one_node])
+
+    def plan(*given):
+        make = next(plans, None)
+        if make is None:
+            raise OSError("no port")
+        return make(*given)
+
+    monkeypatch.setattr(decisions, "plan_one_node", plan)
+    result, _, lines = run(1, "false", max_restarts=1)
+    assert (result.phase, len(result.attempts)) == (Phase.FAILED, 1)
+    assert "no port" in result.message
+    assert not [line for line in lines if "restarting" in line]
+
+
+def test_a_long_wait_for_the_rendezvous_is_told_with_the_name_of_its_back_end(run_by, awaited, monkeypatch):
+    monkeypatch.setattr(handler_nodes, "_QUIET_FOR", 0.01)
+    told = awaited(Handler, "next_rendezvous", "'mine'", calls=[0, 1])
+    result, _, _ = run_by(Handler(), FAILS_ONCE, max_restarts=1, rdzv_backend="mine")
+    assert (result.phase, len(told)) == (Phase.SUCCEEDED, 2)
+
+
+def test_a_long_wait_for_nodes_that_have_not_finished_is_told(run_by, awaited, monkeypatch):
+    monkeypatch.setattr(handler_nodes, "_QUIET_FOR", 0.01)
+    told = awaited(Store, "check", "--exit-barrier-timeout", calls=[0])
+    result, _, _ = run_by(Handler([2]), "true", exit_barrier_timeout=0.5)
+    assert (result.phase, len(told)) == (Phase.SUCCEEDED, 1)
 
 
 def test_the_restart_policy_applies_to_jobs_with_a_handler(run_by):

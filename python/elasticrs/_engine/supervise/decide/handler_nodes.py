@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 PATIENCE = 10.0
 """Maximum number of seconds to wait at the end of the job for a method of the handler."""
 
+_QUIET_FOR = 3.0
+"""Seconds of a wait for other nodes after which a line tells the user about it."""
+
 _BARRIER_PERIOD = 0.1
 """Maximum number of seconds between two polls of the store in the exit barrier."""
 
@@ -67,6 +70,9 @@ class HandlerNodes(OneAgent):
         self._next: tuple[Callable[[], Any], Callable[[Any], list[machine.Action]]] | None = None
         # End of workers that have succeeded, while this node waits for the others.
         self._success: machine.GroupEnded | None = None
+        # Line that tells about a long wait, and the time at which it is due.
+        self._line: str | None = None
+        self._line_is_due = 0.0
 
     def node_names(self, *, asks: bool = False) -> Sequence[str] | None:
         is_alone = self._info is not None and self._info.world_size == 1
@@ -78,7 +84,13 @@ class HandlerNodes(OneAgent):
             self._console.group_rank = None
             if event.outcome == "succeeded" and event.why_unfit is None and self.signum is None:
                 self._success = event
-                self._ask_handler(self._wait_for_others, self._take_end)
+                others = self._info.world_size - 1
+                line = (
+                    f"the workers of this node have succeeded; waiting for {others} other "
+                    f"node{'s' if others > 1 else ''} to finish (for at most {self._barrier_timeout:g} s, "
+                    "--exit-barrier-timeout)"
+                )
+                self._ask_handler(self._wait_for_others, self._take_end, line if others else None)
                 return []
         actions = super().step(event)
         if isinstance(event, machine.Started):
@@ -91,11 +103,32 @@ class HandlerNodes(OneAgent):
 
     def next_plan(self, supervisor: _core.Supervisor) -> None:  # noqa: ARG002 -- the base class's signature
         self.release_plan()
-        self._ask_handler(self._meet, self._take_round)
+        self._ask_handler(
+            self._meet,
+            self._take_round,
+            f"waiting for the rendezvous: back end {self._job.rdzv_backend!r} has not completed it after "
+            f"{_QUIET_FOR:g} s, and decides how long to wait",
+        )
 
-    def _ask_handler(self, ask: Callable[[], Any], take: Callable[[Any], list[machine.Action]]) -> None:
-        """Call ``ask`` on another thread once the present call has returned. ``take`` gets its answer."""
+    def seconds_left(self) -> float:
+        left = super().seconds_left()
+        return left if self._line is None else min(left, max(0.0, self._line_is_due - time.monotonic()))
+
+    def look_around(self) -> list[machine.Action]:
+        line = self._line
+        if line is not None and time.monotonic() >= self._line_is_due:
+            self._line = None
+            self._console.say(line)
+        return super().look_around()
+
+    def _ask_handler(
+        self, ask: Callable[[], Any], take: Callable[[Any], list[machine.Action]], line: str | None = None
+    ) -> None:
+        """Call ``ask`` on another thread once the present call has returned. ``take`` gets its answer. If the
+        answer takes long, ``line`` is printed.
+        """
         self._next = ask, take
+        self._line, self._line_is_due = line, time.monotonic() + _QUIET_FOR
         self._must_return.set()
         if self._call is None:
             self._ask_next()
@@ -112,6 +145,7 @@ class HandlerNodes(OneAgent):
     ) -> list[machine.Action]:
         actions: list[machine.Action] = []
         if not self._must_return.is_set():
+            self._line = None
             try:
                 answer = call.take()
             except Exception as error:

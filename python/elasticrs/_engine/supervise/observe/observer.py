@@ -10,7 +10,7 @@ import time
 from functools import partial
 
 from elasticrs._engine.job import phrases
-from elasticrs._engine.supervise.attempts.state_machine import AnnounceRestart, Phase
+from elasticrs._engine.supervise.attempts.state_machine import AnnounceRestart, Phase, ReportFailure
 from elasticrs._engine.supervise.failures.first_failure import early_leavers, first_seen, how_it_was_seen
 
 TYPE_CHECKING = False
@@ -46,6 +46,9 @@ class Observer:
 
     def started(self) -> None:
         """Do slow work. Called when the workers are already starting, or when their start has failed."""
+
+    def waiting(self) -> None:
+        """Do slow work. Called when the plan of the next attempt may take minutes to come."""
 
     def running(self, result: JobResult) -> None:
         """Handle the successful start of all workers of ``result.attempts[-1]``."""
@@ -150,11 +153,17 @@ class TerminalReporter(Observer):
         self._is_restart = self._is_told = False
 
     def acting(self, action: Action, plan: Plan | None) -> None:  # noqa: ARG002 -- the base class's signature
-        """Print the line about a delayed restart. Otherwise, :meth:`started` prints it later."""
+        """Print the line about a delayed restart. Otherwise, :meth:`started` or :meth:`waiting` prints it."""
         if isinstance(action, AnnounceRestart):
             self._failed = self._result.attempts[-1], action
             if action.delay > 0:
                 self.started()
+        elif isinstance(action, ReportFailure):
+            # The restart has not been told, and does not follow: there is no plan for it.
+            self._failed = None
+
+    def waiting(self) -> None:
+        self.started()
 
     def prepared(self, attempt: Attempt) -> None:
         self._is_told = False

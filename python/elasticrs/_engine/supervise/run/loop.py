@@ -284,6 +284,8 @@ class Agent:
         if isinstance(action, machine.Rendezvous):
             if (event := self._decisions.next_plan(self._tracker.supervisor)) is not None:
                 self._events.append(event)
+            else:
+                self._tracker.observers.waiting()
         elif isinstance(action, machine.Delay):
             self._delayed_until = time.monotonic() + action.seconds
             self.result.attempts[-1].delay = action.seconds
