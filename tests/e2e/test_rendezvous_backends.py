@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from helpers import procs
 from helpers.packages import install
+from helpers.said import says
 
 PLUGIN = """
 import os
@@ -41,6 +42,8 @@ class Handler(RendezvousHandler):
             import signal
             print("WAITS", flush=True)
             signal.pause()
+        if self.params.get("trouble") == "late" and self.rounds == 1:
+            raise RendezvousConnectionError("nobody is there")
         self.rounds += 1
         nodes = self.params.max_nodes
         number = self.store.add("nodes", 1)
@@ -188,6 +191,24 @@ def test_a_failure_with_a_custom_backend_is_reported_after_the_restarts(backend,
     assert folders == {"attempt_0", "attempt_1"}
 
 
+@pytest.mark.beyond_torchrun  # torchrun prints a traceback
+def test_a_rendezvous_that_fails_at_a_restart_is_the_reason_of_the_end(backend, worker_script, tmp_path):
+    report, log = tmp_path / "report.json", tmp_path / "events"
+    options = ("--max-restarts=3", f"--report={report}", f"--event-log-handler=file:{log}")
+    launched = backend(*options, worker_script("raise SystemExit(3)"), conf="trouble=late").exits(1)
+    reason = "RendezvousConnectionError: nobody is there"
+    (verdict,) = [line for line in launched.stderr.splitlines() if line.startswith("verdict:")]
+    last = launched.stderr.splitlines()[-1]
+    says(last, "failed after", reason, "rank 0", "exit", "code 3", "1 of 3 restarts")
+    says(verdict, "transient", reason, "start the job again")
+    assert "--max-restarts" not in launched.stderr
+    told = json.loads(report.read_text(encoding="utf-8"))
+    says(told["reason"], reason)
+    ends = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    (agent,) = [end for end in ends if end["name"].endswith("status.FAILED") and end["source"] == "AGENT"]
+    says(agent["metadata"]["raw_error"], reason)
+
+
 @pytest.mark.beyond_torchrun  # torchrun has none of these options
 def test_the_restart_policy_and_the_report_work_with_a_custom_backend(backend, worker_script, tmp_path):
     script, report = worker_script(SHOW + "    raise SystemExit(3)"), tmp_path / "report.json"
@@ -269,7 +290,7 @@ def test_ctrl_z_also_pauses_the_workers_with_a_custom_backend(backend, worker_sc
         ({"conf": "trouble=creator"}, 2, "--rdzv-backend: 'mine' .*OSError.*no room"),
         ({"name": "broken"}, 2, "--rdzv-backend: 'broken' .*my_rdzv:broken: OSError.*no luck"),
         ({"name": "nothing"}, 2, "--rdzv-backend: got 'nothing'.*, broken, mine$"),
-        ({"conf": "trouble=connection"}, 1, "rendezvous failed: nobody is there"),
+        ({"conf": "trouble=connection"}, 1, "rendezvous failed: RendezvousConnectionError: nobody is there"),
     ],
 )
 def test_a_custom_backend_error_is_reported_in_one_line(backend, worker_script, how, code, line):
@@ -284,7 +305,7 @@ def test_a_custom_backend_error_is_reported_in_one_line(backend, worker_script, 
 @pytest.mark.parametrize(("trouble", "code"), [("spare", 0), ("connection", 1)])
 def test_rendezvous_errors_of_torch_print_no_traceback(backend, worker_script, trouble, code):
     launched = backend(worker_script(SHOW), kind=TORCHS, conf=f"trouble={trouble}").exits(code)
-    failed = "rendezvous failed: nobody is there"
+    failed = "rendezvous failed: RendezvousConnectionError: nobody is there"
     lines = launched.stderr.splitlines()
     assert any(line.endswith(failed) for line in lines) == bool(code)
     # Only check the start of each line, because torch logs a traceback of a package that imports it.

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from helpers.launcher import LAUNCHERS, Launched, clean_environment
+from helpers.nodes import meeting
 from helpers.packages import install
 from helpers.said import says
 from helpers.schema import schemas
@@ -115,6 +116,25 @@ def test_a_job_stopped_by_a_signal_is_recorded_as_failed(launch, worker_script):
     last = read(of_console(job.stderr))[-1]
     assert (last["name"], last["source"]) == ("torchelastic.worker.status.FAILED", "AGENT")
     assert last["metadata"]["raw_error"] == "stopped by SIGTERM"
+
+
+def test_a_rendezvous_that_fails_after_a_round_is_recorded_as_an_error_of_the_agent(
+    launch, worker_script, tmp_path
+):
+    log, where = tmp_path / "events", meeting()
+    script = worker_script("import os, signal; os.write(1, b'RUNS\\n'); signal.pause()")
+    settings = "--rdzv-conf=join_timeout=4,is_host="
+    kept = launch(*where, f"{settings}1", f"--event-log-handler=file:{log}", script)
+    left = launch(*where, f"{settings}0", script)
+    for launched in (kept, left):
+        launched.wait_for_line("RUNS")
+    left.signal(signal.SIGTERM)
+    kept.exits(1)
+    events = read(log.read_text().splitlines())
+    assert names(events)[-2:] == ["AGENT FAILED", "AGENT job failed"]
+    reason = json.loads(events[-1]["metadata"]["metadata"])["reason"]
+    says(reason, "1 of", "4 s", "join_timeout")
+    assert events[-2]["metadata"]["raw_error"] == reason
 
 
 def test_a_failed_start_of_workers_is_recorded(launch, tmp_path):

@@ -177,7 +177,7 @@ def test_a_rendezvous_that_fails_while_workers_run_stops_them_first():
     assert state.phase is Phase.FAILED
     assert actions[-3:] == [
         Stop(SIGTERM, GRACE, is_announced=True),
-        ReportFailure("why"),
+        ReportFailure("why", is_outside=True),
         Exit(1),
     ]
 

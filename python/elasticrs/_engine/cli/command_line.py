@@ -157,7 +157,8 @@ def _tell_failure(
         headline = print_report(job, result, console.say, write_report)
     if result.ending is not None:
         how, more = result.ending
-        console.say(how + (f": {headline}" if headline else "") + more)
+        reasons = dict.fromkeys(filter(None, (result.message if result.is_outside else None, headline)))
+        console.say(": ".join(filter(None, (how, " after ".join(reasons)))) + more)
         if is_read:
             # `say` only queues the line, so wait until it is written. Do not wait if nobody reads stderr.
             write("")

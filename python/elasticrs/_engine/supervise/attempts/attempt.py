@@ -266,6 +266,7 @@ class JobResult(Record):
     Attributes:
         signum: signal that stopped the job.
         message: reason for a failure that was not caused by a worker.
+        is_outside: true if an error outside of the workers ended the job, for example of the rendezvous.
         verdict: advice to the scheduler if the job has failed.
         ending: summary line of a failed job, in two parts around the root cause, which the launcher inserts.
         start_errno: ``errno`` of the error that prevented the start of the last attempt.
@@ -279,6 +280,7 @@ class JobResult(Record):
     exit_code: int = 1
     signum: int | None = None
     message: str | None = None
+    is_outside: bool = False
     verdict: Verdict = Verdict.FAILED
     ending: tuple[str, str] | None = None
     start_errno: int | None = None

@@ -300,10 +300,13 @@ class Replace(Action):
 
 
 class ReportFailure(Action):
-    """Report why the job failed. ``message`` is ``None`` if a worker's failure is the reason."""
+    """Report why the job failed. ``message`` is ``None`` if a worker's failure is the reason. ``is_outside``:
+    the reason is an error outside of the workers, for example of the rendezvous.
+    """
 
     message: str | None = None
     verdict: Verdict = Verdict.FAILED
+    is_outside: bool = False
 
 
 class Exit(Action):
@@ -350,7 +353,7 @@ def _on_rendezvous(state: AgentState, event: Event) -> tuple[AgentState, list[Ac
         )
         return new, [Start(state.round, state.restarts)]
     if isinstance(event, RendezvousFailed):
-        return _fail(state, event.message)
+        return _fail(state, event.message, is_outside=True)
     if isinstance(event, NotNeeded):
         return state.replaced(phase=Phase.SUCCEEDED), [Exit(0)]
     return state, []
@@ -397,7 +400,7 @@ def _on_unsuccessful_end(state: AgentState, event: GroupEnded) -> tuple[AgentSta
     if event.why_unfit is not None:
         return _fail(state, phrases.not_restarted(event.why_unfit), Verdict.UNFIT)
     if state.lost is not None:
-        return _fail(state, state.lost)
+        return _fail(state, state.lost, is_outside=True)
     if state.regroups and event.outcome == "stopped":
         again = state.replaced(phase=Phase.RENDEZVOUS, round=state.round + 1)
         return again, [Rendezvous(again.round)]
@@ -471,6 +474,11 @@ def _restart(
 
 
 def _fail(
-    state: AgentState, message: str | None = None, verdict: Verdict = Verdict.FAILED
+    state: AgentState,
+    message: str | None = None,
+    verdict: Verdict = Verdict.FAILED,
+    *,
+    is_outside: bool = False,
 ) -> tuple[AgentState, list[Action]]:
-    return state.replaced(phase=Phase.FAILED), [ReportFailure(message, verdict), Exit(1)]
+    report = ReportFailure(message, verdict, is_outside=is_outside)
+    return state.replaced(phase=Phase.FAILED), [report, Exit(1)]

@@ -170,7 +170,7 @@ class HandlerNodes(OneAgent):
             # A mistake in the settings or in the handler's program.
             raise error
         self.error = error
-        why = f"the rendezvous failed: {error}"
+        why = f"the rendezvous failed: {type(error).__name__}: {error}"
         if self.phase is machine.Phase.RUNNING:
             self._console.say(f"{why}; stopping the workers")
         return self.step(machine.RendezvousFailed(why))

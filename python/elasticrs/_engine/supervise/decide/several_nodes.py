@@ -360,7 +360,8 @@ class SeveralNodes(Decisions):
         verdict = verdict_of(
             outcome, is_unfit=self._found_unfit is not None, has_failed_alone=self._has_failed_alone
         )
-        return [machine.ReportFailure(outcome.message, verdict), machine.Exit(code)]
+        is_outside = outcome.kind not in {"failed", "stuck", "excluded"}
+        return [machine.ReportFailure(outcome.message, verdict, is_outside=is_outside), machine.Exit(code)]
 
     @property
     def _has_failed_alone(self) -> bool:

@@ -335,6 +335,8 @@ def conclusion(job: JobSpec, result: JobResult) -> str:
             "fix the root cause, or allow more restarts (--max-restarts) if it can pass by itself",
         ),
     }[result.verdict]
+    if result.is_outside:
+        next_ = "remove the cause of this error, and start the job again; more restarts do not help"
     return f"verdict: {word} ({result.message or reason}); next: {next_}"
 
 

@@ -158,8 +158,9 @@ class EventRecorder(_Recorder):
         reason = _reason(result, error)
         if reason is None and result.attempts:
             self._record_ends(result.attempts[-1], has_succeeded=result.phase is Phase.SUCCEEDED)
-            # As in torch, an agent has failed only if it could not start the workers, not if workers failed.
-            is_workers = result.exit_code == 0 or result.attempts[-1].pids
+            # As in torch, an agent has failed if it could not start the workers or if the rendezvous failed,
+            # not if workers failed.
+            is_workers = result.exit_code == 0 or (result.attempts[-1].pids and not result.is_outside)
             reason = None if is_workers else result.message
         self._record_watching(False)
         if self._tells_end:

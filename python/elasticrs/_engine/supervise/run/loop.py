@@ -304,6 +304,7 @@ class Agent:
         elif isinstance(action, machine.ReportFailure):
             self.result.message = action.message
             self.result.verdict = action.verdict
+            self.result.is_outside = action.is_outside
 
     def _start(self, action: machine.Start) -> None:
         plan = self._decisions.plan
