@@ -27,7 +27,9 @@ class Handler(RendezvousHandler):
         if params.get("trouble") == "settings":
             raise ValueError("trouble is no setting")
         if params.get("trouble") == "creator":
-            raise OSError("no room")
+            raise TypeError("no room")
+        if params.get("trouble") == "service":
+            raise ConnectionRefusedError(111, "nobody listens")
         self.store = FileStore(params.endpoint{more})
 
     def get_backend(self):
@@ -287,8 +289,9 @@ def test_ctrl_z_also_pauses_the_workers_with_a_custom_backend(backend, worker_sc
     ("how", "code", "line"),
     [
         ({"conf": "trouble=settings"}, 2, "--rdzv-backend mine: trouble is no setting"),
-        ({"conf": "trouble=creator"}, 2, "--rdzv-backend: 'mine' .*OSError.*no room"),
-        ({"name": "broken"}, 2, "--rdzv-backend: 'broken' .*my_rdzv:broken: OSError.*no luck"),
+        ({"conf": "trouble=creator"}, 2, "--rdzv-backend: 'mine' .*TypeError: no room"),
+        ({"conf": "trouble=service"}, 1, "rendezvous failed: ConnectionRefusedError: .*nobody listens"),
+        ({"name": "broken"}, 2, "--rdzv-backend: 'broken' .*my_rdzv:broken: OSError: no luck"),
         ({"name": "nothing"}, 2, "--rdzv-backend: got 'nothing'.*, broken, mine$"),
         ({"conf": "trouble=connection"}, 1, "rendezvous failed: RendezvousConnectionError: nobody is there"),
     ],

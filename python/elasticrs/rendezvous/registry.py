@@ -49,7 +49,12 @@ def handler_of_command_line(
     local_addr: str | None,
     settings: Mapping[str, Any],
 ) -> RendezvousHandler:
-    """Create a handler with the options of the command line. Raise ``UsageError`` if its creator fails."""
+    """Create a handler with the options of the command line.
+
+    Raises ``UsageError`` if an option or the creator is wrong. Passes on errors of the service that the
+    handler needs: ``RendezvousError``, ``OSError`` and ``RuntimeError``, with which torch reports lost
+    connections.
+    """
     configs = {"timeout": _DEFAULT_TIMEOUT, **settings}
     parameters = RendezvousParameters(backend, endpoint, run_id, *nodes, local_addr, **configs)
     try:
@@ -59,9 +64,10 @@ def handler_of_command_line(
     except ValueError as error:
         raise UsageError(f"--rdzv-backend {backend}: {error}") from error
     except Exception as error:
-        if is_kind(error, RendezvousError):
+        if is_kind(error, RendezvousError) or isinstance(error, (OSError, RuntimeError)):
             raise
-        raise UsageError(f"--rdzv-backend: {backend!r} failed: {error!r}") from error
+        why = f"{type(error).__name__}: {error}"
+        raise UsageError(f"--rdzv-backend: {backend!r} failed: {why}") from error
 
 
 def find_backend(name: str, words: Words) -> None:
@@ -83,8 +89,9 @@ def _register_from_package(name: str, words: Words) -> bool:
             try:
                 creator = entry.load()()
             except Exception as error:
+                why = f"{type(error).__name__}: {error}"
                 raise UsageError(
-                    f"{words.backend}: {name!r} cannot be loaded from {entry.value}: {error!r}"
+                    f"{words.backend}: {name!r} cannot be loaded from {entry.value}: {why}"
                 ) from error
             rendezvous_handler_registry.register(name, creator)
             return True
