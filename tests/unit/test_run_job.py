@@ -6,16 +6,20 @@ import json
 import os
 import signal
 import threading
+import time
+from contextlib import closing
 
 import pytest
+from helpers.procs import HANG
 
 from elasticrs._engine.job.config import JobSpec, LogSettings, UsageError
 from elasticrs._engine.job.failure_cause import Verdict
+from elasticrs._engine.process.signals import SignalPipe
 from elasticrs._engine.supervise.attempts.state_machine import Phase
 from elasticrs._engine.supervise.decide import decisions, handler_nodes
 from elasticrs._engine.supervise.decide.decisions import plan_one_node
 from elasticrs._engine.supervise.decide.handler_nodes import exchange_ranks, wait_for_others
-from elasticrs._engine.supervise.run_job import run_job
+from elasticrs._engine.supervise.run_job import make_decisions, run_job
 from elasticrs._engine.workers.plan import NodeShare, node_ranks
 from elasticrs.rendezvous import (
     RendezvousClosedError,
@@ -47,11 +51,19 @@ class Console:
 
 @pytest.fixture
 def run(tmp_path):
-    def run(nproc, *command, **more):
+    def run(nproc, *command, signals=None, ended=None, **more):
         console, agents = Console(), []
         logs = LogSettings(log_dir=str(tmp_path), redirects=3)
         job = JobSpec(nproc, "job", command=command, logs=logs, **more)
-        result = run_job(job, console, None, owns_process=False, created=agents.append)
+        decisions = make_decisions(job, console)
+        try:
+            result = run_job(
+                *(job, console, signals), owns_process=False, created=agents.append, decisions=decisions
+            )
+            if ended is not None:
+                ended(console.lines)
+        finally:
+            decisions.leave(signals)
         assert [agent.result for agent in agents] == [result]
         outputs = sorted(path.read_text() for path in tmp_path.rglob("stdout.log"))
         return result, outputs, console.lines
@@ -344,14 +356,66 @@ def test_a_store_that_is_lost_in_the_exit_barrier_does_not_fail_the_job(run_by, 
     assert any("lost" in line for line in lines)
 
 
-def test_a_handler_that_does_not_shut_down_delays_the_end_only_for_a_while(run_by, monkeypatch):
+@pytest.fixture
+def hangs(monkeypatch):
+    """Return a function that lets a method of the handler hang until the test is over."""
     released = threading.Event()
+
+    def hangs(cls, method):
+        monkeypatch.setattr(cls, method, lambda _self: released.wait())
+
     monkeypatch.setattr(handler_nodes, "PATIENCE", 0.05)
-    monkeypatch.setattr(Handler, "shutdown", lambda _self: released.wait())
-    result, _, lines = run_by(Handler(), "true")
+    yield hangs
     released.set()
+
+
+def test_a_handler_that_does_not_shut_down_delays_the_end_only_for_a_while(run_by, hangs):
+    hangs(Handler, "shutdown")
+    result, _, lines = run_by(Handler(), "true")
     assert result.phase is Phase.SUCCEEDED
     assert any("shut down" in line for line in lines)
+
+
+@pytest.mark.parametrize("method", ["num_nodes_waiting", "set_succeeded"])
+def test_a_method_that_hangs_does_not_keep_a_job_that_has_succeeded(run_by, hangs, method):
+    hangs(Telling, method)
+    result, _, lines = run_by(Telling(), "sleep 0.1")
+    assert (result.phase, len(result.attempts)) == (Phase.SUCCEEDED, 1)
+    assert any(f"could not be waited for: {method} has not returned" in line for line in lines)
+    assert any(f"could not be shut down: {method} has not returned" in line for line in lines)
+
+
+def test_a_method_that_hangs_fails_a_restart_that_needs_a_round(run_by, hangs):
+    hangs(Handler, "num_nodes_waiting")
+    handler = Handler()
+    result, _, _ = run_by(handler, "sleep 0.1; exit 1", max_restarts=3)
+    assert (result.phase, len(result.attempts)) == (Phase.FAILED, 1)
+    assert "num_nodes_waiting has not returned" in result.message
+    assert handler.calls == ["next_rendezvous"]
+
+
+def test_the_failure_of_a_job_is_told_before_the_wait_for_the_handler(run_by, hangs):
+    hangs(Handler, "num_nodes_waiting")
+    told = []
+    _, _, lines = run_by(Handler(), "sleep 0.1; exit 1", ended=told.extend)
+    assert not any("has not returned" in line for line in told)
+    assert "num_nodes_waiting has not returned" in lines[-1]
+
+
+@pytest.mark.parametrize("method", ["num_nodes_waiting", "shutdown"])
+def test_a_signal_ends_the_wait_for_a_method_that_hangs(run_by, hangs, monkeypatch, method):
+    hangs(Handler, method)
+    monkeypatch.setattr(handler_nodes, "PATIENCE", HANG)
+    with closing(SignalPipe([signal.SIGTERM])) as signals:
+
+        def ended(_lines):
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+        began = time.monotonic()
+        result, _, lines = run_by(Handler(), "sleep 0.1; exit 1", signals=signals, ended=ended)
+    assert result.phase is Phase.FAILED
+    assert not any("shut down" in line for line in lines)
+    assert time.monotonic() - began < HANG / 2
 
 
 def test_the_end_of_the_job_closes_all_file_descriptors_at_once(run_by):

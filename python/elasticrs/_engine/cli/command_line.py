@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.process.console import Console
     from elasticrs._engine.process.signals import SignalPipe
     from elasticrs._engine.supervise.attempts.attempt import JobResult
+    from elasticrs._engine.supervise.decide.decisions import Decisions
     from elasticrs._engine.supervise.run.loop import Agent
 
 WRITE_TIMEOUT = 10.0
@@ -110,26 +111,38 @@ def _look_here_last() -> None:
 
 def _run(job: JobSpec, signals: SignalPipe | None) -> int:
     from elasticrs._engine.process.console import END_PATIENCE, Console
+    from elasticrs._engine.supervise.run_job import make_decisions
 
     console = Console(log_prefix=job.log_prefix, is_one_of_several=job.has_peers)
     if signals is None:
         console.say("signals are not handled, because the job does not run in the main thread")
     else:
         signals.catch((*job.signals, *job.forwarded), pauses=True)
-    code = _run_agent(job, console, signals, partial(_write_and_wait, console, signals, job.forwarded))
+    decisions = make_decisions(job, console)
+    write = partial(_write_and_wait, console, signals, job.forwarded)
+    try:
+        code = _run_agent(job, console, signals, decisions, write)
+    finally:
+        decisions.leave(signals)
     console.flush(END_PATIENCE)
     return code
 
 
 def _run_agent(
-    job: JobSpec, console: Console, signals: SignalPipe | None, write: Callable[[str], bool]
+    job: JobSpec,
+    console: Console,
+    signals: SignalPipe | None,
+    decisions: Decisions,
+    write: Callable[[str], bool],
 ) -> int:
     from elasticrs._engine.supervise.run_job import run_job
     from elasticrs._engine.workers.process import SupervisorError
 
     agents: list[Agent] = []
     try:
-        result = run_job(job, console, signals, owns_process=True, created=agents.append)
+        result = run_job(
+            *(job, console, signals), owns_process=True, created=agents.append, decisions=decisions
+        )
     except (SupervisorError, OSError) as error:
         if not agents:
             raise

@@ -208,6 +208,7 @@ class LocalElasticAgent(SimpleElasticAgent):
                 consoles=own_consoles(),
             )
         finally:
+            decisions.leave(signals)
             if signals is not None:
                 signals.close()
         self._remaining_restarts = group.spec.max_restarts - result.restarts

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.job.failure_cause import Cause
     from elasticrs._engine.nodes.rendezvous_store import KeptState
     from elasticrs._engine.nodes.transport.store import Store
+    from elasticrs._engine.process.signals import SignalPipe
     from elasticrs._engine.supervise.attempts.attempt import Attempt
 
 
@@ -131,6 +132,9 @@ class Decisions(ABC):
             self._call.close()
         # A reference would keep the supervisor's descriptors open until the garbage collector runs.
         vars(self).pop("_supervisor", None)
+
+    def leave(self, signals: SignalPipe | None) -> None:  # noqa: B027 -- nothing to wait for on one node
+        """End what may take seconds, once the caller has reported how the job ended. Idempotent."""
 
 
 class OneAgent(Decisions):

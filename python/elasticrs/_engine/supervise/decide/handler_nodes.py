@@ -5,14 +5,18 @@ thread of its own, and the loop is woken when the call has returned.
 
 - **HANDLER-1** At most one method of the handler runs at any time.
 - **HANDLER-2** The answer of a call is dropped if the workers have ended since, or a signal has stopped them.
-- **HANDLER-3** The end of the job waits for the handler at most twice :data:`PATIENCE` seconds, and after a
-  signal not at all.
+- **HANDLER-3** No method delays a restart, the end of the job or its report for ever: the wait for one that
+  must return takes at most :data:`PATIENCE` seconds, and a signal ends it. Only ``next_rendezvous`` has no
+  limit, because the rendezvous has its own.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import select
+import signal
 import time
 from functools import partial
 from threading import Event
@@ -21,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from elasticrs._engine import public
 from elasticrs._engine.job.config import DEFAULT_EXIT_BARRIER_TIMEOUT
 from elasticrs._engine.process.background_call import BackgroundCall
+from elasticrs._engine.process.signals import suspend
 from elasticrs._engine.supervise.attempts import state_machine as machine
 from elasticrs._engine.supervise.decide.decisions import OneAgent
 from elasticrs._engine.workers.plan import NodeRanks, NodeShare, Plan, StorePort, node_ranks
@@ -31,9 +36,10 @@ if TYPE_CHECKING:
     from elasticrs import _core
     from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.process.console import Console
+    from elasticrs._engine.process.signals import SignalPipe
 
 PATIENCE = 10.0
-"""Maximum number of seconds to wait at the end of the job for a method of the handler."""
+"""Maximum number of seconds to wait for a method of the handler that must return."""
 
 _QUIET_FOR = 3.0
 """Seconds of a wait for other nodes after which a line tells the user about it."""
@@ -68,11 +74,17 @@ class HandlerNodes(OneAgent):
         self._info: Any = None
         self._must_return = Event()
         self._next: tuple[Callable[[], Any], Callable[[Any], list[machine.Action]]] | None = None
+        self._asked_at = 0.0
+        # Method of the handler that is being called, and since when (monotonic seconds).
+        self._running: tuple[str, float] | None = None
+        # Reason not to wait for the present call any more.
+        self._why_hung: str | None = None
+        # Call that the loop has left behind.
+        self._last_call: BackgroundCall | None = None
         # End of workers that have succeeded, while this node waits for the others.
         self._success: machine.GroupEnded | None = None
-        # Line that tells about a long wait, and the time at which it is due.
+        # Line that tells about a long wait.
         self._line: str | None = None
-        self._line_is_due = 0.0
 
     def node_names(self, *, asks: bool = False) -> Sequence[str] | None:
         is_alone = self._info is not None and self._info.world_size == 1
@@ -110,17 +122,6 @@ class HandlerNodes(OneAgent):
             f"{_QUIET_FOR:g} s, and decides how long to wait",
         )
 
-    def seconds_left(self) -> float:
-        left = super().seconds_left()
-        return left if self._line is None else min(left, max(0.0, self._line_is_due - time.monotonic()))
-
-    def look_around(self) -> list[machine.Action]:
-        line = self._line
-        if line is not None and time.monotonic() >= self._line_is_due:
-            self._line = None
-            self._console.say(line)
-        return super().look_around()
-
     def _ask_handler(
         self, ask: Callable[[], Any], take: Callable[[Any], list[machine.Action]], line: str | None = None
     ) -> None:
@@ -128,10 +129,52 @@ class HandlerNodes(OneAgent):
         answer takes long, ``line`` is printed.
         """
         self._next = ask, take
-        self._line, self._line_is_due = line, time.monotonic() + _QUIET_FOR
+        self._line, self._asked_at = line, time.monotonic()
         self._must_return.set()
         if self._call is None:
             self._ask_next()
+
+    def _give_up_at(self) -> float:
+        """Return the monotonic time in seconds at which the agent no longer waits for the present call."""
+        is_queued = self._next is not None and self._call is not None
+        if self._success is None and not is_queued:
+            return math.inf
+        running = self._running
+        if running is None:
+            # A call of the workers' store may hang in the exit barrier.
+            return self._asked_at + self._barrier_timeout + PATIENCE
+        return max(running[1], self._asked_at) + PATIENCE
+
+    def _why_not_returned(self) -> str:
+        running = self._running
+        if running is None:
+            return "the workers' store does not answer"
+        return f"{running[0]} has not returned within {PATIENCE:g} s"
+
+    def seconds_left(self) -> float:
+        due = self._give_up_at()
+        if self._line is not None:
+            due = min(due, self._asked_at + _QUIET_FOR)
+        # A method whose time is up before the next call of this function has not been called yet.
+        return max(0.0, min(super().seconds_left(), PATIENCE, due - time.monotonic()))
+
+    def look_around(self) -> list[machine.Action]:
+        now, line = time.monotonic(), self._line
+        if line is not None and now >= self._asked_at + _QUIET_FOR:
+            self._line = None
+            self._console.say(line)
+        if now < self._give_up_at():
+            return []
+        self._next, self._why_hung = None, self._why_not_returned()
+        return self._failed(public("rendezvous.api").RendezvousTimeoutError(self._why_hung))
+
+    def _method(self, name: str) -> Any:
+        """Call a method of the handler."""
+        self._running = name, time.monotonic()
+        try:
+            return getattr(self._handler, name)()
+        finally:
+            self._running = None
 
     def _ask_next(self) -> None:
         if self._next is not None:
@@ -178,7 +221,7 @@ class HandlerNodes(OneAgent):
     def _meet(self) -> tuple[Any, NodeRanks, bool]:
         if self._handler is None:
             self._handler = self._make_handler()
-        info = self._handler.next_rendezvous()
+        info = self._method("next_rendezvous")
         ranks = agreed_ranks(info.store, info.rank, info.world_size, self._share)
         return info, ranks, self._handler.use_agent_store
 
@@ -208,7 +251,7 @@ class HandlerNodes(OneAgent):
     def _watch(self) -> int:
         """Return the number of nodes that wait to join, once there are any; 0 if the workers have ended."""
         while not self._must_return.wait(self._job.monitor_interval):
-            waiting = int(self._handler.num_nodes_waiting())
+            waiting = int(self._method("num_nodes_waiting"))
             if waiting > 0:
                 return waiting
         return 0
@@ -222,14 +265,14 @@ class HandlerNodes(OneAgent):
 
     def _wait_for_others(self) -> tuple[bool, list[str]]:
         """Wait for the other nodes. Return false if the workers must run again, and notes to print."""
-        handler, info, job = self._handler, self._info, self._job
-        set_succeeded = getattr(handler, "set_succeeded", None)
-        if set_succeeded is not None:
-            set_succeeded()
+        info, job = self._info, self._job
+        tells = hasattr(self._handler, "set_succeeded")
+        if tells:
+            self._method("set_succeeded")
 
         def has_ended() -> bool:
             # Do not watch the handlers of torch: they also count new nodes, which are no reason to restart.
-            is_over = set_succeeded is not None and handler.num_nodes_waiting() > 0
+            is_over = tells and self._method("num_nodes_waiting") > 0
             return is_over or self._must_return.is_set()
 
         notes: list[str] = []
@@ -256,30 +299,59 @@ class HandlerNodes(OneAgent):
 
     def close(self) -> None:
         self._must_return.set()
-        call, self._call = self._call, None
+        if self._call is not None:
+            self._last_call, self._call = self._call, None
         super().close()
-        is_free = call is None or (self.signum is None and call.wait(PATIENCE))
+
+    def leave(self, signals: SignalPipe | None) -> None:
+        call, self._last_call = self._last_call, None
+        is_free = call is None or (self._why_hung is None and self._has_returned(call, signals))
+        why: object = self._why_hung or self._why_not_returned()
         if call is not None:
             # End a method that waits for other nodes, as an exception of a signal handler does in torch.
             # Otherwise this node would join a round without an agent if the program continues.
             call.interrupt()
             call.close()
-        handler, self._handler = self._handler, None
         # Do not shut the handler down after a signal, because that would end the job on all nodes.
-        if handler is None or self.keeps_handler or self.signum is not None:
-            return
-        why: object = f"it does not answer within {PATIENCE:g} s"
-        if is_free:
-            shutdown = BackgroundCall(handler.shutdown, blocks_signals=False)
-            if shutdown.wait(PATIENCE):
-                try:
-                    shutdown.take()
-                    why = None
-                except Exception as error:
-                    why = repr(error)
-            shutdown.close()
-        if why is not None:
-            self._console.say(f"the rendezvous handler could not be shut down: {why}")
+        if self._handler is not None and not self.keeps_handler and self.signum is None:
+            if is_free:
+                why = self._shut_down(signals)
+            if why is not None:
+                self._console.say(f"the rendezvous handler could not be shut down: {why}")
+        self._handler = None
+
+    def _shut_down(self, signals: SignalPipe | None) -> object:
+        """Shut the handler down. Return why that failed, if it has."""
+        call = BackgroundCall(partial(self._method, "shutdown"), blocks_signals=False)
+        try:
+            if self._has_returned(call, signals):
+                call.take()
+                return None
+            call.interrupt()
+            return None if self.signum is not None else self._why_not_returned()
+        except Exception as error:
+            return repr(error)
+        finally:
+            call.close()
+
+    def _has_returned(self, call: BackgroundCall, signals: SignalPipe | None) -> bool:
+        """Wait for a call for at most :data:`PATIENCE` seconds, or until a signal asks to stop."""
+        poll = select.poll()
+        poll.register(call.fd, select.POLLIN)
+        if signals is not None:
+            poll.register(signals.fd, select.POLLIN)
+        deadline = time.monotonic() + PATIENCE
+        while self.signum is None and (left := deadline - time.monotonic()) > 0:
+            if any(fd == call.fd for fd, _ in poll.poll(1000 * left)):
+                return True
+            if signals is None:
+                continue
+            for signum in signals.take():
+                if signum == signal.SIGTSTP and signum not in self._job.signals:
+                    suspend(None, signals)
+                elif signum not in self._job.forwarded:
+                    self.signum = signum
+        return False
 
 
 def agreed_ranks(store: Any, group_rank: int, group_world_size: int, own: NodeShare) -> NodeRanks:
