@@ -5,9 +5,9 @@ thread of its own, and the loop is woken when the call has returned.
 
 - **HANDLER-1** At most one method of the handler runs at any time.
 - **HANDLER-2** The answer of a call is dropped if the workers have ended since, or a signal has stopped them.
-- **HANDLER-3** No method delays a restart, the end of the job or its report for ever: the wait for one that
-  must return takes at most :data:`PATIENCE` seconds, and a signal ends it. Only ``next_rendezvous`` has no
-  limit, because the rendezvous has its own.
+- **HANDLER-3** The report of the job waits for no method. A restart and the end of the job wait at most
+  :data:`PATIENCE` seconds for a method that must return, and a signal ends the wait. Only
+  ``next_rendezvous`` has no limit, because the rendezvous has its own.
 """
 
 from __future__ import annotations
