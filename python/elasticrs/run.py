@@ -253,7 +253,7 @@ def _say(values: Namespace, line: str) -> None:
 
     console = Console(log_prefix=values.log_prefix)
     console.say(line)
-    # The program may go on, or end, before a thread of the console has written the line.
+    # Wait for the console's thread to write the line. Otherwise, the program could end before that.
     console.flush(END_PATIENCE)
 
 

@@ -79,7 +79,7 @@ def is_active() -> bool:
 
 
 def activate() -> None:
-    """Redirect later imports to elasticrs. Raise ``RuntimeError`` if torch's modules are already loaded."""
+    """Redirect later imports of torch's launcher to elasticrs. Raise ``RuntimeError`` if it is loaded."""
     if is_active():
         return
     if loaded := sorted(name for name in sys.modules if our_name(name) is not None):
@@ -119,7 +119,7 @@ class _Finder:
 
 
 def _torchs_own(fullname: str) -> ModuleSpec | None:
-    """Find a module that only torch has, in torch's folders: its parent package is now elasticrs's."""
+    """Find a module that only torch has. Search torch's folders, because its package is now elasticrs's."""
     from importlib.machinery import PathFinder
 
     below = fullname.split(".")[2:-1]

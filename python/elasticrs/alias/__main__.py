@@ -41,7 +41,7 @@ _PROBE = "import sys; from elasticrs.alias import is_active; sys.exit(not is_act
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run an action. Return 0, 1 (failure, or ``status`` found no ``.pth`` file) or 2 (usage error)."""
+    """Run an action. Return 0; 1 if it failed or ``status`` found no ``.pth`` file; 2 for wrong arguments."""
     args = sys.argv[1:] if args is None else args
     actions: dict[str, Callable[[], int]] = {"install": install, "uninstall": uninstall, "status": status}
     if list(args) in (["-h"], ["--help"]):

@@ -78,7 +78,7 @@ def record(event: Event, destination: str = "null") -> None:
     """
     if event.timestamp == 0:
         event = replace(event, timestamp=time.time_ns() // 1_000_000)
-    # A watchdog event's `state` is the agent's, so recognize a worker's failure by the event's name.
+    # In a watchdog's event, `state` is the agent's, so recognize a worker's failure by the event's name.
     is_failure = event.metadata.get("state") == "FAILED" or event.name in _FAILURES_OF_WATCHDOGS
     _get_or_create_logger(destination).info(event.serialize(), extra={"is_failure": is_failure})
 

@@ -65,7 +65,7 @@ class NodeState(str, Enum):
 
 @dataclass
 class RdzvEvent(_Serialized):
-    """An event of a rendezvous, as in torch. ``name`` is its activity, as ``file:function``."""
+    """Event of a rendezvous, as in torch. ``name`` is the place in the code, as ``file:function``."""
 
     name: str
     run_id: str
@@ -95,7 +95,7 @@ _known: dict[int, str] = {}
 
 
 def fq_hostname() -> str:
-    """Return this machine's fully qualified name, or the kernel's name for it if the resolver is slow."""
+    """Return this machine's fully qualified host name, or the kernel's host name if the look-up is slow."""
     with _lock:
         # Look the name up again in a forked child, because it may be in another network namespace.
         pid = os.getpid()

@@ -95,11 +95,11 @@ class LineFileHandler(logging.Handler):
 
     @property
     def _queue(self) -> LineQueue | None:
-        """Queue of the background thread; ``None`` without one. A forked child has inherited no thread."""
+        """Queue of lines for the background thread; ``None`` if this process has none, as after a fork."""
         return self._behind if self._behind is not None and self._behind.owner == os.getpid() else None
 
     def write_behind(self) -> None:
-        """Write in a background thread from now on, until :meth:`write_through` undoes each such call."""
+        """Write in a background thread, until :meth:`write_through` has been called as often as this."""
         self._agents += 1
         self._behind = self._queue or LineQueue(self._write)
 
@@ -116,7 +116,7 @@ class LineFileHandler(logging.Handler):
             queue.end()
 
     def _wait(self) -> int:
-        """Wait until all lines are written. Return the number of unwritten lines."""
+        """Wait a limited time until all lines are written. Return the number of lines that were not."""
         return 0 if self._queue is None else self._queue.wait(0.0 if _SLOW in self._complaints else _PATIENCE)
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -199,7 +199,7 @@ MOST = 10_000
 
 
 class LineQueue:
-    """Queue of lines, and a thread that writes them and flushes failures to disk, because both may block."""
+    """Queue of lines. Its thread writes them and flushes failures to disk, so that no other thread blocks."""
 
     def __init__(self, write: Callable[[bytes, bool], None]) -> None:
         self._write = write
@@ -233,7 +233,7 @@ class LineQueue:
             return self._lines.unfinished_tasks
 
     def end(self) -> None:
-        """End the thread. Call this when all lines are written."""
+        """End the thread. The caller must first wait until all lines are written."""
         if self._thread is not None:
             self._lines.put(None)
             self._thread.join()

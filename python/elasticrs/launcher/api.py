@@ -190,7 +190,7 @@ def launch_agent(
         health_check_server=health_check_server,
         signals_to_handle=config.signals_to_handle,
     )
-    # As in torch, agents and contexts that this program or its children create later use these signals, too.
+    # As in torch, keep the signals for all agents that this program or its children create later.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
     alive_callback = getattr(health_check_server, "alive_callback", None)
     if isinstance(alive_callback, _AliveCallbackProxy):
@@ -200,7 +200,7 @@ def launch_agent(
     is_signalled = False
     try:
         initialize_metrics(MetricsConfig(config.metrics_cfg))
-        # Record the outcome of the job as the last event, as torch's launcher does.
+        # After the agent's own events, record one with the outcome of the job, as torch's launcher does.
         try:
             result = agent.run()
         except Exception as error:
@@ -217,7 +217,7 @@ def launch_agent(
         return result.return_values
     finally:
         if not is_signalled:
-            # After a signal, a shutdown would end the job on all nodes.
+            # After a signal, do not shut the rendezvous handler down, as that would end the job on all nodes.
             _shut_down(spec.rdzv_handler)
         if isinstance(config.logs_specs, DefaultLogsSpecs):
             config.logs_specs._remove_if_empty()

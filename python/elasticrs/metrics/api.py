@@ -91,7 +91,7 @@ _sinks: tuple[Callable[[str, str, float], None], ...] = ()
 
 
 def configure(handler: MetricHandler, group: str | None = None) -> None:
-    """Set the handler of a group. ``None`` stands for all groups that have no handler of their own."""
+    """Set the handler for the metrics of a group (``None``: all groups without a handler of their own)."""
     global _default_metrics_handler  # noqa: PLW0603 -- process-wide, as in torch
     if group is None:
         _default_metrics_handler = handler

@@ -97,7 +97,7 @@ def start_processes(
                     name, entrypoint, args, envs, start_method, *logs, numa_options, *filters
                 )
             context.start()
-        # A signal may arrive just before the return, so return inside the `try`, which then cleans up.
+        # Return inside the `try`, so that the processes are stopped even if a signal arrives at this moment.
         return context
     except BaseException:
         if context is not None:

@@ -129,7 +129,7 @@ _clean_ups: list[tuple[Callable[[], None], StopRequests]] = []
 
 @contextmanager
 def clean_up(hurry: Callable[[], None]) -> Iterator[None]:
-    """Mark a clean-up after a :class:`SignalException`. A further signal in it only calls ``hurry``."""
+    """Let a further signal only call ``hurry`` in a block that cleans up after a :class:`SignalException`."""
     error = sys.exc_info()[1]
     while error is not None and not isinstance(error, SignalException):
         error = error.__context__
@@ -342,7 +342,7 @@ class _SupervisedContext(PContext):
         processes = self._processes()
         processes.wait(0.0)
         if self._result is None and processes.has_ended:
-            # Close the group first: unpickling return values runs the user's code, which may raise.
+            # Close the process group before return values are unpickled by the user's code, which may raise.
             self.close()
             self._result = self._make_result(processes)
         return self._result
@@ -384,7 +384,7 @@ class _SupervisedContext(PContext):
         return dict(enumerate(self._processes().log.pids))
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-        """Stop all processes. After a :class:`SignalException`, a further signal ends the wait early."""
+        """Stop all processes. If a :class:`SignalException` is the reason, more signals shorten the wait."""
         with clean_up(self._hurry):
             super().close(death_sig, timeout)
 
@@ -449,7 +449,7 @@ class SubprocessContext(_SupervisedContext):
         }
 
     def _start_by_replacement(self) -> None:
-        """Start the programs with the function by which the user has replaced ``get_subprocess_handler``."""
+        """Start the programs by calling ``get_subprocess_handler``, which the user has replaced."""
         self._group = group = PolledGroup(self.subprocess_handlers)
         for rank in range(self.nprocs):
             handler = get_subprocess_handler(
@@ -504,7 +504,7 @@ class MultiprocessContext(_SupervisedContext):
         functions = Functions(self.name, self._function, self.args, environments, *files, cpus=self._cpus())
         self._functions = BY_METHOD[self.start_method](functions)
         specs = self._functions.prepare()
-        # The keeper of `fork` is forked before the group starts threads.
+        # `prepare` forks the keeper (the process that forks the workers), so call it before starting threads.
         self._group = group = SupervisedGroup(stop_scope="worker")
         group.on_fd = self._functions.fd_ready
         group.start(specs, self._streams)

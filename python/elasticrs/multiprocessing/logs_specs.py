@@ -1,6 +1,7 @@
-"""Where workers write their output: torch's ``LogsSpecs``, and ``--logs-specs NAME``.
+"""Decides to which files workers write their output: torch's class ``LogsSpecs``.
 
-The name is that of a class which an installed package provides as an entry point.
+The option ``--logs-specs NAME`` selects another class, which an installed package provides as the entry point
+of that name.
 """
 
 from __future__ import annotations
@@ -172,7 +173,7 @@ class DefaultLogsSpecs(LogsSpecs):
 
 
 def make_logs_specs(settings: LogSettings, nproc: int) -> LogsSpecs:
-    """Create the user's ``LogsSpecs`` class with torch's arguments. Raise ``UsageError`` if that fails."""
+    """Create an object of the ``LogsSpecs`` class that the user chose. Raise ``UsageError`` if that fails."""
     chosen = specs_class(settings.logs_specs or "default")
     std = _std_of(chosen)
     ranks = settings.local_ranks_filter
@@ -189,7 +190,7 @@ def make_logs_specs(settings: LogSettings, nproc: int) -> LogsSpecs:
 
 
 def attempt_logs(specs: LogsSpecs) -> Callable[[str, dict[int, dict[str, str]]], LogPaths]:
-    """Return a function for the agent that gets the log files of each attempt from ``specs``."""
+    """Return a function with which the agent gets the log files of each attempt from ``specs``."""
 
     def paths_of_attempt(_name: str, variables: dict[int, dict[str, str]]) -> LogPaths:
         destination: Any = specs.reify(variables)

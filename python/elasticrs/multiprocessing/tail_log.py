@@ -100,7 +100,7 @@ def _follow(
 ) -> None:
     is_finished = False
     while not is_finished:
-        # Check `finished` first, so that the last read includes everything written before it was set.
+        # Check `finished` before reading, so that the last read includes all that was written before.
         is_finished = finished.is_set()
         until = math.inf if is_finished else time.monotonic() + interval_sec
         # Read one chunk of each file in turn, so that a lot of new data does not delay the others.

@@ -229,7 +229,9 @@ class ElasticRendezvousHandler(RendezvousHandler):
         return knows
 
     def _leave_kept_store(self) -> bool:
-        """Close the job's store if hosted here. Return true if all nodes have read the job's outcome."""
+        """Close the job's store, if this process serves it. First wait a limited time, because other nodes
+        may still have to read the job's outcome there. Return true if all have disconnected.
+        """
         deadline = time.monotonic() + self.rendezvous.settings.close_timeout
         while (is_needed := self.kept.is_needed()) and time.monotonic() < deadline:
             time.sleep(_FAREWELL_TICK)
@@ -354,7 +356,8 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     def _work(self) -> None:
         with self._news:
-            # A second thread may start if an exception interrupts `next_rendezvous` early. Only one may work.
+            # If an exception interrupts `next_rendezvous` before this thread has begun, the next call starts
+            # another thread. Only one of them may run the loop.
             if self._thread is not None or self._driver is None:
                 return
             self._thread = threading.current_thread()
@@ -370,7 +373,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
                 poll = select.poll()
                 for fd in fds:
                     poll.register(fd, select.POLLIN)
-                # Round up, because a timer that is due in less than 1 ms would otherwise cause a busy loop.
+                # Round up. Otherwise, a timer that is due in less than 1 ms would cause a busy loop.
                 poll.poll(int(seconds * 1000) + 1)
                 with suppress(BlockingIOError):
                     os.eventfd_read(self._wake)

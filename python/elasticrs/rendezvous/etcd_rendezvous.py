@@ -17,7 +17,7 @@ __all__ = ["EtcdRendezvous", "EtcdRendezvousHandler", "create_rdzv_handler"]
 
 
 def __getattr__(name: str) -> object:
-    # Import lazily, because torch's module imports torch.
+    # Import torch's module for this class only when it is used, because that import loads all of torch.
     return lazy(__name__, name, {"torch.distributed.elastic.rendezvous.etcd_store": ("EtcdStore",)})
 
 

@@ -77,7 +77,7 @@ class OneNodeRendezvous(RendezvousHandler):
         return RendezvousInfo(open_store(), 0, 1, RendezvousStoreInfo(self.address, port))
 
     def open_shared_store(self) -> Store:
-        """Return the current round's store, whose server starts at first use, because few jobs use it."""
+        """Return the current round's store. The first call starts its server, because few jobs need one."""
         if self._store is None:
             from elasticrs._engine.nodes.transport.store import Requests
             from elasticrs.store import Store
@@ -101,7 +101,7 @@ class OneNodeRendezvous(RendezvousHandler):
             raise DistNetworkError(f"the store of this node cannot be served: {error}") from error
 
     def next_round(self) -> Callable[[], Store]:
-        """Begin a round for a caller that assigns the ranks itself. Return the function that opens its store.
+        """Begin a round. Return the function that opens the round's store. The caller must assign the ranks.
         Raise ``RendezvousClosedError`` after :meth:`set_closed`.
         """
         if self._is_closed:

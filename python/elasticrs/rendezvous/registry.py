@@ -49,7 +49,7 @@ def handler_of_command_line(
     local_addr: str | None,
     settings: Mapping[str, Any],
 ) -> RendezvousHandler:
-    """Create a handler with the options of the command line.
+    """Create a rendezvous handler with the options of the command line.
 
     Raises ``UsageError`` if an option or the creator is wrong. Passes on errors of the service that the
     handler needs: ``RendezvousError``, ``OSError`` and ``RuntimeError``, with which torch reports lost
@@ -99,7 +99,7 @@ def _register_from_package(name: str, words: Words) -> bool:
 
 
 def _register_out_of_tree_handlers() -> None:
-    """Register handlers of installed packages, as an import of torch does. Warn if one cannot be loaded."""
+    """Register the rendezvous handlers of installed packages, as torch does. Warn if one cannot be loaded."""
     from importlib import metadata
 
     for name in {entry.name for group in GROUPS for entry in metadata.entry_points(group=group)}:

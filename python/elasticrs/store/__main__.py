@@ -87,7 +87,7 @@ def _say(line: str) -> None:
 
 
 def _signals() -> list[signal.Signals]:
-    """Return the signals that stop the server. SIGHUP is not one if it is ignored, as under ``nohup``."""
+    """Return the signals that stop the server. SIGHUP is left out if it is ignored, as under ``nohup``."""
     stays = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGTERM, signal.SIGINT, *([] if stays else [signal.SIGHUP])]
 

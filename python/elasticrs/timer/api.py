@@ -81,7 +81,7 @@ class Watchdog(ABC):
 
     @abstractmethod
     def _run_watchdog(self) -> None:
-        """Wait for requests, handle them, and stop the workers whose timers have expired."""
+        """Wait for requests that set or release timers, handle them, and stop workers whose time is over."""
 
     def start(self) -> None:
         """Start the server thread."""
@@ -132,7 +132,7 @@ class TimerServer(Watchdog):
 
     @abstractmethod
     def register_timers(self, timer_requests: list[TimerRequest]) -> None:
-        """Handle the requests in order. A negative expiration time releases a timer, others register one."""
+        """Handle the requests in order. A negative expiration time releases the timer, any other sets it."""
 
     @abstractmethod
     def clear_timers(self, worker_ids: set[Any]) -> None:

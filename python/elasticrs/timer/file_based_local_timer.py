@@ -185,7 +185,7 @@ class FileTimerClient(TimerClient):
                 self._drop("the pipe is full")
 
     def _put(self, line: bytes) -> bool:
-        """Write a request to the FIFO; drop it if there is no reader. Return false if the FIFO is full."""
+        """Write a request to the FIFO, or drop it if no server reads the FIFO. Return false if it is full."""
         fd = self._open()
         if fd < 0:
             return True
@@ -226,7 +226,7 @@ class FileTimerClient(TimerClient):
         return -1
 
     def _fd_is_ours(self) -> bool:
-        """Return true if the descriptor is still the FIFO: a daemon's start closes all descriptors."""
+        """Return true if the descriptor is still the FIFO. A program that becomes a daemon may close it."""
         if self._fd < 0:
             return False
         try:
@@ -301,7 +301,7 @@ class FileTimerServer(DescendantServer):
         daemon: bool = True,
         log_event: Callable[[str, FileTimerRequest | None], None] | None = None,
     ) -> None:
-        # Import this lazily, because workers use only the client.
+        # Import this only in the server, because workers use only the client.
         from elasticrs._core import TimerFifo
 
         super().__init__(max_interval, daemon)
@@ -413,7 +413,7 @@ class FileTimerServer(DescendantServer):
         pid = request.worker_pid
         if request.expiration_time < 0 or self._bind(pid):
             return True
-        # Usually, the sender has exited. If not, it is not a descendant and must not be signalled.
+        # Usually, the process has exited. If not, it is no descendant of the server, which must not kill it.
         if not self._has_refused and self.is_process_running(pid):
             self._has_refused = True
             _logger().warning(

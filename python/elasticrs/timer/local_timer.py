@@ -28,9 +28,9 @@ _MAX_TIMERS = 16384
 
 
 class DescendantServer(Watchdog):
-    """Base class of servers that run without an agent. They kill descendants of this process, never itself.
-    The running timers are kept by pid and scope. The server holds a pidfd for each descendant with a timer,
-    because the kernel may reuse a pid.
+    """Base class of timer servers that run without an agent. A server kills only descendants of its own
+    process. It keeps the running timers by pid and scope (the timer's name), and a pidfd for each process
+    with a timer, because the kernel may give the pid of an exited process to a new one.
     """
 
     def __init__(self, *how: Any) -> None:
@@ -98,7 +98,7 @@ class DescendantServer(Watchdog):
         return True
 
     def _forget_the_dead(self) -> None:
-        """Remove the timers of processes that have exited, and close their pidfds."""
+        """Remove the timers and close the pidfds of all processes that have exited."""
         from select import POLLIN, poll
 
         watch = poll()
@@ -126,7 +126,7 @@ def descends_from_us(pid: int) -> bool:
             return False
         parent = int(fields[1])
         if parent == own:
-            # A process whose main thread has exited appears as a zombie, even if other threads run.
+            # A process of which only the main thread has exited looks like a zombie, so count its threads.
             return fields[0] not in (b"Z", b"X") or int(fields[17]) > 1
         pid = parent
     return False

@@ -195,7 +195,7 @@ def _os_error(error: BaseException | None) -> OSError | None:
 
 
 class _WatchedStream:
-    """Stream that keeps its first ``OSError``, because ``torch.save`` replaces it with a RuntimeError."""
+    """Stream that stores its first ``OSError``, because ``torch.save`` raises a RuntimeError instead."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -343,7 +343,7 @@ class FileSystemCheckpointManager(CheckpointManager):
         return found
 
     def add(self, unfinished: str) -> str:
-        """Rename a written directory to the next number, return its path, and remove old checkpoints."""
+        """Rename a new checkpoint to the next number, remove old checkpoints, and return the new path."""
         numbers = self._numbers()
         number = numbers[0] + 1 if numbers else 0
         while True:

@@ -58,7 +58,7 @@ _END, _SEAT, _LATE = "end", "seat/", "late"
 
 
 class LateWorker(Value):
-    """Rank and final state for a process that starts after training. ``world_size`` includes a new rank."""
+    """Rank and final state of a process that started after training. ``world_size`` counts its rank, too."""
 
     rank: int
     world_size: int
@@ -80,8 +80,9 @@ def publish(
     *,
     in_checkpoint: bool,
 ) -> None:
-    """Serve a copy of the final state, if any, on the network interface that leads to ``near`` (host and port
-    of another worker), and publish its address. Raise ``DistError`` or ``OSError``.
+    """Publish in ``store`` that the training has ended, and where this worker serves its copy of the final
+    state (``content``), if it has one. It is served on the network interface that leads to ``near`` (host and
+    port of another worker). Raise ``DistError`` or ``OSError``.
     """
     _take_seat(store, rank, content, near)
     store.set(_END, json.dumps({"world_size": world_size, "in_checkpoint": in_checkpoint}))
@@ -140,7 +141,7 @@ _servers: list[_Server] = []
 
 
 def _serve(content: memoryview, near: tuple[str, int]) -> dict[str, Any]:
-    """Serve a copy until this process exits, instead of any older one. Return its address and the secret."""
+    """Serve this copy of the final state, and no older one. Return the address, and the clients' secret."""
     secret = secrets.token_urlsafe(32)
 
     class Handler(StreamRequestHandler):
@@ -168,8 +169,9 @@ def stop_serving() -> None:
 
 
 def serving_address(near: str, local: str) -> tuple[str, str]:
-    """Return the address to listen on and the address to publish. If ``local``, the local address of the
-    route to another worker (``near``), is loopback, publish the machine's name, which others can resolve.
+    """Return the address to listen on, and the address to publish. ``local`` is this machine's address on the
+    route to another worker, ``near``. If it is a loopback address, it is useless to other machines. If
+    ``near`` is a name, it is then this machine's name, so publish that.
     """
     if ipaddress.ip_address(local).is_loopback and near != "localhost":
         with suppress(ValueError):
@@ -235,7 +237,7 @@ def _download(seat: dict[str, Any]) -> bytes | None:
 
 
 def _after_fork_in_child() -> None:
-    # Close the server in a forked child, which would keep the port open without answering requests.
+    # Close the server in a forked child. Otherwise, the child would keep the port open, but not answer.
     while _servers:
         _servers.pop().server_close()
 

@@ -45,7 +45,7 @@ _TALKING = {_ESTABLISHED, _SYN_SENT, _CLOSE_WAIT}
 
 
 class Connections:
-    """TCP connections of this worker's groups. Thread-safe. ``store_port``: port of their store, if known."""
+    """TCP connections of this worker's process groups. ``store_port``: port of their store. Thread-safe."""
 
     def __init__(self, store_port: int | None = None) -> None:
         self._store_port = store_port
@@ -72,8 +72,9 @@ class Connections:
             self._before = self._recording_since = None
 
     def _is_of_group(self, fd: int, inode: int) -> bool:
-        """Return true if gloo opened this socket, or if it is a connection to the round's store. Unlike those
-        of nearly every client library, gloo's sockets have ``SO_REUSEADDR`` but not close-on-exec.
+        """Return true if a socket belongs to a process group: gloo opened it, or it is a connection to the
+        round's store. Gloo's sockets can be recognized, because they have ``SO_REUSEADDR`` but not
+        close-on-exec, unlike those of nearly every other library.
         """
         try:
             is_kept_by_exec = not fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
@@ -202,7 +203,7 @@ def _is_connected(fd: int, inode: int) -> bool:
 
 
 def _shut(fd: int, inode: int) -> str | None:
-    """Shut down a connection, and return the address of its peer. ``None`` if there is no such connection."""
+    """Shut down a connection. Return the address of its other end; ``None`` if it is no longer connected."""
     with _duplicate(fd, inode) as found, suppress(OSError):
         if found is None or found[1] not in _TALKING:
             return None
@@ -298,7 +299,7 @@ def create(backend: str, store: Any, rank: int, world_size: int, timeout: dateti
 
 
 def destroy() -> None:
-    """Destroy all process groups of this process, if it has imported torch."""
+    """Destroy all of torch's process groups in this process. Do nothing if torch has not been imported."""
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is None:
         return
@@ -307,7 +308,7 @@ def destroy() -> None:
     if distributed.is_initialized():
         distributed.destroy_process_group()
     if _hooks and sys.excepthook is _hooks[0]:
-        # Remove the previous group's hook, because each group adds one, which prints the rank of its round.
+        # Remove the destroyed group's exception hook. Each group adds one, which prints the group's rank.
         sys.excepthook = _hooks[1]
     _hooks.clear()
     _reset_names()
@@ -346,13 +347,13 @@ forks = 0
 
 
 def not_a_worker(worker: int) -> str:
-    """Return the error message for a forked child of ``worker``, a pid, that tries to act as a worker."""
+    """Return the error for a forked child of the worker with this pid, if the child acts as a worker."""
     return f"this process was forked from worker {worker} during the training, so it is not a worker"
 
 
 @functools.cache
 def refuse_in_forked_children() -> None:
-    """Make collectives raise ``RuntimeError`` in all children that this process forks from now on."""
+    """Make torch's collectives raise ``RuntimeError`` in all children that this process forks from now on."""
     os.register_at_fork(after_in_child=_refuse)
 
 

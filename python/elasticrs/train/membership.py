@@ -67,8 +67,8 @@ _NEWS_TIMEOUT = 0.1
 
 
 class Round(Record):
-    """A rendezvous round: the workers that train together until one joins or leaves. Round numbers start at
-    1. The workers' watching threads exchange messages through the ``board``.
+    """A rendezvous round: a period in which the same workers train together, until one joins or leaves. Round
+    numbers start at 1. ``board`` is the store in which the workers' watching threads exchange messages.
     """
 
     number: int
@@ -99,7 +99,7 @@ class Membership:
         self._handler = ElasticRendezvousHandler(
             settings.rendezvous, settings.backend, on_stop=self._record_stop
         )
-        # A program under an agent may use a URL of its own. The agent also has to see that membership.
+        # Use the agent's page even if the program has its own URL, because the agent has to see the rounds.
         self.page = page_of(os.environ)
         self._on_change = on_change
         self._stuck_timeout = settings.stuck_timeout
@@ -133,7 +133,8 @@ class Membership:
     def meet(self) -> Round:
         """Destroy the process groups, leave the current round, and wait for the next one.
 
-        Sets ``RANK``, ``WORLD_SIZE``, and the store's ``MASTER_ADDR`` and ``MASTER_PORT``.
+        Sets the environment variables ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``. The last
+        two are the address of the new round's store.
 
         Raises:
             RendezvousError: the job is closed, too few workers joined, or the store does not respond.
@@ -179,14 +180,14 @@ class Membership:
         return current
 
     def connect(self) -> Any:
-        """Return torch's client of the round's store. Raise ``RuntimeError`` if the round has ended."""
+        """Return a client (torch's) of the round's store. Raise ``RuntimeError`` if the round has ended."""
         current = self._joined()
         with current.connections.recorded():
             return groups.connect(current.master_addr, current.master_port, lambda: self.is_broken)
 
     def create_group(self, backend: str, store: Any, timeout: datetime.timedelta) -> None:
-        """Create the default process group, whose collectives can be aborted. ``timeout`` is for collectives.
-        Raise ``RuntimeError`` if the round has ended.
+        """Create torch's default process group in such a way that its collectives can be aborted. ``timeout``
+        is the time limit of a collective. Raise ``RuntimeError`` if the round has ended.
         """
         current = self._joined()
         self._uses_nccl = "nccl" in backend
@@ -245,7 +246,7 @@ class Membership:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Give this worker unlimited time in a ``with`` block, which must not use collectives."""
+        """Set no time limit for leaving a broken round during a ``with`` block without collectives."""
         self._is_alone = True
         try:
             yield

@@ -1,5 +1,5 @@
-"""Take part in a job whose workers find each other at a URL or through an agent: the coordinators for
-:func:`~elasticrs.train.train`, and :func:`on_change` for custom training loops and frameworks.
+"""Ways to take part in a job whose workers find each other at a URL or through an agent: the coordinators for
+:func:`~elasticrs.train.train`, and :func:`on_change`, for custom training loops and frameworks.
 """
 
 from __future__ import annotations
@@ -190,7 +190,9 @@ class CoordinatorP2P(Coordinator):
         return [json.loads(each) for each in self._gather(json.dumps(list(numbers)))]
 
     def _gather(self, own: str) -> list[bytes]:
-        """Exchange texts (ordered by rank) over the store, because a step may be using collectives."""
+        """Send a text to all workers, and return the texts of all workers, ordered by rank. Use the store,
+        because a step may be using collectives.
+        """
         store = self._joined_store()
         last, self._gathered = self._gathered, self._gathered + 1
         keys = [f"elasticrs/{self._gathered}/{rank}" for rank in range(self.world_size)]
@@ -326,10 +328,11 @@ class CoordinatorP2P(Coordinator):
 
 
 class AgentCoordinator(CoordinatorP2P):
-    """Coordinator that finds the other workers through the agent's environment variables.
+    """Coordinator that finds the other workers through environment variables that the agent has set.
 
-    With ``--on-failure replace``, the agent replaces a worker that exits; otherwise, it restarts all workers.
-    Raise ``RuntimeError`` without an agent. For the arguments, see :class:`CoordinatorP2P`.
+    If a worker exits, the agent replaces it with ``--on-failure replace``; otherwise, it restarts all
+    workers. The constructor raises ``RuntimeError`` if no agent started this process. For its arguments, see
+    :class:`CoordinatorP2P`.
     """
 
     def __init__(

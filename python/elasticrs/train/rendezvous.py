@@ -1,9 +1,9 @@
-"""Rendezvous of workers: its parameters under torchelastic's names, its URL, and the settings that an agent
-gives its workers.
+"""Rendezvous in which workers find each other. This module has the names of torchelastic 0.1's rendezvous,
+parses the URL that describes a rendezvous, and reads the settings that an agent gives its workers.
 
-The URL is ``elasticrs://HOST:PORT/JOB?min_workers=2`` or ``etcd://…``. Its query may have every key of
-``--rdzv-conf``.
-``max_workers`` defaults to ``min_workers``. ``timeout`` means ``join_timeout``, as in torchelastic 0.1.
+The URL is ``elasticrs://HOST:PORT/JOB?min_workers=2`` or ``etcd://…``. Its query may have every key of the
+option ``--rdzv-conf``. ``max_workers`` defaults to ``min_workers``. The key ``timeout`` means
+``join_timeout``, as in torchelastic 0.1.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ lease has expired. If a living worker is taken for dead, that costs only one ste
 
 
 class WorkerRendezvous(Value):
-    """Settings of the rendezvous of workers, from its URL. ``notices`` are messages to show to the user."""
+    """Settings for the rendezvous of workers, parsed from a URL. ``notices`` are messages for the user."""
 
     url: str
     rendezvous: Rendezvous
@@ -195,7 +195,7 @@ def get_rendezvous(rdzv_params: RendezvousParameters) -> ElasticRendezvousHandle
     return ElasticRendezvousHandler(found.rendezvous, found.backend)
 
 
-# --- the rendezvous of an agent's workers ---
+# --- rendezvous of workers that were started by agents ---
 
 URL_VARIABLE = "ELASTICRS_TRAIN"
 TOKEN_OF_URL_VARIABLE = "ELASTICRS_TRAIN_TOKEN"
@@ -213,7 +213,7 @@ _held: list[Any] = []
 
 
 def rendezvous_of_agent() -> WorkerRendezvous:
-    """Return the settings that this worker's agent has set. Raise ``RuntimeError`` without an agent."""
+    """Return the rendezvous settings that the agent has set. Raise ``RuntimeError`` if there is no agent."""
     url = os.environ.get(URL_VARIABLE)
     if url is None:
         return _rendezvous_at_rank_0()
@@ -225,8 +225,9 @@ def rendezvous_of_agent() -> WorkerRendezvous:
 
 @cache
 def _rendezvous_at_rank_0() -> WorkerRendezvous:
-    """Return the settings for a job whose agents restart all workers. Rank 0 hosts the store. They are read
-    from torch's ``env://`` variables, and cached, because the next rendezvous changes these.
+    """Return the rendezvous settings for a job whose agents restart all workers after a failure. The worker
+    with rank 0 hosts the store. The settings are read from torch's ``env://`` variables, and cached, because
+    the next rendezvous changes these variables.
     """
     if not all(name in os.environ for name in _OF_EVERY_WORKER):
         raise RuntimeError(

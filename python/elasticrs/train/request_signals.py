@@ -82,7 +82,7 @@ class RequestSignals:
 
 
 def is_default(signum: int) -> bool:
-    """Read in ``/proc`` whether a signal has its default action: Python misses handlers of native code."""
+    """Return true if a signal has its default action. Read ``/proc``, too, to find native handlers."""
     if signal.getsignal(signum) != signal.SIG_DFL:
         return False
     try:

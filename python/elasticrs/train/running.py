@@ -140,7 +140,7 @@ class _Run:
         self._steps: Any = None
         self._snapshot: Any = _NOTHING
         self._error: Exception | None = None
-        # A system call in each step would take longer than the rest of the loop.
+        # Detect forks by a counter, because a system call in each step would be slower than the rest.
         self._pid, self._forks = os.getpid(), groups.forks
         self._checkpoints: CheckpointSaver | None = None
         self._is_meeting = self._is_loaded = self._is_measured = False
@@ -217,7 +217,7 @@ class _Run:
             return self._judge(error)
 
     def _listen(self) -> None:
-        """Measure the coordinator's calls in this round, if anyone receives the metrics."""
+        """Measure how long the coordinator's calls take in this round, if anyone receives the metrics."""
         self._publish_durations()
         self._is_measured = metrics.has_listener(GROUP)
         self._coordinator = _Measured(self._plain) if self._is_measured else self._plain
@@ -372,7 +372,7 @@ class _Run:
             if stats is not None and not isinstance(stats, WorkerStats):
                 raise TypeError(f"worker_stats: got {stats!r}, expected a WorkerStats or None")
             if not self._is_generator:
-                # A generator has changed the state in place, so the state that it yields is ignored.
+                # Ignore the state that a generator yields, because the generator changes the state in place.
                 self._state = result[0]
             self._is_stored = False
             self._vote.next_step += 1
@@ -402,8 +402,9 @@ class _Run:
         return None
 
     def _leave_round(self, is_saved: bool | None) -> Event:
-        """Leave the round. First save a requested checkpoint, unless the step has saved one (``is_saved``).
-        The step is not rolled back if the save is aborted, because all workers have completed it.
+        """Leave the round after a step. First save a checkpoint if one was requested, and none was saved at
+        the end of the step (``is_saved`` is ``None``). If that save is aborted, the step is not rolled back,
+        because all workers have completed it.
         """
         coordinator, self._snapshot = self._coordinator, _NOTHING
         if self._checkpoints is not None and coordinator.should_save_before_meeting():

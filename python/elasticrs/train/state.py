@@ -1,4 +1,4 @@
-"""What a train step returns: the training state of a job, and statistics about the worker."""
+"""Classes for what a train step returns: the training state of a job, and statistics about the worker."""
 
 from __future__ import annotations
 
@@ -95,9 +95,9 @@ class SimpleWorkerStats(WorkerStats):
 
 
 def load_from_peer(state: State, stream: IO[bytes], *, is_protected: bool) -> None:
-    """Load what another worker's :meth:`State.save` wrote. Unless ``is_protected`` (only processes with the
-    job's token could have chosen the content), :meth:`State.load` raises ``UnpicklingError`` for objects that
-    are not tensors or plain containers.
+    """Load the state that another worker has written with :meth:`State.save`. ``is_protected`` is true if
+    only processes with the job's token could have sent it. Otherwise, the default :meth:`State.load` raises
+    ``UnpicklingError`` for objects other than tensors and plain containers, which could run code.
     """
     if type(state).load is State.load:
         _load(state, stream, may_run_code=is_protected)

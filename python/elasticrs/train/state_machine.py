@@ -201,12 +201,14 @@ AT_ONCE = 0
 
 
 class LeaveStep(Record):
-    """Progress of one worker within a round, and its leave step. Hold a lock while using this object.
+    """Progress of one worker within a round, and the step after which it leaves the round (the leave step).
+    Hold a lock while using this object.
 
     Args:
-        done: number of boundaries that the worker has passed.
-        cap: boundary that the worker does not pass before ``at`` is known; ``None`` if no change is due.
-        at: the leave step; ``None`` if it is not known.
+        done: number of steps that the worker has completed.
+        cap: number of steps after which the worker waits until ``at`` is known; ``None`` if no change of the
+            workers is due.
+        at: number of steps after which all workers leave the round; ``None`` if it is not known.
         saves: true if all workers save a checkpoint at the leave step.
     """
 

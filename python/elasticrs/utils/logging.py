@@ -22,7 +22,7 @@ def get_logger(name: str | None = None) -> logging.Logger:
 
 
 def _derive_module_name(depth: int = 1) -> str | None:
-    """Return the module or file name of a caller (``depth`` 1: the direct one). Warn if it is unknown."""
+    """Return the module or file name of the caller ``depth`` calls up (1: direct). Warn if it is unknown."""
     frame = inspect.currentframe()
     for _ in range(depth):
         frame = None if frame is None else frame.f_back

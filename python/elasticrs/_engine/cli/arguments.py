@@ -1,7 +1,8 @@
-"""Convert the options into a :class:`.JobSpec`: read the environment, check values, choose the rendezvous.
+"""Converts the options into a :class:`.JobSpec`: reads the environment, checks values, chooses the
+rendezvous.
 
-Everything that can be checked is checked before a process is started. A setting without effect is only a line
-for the user.
+Everything that can be checked is checked before a process is started. If a setting has no effect, a line
+tells the user so, and the job runs.
 """
 
 from __future__ import annotations
@@ -119,17 +120,17 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> JobSpec:
 def meeting_of(
     args: Namespace, environ: Mapping[str, str], grace: float, notices: list[str]
 ) -> dict[str, Any]:
-    """Choose the rendezvous back end as torch does. Return the fields of :class:`.JobSpec` for it::
+    """Return the fields of :class:`.JobSpec` for the rendezvous. As in torch, the options choose its kind::
 
-    --standalone, or one node without an endpoint and a port    no rendezvous
+    --standalone, or one node without an endpoint and a port    there is no rendezvous
     static                                                      the user assigns the ranks of the nodes
     c10d, elasticrs, etcd                                       the rendezvous assigns the ranks
-    anything else, or c10d in a file                            the handler of a package or program does
+    any other back end, or c10d in a file                       a rendezvous handler assigns the ranks
     """
     found: dict[str, Any] = {"run_id": args.rdzv_id, "master_addr": args.local_addr or "localhost"}
     if _is_alone(args):
         if args.rdzv_conf or args.node_rank != 0:
-            # No rendezvous is used. As in torch, check its settings, but ignore the back end and endpoint.
+            # There is no rendezvous. As in torch, check its settings, but not the back end and the endpoint.
             _describe("static", args, environ, grace, notices)
         return {**found, "run_id": config.random_run_id()}
     from elasticrs._engine.nodes.describe import BACKENDS, C10D, STATIC, is_in_file
@@ -150,7 +151,8 @@ def meeting_of(
             )
         return {**found, "master_addr": host, "master_port": port or None}
     if args.master_port is not None:
-        # The nodes' rendezvous uses the endpoint's port, so the workers' store gets a new port per attempt.
+        # The rendezvous of the nodes uses the endpoint's port, and the store of the workers gets a new port
+        # in each attempt, so neither uses --master-port.
         notices.append("--master-port has no effect: only the static rendezvous uses it")
     return found
 
@@ -297,7 +299,8 @@ def _check_replace(args: Namespace, meeting: Mapping[str, Any]) -> None:
         raise UsageError(f"{where} with --no-python, single workers cannot be replaced")
     has_handler, rendezvous = "make_handler" in meeting, meeting.get("rendezvous")
     if has_handler or (rendezvous is not None and rendezvous.is_static):
-        # Replacement needs a rendezvous of the workers in the nodes' store, which these back ends lack.
+        # Replacing a single worker needs a rendezvous of the workers in the store of the nodes' rendezvous.
+        # These back ends have no such store.
         is_file = has_handler and args.rdzv_backend == "c10d"
         back_end = f"--rdzv-backend {args.rdzv_backend}{' in a file' if is_file else ''}"
     method = args.start_method if args.run_path else "spawn"
@@ -552,7 +555,7 @@ def _why_no_module(name: str) -> str | None:
     try:
         return _why_not(name)
     except Exception:
-        # The check failed, for example in an import hook. Python itself reports a missing module later.
+        # The search failed, for example in an import hook. Python itself reports a missing module later.
         return None
 
 

@@ -235,7 +235,7 @@ def _fail(message: str, code: int, log_prefix: str | None = None) -> int:
 
 
 def _write_and_wait(console: Console, signals: SignalPipe | None, others: Sequence[int], text: str) -> bool:
-    """Write text, and return true once it is written. A signal to stop interrupts the wait for the reader."""
+    """Write a text to the console. Return false if a time limit or a stop signal came before its end."""
     from elasticrs._engine.failures.report import painted
 
     if signals is None:
@@ -265,7 +265,9 @@ _LOCAL_FLAGS = 3
 
 
 def _leave_input_to_foreground() -> None:
-    """Replace a terminal on stdin by ``/dev/null`` in the background, where the kernel stops its readers."""
+    """If this process runs in the background, replace a terminal on stdin by ``/dev/null``, because the
+    kernel stops background processes that read from their terminal.
+    """
     if not os.isatty(_STDIN) or _is_in_foreground():
         return
     null = os.open(os.devnull, os.O_RDONLY)
@@ -285,7 +287,7 @@ def _terminal_settings() -> list[Any] | None:
 
 
 def _restore_terminal(before: list[Any] | None) -> None:
-    """Restore terminal settings that a worker changed, unless another foreground process uses them now."""
+    """Restore terminal settings that a worker changed, unless another process is in the foreground now."""
     if before is None or not os.isatty(_STDIN) or not _is_in_foreground():
         return
     import termios

@@ -1,4 +1,4 @@
-"""Texts that options print: ``--help`` and ``--check``. This module imports nothing slow.
+"""Texts that ``--help`` and ``--check`` print. Slow modules are imported only when they are needed.
 
 ``--help`` is generated from the tables of options and settings. ``--check torchrun ARGS…`` describes how
 elasticrun would run a torchrun command line; ``docs/compatibility.md`` explains the differences.
@@ -143,8 +143,8 @@ _MODULES = (["torch.distributed.run"], [_OLD_LAUNCHER])
 
 
 def check(words: Sequence[str], environ: Mapping[str, str]) -> tuple[str, int]:
-    """Return the text of ``--check``, and the exit code: 0, or 2 if elasticrun would not run the job here.
-    Raise ``UsageError`` if the command line is not one of torchrun, or if it runs no job.
+    """Return the text that ``--check`` prints, and the exit code: 0, or 2 if elasticrun would not run the job
+    on this node. Raise ``UsageError`` if ``words`` is not a torchrun command line that runs a job.
     """
     from elasticrs._engine.cli.arguments import check_limits, resolve
 
@@ -205,8 +205,8 @@ def _comparison(
 def _differences(
     program: str, args: Namespace, given: frozenset[str], job: JobSpec, environ: Mapping[str, str]
 ) -> tuple[tuple[bool, str, str], ...]:
-    """Return the differences from torchrun: whether it affects this command line, the option or subject, and
-    the text. ``given`` has the options that the command line or the environment sets.
+    """Return the differences between torchrun and elasticrun: whether each affects this command line, its
+    option or subject, and its text. ``given`` has the options that the command line or environment sets.
     """
     backend = "" if job.rendezvous is None else job.rendezvous.backend
     is_elastic = backend in ("c10d", "etcd")

@@ -156,7 +156,9 @@ def _problem_of_tasks(environ: Mapping[str, str]) -> str:
 
 
 def _losses(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Warn if variables make Slurm end the job when a node is lost. Options of ``srun`` are not visible."""
+    """Return warnings if environment variables show that Slurm may end the job when a node is lost. The
+    command-line options of ``srun`` are not visible here.
+    """
     lines = []
     if environ.get("SLURM_KILL_BAD_EXIT", "0") not in ("", "0"):
         lines.append("SLURM_KILL_BAD_EXIT ends the job as soon as one node leaves it: set it to 0")
@@ -206,7 +208,7 @@ def expand(text: str) -> list[str]:
         raise ValueError("a host list with closed brackets that are not nested")
     found: list[str] = []
     names = [""]
-    # The parts with odd indexes were in brackets.
+    # The text is split at the brackets, so the parts with odd indexes were inside brackets.
     for index, part in enumerate(text.replace("]", "[").split("[")):
         if index % 2:
             choices = list(islice(_numbers(part), MAX_HOSTS + 1))
@@ -338,7 +340,7 @@ def with_scheduler(args: Namespace, environ: Mapping[str, str], notices: list[st
     if allocation is None:
         return args
     if WORKER_VARIABLE in environ:
-        # The scheduler's variables describe the outer launcher's job. This launcher would wait to join it.
+        # The scheduler's variables describe the outer launcher's job, which this launcher must not join.
         notices.append(f"{allocation.job} is not used: this launcher runs in a worker of another launcher")
         return Namespace(
             **{**vars(args), **{name: _DEFAULTS[name] for name in allocation.owned - {*args.given}}}
@@ -385,7 +387,8 @@ def _meeting(args: Namespace, allocation: Allocation, given: Collection[str]) ->
     from elasticrs._engine.nodes.describe import BACKENDS, C10D, ETCD, STATIC, is_in_file
 
     if _says_how_to_meet(args, given) and args.nnodes[1] > (allocation.nodes or args.nnodes[1]):
-        # More nodes than the scheduler reports may belong to several job steps with different run ids.
+        # A job with more nodes than the scheduler reports may have several job steps with different run ids,
+        # so take no values for the rendezvous from the scheduler.
         return {}
     chosen = STATIC if _OF_STATIC.intersection(given) else C10D
     backend = args.rdzv_backend if "rdzv_backend" in given else chosen

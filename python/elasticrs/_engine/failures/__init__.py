@@ -1,8 +1,8 @@
-"""Finds out why a worker failed: its failure, the root cause among several failures, and the report.
+"""Explains why a job failed: reads the failures of its workers, finds the root cause, and writes the report.
 
-This module has the exceptions for a failed job, which are public in :mod:`elasticrs.errors` and
-:mod:`elasticrs.multiprocessing.errors`. Workers import it, so imports that are needed only after a failure
-are in functions.
+This file defines the exceptions for a failed job, which users import from :mod:`elasticrs.errors` and
+:mod:`elasticrs.multiprocessing.errors`. Workers import this file, too, so its functions import what is needed
+only after a failure.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ChildFailedError(JobFailedError):
         return type(self), (self.name, self.failures), self.__dict__
 
     def get_first_failure(self) -> tuple[int, ProcessFailure]:
-        """Return the rank whose failure is the root cause (see :func:`.root_cause`), and the failure."""
+        """Return the rank and failure of the worker whose failure is the root cause (:func:`.root_cause`)."""
         from elasticrs._engine.failures.failure import root_cause
 
         rank = root_cause(self.failures)

@@ -158,7 +158,7 @@ class ProcessFailure:
             self.error_file = path
             try:
                 data = load_object(path)
-                # Read these fields first: the restart policy needs them even if the message is invalid.
+                # Read the facts first, as the restart policy needs them even if the message is invalid.
                 self._read_facts(data)
                 message, timestamp = message_of(data)
             except EmptyFileError as problem:
@@ -195,7 +195,9 @@ class ProcessFailure:
                 self._read_mark(each["retryable"])
 
     def _find_exception_behind(self) -> None:
-        """Use type and place of the original exception of a group or child, to tell such failures apart."""
+        """Store the type and place of the original exception, by which failures are told apart, if the
+        worker's exception only contains it: as an exception group, or as the error of a child process.
+        """
         extra = self.message.get("extraInfo") if isinstance(self.message, dict) else None
         callstack = extra.get("py_callstack") if isinstance(extra, dict) else None
         if self.exception is None or not isinstance(callstack, str):
@@ -211,7 +213,7 @@ class ProcessFailure:
             self.exception = found.exception
 
     def _read_mark(self, value: object) -> None:
-        """Read the field ``retryable``: a boolean, or a string, as torch writes ``extraInfo`` as strings."""
+        """Read the error file's field ``retryable``. In ``extraInfo``, torch writes it as a string."""
         mark = value.strip().lower() if isinstance(value, str) else value
         if mark is False or mark == "false":
             self.is_retryable = False

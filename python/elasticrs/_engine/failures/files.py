@@ -42,7 +42,7 @@ def flight_record_file(error_file: str) -> str:
 
 
 def last_record_file(error_file: str) -> str:
-    """Return the path to which a worker writes its flight record when it fails because of a lost peer."""
+    """Return the path of the flight record that a worker writes when it fails because another one is lost."""
     return f"{error_file}.flight_at_exit"
 
 
@@ -52,13 +52,14 @@ def flight_requests_file(error_file: str) -> str:
 
 
 def flight_dumps(error_file: str) -> str:
-    """Return ``TORCH_FR_DUMP_TEMP_FILE``, the path of NCCL's flight records. The rank is appended to it."""
+    """Return the path of NCCL's flight records (``TORCH_FR_DUMP_TEMP_FILE``). Torch appends a rank to it."""
     return f"{error_file}.flight_dump_"
 
 
 def flight_records(error_file: str, rank: int, since: float = 0.0) -> list[str]:
-    """Return the files in which torch has recorded a worker's collectives, if modified after ``since``
-    (wall-clock seconds): the requested one, the one at the worker's end, then that of NCCL's watchdog.
+    """Return the existing files with a worker's flight records (torch's logs of collectives): the one that
+    the agent requested, the one that the worker wrote when it failed, and the one of NCCL's watchdog. Leave
+    out files that were last modified before ``since`` (seconds since 1970).
     """
     dump = f"{flight_dumps(error_file)}{rank}"
     paths = flight_record_file(error_file), last_record_file(error_file), dump
@@ -201,5 +202,5 @@ def fault_stack(error_file: str) -> str | None:
     # Use the last entry, because forked children may have written earlier entries to the same file.
     last = text[max(0, text.rfind("Fatal Python error")) :]
     last = "\n\n".join(part for part in last.split("\n\n") if f'{OWN_THREAD}", line ' not in part)
-    # Remove the list of hundreds of extension modules, which does not help to explain the crash.
+    # Remove the list of extension modules, because it is long and does not help to explain the crash.
     return last.partition("\nExtension modules:")[0].rstrip() or None

@@ -126,9 +126,9 @@ def _when(failure: ProcessFailure) -> str:
 def _others(
     ranks: Sequence[int], order: Sequence[int], failures: Mapping[int, ProcessFailure], root: int
 ) -> list[str]:
-    """Return a line for each group of failures that are the same except for numbers, such as ports. ``ranks``
-    and ``order`` are sorted by time of failure. ``order`` also contains the root cause. A rank's index in
-    ``order`` is the number of its failure in the report.
+    """Describe the failures of ``ranks``. Failures whose texts differ only in numbers, such as ports, share a
+    line. ``ranks`` and ``order`` are sorted by time of failure. ``order`` contains all failed ranks, also
+    that of the root cause, and a rank's index in it is the number of its failure in the report.
     """
     groups: dict[object, list[int]] = {}
     for rank in ranks:
@@ -233,8 +233,9 @@ def _advice(failure: ProcessFailure) -> Iterable[str]:
 
 
 def _is_about(number: int, failure: ProcessFailure) -> bool:
-    """Return true if the failure has this error number. Without a recorded number, look for its name or text
-    in the message: exceptions of torch's store, other processes' errors, and other programs have only text.
+    """Return true if the failure has this error number (``errno``). If the failure has no number, look in its
+    message for the number's name or text, because many failures have only a text, such as exceptions of
+    torch's store, errors of child processes, and failures of programs that are not Python.
     """
     if failure.errno is not None:
         return failure.errno == number

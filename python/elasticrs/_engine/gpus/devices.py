@@ -31,7 +31,7 @@ _DISPLAY_CLASSES = ("0x0300", "0x0302")  # VGA and 3D controllers
 
 
 class Gpu(Value):
-    """CUDA or ROCm GPU: its PCI address (``0000:3b:00.0``) and ``GPU-…`` identifier (empty if unknown)."""
+    """CUDA or ROCm GPU with its PCI address, as in ``0000:3b:00.0``, and its UUID (empty if unknown)."""
 
     address: str
     uuid: str = ""

@@ -103,10 +103,11 @@ class Memory:
 
 
 class Calls:
-    """Thread that makes the calls to NVML, and a second thread that waits for NVML's events.
-    ``requests`` is a queue of pairs: a name and a number. The threads call the methods of ``watch`` through
-    ``results``, a queue of functions for the main thread; ``fd`` is readable when there is one. The current
-    call started at ``since`` (monotonic seconds), with a time limit of ``limit`` seconds.
+    """Two threads that call NVML, because a call may hang. One handles ``requests``, a queue of pairs (a name
+    and a number). The other waits for NVML's events. The threads must not call the methods of ``watch``
+    themselves, so they put such calls, as functions, into the queue ``results`` for the main thread. ``fd``
+    is readable if the queue has one. ``since`` is the time at which the current call to NVML started
+    (monotonic seconds; ``None`` if there is no call), and ``limit`` is the call's time limit in seconds.
     """
 
     def __init__(self, watch: GpuWatch, workers: WorkerProcesses) -> None:
@@ -196,7 +197,9 @@ class Xids:
         self._changed.clear()
 
     def add(self, gpu: int, code: int, record: xids.LogRecord | None = None) -> None:
-        """Report an Xid if it or its process is new; else only count it. NVML provides no ``record``."""
+        """Count an Xid (an error of NVIDIA's driver). Report it if the Xid, or the process behind it, is new.
+        ``record`` is its entry in the kernel log; ``None`` if NVML reported the Xid.
+        """
         key = gpu, code
         is_new = key not in self._seen
         if is_new and len(self._seen) >= MAX_XIDS:
@@ -231,7 +234,9 @@ class Xids:
 
 
 class GpuWatch:
-    """Event loop of the main thread. ``has_kernel_pids``: the kernel log's pids are of this pid namespace."""
+    """Event loop of the main thread, which watches the kernel log, the results of NVML, and requests.
+    ``has_kernel_pids`` is true if the pids in the kernel log are valid in this process's pid namespace.
+    """
 
     def __init__(self, kernel_log: str, *, has_kernel_pids: bool) -> None:
         self._workers = WorkerProcesses()
@@ -293,7 +298,7 @@ class GpuWatch:
             self.know({xids.address_of(gpu.address): index for index, gpu in enumerate(known)})
 
     def know(self, numbers: dict[tuple[int, int, int], int]) -> None:
-        """Read the kernel log, now that the GPUs' numbers in ``nvidia-smi`` are known, by PCI address."""
+        """Begin to read the kernel log. ``numbers`` maps PCI addresses to GPU numbers of ``nvidia-smi``."""
         self._numbers = numbers
         if self._log is not None:
             self._poll.register(self._log, select.POLLIN)

@@ -113,7 +113,7 @@ def _run_all(sources: Sequence[HealthSource], timeout: float, cancelled: int) ->
 def _run(source: HealthSource, timeout: float, cancelled: int) -> NodeCheckResult:
     title = source.built_in or "node check"
     try:
-        # The guard kills the command if this process dies first.
+        # Start a helper, which kills the check's command if this process dies before the command ends.
         guard = _start(
             program("elasticrs._engine.process.other_processes"), subprocess.PIPE, subprocess.DEVNULL
         )

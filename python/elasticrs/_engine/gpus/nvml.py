@@ -222,7 +222,7 @@ class Nvml:
         return None if device is None or event.type != _XID_EVENT else (device, event.data)
 
     def _is_supported(self, name: str, *arguments: object) -> bool:
-        """Call a function. Return false if this version of the library or the GPU does not support it."""
+        """Call a function of NVML. Return false if this version of NVML, or the GPU, does not support it."""
         try:
             self._call(name, *arguments)
         except NvmlError as error:

@@ -126,7 +126,7 @@ def main() -> int:
             call.take()
         except NvmlError as error:
             problems.append(problem_of(error))
-        # Catch all exceptions, because a GPU may have been found unfit before.
+        # Catch all exceptions, because a GPU may already have been found unfit, which must still be reported.
         except Exception as error:
             problems.append(f"the check failed ({error!r})")
     problems += findings.unexamined

@@ -120,7 +120,9 @@ def _groups(ranks: Mapping[int, RankRecord], world: tuple[int, ...]) -> list[Gro
 def _memberships(
     name: str, by_rank: Mapping[int, GroupSteps], ranks: Mapping[int, RankRecord], world: tuple[int, ...]
 ) -> list[tuple[tuple[int, ...], bool, list[int]]]:
-    """Return the disjoint groups of a name: members, whether these are all, and ranks that recorded it."""
+    """Return all process groups with this name. No rank is in two of them. Each item has three parts: the
+    group's members, whether all members are known, and the ranks whose records contain the group.
+    """
     known: dict[tuple[int, ...], list[int]] = {}
     unknown = []
     for rank in by_rank:
@@ -203,9 +205,10 @@ def _outdated(group: Group, ranks: Mapping[int, RankRecord]) -> set[int]:
 
 
 def _mismatch(group: Group) -> dict[int, tuple[Side, ...]]:
-    """Return the different calls to the first collective in which the ranks' calls differ, by its number.
-    Ignore a difference if the collective has completed on all ranks and the calls of all later collectives
-    match. The ranks may then have used variants of the same operation that this module does not know.
+    """Find the first collective in which the ranks' calls differ. Return its sequence number and these calls,
+    or nothing if there is none. Ignore a difference if the collective has completed on all ranks and the
+    calls of all later collectives match, because the ranks may then have called variants of one operation,
+    which this module does not know.
     """
     calls: dict[int, dict[Call, list[int]]] = {}
     incomplete = set()

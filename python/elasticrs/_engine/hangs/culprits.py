@@ -140,7 +140,7 @@ def decided(diagnosis: Diagnosis | None) -> Blame | None:
 
 
 def decide(diagnosis: Diagnosis | None, rank: int, ground: str) -> Blame:
-    """Decide which ranks to blame for a hang. The heartbeats blame ``rank``, for the reason ``ground``."""
+    """Decide which ranks to blame for a hang. The heartbeats suggest ``rank``; ``ground`` is their reason."""
     found = decided(diagnosis)
     if found is not None:
         return found
@@ -173,8 +173,9 @@ def decide_failure(
 def blame(
     matched: Matched, stacks: Mapping[int, Sequence[Frame]], ranks: Sequence[int]
 ) -> tuple[tuple[Culprit, ...], tuple[int, ...]]:
-    """Return the culprits, highest confidence first, with each rank at most once, and the candidates. There
-    are no candidates if a culprit is likely or certain. Each stack begins with the innermost frame.
+    """Find the ranks to blame. Return two tuples: the culprits, highest confidence first, with each rank only
+    once, and the candidates (ranks that may be to blame), which are empty if a culprit is likely or certain.
+    Each of the ``stacks`` begins with the innermost frame.
     """
     search = _Search(matched, stacks, ranks)
     culprits = search.culprits()
@@ -183,7 +184,7 @@ def blame(
 
 
 def out_of_line(progress: Mapping[int, Sequence[int]]) -> int | None:
-    """Return the only rank that contradicts the order of the other ranks by progress (**CUL-4**), if any."""
+    """Return the only rank that does not fit into the ranks' order by progress (**CUL-4**), or ``None``."""
     by_progress: dict[tuple[int, ...], list[int]] = {}
     for rank in sorted(progress):
         by_progress.setdefault(tuple(progress[rank]), []).append(rank)
@@ -197,13 +198,13 @@ def out_of_line(progress: Mapping[int, Sequence[int]]) -> int | None:
     if not pairs:
         return None
     everywhere = set(pairs[0]).intersection(*map(set, pairs))
-    # Consider only ranks with unique progress, because several ranks rarely make the same mistake.
+    # Ignore progress that several ranks share, because several ranks rarely make the same mistake.
     alone = [by_progress[each][0] for each in everywhere if len(by_progress[each]) == 1]
     return alone[0] if len(alone) == 1 else None
 
 
 def shows_waiting(frames: Sequence[Frame] | None) -> bool | None:
-    """Return whether a rank with this stack waits for others; ``None`` if unknown, as in ``Work.wait``."""
+    """Return true if a rank with this stack waits for other ranks, false if not, and ``None`` if unknown."""
     if not frames:
         return None
     if waits_for_ranks(frames):
@@ -264,7 +265,9 @@ class _Search:
                     yield Culprit(side.ranks, Reason.OTHER_CALL, confidence, stuck, side.call, expected)
 
     def _votes(self, stuck: StuckCollective) -> dict[Call, int]:
-        """Count each call's ranks. If only sizes differ, aborted ranks count for the smallest (**CUL-5**)."""
+        """Count the ranks that made each call to a collective. If the calls differ only in size, the ranks
+        that gloo aborted count for the smallest (**CUL-5**).
+        """
         votes = {side.call: len(side.ranks) for side in stuck.sides}
         sizes = {call.elements for call in votes}
         is_by_size = len({(call.operation, call.dtypes) for call in votes}) == 1 and None not in sizes
@@ -278,9 +281,10 @@ class _Search:
     def _aborted_ones(self) -> Iterator[Culprit]:
         """Yield the ranks that gloo aborted because they called another collective (**CUL-5**).
 
-        The confidence is "likely" if the records of all other ranks are known, and if these ranks made the
-        same call to each collective in which the ranks may have been aborted, and are more. All of these
-        collectives must belong to one group, because one of several groups may have no such majority.
+        The confidence is "likely" if the records of all other ranks are known, and if, for each collective in
+        which the abort may have happened, more ranks than the aborted ones called it, all with the same call.
+        All of these collectives must belong to one group. If they belonged to several groups, the abort could
+        have happened in a group without such a majority.
         """
         stuck_in = [stuck for stuck in self._matched.stuck if stuck.waiting and self._aborted_in(stuck)]
         groups = {(stuck.group, stuck.members) for stuck in stuck_in}
@@ -292,8 +296,8 @@ class _Search:
                 yield Culprit(aborted, Reason.NO_RECORD, confidence, stuck)
 
     def _others_agree(self, stuck: StuckCollective) -> bool:
-        """Return true if all ranks that called a collective made the same call, and are more than the aborted
-        ones. The records of all ranks that were not aborted must be known.
+        """Return true if all ranks that called this collective made the same call, and are more than those
+        that gloo aborted. Return false if the record of any rank that was not aborted is unknown.
         """
         aborted = len(self._aborted_in(stuck))
         called = len(stuck.members) - len(stuck.absent) - len(stuck.unknown)
@@ -308,7 +312,7 @@ class _Search:
         return [rank for rank in free if self._shown.get(rank) is not True]
 
     def _free_absent(self, stuck: StuckCollective) -> list[int]:
-        """Return the absent ranks that wait for no rank, by their records and, if any, stacks (**CUL-2**)."""
+        """Return absent ranks that do not wait by their records. Prefer those whose stacks agree (CUL-2)."""
         free = [rank for rank in stuck.absent if self._is_free(rank)]
         others = [rank for rank in free if self._shown.get(rank) is not True]
         return others or free
@@ -345,7 +349,9 @@ class _Search:
                 yield Culprit(stuck.late, Reason.NOT_STARTED, Confidence.LIKELY, stuck)
 
     def _ends_of(self, start: int) -> _Ends:
-        """Follow chains of collectives and their absent ranks to the ends: a cause, or a gap in evidence."""
+        """Follow, from the collective ``start``, its absent ranks to the collectives in which these wait,
+        and so on. Return whether a cause (root) was found, and whether missing evidence may hide one.
+        """
         reached, pending = {start}, [start]
         has_root = has_unknown = False
         while pending and not has_root:
@@ -457,7 +463,7 @@ class _Search:
 
 
 def _distinct(culprits: Iterable[Culprit]) -> list[Culprit]:
-    """Name each rank only once, for the first reason."""
+    """Return the culprits, with each rank only in the first that names it. Leave out empty culprits."""
     found: list[Culprit] = []
     named: set[int] = set()
     for culprit in culprits:
@@ -469,9 +475,10 @@ def _distinct(culprits: Iterable[Culprit]) -> list[Culprit]:
 
 
 def _circle(ahead: Mapping[int, Mapping[int, set[int]]], without: int | None = None) -> list[int]:
-    """Return collectives of which each waits for the next, and the last for the first; empty if none do.
-    ``ahead`` maps each collective to the collectives in which its absent ranks wait, and each of these to the
-    ranks that wait there.
+    """Return a circle of collectives in which each waits for the next, and the last for the first; empty if
+    there is none. A collective waits for another if ranks that have not called the first wait in the other.
+    ``ahead`` maps each collective to those that it waits for, and each of these to such ranks. Ignore a wait
+    if ``without`` is the only such rank.
     """
     waits_for = {
         index: [further for further, ranks in found.items() if ranks != {without}]
@@ -480,7 +487,7 @@ def _circle(ahead: Mapping[int, Mapping[int, set[int]]], without: int | None = N
     try:
         TopologicalSorter(waits_for).prepare()
     except CycleError as error:
-        # The exception names each collective before the one that waits for it, and the first one again.
+        # The exception lists each collective before the one that waits for it, and repeats the first one.
         circle: list[int] = error.args[1][:0:-1]
         return circle
     return []

@@ -1,4 +1,4 @@
-"""Diagnoses why a job makes no progress, and describes the diagnosis in a paragraph."""
+"""Diagnoses why a job hangs or a collective failed, and writes a paragraph about it for the user."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ def diagnose_nodes(
     first = 0
 
     def lose(end: int) -> None:
-        # The missing ranks belong to the nodes that did not answer. If there are several such nodes, it is
-        # unknown to which of them a rank belongs.
+        # These ranks have no facts, because their nodes did not answer. If there are several such nodes, it
+        # is unknown which of them a rank belongs to, so leave the name empty.
         name = silent[0][0] if len(silent) == 1 else ""
         have_exited = bool(silent) and all(has_finished for _, has_finished in silent)
         reason = NoRecord.EXITED if have_exited else NoRecord.LOST
@@ -140,7 +140,9 @@ def diagnose_nodes(
 
 
 def telling(facts: Iterable[RankFacts]) -> Diagnosis | None:
-    """Make a diagnosis; ``None`` without records, or if it finds no stuck collective and no rank to blame."""
+    """Diagnose why the ranks make no progress. Return ``None`` if no rank has a flight record, or if no
+    collective is stuck and no rank is to blame.
+    """
     facts = list(facts)
     if all(isinstance(found.record, NoRecord) for found in facts):
         return None
@@ -164,7 +166,9 @@ def _parsed(found: RankEvidence) -> RankRecord | NoRecord:
 
 
 class Paragraph:
-    """Description of a diagnosis. ``stacks`` has the frames of each rank's main thread, innermost first."""
+    """Writes the paragraph that tells the user the result of a diagnosis. ``stacks`` has the frames of each
+    rank's main thread, innermost first.
+    """
 
     def __init__(
         self,
@@ -285,7 +289,7 @@ class Paragraph:
         return [f"no record of {self.ranks(missing)} ({self._why(missing)})"] if missing else []
 
     def _why(self, ranks: Iterable[int]) -> str:
-        """Return why no calls of these ranks are known: there is no record, or later calls overwrote them."""
+        """Return why these ranks' calls are unknown: there is no record, or later calls overwrote them."""
         reasons = dict.fromkeys(self._no_record.get(rank) for rank in ranks)
         return ", ".join(_WHY_NO_RECORD[why] if why else "overwritten by later calls" for why in reasons)
 

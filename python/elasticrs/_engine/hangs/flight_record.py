@@ -115,7 +115,7 @@ class Call(NamedTuple):
 
 
 class FlightRecordError(ValueError):
-    """The bytes are not a flight record. The text names the first invalid field, or the limit."""
+    """Raised if bytes are no valid flight record. The text names the first invalid field, or the limit."""
 
 
 class Step(NamedTuple):
@@ -132,17 +132,17 @@ class GroupSteps(NamedTuple):
 
     @property
     def entered(self) -> int:
-        """Number of the last collective that the rank has called; 0 if there is none."""
+        """Sequence number of the group's last collective that the rank has called; 0 if there is none."""
         return max(self.steps, default=0)
 
     @property
     def waits_in(self) -> int | None:
-        """Number of the first collective that has not completed; ``None`` if all have completed."""
+        """Sequence number of the group's first collective that has not completed; ``None`` if all have."""
         return min((seq for seq, step in self.steps.items() if not step.is_complete), default=None)
 
 
 class Transfer(NamedTuple):
-    """Point-to-point operation that has not completed."""
+    """Point-to-point operation (send or receive) that has not completed."""
 
     group: str
     description: str
@@ -178,10 +178,10 @@ def parse(
     *,
     has_raised: bool = False,
 ) -> RankRecord:
-    """Parse the flight records of one rank, one from each of torch's recorders, as JSON or as pickles.
-    ``groups`` are the global ranks of process groups that the records do not contain. ``has_raised`` is true
-    if the program raised an exception before the records were taken. Raise :class:`FlightRecordError` if a
-    record is invalid or too large.
+    """Parse the flight records (torch's logs of collectives) of one rank. Each of torch's recorders has
+    written one, as JSON or as a pickle. ``groups`` are the global ranks, by group name, of process groups
+    that the records do not describe. ``has_raised`` is true if the program raised an exception before the
+    records were written. Raise :class:`FlightRecordError` if a record is invalid or too large.
     """
     reader = _Reader()
     try:
@@ -226,8 +226,8 @@ def _text(record: dict[str, Any], field: str) -> str:
 
 
 def _members(config: object) -> dict[str, tuple[int, ...]]:
-    """Parse the ranks of each named group, which the record contains as text, such as ``[0, 1]``.
-    Records of gloo have only one group, which has no name, and whose ranks are not global.
+    """Parse the global ranks of each process group, which the record contains as text, such as ``[0, 1]``.
+    Skip groups without a name, because these are in records of gloo, where their ranks are not global.
     """
     members = {}
     for name, raw in of_type(dict, config, "pg_config").items():
@@ -250,7 +250,7 @@ class _Draft(NamedTuple):
 
 
 class _Reader:
-    """Collects the calls of one rank. Converts equal calls once, because most entries repeat a call."""
+    """Collects the calls in one rank's records. Converts equal calls only once, because most are repeated."""
 
     def __init__(self) -> None:
         self._calls: dict[tuple[str, str, str], Call] = {}
@@ -268,7 +268,7 @@ class _Reader:
             _fail(f"{len(entries)} entries")
         for entry in entries:
             self._read_entry(of_type(dict, entry, "entries"))
-        # Older entries were overwritten if torch's buffer was full.
+        # If the first entry is not number 0, torch's buffer was full, so older entries were overwritten.
         self._is_truncated |= bool(entries) and number(entries[0].get("record_id"), "record_id") > 0
         self._members = {**_members(record.get("pg_config", {})), **self._members}
 
@@ -289,8 +289,9 @@ class _Reader:
             number(entry.get("collective_seq_id"), "collective_seq_id"),
             number(entry.get("pg_id"), "pg_id"),
         )
-        # An operation is retired if torch no longer tracks it. Gloo has no device events, so its operations
-        # only become retired. With other backends, one that is retired but not completed has timed out.
+        # Torch marks an operation as retired when it stops tracking it. Operations of gloo never get the
+        # state "completed", because gloo has no device events, so a retired one counts as completed. With
+        # other backends, an operation that is retired but not completed has timed out.
         is_retired = of_type(bool, entry.get("retired"), "retired")
         is_complete = state == "completed" or (is_retired and backend == "gloo")
         if of_type(bool, entry.get("is_p2p", False), "is_p2p"):
@@ -304,7 +305,7 @@ class _Reader:
         if group_id == draft.group_id:
             step = Step(call, is_complete, state != "scheduled")
             if (part := draft.steps.get(seq)) is not None:
-                # The entry describes another part of the same collective.
+                # Several entries with the same sequence number are parts of one (coalesced) collective.
                 started = step.is_started or part.is_started
                 step = Step(Call("coalesced"), is_complete or part.is_complete, started)
             draft.steps[seq] = step
@@ -333,7 +334,7 @@ class _Reader:
     def result(self, groups: Mapping[str, Sequence[int]], *, has_raised: bool) -> RankRecord:
         if has_raised:
             for draft in self._drafts.values():
-                # The last collective may have failed: torch marks failed and completed ones alike.
+                # Count the last one as incomplete, because torch marks failed collectives as completed, too.
                 last = max(draft.steps)
                 draft.steps[last] = draft.steps[last]._replace(is_complete=False)
         members = {name: tuple(sorted(set(ranks))) for name, ranks in groups.items()} | self._members
@@ -360,7 +361,7 @@ def _peer(operation: str) -> int | None:
 
 
 def plain(data: bytes) -> object:
-    """Parse a pickle. Tuples become lists. Raise :class:`FlightRecordError` if it has other values."""
+    """Parse a pickle of plain values; tuples become lists. Raise :class:`FlightRecordError` for others."""
     import pickletools
 
     if len(data) > MAX_BYTES:
@@ -374,7 +375,7 @@ def plain(data: bytes) -> object:
         return reader.result()
     except FlightRecordError:
         raise
-    # Malformed input raises `ValueError` in `genops`; missing or wrong operands raise the others.
+    # `genops` raises `ValueError` for malformed input. Missing or wrong operands cause the other exceptions.
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise FlightRecordError(f"{type(error).__name__}: {error}") from error
 

@@ -98,7 +98,9 @@ class _Encoder:
         return self._records.setdefault(json.dumps(fields), len(self._records))
 
     def _runs(self, group: GroupSteps) -> list[list[int]]:
-        """Return runs of equal steps: first sequence number, length, index of the call, and flags."""
+        """Encode the group's steps (collectives) as runs of equal steps. Each run has four numbers: the first
+        sequence number, the number of steps, the index of their call in the document, and their flags.
+        """
         numbers = sorted(group.steps)
         kept = numbers[-self._max_steps :]
         first = next((seq for seq in numbers if not group.steps[seq].is_complete), kept[0])
@@ -137,12 +139,12 @@ def _ranges(ranks: Sequence[int]) -> list[list[int]]:
 
 
 def decode(encoded: bytes | None) -> list[RankFacts]:
-    """Decode facts. Return none if they are missing, invalid, or exceed a limit."""
+    """Decode a node's facts about its ranks. Return no facts if they are missing, invalid or too large."""
     try:
         return [] if encoded is None else _Decoder(_document(encoded)).facts()
     # The decoder relies on Python's exceptions for missing keys, wrong lengths, and indexes out of range.
     except (zlib.error, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
-        return []  # Another node may have another version. Treat its evidence as missing.
+        return []  # The other node may run another version of elasticrs, whose evidence this one cannot read.
 
 
 def _document(encoded: bytes) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def _spied_frame(line: str) -> Frame | None:
 
 
 def merge(stacks: Mapping[int, tuple[Frame, ...]]) -> tuple[MergedStack, ...]:
-    """Return distinct non-empty stacks with their ranks: those of most ranks first, then by lowest rank."""
+    """Group the ranks that have equal stacks, the largest group first. Leave out ranks with empty stacks."""
     by_frames: dict[tuple[Frame, ...], list[int]] = {}
     for rank in sorted(stacks):
         if stacks[rank]:

@@ -1,4 +1,4 @@
-"""Code that runs in workers and in the nurseries that fork them, without being imported by the script.
+"""Code that runs in the workers, and in the nursery (the process that imports modules and forks the workers).
 
-``workers/plan.py`` sets the environment variables of these programs.
+The user's script need not import this code: ``workers/plan.py`` sets environment variables that load it.
 """

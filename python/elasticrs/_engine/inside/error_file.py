@@ -85,7 +85,7 @@ _LOCAL_CALLERS = ("torch.nn.modules.", "torch.nn.functional")
 
 
 def error_document(error: BaseException, written_by: str, at_ns: "int | None" = None) -> str:
-    """Return an error file's content. ``at_ns`` is the exception's monotonic time; ``None`` for now."""
+    """Return the text of an error file. ``at_ns`` is the exception's monotonic time (default: now)."""
     import json
     import traceback
 
@@ -136,11 +136,11 @@ def failure_facts(error: BaseException) -> "dict[str, object]":
     """
     kind = type(error)
     frames, shown = _frames(error.__traceback__)
-    # Check the exact type: libraries' subclasses, such as `ParseError`, report invalid data, not code.
+    # Accept only Python's own `SyntaxError`, because libraries' subclasses of it report errors in data.
     is_code = not isinstance(error, SyntaxError) or kind.__module__ == "builtins"
     if isinstance(error, SyntaxError) and is_code and error.filename:
         shown.append((error.filename, error.lineno or 0))
-    # Require that all frames are module-level code, because a function can import long after the start.
+    # All frames must be module-level code, because a function may import modules long after the start.
     is_importing = all(
         code.co_name == "<module>" or any(part in code.co_filename for part in _STARTERS)
         for code, _ in frames
@@ -171,7 +171,7 @@ def _innermost_entry(error: BaseException) -> "types.TracebackType | None":
 
 
 def is_rejection(error: SystemExit) -> bool:
-    """Return true if a command-line parser has rejected the program's arguments."""
+    """Return true if a command-line parser raised this, because it rejected the program's arguments."""
     entry = _innermost_entry(error)
     return error.code == 2 and entry is not None and entry.tb_frame.f_globals.get("__name__") in PARSERS
 
@@ -212,7 +212,7 @@ def representative(error: BaseException) -> "tuple[BaseException, types.Tracebac
 
 
 def _innermost(error: BaseException) -> "list[tuple[BaseException, types.TracebackType | None]]":
-    """Return the innermost members of an exception group, or another exception itself, with tracebacks."""
+    """Return exceptions with tracebacks: a group's innermost members, or ``error`` itself if not a group."""
     found: list[tuple[BaseException, types.TracebackType | None]] = []
     pending: list[tuple[BaseException, types.TracebackType | None]] = [(error, error.__traceback__)]
     seen: set[int] = set()
@@ -239,7 +239,7 @@ def _is_one_of(error: BaseException, names: "frozenset[str]") -> bool:
 
 
 def _is_transient(error: BaseException, depth: int = 0) -> bool:
-    """Return true if an exception, its cause, or its whole group reports a lost connection or a timeout."""
+    """Return true if an exception, its cause, or all members of its group report a lost peer or a timeout."""
     if depth > _MAX_DEPTH:
         return False
     members = _members(error)
@@ -288,7 +288,7 @@ def _related(
 
 
 def write_whole(path: str, text: str) -> None:
-    """Replace a file atomically. If it cannot or must not be replaced, as a device, write to it in place."""
+    """Replace a file's content atomically. Write in place if it is a device or cannot be replaced."""
     if not may_be_replaced(path):
         _write(path, text)
         return
@@ -309,14 +309,16 @@ def may_be_replaced(path: str) -> bool:
 
 
 def write_uncaught(path: str, error: BaseException, at_ns: int) -> None:
-    """Write the error file, unless an existing one must be kept. ``at_ns`` is the time of the exception."""
+    """Write an uncaught exception, raised at the monotonic time ``at_ns``, to the error file. Keep an
+    existing file if it describes the failure better.
+    """
     if not _is_kept(path, error):
         write_whole(path, error_document(error, "hook", at_ns))
 
 
 def keep_flight_record(error: BaseException) -> None:
     """Write torch's flight record (its list of recent collectives) if the exception reports a lost peer. Call
-    this last, where signals may end the process, because a prompt exit is more important.
+    this last. A signal may end the process meanwhile, because a prompt exit matters more than the record.
     """
     flight = sys.modules.get("elasticrs._engine.inside.flight")
     if flight is not None and origin(error) == "peer":
@@ -353,7 +355,7 @@ def _may_follow_from_peer(error: BaseException) -> bool:
 
 
 def _may_be_of_collective(error: BaseException) -> bool:
-    """Return true if native code that may have waited for another rank raised this ``RuntimeError``."""
+    """Return true for a ``RuntimeError`` of native code that may have waited for another rank."""
     kind = type(error)
     if not isinstance(error, RuntimeError) or (kind.__module__ == "builtins" and kind is not RuntimeError):
         return False
@@ -374,13 +376,15 @@ def _is_raise_statement(entry: "types.TracebackType") -> bool:
 
 
 def give_notice(name: str, error: BaseException, at_ns: "int | None" = None) -> None:
-    """Tell the agent, through its abstract socket ``name``, that an uncaught exception ends this process."""
+    """Tell the agent, which listens on the socket ``name``, that an uncaught exception ends this process."""
     at_ns = time.monotonic_ns() if at_ns is None else at_ns
     _send(name, at_ns, _notice_text(error), origin(error))
 
 
 def give_notice_of_exit(name: str, code: str, of: str, at_ns: int) -> None:
-    """Tell the agent that ``sys.exit`` ends the program. ``of`` is the handled exception's :func:`origin`."""
+    """Tell the agent that ``sys.exit`` ends the program. ``of`` is the :func:`origin` of the exception that
+    the program handled when it called ``sys.exit``; ``"own"`` if there was none.
+    """
     text = f"Traceback (most recent call last):\nSystemExit: {code[: _NOTICE_PART // 2]}\n"
     _send(name, at_ns, text, of)
 
@@ -402,7 +406,9 @@ def _send(name: str, at_ns: int, text: str, of: str) -> None:
 
 
 def _notice_text(error: BaseException) -> str:
-    """Return the innermost frames, and the start and end of the text, which may contain another traceback."""
+    """Return a notice's text: the innermost frames, and the exception's message. Shorten a long message in
+    its middle, because a traceback of another process may be at its end.
+    """
     told, frames, _ = representative(error)
     said = _said(told).encode(*_CODEC)
     stacks = "".join(_stacks(told, frames)).encode(*_CODEC)

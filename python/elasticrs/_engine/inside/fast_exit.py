@@ -67,7 +67,7 @@ def leave_after_callbacks(status: int) -> None:
 
 def written_files() -> "set[int]":
     """Return the descriptors of files and pipes that are open for writing. Leave out the standard streams and
-    the hook's ``.fault`` files. Without such a descriptor, no object can hold unwritten data.
+    the ``.fault`` files with stacks. If nothing else is open, no file object can hold unwritten data.
     """
     import stat
     from fcntl import F_GETFL, fcntl
@@ -91,7 +91,7 @@ def _finish_files() -> None:
     import gc
     from _io import BufferedRandom, BufferedWriter, TextIOWrapper, _IOBase, _RawIOBase
 
-    gc.unfreeze()  # A warm nursery, which preloads modules and forks workers, freezes the modules' objects.
+    gc.unfreeze()  # If the worker was forked with preloaded modules, `get_objects` omits frozen objects.
     temporary = getattr(sys.modules.get("tempfile"), "_TemporaryFileWrapper", TextIOWrapper)
     native = (TextIOWrapper, BufferedWriter, BufferedRandom)
     ranked: list[list[Any]] = [[], [], []]

@@ -30,7 +30,9 @@ _owner = 0
 
 
 def answer_with_record() -> None:
-    """Start the thread that writes flight records on request, if the agent monitors heartbeats."""
+    """Start the thread that writes torch's logs of collectives when the agent asks for them. Do nothing if
+    the agent does not monitor this worker's heartbeats.
+    """
     global _owner  # noqa: PLW0603 -- one thread for each process
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     is_off = "ELASTICRS_HEARTBEAT" not in os.environ or os.environ.get("ELASTICRS_TRACEBACKS") == "0"
@@ -45,7 +47,7 @@ def answer_with_record() -> None:
     try:
         for left in (requests, f"{path}.flight_at_exit"):
             if os.path.lexists(left):
-                # Another process of this worker created this file. Only the newest process answers requests.
+                # An earlier process of this worker created it. Only the newest process answers requests.
                 os.unlink(left)
         os.mkfifo(requests, 0o600)
         _start_thread(requests, f"{path}.flight")
@@ -77,9 +79,9 @@ def _answer(requests: str, record: str) -> None:
 
 
 def keep_record() -> None:
-    """Write the flight record of a program that has lost a peer. It may exit before the thread can answer."""
+    """Write torch's log of collectives now, because this program has lost a peer and may exit at once."""
     if _owner != os.getpid():
-        return  # The thread does not run, so the agent does not monitor this process.
+        return  # The thread for flight records does not run, because the agent does not monitor this process.
     from elasticrs._engine.inside.error_file import write_whole
 
     try:
@@ -113,12 +115,12 @@ def _wait_for_request(requests: str) -> bool:
 
 
 def flight_document() -> str:
-    """Return this process's flight records as lines of JSON: a header, then a line for each recorder of
-    torch.
+    """Return this process's flight records (torch's logs of collectives) as lines of JSON: a header, and then
+    a line for each log.
 
-    The header contains ``is_waiting`` (a collective is not complete), ``groups`` (the global ranks of each
-    process group, by name) and ``stack`` (of the main thread). Without a record, the header contains only
-    ``no_record``, a :class:`.NoRecord`.
+    In the header, ``is_waiting`` is true if a collective is not complete, ``groups`` has the global ranks of
+    each process group by its name, and ``stack`` is the main thread's. If there is no log, the header has
+    only ``no_record``, the reason (a :class:`.NoRecord`).
     """
     import json
 
@@ -147,7 +149,7 @@ def flight_document() -> str:
 
 
 def _stack() -> list[tuple[str, int, str]]:
-    """Return file, line and function of the main thread's frames, innermost first, if the thread is known."""
+    """Return file, line and function of the main thread's frames, innermost first; empty if it is unknown."""
     # Do not import `threading`: it takes the thread that first imports it for the main thread.
     threading: Any = sys.modules.get("threading")
     frame = None if threading is None else sys._current_frames().get(threading.main_thread().ident)
@@ -169,7 +171,9 @@ def _groups() -> dict[str, list[int]]:
 
 
 def answer_with_stacks() -> int | None:
-    """Call :func:`.keep_stacks` in a worker that has not loaded the hook at its start. Return its result."""
+    """Let the agent request this worker's stacks, by :func:`.keep_stacks`, unless the hook (our
+    ``sitecustomize``) has done so. Return the descriptor of the file for the stacks; ``None`` without it.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     is_off = os.environ.get("ELASTICRS_TRACEBACKS") == "0"
     if not path or is_off or "ELASTICRS_ROUND" not in os.environ:

@@ -170,18 +170,20 @@ def _take_page() -> memoryview:
 
 
 def _notice_exit() -> None:
-    """Have :func:`_begin_exit` called when the main program returns. ``atexit`` waits for all threads."""
+    """Have :func:`_begin_exit` called when the main program returns. ``atexit`` waits for threads first."""
     from threading import _register_atexit  # type: ignore[attr-defined]
 
     try:
         _register_atexit(_begin_exit)
     except RuntimeError:
-        # The main program has returned already, so the limit of a training step applies to the exit, too.
+        # It is too late: the main program has returned. So the time limit for a step applies to the exit.
         return
 
 
 def _begin_exit() -> None:
-    """Record that the main program has returned. The step limit then applies only if a thread trains."""
+    """Record that the main program has returned. From now on, the time limit for training steps applies only
+    if another thread sends heartbeats.
+    """
     global _count  # noqa: PLW0603 -- as in `_heartbeat`
     words = _words or _automatic
     if words is not None:
@@ -205,7 +207,7 @@ def start_afresh() -> None:
 
 
 def _page(variable: str) -> memoryview | None:
-    """Map the page shared with the agent; ``None`` if it is invalid or another live process uses it."""
+    """Map the page shared with the agent; ``None`` if there is no valid page, or another process uses it."""
     from mmap import mmap
 
     try:
@@ -224,7 +226,9 @@ def _page(variable: str) -> memoryview | None:
 
 
 def beat_with_steps(optimizers: object) -> None:
-    """Send a heartbeat after each step of an optimizer. Also start the thread for flight records."""
+    """Let torch send a heartbeat after each step of an optimizer. Also start the thread that writes torch's
+    logs of collectives when the agent asks for them.
+    """
     from elasticrs._engine.inside.flight import answer_with_record
 
     # Start the thread now, because the first collective can hang before the first step.
@@ -237,7 +241,7 @@ def beat_with_steps(optimizers: object) -> None:
     import torch
 
     step = -1
-    # Counted optimizer: the first to make a step. If it is destroyed, the next to make a step replaces it.
+    # Count only the first optimizer that makes a step. After its destruction, count the next that makes one.
     counted: Callable[[], object] | None = None
 
     def on_step(optimizer: object, _args: object, _kwargs: object) -> None:

@@ -23,8 +23,8 @@ def run_script_path(training_script: str, *training_script_args: str) -> None:
     except SystemExit as exit_:
         if exit_.code in (None, 0):
             return
-        # Record that an argument parser has rejected the arguments, because a restart cannot fix them. If the
-        # hook is loaded, it does so itself, and has replaced this `int` with an object of another type.
+        # Record that an argument parser has rejected the arguments, because a restart cannot fix them. If our
+        # `sitecustomize` is loaded, it records this itself, and its `sys.exit` uses a subclass of `int`.
         if type(exit_.code) is int and is_rejection(exit_):
             path = os.environ.get("TORCHELASTIC_ERROR_FILE")
             if path:

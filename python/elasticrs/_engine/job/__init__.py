@@ -1,1 +1,1 @@
-"""The job as the user configured it: options, settings, restart policy. Also the texts of messages."""
+"""The job as the user configured it: options, settings and restart policy. Also texts of messages."""

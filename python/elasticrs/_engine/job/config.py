@@ -259,7 +259,7 @@ class JobSpec(Record, WorkerSettings):
 
         window = getattr(self.max_restarts, "window", None)
         first, longest = delays(self.restart_delay)
-        # Exclude no node if single workers are replaced: its healthy workers would have to stop, too.
+        # With --on-failure replace, exclude no node, because its healthy workers would have to stop, too.
         most = None if self.on_failure == "replace" else self.max_excluded_nodes
         return RestartSettings(int(self.max_restarts), window, first, longest, self.max_same_failures, most)
 
@@ -310,7 +310,7 @@ def _signals(names: Sequence[str], expected: str, refused: Collection[str] = ())
 
 
 def forwarded_signals(given: Sequence[int] | None, handled: Sequence[int]) -> tuple[int, ...]:
-    """Return the signals to pass on. Raise ``ValueError`` if a ``given`` one stops the job (``handled``)."""
+    """Return the signals to pass on to workers. Raise ``ValueError`` if one of ``given`` stops the job."""
     import signal
 
     if given is None:
@@ -350,7 +350,7 @@ def log_prefix_from(environ: Mapping[str, str]) -> str:
 
 
 def uninterruptible_state_timeout_from(environ: Mapping[str, str]) -> float:
-    """Return the limit for uninterruptible sleep, in seconds. As in torch, invalid text disables it (0)."""
+    """Return the maximum seconds of uninterruptible sleep; 0 for no limit. As in torch, invalid text is 0."""
     try:
         return float(environ.get(UNINTERRUPTIBLE_STATE_VARIABLE, "0"))
     except ValueError:
@@ -402,7 +402,9 @@ def _is_named_python(program: object) -> bool:
 
 
 def hang_limits(timeout: float | str) -> tuple[float | None, float | None]:
-    """Parse a hang timeout. Return its seconds (``None`` for ``auto``), and the minimum for ``auto``."""
+    """Parse the option --hang-timeout. Return two values: the limit in seconds (``None`` for ``auto``), and
+    the smallest limit that ``auto`` may learn.
+    """
     if not isinstance(timeout, str):
         return float(timeout), None
     name, colon, least = timeout.partition(":")
@@ -414,7 +416,9 @@ def hang_limits(timeout: float | str) -> tuple[float | None, float | None]:
 def seconds_within(
     low: float, high: float = LONGEST, *, above: bool = False, expected: str = ""
 ) -> Callable[[object], float]:
-    """Return a parser of durations in seconds. ``above`` excludes ``low``. Errors as for :func:`whole`."""
+    """Return a function that parses durations in seconds, from ``low`` to ``high``. With ``above``, ``low``
+    itself is invalid. For invalid values, the function raises a ``ValueError`` that says what is expected.
+    """
     if not expected and high < LONGEST:
         expected = f"seconds, {low:g} to {high:g}"
     elif not expected:
@@ -442,7 +446,9 @@ seconds = seconds_within(0)
 
 
 def whole(low: int, high: float = float("inf"), *, expected: str = "") -> Callable[[object], int]:
-    """Return a parser of whole numbers from ``low`` to ``high``. A ``ValueError`` says what is expected."""
+    """Return a function that parses whole numbers, ``low`` to ``high``. Its ``ValueError`` says what is
+    valid.
+    """
     expected = expected or f"a whole number from {low}"
 
     def read(value: object) -> int:
@@ -460,7 +466,7 @@ def whole(low: int, high: float = float("inf"), *, expected: str = "") -> Callab
 
 
 def one_of(*names: str) -> Callable[[object], str]:
-    """Return a parser that accepts only these names. A ``ValueError`` lists them."""
+    """Return a function that accepts only these names. Its ``ValueError`` lists them."""
 
     def read(value: object) -> str:
         if not isinstance(value, str) or value not in names:

@@ -232,14 +232,15 @@ def _of_traceback(lines: Sequence[str], is_exception: bool) -> Summary:
             said = f"{said} {block[at + 1].strip()}"
     place = _own_place(frames)
     if place is None and frames:
-        # This traceback has only library code, so search the traceback of the exception itself, too.
+        # The last traceback has only library code. The exception's message may quote it, so search the
+        # traceback of the exception itself, too.
         since = max((n for n, line in enumerate(lines) if line in _CHAINED), default=-1) + 1
         place = _own_place(_frames(lines[since:])) or _place(frames[-1])
     return Summary(printable(said, _LIMIT), place, None if name is None else _qualified(name))
 
 
 def _of_group(members: Sequence[Summary], place: str | None, more: int) -> Summary:
-    """Describe a group, raised at ``place``, by one member, whatever the order of the members is."""
+    """Describe an exception group (raised at ``place``) by one member, chosen regardless of their order."""
     told = min(members, key=lambda each: (each.exception or "", each.place or ""))
     kinds = sorted({each.exception or "" for each in members} - {""})
     exception = kinds[0] if len(kinds) == 1 else None

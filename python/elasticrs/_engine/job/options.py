@@ -40,7 +40,7 @@ class Namespace(SimpleNamespace):
 
 
 class Kind(Value):
-    """Kind of a value. ``convert`` parses it, or raises ``ValueError``. ``needs`` says what is valid."""
+    """Kind of value of an option. ``convert`` parses it. ``needs`` says in errors which values are valid."""
 
     convert: Callable[[str], object]
     metavar: str
@@ -431,7 +431,7 @@ def _read(argument: str, arguments: Iterator[str]) -> dict[str, object]:
     found = _BY_LETTER.get(letter)
     if found is None:
         near = _suggestion(argument[1:])
-        # The word may combine short options. Report only its first letter, unless it resembles a long one.
+        # The word may combine short options, so name only the first, unless it resembles a long option.
         raise UsageError(f"unknown option {argument if near != _HELP_HINT else '-' + letter}{near}")
     if found.kind is None:
         more = _read("-" + tail, arguments) if tail else {}
@@ -499,7 +499,7 @@ def _is_number(text: str) -> bool:
 
 
 def converted(kind: Kind, name: str, text: str) -> object:
-    """Convert the text of an option or variable (``name``). An invalid text is a usage error."""
+    """Convert the text of the option or variable ``name``. For an invalid text, raise a usage error."""
     try:
         return kind.convert(text)
     except ValueError as error:

@@ -55,12 +55,12 @@ def describe_exit(exitcode: int | None) -> str:
 
 
 def how_the_nursery_ended(exitcode: int | None, hung: bool) -> str:
-    """Return a phrase to put after the name of the nursery (the process that starts the workers)."""
+    """Return a phrase about the end of the nursery (the process that starts the workers), for a message."""
     return "hung and was killed by the agent" if hung else how_it_ended(exitcode)
 
 
 def restarts_used(used: int, most: int, window: float | None) -> str:
-    """Return text about the charged restarts, such as ``1 of 3``, or ``7, at most 3 in 1 h`` in a window."""
+    """Return a text about charged restarts: ``1 of 3``, or with a time window ``7, at most 3 in 1 h``."""
     return f"{used} of {most}" if window is None else f"{used}, at most {most} in {duration(window)}"
 
 
@@ -70,14 +70,14 @@ def attempt_text(name: str) -> str:
 
 
 def restart_line(cause: str, stopped: int, restart: str, when: str, delay: float = 0.0) -> str:
-    """Announce a restart in ``delay`` seconds. ``stopped`` counts the other workers, which were stopped."""
+    """Return the line about a restart in ``delay`` seconds. ``stopped`` other workers have been stopped."""
     others = f"; {stopped} other{'s' if stopped != 1 else ''} stopped" if stopped else ""
     soon = f" in {duration(delay)}" if delay else ""
     return f"{cause}{others}; restarting{soon} (restart {restart}, {when})"
 
 
 def replace_line(cause: str, others: int, pid: int, span_ns: int, restart: str, when: str) -> str:
-    """Report a worker that was replaced ``span_ns`` after its failure, while ``others`` workers continue."""
+    """Return the line about a worker replaced ``span_ns`` after its failure. ``others`` workers continue."""
     left_alone = f"; {others} other{'s continue' if others != 1 else ' continues'}" if others else ""
     return f"{cause}{left_alone}; replaced by pid {pid} after {milliseconds(span_ns)} ({restart}, {when})"
 
@@ -196,7 +196,7 @@ def duration(seconds: float) -> str:
 
 
 def goodput(productive_ns: int, total_ns: int) -> str:
-    """Return the productive share of the job's time; empty below one minute, which is mostly start-up."""
+    """Return the share of productive time; empty for a job below one minute, which is mostly start-up."""
     if total_ns < 60_000_000_000:
         return ""
     return f", goodput {productive_ns / total_ns * 100:.1f} %"

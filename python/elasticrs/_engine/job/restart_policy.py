@@ -131,10 +131,11 @@ class FailureHistory(Value):
 
 
 class RestartDecision(Value):
-    """Decision about a failure. ``history`` includes this failure. ``stop`` is the verdict if the job stops:
-    ``FAILED`` if no restart is left, ``UNFIT`` if the failures occur on unfit nodes that cannot be excluded.
-    ``reason`` says why it stops. ``delay`` is the time before a restart, in seconds, and ``note`` is a text
-    about suspect nodes.
+    """Decision whether the workers are restarted after a failure. ``history`` includes this failure. If the
+    job stops, ``stop`` is the verdict and ``reason`` says why: ``FAILED`` if no restart is left, ``UNFIT`` if
+    the failures occur on unfit nodes that cannot be excluded, otherwise ``PERMANENT``. ``delay`` is the
+    number of seconds before a restart, ``exclude`` a node to exclude, and ``note`` a text about suspect
+    nodes.
     """
 
     history: FailureHistory
@@ -146,7 +147,9 @@ class RestartDecision(Value):
 
 
 def decide(settings: RestartSettings, history: FailureHistory, evidence: Evidence) -> RestartDecision:
-    """Decide whether to restart the workers after a failure that ``history`` lacks. Charge the restart."""
+    """Decide whether to restart the workers after a failure that is not in ``history`` yet. The decision's
+    history includes the failure, and the charge for the restart.
+    """
     after = _with_failure(history, evidence)
     reason = why_permanent(evidence, history) or _why_start_error_moved(history, after)
     if reason is not None:
@@ -172,7 +175,7 @@ def decide(settings: RestartSettings, history: FailureHistory, evidence: Evidenc
 
 
 def exclude(settings: RestartSettings, history: FailureHistory, evidence: Evidence) -> RestartDecision:
-    """Decide which node to exclude (POLICY-5). :func:`decide` calls this if the round costs a restart."""
+    """Decide which node to exclude from the job, if any (POLICY-5), after a failure that is not permanent."""
     history = history.replaced(has_started=_has_started(history, evidence))
     unfit = dict(sorted(evidence.unfit))
     reasons = dict(unfit)
@@ -254,7 +257,7 @@ def _with_failure(history: FailureHistory, evidence: Evidence) -> FailureHistory
 def _identity(evidence: Evidence, history: FailureHistory) -> tuple[str, str, int | None, int | None] | None:
     """Return kind, place, rank and step of the root cause; ``None`` if it cannot be compared with others."""
     first, step = evidence.causes[0] if evidence.causes else NO_CAUSE, _reached(evidence)
-    # A start error after an earlier start is transient: a file system may have failed for a moment.
+    # A start error of a program that has started before is transient: a file system may have failed briefly.
     is_late_start = first.permanence == Permanence.START_ERROR and history.has_started
     if first.is_transient or is_late_start:
         return None
@@ -324,7 +327,7 @@ def _are_same(
 
 
 def why_permanent(evidence: Evidence, history: FailureHistory) -> str | None:
-    """Return why another attempt would fail alike, if so (POLICY-1). ``history`` lacks this failure."""
+    """Return why a restart would fail alike, if so (POLICY-1). ``history`` has only the earlier failures."""
     starts = _start_errors(evidence)
     is_everywhere = len({cause.node for cause in starts}) >= min(2, evidence.nodes)
     if starts and is_everywhere and not history.has_started:

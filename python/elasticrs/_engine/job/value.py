@@ -47,7 +47,7 @@ def defaults_of(declaration: type) -> dict[str, Any]:
 
 class _Fields(type):
     def __new__(cls, name: str, bases: tuple[Any, ...], namespace: dict[str, Any]) -> _Fields:
-        """Order the fields: the first base class's, the class's own, then other bases' (keyword-only)."""
+        """Order a class's fields: its first base class's, its own, and its other bases' (keyword-only)."""
         above, inherited, by_name = (
             (bases[0]._names, bases[0]._defaults, bases[0]._by_name) if bases else ((), {}, ())
         )

@@ -61,7 +61,9 @@ def is_in_file(config: Mapping[str, object]) -> bool:
 
 
 def check_backend(backend: str, words: Words = COMMAND_LINE, others: Iterable[str] = ()) -> str:
-    """Return the kind of a back end, or raise :class:`.UsageError` with the valid names and ``others``."""
+    """Return the kind of the rendezvous back end with this name. For an unknown name, raise
+    :class:`.UsageError` with all valid names: those of the back ends, and ``others``.
+    """
     found = BACKENDS.get(backend)
     if found is not None:
         return found
@@ -82,9 +84,10 @@ def describe(
     exit_barrier_timeout: float | None = None,
     words: Words = COMMAND_LINE,
 ) -> tuple[Rendezvous | None, list[str]]:
-    """Return a ``Rendezvous`` with the user's settings (``None`` if a single node needs none), and messages
-    to the user. Raise :class:`.UsageError` for settings that are found invalid offline. The caller has
-    checked ``nodes`` (minimum and maximum). Workers may take ``grace`` seconds to stop.
+    """Return two values: the description of the nodes' rendezvous (``None`` if a single node needs none), and
+    a list of messages to the user. Raise :class:`.UsageError` if the settings are invalid as far as that is
+    known without a connection. The caller has already checked ``nodes`` (minimum and maximum number of
+    nodes). Workers may take ``grace`` seconds to stop.
     """
     kind = check_backend(backend, words)
     low, high = nodes

@@ -136,9 +136,10 @@ class LentPort:
 
 
 class Driver:
-    """Driver of one agent's rendezvous state machine. Raises :class:`.UsageError` for an unusable endpoint.
-    Without a ``supervisor``, a separate thread serves the stores. Without ``use_agent_store``, rank 0 serves
-    the workers' store on a port that its agent reserves.
+    """Driver of the state machine with which one agent takes part in the rendezvous of the nodes. Raises
+    :class:`.UsageError` for an endpoint that other nodes could not use. Without a process ``supervisor``, a
+    separate thread serves the stores that this agent hosts. Unless ``use_agent_store`` is true, the worker
+    with rank 0 serves the workers' store on a port that its agent reserves.
     """
 
     def __init__(
@@ -176,8 +177,9 @@ class Driver:
         return None if self._member is None else self._member.last_head
 
     def node_names(self, *, asks: bool = False) -> list[str] | None:
-        """Return the names of the round's nodes, by group rank; ``None`` while they are unknown. Only the
-        leader always knows them. Others request them from the store when ``asks`` is first true in a round.
+        """Return the names of the round's nodes, ordered by group rank; ``None`` while this agent does not
+        know them. The agent that leads the job always knows them. Other agents request them from the store
+        when this method is first called with ``asks`` in a round.
         """
         member, head = self._member, self.last_head
         leader = None if member is None else member.leader
@@ -195,7 +197,7 @@ class Driver:
 
     @property
     def job_number(self) -> int:
-        """Revision of the job's record, which distinguishes jobs of the same name; 0 if unknown."""
+        """Store revision that created the job. It tells jobs of the same name apart. 0 while unknown."""
         return 0 if self._member is None else self._member.joining.job_revision
 
     # --- events in, actions out ---
@@ -293,8 +295,9 @@ class Driver:
         return f"{where} is taken by another program: {self._port.trouble}"
 
     def group_over(self, event: Event) -> list[LoopAction]:
-        """Report with ``event`` that all worker processes have exited. With ``static``, first take the
-        store's port back. Until that succeeds, hold back the events that lead to the next round.
+        """Report to the state machine with ``event`` that all worker processes have exited. With the back end
+        ``static``, first take the rendezvous store's port back, which the workers have used. Until that
+        succeeds, hold back any event that leads to the next round.
         """
         if self._port.take_back():
             return self.tell(event)
@@ -352,7 +355,7 @@ class Driver:
 
     @property
     def _stays(self) -> bool:
-        """True if the store stays for this agent's next job, so that others can still read the outcome."""
+        """True if the store stays open after this job, so that other agents can still read its outcome."""
         is_success = self._exit is not None and self._exit.outcome.kind in {"succeeded", "spare"}
         return is_success and self.store.may_stay
 
@@ -405,8 +408,9 @@ class Driver:
 
 
 def names_of(table: Iterable[Entry], prefix: str, size: int) -> list[str] | None:
-    """Return the names in a round's table of members (keys with ``prefix``), by group rank; ``None`` if the
-    table is damaged or incomplete, for example because it was deleted.
+    """Return the node names in a round's table of members, ordered by group rank. The table's keys begin with
+    ``prefix``. Return ``None`` if the table is damaged or does not have ``size`` names, for example because
+    it was deleted.
     """
     parts: dict[int, bytes] = {}
     for entry in table:

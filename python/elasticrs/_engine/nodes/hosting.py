@@ -76,12 +76,12 @@ class Hosting(Value):
 
 
 def decide_hosting(rendezvous: Rendezvous, resolver: SystemResolver) -> Hosting:
-    """Decide whether this agent hosts the store. Blocks until the name servers respond. Raises
-    :class:`.UsageError` if no other node could use the endpoint: its host is unspecified, or another machine
-    with port 0.
+    """Decide whether this agent hosts the rendezvous store. Blocks until the name servers respond. Raises
+    :class:`.UsageError` if no other node could use the endpoint, because its host is unspecified (such as
+    0.0.0.0), or its host is another machine and its port is 0.
     """
     if rendezvous.etcd is not None:
-        # Find an address that others reach, because the connection to etcd may have a loopback address.
+        # Find an address of this node for other nodes: its connection to etcd may have a loopback address.
         address = _address_of_own_name(resolver)
         return Hosting((), "the nodes meet in etcd", is_explicit=True, fallback=address)
     return _with_fallback(rendezvous, _decide(rendezvous, resolver), resolver)
@@ -155,7 +155,7 @@ def _with_fallback(rendezvous: Rendezvous, hosting: Hosting, resolver: SystemRes
     fallback = None if is_unspecified(rendezvous.host) or not hosting.may_host else rendezvous.host
     is_own_address = fallback is not None and is_usable_elsewhere(fallback) and resolver.is_local(fallback)
     if fallback is None or (hosting.is_explicit and not is_own_address):
-        # Prefer the address of this machine's name, because the endpoint may be a proxy for one port.
+        # Prefer the address of this machine's name: the endpoint may be a proxy that forwards only one port.
         fallback = _address_of_own_name(resolver) or fallback
     return hosting.replaced(fallback=fallback)
 
@@ -272,8 +272,9 @@ class SystemResolver:
         return None
 
     def is_local(self, address: str) -> bool:
-        """Return true if a numeric address belongs to this machine: the kernel uses it as the source of
-        connections to it. A successful bind proves less: ``ip_nonlocal_bind`` also allows foreign addresses.
+        """Return true if a numeric address belongs to this machine. The test is whether the kernel uses the
+        address as the source of a connection to the same address. A successful bind proves less, because the
+        kernel's setting ``ip_nonlocal_bind`` also allows foreign addresses.
         """
         family = _socket.AF_INET6 if ":" in address else _socket.AF_INET
         try:

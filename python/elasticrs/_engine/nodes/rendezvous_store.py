@@ -79,7 +79,7 @@ class CannotHost(Exception):  # noqa: N818 -- a statement, told to the user
 
 
 class KeptState(Record):
-    """State that an agent keeps between runs, such as an open rendezvous store with the jobs of all runs."""
+    """State that an agent keeps if it runs several jobs: their number, and the open store that has them."""
 
     runs: int = 0
     server: Server | None = None
@@ -131,7 +131,7 @@ class RendezvousStore:
         self._shared: Store | None = None
         self._notices: list[Notice] = []
         self._led_to: tuple[str, int] | None = None
-        # With ``static``, open the nodes' shared store before a round, during which workers use the port.
+        # With ``static``, open the nodes' shared store before the round: during it, workers use the port.
         self._shares_early = rendezvous.is_static and (kept is not None or supervisor is None)
 
     @staticmethod
@@ -195,13 +195,14 @@ class RendezvousStore:
             run_id=self._rendezvous.run_id,
             token=self._rendezvous.settings.token,
             max_connections=self._rendezvous.max_connections,
-            # A store kept for later runs may outlive the supervisor's thread, so do not serve it there.
+            # Do not serve a store kept for later runs in the supervisor's thread, which may end earlier.
             supervisor=self._supervisor if self._kept is None else None,
         )
 
     def _host_alone(self) -> None:
-        """Serve the store at a free port: the endpoint's port is taken, and this job needs no other node. Do
-        nothing if a store for all jobs has the port: an agent that waits there may later replace this one.
+        """Serve the store at a free port, because the endpoint's port is taken and this job needs no other
+        node. Do nothing if a store for all jobs uses the endpoint's port, because an agent that waits in that
+        store may later replace this one.
         """
         if not self._rendezvous.needs_no_other_node or self._ask(self._is_store_of_all_jobs, _CALL_TIMEOUT):
             return
@@ -256,13 +257,14 @@ class RendezvousStore:
         self.send(Txn(0, [], [put]))
 
     def connect(self, *, same: bool = False) -> ConnectionLost | None:
-        """Start to connect; :meth:`take` returns the result. A failure that is known immediately is returned
-        here. Until this agent has connected once, every attempt except the first decides again whether it
-        hosts the store. With ``same``, the store must be the previous one, or continue with its state.
+        """Start to connect to the rendezvous store. :meth:`take` returns the result, except for a failure
+        that is known immediately, which is returned here. Until this agent has connected once, every attempt
+        except the first decides again whether this agent hosts the store. With ``same``, connect only to the
+        store of the previous connection, or to one that continues with its state.
         """
         self.disconnect()
         if self._supervisor is not None:
-            # No workers of the lost session are left, so the nursery may close its copy of the connection.
+            # No workers are left, so the nursery, which starts workers, may close its copy of the connection.
             self._supervisor.release_connection()
         if self._may_decide_again and self._server is None and self._rendezvous.etcd is None:
             question = partial(hosting.decide_again, self._hosting, self._rendezvous, self._resolver)
@@ -278,7 +280,7 @@ class RendezvousStore:
                 self.close_shared_store()
                 self._shared = self._open_store("")
             except DistNetworkError:
-                # Go on: if the store is unreachable, opening the agent's own connection reports the reason.
+                # Go on: the next step opens the agent's own connection. If that fails too, it reports why.
                 self._shared = None
         try:
             self._session = self._connected(self._met if same else None)
@@ -290,7 +292,7 @@ class RendezvousStore:
 
     def _connected(self, met: tuple[bytes, int] | None) -> NativeSession:
         settings, supervisor = self._rendezvous.settings, self._supervisor
-        # Without a supervisor, the agent polls the client itself, and may be too busy to do so in time.
+        # Without a supervisor, set no limit for stalls: the agent polls the connection itself, perhaps late.
         stall_timeout = settings.stall_timeout if supervisor is not None else None
         more: dict[str, Any]
         if self._rendezvous.etcd is not None:
@@ -341,7 +343,7 @@ class RendezvousStore:
         self._notices.clear()
         for event in self._session.take():
             if isinstance(event, ConnectionLost):
-                # After a failed name lookup, do not decide again, because that would repeat the slow lookup.
+                # A new decision on hosting would look the name up again, which is slow after a failed lookup.
                 self._may_decide_again = not self._has_met and event.kind != "resolve"
                 events.append(ConnectionLost(event.kind, self._explained(event)))
             elif isinstance(event, Connected) and self._shares_early and self._shared is None:
@@ -433,7 +435,7 @@ class RendezvousStore:
             self._server.stop_listening()
 
     def listen_again(self) -> None:
-        """Accept connections again, or raise :class:`OSError` if another program uses the port."""
+        """Accept connections to this agent's store again, or raise :class:`OSError` if the port is taken."""
         if self._server is not None:
             self._server.listen_again()
 
@@ -443,7 +445,7 @@ class RendezvousStore:
         return self._kept is not None
 
     def close(self, *, stays: bool = False) -> None:
-        """Close all connections, and the own store unless it ``stays`` for the next run. Idempotent."""
+        """Close all connections and, unless it ``stays`` for the next run, this agent's store. Idempotent."""
         self.close_shared_store()
         self.disconnect()
         if self._kept is not None and stays:

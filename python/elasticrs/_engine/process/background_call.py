@@ -32,8 +32,8 @@ def _start_thread(work: Callable[[], None], *, blocks_signals: bool = True) -> N
 
 class FileAccess:
     """Runs functions that access files, one at a time. Each runs on a thread and has a time limit in seconds.
-    If a function exceeds the limit, ``hangs`` is called, and no other function is started until it returns. A
-    file system that hangs therefore delays the agent only once and occupies only one thread.
+    If a function exceeds the limit, ``hangs`` is called, and the next function starts only after the slow one
+    has returned. So a file system that hangs delays the agent only once, and occupies only one thread.
     """
 
     def __init__(self, hangs: Callable[[], object] = lambda: None, limit: float | None = None) -> None:
@@ -42,7 +42,7 @@ class FileAccess:
         self._free = _thread.allocate_lock()
 
     def run(self, ask: Callable[[], _T], default: _T) -> _T:
-        """Return the result of ``ask``; ``default`` if it takes too long, or an earlier function hangs."""
+        """Call ``ask``. Return its result; ``default`` if it takes too long or an earlier call hangs."""
         if not self._free.acquire(timeout=0 if self._is_stuck else self._limit):
             return self._late(default)
         self._is_stuck = False
@@ -68,7 +68,7 @@ class FileAccess:
         return found[0]
 
     def begin(self, act: Callable[[], object]) -> None:
-        """Start a function that raises no exception, unless an earlier one is running. Ignore its result."""
+        """Start ``act``, which must not raise. Do nothing if an earlier function still runs or hangs."""
 
         def work() -> None:
             try:
@@ -126,7 +126,7 @@ class BackgroundCall:
         except BaseException as error:
             self._error = error
         finally:
-            # Do this also if `interrupt` has raised only now.
+            # Do this even if the exception of `interrupt` arrives only now, after the function has returned.
             with self._lock:
                 self._is_over = True
                 if self._is_closed:
@@ -135,7 +135,7 @@ class BackgroundCall:
                     os.eventfd_write(self.fd, 1)
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until the function has returned; false on timeout. Signal handlers may raise here."""
+        """Wait until the function has returned. Return false on timeout. Signal handlers may raise here."""
         poll = select.poll()
         poll.register(self.fd, select.POLLIN)
         return bool(poll.poll(None if seconds is None else 1000 * seconds))

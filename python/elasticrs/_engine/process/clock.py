@@ -8,7 +8,9 @@ from elasticrs._engine.job.value import Value
 
 
 class Clock(Value):
-    """Wall clock of the store's host, compared with this node's. ``error_ns`` is ``None`` if unmeasured."""
+    """Offset of the wall clock of the host of the nodes' common store from this node's clock. ``error_ns`` is
+    its possible error; ``None`` if the offset was not measured.
+    """
 
     offset_ns: int = 0
     error_ns: int | None = 0
@@ -21,7 +23,7 @@ class Clock(Value):
 
 
 def _wall_minus_monotonic() -> int:
-    """Return wall clock minus monotonic clock in ns: the fastest of three tries, which may be interrupted."""
+    """Return wall clock minus monotonic clock in ns. Measure thrice, and use the fastest measurement."""
     found = []
     for _ in range(3):
         before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()

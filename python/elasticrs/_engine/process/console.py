@@ -84,14 +84,14 @@ def wants_colour(fd: int, environ: Mapping[str, str]) -> bool:
 
 
 def has_time(log_prefix: str | None, fd: int) -> bool:
-    """Return true if the launcher's lines have a timestamp. ``PET_LOG_PREFIX`` is the default."""
+    """Return true if the launcher's lines have a time. ``log_prefix`` defaults to ``PET_LOG_PREFIX``."""
     if log_prefix is None:
         log_prefix = os.environ.get("PET_LOG_PREFIX")
     return log_prefix == "time" or (log_prefix != "none" and not os.isatty(fd))
 
 
 class Console:
-    """Writes lines with a prefix, which names node and pid if this is one of several agents."""
+    """Writes the agent's lines with a prefix, which names node and pid if the job has several agents."""
 
     __slots__ = (
         *("_fd", "_has_time", "_is_gone", "_is_late", "_is_writing", "_lines", "_lock", "_node", "_writing"),
@@ -119,7 +119,7 @@ class Console:
         return prefix(time.time_ns() if self._has_time else None, self._node, self.group_rank) + text
 
     def say(self, text: str) -> None:
-        """Write one line, truncated to what a pipe accepts at once. Queue the line if nobody reads."""
+        """Write one line, truncated to what a pipe accepts at once. Queue it if the reader does not read."""
         line = _encode(self.prefixed(" ".join(text[:_PIPE_BUF].splitlines())))
         if self.waiting < _KEPT:
             self._put([_whole(line, _PIPE_BUF - 1) + b"\n"])
@@ -231,5 +231,5 @@ def _whole(text: bytes, limit: int) -> bytes:
 
 
 def _encode(text: str) -> bytes:
-    """Encode text as UTF-8. Escape lone surrogates, on which programs that read the output may fail."""
+    """Encode text as UTF-8. Escape lone surrogates, because programs that read the output may reject them."""
     return visible(text).encode("utf-8", "backslashreplace")

@@ -1,4 +1,4 @@
-"""Processes other than the workers: run modules of this package in child processes, and read ``/proc``."""
+"""Helpers for processes other than the workers: they run modules of this package, and read ``/proc``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ sys.exit(main(*sys.argv[1:]))
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """Return a command line that runs a module's ``main``, without ``PYTHONPATH`` and working directory."""
+    """Return a command that runs a module's ``main``. It ignores ``PYTHONPATH`` and the working directory."""
     import elasticrs
 
     root = os.path.dirname(elasticrs.__path__[0])
@@ -43,7 +43,7 @@ def main() -> int:
 
 
 def has_own_proc() -> bool:
-    """Return true if ``/proc`` shows this process's pid namespace, not an outer one; as in the core."""
+    """Return true if ``/proc`` shows the pids of this process's own pid namespace, not of an outer one."""
     try:
         with open("/proc/self/status", encoding="ascii", errors="replace") as status:
             pids = next((line.split()[1:] for line in status if line.startswith("NSpid:")), [])

@@ -41,8 +41,8 @@ _masks: dict[int, set[int]] = {}
 
 
 def undo_in_children(undo: Callable[[], None], signums: Collection[int]) -> None:
-    """Register a function that restores the previous signal handling, called first in each forked child.
-    ``signums`` are the signals that it restores, looked up at each fork, because they may change.
+    """Register a function that restores the previous signal handling. Each forked child calls it first.
+    ``signums`` are the signals that it restores. They are looked up at each fork, because they may change.
     """
     _installed.append((undo, signums))
 
@@ -55,7 +55,7 @@ def is_undone(undo: Callable[[], None]) -> None:
 def _before() -> None:
     signums = {signum for _, each in _installed for signum in tuple(each)}
     if signums:
-        # Save the mask first: each `pthread_sigmask` may run signal handlers, which may raise.
+        # Save the mask by a separate call: each `pthread_sigmask` may run signal handlers, which may raise.
         _masks[_thread.get_ident()] = set(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
         signal.pthread_sigmask(signal.SIG_BLOCK, signums)
 
@@ -111,8 +111,9 @@ class StopRequests:
         self._came: set[int] = set()
 
     def is_new(self, signum: int, now: float) -> bool:
-        """Record a stop signal that arrived at ``now`` (monotonic seconds). Return true for a new request:
-        the first signal, and :data:`ECHO` seconds later, a signal from the keyboard or a repeated SIGTERM.
+        """Record a stop signal that arrived at ``now`` (monotonic seconds). Return true if it is a new
+        request to stop. The first signal always is. A later signal is one if it comes from the keyboard, or
+        is a repeated SIGTERM, and at least :data:`ECHO` seconds have passed since the first signal.
         """
         first, came = self._first, signum in self._came
         self._came.add(signum)
@@ -152,7 +153,7 @@ def without_what_was_taken_back(received: bytes) -> bytes:
 
 
 def suspend(supervisor: _core.Supervisor | None, signals: SignalPipe) -> None:
-    """Suspend this process after Ctrl-Z, and the workers, which the terminal does not suspend."""
+    """Suspend this process after Ctrl-Z. Suspend its workers, too, because the terminal does not do so."""
     if supervisor is not None:
         supervisor.suspend()
     try:
@@ -208,7 +209,7 @@ class SignalPipe:
             self.order_pauses()
 
     def order_pauses(self) -> None:
-        """Handle SIGTSTP and SIGCONT in order (SIG-4). Call this again after installing a SIGTSTP handler."""
+        """Have SIGTSTP and SIGCONT handled in the order of arrival. A new handler for SIGTSTP undoes this."""
         from elasticrs import _core
 
         _core.order_stop_signals()
@@ -233,7 +234,7 @@ class SignalPipe:
         """Stop this process until it is continued, unless a SIGCONT has followed the last SIGTSTP."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTSTP,))
         try:
-            # A SIGCONT from now on discards this SIGTSTP. `_is_continued` has detected an earlier SIGCONT.
+            # A SIGCONT that arrives from now on discards this SIGTSTP. `_is_continued` detects earlier ones.
             signal.pthread_kill(_thread.get_ident(), signal.SIGTSTP)
             if not self._is_continued():
                 _stop_unless_continued()

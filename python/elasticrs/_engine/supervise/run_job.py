@@ -112,7 +112,7 @@ def _logs(job: JobSpec) -> tuple[AttemptLogs, Callable[[], object]]:
 
 
 def make_decisions(job: JobSpec, console: Console) -> Decisions:
-    """Create the agent's :class:`.Decisions`; import only its class."""
+    """Create the object that makes the agent's decisions, and import only the module of its class."""
     if job.make_handler is not None:
         from elasticrs._engine.supervise.decide.handler_nodes import HandlerNodes
 

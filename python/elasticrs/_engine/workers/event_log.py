@@ -32,7 +32,7 @@ class Overdue(Value):
     is_blamed: bool = False
 
 
-# The agent itself creates the events below. Times are in nanoseconds of the monotonic clock.
+# The agent itself, not the Rust extension, creates the events below. Times are monotonic nanoseconds.
 
 
 class Stamp(Value):
@@ -43,14 +43,15 @@ class Stamp(Value):
 
 
 class Adopted(Value):
-    """Event: a process other than the core has started the workers, with these pids by local rank."""
+    """Event: other code than the Rust extension has started the workers. ``pids`` are by local rank."""
 
     pids: Sequence[int]
 
 
 class Blamed(Value):
-    """Event: the agent has decided which workers are to blame for a hang (``hung``) or a failed collective.
-    At least one is named. They count as the cause, not the worker that the core killed or saw fail first.
+    """Event: the agent has decided which workers, at least one, are to blame for a hang (``hung``) or for a
+    failed collective. These workers count as the cause of the failure, instead of the worker that the core
+    (the Rust extension) has killed, or has seen fail first.
     """
 
     blame: Blame
@@ -60,7 +61,9 @@ class Blamed(Value):
 
 
 class Silent(Value):
-    """Event: these workers exited with 0 too early. ``ended_ns`` is ``None`` while other workers run."""
+    """Event: these workers exited with 0 before their work was done. ``ended_ns`` is the time at which the
+    whole group had ended; ``None`` while other workers run.
+    """
 
     local_ranks: Collection[int]
     ended_ns: int | None = None
@@ -203,7 +206,7 @@ class EventLog:
 
     @cached_property
     def expired(self) -> Mapping[int, Overdue]:
-        """Why workers count as failed whatever their exit code, by local rank. The first reason counts."""
+        """Each worker's first reason to count as failed whatever its exit code, by local rank."""
         found: dict[int, Overdue] = {}
         for local_rank, why in sorted(self._overdue, key=lambda each: each[1].seen_ns):
             # If the agent has blamed workers for a hang, leave out the worker that the core has named for it.
@@ -217,7 +220,7 @@ class EventLog:
         return found
 
     def accused(self, local_rank: int) -> int:
-        """Return the worker that is blamed for the hang of a given worker; the given one if none is."""
+        """Return the local rank of the worker that is blamed instead of this one; this one's if none is."""
         if self.blame is None or local_rank in self.expired:
             return local_rank
         return next((each for each, why in self.expired.items() if why.is_blamed), local_rank)

@@ -27,7 +27,9 @@ _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
 class LogPaths(Value):
-    """Log files of an attempt, by local rank (empty: not redirected). ``are_new``: none existed before."""
+    """Paths of an attempt's log files, by local rank. A path is empty if the stream is not redirected. If
+    ``are_new``, none of the files existed before the attempt.
+    """
 
     stdouts: dict[int, str] = fresh(factory=dict)
     stderrs: dict[int, str] = fresh(factory=dict)
@@ -69,7 +71,7 @@ class RunLogs:
         )
 
     def attempt(self, name: str, variables: Mapping[int, dict[str, str]]) -> LogPaths:
-        """Create an attempt's directories. Add the path of each worker's error file to ``variables``."""
+        """Create an attempt's log directories. Add each worker's error file to its environment variables."""
         directory = ""
         if self.directory:
             directory = os.path.join(self.directory, f"attempt_{name}")
@@ -84,7 +86,7 @@ class RunLogs:
 def make_files(
     settings: LogSettings, directory: str, nproc: int, variables: Mapping[int, dict[str, str]]
 ) -> LogPaths:
-    """Create an attempt's directories, if ``directory`` is given. Add error file paths to ``variables``."""
+    """Create ``directory``, if given, for an attempt's logs. Add workers' error files to ``variables``."""
     if directory:
         os.mkdir(directory)
         for local_rank in range(nproc):
@@ -173,12 +175,14 @@ def _make_run_directory(log_dir: str | None, run_id: str) -> str:
 
 
 def run_prefix(run_id: str) -> str:
-    """Return the first part of the name of a run's directory, with the host, as nodes may share a disk."""
+    """Return the start of a log directory's name. It has the host's name, because nodes may share a disk."""
     return f"{run_id}_{os.uname().nodename.split('.')[0]}_".replace(os.sep, "_")
 
 
 def attempt_name(restarts: int, round_number: int) -> str:
-    """Return an attempt's name, the same on all nodes. Uncharged attempts raise only ``round_number``."""
+    """Return an attempt's name, which is the same on all nodes. It needs ``round_number``, because an attempt
+    that is not charged as a restart has the same number of ``restarts`` as the one before it.
+    """
     return str(restarts) if round_number == restarts + 1 else f"{restarts}_r{round_number}"
 
 

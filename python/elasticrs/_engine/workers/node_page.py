@@ -56,7 +56,9 @@ class Met(Value):
 
 
 class AgentPage:
-    """Agent's access to the page shared with its workers. ``variable`` is their :data:`VARIABLE`."""
+    """Agent's access to the memory page that it shares with its workers. ``variable`` is the value of their
+    environment variable :data:`VARIABLE`, which tells them where the page is.
+    """
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
@@ -69,7 +71,8 @@ class AgentPage:
         self._map = mmap(self._fd, size)
         self._bytes = memoryview(self._map)
         self._words, self._floats = self._bytes.cast("Q"), self._bytes.cast("d")
-        # Workers check this number of the file: in another pid namespace, the path may lead to another file.
+        # Put a random number into the page. Workers compare it with the number in `variable`, because in
+        # another pid namespace, the path may lead to another file.
         self._words[_MARK] = mark = int.from_bytes(os.urandom(7), "big")
         self.variable = f"{mark}:/proc/{os.getpid()}/fd/{self._fd}"
 
@@ -148,7 +151,7 @@ class AgentPage:
 
 
 class WorkerPage:
-    """A worker's access to the page that it shares with the agent. Only the creating process may use it."""
+    """A worker's access to the page shared with the agent. Forks of the worker must not use this object."""
 
     def __init__(self, words: memoryview, local_rank: int) -> None:
         self._all = words

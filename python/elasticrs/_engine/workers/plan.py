@@ -1,7 +1,7 @@
 """Plan of an attempt to run the workers: their ranks, the port of their store, and their environment.
 
-As in torch, every node computes the same ranks. Global ranks follow the order of group ranks. Role ranks only
-count workers with the same role. ``torch.distributed`` and users' scripts rely on the environment variables.
+As in torch, every node computes the same ranks. Global ranks follow the order of the nodes (the group ranks).
+Role ranks only count workers with the same role. ``torch.distributed`` and users' scripts read the variables.
 """
 
 from __future__ import annotations
@@ -168,12 +168,14 @@ def virtual_local_rank(local_rank: int, inherited: Mapping[str, str]) -> dict[st
 
 
 def inherited_environment() -> dict[str, str]:
-    """Return the environment that workers inherit, without the job's token, which only agents need."""
+    """Return the environment that workers inherit: without the job's token, a secret of the agents."""
     return {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
 
 
 def hook_environment(env: dict[str, str]) -> dict[str, str]:
-    """Return a copy of ``env`` in which Python loads the hook, unless ``ELASTICRS_TRACEBACKS`` is 0."""
+    """Return a copy of ``env`` that makes Python load our hook (``sitecustomize.py`` in the folder ``hook``),
+    unless ``ELASTICRS_TRACEBACKS`` is 0.
+    """
     worker_env = dict(env)
     # A directory whose name contains a colon cannot be an entry of PYTHONPATH.
     if env.get("ELASTICRS_TRACEBACKS") == "0" or os.pathsep in _HOOK:
@@ -188,7 +190,7 @@ def hook_environment(env: dict[str, str]) -> dict[str, str]:
 
 
 def warm_environment(env: dict[str, str], preload: Preload, core: str) -> dict[str, str]:
-    """Return the environment of a warm nursery; see ``_engine/inside/nursery/nursery.py``."""
+    """Return the environment of a nursery (the process that imports modules and then forks the workers)."""
     import json
 
     entries = [entry for entry in (env.get("PYTHONPATH") or _HOOK).split(os.pathsep) if entry != _HOOK]
@@ -202,7 +204,9 @@ def warm_environment(env: dict[str, str], preload: Preload, core: str) -> dict[s
 
 
 def agent_hosts_store(environ: Mapping[str, str]) -> bool:
-    """Return true if the agent hosts the workers' store when no port is given. A torch variable decides."""
+    """Return true if the agent, not rank 0, hosts the workers' ``TCPStore`` when the user gives no port. An
+    environment variable of torch can forbid this.
+    """
     return environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
 
 
@@ -230,7 +234,7 @@ class StorePort:
             self.number = self._socket.getsockname()[1]
 
     def serve(self, supervisor: _core.Supervisor | None) -> None:
-        """Start answering the store's clients if it is hosted here. The supervisor reports its messages."""
+        """Let the store, if hosted here, answer clients. ``supervisor`` reports the store's messages."""
         if self.store is not None:
             self.store.serve(supervisor)
 
@@ -251,13 +255,13 @@ def _bind_one_of(first: int, last: int) -> _socket.socket:
 
 
 def bind(port: int, *, reuses_address: bool = True) -> _socket.socket:
-    """Return a socket bound to a port (0: any) on all addresses. Raise ``OSError`` if none is free."""
+    """Return a socket bound to ``port`` (any if 0) on all addresses. Raise ``OSError`` if it is not free."""
     try:
         return _bind_family(_socket.AF_INET6, port, reuses_address)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise
-        # The kernel has no IPv6, so try IPv4. Without a free descriptor, this raises the same error again.
+        # The kernel may have no IPv6, so try IPv4. If no descriptor is free, this raises the error again.
         return _bind_family(_socket.AF_INET, port, reuses_address)
 
 

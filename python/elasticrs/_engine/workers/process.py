@@ -1,4 +1,4 @@
-"""Worker processes and their command lines: parse them, and describe the processes for the supervisor."""
+"""Describe worker processes for the supervisor, which starts them, and parse their command lines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check_limits(
     """
     # Each worker needs one descriptor for its heartbeat page, and a second one during startup.
     pages = 2 * nproc if hang_timeout is not None else 0
-    # The timers' FIFO needs two descriptors, and each process with a timer a pidfd: assume one per worker.
+    # Torch's timers need two descriptors for a FIFO, and one per process with a timer: assume all workers.
     timers = nproc + 2 if environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1" else 0
     _core.check_limits(nproc, followed, pages + timers)
 
@@ -46,7 +46,9 @@ def process_spec(
     pass_fds: Sequence[int] = (),
     warm: bool = False,
 ) -> _core.ProcessSpec:
-    """Describe a process for the core. ``env`` is complete. By default, inherit standard streams and CPUs."""
+    """Describe a process that the core (the Rust extension) will start. ``env`` is its whole environment. It
+    inherits standard streams and CPUs for which nothing is given.
+    """
     if not warm and (follower := follower_of(argv)) is not None:
         follower.started()
         argv = follower.command
@@ -87,7 +89,7 @@ class macros:  # noqa: N801 -- torch's name
 
     @staticmethod
     def substitute(args: list[Any], local_rank: str) -> list[Any]:
-        """Return the arguments with ``${local_rank}`` replaced. Leave other macros and objects unchanged."""
+        """Return the arguments with ``${local_rank}`` replaced. Keep other macros and non-strings."""
         from string import Template  # loads re, which other launches need not
 
         return [
@@ -176,8 +178,9 @@ _LONG_WITH_VALUE = "--check-hash-based-pycs"
 
 
 class PythonCommand(Value):
-    """Command line of a Python interpreter. ``kind`` is what it runs: ``script``, ``m``, ``c``, ``stdin``, or
-    empty. ``options`` lack the values of options. ``letters`` are those of all short options, in one string.
+    """Parsed command line of Python. ``kind`` is what it runs: ``script``, ``m`` (a module), ``c`` (a string
+    of code), ``stdin``, or empty (nothing). ``options`` are those of the interpreter, without their values.
+    ``letters`` has the letters of all short options in one string.
     """
 
     kind: str

@@ -216,9 +216,9 @@ class LocalElasticAgent(SimpleElasticAgent):
         return outcome(job, result, decisions)
 
     def _forwarded(self) -> tuple[int, ...]:
-        """Return the signals to pass on to the workers.
+        """Return the signals that the agent passes on to the workers.
 
-        By default, signals that the program itself handles are not passed on.
+        By default, signals for which the program that runs the agent has a handler are left out.
         """
         if self._given_forwarded is not None:
             return self._given_forwarded
@@ -228,10 +228,11 @@ class LocalElasticAgent(SimpleElasticAgent):
     def _job(self, rendezvous: Rendezvous | None = None) -> JobSpec:
         """Return the specification of the job.
 
-        ``rendezvous`` is ``None`` for a single node, and if the methods of the handler must be called.
+        ``rendezvous`` has the settings with which the event loop itself takes part in the rendezvous. It is
+        ``None`` for a single node, and if the loop must call the methods of the rendezvous handler instead.
         """
         spec = self._worker_group.spec
-        # A subclass of the user may have overridden the methods.
+        # Compare the exact type, because a subclass of the user may have overridden methods of the handler.
         alone = spec.rdzv_handler if type(spec.rdzv_handler) is OneNodeRendezvous else None
         calls_handler = rendezvous is None and alone is None
         template = self._log_line_prefix_template or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
@@ -291,9 +292,9 @@ class LocalElasticAgent(SimpleElasticAgent):
         check_limits(spec.local_world_size, spec.hang_timeout, os.environ)
 
     def _rendezvous_settings(self) -> Rendezvous | None:
-        """Return the rendezvous if the event loop can take part in it without the handler's methods.
+        """Return the settings with which the event loop itself can take part in the rendezvous.
 
-        A handler of the user may have overridden them.
+        Return ``None`` if the rendezvous handler is not of this package, because the loop must then call it.
         """
         handler = self._worker_group.spec.rdzv_handler
         is_ours = type(handler).__module__.partition(".")[0] == __name__.partition(".")[0]
@@ -477,9 +478,10 @@ def _policy_without_effect(spec: WorkerSpec) -> list[str]:
 
 
 def why_hooks_decide(agent: LocalElasticAgent) -> str | None:
-    """Return why the agent must use its polling hooks; ``None`` if it can use the event-driven loop.
+    """Return why the agent must use torch's polling loop; ``None`` if it can use the event-driven loop.
 
-    It must if the user has replaced a hook: in a subclass, in the class itself or in an object.
+    Only the polling loop calls the agent's hooks (methods that users may replace). It is needed if the user
+    has replaced one: in a subclass, in the class itself, or in an object.
     """
     if start_processes is not _OWN_START:
         return "start_processes was replaced"

@@ -1,4 +1,4 @@
-"""Consoles, preloaded modules and the result of a job that torch's agent class runs with :func:`.run_job`."""
+"""Parts of a job that ``LocalElasticAgent`` runs with :func:`.run_job`: consoles, preloading, and result."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class ReplacedConsole(Observer):
 
 
 def outcome(job: JobSpec, result: JobResult, decisions: Decisions) -> RunResult:
-    """Return torch's result of a job. Raise if a signal, or an error before any worker ran, has ended it."""
+    """Convert a job's result to torch's. Raise if the job ended by a signal, or before any worker ran."""
     if result.phase is Phase.SUCCEEDED:
         return RunResult(WorkerState.SUCCEEDED, return_values=result.return_values)
     if result.signum is not None:

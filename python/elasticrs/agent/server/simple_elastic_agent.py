@@ -309,7 +309,8 @@ class SimpleElasticAgent(ElasticAgent):
                 group.group_world_size,
                 self._exit_barrier_timeout,
                 group.spec.monitor_interval,
-                # Do not watch torch's handlers: they also count new nodes, which are no reason to restart.
+                # Ask only elasticrs's rendezvous handlers for waiting nodes. Torch's also count new nodes,
+                # which are no reason to restart.
                 has_ended=lambda: set_succeeded is not None and handler.num_nodes_waiting() > 0,
                 pause=time.sleep,
                 say=_log.warning,

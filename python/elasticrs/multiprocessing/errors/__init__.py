@@ -57,7 +57,7 @@ def record(fn: Callable[_P, _R], error_handler: ErrorHandler | None = None) -> C
         except Exception as error:
             handler.record_exception(error)
             raise
-        # Call this outside of the `try`: an error in `record_success` is not a failure of the function.
+        # Record the success outside of the `try`, because an error in this call is no failure of `fn`.
         handler.record_success()
         return result
 

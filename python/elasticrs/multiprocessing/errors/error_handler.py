@@ -57,7 +57,7 @@ class ErrorHandler:
         """
         import faulthandler
 
-        # Import the hook now: a signal could interrupt an import in `record_exception`, which needs the hook.
+        # Import the hook now, because a signal could interrupt the import in `record_exception`.
         from elasticrs._engine.inside.flight import answer_with_stacks
         from elasticrs._engine.inside.hook import sitecustomize  # noqa: F401
 

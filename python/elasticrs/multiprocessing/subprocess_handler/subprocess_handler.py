@@ -1,4 +1,4 @@
-"""Runs a program as a worker. Programs extend this class, so its parts are those of torch's class."""
+"""Runs a program as a worker. Users may extend the class, so its methods and attributes are as in torch."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ class SubprocessHandler:
         elif self.proc.poll() is None:
             try:
                 os.killpg(self.proc.pid, signum)
-            except ProcessLookupError:  # A subclass has started it without a process group.
+            except ProcessLookupError:  # A subclass has not given the program its own process group.
                 self.proc.send_signal(signum)
 
 
 class GroupMember(SubprocessHandler):
-    """Handler for one process of a group that is already running."""
+    """Handler for one of several processes that were started together and are already running."""
 
     def __init__(self, group: SupervisedGroup, local_rank: int, argv: Sequence[str]) -> None:
         self.local_rank_id = local_rank
@@ -96,7 +96,7 @@ def _path(file: BinaryIO | None) -> str | None:
 
 @contextmanager
 def _on_cpus(cpus: Sequence[int] | None) -> Iterator[None]:
-    """Bind this thread to CPUs during the block, because the processes that it starts inherit the binding."""
+    """Bind this thread to CPUs in a ``with`` block, so that processes started there inherit the binding."""
     if cpus is None:
         yield
         return

@@ -11,7 +11,7 @@ _T = TypeVar("_T")
 
 
 class CyclingIterator(Iterator[_T]):
-    """Iterator over the epochs ``start_epoch`` to ``n - 1``. ``generator_fn`` returns one epoch's items."""
+    """Iterator over the items of epochs ``start_epoch`` to ``n - 1``, as ``generator_fn`` returns them."""
 
     def __init__(self, n: int, generator_fn: Callable[[int], Iterator[_T]], start_epoch: int = 0) -> None:
         self._n = n

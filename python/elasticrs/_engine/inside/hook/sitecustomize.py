@@ -55,8 +55,9 @@ def _is_main_thread() -> bool:
 
 
 def undisturbed(write: "Callable[[], None]") -> None:
-    """Call ``write``, and raise exceptions of Python signal handlers only afterwards. Blocking the signals
-    would not help: another thread may receive them, and the handler still runs in the main thread.
+    """Call ``write``, and run the program's signal handlers only afterwards, because they may raise
+    exceptions. Blocking the signals would not help: another thread may receive a signal, and Python still
+    runs the handler in the main thread.
     """
     from _signal import (  # type: ignore[import-not-found]
         getsignal,
@@ -105,7 +106,7 @@ def undisturbed(write: "Callable[[], None]") -> None:
 
 
 def _despite_handlers(action: "Callable[[], None]") -> "BaseException | None":
-    """Call ``action`` again whenever a signal handler raises inside it. Return the last such exception."""
+    """Call ``action`` until no signal handler raises meanwhile. Return the last exception of a handler."""
     raised = None
     for _ in range(100):
         try:
@@ -135,9 +136,10 @@ def _is_of_program(error: BaseException) -> bool:
 
 
 def _watch_exits(ended: "Callable[[Any], None]") -> None:
-    """Wrap ``sys.exit``. Call ``ended`` when a ``SystemExit`` of the wrapper has ended the program (HOOK-8).
-    The interpreter calls no hook for a ``SystemExit``, so its exit code is an object with a finalizer. If the
-    exception has ended the program, no frame of the program is left when the finalizer runs.
+    """Replace ``sys.exit``, so that ``ended`` is called when a call of it has ended the program (HOOK-8). The
+    interpreter calls no hook for a ``SystemExit``. Therefore, the new ``sys.exit`` makes the exit code an
+    object with a finalizer. The exception has ended the program, instead of being caught, if no frame of the
+    program is left when the finalizer runs.
     """
     real, is_collecting = sys.exit, False
 
@@ -241,7 +243,7 @@ class _Failure:
     def at_exit(self) -> None:
         if os.getpid() == self._pid:
             _ignore_requests()
-        # Do not rely on `sys.excepthook`, which the program may replace. The interpreter sets `last_value`.
+        # The program may have replaced our `sys.excepthook`, but the interpreter always sets `last_value`.
         error = getattr(sys, "last_value", None)
         if error is not None and error is not self._recorded:
             self._record(error, _is_of_program(error))
@@ -300,8 +302,9 @@ def _install(path: str) -> None:
     failure = _Failure(path)
     sys.excepthook = failure.excepthook
     _watch_exits(failure.exited)
-    # Callbacks run in reverse order. A worker may be a fork of a warm nursery, whose preloaded modules have
-    # registered callbacks. Before them, the nursery has registered a callback that calls `at_end`.
+    # Callbacks run in reverse order, and `at_end` must run last. If this worker is a fork of a nursery (the
+    # process that imports modules), these modules have registered callbacks already. So the nursery has,
+    # before its imports, registered a callback that calls `at_end`.
     sys.__dict__.pop("_elasticrs_at_end", atexit.register)(failure.at_end)
     atexit.register(failure.at_exit)
     descriptor = keep_stacks(path)
@@ -313,9 +316,9 @@ def _install(path: str) -> None:
 
 
 def keep_stacks(path: str) -> "int | None":
-    """Open the file next to the error file ``path`` for the stacks of a crash or a hang. :mod:`faulthandler`
-    writes the stacks of all threads to it on the real-time signal that the agent sends to a hung worker.
-    Return the file's descriptor; ``None`` if there is no such file.
+    """Open a file next to the error file ``path``, for the stacks of a crash or a hang. The agent sends a
+    real-time signal to a hung worker, on which :mod:`faulthandler` writes the stacks of all threads to the
+    file. Return the file's descriptor; ``None`` if the file could not be created.
     """
     import faulthandler
     from _signal import SIG_DFL, SIGRTMIN, getsignal
@@ -376,7 +379,7 @@ def _start() -> None:
     _step_aside()
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if "ELASTICRS_HEARTBEAT" in os.environ:
-        # A warm nursery may have imported the optimizers before it forked this worker.
+        # If this worker is a fork of a process with preloaded modules, the optimizers may be among these.
         if _OptimizerImport.name in sys.modules:
             _beat_with_steps(sys.modules[_OptimizerImport.name])
         else:
@@ -392,11 +395,12 @@ def _start() -> None:
         failed = missing.name != "sitecustomize"
         raise
     finally:
-        # With `-v`, `site` passes an error in the user's `sitecustomize` to `sys.excepthook` and continues.
+        # With `python -v`, `site` passes an error in the user's `sitecustomize` to `sys.excepthook`, although
+        # the program then runs. Our hook would record the error as a failure.
         if path and not (failed and sys.flags.verbose):
             _install(path)
 
 
-# `@record` and heartbeats import this file under a different name, only to call its functions.
+# Do nothing if `@record` or the heartbeats have imported this file under another name, to call its functions.
 if __name__ == "sitecustomize":
     _start()

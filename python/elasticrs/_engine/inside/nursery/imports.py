@@ -72,8 +72,9 @@ _OF_ATTEMPTS = frozenset(
 
 
 class _Variables(dict):  # type: ignore[type-arg]
-    """Data of ``os.environ`` during imports. ``asked`` records reads of the workers' variables. Only C code
-    sees the values in ``hidden``. The modules in :data:`RANK_ZERO` may read the rank.
+    """Dictionary behind ``os.environ`` during imports. ``asked`` lists variables that a module has read
+    although only workers have them. Those that modules in :data:`RANK_ZERO` read are not listed. The values
+    in ``hidden`` are set for C code only.
     """
 
     def __init__(self, hidden: dict[str, str]) -> None:
@@ -98,7 +99,7 @@ class _Variables(dict):  # type: ignore[type-arg]
         raise KeyError(name)
 
     def hide(self) -> None:
-        """Set the variables that only C code may see. Call this again after each assignment."""
+        """Set the variables that only C code may see. Repeat this after assignments, which may undo it."""
         for name, value in self._hidden.items():
             os.putenv(name, value)
 
@@ -113,13 +114,15 @@ class _Variables(dict):  # type: ignore[type-arg]
         self.hide()
 
     def changed(self) -> str | None:
-        """Return a variable of the script that an import changed. A worker's script would overwrite it."""
+        """Return a variable that the script has set and an import has changed, if any. A worker would lose
+        the change, because its script sets the variable again.
+        """
         now = {name: self.get(os.fsencode(name)) for name in self.assigned}
         changed = [name for name, value in self.assigned.items() if now[name] != os.fsencode(value)]
         return changed[0] if changed else None
 
     def end(self) -> None:
-        """Undo the assignments, so that the script starts with its environment. Stop recording reads."""
+        """Stop recording reads. Undo :meth:`assign`, so that the script starts with its own variables."""
         for name, value in self._before.items():
             del os.environ[name]
             os.environb.update({} if value is None else {os.fsencode(name): value})
@@ -137,7 +140,7 @@ class _Variables(dict):  # type: ignore[type-arg]
 
 
 class _Captured:
-    """Captures stdout and stderr until :meth:`end`. The originals get descriptors from ``lowest`` on."""
+    """Captures stdout and stderr until :meth:`end`. Keeps the originals in descriptors from ``lowest`` on."""
 
     def __init__(self, lowest: int) -> None:
         import fcntl
@@ -145,7 +148,7 @@ class _Captured:
         self._kept = {}
         for fd in (1, 2):
             memory = os.memfd_create("imports")
-            # Keep a second descriptor of the file, because an import may close the stream's descriptor.
+            # Keep a second descriptor of the memory file, because an import may close descriptor 1 or 2.
             self._kept[fd] = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, lowest) for each in (fd, memory)]
             os.dup2(memory, fd)
             os.close(memory)
@@ -166,7 +169,7 @@ class _Captured:
 
 
 def _reserve(limit: int) -> list[int]:
-    """Open all free descriptors below ``limit``, so that modules cannot get them, and return them."""
+    """Occupy all free descriptors below ``limit``, so that imported modules cannot use them. Return them."""
     null = os.open(os.devnull, os.O_RDONLY)
     free = [fd for fd in range(3, limit) if fd != null and not os.path.exists(f"/proc/self/fd/{fd}")]
     for fd in free:
@@ -289,11 +292,11 @@ class _GeneratorWatch:
             return []
         shared = numpy.mtrand._rand._bit_generator
         found = [shared]
-        # Search for other generators, which is slow, only after a second seed. The first is numpy's own.
+        # The search for generators is slow. Skip it if the only seed is that of numpy's own generator.
         if len(self._entropy.drawn) > 1:
             import gc
 
-            # Do not use `isinstance`: it reads `__class__`, which may import a module for a proxy.
+            # Do not use `isinstance`: it reads `__class__`, for which a proxy object may import a module.
             every = [each for each in gc.get_objects() if issubclass(type(each), numpy.BitGenerator)]
             found += [each for each in every if each is not shared]
         unseeded = [each for each in found if self._is_unseeded(each)]
@@ -351,7 +354,7 @@ def _has_threads() -> bool:
 
 
 def _temporary_folders() -> list[Any]:
-    """Return the finalizers of temporary directories. The first worker to exit would remove them for all."""
+    """Return the finalizers of temporary directories, which the first worker to exit would remove for all."""
     registry: Any = getattr(getattr(sys.modules.get("weakref"), "finalize", None), "_registry", ())
     # Compare only the function's name, because building the `repr` of a whole finalizer may be slow.
     called = [(end, found[1]) for end in list(registry) if (found := end.peek())]
@@ -404,14 +407,14 @@ class _Surroundings:
         """Variables that the script had set when an OpenBLAS library was loaded, by path of the library."""
 
     def note_blas(self) -> None:
-        """Save, for each OpenBLAS library loaded since the last call, which variables the script has set.
-        Call this before the script sets more, because a library reads them when it is loaded.
+        """Save the variables that the script has set so far, for each OpenBLAS library loaded since the last
+        call. Call this before the script sets another one, because a library reads them when it is loaded.
         """
         for path in _mapped("openblas") - self.blas.keys():
             self.blas[path] = dict(self.variables.assigned)
 
     def restore(self) -> str | None:
-        """Undo what imports have changed in this process's state. Return the last change found, if any."""
+        """Undo imports' changes to the process state. Return one, such as ``the umask``; ``None`` if none."""
         import signal
 
         changed = None
@@ -428,7 +431,7 @@ class _Surroundings:
                 os.setpriority(os.PRIO_PROCESS, 0, self._nice)
                 changed = "the nice value"
             except PermissionError:
-                # This process may not set the value back. A worker that imports the module raises it, too.
+                # This process may not lower the value. Without preloading, workers would raise it, too.
                 self._nice = os.getpriority(os.PRIO_PROCESS, 0)
         if os.getcwd() != self._place:
             os.chdir(self._place)
@@ -457,7 +460,7 @@ class _Surroundings:
         return changed
 
     def hidden(self) -> str | None:
-        """Return a new module with the name of a file beside the script, which the script would import."""
+        """Return a newly imported module that would hide a file of the same name next to the script."""
         new = [name for name in sys.modules if name not in self._known]
         self._known.update(new)
         return self.beside_script(new)
@@ -475,7 +478,7 @@ class _Surroundings:
 
 
 def _kept(fd: int) -> str | None:
-    """Describe what a descriptor refers to, such as ``a socket``; ``None`` if workers may share it."""
+    """Return what a descriptor is, such as ``a socket``, if workers must not share it; otherwise ``None``."""
     import fcntl
     import stat
 
@@ -523,7 +526,7 @@ def _why_unclean(before: dict[int, str], surroundings: _Surroundings) -> str | N
 def _import(
     written: str, is_explicit: bool, before: dict[int, str], surroundings: _Surroundings
 ) -> tuple[str, str | None] | None:
-    """Import a module. If it cannot be preloaded, return the reason, and the traceback of an error."""
+    """Import a module. If it cannot be preloaded, return the reason, and the traceback if it raised."""
     import time
 
     name, _, attribute = written.partition(":")
@@ -562,7 +565,7 @@ def _end_if_cut_off(before: dict[int, str]) -> None:
     if any(now.get(fd) != before[fd] for fd in AGENT):
         import signal
 
-        # Put a pipe there: the agent would take a missing pipe as a sign that an import has called `exec`.
+        # Put a new pipe in its place: without it, the agent would think that an import has called `exec`.
         os.dup2(os.pipe()[1], AGENT[-1])
         os.close(AGENT[0])
         while True:
@@ -574,7 +577,7 @@ def _begin_again(environ: dict[str, str], settings: dict[str, object]) -> NoRetu
 
     for remove in _temporary_folders():
         remove()
-    # Also close the pipe to multiprocessing's resource tracker, a child that then cleans up and exits.
+    # This also closes the pipe to multiprocessing's resource tracker, a child process that then exits.
     os.closerange(REPORT + 1, os.sysconf("SC_OPEN_MAX"))
     _end_children()
     for fd in AGENT:
@@ -596,7 +599,7 @@ def _left_out_before(environ: dict[str, str]) -> set[str]:
 
 
 def import_all(environ: dict[str, str], at_first: Collection[str]) -> Done:
-    """Import the modules of the settings in ``environ``, except those that workers must import themselves."""
+    """Import the modules that the setting in ``environ`` lists, except those that each worker must import."""
     import json
     import time
 
@@ -608,7 +611,7 @@ def import_all(environ: dict[str, str], at_first: Collection[str]) -> Done:
     shielded = {"PYTHONPATH": environ["PYTHONPATH"], _PID: str(os.getpid())}
     variables = _Variables(shielded)
     surroundings = _Surroundings(settings["folders"], variables)
-    # The watch imports modules. If a file beside the script has the name of one, the script needs that file.
+    # Omit the watch if a file beside the script has the name of a module that the watch would import.
     watch = _GeneratorWatch() if surroundings.beside_script(_NEEDED) is None else None
     reserved, captured = _reserve(_RESERVED), _Captured(_RESERVED)
     before, untouched = _open_files(), dict(os.environ)
@@ -628,7 +631,7 @@ def import_all(environ: dict[str, str], at_first: Collection[str]) -> Done:
             module = name.partition(":")[0]
             rest = steps
             if not is_explicit and dict(variables) != environment:
-                # Skip the later modules, too: one may read a variable that this module would have changed.
+                # Skip the later modules, too, because one may read a variable that this module has changed.
                 rest = steps[: steps.index(step)]
                 why += "; later imports were left out as well, because it changes the environment"
             rest = [other for other in rest if other.partition(":")[0] != module]
@@ -656,11 +659,11 @@ def _tell_ready(begun: float, since: int, surroundings: _Surroundings, at_first:
 
     hidden = surroundings.beside_script([name for name in sys.modules if name not in at_first])
     if hidden:
-        # Workers cannot be forked, because the script would get the module that the nursery has imported.
+        # Fork no workers, because their script would get the module that this process has imported.
         report(failed=f"{hidden} is next to the script and has the name of a module that --warm needs")
         _exit(1)
     paths = sysconfig.get_paths()
-    # Leave out sysconfig's `data` folder: `/usr` may contain the user's programs, as in `/usr/src`.
+    # Leave out sysconfig's folder `data`: it may be `/usr`, which may contain the user's code (`/usr/src`).
     library = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     folders = [*library, *site.getsitepackages(), site.getusersitepackages()]
     prefixes = {path for folder in folders for path in (folder, os.path.realpath(folder))}

@@ -80,7 +80,7 @@ def _load(*path: str) -> types.ModuleType:
 def _become_worker(
     imports: types.ModuleType, argv: list[bytes], env: list[bytes], arguments: list[str], imported: Done
 ) -> None:
-    """Recreate the state that each process needs for itself, in a worker that was just forked."""
+    """Give a newly forked worker its own environment, arguments, streams and seeds. Print imports' output."""
     printed, done, blas, generators = imported
     _replace_main_module()
     _set_environment(env, done)
@@ -104,7 +104,7 @@ def _replace_main_module() -> None:
 
 
 def _set_environment(entries: list[bytes], done: dict[str, tuple[str | None, str | None]]) -> None:
-    """Set the environment to ``entries``, and apply the imports' changes ``done`` (old and new values)."""
+    """Set the environment to ``entries``. Apply imports' changes ``done`` (variables' old and new values)."""
     os.environ.clear()
     for entry in entries:
         name, _, value = entry.partition(b"=")
@@ -149,7 +149,7 @@ def _reset_modules(rank_zero: dict[str, str], generators: list[Callable[[], None
     """Seed the random generators again (``None`` if not watched), and reset other values in modules."""
     import time
 
-    # Do not copy it: changed reference counts make the kernel copy memory that workers share.
+    # Do not copy this dict: changed reference counts make the kernel copy memory that workers share.
     loaded: Any = sys.modules
     for seed in generators or ():
         seed()
@@ -193,8 +193,8 @@ def _set_blas_threads(assigned: dict[str, dict[str, str]]) -> None:
 
 
 def _unfreeze_if_needed(written_files: Callable[[], set[int]], known: set[int]) -> None:
-    """Unfreeze the garbage collector at exit if a file was opened after the fork: it flushes only what it
-    collects. With Triton, unfreeze in any case, because Triton warns about uncollected objects.
+    """Unfreeze the garbage collector at exit if a file was opened after the fork: Python flushes a file when
+    it collects it. With Triton, always unfreeze, because Triton warns about uncollected objects.
     """
     import gc
 
@@ -236,7 +236,7 @@ def _serve() -> None:
     start = environ[_START]
     for name in (imports.SETTINGS, _START, imports.SINCE):
         os.environ.pop(name, None)
-    # Set close-on-exec, so that the agent notices if an import executes another program.
+    # Set close-on-exec: the agent then sees a closed connection if an import executes another program.
     for fd in imports.AGENT:
         os.set_inheritable(fd, False)
     entries = os.environ["PYTHONPATH"].split(os.pathsep)[1:]

@@ -7,7 +7,7 @@ _here = os.path.dirname(os.path.abspath(__file__))
 
 if "ELASTICRS_NURSERY_START" not in os.environ:
     if os.environ.pop("ELASTICRS_NURSERY_PID", "") == str(os.getpid()):
-        # A library called `exec` in the process that preloads modules. Wait until the agent kills it.
+        # This process was to preload modules, but one of them called `exec`. Wait until the agent kills us.
         import signal
 
         while True:

@@ -190,9 +190,10 @@ def _tell_of_more(leader: Leader) -> None:
 
 
 def _judged(leader: Leader, head: Head) -> round_outcome.RoundVerdict:
-    """Return the verdict on the finished round. It is cached, because computing it takes time proportional to
-    the number of members, for each replacement node that arrives. Until the next round, members only stop or
-    leave. So the sizes of the sets ``slow``, ``missing`` and ``absent`` show whether it is outdated.
+    """Return the verdict on the finished round. It is cached, because otherwise it would be computed for each
+    replacement node that arrives, which takes time proportional to the number of members. Until the next
+    round, members only stop or leave, so each of the sets ``slow``, ``missing`` and ``absent`` only grows or
+    only shrinks. Their sizes therefore show whether the cached verdict is outdated.
     """
     member, view = leader.member, leader.view
     sizes = len(view.slow), len(view.missing), len(view.absent)
@@ -250,9 +251,10 @@ def _too_few(leader: Leader) -> str:
 
 
 def _form(leader: Leader, ended: Head | None, alive: list[str]) -> None:
-    """Propose the next round: send its slots, its member table and its head without waiting for replies. A
-    condition that is false stays false. So if one of the transactions is rejected, so is the last, which
-    writes the head. Slots of a proposal are ignored unless the head names the proposal.
+    """Propose the next round. Without waiting for replies, send its slots (the ranks of each member), its
+    table of members, and last its head (the new state of the job). A condition of these transactions that has
+    become false stays false. So if one of them is rejected, so is the last, which writes the head. Members
+    ignore slots of a proposal that the head does not name.
     """
     member, view = leader.member, leader.view
     members = _members(view, member.rendezvous.max_nodes)
@@ -304,7 +306,7 @@ def _members(view: View, size: int) -> list[str]:
 
 
 def snapshot(member: Member, link: Link, reply: Reply) -> None:
-    """Begin to lead the job, with the snapshot of all keys in the store."""
+    """Begin to lead the job. ``reply`` is the snapshot of all keys that the job has in the store."""
     leader = link.leader = Leader(member, View(member.keys, reply.revision, reply.entries()))
     early, link.early = link.early or (), None
     for event in early:
@@ -349,7 +351,7 @@ def written(link: Link, reply: Reply) -> None:
 def lead(leader: Leader) -> None:
     """Choose and execute the leader's next action. Called after every event that can change the choice."""
     member, view = leader.member, leader.view
-    # Wait until this agent's own watch has delivered the head (the state of the job) that the view contains.
+    # Wait until this agent has received the head (job state) also as a member, not only as the leader.
     if member.link is None or not leader.is_free() or view.head_revision != member.link.head_revision:
         return
     if view.head_revision != leader.of_head:
@@ -379,7 +381,7 @@ def may_grow(member: Member, view: View, head: Head) -> bool:
 
 
 def _forget_workers(member: Member, view: View, gone: set[int]) -> None:
-    """Delete the keys of lost agents' workers, which were killed before the agents' sessions ended."""
+    """Delete the keys of lost agents' workers. All of them were killed before the agents' sessions ended."""
     keys = workers_keys(member.rendezvous, member.agent.job, member.joining.job_revision)
     for seat in (view.seats[rank] for rank in gone):
         if seat.member not in view.farewells:

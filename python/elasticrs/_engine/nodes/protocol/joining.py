@@ -176,7 +176,7 @@ def other_command(member: Member, job: dict[str, Any]) -> str | None:
 
 
 def _is_not_needed(member: Member, job: dict[str, Any]) -> str | None:
-    """Return an error message if the job's only node hosts the store, so that a spare would not help."""
+    """Return an error message if the job has one node, which hosts the store, so a spare node cannot help."""
     is_taken = member.rendezvous.needs_no_other_node and job.get("is_hosted") is True
     if not is_taken or member.agent.hosts_store:
         return None
@@ -289,7 +289,7 @@ def register(member: Member, link: Link) -> None:
     if node_rank is not None:
         is_mine, claim = claim_rank(member, link, node_rank)
         compares.append(is_mine)
-        # Insert the claim first, because the reply's handler expects `Get` and `Predecessor` at the end.
+        # Insert the claim of the node rank at the front: the reply's handler reads the last two results.
         ops.insert(0, claim)
         otherwise = [Get(keys.job), Get(claim.key), Get(own)]
     ops.insert(0, Range(neighbors, MAX_NEIGHBORS))
@@ -300,7 +300,7 @@ def register(member: Member, link: Link) -> None:
 
 
 def earlier_registrations(member: Member, incarnation: int) -> list[Operation]:
-    """Return deletions of this agent's earlier registrations, and of a process that it replaces."""
+    """Return operations to delete this agent's earlier registrations, and those of a process it replaces."""
     earlier = range(max(1, incarnation - FORGET_EARLIER), incarnation)
     names = [f"{member.agent.agent}/{each}" for each in earlier]
     kinds = (member.keys.node, member.keys.slot)
@@ -310,8 +310,9 @@ def earlier_registrations(member: Member, incarnation: int) -> list[Operation]:
 
 
 def look_for_twin(member: Member, reply: Reply) -> None:
-    """Check whether another launch on this host takes part in the job: the user may want two independent
-    jobs. Tell the user only if the job is already running. Before, the launch may be another node of the job.
+    """Check whether a separately started launcher on this host also takes part in the job, because the user
+    may want two independent jobs. Tell the user only if the job is already running. Before its first round,
+    the other launcher may be meant as another node of this job.
     """
     neighbors = reply.results[0]
     if member.joining.was_registered or not isinstance(neighbors, Sequence):
@@ -332,8 +333,8 @@ def _launch_of(entry: Entry) -> str | None:
 
 
 def registered(member: Member, link: Link, own: Entry | None) -> None:
-    """Handle a confirmed registration. If T1 was sent twice, its revision is that of ``own``, not the
-    reply's.
+    """Handle a confirmed registration. Take its revision from the key ``own``: if the transaction (T1) was
+    sent twice, the reply may have a later revision.
     """
     assert own is not None
     joining = member.joining
@@ -532,7 +533,7 @@ def claim_rank(member: Member, link: Link, node_rank: int) -> tuple[Compare, Put
 
 
 def rank_refused(member: Member, entry: Entry | None) -> None:
-    """Retry on a new connection: another node has the rank, with key ``entry`` (``None`` if free again)."""
+    """Connect again, because the node rank is taken. ``entry`` is its key; ``None`` if it is free by now."""
     joining = member.joining
     joining.claim = None
     if entry is not None:
@@ -644,7 +645,7 @@ def farewell_known(member: Member) -> None:
 
 
 def go_on(member: Member) -> None:
-    """Exit once no workers are left, and the store has confirmed the farewell or does not answer in time."""
+    """Exit if no workers are left, and the store has confirmed the farewell or exceeded its time limit."""
     leaving = member.leaving
     if member.workers is not None or leaving is None:
         return
@@ -695,7 +696,7 @@ def _abort_from(member: Member, head: Head | None, revision: int) -> None:
 
 
 def aborted(member: Member, reply: Reply) -> Entry | None:
-    """Return the entry of the job's state if the job is closed now. Otherwise, repeat the request (T10)."""
+    """Return the entry of the head (job state) if the job is closed. Otherwise, ask again to close it."""
     entry = reply.entry(-1)
     head = None if entry is None else Head.read(entry)
     if reply.ok or (head is not None and head.state == "CLOSED"):
@@ -708,8 +709,8 @@ def aborted(member: Member, reply: Reply) -> Entry | None:
 
 
 def _unused(member: Member) -> Outcome:
-    """Return the outcome for a node that a successful job did not need, usually a spare. It is a failure if
-    the user has probably started two jobs that share a rendezvous, because this one has not run.
+    """Return the outcome for a node that the job did not need in order to succeed, usually a spare. It is a
+    failure if the user has probably started two jobs that share a rendezvous: this node's job has not run.
     """
     text = "the job has succeeded without this node"
     is_fixed = member.rendezvous.min_nodes == member.rendezvous.max_nodes

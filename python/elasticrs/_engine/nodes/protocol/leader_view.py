@@ -115,8 +115,9 @@ class View:
         return any(number == self.round for number, _ in self._evidences)
 
     def holds(self, member: str) -> bool:
-        """Return true if a member may have workers: it has not reported that it is idle since the round of
-        its slot started. Its own slot decides, because the current round may have been formed without it.
+        """Return true if a member may have workers: since the round for which it last got ranks (its slot),
+        it has not reported that none are left. The member's own slot decides, because the current round may
+        have been formed without this member.
         """
         given = self.slots.get(member, 0)
         if given is None:

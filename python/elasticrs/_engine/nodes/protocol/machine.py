@@ -26,8 +26,9 @@ __all__ = ["Member", "Phase", "step"]
 
 
 def step(member: Member, event: Event, now: int = 0) -> tuple[Member, list[Action]]:
-    """Handle one event. Return the new state (``member`` is modified in place), and the actions in order.
-    ``now`` is the store's wall clock in nanoseconds, for messages and the restart policy only.
+    """Handle one event. Return the agent's new state (``member`` is modified in place), and the actions that
+    the caller executes in order. ``now`` is the store's wall clock in nanoseconds. Only messages and the
+    restart policy use it.
     """
     member.now = now
     if not member.has_exited:
@@ -105,7 +106,7 @@ def _registered(member: Member, link: Link, reply: Reply) -> None:
 
 
 def _seen(member: Member, link: Link, reply: Reply) -> None:
-    """Handle the first reply of the watch of a single key: that key, if it exists."""
+    """Handle the first reply to a watch of a single key. It contains the key, if the key exists."""
     _take_in(member, link, reply.entries())
 
 
@@ -130,7 +131,7 @@ def _aborted(member: Member, link: Link, reply: Reply) -> None:
 
 
 def _all_seen(member: Member, link: Link, reply: Reply) -> None:
-    """Handle the snapshot for a new leader. Some of its keys also concern this agent as a member."""
+    """Handle the snapshot of all keys of the job, first as any member does, then as the job's new leader."""
     entries = {entry.key: entry for entry in reply.entries()}
     joining.job_seen(member, entries.get(member.keys.job))
     _take_in(member, link, entries.values())

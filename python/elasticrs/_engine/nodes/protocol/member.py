@@ -166,8 +166,9 @@ class Done(Record):
 
 
 class RoundAge(Record):
-    """Last round whose start this agent saw (``seen``), and last round that ran for ``short_round`` seconds
-    (``aged``). ``was_short`` is ``None`` if this agent did not see the round's start.
+    """Data that show whether a round was short. ``seen`` is the last round whose start this agent saw, and
+    ``aged`` the last round that ran for at least ``short_round`` seconds. ``was_short`` is about the round
+    that has ended last. It is ``None`` if this agent did not see that round's start.
     """
 
     seen: int = 0
@@ -247,7 +248,7 @@ class Member:
 
     @property
     def registered(self) -> Link | None:
-        """Connection over which the store has confirmed a registration of this agent."""
+        """Connection over which the store has confirmed this agent's registration; ``None`` before that."""
         return self.link if self.link is not None and self.link.create_revision else None
 
     @property
@@ -266,7 +267,7 @@ class Member:
 
     @property
     def patience(self) -> float:
-        """Seconds to wait for a new round, with the restart delay twice: a new leader starts it again."""
+        """Seconds to wait for a round. The restart delay counts twice: a new leader waits for it again."""
         policy = self.agent.policy
         return self.settings.patience + 2 * max(policy.first_delay, policy.longest_delay)
 
@@ -299,7 +300,7 @@ class Member:
         return tag
 
     def watch(self, purpose: Purpose, prefix: str, *, exact: bool = True) -> None:
-        """Watch a key or, if ``exact`` is false, all keys with a prefix. The reply has the existing keys."""
+        """Watch a key or, if ``exact`` is false, all keys with a prefix. The reply has those that exist."""
         self.do(Watch(self._ask(purpose), prefix, exact, True))
 
     def _ask(self, purpose: Purpose) -> int:
@@ -315,7 +316,7 @@ class Member:
         return head is not None and head.state == "RUNNING" and head.round == number
 
     def node(self, cause: Cause | None = None) -> Node:
-        """Return this agent's record. ``cause`` is its failure in the last round whose workers are gone."""
+        """Return this agent's registration record. ``cause``: this node's failure in its last ended round."""
         agent, findings = self.agent, self.findings
         idle = 0 if self.link is None else self.link.idle
         return Node(
@@ -351,7 +352,7 @@ class Member:
         return Put(self.keys.head, head.encode(), False)
 
     def exists(self, link: Link) -> Exists:
-        """Return the condition of each write by a member: that its registration exists."""
+        """Return the condition under which a member may write to the store: that its registration exists."""
         return Exists(self.keys.node(link.member))
 
     def stop(
@@ -363,7 +364,7 @@ class Member:
         planned: bool = False,
         after_failure: bool = False,
     ) -> None:
-        """Stop the workers, with SIGKILL if ``fenced``. ``why`` tells the user the reason."""
+        """Stop this node's workers, with SIGKILL if ``fenced``. ``why`` is the reason to show to the user."""
         workers = self.workers
         if workers is None or (workers.is_stopping and not fenced):
             return
@@ -418,7 +419,7 @@ class Leader(Record):
     told: dict[str, int] = fresh(factory=dict)
 
     def is_news(self, what: str, value: int = 1) -> bool:
-        """Remember ``value`` for the message ``what``. Return true (tell the user) if it is new."""
+        """Return true if the user must be told: ``value`` is not the last one for the message ``what``."""
         is_known = self.told.get(what) == value
         self.told[what] = value
         return not is_known
@@ -447,7 +448,7 @@ class Leader(Record):
     # --- writes ---
 
     def is_free(self) -> bool:
-        """Return true if the store has answered all writes, and the view contains their results."""
+        """Return true if the leader may act: all its writes are answered, and its view has their results."""
         return self.view.revision >= self.wait_for and self.pending is None and not self.stalled
 
     def answered(self, reply: Reply) -> bool:
@@ -471,12 +472,14 @@ class Leader(Record):
         ]
 
     def write(self, then: Sequence[Operation], *compares: Compare) -> None:
-        """Send writes that require ``compares`` and :meth:`guards`. Decide nothing before the reply."""
+        """Send writes, which the store executes only if all ``compares`` and :meth:`guards` hold. The leader
+        decides nothing more until the reply arrives.
+        """
         self.sent_at = self.view.revision
         self.pending = self.member.txn(Purpose.LEAD, [*self.guards(), *compares], then)
 
     def close(self, closed: Head, alive: Sequence[str] = ()) -> None:
-        """Close the job with the head ``closed``, if the members in ``alive`` are registered."""
+        """Close the job with ``closed`` as its final state, if all members in ``alive`` are registered."""
         closed = closed.replaced(state="CLOSED", time_ns=self.member.now)
         then = [self.member.put_head(closed), *self.member.keys.forget_rounds()]
         self.write(then, *self.here(alive))

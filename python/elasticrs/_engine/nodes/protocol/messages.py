@@ -28,7 +28,7 @@ class Begin(Value):
 
 
 class StartFailed(Value):
-    """Event: this node's workers could not be started, and none is left. ``transient``: a retry may help."""
+    """Event: this node's workers could not be started; none runs. ``transient``: true if a retry may help."""
 
     message: str
     transient: bool = False
@@ -100,7 +100,9 @@ class StorePortFailed(Value):
 
 
 class Connect(Value):
-    """Action: open a session for this incarnation (1, 2, …). ``Connected`` or ``ConnectionLost`` follows."""
+    """Action: connect to the store, for this agent's registration with the number ``incarnation`` (1, 2, …).
+    The event ``Connected`` or ``ConnectionLost`` follows.
+    """
 
     incarnation: int
 
@@ -155,7 +157,7 @@ class Stop(Value):
 
 
 class BindStore(Value):
-    """Action: bind a new listener for the workers' store. ``StorePort`` or ``StorePortFailed`` follows."""
+    """Action: bind a listener for the workers' store. Event ``StorePort`` or ``StorePortFailed`` follows."""
 
 
 class CloseStore(Value):

@@ -52,8 +52,9 @@ def workers_job(run_id: str, job: str, number: int) -> str:
 
 
 def workers_keys(rendezvous: Rendezvous, job: str, number: int) -> Keys:
-    """Return the keys of the workers' own rendezvous. Agents delete dead workers' registrations in it.
-    Workers cannot, because a broken or refused connection does not prove another worker's death.
+    """Return the keys of the workers' own rendezvous. Agents use them to delete the registrations of dead
+    workers. Other workers cannot do that, because a broken or refused connection does not prove that a worker
+    is dead.
     """
     return Keys(workers_job(rendezvous.run_id, job, number))
 
@@ -97,7 +98,7 @@ class Keys:
         return f"{self.tables}{form}/"
 
     def farewell(self, member: str) -> str:
-        """Return the key of a member's farewell, which has no lease because later leaders need it."""
+        """Return the key of a member's farewell. It outlives the member, because later leaders need it."""
         return self.farewells + member
 
     def host(self, host: str) -> str:
@@ -109,12 +110,12 @@ class Keys:
         return f"{self.ranks}{node_rank}"
 
     def forget_rounds(self) -> list[Operation]:
-        """Return deletions of a closed job's keys of its rounds, because the store may outlive the job."""
+        """Return operations that delete the keys of a closed job's rounds: the store may outlive the job."""
         folders = (self.slots, self.tables, self.dones, self.evidences, self.farewells, self.refusal)
         return [DeletePrefix(each) for each in folders]
 
     def store(self, round: int) -> str:  # noqa: A002 -- the field's own word
-        """Return the prefix of a round's shared data. It is not below :attr:`prefix`, which leaders watch."""
+        """Return the key prefix of a round's user data. It is outside :attr:`prefix`, which leaders watch."""
         return f"{self.prefix[:-1]}%stores/{round}/"
 
     @property
@@ -235,7 +236,7 @@ def SPAN(value: Any) -> bool:  # noqa: N802
 
 
 def _by_type(record: type[Value]) -> dict[str, Check]:
-    """Return a check for each field of ``record``, by its type. Fields of other types pass any value."""
+    """Return a check of each field's values, by the field's type. For unknown types, all values pass."""
     checks = {"str": TEXT, "int": COUNT, "float": SPAN, "bool": FLAG, "Sequence[str]": list_of(TEXT, 1000)}
     kinds = {name: kind.removesuffix(" | None") for name, kind in record.__annotations__.items()}
     return {name: checks.get(kind, lambda _: True) for name, kind in kinds.items()}
@@ -250,7 +251,7 @@ CAUSE: dict[str, Check] = {
 
 
 def checked_fields(record: Any, checks: Mapping[str, Check], required: Iterable[str]) -> dict[str, Any]:
-    """Return the record's fields that are not null, or raise :class:`DamagedError` if a check fails."""
+    """Return ``record`` without null fields, or raise :class:`DamagedError` if it fails its ``checks``."""
     if not isinstance(record, dict):
         raise DamagedError(f"{_shown(record)} is not an object")
     found = {name: value for name, value in record.items() if value is not None}
@@ -300,7 +301,7 @@ _MAX_SHORT = 128
 
 
 def encode(record: object) -> bytes:
-    """Encode as ASCII-only JSON, because file names may have characters that UTF-8 cannot encode."""
+    """Encode a record as ASCII-only JSON, because file names may have characters that UTF-8 cannot encode."""
     return json.dumps(record, separators=(",", ":")).encode("ascii")
 
 
@@ -319,7 +320,9 @@ def cut(text: str, limit: int) -> str:
 
 
 def bound_cause(cause: Mapping[str, Any] | None, limit: int = MAX_CAUSE) -> dict[str, Any] | None:
-    """Shorten a cause to ``limit`` bytes: drop old lines, then cut text, then keep only ``CAUSE_FIELDS``."""
+    """Cut a failure's cause to ``limit`` bytes. First drop the oldest lines of the worker's stderr, then
+    shorten long texts, and at last drop all fields except ``CAUSE_FIELDS``.
+    """
     if cause is None:
         return None
     bounded = dict(cause)
@@ -355,7 +358,9 @@ GROUNDS = ("stopped", "behind", "elsewhere", "apart", "oldest")
 
 
 def blame_of(cause: Mapping[str, Any] | None) -> tuple[Any, ...] | None:
-    """Return a hang's sort key, smallest for the worker that blocks the others; ``None`` for other causes."""
+    """Return a key by which causes of hangs are sorted, so that the worker that probably blocks the others is
+    first. Return ``None`` if ``cause`` is not a hang.
+    """
     ground = cause.get("ground") if cause else None
     if cause is None or ground not in GROUNDS:
         return None
@@ -382,7 +387,7 @@ def is_of_same_node(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def may_be_first(own: Mapping[str, Any], recorded: Mapping[str, Any] | None) -> bool:
-    """Return true if the failure ``own`` may be earlier than ``recorded``, or adds details to it."""
+    """Return true if the failure ``own`` may precede ``recorded``, or is the same one with more details."""
     if recorded:
         if is_of_same_node(own, recorded):
             return True
@@ -534,7 +539,7 @@ class Head(Value):
 
     @staticmethod
     def read(entry: Entry) -> Head:
-        """Decode the head. If it is damaged, return a closed and failed head whose reason names the key."""
+        """Decode the job's state. If it is damaged, return the state of a job that failed for that reason."""
         try:
             return Head.decode(entry.value or b"")
         except DamagedError as error:
@@ -562,7 +567,7 @@ class Seat(Value):
 
 
 class Slot(Value):
-    """Ranks of a member for a round, valid once the head (job state) names this ``round`` and ``form``."""
+    """Ranks of a member for a proposed round, valid once the job's state names its ``round`` and ``form``."""
 
     round: int
     form: str
@@ -675,9 +680,10 @@ _SEAT = (NAME, NAME, ADDRESS)
 
 
 def master_addr(nodes: Sequence[Node]) -> str:
-    """Return an address at which all members reach the first of ``nodes``, which are sorted by group rank:
-    the user's, or else the local address of its connection to the store, which is known to work. Use a
-    loopback address only if all nodes are on one host, or there is no other address.
+    """Return an address at which all nodes can reach the first of ``nodes``, which are sorted by group rank.
+    It is the address that the user gave for that node, or else the local address of its connection to the
+    store, because that one is known to work. It is a loopback address only if all nodes are on one host, or
+    the node has no other address.
     """
     first = nodes[0]
     if first.local_addr:

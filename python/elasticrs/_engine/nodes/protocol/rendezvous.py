@@ -82,7 +82,7 @@ class Rendezvous(Value):
 
     @property
     def max_connections(self) -> int:
-        """Limit of connections to the rendezvous store, with room for stale ones and for tools."""
+        """Maximum number of connections to the rendezvous store, with room for stale ones and for tools."""
         return 2 * self.max_nodes * self.clients + 64
 
     @property
@@ -91,7 +91,7 @@ class Rendezvous(Value):
 
     @property
     def master_port(self) -> int | None:
-        """Fixed port of the workers' store with ``static``; ``None`` for a new port in each round."""
+        """Port of the workers' store with the back end ``static``; ``None`` if each round has a new one."""
         return self.port if self.is_static else None
 
     @property
@@ -188,7 +188,9 @@ def command_of_python(words: Sequence[str]) -> Command:
 
 
 def _command_of_name(name: str, arguments: Sequence[str]) -> Command:
-    """Return the command of a program by name, with its path: elsewhere the name may mean another program."""
+    """Return the command of a program that is given by name. Its place includes the current folder, because
+    the name may mean another program in another folder.
+    """
     return command_of([name, *arguments], os.path.join(_real(os.curdir), name))
 
 
@@ -210,7 +212,7 @@ def command_of_function(function: Callable[..., object]) -> Command:
 
 
 def difference(ours: Command, theirs: Command, *, is_same_host: bool) -> tuple[str, str] | None:
-    """Return phrases for our and their side of the commands' first difference; ``None`` if there is none."""
+    """Return two phrases, one for each command, for their first difference; ``None`` if they are the same."""
     if ours.user != theirs.user:
         return f"user {ours.user}", f"user {theirs.user}"
     is_elsewhere = ours.place != theirs.place

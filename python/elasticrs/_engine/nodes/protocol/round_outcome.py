@@ -41,8 +41,9 @@ MAX_SETUPS = 3
 
 
 class RoundVerdict(Value):
-    """Verdict on a finished round. If there is a ``reason``, the job ends for it. The members in ``alive``
-    must still be registered when it is written, because the loss of one of them would explain the failure.
+    """Verdict on a finished round. If it has a ``reason``, the job ends for that reason. The leader may write
+    it to the store only while all members in ``alive`` are registered, because the loss of one of them would
+    explain the failure.
     """
 
     alive: list[str]
@@ -73,7 +74,7 @@ def kind_of(head: Head) -> str:
 
 
 def known_causes(view: View, head: Head) -> list[dict[str, Any]]:
-    """Return the latest cause of each agent that reported one. It includes what workers' error files say."""
+    """Return the cause of failure that each agent last reported, including what workers' error files say."""
     found = [node.cause for node in _reports(view, head) if node.cause is not None]
     first = head.cause
     if first is not None and not any(is_of_same_node(cause, first) for cause in found):
@@ -100,10 +101,10 @@ def first_cause(view: View, head: Head) -> dict[str, Any] | None:
 def diagnosed(
     view: View, head: Head, cause: dict[str, Any] | None
 ) -> tuple[dict[str, Any] | None, str | None]:
-    """Return the cause of a round's failure, and a diagnosis if flight records explain a hang or a failed
-    collective. If they blame another rank than the heartbeats do, return the cause of that rank, because
-    heartbeats are weak evidence with one rank per node. If the records are not conclusive, the cause names
-    the candidates.
+    """Return the cause of a round's failure and, if flight records (torch's logs of collectives) explain a
+    hang or a failed collective, a diagnosis. If they blame another rank than the heartbeats do, return the
+    cause of the rank that they blame, because heartbeats are weak evidence with one rank per node. If the
+    flight records are not conclusive, the cause names the ranks that may be to blame.
     """
     if cause is None or not view.has_evidence:
         return cause, None
@@ -182,7 +183,7 @@ def _bound_nodes(view: View) -> Iterator[tuple[str, str]]:
 
 
 def _member_of(view: View, name: str) -> str:
-    """Return the member on the node ``name``, which has one agent because it is to be excluded."""
+    """Return the only member on the node ``name``: a node with several agents would not be excluded."""
     return next(
         member for member in sorted(view.rank_of) if member in view.nodes and view.nodes[member].name == name
     )
@@ -198,8 +199,9 @@ def judge(
     *,
     min_nodes: int = 1,
 ) -> RoundVerdict:
-    """Decide whether the job continues after a round, once its members have stopped or are lost, or after
-    ``settle`` seconds. ``was_short`` is ``None`` if this agent did not see the round's start.
+    """Decide whether the job continues after a round. Called once all members of the round have stopped or
+    are lost, or after ``settle`` seconds. ``was_short`` is true if the round was short, and ``None`` if this
+    agent did not see its start.
     """
     kind, charged = kind_of(head), is_charged(view, head)
     first, diagnosis = diagnosed(view, head, first_cause(view, head))
@@ -210,7 +212,7 @@ def judge(
         nodes=head.size,
         now=now_ns / 1e9,
         ran=None if was_short is None else 0.0 if was_short else STEADY,
-        # Derive the delay's random part from the round's name: a decision depends only on data in the store.
+        # Derive the random part of the restart delay from the round's name, so that all leaders agree on it.
         jitter=zlib.crc32(f"{head.form}/{head.round}".encode()) / 0xFFFFFFFF,
         unfit=tuple((node.name, node.unfit) for node in _reports(view, head) if node.unfit is not None),
         bound=tuple(_bound_nodes(view)),

@@ -86,7 +86,7 @@ def take_slot(member: Member, link: Link, entry: Entry) -> None:
 
 
 def _slot_damaged(member: Member, link: Link, error: DamagedError) -> None:
-    """Handle an unreadable slot: register again to get a new one, unless workers run and so have ranks."""
+    """Handle a damaged slot (this member's ranks). Register again to get another, unless workers run."""
     text = damage(member.keys.slot(link.member), error)
     if member.phase in (Phase.IDLE, Phase.CONNECTING):
         fence(member, text)
@@ -204,14 +204,16 @@ def _is_spare(member: Member, head: Head) -> bool:
 
 
 def _find_slot(member: Member, link: Link) -> None:
-    """Read this member's ranks once for each state of the job, because their watch may be late."""
+    """Read this member's ranks from the store, because the watch of their key may deliver them late. Do this
+    only once for each state of the job.
+    """
     if link.slot_asked < link.head_revision:
         link.slot_asked = link.head_revision
         member.txn(Purpose.FIND_SLOT, [], [Get(member.keys.slot(link.member))])
 
 
 def slot_found(member: Member, link: Link, reply: Reply) -> None:
-    """Handle this member's ranks as read from the store. Tell the user if it has none in this round."""
+    """Handle the reply with this member's ranks. Tell the user if the full round does not include it."""
     link.slot_known = reply.revision
     entry, head = reply.entry(0), link.head
     if entry is not None and entry.mod_revision > link.slot_revision:
@@ -229,7 +231,9 @@ def slot_found(member: Member, link: Link, reply: Reply) -> None:
 
 
 def is_slot_known(link: Link) -> bool:
-    """Return true if the slot was read after the head was written. It is final: leaders write slots first."""
+    """Return true if this member's slot (its ranks) was read after the head (the job's state) was written.
+    The slot is then final, because leaders write slots before the head.
+    """
     return link.slot_known >= link.head_revision
 
 
@@ -245,7 +249,7 @@ def is_mine(link: Link | None, head: Head) -> bool:
 
 
 def look(member: Member) -> None:
-    """Start workers if the running round has this member. If its slot is stale, report that it is idle."""
+    """Start workers if the running round includes this member. If its ranks are outdated, report it idle."""
     link, phase = member.registered, member.phase
     if link is None or link.slot is None or link.head is None or member.leaving is not None:
         return
@@ -364,7 +368,7 @@ def barrier(member: Member) -> None:
 
 
 def leave_barrier(member: Member) -> None:
-    """Exit with success once the exit barrier is over and the store has recorded this node's success."""
+    """Exit with success if the wait for other nodes is over and the store has recorded the success."""
     done = member.done
     if done is not None and done.is_over and done.is_known and member.runs(member.finished_round):
         member.exit(Outcome("succeeded", "this node has finished; other nodes are still running"))
@@ -405,7 +409,7 @@ def workers_gone(member: Member) -> None:
 
 
 def idle(member: Member, link: Link, number: int) -> None:
-    """Report that no workers of a round are left (T4), once there is a listener for the next round."""
+    """Report that this node has no workers of a round left, once it listens on a port for the next round."""
     if fresh_listener(member):
         say_idle(member, link, number)
     else:
@@ -422,7 +426,9 @@ def say_idle(member: Member, link: Link, number: int) -> None:
 
 
 def _evidence(member: Member, number: int) -> list[Put]:
-    """Return the write of this node's evidence, a part of T4: the leader waits for T4 before it decides."""
+    """Return the write of this node's evidence about its ranks, if there is any. It is a part of the report
+    that the node is idle (T4), for which the leader waits before it decides.
+    """
     evidence, member.findings.evidence = member.findings.evidence, None
     slot = None if member.link is None else member.link.slot
     if evidence is None or slot is None or not member.findings.round == number == slot.round:
@@ -431,11 +437,11 @@ def _evidence(member: Member, number: int) -> list[Put]:
 
 
 def _earlier_cause(member: Member, number: int) -> Cause | None:
-    """Return this node's failure if it may precede the recorded one, or would recur in any attempt."""
+    """Return the failure on this node if it may precede the one in the job's state, or would always recur."""
     own, head = member.findings, member.head
     if own.round != number or own.cause is None or head is None:
         return None
-    # While a round is running, the head still has the cause of the previous round's end.
+    # While a round is running, the head (the job's state) still has the cause of the previous round's end.
     recorded = head.cause if head.round == number and head.state == "ENDED" else None
     is_permanent = own.cause.get("permanence") is not None
     return own.cause if is_permanent or may_be_first(own.cause, recorded) else None
@@ -463,13 +469,15 @@ def follow(member: Member, link: Link, predecessor: Entry | None) -> None:
         link.predecessor = predecessor.key
         member.watch(Purpose.SEE_PREDECESSOR, predecessor.key)
     else:
-        # Another program wrote the key just before this agent's, and may never delete it, so look before it.
+        # The key before this agent's is of another program, which may never delete it. Take the one before.
         before = CreatedAt(predecessor.key, predecessor.create_revision)
         _ask(member, link, Purpose.FIND_BEFORE_STRANGER, predecessor.key, before)
 
 
 def end_own_watches(member: Member, link: Link) -> None:
-    """Stop watching single keys. A leader watches all keys, and two watches might split a transaction."""
+    """End this agent's watches of single keys. As the leader it watches all keys of the job, and with a
+    second watch, the changes of one transaction could arrive separately.
+    """
     keys = member.keys
     for key in (keys.slot(link.member), keys.head, keys.job):
         member.do(Unwatch(key, True))

@@ -44,7 +44,7 @@ client uses up to three itself.
 
 
 class Compare(Value):
-    """Condition of a transaction. ``native`` creates the core's object from the fields."""
+    """Condition of a transaction. ``native`` makes the object of the Rust extension from the fields."""
 
     native: ClassVar[Callable[..., _core.Compare]]
     key: str

@@ -89,7 +89,7 @@ _OF_OWN_STORE = ("is_host", "bind_addr", "keep_alive_interval", "keep_alive_max_
 
 
 class EtcdSite(Value):
-    """Servers of an etcd cluster (hosts without brackets), and settings for them. Times are in seconds."""
+    """Servers of an etcd cluster, and its settings. IPv6 addresses have no brackets. Times are in seconds."""
 
     _secret = "password"
 
@@ -107,7 +107,7 @@ class EtcdSite(Value):
 
     @property
     def keep_alive(self) -> dict[str, object]:
-        """Settings for a lease of ``ttl`` seconds, because a lease lasts five keep-alive intervals."""
+        """Settings with which a lease, which lasts five keep-alive intervals, is ``ttl`` seconds long."""
         return {"keep_alive_interval": self.ttl / 5, "keep_alive_max_attempt": 5}
 
     @property
@@ -123,9 +123,10 @@ class EtcdSite(Value):
         supervisor: _core.Supervisor | None = None,
         links: tuple[str, str | None] | None = None,
     ) -> Client:
-        """Open a session, or raise :class:`OSError` if file descriptors have run out. Keys that outlive it
-        belong to a lease that all sessions of a job share, which ends :data:`JOB_TTL` after the last one. The
-        attempts at all endpoints together take at most ``connect_timeout`` seconds.
+        """Open a session with the etcd cluster, or raise :class:`OSError` if file descriptors have run out.
+        Keys that outlive the session belong to a lease that all sessions of a job share. That lease ends
+        :data:`JOB_TTL` seconds after the last of them. The attempts to connect to all endpoints together take
+        at most ``connect_timeout`` seconds.
         """
         from elasticrs._engine.nodes.transport.coordination import Client
 
@@ -160,9 +161,10 @@ def lease_of(name: str) -> int:
 def read_site(
     endpoint: str, config: Mapping[str, object], source: str, option: str
 ) -> tuple[EtcdSite, dict[str, object], list[str]]:
-    """Parse the endpoints (``[SCHEME://]HOST[:PORT],…``) and etcd's settings. Return the site, the other
-    settings (some derived from etcd's), and messages to the user. Raise :class:`.UsageError`, which names
-    ``source`` (origin of the settings) or ``option`` (that gives the endpoints).
+    """Parse the endpoints (``[SCHEME://]HOST[:PORT],…``) and the settings of etcd. Return three values: the
+    description of the etcd cluster, the remaining settings (some of them follow from those of etcd), and a
+    list of messages to the user. Raise :class:`.UsageError` for invalid input. Its message names ``source``
+    (the origin of the settings) or ``option`` (which gives the endpoints).
     """
     given, rest = _sorted(config, source)
     read = {key.name: read_value(key, given[key.name], source) for key in KEYS if key.name in given}

@@ -39,7 +39,8 @@ _MAX_TOKEN_BYTES = 4096
 
 class Key(Value):
     """Definition of one setting. ``read`` converts text or a Python value, or raises ``ValueError`` with the
-    expected format. Settings that are not stored (``is_stored``) change another one, or have no effect.
+    expected format. If ``is_stored`` is false, the setting itself is not stored: it only changes another
+    setting, or has no effect.
     """
 
     name: str
@@ -125,9 +126,9 @@ def _key(default: object, read: Callable[[object], object], help: str) -> Any:  
 
 
 class Settings(Value):
-    """Settings of a rendezvous. Durations are in seconds. Class variables are settings that are only checked.
-    ``settle`` defaults to 5 s plus two lease times plus ``grace`` (seconds that workers may take to stop).
-    The second lease time is needed if the store was unreachable for almost one lease time, because it
+    """Settings of a rendezvous. Durations are in seconds. Settings that are class variables are checked, but
+    not stored. ``settle`` defaults to 5 s plus two lease times plus ``grace`` (seconds that workers may take
+    to stop). It includes a second lease time because a store that was unreachable for almost one lease time
     restarts all leases when it is back.
     """
 
@@ -233,7 +234,7 @@ class Settings(Value):
 
     @property
     def rank_timeout(self) -> float:
-        """Seconds after which the lease of a dead node, which may have this node's rank, has expired."""
+        """Seconds to wait for a taken node rank: by then, the lease of a dead node with it has expired."""
         return self.ttl + 1.0
 
 
@@ -257,9 +258,10 @@ def read_settings(
     exit_barrier_timeout: float | None = None,
     others: tuple[str, ...] = (),
 ) -> tuple[Settings, list[str]]:
-    """Check and convert the settings (text, or values of a Python program). Return them with messages to the
-    user, or raise :class:`.UsageError` with one line. ``environ`` may contain the token and the exit
-    barrier's timeout. Times are in seconds. ``source`` and ``others`` (further valid keys) are for messages.
+    """Check and convert the settings, which are text or values of a Python program. Return them and a list of
+    messages to the user, or raise :class:`.UsageError` with a message of one line. The token and the exit
+    barrier's timeout may come from ``environ``. Times are in seconds. ``source`` (origin of the settings) and
+    ``others`` (further valid keys) are for messages.
     """
     for name in given:
         if name not in BY_NAME:
@@ -335,7 +337,7 @@ def _find_token(
 
 
 def read_secret(what: str, path: str, source: str, notices: list[str]) -> bytes:
-    """Read the secret ``what`` from a file, or raise :class:`.UsageError`. Warn if others can read it."""
+    """Read the secret ``what`` from a file, or raise :class:`.UsageError`. Warn if every user can read it."""
     try:
         with open(path, "rb") as file:
             mode = os.fstat(file.fileno()).st_mode

@@ -137,7 +137,7 @@ class Requests:
     def close(self) -> None:
         """Close the session. Waiting calls raise :class:`DistNetworkError`."""
         with self._beginning:
-            # Drop the reference, because the session keeps a file descriptor open while it exists.
+            # Drop the references to the session, because it keeps a file descriptor open while it exists.
             session, self._session, self._make = self._session, None, None
         if session is not None:
             session.close()
@@ -267,7 +267,7 @@ def connect(
 
 
 def connected(client: Client, prefix: str = "", timeout: datetime.timedelta = DEFAULT_TIMEOUT) -> Store:
-    """Return a store that owns the connected client. On failure, close it, and raise ``DistNetworkError``."""
+    """Return a store that owns ``client``. If it cannot connect, close it and raise ``DistNetworkError``."""
     requests = Requests(lambda: NativeSession(client))
     requests.connect()
     return Store(requests, prefix, timeout)
@@ -366,7 +366,7 @@ class Store:
         self._txn(then=[Put(self._key(key), bytes_of(value), False) for key, value in pairs])
 
     def hold(self, key: str) -> None:
-        """Set a key to empty bytes while this connection lasts. Torch's store has no such method."""
+        """Set a key to empty bytes, and delete it when this connection ends. Torch's store cannot do that."""
         self._txn(then=[Put(self._key(key), b"", True)])
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:

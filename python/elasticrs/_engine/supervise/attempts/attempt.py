@@ -92,7 +92,7 @@ class Attempt(EventLog):
 
     @property
     def nursery_end(self) -> str | None:
-        """How the nursery (the process that starts the workers) was lost; ``None`` if it was not."""
+        """How the nursery (the process that starts the workers) was lost; ``None`` if it was not lost."""
         end = self.end
         if end is None or (end.nursery_exitcode is None and not end.nursery_hung):
             return None
@@ -100,7 +100,7 @@ class Attempt(EventLog):
 
     @property
     def is_undecided(self) -> bool:
-        """True if the evidence does not show which of several workers is to blame."""
+        """True if several workers may be to blame, and the evidence does not show which of them is."""
         return self.blame is not None and not self.blame.is_decided
 
     def replace(self, event: WorkerReplaced, restarts: int) -> Attempt:
@@ -131,7 +131,9 @@ class Attempt(EventLog):
         self.oom_kills_after = read_counters(self.oom_kills)
 
     def how_it_began(self) -> str:
-        """Describe the restart that led to this attempt: its duration and phases, and if it was warm."""
+        """Describe the restart that led to this attempt: its duration, its phases, and whether it was warm
+        (the workers were forked from a preloaded process).
+        """
         span = phrases.milliseconds(round(1e6 * sum(self.phases.values())))
         how = {None: "", True: ", warm", False: f", cold: {self.why_cold}"}[self.warm]
         is_elsewhere = "stopping" in self.phases and "signalling" not in self.phases
@@ -139,15 +141,15 @@ class Attempt(EventLog):
         return f"{span} after {since}{phrases.phases(self.phases)}{how}"
 
     def aborted(self) -> int | None:
-        """Return the local rank of the first worker that died by SIGABRT without a signal from elasticrs. It
-        need not be the first that exited: the kernel closes a worker's connections before it reports the
-        exit.
+        """Return the local rank of the first worker that died by SIGABRT although elasticrs sent it no
+        signal. Its peers may have exited before it: the kernel closes a dying worker's connections before it
+        reports the worker's exit.
         """
         own = [each for each in self.exits.values() if each.sent_signal is None]
         return next((each.local_rank for each in own if each.exitcode == -signal.SIGABRT), None)
 
     def flight_records(self, local_rank: int, since: float = 0.0) -> list[str]:
-        """Return the files of a worker's collectives; see :func:`.files.flight_records`."""
+        """Return the paths of torch's logs of a worker's collectives; see :func:`.files.flight_records`."""
         error_file = self.paths.error_files.get(local_rank)
         return (
             flight_records(error_file, self.plan.ranks[local_rank].global_rank, since) if error_file else []
@@ -161,7 +163,7 @@ class Attempt(EventLog):
         self.append(Blamed(blame, [places[rank] for rank in blame.ranks], at_ns, event))
 
     def who_failed(self, local_rank: int, pid: int | None = None, *, of: str = "") -> str:
-        """Name the worker that failed first, or all to blame for a hang. ``of`` follows their ranks."""
+        """Name the first failed worker, or all to blame for a hang; ``of`` (`` of 8``) follows the ranks."""
         event = self.expired.get(local_rank)
         if self.blame is None or event is None or not event.is_blamed:
             return self.who(local_rank, pid) + of
@@ -300,6 +302,6 @@ class JobResult(Record):
     def restarts_left(self, policy: RestartSettings) -> int:
         history = self.read_history()
         if policy.window is None or not history.charged:
-            # All restarts count without a time window, or if no history tells when they happened.
+            # Without a time window, or if the history has no times of restarts, all restarts count.
             return policy.max_restarts - self.restarts
         return max(0, policy.max_restarts - len(recent(policy, history, time.monotonic_ns() / 1e9)))

@@ -47,7 +47,7 @@ def memory_counters(cgroups: str, mountinfo: str) -> list[str]:
 
 
 def _mounted_at(path: str, mountinfo: str, kind: str, option: str) -> str | None:
-    """Return where the innermost mount shows the cgroup directory ``path``; ``None`` if no mount does."""
+    """Return the path of a cgroup directory below the closest mount that shows it; ``None`` if none does."""
     best = None
     best_root = ""
     for line in mountinfo.splitlines():
@@ -121,7 +121,7 @@ def oom_rise(before: Mapping[str, int], after: Mapping[str, int]) -> tuple[str, 
 def probably_oom(
     exitcode: int | None, sent_signal: int | None, before: Mapping[str, int], after: Mapping[str, int]
 ) -> bool:
-    """Return true if the OOM killer probably killed a worker, or the command of a shell (exit code 137)."""
+    """Return true if the OOM killer probably killed a worker, or its command if it is a shell (code 137)."""
     killed = exitcode in {-signal.SIGKILL, 128 + signal.SIGKILL}
     return killed and sent_signal != signal.SIGKILL and oom_rise(before, after) is not None
 

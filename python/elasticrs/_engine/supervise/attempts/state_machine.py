@@ -142,11 +142,11 @@ class RendezvousFailed(Event):
 
 
 class NotNeeded(Event):
-    """The rendezvous does not need this node, because the other nodes have finished the job."""
+    """The rendezvous does not need this node any more, because the other nodes have finished the job."""
 
 
 class MembershipChanged(Event):
-    """Nodes wait to join the job, so its workers must be started again on all nodes."""
+    """Nodes wait to join the job, so the workers of all nodes must be restarted together with theirs."""
 
 
 class Started(Event): ...
@@ -265,7 +265,7 @@ class Start(Action):
 
 
 class HungElsewhere(Value):
-    """Hung worker of another node: seconds since its heartbeat, step, innermost frame (``RankSeen``)."""
+    """Hung worker of another node: the seconds since its last heartbeat, its step, its innermost frame."""
 
     silence: float
     step: int | None = None
@@ -314,7 +314,7 @@ class Exit(Action):
 
 
 def step(state: AgentState, event: Event) -> tuple[AgentState, list[Action]]:
-    """Return the new state and the actions in order. Ignore events that do not fit the phase."""
+    """Return the state after an event, and the actions to execute in order. Ignore unexpected events."""
     if state.phase.is_terminal:
         return state, []
     if isinstance(event, SignalReceived):
@@ -456,7 +456,7 @@ def _stop_all(state: AgentState) -> tuple[AgentState, list[Action]]:
 def _restart(
     state: AgentState, evidence: Evidence, message: str | None = None
 ) -> tuple[AgentState, list[Action]]:
-    """Restart all workers if the policy allows it. Otherwise, the job fails, for the reason ``message``."""
+    """Restart all workers if the restart policy allows it. Otherwise, the job fails (reason: ``message``)."""
     decision = state.stopped_by or decide(state.policy, state.history, evidence)
     if decision.stop is not None:
         if decision.stop is Verdict.PERMANENT:

@@ -70,7 +70,7 @@ class Decisions(ABC):
         *,
         blocks_signals: bool = True,
     ) -> None:
-        """Call ``ask`` on another thread, because it may block. Then ``take`` returns the actions."""
+        """Call ``ask`` on a thread, because it may block. Later, ``take`` turns its result into actions."""
         self._call, self._take = BackgroundCall(ask, blocks_signals=blocks_signals), take
         self._supervisor.watch_fd(self._call.fd)
 
@@ -79,7 +79,7 @@ class Decisions(ABC):
         return None
 
     def node_names(self, *, asks: bool = False) -> Sequence[str] | None:  # noqa: ARG002 -- subclasses use it
-        """Return the nodes' names by group rank; ``None`` if unknown. ``asks`` then requests them."""
+        """Return the nodes' names by group rank; ``None`` if unknown. With ``asks``, then request them."""
         return (os.uname().nodename,)
 
     def read_history(self) -> FailureHistory:
@@ -113,7 +113,7 @@ class Decisions(ABC):
         """Set the attempt to which all later events belong."""
 
     def next_plan(self, supervisor: _core.Supervisor) -> machine.Event | None:  # noqa: ARG002 -- subclasses use it
-        """Execute :class:`.Rendezvous`. Return its answer; ``None`` if :meth:`fd_ready` handles it later."""
+        """Plan the next attempt. Return the resulting event; ``None`` if :meth:`fd_ready` gets it later."""
         raise RuntimeError("plans come with the rounds")
 
     def _set_plan(self, plan: Plan, open_store: Callable[[], Store] | None = None) -> None:
@@ -130,7 +130,7 @@ class Decisions(ABC):
         """Release all resources, after the loop and the supervisor have stopped. Idempotent."""
         if self._call is not None:
             self._call.close()
-        # A reference would keep the supervisor's descriptors open until the garbage collector runs.
+        # Drop the supervisor: a reference would keep its file descriptors open until garbage collection.
         vars(self).pop("_supervisor", None)
 
     def leave(self, signals: SignalPipe | None) -> None:  # noqa: B027 -- nothing to wait for on one node

@@ -112,8 +112,8 @@ class MemberNodes(SeveralNodes):
         return self._final_world_size if page is None else page.final_world_size()
 
     def _look_for_unfinished_ranks(self, begun: messages.Start) -> None:
-        """Record that the results may be incomplete if a node was lost after the training. No other workers
-        repeat the remaining work of its ranks, such as saving.
+        """Record that the job's results may be incomplete, if a node was lost after the training had ended.
+        Its ranks may have had work left, such as saving, which no other workers repeat.
         """
         before, world_size = self._begun, self._known_final_world_size()
         if not begun.after_loss or before is None or world_size is None:

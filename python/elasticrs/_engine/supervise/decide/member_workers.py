@@ -93,7 +93,7 @@ def among_workers(nodes: Rendezvous, job: JobSpec) -> Rendezvous:
 
 
 def variables_of_members(rendezvous: Rendezvous, store: RendezvousStore, number: int) -> dict[str, str]:
-    """Return the workers' variables for their rendezvous. ``number``: see :func:`.keys.workers_job`."""
+    """Return the environment variables for the workers' rendezvous. ``number``: see :func:`.workers_job`."""
     etcd = rendezvous.etcd
     settings = for_workers(rendezvous.config)
     if etcd is None:
@@ -123,7 +123,7 @@ def for_workers(config: Mapping[str, object]) -> dict[str, str]:
 
 
 def _workers_token(rendezvous: Rendezvous) -> str | None:
-    """Return a credential for the workers' keys only, never the job's own token; ``None`` for etcd."""
+    """Return a token for the workers' keys only, not the job's own token; ``None`` with etcd or no token."""
     token = rendezvous.settings.token
     if token is None or rendezvous.etcd is not None:
         return None

@@ -135,7 +135,7 @@ class SeveralNodes(Decisions):
         # Events of the store's client may tell why the connection was lost, so handle them first.
         found = self._translate(self._driver.poll())
         if not self._group_exists:
-            # Keep the present connection, because the lease that expired belonged to an earlier one.
+            # Keep the connection to the store, because the expired lease belonged to an earlier connection.
             return found
         return found + self._translate(self._driver.lose("no keep-alive reached the store in time"))
 

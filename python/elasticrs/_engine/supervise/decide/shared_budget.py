@@ -95,13 +95,13 @@ class RoundBegan(Event):
 
 
 class RoundEnded(Event):
-    """The agents' round has ended. ``met`` is as in :class:`WorkerFailed`; empty if no failure ended it."""
+    """The agents' round has ended. After a failure, ``met`` has the same data as in :class:`WorkerFailed`."""
 
     met: Meetings = ()
 
 
 class MustStop(Event):
-    """Workers must stop or, with ``is_fence``, be killed at once, because this node's lease has expired."""
+    """Workers must stop. With ``is_fence``, kill them at once, because this node's lease has expired."""
 
     signum: int
     is_fence: bool = False
@@ -122,7 +122,7 @@ class SayIdle(Value):
 
 
 class SayEnded(Value):
-    """Report that all processes of the workers have exited. ``unfit``: why this node joins no more rounds."""
+    """Report that no worker processes are left. ``unfit`` is the reason if this node joins no more rounds."""
 
     unfit: str | None = None
 
@@ -131,7 +131,7 @@ class Finish(Value): ...
 
 
 def step(state: NodeState, event: Event) -> tuple[NodeState, list[Effect]]:
-    """Return the new state and the actions in order. Ignore an event that does not fit the state."""
+    """Handle an event. Return the node's new state and actions in order. Ignore events that do not fit."""
     if state.has_finished:
         return state, []
     match event:
@@ -244,7 +244,7 @@ def _group_ended(state: NodeState, event: GroupEnded) -> tuple[NodeState, list[E
 
 
 def _gone(state: NodeState, say: Answer) -> tuple[NodeState, list[Effect]]:
-    """Update the state after this node's workers have ended. Unless they succeeded, leave the round."""
+    """Update the node's state after its workers have ended. Unless they succeeded, it leaves the round."""
     state = state.replaced(group="none", failed=frozenset(), swept=frozenset(), paid=frozenset(), met=())
     if state.has_ended:
         return state.replaced(has_finished=True), [Finish()]

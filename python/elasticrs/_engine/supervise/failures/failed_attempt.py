@@ -56,7 +56,7 @@ _UNREAD = f"its error file could not be read within {FILE_LIMIT:g} s"
 
 
 def failures(attempt: Attempt) -> dict[int, ProcessFailure]:
-    """Return the failures by global rank. The first entry is the worker that failed first."""
+    """Return the failures of workers, by global rank. The first entry is the worker that failed first."""
     ranks = attempt.global_ranks()
     exits = attempt.failed_exits()
     read = attempt.files.run(lambda: [_failure(attempt, worker) for worker in exits], None)
@@ -75,7 +75,9 @@ def failures(attempt: Attempt) -> dict[int, ProcessFailure]:
 
 
 def _add_xids(attempt: Attempt, failed: Mapping[int, ProcessFailure]) -> None:
-    """Add each Xid (an NVIDIA driver error) to the failures of its workers, or to the first if unknown."""
+    """Add each Xid (an error of NVIDIA's driver) to the failures of the workers that it concerns, or to the
+    first failure if these workers are unknown.
+    """
     first = next(iter(failed.values()))
     for xid in reversed(attempt.xids.values()):
         owners = [failure for failure in failed.values() if failure.pid in xid.workers]
@@ -90,7 +92,7 @@ def reports_lost_peer(attempt: Attempt) -> bool:
 
 
 def first_of(attempt: Attempt) -> tuple[int, str]:
-    """Return the local rank of the worker that failed first, and a phrase for how, to append to its name."""
+    """Return the local rank of the first failed worker, and a phrase to follow its name in a message."""
     failed = failures(attempt)
     failure = failed[root_cause(failed)]
     return failure.local_rank, told_here(attempt, failure)
@@ -111,7 +113,7 @@ def _failure(attempt: Attempt, worker: _core.WorkerExited, unread: str = "") -> 
     failure = failure_of(
         worker,
         *(paths.stdouts.get(rank), paths.stderrs.get(rank), paths.error_files.get(rank, "")),
-        # Report the worker's exception or hang. The signal that killed it later is only a consequence.
+        # Report the hang or exception for which the agent killed the worker, not the signal that it sent.
         seen_ns=attempt.ended_ns(worker),
         sent_signal=worker.sent_signal if timer is None else None,
         cause=why_it_failed(attempt, rank),
@@ -122,11 +124,11 @@ def _failure(attempt: Attempt, worker: _core.WorkerExited, unread: str = "") -> 
     if unread:
         failure.more_notes = [unread]
     raised = attempt.raised.get(rank)
-    # Use what the worker itself told: the error file may be unreadable, or lack this information.
+    # Use the worker's own report to the agent, because the error file may be unreadable, or lack this.
     if raised is not None and raised.origin == "peer" and raised.pid in (worker.pid, failure.recorded_pid):
         failure.is_lost_peer = True
     if timer is not None and failure.error_file != NOT_AVAILABLE:
-        # Add the exceeded time limit: the error file mentions only the signal that was sent for it.
+        # Add a note about the time limit, because the error file mentions only the signal that followed.
         failure.note = why_expired(attempt, rank)
     if failure.how is None and probably_oom(*oom):
         failure.how = f"{how_it_failed(failure)} (probably by the kernel's OOM killer)"
@@ -173,7 +175,7 @@ def last_heartbeats(attempt: Attempt, end_ns: int | None, where: str = "") -> li
 
 
 class Place(Value):
-    """Identity of this node in a round. ``clock`` is that of the nodes' store, for the times of failures."""
+    """Name, host and rank of this node in a round. ``clock`` gives the time of the nodes' store."""
 
     node: str
     host: str
@@ -229,7 +231,8 @@ def own_cause(
     first = failed[rank]
     stopped = victims(failed)
     permanent = _permanence(attempt, failed, stopped, fatal_exit_codes)
-    # A worker that this agent has signalled counts as stopped, unless the nursery, its parent, exited.
+    # A worker that this agent has signalled was stopped and has not failed, unless the nursery (the process
+    # that starts the workers) exited, which kills the workers.
     if rank in stopped and attempt.nursery_end is None and not permanent:
         return None
     is_consequence = first.is_lost_peer
@@ -239,7 +242,8 @@ def own_cause(
         time_ns = min(time_ns, told.time_ns)
     return place.cause(
         time_ns,
-        # If the agent killed the worker during its exit after an exception, omit the code of that signal.
+        # If the agent signalled the worker while it exited after an exception, omit the exit code, because it
+        # only tells of the signal.
         exitcode=None if first.recorded_ns is not None and first.sent_signal is not None else first.exitcode,
         message=shortened(_message(attempt, first), MAX_MESSAGE),
         lines=[_end(line, MAX_LINE) for line in first.stderr_tail[-MAX_LINES:]],
@@ -281,7 +285,7 @@ def evidence(attempt: Attempt, fatal_exit_codes: Collection[int]) -> Evidence:
 
 
 def _reached(attempt: Attempt) -> dict[str, Any]:
-    """Return the highest training step reached. ``is_global``: all workers count steps across restarts."""
+    """Return the highest training step of any worker, and whether all workers count across restarts."""
     found = [(beat.step, beat.is_global) for beat in attempt.heartbeats if beat.step is not None]
     if not found:
         return {}
@@ -298,7 +302,7 @@ def _place(attempt: Attempt, failure: ProcessFailure) -> str | None:
 
 
 def _ran(attempt: Attempt, failure: ProcessFailure) -> float | None:
-    """Return how many seconds a worker ran, if known, until its failure or, for a hang, its last progress."""
+    """Return the seconds that a worker ran until its failure or, if it hung, its last progress, if known."""
     overdue, started_ns = attempt.expired.get(failure.local_rank), attempt.stamps.get("started")
     hung = None if overdue is None else overdue.hung
     end_ns = failed_ns(failure) if hung is None else hung.since_ns
@@ -336,7 +340,7 @@ def _permanence(
 
 
 def _hang(attempt: Attempt, local_rank: int) -> dict[str, Any]:
-    """Return the fields of a :class:`Cause` about a hang, from which the nodes find the worker to blame."""
+    """Return the fields of a :class:`Cause` about a worker's hang, by which the nodes find whom to blame."""
     overdue = attempt.expired.get(local_rank)
     event = overdue.hung if overdue is not None else None
     if event is None:

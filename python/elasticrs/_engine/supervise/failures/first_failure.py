@@ -1,4 +1,4 @@
-"""Determines which worker failed first, as :func:`.root_cause` does, from the supervisor's events alone.
+"""Determines which worker failed first, as :func:`.root_cause` does, but only from the agent's events.
 
 No file is read, because a slow file system would delay the stop of the workers and the report to other nodes.
 """
@@ -56,8 +56,8 @@ def _is_lost_peer_first(attempt: Attempt, reports_lost_peer: Callable[[Attempt],
 
 
 def first_seen(attempt: Attempt) -> int:
-    """Return the local rank of the worker that failed first. It may not have exited first: after an
-    exception, it closes its connections, which may make its peers fail and exit earlier.
+    """Return the local rank of the worker that failed first. Its peers may have exited before it: after an
+    exception, a worker closes its connections before it exits, and that may make its peers fail.
     """
     first = attempt.first_failure
     assert first is not None
@@ -103,7 +103,7 @@ def seen_failure(attempt: Attempt, local_rank: int) -> ProcessFailure:
 
 
 def why_expired(attempt: Attempt, local_rank: int) -> str | None:
-    """Describe the time limit for which the agent killed this worker; ``None`` if it did not."""
+    """Describe the time limit because of which the agent killed this worker; ``None`` if there is none."""
     event = attempt.expired.get(local_rank)
     if event is None:
         return None
@@ -159,8 +159,8 @@ def _how_it_hung(attempt: Attempt, event: WorkerHung) -> str:
 
 
 def how_it_was_seen(attempt: Attempt, local_rank: int) -> str:
-    """Return a phrase to append to the worker's name, such as `` raised KeyError`` or `` died by SIGKILL``.
-    It omits the text of the exception, which the report or the line about the restart contains.
+    """Return a phrase to append to a failed worker's name, such as `` raised KeyError`` or `` died by
+    SIGKILL``. It omits the exception's text, because the report or the line about the restart contains it.
     """
     raised, worker = attempt.raised.get(local_rank), attempt.exits.get(local_rank)
     overdue = attempt.expired.get(local_rank)
@@ -171,7 +171,7 @@ def how_it_was_seen(attempt: Attempt, local_rank: int) -> str:
     if overdue is not None and overdue.is_blamed:
         who = f": {attempt.who(local_rank)}" if attempt.is_undecided else ""
         return f"{who} {why_expired(attempt, local_rank)}"
-    # If a worker was killed while it exited after an exception, it died of the signal.
+    # If a signal from others killed a worker while it exited after an exception, name the signal.
     is_killed = worker is not None and worker.sent_signal is None and (worker.exitcode or 0) < 0
     said = None
     if raised is not None and not is_killed:

@@ -1,6 +1,7 @@
-"""Diagnoses hangs and failed collectives from the workers' flight records and stacks, and describes them.
+"""Diagnoses hangs and failed collectives from flight records (torch's logs of collectives) and stacks.
 
-Imported only after a hang or failed collective, or at the end of a job whose workers sent heartbeats.
+It also writes the texts about them, and is imported only after a hang or failed collective, or at the end of
+a job whose workers sent heartbeats.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def _may_have_waited(attempt: Attempt, local_rank: int, facts: RankFacts) -> boo
 
 
 def accuse(attempt: Attempt, event: WorkerHung) -> None:
-    """Decide which workers of this node are to blame for a hang. Call this after :func:`examine`. With
+    """Record which workers of this node are to blame for a hang. Call this after :func:`examine`. With
     several nodes, the agent that leads the rendezvous makes the final decision, when it has all nodes'
     evidence.
     """
@@ -120,7 +121,7 @@ def diagnose_running(attempt: Attempt, seconds: float) -> Diagnosis | None:
 
 
 def _is_requested(error_file: str) -> bool:
-    """Request a flight record, without blocking. Return false if the worker cannot write one."""
+    """Request a worker's log of collectives, without blocking. Return false if it cannot write one."""
     record, requests = flight_record_file(error_file), flight_requests_file(error_file)
     try:
         if os.path.lexists(record):
@@ -159,8 +160,9 @@ def limits(nodes: int, world_size: int) -> dict[str, int]:
 
 
 def _facts(attempt: Attempt, stopped_ns: int | None = None, *, has_stacks: bool = True) -> list[RankFacts]:
-    """Read the evidence of the workers that had not exited before ``stopped_ns`` (monotonic time at which all
-    were stopped, or ``None``). Without ``has_stacks``, ignore the stack files, because they are outdated.
+    """Read the flight records and stacks of the workers. There are none from workers that exited before
+    ``stopped_ns``, the monotonic time at which all were stopped (``None`` if they were not). Without
+    ``has_stacks``, ignore the stack files, because they are outdated.
     """
     deadline = time.monotonic() + _TIME_LIMIT
     facts = []
@@ -203,7 +205,7 @@ def _facts_of_failure(attempt: Attempt) -> list[RankFacts]:
             age_ns = _age(error_file, path)
             has_raised = age_ns is not None and age_ns >= -_RAISING_NS
             has_raised |= local_rank in attempt.raised or any(map(_is_of_hook, written.frames))
-            # Ignore a stack written after an exception: it shows the program's exit, not the collective.
+            # Ignore a stack written after an exception: it shows how the program exits, not the collective.
             frames = () if has_raised else written.frames
             found = found._replace(
                 records=written.records, groups=written.groups, has_raised=has_raised, frames=frames
@@ -370,7 +372,7 @@ def hung(
 
 
 def kept_waiting(exited: WorkerExited | None, at_ns: int, diagnosis: Diagnosis | None) -> str:
-    """Describe a worker that made a collective of others fail at ``at_ns`` (monotonic)."""
+    """Describe a worker because of which a collective of the others failed at ``at_ns`` (monotonic)."""
     summary = "" if diagnosis is None else diagnosis.summary
     how = "made a collective of the others fail"
     if exited is not None and exited.seen_ns <= at_ns:
@@ -408,7 +410,8 @@ def _missed(event: WorkerHung, own: RankSeen | None, was_found_here: bool) -> st
     if not was_found_here:
         others = ", but a rank on another node is waiting"
     elif silent < event.limit:
-        # This worker counts as hung before its own limit has passed, because other ranks wait for it.
+        # The worker counts as hung before its own time limit has passed, because the limit of another rank,
+        # which waits for it, has passed.
         others = ", but the limit of another rank has passed"
     return f"hung: {what} for {seconds(silent)} (limit {event.limit:g} s{others})"
 
@@ -430,7 +433,7 @@ def _stopped_at(own: RankSeen | None, others: Sequence[RankSeen]) -> str:
 
 
 def step_text(step: int, *, is_automatic: bool) -> str:
-    """Format a training step. With ``is_automatic``, optimizer steps were counted, from 0 in each attempt."""
+    """Format a training step. ``is_automatic``: elasticrs counted optimizer steps, from 0 in each attempt."""
     return f"optimizer step {step:,} of this attempt" if is_automatic else f"step {step:,}"
 
 
@@ -454,7 +457,7 @@ def _where(own: RankSeen | None, others: Sequence[RankSeen], ranks: Mapping[int,
 
 
 def place(frame: str) -> str:
-    """Shorten a line of ``faulthandler``'s stack, such as ``all_reduce (distributed_c10d.py:2501)``."""
+    """Shorten a line of ``faulthandler``'s stack to a text like ``all_reduce (distributed_c10d.py:2501)``."""
     parsed = frame_of(frame)
     return printable(frame) if parsed is None else short(parsed)
 

@@ -1,6 +1,6 @@
-"""Records what happens: messages for the user, events, metrics, health, and the report of the job.
+"""Records what happens in a job: messages for the user, events, metrics, health, and the job's report.
 
-This module creates the observers that a job asks for.
+This module creates the observers (objects that the agent calls for each event) that a job needs.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ def make_observers(
     tells_end: bool = True,
     has_hooks: bool = False,
 ) -> Sequence[Observer]:
-    """Return the observers of a job. Raise ``UsageError`` if the handler for events cannot be opened. If
-    ``server`` is ``None``, one is created if the job requests it. Without ``tells_end``, the caller records
-    the end of the agent. With ``has_hooks``, the agent's hooks record torch's events and metrics, and a
-    thread of ``server`` answers the health requests, because hooks may block for a long time.
+    """Return the observers that record a job's events, metrics and health. Raise ``UsageError`` if the
+    handler for events cannot be opened. If ``server`` is ``None``, a server for health checks is created if
+    the job requests one. Without ``tells_end``, the caller records the end of the agent. ``has_hooks`` is
+    true for torch's agent class. Its methods record torch's events and metrics, and may block for a long
+    time, so a thread of ``server`` answers the health requests.
     """
     observers: list[Observer] = []
     if job.event_log_handler != "null":
@@ -48,7 +49,7 @@ def make_observers(
     if server is not None:
         from elasticrs._engine.supervise.observe.job_health import HealthObserver
 
-        # This observer closes the server, so the recorder of metrics must come before.
+        # The health observer closes the server, so the recorder of metrics must come before it.
         observers.append(HealthObserver(job, server, say, is_asked=not has_hooks))
     return observers
 

@@ -96,9 +96,9 @@ class HealthObserver(Observer):
                 waits = self._who_waits(attempt, max(beat.at_ns for beat in beats))
                 self._no_progress["what"] += f"; {waits}" if waits else ""
         if self._result is not None:
-            # Request the nodes' names only for a status request: the store sends many bytes for many nodes.
+            # Ask for the nodes' names only for a status request, because with many nodes the answer is large.
             self._result.node_names(asks=True)
-        # Publish again: another node's failure and the time since the last progress cause no event here.
+        # Publish the status again: failures of other nodes and time without progress cause no event here.
         self._is_stale |= self._job.is_multi_node or self._no_progress is not None
         if attempt is not None and (attempt.shown_ranks(), self._budget()) != (
             self._ranks,
@@ -114,9 +114,10 @@ class HealthObserver(Observer):
         return True
 
     def _who_waits(self, attempt: Attempt, since_ns: int) -> str | None:
-        """Return which ranks wait in which collective; ``None`` if unknown. Request the flight records on
-        another thread, because that blocks, and at most once after each heartbeat. Do not request them
-        shortly before the hang timeout, because the Rust core will soon request them itself.
+        """Return which ranks wait in which collective; ``None`` if unknown. Request the flight records
+        (torch's logs of collectives) on another thread, because that blocks, at most once after each
+        heartbeat, and not shortly before the hang timeout, because the Rust core will then request them
+        itself.
         """
         if self._asked_ns != since_ns:
             self._asked_ns, self._waits = since_ns, None

@@ -341,7 +341,9 @@ def conclusion(job: JobSpec, result: JobResult) -> str:
 
 
 def hand_on(error: ChildFailedError, headline: str) -> bool:
-    """Write the launcher's own error file: a copy of the first failure's, or one line if that is not here."""
+    """Write the launcher's own error file. It is a copy of the error file of the worker that failed first or,
+    if that file is not on this node, one line about the failure.
+    """
     rank, first = error.get_first_failure()
     handler = public("multiprocessing.errors.get_error_handler")()
     if os.path.isfile(first.error_file):

@@ -1,6 +1,7 @@
-"""Observers of the agent's loop: their interface, and the one that prints lines. They make no decisions.
+"""Observers of the agent's loop: their base class, and the observer that prints lines for the user.
 
-If an observer fails, for example because of a user's handler, the job continues and tells the user once.
+Observers make no decisions. If one fails, for example because of a user's handler for events, the job
+continues, and the user is told once.
 """
 
 from __future__ import annotations
@@ -136,8 +137,8 @@ def is_talkative(level: str) -> bool:
 
 class TerminalReporter(Observer):
     """Observer that prints the progress of a job, one line for each event. Slow work, such as reading a
-    traceback, is done after the next workers have been started. Only the launcher, which owns the process,
-    reports success; a program that uses its API does not.
+    traceback, waits until the next workers have been started. Success is printed only by the launcher, which
+    owns the process, and not for a program that uses the launcher's API.
     """
 
     def __init__(
@@ -262,7 +263,7 @@ class TerminalReporter(Observer):
             self._say("".join(ending))
 
     def _node_changes(self) -> str:
-        """Describe how many rounds started because nodes joined or left, without rounds after failures."""
+        """Return how many rounds (attempts of all nodes) nodes started by joining or leaving, as a text."""
         if not self._job.is_multi_node or self._job.on_failure == "replace":
             return ""
         last = self._result.attempts[-1]
@@ -277,7 +278,8 @@ class TerminalReporter(Observer):
         first = first_seen(attempt)
         who = attempt.who_failed(first, attempt.pids[first]) + how_it_was_seen(attempt, first)
         others, their = ("rank", "its") if attempt.signalled == 1 else (f"{attempt.signalled} ranks", "their")
-        # The exception may become known only later. If it reports a lost peer, blame the ranks that left.
+        # The worker's exception may not be known yet. If the worker failed, assume that it reports a lost
+        # peer, and blame the ranks that had already left with exit code 0.
         exited = attempt.exits.get(first)
         left = early_leavers(attempt, lambda _: exited is not None and (exited.exitcode or 0) > 0)
         if attempt.is_undecided:
@@ -300,7 +302,7 @@ class TerminalReporter(Observer):
         try:
             from elasticrs._engine.supervise.failures.failed_attempt import first_of
         except OSError:
-            # Without a free descriptor, the import of `failed_attempt` fails. Then report only the exit.
+            # Without a free file descriptor, this import fails. In that case, report only the worker's exit.
             local_rank, how = failed[0].local_rank, f" {attempt.how_it_ended(failed[0])}"
         else:
             local_rank, how = first_of(attempt)

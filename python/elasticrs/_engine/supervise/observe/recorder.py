@@ -1,7 +1,7 @@
 """Records a job's events and metrics under torch's names; see ``docs/events.md`` and ``docs/metrics.md``.
 
-Torch measures its own methods and polls the workers. This agent measures the corresponding parts of its work,
-and publishes a state when it changes. Imported only if a job records events or metrics.
+Torch measures its own methods and polls the workers. This agent measures the same parts of its own work, and
+publishes the workers' state when it changes. Imported only if a job records events or metrics.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ events = public("events")
 
 
 class _Recorder(Observer):
-    """Keeps the times and numbers of the current attempt, which events and metrics need."""
+    """Keeps the start times, ranks and restarts of the current attempt, for the events and metrics."""
 
     def __init__(self, job: JobSpec) -> None:
         self._job = job
@@ -63,7 +63,7 @@ class EventRecorder(_Recorder):
         self._handler = events.get_logging_handler(job.event_log_handler)
         if isinstance(self._handler, events.handlers.LineFileHandler):
             self._handler.write_behind()
-        # Failed attempt, and all events since then. They are recorded after the restart, to not delay it.
+        # The failed attempt, and all later events. To not delay the restart, they are recorded after it.
         self._failed: Attempt | None = None
         self._later: list[Any] = []
         self._hung: _core.WorkerHung | None = None
@@ -193,8 +193,8 @@ class EventRecorder(_Recorder):
         at_ns: int | None = None,
         only: int | None = None,
     ) -> None:
-        """Record the final state of each worker, or of the worker ``only``, with its failure if any. As in
-        torch, the state is ``TERMINATED`` if elasticrs stopped the worker and no signal killed it.
+        """Record the final state of each worker, or only of local rank ``only``, and its failure, if any. As
+        in torch, the state is ``TERMINATED`` if elasticrs stopped it and no signal killed it.
         """
         if not attempt.pids:
             return
@@ -384,7 +384,7 @@ class MetricRecorder(_Recorder):
         if not has_run:
             return
         if result.attempts:
-            # Take the attempt's count, which includes replaced workers and restarts that other nodes caused.
+            # Use the attempt's number of restarts. It includes replaced workers and restarts by other nodes.
             self._restarts = result.attempts[-1].restarts
         is_failed, has_retried = result.phase is not Phase.SUCCEEDED, self._restarts > 0
         # With a restart window, `_restarts` can exceed `max_restarts`.

@@ -59,7 +59,9 @@ class CheckpointRequests:
         return self.page.asked > self._told
 
     def look(self) -> float:
-        """Report each result in a line. Return the seconds until the next call; infinity if none is due."""
+        """Print a line about each checkpoint request that has a result. Return the seconds until this method
+        must be called again; infinity if no request is open.
+        """
         served, result, served_ns = self.page.answer()
         first = self._asked_ns.get(self._told + 1)
         if served > self._told and first is not None:

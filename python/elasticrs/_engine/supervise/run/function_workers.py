@@ -75,7 +75,8 @@ class FunctionWorkers(Workers):
         self._arguments = list(arguments)
         self._start_method = start_method
         self._is_script = is_script
-        # A profiler may have put itself in place of the interpreter that multiprocessing remembers.
+        # A profiler may have replaced ``sys.executable`` with a script of its own. It does not follow the
+        # workers, because ``multiprocessing`` starts them with the interpreter that it remembers.
         if sys.executable != os.fsdecode(spawn.get_executable()) and is_script_file(sys.executable):
             self.unfollowed = sys.executable
         if not BY_METHOD[start_method].has_keeper:

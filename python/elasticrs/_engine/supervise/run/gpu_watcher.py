@@ -119,7 +119,9 @@ class GpuWatcher(Observer):
             self._say(f"{len(notes) - _MAX_LINES} other Xids are not shown")
 
     def hold(self, attempt: Attempt) -> None:
-        """Delay the attempt's end until device memory is free, or, in the last attempt, until Xids arrive."""
+        """Delay the end of an attempt until the dead workers' device memory is free. In the last attempt,
+        wait only until errors of NVIDIA's driver (Xids) have been reported.
+        """
         self._read()
         self._settle()
         for problem in self._problems:

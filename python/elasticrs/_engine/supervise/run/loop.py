@@ -175,7 +175,7 @@ class Agent:
             return None
 
     def _reported(self, results: Sequence[NodeCheckResult]) -> str | None:
-        """Print the output of checks that did not pass. Return why the node is unfit, if a check says so."""
+        """Print the output of checks that did not pass. Return why this node is unfit, if a check says so."""
         for result in results:
             if result.unfit is not None or result.problem is not None:
                 for line in result.lines:

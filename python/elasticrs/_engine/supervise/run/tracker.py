@@ -182,7 +182,7 @@ class AttemptTracker:
         )
 
     def start(self, attempt: Attempt) -> None:
-        """Start all workers, or none; a later event reports which. Raises for an unpicklable function."""
+        """Start all workers, or none. A later event tells which. Raise if a function cannot be pickled."""
         if self._warming is not None:
             self._workers.may_fork = self._warming.may_fork(self.supervisor)
         self._start(attempt)
@@ -303,7 +303,7 @@ class AttemptTracker:
 
     def _follow_workers(self) -> None:
         """Report that all workers run, or that all their processes have exited. If a keeper (their parent
-        process) forks them, wait for its reports, because the supervisor's events come too early.
+        process) forks them, wait for the keeper's reports, because the supervisor's events come earlier.
         """
         if self._begun is not None and self._workers.are_started:
             begun, self._begun = self._begun, None
@@ -354,8 +354,9 @@ class AttemptTracker:
         self.observers.not_started()
 
     def _start_cold(self, why: str) -> bool:
-        """Start workers again as new programs if they were forked from a preloaded process, because a fork
-        handler of a library may have failed. Return false if they were not forked, or must stop.
+        """After a failed start, start the workers again as new programs if they were forked from a preloaded
+        process, because a library's fork handler may have failed. Return false if they were not forked, or
+        must stop.
         """
         attempt = self.result.attempts[-1]
         if self._warming is None or "stopped" in attempt.stamps:
@@ -469,7 +470,7 @@ class AttemptTracker:
         """Find the ranks to blame if the first failure may be a failed collective."""
         from elasticrs._engine.supervise.failures.first_failure import is_collective_failure
 
-        # If the diagnosis or the blame is still unknown, try again at the attempt's end.
+        # The second call, at the attempt's end, tries again if the diagnosis or the blame is still unknown.
         is_explained = attempt.diagnosis is not None and attempt.blame is not None
         if is_explained or self._replaces or not is_collective_failure(attempt):
             return

@@ -49,7 +49,7 @@ def can_take(pid: int, signum: int) -> bool | None:
     except (OSError, LookupError, ValueError):
         return None
     if _has(blocked, signal.SIGSEGV):
-        # Ignore this mask, with which the C library briefly blocks all signals while it starts a process.
+        # The C library briefly blocks all signals, even SIGSEGV, to start a process. Ignore that mask.
         blocked = 0
     return _has(blocked | ignored | caught, signum) or _waits_for(pid, signum)
 
@@ -85,7 +85,7 @@ class PassedSignals:
     ) -> None:
         self._send, self._say = send, say
         self._can_take, self._now, self._has_own_proc = can_take, now, has_own_proc
-        # Arrival times (monotonic seconds) of held signals, by signal number, local rank and pid.
+        # Arrival times (in monotonic seconds) of the held signals, by signal number, local rank and pid.
         self._held: dict[tuple[int, int, int], float] = {}
 
     def pass_on(self, signum: int, workers: Mapping[int, int]) -> None:
@@ -142,7 +142,7 @@ _LONGEST = 1.0
 
 
 def since(earlier: Mapping[int, float], states: Mapping[int, str], now: float) -> dict[int, float]:
-    """Return when each process was first seen asleep, by pid. ``states`` has the letters in ``/proc``."""
+    """Return when each process was first seen in uninterruptible sleep (state ``D``), by pid."""
     return {pid: earlier.get(pid, now) for pid, state in states.items() if state == "D"}
 
 
@@ -157,7 +157,7 @@ class Sleepers:
     """Finds workers that have slept for more than ``limit`` seconds; none if ``limit`` is not positive."""
 
     def __init__(self, limit: float, proc: str = "/proc") -> None:
-        # Disable the check if /proc shows the pids of another namespace.
+        # Disable the check if ``/proc`` is of another pid namespace, where the workers have other pids.
         self._limit = limit = limit if has_own_proc() else 0.0
         self._proc = proc
         self._next = 0.0

@@ -162,7 +162,9 @@ class Workers(ABC):
 
 
 def watch_timers(setup: WorkerSetup, supervisor: _core.Supervisor) -> dict[str, str]:
-    """Watch timers and heartbeats. Return the workers' variables. Raises ``UsageError`` for a bad FIFO."""
+    """Begin to watch the workers' timers and heartbeats. Return the environment variables that tell the
+    workers the timer file. Raise ``UsageError`` if the user's timer file cannot be used.
+    """
     variables: dict[str, str] = {}
     environ = setup.environ
     if environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1":

@@ -34,7 +34,7 @@ _kept: list[Callable[[], object]] = []
 
 
 def _begin_anew() -> None:
-    # This is a forked child. Its open `with` blocks will change the old lists, so create new ones.
+    # In a forked child, `with` blocks that the parent had entered still change the old lists. Use new ones.
     global _waits, _holds, _kept
     _waits, _holds, _kept = [], [], []
 
@@ -104,7 +104,7 @@ def _block(blocks: list[_T], block: _T, *, is_wait: bool) -> Iterator[None]:
 
 
 class CaughtSignals:
-    """Signal handlers that contexts of the main thread share. The last release restores the old one."""
+    """Signal handlers that several users share. The last :meth:`release` restores the old handler."""
 
     def __init__(self) -> None:
         self._before: dict[int, Handler] = {}

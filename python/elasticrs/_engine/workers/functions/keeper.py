@@ -181,7 +181,7 @@ def _serve(statuses: dict[int, int], control: int, parent_pidfd: int) -> float:
         poll.register(fd, select.POLLIN)
     ended: set[int] = set()
     while True:
-        # A debugger may hold back an exited worker. No event announces its release, so poll meanwhile.
+        # A debugger may keep us from reaping an exited worker. No event tells when we can, so poll meanwhile.
         ready = {fd for fd, _ in poll.poll(1000 * _LOOK_AT_TRACED if ended else None)}
         for fd in ready & running.keys():
             ended.add(running.pop(fd))
@@ -331,7 +331,7 @@ def main(plan_fd: int) -> None:
     """Run a fork server: import modules, and then call :func:`keep`. The file ``plan_fd`` contains the
     arguments.
     """
-    # Create a process group before user code runs: the program kills this group to stop the imports.
+    # Create a process group before the imports run user code: the program that started us can then kill them.
     lead_session()
     with open(plan_fd, "rb") as file:
         preload, main_path, argv, arguments = pickle.load(file)

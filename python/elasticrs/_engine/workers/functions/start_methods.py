@@ -70,8 +70,8 @@ class Watcher(Protocol):
 
 class FunctionStart(ABC):
     """Base class of the start methods. An object starts functions once, and reads their return values. If
-    ``has_keeper``, the parent of the functions' processes is a :mod:`keeper <.keeper>`. Otherwise, the core
-    is their parent.
+    ``has_keeper``, the parent of the functions' processes is a :mod:`keeper <.keeper>` (a process that forks
+    them). Otherwise, the core (the Rust extension) starts the processes.
     """
 
     has_keeper: ClassVar[bool] = False
@@ -92,7 +92,7 @@ class FunctionStart(ABC):
         """Prepare the processes. Return the specifications of the processes that the core must start."""
 
     def run_in(self, group: SupervisedGroup) -> None:
-        """Let the functions run, once ``group`` has started what :meth:`prepare` returned."""
+        """Let the functions run, after ``group`` has started the processes that :meth:`prepare` returned."""
         self.watch(group)
 
     def watch(self, watcher: Watcher) -> None:
@@ -157,10 +157,10 @@ class Spawn(FunctionStart):
 
 
 class Kept(FunctionStart):
-    """Start method in which a :mod:`keeper <.keeper>` is the parent of the functions' processes. The keeper
+    """Start method in which a :mod:`keeper <.keeper>` forks the functions' processes and is their parent. It
     writes their exit statuses to the pipes ``statuses`` (by local rank). ``keeper_pidfd`` becomes readable
     when the keeper and all its processes have exited. :meth:`finish` stores which processes the keeper had to
-    kill: ``ended`` has the first ones, ``more_ended`` is the number of the others.
+    kill: ``ended`` has pid and name of the first ones, and ``more_ended`` is the number of the others.
     """
 
     has_keeper = True
@@ -252,7 +252,7 @@ class Kept(FunctionStart):
         except RuntimeError as error:
             raise RuntimeError(f"the processes could not be started: {error}") from None
         finally:
-            # After a signal, the group is stopped, and must not take in the workers any more.
+            # If a signal ended the wait, the group is stopped, and must not take in the new workers.
             group.unwatch_fd(self.control)
 
     def fd_ready(self, fd: int) -> None:
@@ -283,13 +283,13 @@ class Kept(FunctionStart):
             with suppress(BrokenPipeError, ConnectionResetError):
                 self._control.send(keeper.WORD.pack(linger))
         if self._keeper is not None and not self._has_told_pids:
-            # Interrupt the keeper's imports. Not with SIGKILL, because it may have workers to kill first.
+            # Interrupt the keeper's imports. Do not use SIGKILL: a keeper with workers must kill them first.
             with suppress(ProcessLookupError):
                 if self.keeper_pidfd != -1:
                     signal.pidfd_send_signal(self.keeper_pidfd, keeper.IMPORT_NO_MORE)
                 else:
                     os.kill(self._keeper, keeper.IMPORT_NO_MORE)
-                # Stop the processes of the imports. The keeper may not have created its process group yet.
+                # Stop processes that the imports started. This fails if the keeper has no process group yet.
                 os.killpg(self._keeper, keeper.IMPORT_NO_MORE)
         if self.keeper_pidfd != -1:
             # Resume a stopped keeper (SIGSTOP), because it can neither read messages nor exit.
@@ -343,7 +343,7 @@ class Fork(Kept):
     """Runs functions in forks of this process. Arguments can have any type, because they are not pickled."""
 
     def _start_keeper(self, statuses: list[int], control: int, gate: int) -> int:
-        # Through this pipe, `multiprocessing.parent_process()` of the workers detects the program's exit.
+        # `multiprocessing.parent_process()` in the workers notices by this pipe that the program has exited.
         sentinel, writer = os.pipe()
         self._ours.append(writer)
         try:

@@ -1,6 +1,6 @@
-"""Process groups of a ``PContext``: with its own supervisor, or of programs that other code has started.
+"""Groups of processes of a ``PContext``: those that a supervisor starts, and those that other code starts.
 
-If several threads use a supervised group, one of them waits for events, and the others wait for that thread.
+If several threads use a group with a supervisor, one thread waits for events, and the others wait for it.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def not_started(text: str, number: int | None) -> NotStartedError:
 class SupervisedGroup:
     """Group of processes that this class starts, and whose events it records in ``log``. A stop signal goes
     to the process group of each worker. If ``stop_scope`` is ``"worker"``, a stop signal other than SIGKILL
-    goes to the worker alone at first, and to the rest of its process group when the worker has exited.
-    ``on_fd`` is called in the thread that waits for events.
+    goes to the worker alone at first, and to the rest of its process group when the worker has exited. When a
+    watched descriptor is readable, the thread that waits for events calls ``on_fd`` with it.
     """
 
     def __init__(self, *, stop_scope: str = "group") -> None:
@@ -277,7 +277,7 @@ class SupervisedProcess:
         return code
 
     def send_signal(self, sig: int) -> None:
-        # If the process has exited without an event so far, the signal would only reach leftover processes.
+        # If the process has exited but its event is still to come, a signal would only reach its children.
         if self.poll() is None and not _has_exited(self.pid):
             self._group.signal(int(sig), self._local_rank)
 
@@ -313,7 +313,7 @@ def has_ended(pidfd: int, patience: float) -> bool:
 
 
 class _PolledExit(Value):
-    """Exit of a program. It has the fields of the core's event that a failure needs."""
+    """Exit of a program, with those fields of ``_core.WorkerExited`` from which a failure is described."""
 
     local_rank: int
     pid: int
@@ -323,9 +323,9 @@ class _PolledExit(Value):
 
 
 class PolledGroup:
-    """Group of programs that other code has started. They have to be polled. Each of the ``handlers``, by
-    local rank, has torch's interface: ``proc`` is like :class:`subprocess.Popen`, and ``close`` sends a
-    signal.
+    """Group of programs that other code has started, so their exits are found by polling. ``handlers`` has an
+    object for each program, by local rank, with the interface of torch's ``SubprocessHandler``: ``proc`` is
+    like :class:`subprocess.Popen`, and ``close`` sends a signal.
     """
 
     def __init__(self, handlers: dict[int, Any]) -> None:
@@ -344,7 +344,7 @@ class PolledGroup:
         return len(exits) == len(self._handlers) or any(each.exitcode for each in exits.values())
 
     def wait(self, timeout: float) -> None:
-        """Look for exits, after a wait of at most ``timeout`` seconds."""
+        """Wait for at most ``timeout`` seconds, and then record which programs have exited."""
         time.sleep(min(timeout, _LOOK))
         for rank, handler in self._handlers.items():
             if rank not in self.log.exits and (exitcode := handler.proc.poll()) is not None:
@@ -352,8 +352,8 @@ class PolledGroup:
                 self.log.append(_PolledExit(rank, handler.proc.pid, exitcode, *seen), _core.WorkerExited)
 
     def stop(self, death_sig: int, timeout: float) -> None:
-        """Send a signal to the programs, and SIGKILL after ``timeout`` seconds. Limit the wait after that as
-        well.
+        """Send a signal to the programs, and SIGKILL to those that still run ``timeout`` seconds later. Then
+        wait for their exits, but not forever.
         """
         self._send(death_sig)
         self._wait_for_exits(timeout)
@@ -368,7 +368,7 @@ class PolledGroup:
         self._send(signal.SIGKILL)
 
     def close(self) -> None:
-        """Do nothing, because the group has no resources."""
+        """Do nothing, because the group holds no resources that could be released."""
 
     def _wait_for_exits(self, timeout: float) -> set[int]:
         deadline = time.monotonic() + timeout

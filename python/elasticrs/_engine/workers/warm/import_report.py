@@ -54,7 +54,7 @@ class Ready(Value):
 
 
 class Report(Value):
-    """The preloading as reported so far. ``imported`` has the seconds that each module took, in order."""
+    """State of the preloading, as reported so far. ``imported`` has modules' import times in seconds."""
 
     imported: Mapping[str, float] = fresh(factory=dict)
     left_out: tuple[LeftOut, ...] = ()
@@ -134,17 +134,17 @@ def _shown(name: str) -> str:
 
 
 class Sources:
-    """Times and sizes of files, recorded to detect later changes: of the user's ``own`` modules, of
-    ``installed`` modules, and of ``signs``, which are files and folders that every installation changes.
-    ``stamps`` are the times and sizes that the nursery reported, ``prefixes`` the folders of installed
-    modules, ``names`` the imported modules.
+    """Times and sizes of files, kept in order to detect later changes. ``own`` are the user's modules,
+    ``installed`` are installed modules, and ``signs`` are files and folders that every installation changes.
+    The constructor gets the times and sizes that the nursery (the process that imports modules) has reported,
+    as ``stamps``, the folders of installed modules, and the names of the imported modules.
     """
 
     def __init__(self, stamps: Mapping[str, Stamp], prefixes: Iterable[str], names: Iterable[str]) -> None:
         folders = [prefix.rstrip(os.sep) for prefix in dict.fromkeys(prefixes)]
         inside = tuple(folder + os.sep for folder in folders)
         files = {path: found for path, found in stamps.items() if path.rstrip(os.sep) not in folders}
-        # Check files that changed during the imports in each call: `signs` may be newer than the imports.
+        # Check files that changed during the imports in each call: `signs`, read later, would not show it.
         always = touched(files)
         self.installed = {
             path: found for path, found in files.items() if path.startswith(inside) and path not in always
@@ -169,7 +169,7 @@ class Sources:
 
 
 def touched(stamps: Mapping[str, Stamp]) -> list[str]:
-    """Return the files that changed while they were imported. Each check reports them as changed."""
+    """Return the files that changed during the imports. :class:`Sources` always reports them as changed."""
     return [path for path, found in stamps.items() if found is not None and found[0] == TOUCHED]
 
 

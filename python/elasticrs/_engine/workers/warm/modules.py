@@ -106,7 +106,7 @@ def _of_list(names: Sequence[str], entry: Entry) -> Preload:
         else:
             chosen.append(name)
     plan = _Plan(entry)
-    # Ignore errors: an explicit list needs the script only for the statements before its imports.
+    # Ignore errors, because the user has listed the modules. The script only tells which variables to set.
     with suppress(OSError, *_CANNOT_PARSE):
         plan.read_entry()
     tops = {_top(name) for name in chosen}
@@ -180,7 +180,7 @@ class _Plan:
         return b"\n".join(self._sources.values())
 
     def read_entry(self) -> None:
-        """Read the sources. Raise ``OSError`` or :data:`_CANNOT_PARSE` if the script itself is unusable."""
+        """Read the script and the user's modules that it imports. Raise only if the script is unusable."""
         if self._entry.path is None:
             return
         if self._entry.package:
@@ -274,9 +274,9 @@ def _read(path: str) -> bytes:
 
 
 def _why_not_lazily(text: bytes, known: AbstractSet[str]) -> str | None:
-    """Return why the modules in :data:`LAZY` cannot be preloaded; ``None`` if they can be. They read
-    environment variables, which functions of the program may set first. The preloading process itself sets
-    those in ``known``.
+    """Return why the modules in :data:`LAZY` cannot be preloaded; ``None`` if they can be. When imported,
+    they read environment variables. Reject them if the source mentions such a variable, which a function may
+    set before the import. Those in ``known`` are harmless, because the preloading process sets them itself.
     """
     import re
 
@@ -317,7 +317,7 @@ def entry_of_command(command: Sequence[str]) -> Entry:
     if program not in (sys.executable, os.environ.get("PYTHON_EXEC")) and not name.startswith("python"):
         return Entry(name, why_cold=f"{name} is not a Python interpreter")
     interpreter = None if program == sys.executable else program
-    # Reject a script as interpreter: it could remove `PYTHONPATH`, and then run the user's program.
+    # Reject an interpreter that is a script, which could remove `PYTHONPATH` before it starts Python.
     if is_script_file(program):
         return Entry(name, why_cold=f"{name} is a script, which may start Python in another way")
     found = parse_python(arguments)
@@ -420,7 +420,7 @@ def _child(folders: Sequence[str], name: str) -> tuple[str | None, list[str]]:
 
 
 def _own(folders: Iterator[str] | Sequence[str]) -> tuple[str, ...]:
-    """Return the folders that can contain the user's modules: no standard library, no installed packages."""
+    """Return the folders except those of the standard library and of installed packages."""
     library = os.path.dirname(os.__file__)
     return tuple(
         folder
@@ -439,8 +439,8 @@ def found_spec(top: str) -> ModuleSpec | None:
 
 
 def is_beside(top: str, folders: Sequence[str]) -> bool:
-    """Return true if a name without dots refers to a module in one of these folders. A folder without
-    ``__init__.py``, such as one of data sets, counts only if no other module has this name, as in Python.
+    """Return true if a name without dots refers to a module in one of these folders. A subfolder without
+    ``__init__.py``, such as one with data, counts only if no other module has the name, as in Python.
     """
     spec = PathFinder.find_spec(top, list(folders))
     if spec is None or spec.has_location:

@@ -64,7 +64,7 @@ _CONTEXTS = ("contextlib.nullcontext()", "contextlib.suppress()")
 
 
 class Import(Value):
-    """Import of ``a.b``, or of ``c`` from it (``a.b:c``). If not ``is_certain``, it may not run."""
+    """Import of ``a.b``, or of ``c`` from it (``a.b:c``). Unless ``is_certain``, it may be skipped."""
 
     name: str
     is_certain: bool = True
