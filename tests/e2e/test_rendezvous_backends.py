@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -348,6 +349,31 @@ def test_nodes_rendezvous_through_a_file(in_file, worker_script):
     nodes = in_file(worker_script(SHOW))
     assert [node.wait() for node in nodes] == [0, 0], nodes[0].stderr
     assert sorted(node.stdout for node in nodes) == ["0 2 0 0\n", "1 2 1 0\n"]
+
+
+@pytest.mark.torch
+@pytest.mark.beyond_torchrun  # torchrun has other names for its modules
+def test_the_documented_handler_works_in_a_package_and_in_a_program(launch, worker_script, tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "several-nodes.md").read_text(encoding="utf-8")
+    module, program = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    ((group, name, function),) = re.findall(
+        r'\[project.entry-points."(.*)"\]\n(.*) = "my_rendezvous:(.*)"', page
+    )
+    env = install(tmp_path / "site", "my_rendezvous", module, group, **{name: function})
+    (tmp_path / "program.py").write_text(program, encoding="utf-8")
+    meeting = ("--nnodes=2", f"--rdzv-backend={name}", f"--rdzv-endpoint={tmp_path}", "--rdzv-id=job")
+    script = worker_script("""
+        import os, signal, sys
+        if os.environ["ELASTICRS_ROUND"] == "1":
+            signal.pause() if os.environ["RANK"] == "1" else sys.exit(3)
+        os.write(1, f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']}\\n".encode())
+    """)
+    own = launch(
+        *meeting, "--max-restarts=1", script, argv=[sys.executable, tmp_path / "program.py"], env=env
+    )
+    nodes = [own, launch(*meeting, "--max-restarts=1", script, env=env)]
+    assert [node.wait() for node in nodes] == [0, 0], nodes[0].stderr + nodes[1].stderr
+    assert sorted(node.stdout for node in nodes) == ["0 of 2\n", "1 of 2\n"]
 
 
 def test_standalone_with_store_type_file_needs_no_file(launch, worker_script):
