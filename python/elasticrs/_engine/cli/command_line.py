@@ -171,7 +171,7 @@ def _tell_failure(
     if result.ending is not None:
         how, more = result.ending
         reasons = dict.fromkeys(filter(None, (result.message if result.is_outside else None, headline)))
-        console.say(": ".join(filter(None, (how, " after ".join(reasons)))) + more)
+        console.say(": ".join(filter(None, (how, ", after ".join(reasons)))) + more)
         if is_read:
             # `say` only queues the line, so wait until it is written. Do not wait if nobody reads stderr.
             write("")
