@@ -99,7 +99,7 @@ class LineFileHandler(logging.Handler):
         return self._behind if self._behind is not None and self._behind.owner == os.getpid() else None
 
     def write_behind(self) -> None:
-        """Write in a background thread, until :meth:`write_through` has been called as often as this."""
+        """Write in a background thread from now on. Each call must be undone by :meth:`write_through`."""
         self._agents += 1
         self._behind = self._queue or LineQueue(self._write)
 

@@ -198,7 +198,8 @@ def out_of_line(progress: Mapping[int, Sequence[int]]) -> int | None:
     if not pairs:
         return None
     everywhere = set(pairs[0]).intersection(*map(set, pairs))
-    # Ignore progress that several ranks share, because several ranks rarely make the same mistake.
+    # Ignore a position (the number of collectives called in each group) that several ranks share: rarely do
+    # several ranks fall behind in the same way.
     alone = [by_progress[each][0] for each in everywhere if len(by_progress[each]) == 1]
     return alone[0] if len(alone) == 1 else None
 
@@ -265,8 +266,8 @@ class _Search:
                     yield Culprit(side.ranks, Reason.OTHER_CALL, confidence, stuck, side.call, expected)
 
     def _votes(self, stuck: StuckCollective) -> dict[Call, int]:
-        """Count the ranks that made each call to a collective. If the calls differ only in size, the ranks
-        that gloo aborted count for the smallest (**CUL-5**).
+        """Count the ranks that made each call to a collective. If the calls differ only in size, count the
+        ranks that gloo aborted for the smallest: gloo aborts a rank that receives too much (**CUL-5**).
         """
         votes = {side.call: len(side.ranks) for side in stuck.sides}
         sizes = {call.elements for call in votes}

@@ -48,9 +48,9 @@ _COMPLETE, _STARTED = 1, 2
 
 
 def encode(facts: Sequence[RankFacts], *, max_bytes: int, max_steps: int) -> bytes | None:
-    """Encode one node's facts; ``None`` if ``max_bytes`` or :data:`MAX_DECODED` is too small.
-    ``max_steps`` limits the number of collectives per rank and group. If there are more, only the latest ones
-    and the first incomplete one are kept.
+    """Encode what one node knows about its ranks' collectives. Return ``None`` if it does not fit into
+    ``max_bytes`` or :data:`MAX_DECODED`. Of more than ``max_steps`` collectives of a rank in a group, keep
+    the latest ones and the first incomplete one.
     """
     while True:
         steps, frames = max(1, max_steps), MAX_FRAMES if max_steps > 1 else _FEWEST_FRAMES

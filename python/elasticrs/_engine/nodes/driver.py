@@ -197,7 +197,9 @@ class Driver:
 
     @property
     def job_number(self) -> int:
-        """Store revision that created the job. It tells jobs of the same name apart. 0 while unknown."""
+        """Number that tells jobs of the same name apart (the store's revision when it was created); 0 while
+        unknown.
+        """
         return 0 if self._member is None else self._member.joining.job_revision
 
     # --- events in, actions out ---

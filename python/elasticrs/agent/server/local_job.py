@@ -1,4 +1,4 @@
-"""Parts of a job that ``LocalElasticAgent`` runs with :func:`.run_job`: consoles, preloading, and result."""
+"""What ``LocalElasticAgent`` passes to :func:`.run_job` and makes of its result, in torch's types."""
 
 from __future__ import annotations
 

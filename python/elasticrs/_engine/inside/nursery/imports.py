@@ -431,7 +431,8 @@ class _Surroundings:
                 os.setpriority(os.PRIO_PROCESS, 0, self._nice)
                 changed = "the nice value"
             except PermissionError:
-                # This process may not lower the value. Without preloading, workers would raise it, too.
+                # A process without privileges may not lower its nice value. Without preloading, each worker
+                # would import the module and raise its nice value, too, so keep the raised one.
                 self._nice = os.getpriority(os.PRIO_PROCESS, 0)
         if os.getcwd() != self._place:
             os.chdir(self._place)

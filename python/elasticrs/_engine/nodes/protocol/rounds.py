@@ -213,7 +213,7 @@ def _find_slot(member: Member, link: Link) -> None:
 
 
 def slot_found(member: Member, link: Link, reply: Reply) -> None:
-    """Handle the reply with this member's ranks. Tell the user if the full round does not include it."""
+    """Handle the reply with this member's ranks. Tell the user if a round starts without this member."""
     link.slot_known = reply.revision
     entry, head = reply.entry(0), link.head
     if entry is not None and entry.mod_revision > link.slot_revision:
@@ -409,7 +409,7 @@ def workers_gone(member: Member) -> None:
 
 
 def idle(member: Member, link: Link, number: int) -> None:
-    """Report that this node has no workers of a round left, once it listens on a port for the next round."""
+    """Report that no workers of a round are left on this node. First listen on a port for the next round."""
     if fresh_listener(member):
         say_idle(member, link, number)
     else:

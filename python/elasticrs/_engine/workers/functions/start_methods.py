@@ -283,7 +283,8 @@ class Kept(FunctionStart):
             with suppress(BrokenPipeError, ConnectionResetError):
                 self._control.send(keeper.WORD.pack(linger))
         if self._keeper is not None and not self._has_told_pids:
-            # Interrupt the keeper's imports. Do not use SIGKILL: a keeper with workers must kill them first.
+            # Interrupt the imports of the keeper, the process that forks the workers. Do not use SIGKILL,
+            # because a keeper that has workers must kill them first.
             with suppress(ProcessLookupError):
                 if self.keeper_pidfd != -1:
                     signal.pidfd_send_signal(self.keeper_pidfd, keeper.IMPORT_NO_MORE)

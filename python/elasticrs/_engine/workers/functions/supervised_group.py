@@ -1,4 +1,5 @@
-"""Groups of processes of a ``PContext``: those that a supervisor starts, and those that other code starts.
+"""Groups of processes below torch's ``PContext``: those that a supervisor starts, and those that handlers
+of the program start.
 
 If several threads use a group with a supervisor, one thread waits for events, and the others wait for it.
 """
