@@ -187,6 +187,12 @@ def test_a_node_that_is_not_needed_succeeds_without_workers():
     assert (state.phase, actions[-1]) == (Phase.SUCCEEDED, Exit(0))
 
 
+def test_a_node_that_is_no_longer_needed_stops_its_workers_and_succeeds():
+    state, actions = play([*UP, NotNeeded(), WorkerExited(0, -SIGTERM), GroupEnded("stopped")])
+    assert state.phase is Phase.SUCCEEDED
+    assert actions[-2:] == [Stop(SIGTERM, GRACE, is_announced=True), Exit(0)]
+
+
 def test_the_first_signal_is_forwarded_with_the_grace_period():
     state, actions = play([*UP, SignalReceived(SIGINT)])
     assert state.phase is Phase.STOPPING
@@ -392,8 +398,8 @@ def test_invariants_hold_for_every_event_sequence(sequence, max_restarts, replac
                 assert not group_exists
                 assert action.code == (0 if state.phase is Phase.SUCCEEDED else 1)
                 if action.code == 0:
-                    assert not failed or isinstance(event, NotNeeded), "AGENT-4"
-                    assert not empty or isinstance(event, NotNeeded), "AGENT-4"
+                    is_needed = not (before.leaves or isinstance(event, NotNeeded))
+                    assert not (is_needed and (failed or empty)), "AGENT-4"
                     assert not signalled, "AGENT-4"
         assert state.restarts <= max_restarts, "AGENT-2"
         assert state.round <= 1 + max_restarts + MAX_PORT_RETRIES + changes, "AGENT-2"

@@ -332,6 +332,45 @@ def test_a_rendezvous_that_fails_while_workers_run_stops_them(run_by):
     assert any("stopping the workers" in line for line in lines)
 
 
+def test_a_node_that_is_no_longer_needed_stops_its_workers_and_has_not_failed(run_by):
+    handler = Handler(waiting=[RendezvousGracefulExitError("enough")])
+    result, _, lines = run_by(handler, "exec sleep 600", max_restarts=3)
+    assert (result.phase, result.exit_code, len(result.attempts)) == (Phase.SUCCEEDED, 0, 1)
+    assert any("enough; stopping the workers" in line for line in lines)
+    assert handler.calls == ["next_rendezvous", "shutdown"]
+
+
+GRACEFUL, LOST = RendezvousGracefulExitError("enough"), RendezvousConnectionError("away")
+
+
+@pytest.mark.parametrize(
+    ("rounds", "waiting", "ends", "succeeded"),
+    [
+        # The rendezvous ends the job while workers run, or in the second round, after workers have failed.
+        ([1], [GRACEFUL], [], {"run": 1}),
+        ([1, GRACEFUL], [], ["FAILED", "RENDEZVOUS"], {"_rendezvous": 0, "_restart_workers": 0, "run": 1}),
+        ([1, LOST], [], ["FAILED", "RENDEZVOUS"], {"_rendezvous": 0, "_restart_workers": 0, "run": 0}),
+        ([LOST], [], ["RENDEZVOUS"], {"_rendezvous": 0, "run": 0}),
+    ],
+)
+def test_events_and_metrics_tell_how_the_rendezvous_has_ended_the_job(
+    run_by, monkeypatch, rounds, waiting, ends, succeeded
+):
+    told, metrics = [], {}
+    monkeypatch.setattr("elasticrs.events.record", lambda event, _destination: told.append(event))
+    monkeypatch.setattr("elasticrs.metrics.api.put_metric", lambda name, value: metrics.update({name: value}))
+    script = "exec sleep 600" if waiting else "exit 1"
+    where = {"event_log_handler": "dynamic_rendezvous", "has_metrics": True}
+    run_by(Handler(rounds, waiting), script, max_restarts=1, **where)
+    begin = ["RENDEZVOUS", "ASSIGN_WORKER_RANKS", "START"] if rounds[0] == 1 else []
+    states = [event.metadata["state"] for event in told if event.name != "job failed"]
+    assert states == [*begin, *ends]
+    known = {name.removeprefix("SimpleElasticAgent."): value for name, value in metrics.items()}
+    for name, has_succeeded in succeeded.items():
+        assert known[f"{name}.success" if has_succeeded else f"{name}.failure"] == 1
+    assert not any(name.startswith("workers.default.run_") for name in metrics)
+
+
 @pytest.mark.parametrize("error", [UsageError, TypeError])
 def test_a_mistake_in_the_handler_is_raised(run_by, error):
     def make_handler():

@@ -268,6 +268,7 @@ class JobResult(Record):
     Attributes:
         signum: signal that stopped the job.
         message: reason for a failure that was not caused by a worker.
+        has_taken_part: see :class:`.Decisions`.
         is_outside: true if an error outside of the workers ended the job, for example of the rendezvous.
         verdict: advice to the scheduler if the job has failed.
         ending: summary line of a failed job, in two parts around the root cause, which the launcher inserts.
@@ -282,6 +283,7 @@ class JobResult(Record):
     exit_code: int = 1
     signum: int | None = None
     message: str | None = None
+    has_taken_part: bool = True
     is_outside: bool = False
     verdict: Verdict = Verdict.FAILED
     ending: tuple[str, str] | None = None

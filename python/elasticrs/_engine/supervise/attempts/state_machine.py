@@ -88,6 +88,7 @@ class AgentState(Value):
             or the group ends.
         regroups: true if the workers are being stopped because the nodes that take part have changed.
         lost: reason why the rendezvous failed while workers were running.
+        leaves: true if the workers are being stopped because the rendezvous does not need this node any more.
         replaces: true if a failed worker is replaced while the others continue.
         replacing: local ranks of failed workers that have no running replacement yet.
         met: last rendezvous of each worker at the time when a restart was charged; without workers that were
@@ -107,6 +108,7 @@ class AgentState(Value):
     group_exists: bool = False
     regroups: bool = False
     lost: str | None = None
+    leaves: bool = False
     replaces: bool = False
     replacing: frozenset[int] = frozenset()
     met: Meetings = ()
@@ -336,10 +338,14 @@ def step(state: AgentState, event: Event) -> tuple[AgentState, list[Action]]:
 
 
 def _on_rendezvous(state: AgentState, event: Event) -> tuple[AgentState, list[Action]]:
-    if state.phase is Phase.RUNNING and isinstance(event, (MembershipChanged, RendezvousFailed)):
-        why = event.message if isinstance(event, RendezvousFailed) else None
-        stop = Stop(SIGTERM, state.shutdown_timeout, is_announced=True)
-        return state.replaced(phase=Phase.STOPPING, regroups=why is None, lost=why), [stop]
+    if state.phase is Phase.RUNNING and isinstance(event, (MembershipChanged, RendezvousFailed, NotNeeded)):
+        stopping = state.replaced(
+            phase=Phase.STOPPING,
+            regroups=isinstance(event, MembershipChanged),
+            lost=event.message if isinstance(event, RendezvousFailed) else None,
+            leaves=isinstance(event, NotNeeded),
+        )
+        return stopping, [Stop(SIGTERM, state.shutdown_timeout, is_announced=True)]
     if state.phase is not Phase.RENDEZVOUS or state.is_delayed:
         return state, []
     if isinstance(event, RendezvousCompleted):
@@ -401,6 +407,8 @@ def _on_unsuccessful_end(state: AgentState, event: GroupEnded) -> tuple[AgentSta
         return _fail(state, phrases.not_restarted(event.why_unfit), Verdict.UNFIT)
     if state.lost is not None:
         return _fail(state, state.lost, is_outside=True)
+    if state.leaves:
+        return state.replaced(phase=Phase.SUCCEEDED), [Exit(0)]
     if state.regroups and event.outcome == "stopped":
         again = state.replaced(phase=Phase.RENDEZVOUS, round=state.round + 1)
         return again, [Rendezvous(again.round)]

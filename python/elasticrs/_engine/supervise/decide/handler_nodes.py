@@ -94,7 +94,8 @@ class HandlerNodes(OneAgent):
         if isinstance(event, machine.GroupEnded):
             self._must_return.set()
             self._console.group_rank = None
-            if event.outcome == "succeeded" and event.why_unfit is None and self.signum is None:
+            has_succeeded = event.outcome == "succeeded" and event.why_unfit is None
+            if has_succeeded and self.signum is None and self.has_taken_part:
                 self._success = event
                 others = self._info.world_size - 1
                 line = (
@@ -205,8 +206,14 @@ class HandlerNodes(OneAgent):
             # exited already.
             self._console.say(f"other nodes could not be waited for: {error}")
             return super().step(success)
+        if self.phase is machine.Phase.STOPPING:
+            # A worker has failed meanwhile. The restart asks the handler again.
+            return []
         api = public("rendezvous.api")
-        if self.phase is machine.Phase.RENDEZVOUS and api.is_kind(error, api.RendezvousGracefulExitError):
+        is_running = self.phase is machine.Phase.RUNNING
+        if api.is_kind(error, api.RendezvousGracefulExitError):
+            if is_running:
+                self._console.say(f"this node is no longer needed: {error}; stopping the workers")
             self.has_taken_part = False
             return self.step(machine.NotNeeded())
         if not (api.is_kind(error, api.RendezvousError) or isinstance(error, (OSError, RuntimeError))):
@@ -214,7 +221,7 @@ class HandlerNodes(OneAgent):
             raise error
         self.error = error
         why = f"the rendezvous failed: {type(error).__name__}: {error}"
-        if self.phase is machine.Phase.RUNNING:
+        if is_running:
             self._console.say(f"{why}; stopping the workers")
         return self.step(machine.RendezvousFailed(why))
 

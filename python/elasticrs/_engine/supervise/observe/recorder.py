@@ -38,14 +38,17 @@ class _Recorder(Observer):
         self._began = self._meeting_since = self._starting_since = time.monotonic()
         self._plan: Plan | None = None
         self._restarts = 0
+        self._is_meeting = False
 
     def opened(self, supervisor: _core.Supervisor) -> None:  # noqa: ARG002 -- the base class's signature
         self._meeting_since = time.monotonic()
 
     def acting(self, action: Action, plan: Plan | None) -> None:
         if isinstance(action, Rendezvous):
+            self._is_meeting = True
             self._meeting_since = time.monotonic()
         elif isinstance(action, Start):
+            self._is_meeting = False
             self._plan, self._restarts = plan, action.restarts
             self._starting_since = time.monotonic()
 
@@ -74,11 +77,14 @@ class EventRecorder(_Recorder):
         if isinstance(action, Rendezvous):
             self._record_watching(False)
         elif isinstance(action, Start):
-            span = (self._starting_since - self._meeting_since) * 1000
-            self._record("RENDEZVOUS", events.EventSource.AGENT, duration_ms=span)
+            self._record_rendezvous(self._starting_since)
             # The duration is 0, because the plan for the attempt already contains the ranks.
             self._record("ASSIGN_WORKER_RANKS", events.EventSource.AGENT, duration_ms=0.0)
             self._record_watching(True)
+
+    def _record_rendezvous(self, until: float) -> None:
+        span = (until - self._meeting_since) * 1000
+        self._record("RENDEZVOUS", events.EventSource.AGENT, duration_ms=span)
 
     def running(self, result: JobResult) -> None:
         attempt = result.attempts[-1]
@@ -151,18 +157,25 @@ class EventRecorder(_Recorder):
             self._later.append(event)
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:
+        # A rendezvous that no longer needs this node may have stopped workers that had not failed.
+        has_ends = result.has_taken_part or self._failed is not None
         self._catch_up()
         if result.phase is not Phase.SUCCEEDED:
             # As in torch, the stop of the timer watchdog precedes the workers' exits only if workers failed.
             self._record_watching(False)
         reason = _reason(result, error)
         if reason is None and result.attempts:
-            self._record_ends(result.attempts[-1], has_succeeded=result.phase is Phase.SUCCEEDED)
+            has_succeeded = result.phase is Phase.SUCCEEDED and result.has_taken_part
+            if has_ends:
+                self._record_ends(result.attempts[-1], has_succeeded=has_succeeded)
             # As in torch, an agent has failed if it could not start the workers or if the rendezvous failed,
             # not if workers failed.
             is_workers = result.exit_code == 0 or (result.attempts[-1].pids and not result.is_outside)
             reason = None if is_workers else result.message
         self._record_watching(False)
+        if self._is_meeting:
+            self._restarts = result.restarts
+            self._record_rendezvous(time.monotonic())
         if self._tells_end:
             state = "SUCCEEDED" if reason is None else "FAILED"
             self._record(state, events.EventSource.AGENT, raw_error=reason)
@@ -378,10 +391,20 @@ class MetricRecorder(_Recorder):
             _measured("LocalElasticAgent._stop_workers", stopping)
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:
-        """Publish the run's metrics; only its duration if a signal or an exception ended it."""
-        has_run = error is None and result.signum is None
-        _measured("SimpleElasticAgent.run", time.monotonic() - self._began, succeeded=has_run)
-        if not has_run:
+        """Publish the run's metrics; only its duration if no result of workers ended it, but a signal, an
+        exception or the rendezvous.
+        """
+        now = time.monotonic()
+        if self._is_meeting:
+            _measured("SimpleElasticAgent._rendezvous", now - self._meeting_since, succeeded=False)
+            _measured("SimpleElasticAgent._initialize_workers", now - self._meeting_since, succeeded=False)
+            failed = result.attempts[-1] if result.attempts else None
+            if failed is not None and failed.first_failure is not None:
+                took = now - failed.failed_ns / 1e9
+                _measured("SimpleElasticAgent._restart_workers", took, succeeded=False)
+        has_run = error is None and result.signum is None and not result.is_outside
+        _measured("SimpleElasticAgent.run", now - self._began, succeeded=has_run)
+        if not (has_run and result.has_taken_part):
             return
         if result.attempts:
             # Use the attempt's number of restarts. It includes replaced workers and restarts by other nodes.

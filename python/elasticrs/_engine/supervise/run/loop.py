@@ -126,7 +126,7 @@ class Agent:
         if self._error is not None:
             raise self._error
         attempts = self.result.attempts
-        if self.result.exit_code == 0 and self._decisions.has_taken_part and attempts:
+        if self.result.exit_code == 0 and self.result.has_taken_part and attempts:
             # Unpickle the return values last, because unpickling may raise an exception.
             self.result.return_values = self._workers.return_values(attempts[-1])
         return self.result
@@ -329,6 +329,7 @@ class Agent:
         self._tracker.tidy_up()
         self.result.phase = self._decisions.phase
         self.result.exit_code = action.code
+        self.result.has_taken_part = self._decisions.has_taken_part
         self.result.signum = self._decisions.signum
         self.result.first_cause = self._decisions.first_cause
         self.result.clock = self._decisions.clock
