@@ -33,6 +33,22 @@ def test_heartbeats_decide_without_records():
     assert decide(None, 3, "oldest") == Blame((3,), True, Basis.HEARTBEATS)
 
 
+@pytest.mark.parametrize(
+    ("ground", "suspects", "left", "blame"),
+    [
+        ("oldest", (), (2,), Blame((2,), False, Basis.EXIT)),
+        ("behind", (3,), (2,), Blame((2, 3), False, Basis.EXIT)),
+        ("oldest", (0, 1, 3), (), Blame((0, 1, 3), False, Basis.HEARTBEATS)),
+        ("oldest", (3,), (), Blame((3,), True, Basis.HEARTBEATS)),
+        ("stopped", (3,), (2,), Blame((3,), True, Basis.HEARTBEATS)),
+    ],
+)
+def test_a_rank_that_has_exited_is_a_candidate_if_only_heartbeats_decide(ground, suspects, left, blame):
+    assert decide(None, 3, ground, suspects=suspects, left=left) == blame
+    # Records that name a rank decide, also if another rank has exited.
+    assert decide(diagnose(recorded("skipped")), 3, ground, suspects=suspects, left=left).ranks == (2,)
+
+
 @given(st.integers(0, 10**9), st.data())
 def test_the_faulty_rank_is_blamed_or_a_candidate(seed, data):
     found = simulated(seed, SHAPES)

@@ -417,3 +417,55 @@ def test_no_diagnosis_is_made_without_records_or_with_ranks_on_other_nodes(tmp_p
     for rank in range(2):
         os.link(stuck.record(rank), part.record(rank))
     assert part.diagnosis is None
+
+
+SECOND = 1_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("left_at", "missed", "candidates"),
+    [
+        (9, "step", (3,)),
+        # The others made progress for longer than one limit after rank 3 had exited.
+        (2, "step", (0, 1, 2, 3)),
+        # Rank 3 exited while the hang was examined, so the others did not hang because of that.
+        (16, "step", (0, 1, 2)),
+        # The program of rank 0 had returned, so rank 0 does not wait for rank 3.
+        (9, "exit", (0,)),
+    ],
+)
+def test_a_rank_that_has_exited_is_a_candidate_for_the_hang_of_others(tmp_path, left_at, missed, candidates):
+    attempt = Evidence(tmp_path, 4).attempt
+    seen = [
+        SimpleNamespace(
+            local_rank=rank,
+            is_late=True,
+            frame="",
+            state="S",
+            wait_channel="",
+            heartbeat=SimpleNamespace(
+                local_rank=rank,
+                at_ns=10 * SECOND,
+                has_returned=False,
+                section=None,
+                step=4,
+                is_automatic=False,
+            ),
+        )
+        for rank in range(3)
+    ]
+    event = SimpleNamespace(
+        local_rank=0,
+        ground="oldest",
+        missed=missed,
+        since_ns=10 * SECOND,
+        seen_ns=15 * SECOND,
+        limit=5.0,
+        ranks=seen,
+    )
+    exited(attempt, 3, 0, seen_ns=left_at * SECOND)
+    attempt.append(event, _core.WorkerHung)
+    hang_diagnosis.accuse(attempt, event)
+    assert (attempt.blame.ranks, attempt.blame.is_decided) == (candidates, candidates == (0,))
+    told = hang_diagnosis.why_blamed(attempt, attempt.expired[candidates[0]], candidates[0])
+    assert ("rank 3 exited with code 0 at " in told) == (3 in candidates)

@@ -1,5 +1,6 @@
 """Ranks that hang under ``--hang-timeout``: the named rank, its evidence, and pauses that are not hangs."""
 
+import json
 import os
 import re
 import shutil
@@ -111,6 +112,30 @@ def test_the_report_of_a_hang_has_the_stack_and_the_last_heartbeats(run):
     line_with(launched.stderr, "last heartbeat ", "ranks 0, 2", "step 1,205")
     assert re.search(r"  hang      : .*/attempt_0/1/hang.txt$", launched.stderr, re.M)
     assert "rank      : 1 (local_rank: 1)" in launched.stderr
+
+
+# The limit leaves much time for the differences between ranks on a busy machine.
+@pytest.mark.parametrize("case", ["together", "behind", "startup", "none"])
+def test_no_rank_is_blamed_alone_if_one_has_exited_or_all_stopped_together(run, tmp_path, case):
+    leaves = {"none": ""}.get(case, "rank == 2 and os._exit(0)")
+    beats = {"startup": "", "behind": "rank == 0 or heartbeat(6)"}.get(case, "heartbeat(5)")
+    first = "" if case == "startup" else "heartbeat(5)"
+    source = f"{MEET}    {first}\n    {beats}\n    {leaves}\n    os.read(os.pipe()[0], 1)\n"
+    limit = ("--hang-startup-timeout=5",) if case == "startup" else ()
+    report = tmp_path / "report.json"
+    launched = run(source, 5, f"--report=file:{report}", *limit, nproc=3).exits(1)
+    left, named = (
+        "rank 2 exited with code 0",
+        {"behind": "ranks 0, 2", "none": "ranks 0-2"}.get(case, "rank 2"),
+    )
+    says(launched.stderr, f": undecided, candidates: {named}: {'a rank hangs' if case == 'none' else left}")
+    assert f"rank      : undecided, candidates: {named} (local_rank: " in launched.stderr
+    assert (f"traceback : {left} at " in launched.stderr) == (case != "none")
+    assert ("rank 2 (exited with code 0): in step " in launched.stderr) == (case in ("together", "behind"))
+    assert "stopped first" not in launched.stderr
+    told = json.loads(report.read_text())
+    basis = "heartbeats" if case == "none" else "exit"
+    assert (told["root_cause"], told["blamed"]["basis"], told["blamed"]["is_decided"]) == (None, basis, False)
 
 
 # Not sys.exit, which tells the agent that the program has returned: such a worker is no longer hung.

@@ -26,6 +26,9 @@ show the decision of these functions.
 - **BLAME-3** Heartbeats decide only without flight records, or if no rank waits according to the records.
 - **BLAME-4** If native code has aborted a rank inside a collective, only conclusive records can blame it,
   because gloo aborts the rank that expects less data, and that rank may be innocent.
+- **BLAME-5** If some ranks, at most half, have exited with code 0 before a hang, and neither records nor the
+  state of a process decide, no rank is blamed. The ranks that have exited are candidates.
+- **BLAME-6** A small difference between the times of the last heartbeats is no evidence.
 """
 
 from __future__ import annotations
@@ -113,7 +116,9 @@ class Diagnosis(NamedTuple):
 class Basis(str, Enum):
     RECORDS = "records"
     EXIT = "exit"
-    """Ranks exited with code 0 while other ranks were still waiting for them."""
+    """Ranks exited with code 0 while other ranks were still waiting for them. If the blame is not decided,
+    other ranks hung later, perhaps for another reason.
+    """
     HEARTBEATS = "heartbeats"
     """Times and steps of the last heartbeats."""
 
@@ -139,15 +144,29 @@ def decided(diagnosis: Diagnosis | None) -> Blame | None:
     return Blame(blamed, True, Basis.RECORDS) if blamed else None
 
 
-def decide(diagnosis: Diagnosis | None, rank: int, ground: str) -> Blame:
-    """Decide which ranks to blame for a hang. The heartbeats suggest ``rank``; ``ground`` is their reason."""
+def decide(
+    diagnosis: Diagnosis | None,
+    rank: int,
+    ground: str,
+    *,
+    suspects: Sequence[int] | None = None,
+    left: Sequence[int] = (),
+) -> Blame:
+    """Decide which ranks to blame for a hang. The heartbeats suggest ``rank``; ``ground`` is their reason.
+    ``suspects`` are all ranks that the heartbeats leave as candidates, by default only ``rank``. ``left`` are
+    the ranks that exited with code 0 before the hang, if the others may wait for them.
+    """
     found = decided(diagnosis)
     if found is not None:
         return found
     candidates = () if diagnosis is None else diagnosis.candidates
-    if ground == _STOPPED or not candidates or candidates == (rank,):
-        return Blame((rank,), True, Basis.HEARTBEATS)
-    return Blame(candidates, False, Basis.RECORDS)
+    if ground != _STOPPED and candidates and candidates != (rank,):
+        return Blame(candidates, False, Basis.RECORDS)
+    if ground != _STOPPED and not candidates and left:
+        return Blame(tuple(sorted({*left, *((rank,) if suspects is None else suspects)})), False, Basis.EXIT)
+    if ground != _STOPPED and not candidates and suspects is not None and len(suspects) > 1:
+        return Blame(tuple(sorted(suspects)), False, Basis.HEARTBEATS)
+    return Blame((rank,), True, Basis.HEARTBEATS)
 
 
 def decide_failure(

@@ -158,6 +158,27 @@ class Attempt(EventLog):
     def has_flight_records(self) -> bool:
         return any(map(self.flight_records, self.global_ranks()))
 
+    def has_left(self, local_rank: int) -> bool:
+        """Return true if a worker has exited with code 0, without a signal from elasticrs."""
+        exited = self.exits.get(local_rank)
+        return exited is not None and exited.exitcode == 0 and exited.sent_signal is None
+
+    def leavers(self) -> tuple[int, ...]:
+        """Return the ranks that have exited with code 0, if others may wait for them. Return none if the job
+        has workers on other nodes, if the workers are members of a rendezvous, or if most have exited so.
+        """
+        ranks = self.global_ranks()
+        if self.plan.page is not None or len(ranks) != self.world_size:
+            return ()
+        left = [ranks[local_rank] for local_rank in self.exits if self.has_left(local_rank)]
+        return tuple(sorted(left)) if 2 * len(left) <= len(ranks) else ()
+
+    def left_before(self, at_ns: int) -> list[int]:
+        """Return the ranks that had exited with code 0 before ``at_ns`` (monotonic)."""
+        ranks = self.global_ranks()
+        here = [place for place, exited in self.exits.items() if exited.seen_ns < at_ns]
+        return sorted(ranks[local_rank] for local_rank in here if self.has_left(local_rank))
+
     def accuse(self, blame: Blame, at_ns: int, event: WorkerHung | None = None) -> None:
         places = {rank: local_rank for local_rank, rank in self.global_ranks().items()}
         self.append(Blamed(blame, [places[rank] for rank in blame.ranks], at_ns, event))

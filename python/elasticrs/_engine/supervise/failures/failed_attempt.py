@@ -144,9 +144,15 @@ def _add_hang(
     if overdue is not None:
         from elasticrs._engine.supervise.failures import hang_diagnosis
 
-        error_file = attempt.paths.error_files.get(rank)
+        hung = overdue.hung
+        # A worker that has exited early has no stack. Show where the worker was that hung.
+        shown = rank if hung is None or overdue.seen_ns == hung.seen_ns else hung.local_rank
+        error_file = attempt.paths.error_files.get(shown)
         if is_read and error_file and os.path.isfile(path := hang_file(error_file)):
             failure.stack = hang_diagnosis.stack(path, others=3 if overdue.raised is not None else 0)
+            if (shown != rank or attempt.is_undecided) and failure.stack is not None:
+                name = attempt.who(shown)
+                failure.stack = failure.stack.replace("where it was", f"where {name} was", 1)
             failure.log_paths["hang"] = path
         if blame is not None and attempt.is_undecided and diagnosis is not None:
             failure.stack = hang_diagnosis.stacks_of(diagnosis, blame.ranks) or failure.stack
@@ -167,7 +173,8 @@ def last_heartbeats(attempt: Attempt, end_ns: int | None, where: str = "") -> li
     from elasticrs._engine.supervise.failures import hang_diagnosis
 
     end_ns = attempt.stamps.get("failure_seen", end_ns or attempt.stamps.get("ended", 0))
-    notes = hang_diagnosis.heartbeat_notes(attempt.heartbeats, end_ns, attempt.global_ranks())
+    left = attempt.left_before(end_ns)
+    notes = hang_diagnosis.heartbeat_notes(attempt.heartbeats, end_ns, attempt.global_ranks(), left)
     return [f"{where}{note}" for note in notes]
 
 

@@ -30,23 +30,14 @@ def early_leavers(
     After the attempt, ``reports_lost_peer`` decides about the first failure from the workers' files. It is
     called only if the exception of that worker is unknown, for example because the worker exited at once.
     """
-    ranks = attempt.global_ranks()
-    if attempt.plan.page is not None or len(ranks) != attempt.world_size:
-        return ()
-    left = [
-        ranks[local_rank]
-        for local_rank, exited in attempt.exits.items()
-        if exited.exitcode == 0 and exited.sent_signal is None
-    ]
-    if not left or 2 * len(left) > len(ranks) or not _is_lost_peer_first(attempt, reports_lost_peer):
-        return ()
-    return tuple(sorted(left))
+    left = attempt.leavers()
+    return left if left and _is_lost_peer_first(attempt, reports_lost_peer) else ()
 
 
 def _is_lost_peer_first(attempt: Attempt, reports_lost_peer: Callable[[Attempt], bool] | None) -> bool:
     """Return true if a rank that exited with code 0 may have caused the first failure."""
     if attempt.blame is not None:
-        return attempt.blame.basis == "exit"
+        return attempt.blame.basis == "exit" and attempt.blame.is_decided
     if attempt.first_failure is None:
         return False
     failure = attempt.raised.get(attempt.first_failure)
@@ -149,8 +140,10 @@ def how_by_evidence(attempt: Attempt, local_rank: int) -> str | None:
 
 
 def _how_it_hung(attempt: Attempt, event: WorkerHung) -> str:
-    if attempt.is_undecided:
-        return ": a rank hangs"
+    if attempt.blame is not None and attempt.is_undecided:
+        left = phrases.ranks_text(attempt.left_before(event.seen_ns))
+        is_exit = attempt.blame.basis == "exit"
+        return f": {left} exited with code 0, then others hung" if is_exit else ": a rank hangs"
     if attempt.blame is not None and attempt.blame.basis == "records":
         return f" {'keeps' if len(attempt.blame.ranks) == 1 else 'keep'} the other ranks waiting"
     # If several ranks are silent and there are no flight records, it is only known which rank stopped first.
@@ -197,7 +190,7 @@ def is_collective_failure(attempt: Attempt) -> bool:
       watchdog end their process in this way.
     """
     if attempt.blame is not None and attempt.blame.basis == "exit":
-        return True
+        return attempt.blame.is_decided
     if attempt.first_failure is None or attempt.first_failure in attempt.expired:
         return False
     raised = attempt.raised.get(first_seen(attempt))

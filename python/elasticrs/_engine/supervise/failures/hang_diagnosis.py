@@ -32,7 +32,7 @@ from elasticrs._engine.job.phrases import how_it_ended, printable, ranks_text
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from elasticrs._core import Heartbeat, RankSeen, WorkerExited, WorkerHung
     from elasticrs._engine.hangs.culprits import Blame, Diagnosis
@@ -102,8 +102,39 @@ def accuse(attempt: Attempt, event: WorkerHung) -> None:
     several nodes, the agent that leads the rendezvous makes the final decision, when it has all nodes'
     evidence.
     """
-    rank = attempt.global_ranks()[event.local_rank]
-    attempt.accuse(decide(attempt.diagnosis, rank, event.ground), event.seen_ns, event)
+    ranks = attempt.global_ranks()
+    rank = ranks[event.local_rank]
+    left: list[int] = []
+    # A worker whose program has returned waits for no other worker.
+    if event.missed != "exit":
+        # A worker may also exit between the detection of the hang and this event.
+        left = sorted({*attempt.leavers()}.intersection(attempt.left_before(event.seen_ns)))
+    suspects = [rank]
+    if len(ranks) == attempt.world_size and not _is_odd(event):
+        late = [seen.local_rank for seen in event.ranks if seen.is_late]
+        suspects = sorted(ranks[each] for each in late if not attempt.has_left(each))
+        if left and _stopped_with(event, max(exited.seen_ns for exited in attempt.exits.values())):
+            suspects = []  # The same wait for the ranks that have exited probably stopped all others.
+    blame = decide(attempt.diagnosis, rank, event.ground, suspects=suspects, left=left)
+    attempt.accuse(blame, event.seen_ns, event)
+
+
+def _is_odd(event: WorkerHung) -> bool:
+    """Return true if the worker that the core names for a hang differs clearly from other silent workers: in
+    its step or place, because it exceeded a time limit of its own, or its last heartbeat is much older.
+    """
+    late = [seen for seen in event.ranks if seen.is_late and seen.local_rank != event.local_rank]
+    if event.ground not in ("apart", "oldest") or event.missed in ("section", "exit") or not late:
+        return True
+    least_ns = int(min(_CLEARLY, event.limit * _CLEAR_PART) * 1e9)
+    beats = [seen.heartbeat for seen in late]
+    return all(beat is not None and beat.at_ns - event.since_ns >= least_ns for beat in beats)
+
+
+def _stopped_with(event: WorkerHung, left_ns: int) -> bool:
+    """Return true if no silent worker made progress for long after workers exited at ``left_ns``."""
+    beats = [seen.heartbeat for seen in event.ranks if seen.is_late and seen.heartbeat is not None]
+    return all(beat.at_ns - left_ns <= event.limit * 1e9 for beat in beats)
 
 
 def diagnose_running(attempt: Attempt, seconds: float) -> Diagnosis | None:
@@ -323,6 +354,10 @@ MAX_FRAMES = 12
 MAX_FRAMES_OF_OTHERS = 4
 MAX_STACKS = 4
 """Maximum number of distinct stacks of candidates in a report."""
+_CLEARLY, _CLEAR_PART = 1.0, 0.2
+"""A worker has stopped clearly before others if its last heartbeat is older by so many seconds, or by this
+part of its limit if that is less.
+"""
 _EARLIER = 0.01
 """Seconds by which a worker must have stopped before the others, so that the report mentions it."""
 _STATES = {"T": "it is stopped by a signal", "t": "a debugger has stopped it", "D": "it waits for a device"}
@@ -333,9 +368,18 @@ def why_blamed(attempt: Attempt, event: Overdue, local_rank: int) -> str:
     exited = attempt.exits.get(local_rank)
     if event.hung is None:
         return kept_waiting(exited, event.seen_ns, attempt.diagnosis)
+    blame, ranks = attempt.blame, attempt.global_ranks()
+    if blame is not None and blame.basis == "exit" and not blame.is_decided:
+        places = {rank: each for each, rank in ranks.items()}
+        left = attempt.left_before(event.hung.seen_ns)
+        at = _clock_time(max(attempt.exits[places[rank]].seen_ns for rank in left))
+        who = "then the others" if ranks[local_rank] in left else f"then rank {ranks[local_rank]}"
+        told = hung(event.hung, ranks, attempt.diagnosis, local_rank=local_rank)
+        when = f" at {at}" if len(left) == 1 else f", the last at {at}"
+        return f"{ranks_text(left)} exited with code 0{when}, {who} {told}"
     return hung(
         event.hung,
-        attempt.global_ranks(),
+        ranks,
         attempt.diagnosis,
         was_found_here=attempt.first_failure is not None,
         local_rank=local_rank,
@@ -381,9 +425,13 @@ def kept_waiting(exited: WorkerExited | None, at_ns: int, diagnosis: Diagnosis |
 
 
 def _left_early(exited: WorkerExited) -> str:
-    age_ns = time.monotonic_ns() - exited.seen_ns
-    at = time.strftime("%H:%M:%S", time.localtime((time.time_ns() - age_ns) / 1e9))
+    at = _clock_time(exited.seen_ns)
     return f"exited with code {exited.exitcode} at {at}, while others still waited for it"
+
+
+def _clock_time(at_ns: int) -> str:
+    age_ns = time.monotonic_ns() - at_ns
+    return time.strftime("%H:%M:%S", time.localtime((time.time_ns() - age_ns) / 1e9))
 
 
 def _missed(event: WorkerHung, own: RankSeen | None, was_found_here: bool) -> str:
@@ -462,21 +510,27 @@ def place(frame: str) -> str:
     return printable(frame) if parsed is None else short(parsed)
 
 
-def heartbeat_notes(beats: Iterable[Heartbeat], end_ns: int, ranks: Mapping[int, int]) -> list[str]:
-    """Describe the last heartbeats before the failure at ``end_ns`` (monotonic), slowest ranks first."""
-    groups: dict[tuple[int | None, str | None, bool], list[Heartbeat]] = {}
+def heartbeat_notes(
+    beats: Iterable[Heartbeat], end_ns: int, ranks: Mapping[int, int], left: Collection[int] = ()
+) -> list[str]:
+    """Describe the last heartbeats before the failure at ``end_ns`` (monotonic), slowest ranks first.
+    ``left`` are the ranks that had exited with code 0 before.
+    """
+    groups: dict[tuple[int | None, str | None, bool, bool], list[Heartbeat]] = {}
     for beat in beats:
-        groups.setdefault((beat.step, beat.section, beat.is_automatic), []).append(beat)
+        key = (beat.step, beat.section, beat.is_automatic, ranks[beat.local_rank] in left)
+        groups.setdefault(key, []).append(beat)
     notes = []
     in_order = sorted(groups, key=lambda key: (key[0] or 0, min(beat.at_ns for beat in groups[key])))
     for key in in_order:
-        (step, section, is_automatic), group = key, groups[key]
+        (step, section, is_automatic, has_left), group = key, groups[key]
         ages = sorted(max(0.0, (end_ns - beat.at_ns) / 1e9) for beat in group)
         oldest, newest = seconds(ages[-1]), seconds(ages[0])
         span = oldest if oldest == newest else f"{newest} to {oldest}"
         where = "" if step is None else f" in {step_text(step, is_automatic=is_automatic)}"
         where += f" in section '{printable(section)}'" if section else ""
         who = ranks_text(sorted(ranks[beat.local_rank] for beat in group))
+        who += " (exited with code 0)" if has_left else ""
         notes.append(f"last heartbeat of {who}:{where}{',' if where else ''} {span} before the failure")
     if len(notes) > MAX_FRAMES:
         notes[MAX_FRAMES:] = [f"and {len(notes) - MAX_FRAMES} more such lines"]
