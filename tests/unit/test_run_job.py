@@ -7,6 +7,8 @@ import os
 import signal
 import threading
 import time
+import urllib.error
+import urllib.request
 from contextlib import closing
 
 import pytest
@@ -19,6 +21,7 @@ from elasticrs._engine.supervise.attempts.state_machine import Phase
 from elasticrs._engine.supervise.decide import decisions, handler_nodes
 from elasticrs._engine.supervise.decide.decisions import plan_one_node
 from elasticrs._engine.supervise.decide.handler_nodes import exchange_ranks, wait_for_others
+from elasticrs._engine.supervise.observe.health_check_server import HealthCheckServer
 from elasticrs._engine.supervise.run_job import make_decisions, run_job
 from elasticrs._engine.workers.plan import NodeShare, node_ranks
 from elasticrs.rendezvous import (
@@ -51,14 +54,18 @@ class Console:
 
 @pytest.fixture
 def run(tmp_path):
-    def run(nproc, *command, signals=None, ended=None, **more):
+    def run(nproc, *command, signals=None, server=None, ended=None, **more):
         console, agents = Console(), []
         logs = LogSettings(log_dir=str(tmp_path), redirects=3)
         job = JobSpec(nproc, "job", command=command, logs=logs, **more)
         decisions = make_decisions(job, console)
         try:
             result = run_job(
-                *(job, console, signals), owns_process=False, created=agents.append, decisions=decisions
+                *(job, console, signals),
+                owns_process=False,
+                created=agents.append,
+                decisions=decisions,
+                server=server,
             )
             if ended is not None:
                 ended(console.lines)
@@ -455,6 +462,27 @@ def test_a_signal_ends_the_wait_for_a_method_that_hangs(run_by, hangs, monkeypat
     assert result.phase is Phase.FAILED
     assert not any("shut down" in line for line in lines)
     assert time.monotonic() - began < HANG / 2
+
+
+def test_an_agent_is_unhealthy_while_a_method_hangs_that_should_not_wait(run_by, monkeypatch):
+    server = HealthCheckServer(time.time, 0, 0.2, "127.0.0.1")
+    server.open()
+    answers, deadline = [], time.monotonic() + HANG
+
+    def num_nodes_waiting(_self):
+        while not any("in num_nodes_waiting" in answer for answer in answers):
+            assert time.monotonic() < deadline, answers[-1]
+            try:
+                urllib.request.urlopen(f"http://{server.address}/healthz").close()
+            except urllib.error.HTTPError as error:
+                with error:
+                    answers.append(f"{error.code} {error.read()}")
+        raise RendezvousGracefulExitError
+
+    monkeypatch.setattr(Handler, "num_nodes_waiting", num_nodes_waiting)
+    result, _, _ = run_by(Handler(), "exec sleep 600", server=server)
+    assert result.phase is Phase.SUCCEEDED
+    assert answers[-1].startswith("503 ")
 
 
 def test_the_end_of_the_job_closes_all_file_descriptors_at_once(run_by):

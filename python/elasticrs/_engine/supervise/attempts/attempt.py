@@ -296,7 +296,7 @@ class JobResult(Record):
         start_errno: ``errno`` of the error that prevented the start of the last attempt.
         first_cause: first failure of the job, over all nodes, if it has several.
         clock: wall clock of the nodes' store, as estimated on this node.
-        read_history: see :class:`.Decisions`; ``shared_cause`` and ``node_names`` likewise.
+        read_history: see :class:`.Decisions`; ``find_overdue``, ``shared_cause`` and ``node_names`` likewise.
         return_values: return values of the workers, by global rank.
     """
 
@@ -313,6 +313,7 @@ class JobResult(Record):
     clock: Clock = Clock()
     attempts: list[Attempt] = fresh(factory=list)
     read_history: Callable[[], FailureHistory] = FailureHistory
+    find_overdue: Callable[[], tuple[float, str | None]] = lambda: (0.0, None)
     shared_cause: Callable[[], Mapping[str, Any] | None] = lambda: None
     node_names: Callable[..., Sequence[str] | None] = lambda **_: None
     return_values: dict[int, object] = fresh(factory=dict)

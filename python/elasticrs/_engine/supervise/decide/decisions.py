@@ -82,6 +82,10 @@ class Decisions(ABC):
         """Return the nodes' names by group rank; ``None`` if unknown. With ``asks``, then request them."""
         return (os.uname().nodename,)
 
+    def find_overdue(self) -> tuple[float, str | None]:
+        """Return how long the agent has waited for code that should not wait, in seconds, and its name."""
+        return 0.0, None
+
     def read_history(self) -> FailureHistory:
         """Return the history of the job's failures. Times are in seconds on this node's monotonic clock."""
         return FailureHistory()

@@ -47,6 +47,9 @@ _QUIET_FOR = 3.0
 _BARRIER_PERIOD = 0.1
 """Maximum number of seconds between two polls of the store in the exit barrier."""
 
+_WAITS = "next_rendezvous"
+"""The method of the handler that may wait for other nodes."""
+
 _INFO = "torchelastic/role_info/"
 _RANKS = "torchelastic/assigned_ranks/"
 _TERMINAL_STATE = "torchelastic/agent/terminal_state"
@@ -169,6 +172,12 @@ class HandlerNodes(OneAgent):
         self._next, self._why_hung = None, self._why_not_returned()
         return self._failed(public("rendezvous.api").RendezvousTimeoutError(self._why_hung))
 
+    def find_overdue(self) -> tuple[float, str | None]:
+        running = self._running
+        if running is None or running[0] == _WAITS:
+            return super().find_overdue()
+        return time.monotonic() - running[1], running[0]
+
     def _method(self, name: str) -> Any:
         """Call a method of the handler."""
         self._running = name, time.monotonic()
@@ -228,7 +237,7 @@ class HandlerNodes(OneAgent):
     def _meet(self) -> tuple[Any, NodeRanks, bool]:
         if self._handler is None:
             self._handler = self._make_handler()
-        info = self._method("next_rendezvous")
+        info = self._method(_WAITS)
         ranks = agreed_ranks(info.store, info.rank, info.world_size, self._share)
         return info, ranks, self._handler.use_agent_store
 

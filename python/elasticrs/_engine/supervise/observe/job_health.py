@@ -185,6 +185,8 @@ class HealthObserver(Observer):
             self._native.restarted("port_taken" if self._is_uncharged else _cause(earlier))
         self._counted, self._is_uncharged = len(result.attempts) - 1, False
         self._result, self._attempt = result, result.attempts[-1]
+        if self._is_asked:
+            self._server.find_overdue = result.find_overdue
         self._paused.clear()
         self._is_hang_counted = False
         self._no_progress = None

@@ -66,7 +66,7 @@ class Agent:
             self, job, workers, self._console, observers, owns_process=owns_process
         )
         self.result = self._tracker.result
-        self.result.read_history = decisions.read_history
+        self.result.read_history, self.result.find_overdue = decisions.read_history, decisions.find_overdue
         self.result.shared_cause, self.result.node_names = decisions.shared_cause, decisions.node_names
         self._events = self._tracker.events
         self._actions: deque[machine.Action] = deque()
