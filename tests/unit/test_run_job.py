@@ -216,6 +216,17 @@ def test_ranks_and_addresses_come_from_the_handler(run_by):
     assert any("did not finish" in line for line in lines)
 
 
+@pytest.mark.parametrize("given", [None, RendezvousStoreInfo("there", None)])
+def test_a_handler_that_gives_no_port_gets_a_free_one(run_by, monkeypatch, given):
+    monkeypatch.setattr(
+        Handler, "next_rendezvous", lambda _self: RendezvousInfo(Store(), 0, 1, bootstrap_store_info=given)
+    )
+    _, outputs, _ = run_by(Handler(), "echo $MASTER_ADDR $MASTER_PORT")
+    address, port = outputs[0].split()
+    assert address == ("localhost" if given is None else "there")
+    assert int(port) > 0
+
+
 def test_a_restart_asks_the_handler_again_and_costs_a_restart(run_by):
     handler = Handler()
     result, outputs, _ = run_by(

@@ -248,14 +248,16 @@ class HandlerNodes(OneAgent):
     def _take_round(self, answer: tuple[Any, NodeRanks, bool]) -> list[machine.Action]:
         self._info, ranks, use_agent_store = answer
         bootstrap, port = self._info.bootstrap_store_info, None
-        address = self._job.master_addr if bootstrap is None else bootstrap.master_addr
-        if bootstrap is None:
+        address, number = self._job.master_addr, None
+        if bootstrap is not None:
+            address, number = bootstrap.master_addr, bootstrap.master_port
+        if number is None:
             if ranks.group_world_size > 1:
                 return self.step(
                     machine.RendezvousFailed("the rendezvous gave no port for the workers' store")
                 )
             port = StorePort(is_served=False)
-        number = bootstrap.master_port if port is None else port.number
+            number = port.number
         workers = ranks.workers(self._share)
         store = self._info.store
         plan = Plan(workers, address, number, port, use_agent_store=use_agent_store)
