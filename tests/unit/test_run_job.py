@@ -358,6 +358,29 @@ def test_a_node_that_is_no_longer_needed_stops_its_workers_and_has_not_failed(ru
     assert handler.calls == ["next_rendezvous", "shutdown"]
 
 
+def test_an_error_of_the_handler_while_failed_workers_are_being_stopped_is_dropped(
+    run, tmp_path, monkeypatch
+):
+    stopping, told = tmp_path / "stopping", tmp_path / "told"
+
+    def num_nodes_waiting(_self):
+        if stopping.exists():
+            threading.Timer(0.1, told.touch).start()
+            raise RendezvousGracefulExitError
+        return 0
+
+    monkeypatch.setattr(Handler, "num_nodes_waiting", num_nodes_waiting)
+    script = """
+        test $RANK = 1 || { until test -e ready; do sleep 0.01; done; exit 1; }
+        trap 'touch stopping; until test -e told; do sleep 0.01; done; exit 2' TERM
+        touch ready; while :; do sleep 0.01; done
+    """
+    monkeypatch.chdir(tmp_path)
+    result, _, lines = run(2, "sh", "-c", script, make_handler=Handler, monitor_interval=0.01)
+    assert (result.phase, result.has_taken_part) == (Phase.FAILED, True)
+    assert not any("needed" in line for line in lines)
+
+
 GRACEFUL, LOST = RendezvousGracefulExitError("enough"), RendezvousConnectionError("away")
 
 
