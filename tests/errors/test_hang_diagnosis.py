@@ -281,6 +281,22 @@ def test_the_rank_is_found_when_the_exit_of_the_aborted_rank_is_noticed_later(mi
     assert attempt.blame == Blame((2,), True, Basis.RECORDS)
 
 
+def test_a_rank_that_gloo_may_have_aborted_is_not_blamed_before_its_exit_is_noticed(tmp_path):
+    """gloo has aborted rank 1, because rank 0 passed more elements. The exit of rank 0 is noticed first."""
+    evidence = Evidence(tmp_path, 2)
+    header = json.dumps({"groups": {"0": [0, 1]}, "stack": INSIDE}).encode()
+    evidence.write(0, header, dump(calls("all_reduce", sizes=[[4096]])))
+    Path(fault_file(evidence.files[1])).write_text(ABORT.format(header="Thread"))
+    failed(evidence.attempt, 0)
+    raised(evidence.attempt, 0, text="RuntimeError: reset", origin="peer")
+    tracker = SimpleNamespace(_replaces=False)
+    AttemptTracker._explain(tracker, evidence.attempt)
+    assert evidence.attempt.blame is None
+    exited(evidence.attempt, 1, -6)
+    AttemptTracker._explain(tracker, evidence.attempt)
+    assert evidence.attempt.blame == Blame((0, 1), False, Basis.RECORDS)
+
+
 def test_a_rank_that_python_code_has_aborted_stays_the_cause(mismatched):
     fault = Path(fault_file(mismatched.files[0]))
     for rank in (1, 2, 3):

@@ -83,11 +83,19 @@ def examine_failure(attempt: Attempt) -> tuple[Diagnosis | None, Blame | None]:
     if len(facts) != attempt.world_size or first is None:
         return None, None
     diagnosis = telling(facts)
+    if diagnosis is not None and diagnosis.blamed() & _unexplained(attempt, diagnosis):
+        return None, None
     rank = attempt.global_ranks()[first]
     own = next(each for each in facts if each.rank == rank)
     may_be_innocent = own.record is NoRecord.ABORTED and _may_have_waited(attempt, first, own)
     ranks = [each.rank for each in facts]
     return diagnosis, decide_failure(diagnosis, rank, ranks, may_be_innocent=may_be_innocent)
+
+
+def _unexplained(attempt: Attempt, diagnosis: Diagnosis) -> set[int]:
+    """Return ranks without a flight record whose exit has not been noticed: gloo may have aborted them."""
+    running = {rank for each, rank in attempt.global_ranks().items() if each not in attempt.exits}
+    return {rank for rank, why in diagnosis.no_record.items() if why is NoRecord.LATE} & running
 
 
 def _may_have_waited(attempt: Attempt, local_rank: int, facts: RankFacts) -> bool:
