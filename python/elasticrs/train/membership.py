@@ -201,7 +201,9 @@ class Membership:
         return self.round
 
     def passed(self) -> bool:
-        """Count a step. Return true if this worker must leave the round, after an agreement if necessary."""
+        """Count a training step. Return true if this worker must leave the round now. If the round is ending,
+        wait until all workers have agreed on the step after which they leave.
+        """
         with self._lock:
             current, now = self.round, time.monotonic()
             if current is None:

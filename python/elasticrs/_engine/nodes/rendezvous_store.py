@@ -292,7 +292,8 @@ class RendezvousStore:
 
     def _connected(self, met: tuple[bytes, int] | None) -> NativeSession:
         settings, supervisor = self._rendezvous.settings, self._supervisor
-        # Without a supervisor, set no limit for stalls: the agent polls the connection itself, perhaps late.
+        # Without a supervisor, the agent itself reads the connection now and then, perhaps late. A limit for
+        # the time between two reads would then end healthy sessions.
         stall_timeout = settings.stall_timeout if supervisor is not None else None
         more: dict[str, Any]
         if self._rendezvous.etcd is not None:

@@ -475,7 +475,8 @@ impl CurrentNursery {
         self.nursery.as_ref()?.import.as_ref()
     }
 
-    /// Records that the nursery's imports are complete. Returns false if the nursery was not importing modules.
+    /// Records that the nursery (the process that starts the workers) has imported the modules for warm starts. Returns
+    /// false if it was not importing.
     pub(super) fn finish_import(&mut self, deadlines: &mut Deadlines) -> bool {
         let was_warming = self.nursery.as_mut().and_then(|nursery| nursery.import.take()).is_some();
         if was_warming {
@@ -502,7 +503,8 @@ impl CurrentNursery {
         }
     }
 
-    /// Returns a message about the module that the nursery is still importing. `None` if no imports are in progress.
+    /// Returns a message about the module that the nursery (the process that starts the workers) is still importing.
+    /// `None` if no import is in progress.
     pub(super) fn slow_import(&self) -> Option<String> {
         let import = self.import()?;
         let module = report::importing(&import.warm.report, import.since);

@@ -1,8 +1,8 @@
 //! The group of workers that is being started or is running. Keeps the group's state machine, and the descriptors of
 //! its members.
 //!
-//! Also watches the processes whose exits no nursery reports: processes that a program started itself, and the workers
-//! of a nursery that has died.
+//! Also watches the processes whose exits are reported by no nursery (the process that starts the workers): processes
+//! that a program started itself, and the workers of a nursery that has died.
 
 use std::collections::BTreeSet;
 use std::os::fd::{AsFd, OwnedFd};

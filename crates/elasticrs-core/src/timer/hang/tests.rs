@@ -558,8 +558,8 @@ proptest! {
         prop_assert_eq!(!working.is_empty(), works && !may_hang && !has_own_limit);
     }
 
-    /// Checks HANG-12: a rank without a heartbeat counts as hung at the latest after ten times its time limit, even if
-    /// it is busy. No rank counts as late until at least one rank has exceeded its time limit.
+    /// Checks HANG-12: a rank that has sent no heartbeat for ten times its time limit counts as hung, even if it is busy.
+    /// Before one rank has exceeded its time limit, no rank counts as late.
     #[test]
     fn every_silent_rank_is_hung_after_the_generous_limit(
         limit in 1_u64..40,

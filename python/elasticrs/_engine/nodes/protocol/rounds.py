@@ -264,7 +264,8 @@ def look(member: Member) -> None:
         else:
             _slot_damaged(member, link, DamagedError("its ranks are beyond those of the round"))
     elif head.state == "RUNNING" and slot.round == head.round and not is_slot_known(link):
-        # The slot belongs to a proposal for this round that was not accepted. A newer slot may still arrive.
+        # The slot (this member's place in the round) is of an earlier proposal for this round, which was not
+        # accepted. A newer slot may still arrive.
         _find_slot(member, link)
     elif head.state != "CLOSED":
         member.done = None

@@ -148,7 +148,7 @@ class NotNeeded(Event):
 
 
 class MembershipChanged(Event):
-    """Nodes wait to join the job, so the workers of all nodes must be restarted together with theirs."""
+    """Nodes wait to join the job, so the workers of all nodes must be restarted, to form a larger group."""
 
 
 class Started(Event): ...

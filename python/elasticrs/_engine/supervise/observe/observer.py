@@ -311,8 +311,8 @@ class TerminalReporter(Observer):
 
 
 def productive_ns(attempts: Iterable[Attempt]) -> int:
-    """Return the time in nanoseconds during which no worker had failed or hung. It includes imports before a
-    warm start, because the imports of cold workers count as well.
+    """Return the time in nanoseconds during which no worker had failed or hung. The imports of modules count,
+    whether workers import them, or with --warm the process that forks the workers.
     """
     total = 0
     for attempt in attempts:
