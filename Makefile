@@ -85,7 +85,7 @@ demo: build ## train a real model with 4 workers; one is killed midway, and the 
 demo-train: build ## train as steps over a state; one worker is killed, the other three keep their processes, one step is repeated
 	@$(PY) examples/train_state/demo.py
 
-demo-hang: build ## train a real model; one worker hangs in a collective, is found, its stack is kept, and the job recovers
+demo-hang: build ## train a real model; one worker waits for a batch that never comes, is found, its stack is kept, and the job recovers
 	@$(PY) examples/hang/demo.py
 
 demo-etcd: build ## three agents meet in an etcd of three members; the one with rank 0 is killed, then a member of etcd

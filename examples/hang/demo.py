@@ -1,4 +1,4 @@
-"""Trains with four workers, makes one of them hang in a collective, and describes what happened.
+"""Trains with four workers, makes one of them wait for a batch that never comes, and describes what happened.
 
 Runs `train.py` through `python -m elasticrs.launch --hang-timeout`, needs nothing but the standard library
 itself, and exits with 1 when anything is not as promised: another rank blamed, no stack of it, resumed from

@@ -9,6 +9,7 @@ The loop reports each step with `heartbeat(step)`. The rest is in `../ddp_digits
 import argparse
 import importlib.util
 import os
+import queue
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--batch-size", type=int, default=16, help="per worker")
-    parser.add_argument("--hang-rank", type=int, help="this rank stops once, in a collective ...")
+    parser.add_argument("--hang-rank", type=int, help="this rank waits once for a batch that never comes ...")
     parser.add_argument("--hang-epoch", type=int, default=3, help="... in the middle of this epoch")
     return parser.parse_args()
 
@@ -68,14 +69,12 @@ def train(arguments: argparse.Namespace) -> None:
     if done and rank == 0:
         print(f"resumed after epoch {done}", flush=True)
 
-    # Group of two ranks, for a collective that only one of them calls.
-    pair = None if arguments.hang_rank is None else dist.new_group(sorted({0, arguments.hang_rank}))
     for epoch in range(done + 1, arguments.epochs + 1):
         batches = example.batches_of(epoch, len(images), arguments.batch_size)
         for number, batch in enumerate(batches):
             heartbeat((epoch - 1) * len(batches) + number)
             if number == len(batches) // 2:
-                hang_if_told(arguments, rank, epoch, pair)
+                hang_if_told(arguments, rank, epoch)
             optimizer.zero_grad()
             loss: Any = cross_entropy(model(images[batch]), labels[batch])
             loss.backward()
@@ -91,13 +90,12 @@ def train(arguments: argparse.Namespace) -> None:
     dist.barrier()
 
 
-def hang_if_told(arguments: argparse.Namespace, rank: int, epoch: int, pair: Any) -> None:
-    """Make a common mistake: call a collective in which not all ranks of the group take part."""
-    import torch.distributed as dist
-
+def hang_if_told(arguments: argparse.Namespace, rank: int, epoch: int) -> None:
+    """Wait for a batch that no thread will pass on, as a data loader does whose reader has died."""
     is_first_attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     if is_first_attempt and rank == arguments.hang_rank and epoch == arguments.hang_epoch:
-        dist.barrier(pair)
+        read: queue.Queue[Any] = queue.Queue()
+        read.get()
 
 
 if __name__ == "__main__":

@@ -85,9 +85,12 @@ def named(output):
     root = output[output.index("Root Cause") :]
     (field,) = re.findall(r"^  rank      : (.*) \(local_rank", root, re.M)
     decided = "undecided" not in field
-    # The launcher prints this line only if it stops other ranks that are still running.
+    # The launcher prints this line only if it stops other ranks that are still running. A line about a cause
+    # that is not known yet blames no rank.
     first = re.findall(
-        r"^elasticrs: (undecided, candidates: )?ranks? (\d[-\d, ]*).*; stopping ", output, re.M
+        r"^elasticrs: (undecided, candidates: )?ranks? (\d[-\d, ]*)(?!.* not known yet;).*; stopping ",
+        output,
+        re.M,
     )
     assert all(decided is not bool(doubt) for doubt, _ in first), output
     return Named([spans_of(ranks) for _, ranks in first], spans_of(field), decided)

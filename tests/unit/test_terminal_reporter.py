@@ -32,6 +32,7 @@ def last_line(phase, attempts, *, is_multi_node=True, began_s_ago=1):
 
 
 STOPPING = "stopping the other rank"
+UNKNOWN = "the cause is not known yet"
 SIDE_EFFECTS = f"{STOPPING}: its errors are side effects"
 
 
@@ -46,8 +47,8 @@ SIDE_EFFECTS = f"{STOPPING}: its errors are side effects"
         ),
         ((1, 2), 1, "own", f"rank 3 (pid 103) raised an exception; {SIDE_EFFECTS}"),
         ((1, 2), -9, None, f"rank 3 (pid 103) died by SIGKILL; {SIDE_EFFECTS}"),
-        ((0, 1, 2), 1, None, f"rank 3 (pid 103) exited with code 1; {SIDE_EFFECTS}"),
-        ((), 1, None, f"rank 3 (pid 103) exited with code 1; {SIDE_EFFECTS}"),
+        ((0, 1, 2), 1, None, f"rank 3 (pid 103) exited with code 1, {UNKNOWN}; {STOPPING}"),
+        ((), 1, None, f"rank 3 (pid 103) exited with code 1, {UNKNOWN}; {STOPPING}"),
     ],
 )
 def test_the_first_line_blames_no_rank_if_ranks_that_left_may_have_caused_the_failure(

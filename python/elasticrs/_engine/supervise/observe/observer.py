@@ -278,10 +278,11 @@ class TerminalReporter(Observer):
         first = first_seen(attempt)
         who = attempt.who_failed(first, attempt.pids[first]) + how_it_was_seen(attempt, first)
         others, their = ("rank", "its") if attempt.signalled == 1 else (f"{attempt.signalled} ranks", "their")
-        # The worker's exception may not be known yet. If the worker failed, assume that it reports a lost
-        # peer, and blame the ranks that had already left with exit code 0.
+        # The worker's exception may not be known yet. It may report a lost peer. Then ranks that left with exit
+        # code 0 are to blame, and the exit of such a rank may not have been noticed yet.
         exited = attempt.exits.get(first)
-        left = early_leavers(attempt, lambda _: exited is not None and (exited.exitcode or 0) > 0)
+        is_unknown = exited is not None and (exited.exitcode or 0) > 0
+        left = early_leavers(attempt, lambda _: is_unknown)
         if attempt.is_undecided:
             # One of the other ranks may be to blame, so do not call their errors side effects.
             self._say(f"{who}; stopping all ranks")
@@ -289,6 +290,8 @@ class TerminalReporter(Observer):
             self._say(
                 f"{phrases.ranks_text(left)} exited with code 0, then {who}; stopping the other {others}"
             )
+        elif is_unknown and not attempt.raised and first not in attempt.expired:
+            self._say(f"{who}, the cause is not known yet; stopping the other {others}")
         else:
             self._say(f"{who}; stopping the other {others}: {their} errors are side effects")
 
