@@ -49,6 +49,7 @@ SIDE_EFFECTS = f"{STOPPING}: its errors are side effects"
         ((1, 2), -9, None, f"rank 3 (pid 103) died by SIGKILL; {SIDE_EFFECTS}"),
         ((0, 1, 2), 1, None, f"rank 3 (pid 103) exited with code 1, {UNKNOWN}; {STOPPING}"),
         ((), 1, None, f"rank 3 (pid 103) exited with code 1, {UNKNOWN}; {STOPPING}"),
+        ((), 1, "peer", f"rank 3 (pid 103) raised an exception, {UNKNOWN}; {STOPPING}"),
     ],
 )
 def test_the_first_line_blames_no_rank_if_ranks_that_left_may_have_caused_the_failure(

@@ -278,11 +278,11 @@ class TerminalReporter(Observer):
         first = first_seen(attempt)
         who = attempt.who_failed(first, attempt.pids[first]) + how_it_was_seen(attempt, first)
         others, their = ("rank", "its") if attempt.signalled == 1 else (f"{attempt.signalled} ranks", "their")
-        # The worker's exception may not be known yet. It may report a lost peer. Then ranks that left with exit
-        # code 0 are to blame, and the exit of such a rank may not have been noticed yet.
-        exited = attempt.exits.get(first)
-        is_unknown = exited is not None and (exited.exitcode or 0) > 0
-        left = early_leavers(attempt, lambda _: is_unknown)
+        exited, raised = attempt.exits.get(first), attempt.raised.get(first)
+        has_failed = exited is not None and (exited.exitcode or 0) > 0
+        left = early_leavers(attempt, lambda _: has_failed)
+        # The exception may report a lost peer, whose exit has not been noticed yet.
+        is_unknown = has_failed if raised is None else raised.origin != "own"
         if attempt.is_undecided:
             # One of the other ranks may be to blame, so do not call their errors side effects.
             self._say(f"{who}; stopping all ranks")
@@ -290,7 +290,7 @@ class TerminalReporter(Observer):
             self._say(
                 f"{phrases.ranks_text(left)} exited with code 0, then {who}; stopping the other {others}"
             )
-        elif is_unknown and not attempt.raised and first not in attempt.expired:
+        elif is_unknown and first not in attempt.expired:
             self._say(f"{who}, the cause is not known yet; stopping the other {others}")
         else:
             self._say(f"{who}; stopping the other {others}: {their} errors are side effects")
