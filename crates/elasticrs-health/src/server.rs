@@ -6,15 +6,16 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use elasticrs_runtime::door::{Door, Purpose};
+use elasticrs_runtime::door::{Door, Purpose, part};
 use elasticrs_runtime::listen::{ListenError, Port, listen};
+use elasticrs_runtime::lock;
 use elasticrs_runtime::notices::{Notices, Tell};
 use elasticrs_runtime::readings::{Heartbeat, Readings, Source};
 use elasticrs_runtime::runtime::{Runtime, Spawn, Task};
 use elasticrs_runtime::threads::WakeFd;
-use elasticrs_runtime::{lock, stream};
 use elasticrs_sys::clock::Stamp;
 use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::sync::watch;
 use tokio::task::{AbortHandle, JoinSet};
@@ -224,19 +225,19 @@ async fn run(listener: std::net::TcpListener, shared: Arc<Shared>, notices: Noti
         tokio::select! {
             biased;
             Some(_) = clients.join_next() => oldest.retain(|client| !client.is_finished()),
-            (stream, _) = door.accept(&notices, "the health check server") => {
+            (mut stream, _) = door.accept(&notices, "the health check server") => {
                 if oldest.len() >= MAX_CONNECTIONS && let Some(client) = oldest.pop_front() {
                     client.abort();
                 }
                 let shared = Arc::clone(&shared);
-                oldest.push_back(clients.spawn_local(async move { serve(&stream, &shared).await }));
+                oldest.push_back(clients.spawn_local(async move { serve(&mut stream, &shared).await }));
             }
         }
     }
 }
 
 /// Serves one client, within the time limits of HEALTH-1. An error affects only this client.
-async fn serve(stream: &TcpStream, shared: &Shared) {
+async fn serve(stream: &mut TcpStream, shared: &Shared) {
     let (response, head_only) = match timeout(CLIENT_LIMIT, read_head(stream)).await {
         Err(_) | Ok(Err(_)) => return,
         Ok(Ok(None)) => (Response::text(431, "the request is too long"), false),
@@ -251,11 +252,11 @@ async fn serve(stream: &TcpStream, shared: &Shared) {
 }
 
 /// Reads the head of a request. `None` if the head is too long.
-async fn read_head(stream: &TcpStream) -> io::Result<Option<Vec<u8>>> {
+async fn read_head(stream: &mut TcpStream) -> io::Result<Option<Vec<u8>>> {
     let mut head = Vec::new();
     let mut block = [0; 1024];
     loop {
-        match stream::read(stream, &mut block).await? {
+        match stream.read(&mut block).await? {
             0 => return Err(io::ErrorKind::UnexpectedEof.into()),
             count => head.extend_from_slice(&block[..count]),
         }
@@ -270,9 +271,9 @@ async fn read_head(stream: &TcpStream) -> io::Result<Option<Vec<u8>>> {
 
 /// Sends the response. Then reads and discards further bytes from the client, up to a limit. Closing a connection
 /// that has unread bytes would reset it, and the client could lose the response.
-async fn send(stream: &TcpStream, bytes: &[u8]) -> io::Result<()> {
-    stream::write_all(stream, bytes).await?;
-    stream::part(stream, MAX_DROPPED).await
+async fn send(stream: &mut TcpStream, bytes: &[u8]) -> io::Result<()> {
+    stream.write_all(bytes).await?;
+    part(stream, MAX_DROPPED).await
 }
 
 async fn respond(request: &Request, shared: &Shared) -> Response {

@@ -49,7 +49,7 @@ pub(crate) fn stop_unless_continued() -> PyResult<()> {
 
 #[pyfunction]
 pub(crate) fn scoped_token(token: &[u8], scope: &str) -> String {
-    coordination::scope::scoped_token(token, scope)
+    coordination::access::scoped_token(token, scope)
 }
 
 #[pyfunction]

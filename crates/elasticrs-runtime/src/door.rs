@@ -1,4 +1,4 @@
-//! Accepts connections, but leaves enough file descriptors for the rest of the process.
+//! Accepts connections, but leaves enough file descriptors for the rest of the process. Also closes connections.
 //!
 //! A store runs in an agent, which must also watch and restart workers. Connections to the store may use only a part of
 //! the descriptors, even if there are many unknown clients or the job is very large. The rest is reserved for the agent
@@ -13,7 +13,10 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::time::{Duration, Instant};
 
 use nix::sys::resource::{Resource, getrlimit};
+use nix::sys::socket::{Shutdown, shutdown};
+use tokio::io::AsyncReadExt;
 use tokio::net::TcpStream;
+use tokio::task::yield_now;
 
 use crate::notices::Notices;
 
@@ -111,6 +114,25 @@ fn kept(soft: u64, purpose: Purpose) -> u64 {
         Purpose::Store => own + (soft / 16).clamp(8, 64),
         Purpose::Workers => kept(soft, Purpose::Store) + (soft / 8).clamp(8, 1024),
     }
+}
+
+/// Shuts down the sending side, then reads and discards up to `most` bytes until the peer closes the connection.
+/// Without this, closing a socket that has unread bytes would reset the connection, and the peer could lose the
+/// last bytes sent to it.
+pub async fn part(stream: &mut TcpStream, most: usize) -> io::Result<()> {
+    shutdown(stream.as_raw_fd(), Shutdown::Write)?;
+    let mut block = vec![0; 4096];
+    let mut left = most;
+    while left > 0 {
+        match stream.read(&mut block).await? {
+            0 => break,
+            count => left = left.saturating_sub(count),
+        }
+        // Yield after each read. The peer may never stop sending, and other tasks and the caller's timeout need their
+        // turn.
+        yield_now().await;
+    }
+    Ok(())
 }
 
 /// Returns true if this error concerns only one connection, for example because the peer closed it before it was

@@ -1,8 +1,8 @@
 //! Building blocks for this library's threads, which run inside the user's process.
 //!
 //! [`threads`] starts and wakes threads, [`runtime`] runs futures on a thread, and [`blocking`] makes blocking calls for
-//! futures. [`listen`] and [`door`] accept clients, [`stream`] transfers their bytes, and
-//! [`notices`] delivers messages to the user. [`readiness`] registers other file descriptors with the async runtime.
+//! futures. [`listen`] and [`door`] accept clients, and [`notices`] delivers messages to
+//! the user. [`readiness`] registers other file descriptors with the async runtime.
 //! [`readings`] has the values that the health check server shows.
 
 #![deny(unsafe_code)]
@@ -15,7 +15,6 @@ pub mod notices;
 pub mod readiness;
 pub mod readings;
 pub mod runtime;
-pub mod stream;
 pub mod threads;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};

@@ -6,12 +6,12 @@ use std::net::SocketAddr;
 use std::os::fd::AsFd;
 use std::time::Duration;
 
-use elasticrs_runtime::stream;
 use elasticrs_sys::clock::boot_now;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout, timeout_at};
 
-use super::auth::{self, Direction};
+use super::access::{self, Direction};
 use super::protocol::{Answer, Digest, Hello, Pace, Request, Secret, VERSION};
 use super::wire::{Broken, Frames, MAGIC, MAX_ANSWER, Malformed};
 use crate::secrets;
@@ -60,14 +60,6 @@ pub(super) struct Opened {
     pub(super) frames: Frames,
     pub(super) local: SocketAddr,
     pub(super) met: Met,
-}
-
-/// Parameters of the handshake: the session to open or resume, and the store that the client expects.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Wanted {
-    /// Session ID and secret to resume. `None` to open a new session.
-    pub(super) resume: Option<(u64, Secret)>,
-    pub(super) met: Option<MetStore>,
 }
 
 /// Result of the handshake.
@@ -133,8 +125,7 @@ async fn open_within(options: &Options, stage: &Cell<Stage>) -> Result<Opened, S
     // Disable Nagle's algorithm, because it would delay small messages. Ignore an error, which only costs latency.
     let _ = stream.set_nodelay(true);
     let local = stream.local_addr().map_err(|error| broken(&error))?;
-    let wanted = Wanted { resume: None, met: options.met };
-    let mut greeter = Greeter { options, wanted, stream, frames: Frames::new(MAX_ANSWER) };
+    let mut greeter = Greeter { options, resume: None, met: options.met, stream, frames: Frames::new(MAX_ANSWER) };
     let met = tokio::select! {
         met = greeter.meet() => met,
         () = until_suspicious(options, peer) => return Err(not_ours(options, TCP_STORE)),
@@ -152,11 +143,13 @@ async fn open_within(options: &Options, stage: &Cell<Stage>) -> Result<Opened, S
     Ok(Opened { stream, frames, local, met })
 }
 
-/// Resumes a session on a new connection. Fails if that takes longer than `patience`.
+/// Resumes the session with this ID and secret on a new connection. Fails if that takes longer than `patience`, or if
+/// the store is not `met`.
 pub(super) async fn reopen(
     options: &Options,
     guard: &dyn Guard,
-    wanted: Wanted,
+    session: (u64, Secret),
+    met: Option<MetStore>,
     patience: Duration,
 ) -> Result<Opened, StoreError> {
     let end = Instant::now() + patience;
@@ -171,7 +164,8 @@ pub(super) async fn reopen(
     let _ = stream.set_nodelay(true);
     let local = stream.local_addr().unwrap_or(peer);
     guard.resuming(stream.as_fd()).await;
-    let mut greeter = Greeter { options, wanted, stream, frames: Frames::new(MAX_ANSWER) };
+    let (resume, frames) = (Some(session), Frames::new(MAX_ANSWER));
+    let mut greeter = Greeter { options, resume, met, stream, frames };
     let met = timeout_at(end, greeter.meet()).await.map_err(late);
     let Greeter { stream, frames, .. } = greeter;
     match met {
@@ -188,7 +182,9 @@ pub(super) async fn reopen(
 
 struct Greeter<'a> {
     options: &'a Options,
-    wanted: Wanted,
+    /// Session ID and secret to resume. `None` to open a new session.
+    resume: Option<(u64, Secret)>,
+    met: Option<MetStore>,
     stream: TcpStream,
     frames: Frames,
 }
@@ -204,8 +200,8 @@ impl Greeter<'_> {
             interval_ms: milliseconds(self.options.interval),
             attempts: self.options.attempts,
             challenge: nonce,
-            resume: self.wanted.resume,
-            confirmed: self.wanted.met.map(|(store, _)| store),
+            resume: self.resume,
+            confirmed: self.met.map(|(store, _)| store),
         };
         let sent = boot_now();
         self.send(&[&MAGIC[..], &Request::Hello(hello).encode()].concat()).await;
@@ -227,7 +223,7 @@ impl Greeter<'_> {
             Answer::Ready { session, revision, pace, proof, secret, ids } => {
                 self.check(proof.as_ref(), &nonce)?;
                 let Some(&store) = ids.first() else { return Err(Malformed("a store without a name").into()) };
-                if let Some((_, seen)) = self.wanted.met.filter(|(_, seen)| revision < *seen) {
+                if let Some((_, seen)) = self.met.filter(|(_, seen)| revision < *seen) {
                     let what = format!(
                         "went back from revision {seen} to {revision}: it was started with an older copy of its state"
                     );
@@ -246,11 +242,11 @@ impl Greeter<'_> {
         StoreError::new(kind, format!("the store at {} {what}", self.options.endpoint()))
     }
 
-    async fn prove(&self, challenge: Option<&Digest>) -> Result<(), StoreError> {
+    async fn prove(&mut self, challenge: Option<&Digest>) -> Result<(), StoreError> {
         match (challenge, &self.options.token) {
             (None, None) => Ok(()),
             (Some(challenge), Some(token)) => {
-                let proof = auth::proof(token, challenge, &self.options.run_id, Direction::Client);
+                let proof = access::proof(token, challenge, &self.options.run_id, Direction::Client);
                 let scope = self.options.scope.clone();
                 self.send(&Request::Prove { proof, scope }.encode()).await;
                 Ok(())
@@ -263,15 +259,15 @@ impl Greeter<'_> {
     fn check(&self, proof: Option<&Digest>, nonce: &Digest) -> Result<(), StoreError> {
         let Some(token) = &self.options.token else { return Ok(()) };
         let run_id = &self.options.run_id;
-        if proof.is_some_and(|proof| auth::is_proof(proof, token, nonce, run_id, Direction::Store)) {
+        if proof.is_some_and(|proof| access::is_proof(proof, token, nonce, run_id, Direction::Store)) {
             return Ok(());
         }
         Err(self.said(LostKind::Token, "did not prove that it knows the token"))
     }
 
-    async fn send(&self, bytes: &[u8]) {
+    async fn send(&mut self, bytes: &[u8]) {
         // Ignore the error, because the next read reports why the connection broke.
-        let _ = stream::write_all(&self.stream, bytes).await;
+        let _ = self.stream.write_all(bytes).await;
     }
 
     async fn answer(&mut self) -> Result<Answer, StoreError> {
@@ -286,7 +282,7 @@ impl Greeter<'_> {
                 Err(Broken::Foreign) => return Err(not_ours(self.options, what(self.frames.unread()))),
                 Err(error @ Broken::Length(_)) => return Err(self.said(LostKind::Protocol, &format!("sent {error}"))),
             }
-            match stream::read(&self.stream, &mut chunk).await {
+            match self.stream.read(&mut chunk).await {
                 Ok(0) if self.frames.is_untouched() => {
                     // The peer may be another program, or a proxy whose store is not running yet. Report `Closed`,
                     // because a retry may succeed in the case of a proxy.

@@ -5,21 +5,21 @@ use std::net::IpAddr;
 use std::rc::Rc;
 use std::time::Duration;
 
-use elasticrs_runtime::stream;
+use elasticrs_runtime::door::part;
 use tokio::io::Interest;
 use tokio::net::TcpStream;
+use tokio::sync::Semaphore;
 use tokio::task::yield_now;
 use tokio::time::{Instant, timeout, timeout_at};
 
-use super::auth::{self, Direction};
+use super::access::{self, Direction, allows, scoped_token};
 use super::hub::{Entered, Hub, Refusal, Slot};
 use super::leases::Leases;
 use super::outbox::Outbox;
 use super::protocol::{Answer, Hello, Request, VERSION};
 use super::relay::{Caller, Target, descends, recognise};
-use super::scope::{allows, scoped_token};
 use super::state::SessionId;
-use super::turns::{Turn, Turns};
+use super::turns::Turn;
 use super::wire::{Broken, Frames, MAGIC, MAX_REQUEST, MAX_UNPROVEN, Malformed};
 use crate::secrets;
 use crate::session::network::QUESTION;
@@ -162,10 +162,10 @@ impl Connection {
             Some(scope) => scoped_token(&token, scope).into_bytes(),
             None => token,
         };
-        if !auth::is_proof(&answer, &token, &challenge, &run_id, Direction::Client) {
+        if !access::is_proof(&answer, &token, &challenge, &run_id, Direction::Client) {
             return Err(Disconnect::Refused((LostKind::Token, "the client's token differs from the store's".into())));
         }
-        let own = auth::proof(&token, &hello.challenge, &run_id, Direction::Store);
+        let own = access::proof(&token, &hello.challenge, &run_id, Direction::Store);
         self.scope = scope;
         self.ready(&hello, Some(own))
     }
@@ -257,7 +257,7 @@ impl Connection {
 
     /// Waits for this connection's next turn to execute requests. First sends the queued answers, because the client
     /// may be waiting for them.
-    async fn wait_for_turn<'a>(&self, turn: &mut Turn<'a>, turns: &'a Turns) {
+    async fn wait_for_turn<'a>(&self, turn: &mut Turn<'a>, turns: &'a Semaphore) {
         // Ignore an error, because the next read reports it. The requests that have already arrived are executed first.
         let _ = self.flush().await;
         self.hub.hold(&self.outbox, self.frames.capacity());
@@ -434,11 +434,11 @@ impl Connection {
         }
     }
 
-    async fn say_why(&self) -> io::Result<()> {
+    async fn say_why(&mut self) -> io::Result<()> {
         while !self.outbox.flush(&self.stream, u64::MAX)? {
             self.stream.ready(Interest::WRITABLE).await?;
         }
-        stream::part(&self.stream, MAX_DROPPED).await
+        part(&mut self.stream, MAX_DROPPED).await
     }
 }
 

@@ -24,19 +24,18 @@ use std::time::{Duration, Instant};
 use elasticrs_runtime::notices::{Notices, Rate, WINDOW};
 use elasticrs_sys::clock::{boot_now, wall_now};
 use elasticrs_sys::resources::trim_heap;
-use tokio::sync::Notify;
+use tokio::sync::{Notify, Semaphore};
 use tokio::task::{AbortHandle, JoinSet, yield_now};
 use tokio::time::timeout;
 
 use super::durable::{Granted, Image, StateError, StateFile};
 use super::journal::Journal;
 use super::leases::Leases;
-use super::memory::{BytesInUse, CONNECTION_COST, Message};
-use super::outbox::Outbox;
+use super::outbox::{BytesInUse, CONNECTION_COST, Message, Outbox};
 use super::protocol::{Answer, Hello, Pace, Request, Secret, encode_changes};
 use super::relay::Relay;
 use super::state::{Revision, SessionId, State};
-use super::turns::{REQUEST, Turns};
+use super::turns::REQUEST;
 use super::unproven::{Room, Unproven, limit};
 use super::watches::Watches;
 use crate::secrets;
@@ -109,7 +108,7 @@ pub(super) struct Entered {
     pub(super) pace: Pace,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Shared {
     state: State,
     watches: Watches,
@@ -133,7 +132,8 @@ pub(super) struct Hub {
     pub(super) notices: Notices,
     pub(super) sessions: Arc<AtomicUsize>,
     pub(super) tasks: RefCell<JoinSet<()>>,
-    pub(super) turns: Turns,
+    /// Semaphore that grants a long turn to one connection at a time.
+    pub(super) turns: Semaphore,
     /// Connections that have not completed the handshake.
     pub(super) unproven: RefCell<Unproven<AbortHandle>>,
     /// Number of connections that have completed the handshake.
@@ -175,23 +175,14 @@ impl Hub {
         sessions: Arc<AtomicUsize>,
         relay: Relay,
     ) -> Self {
-        let shared = Shared {
-            state: State::new(config.max_bytes),
-            watches: Watches::default(),
-            leases: Leases::default(),
-            sessions: HashMap::new(),
-            absent: 0,
-            ended: Vec::new(),
-            next_session: 1,
-            peak: 0,
-        };
+        let shared = Shared { state: State::new(config.max_bytes), next_session: 1, ..Shared::default() };
         Self {
             config,
             ids,
             notices,
             sessions,
             tasks: RefCell::default(),
-            turns: Turns::new(),
+            turns: Semaphore::new(1),
             unproven: RefCell::default(),
             proven: Cell::default(),
             left: Notify::new(),

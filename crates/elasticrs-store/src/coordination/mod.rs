@@ -4,11 +4,10 @@
 //! lease. When a session ends, the store deletes the keys that are attached to its lease. The pure functions of
 //! `state`, `watches` and [`leases`] make the decisions; [`server`] and [`client`] do the I/O. [`protocol`] and
 //! [`wire`] define the messages between them. On the server, `connection`, `hub` and `outbox` serve the clients,
-//! `memory` limits what they may hold, `turns` shares the thread among them, `unproven` limits connections that have
+//! `turns` shares the thread among them, `unproven` limits connections that have
 //! not completed the handshake, and `journal` and [`durable`] keep the state on disk. On the client, `connect`,
-//! `session` and `unanswered` implement [`crate::session`] for this store. `auth` checks tokens, and [`scope`] restricts
-//! a session to a key prefix. `relay` forwards the connections of
-//! workers to the workers' store.
+//! `session` and `unanswered` implement [`crate::session`] for this store. [`access`] checks tokens, and
+//! restricts a session to a key prefix. `relay` forwards the connections of workers to the workers' store.
 //!
 //! A server's hub owns the keys, watches and leases. A connection's task owns its socket and shares only its unsent
 //! messages with the hub. A client's task owns its socket and its deadline, and the client's user owns the list of
@@ -17,7 +16,7 @@
 
 #![cfg_attr(not(test), deny(clippy::disallowed_methods))]
 
-pub(crate) mod auth;
+pub mod access;
 pub mod client;
 pub(crate) mod connect;
 mod connection;
@@ -29,11 +28,9 @@ pub mod durable;
 mod hub;
 mod journal;
 pub mod leases;
-mod memory;
 mod outbox;
 pub mod protocol;
 pub mod relay;
-pub mod scope;
 pub mod server;
 mod session;
 mod state;

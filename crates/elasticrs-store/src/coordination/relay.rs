@@ -18,14 +18,12 @@
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use elasticrs_runtime::door::{Purpose, share};
 use elasticrs_runtime::runtime::Task;
-use elasticrs_runtime::stream;
 use elasticrs_sys::procfs::Stat;
-use tokio::io::copy_bidirectional;
+use tokio::io::{AsyncWriteExt, copy_bidirectional};
 use tokio::net::TcpStream;
 use tokio::sync::watch;
 
@@ -67,54 +65,38 @@ pub(crate) type OnWorkersThread = Box<dyn Fn(Task) -> bool + Send>;
 pub(crate) struct Relay {
     pub(super) target: watch::Receiver<Target>,
     run: OnWorkersThread,
-    /// Number of connections that are currently forwarded.
-    count: Arc<AtomicUsize>,
+    /// Each forwarded connection holds a clone, so the number of references tells how many connections are forwarded.
+    forwarded: Arc<()>,
 }
 
 impl std::fmt::Debug for Relay {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Relay").field("target", &self.target).field("count", &self.count).finish_non_exhaustive()
+        f.debug_struct("Relay").field("target", &self.target).finish_non_exhaustive()
     }
 }
 
 impl Relay {
     pub(super) fn new(target: watch::Receiver<Target>, run: OnWorkersThread) -> Self {
-        Self { target, run, count: Arc::default() }
+        Self { target, run, forwarded: Arc::default() }
     }
 
     /// Starts forwarding a connection. `begun` contains the bytes that were already read from the connection. Fails if
     /// too many connections are forwarded, or if the thread of the workers' stores cannot be started.
     pub(super) fn pass_on(&self, near: TcpStream, begun: Vec<u8>, host: String, port: u16) -> io::Result<()> {
         let near = near.into_std()?;
-        let count = Counted::new(&self.count);
+        let forwarded = Arc::clone(&self.forwarded);
         // Check the number of forwarded connections here, because each needs a second file descriptor that the listener
         // does not count.
-        if self.count.load(Ordering::Relaxed) > share(Purpose::Workers) / 3 {
+        if Arc::strong_count(&forwarded) - 1 > share(Purpose::Workers) / 3 {
             return Err(io::Error::from_raw_os_error(nix::libc::EMFILE));
         }
         let copy = move || async move {
-            let _count = count;
             // Ignore an error, because it means that one side has closed its connection. Dropping both sockets closes
             // the other connection as well.
             let _ = copy(near, &begun, &host, port).await;
+            drop(forwarded);
         };
         if (self.run)(Box::new(move || Box::pin(copy()))) { Ok(()) } else { Err(io::ErrorKind::NotConnected.into()) }
-    }
-}
-
-/// Counts a forwarded connection until this value is dropped.
-struct Counted(Arc<AtomicUsize>);
-
-impl Counted {
-    fn new(count: &Arc<AtomicUsize>) -> Self {
-        count.fetch_add(1, Ordering::Relaxed);
-        Self(Arc::clone(count))
-    }
-}
-
-impl Drop for Counted {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -127,7 +109,7 @@ async fn copy(near: std::net::TcpStream, begun: &[u8], host: &str, port: u16) ->
     let found = tokio::time::timeout(PATIENCE, find).await?;
     let (mut far, _) = found.ok_or(io::ErrorKind::NotConnected)?;
     far.set_nodelay(true)?;
-    stream::write_all(&far, begun).await?;
+    far.write_all(begun).await?;
     copy_bidirectional(&mut near, &mut far).await.map(drop)
 }
 

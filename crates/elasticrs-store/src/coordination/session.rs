@@ -11,7 +11,7 @@ use tokio::io::Interest;
 use tokio::net::TcpStream;
 use tokio::task::yield_now;
 
-use super::connect::{Met, Opened, Options, Wanted, reopen};
+use super::connect::{Met, Opened, Options, reopen};
 use super::protocol::{Answer, Pace, Request, Secret};
 use super::unanswered::{AnswerEffect, Kind, Unanswered};
 use super::wire::{Broken, Frames};
@@ -157,11 +157,11 @@ impl<'a> Backend<'a> for OwnStore<'a> {
     }
 
     fn dial(&mut self, core: &Core<'a>) -> Dialing<'a, Opened> {
-        let wanted = Wanted { resume: Some((self.number, self.secret)), met: core.events.met() };
+        let (session, met) = ((self.number, self.secret), core.events.met());
         let (options, guard) = (self.options, core.guard);
         let patience = core.dial_patience().min(options.connect_timeout);
         Box::pin(async move {
-            reopen(options, guard, wanted, patience).await.map_err(|error| match error.kind {
+            reopen(options, guard, session, met, patience).await.map_err(|error| match error.kind {
                 // The store has identified this client and rejects it, so a retry would not help.
                 LostKind::Gone | LostKind::Other | LostKind::Run | LostKind::Token => Failure::Fatal(error),
                 _ => Failure::Retryable(error),

@@ -29,16 +29,6 @@ pub(super) const REQUEST: usize = 16;
 /// Number of steps for an operation on one key.
 pub(super) const OPERATION: usize = 8;
 
-/// Semaphore that grants a long turn to one connection at a time.
-#[derive(Debug)]
-pub(super) struct Turns(Semaphore);
-
-impl Turns {
-    pub(super) fn new() -> Self {
-        Self(Semaphore::new(1))
-    }
-}
-
 /// A connection's current turn.
 #[derive(Debug)]
 pub(super) enum Turn<'a> {
@@ -69,10 +59,11 @@ impl<'a> Turn<'a> {
         }
     }
 
-    /// Ends this turn and waits for a long turn.
-    pub(super) async fn renew(&mut self, turns: &'a Turns) {
+    /// Ends this turn and waits for a long turn. The semaphore has one permit, which the connection with the long turn
+    /// holds.
+    pub(super) async fn renew(&mut self, turns: &'a Semaphore) {
         std::mem::replace(self, Self::Short(0)).end().await;
-        let permit = turns.0.acquire().await.expect("the semaphore is never closed");
+        let permit = turns.acquire().await.expect("the semaphore is never closed");
         *self = Self::Long { until: Instant::now() + LONG, unwatched: UNWATCHED, _permit: permit };
     }
 
@@ -105,7 +96,7 @@ mod tests {
     /// Checks invariant TURN-1.
     #[tokio::test(flavor = "current_thread")]
     async fn between_two_long_turns_every_other_task_gets_a_turn() {
-        let turns = Rc::new(Turns::new());
+        let turns = Rc::new(Semaphore::new(1));
         let log = Rc::new(RefCell::new(Vec::new()));
         let tasks = LocalSet::new();
         for name in ["a", "b"] {

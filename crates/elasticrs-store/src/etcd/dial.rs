@@ -143,9 +143,7 @@ impl Link {
             (Err(_), None) => Failure::of(error, &self.at),
         }
     }
-}
 
-impl Link {
     /// Returns true if the connection does not use TLS and no byte has been received on it.
     fn is_dumb(&self) -> bool {
         self.tls.is_none() && self.record.borrow().opening.is_empty()

@@ -2,17 +2,16 @@
 //! the next connection.
 
 use std::rc::Rc;
+use std::time::Duration;
 
 use super::errors::EtcdError;
 use super::grpc::{CallError, Channel};
 use super::mapping::{Keys, Unexpected, Write, Written, is_write, unsigned};
 use super::messages as pb;
 use super::open::{RANGE, TXN, keep};
-
 use crate::session::error::{Failure, StoreError};
 use crate::session::watched::Watched;
 use crate::types::{Entry, LostKind, Op, OpResult, Txn, Watch};
-use std::time::Duration;
 
 /// A unit of work for the session. It needs one or more calls to etcd.
 #[derive(Debug, Clone)]
@@ -59,72 +58,55 @@ pub(super) struct Desk {
     pub(super) known: u64,
 }
 
-/// Reason why a job failed.
-enum JobError {
-    Call(CallError),
-    /// The answer comes from an older revision than an earlier answer. The etcd member may not have received all data
-    /// yet.
-    Behind(StoreError),
-    Final(StoreError),
-}
-
-impl From<CallError> for JobError {
-    fn from(error: CallError) -> Self {
-        Self::Call(error)
-    }
-}
-
-impl From<Unexpected> for JobError {
+impl From<Unexpected> for Failure {
     fn from(error: Unexpected) -> Self {
-        Self::Final(StoreError::new(LostKind::Protocol, format!("etcd: {error}")))
+        Self::fatal(LostKind::Protocol, format!("etcd: {error}"))
     }
 }
 
-const GONE: &str = "the lease of this session is gone: etcd has not heard of it in time, or another client revoked it";
+fn lease_is_gone() -> Failure {
+    let why = "the lease of this session is gone: etcd has not heard of it in time, or another client revoked it";
+    Failure::fatal(LostKind::Silent, why)
+}
 
 impl Desk {
     /// Executes a job, which is a unit of work that sends requests to etcd. If the job wrote the session's marker key,
     /// also returns the new revision of that key.
     pub(super) async fn carry_out(self, job: Job) -> Result<(Done, Option<i64>), Failure> {
-        let done = match job {
+        match job {
             Job::Look => self.look().await.map(|()| (Done::Looked, None)),
             Job::Txn { tag, txn } if is_write(&txn) => self.write(tag, &txn).await,
             Job::Txn { tag, txn } => self.read(tag, &txn).await.map(|done| (done, None)),
             Job::Watch { tag, watch, snapshot } => self.watch(tag, watch, snapshot).await.map(|done| (done, None)),
             Job::CatchUp { number, watch } => {
                 let asked = self.keys.region(&watch).range();
-                self.newest(&asked)
-                    .await
-                    .map(|(revision, kvs)| (Done::CaughtUp { number, revision, there: self.keys.entries(kvs) }, None))
+                let (revision, kvs) = self.newest(&asked).await?;
+                Ok((Done::CaughtUp { number, revision, there: self.keys.entries(kvs) }, None))
             }
-        };
-        done.map_err(|stop| match stop {
-            JobError::Call(error) => Failure::of(error, &self.at),
-            // Retry on another member. A member that was paused can return stale data until it has caught up (etcd
-            // issue 20418, fixed in the 2026 releases).
-            JobError::Behind(error) => Failure::Retryable(error),
-            JobError::Final(error) => Failure::Fatal(error),
-        })
-    }
-
-    async fn look(&self) -> Result<(), JobError> {
-        match self.newest(&self.keys.find_marker()).await? {
-            (_, kvs) if kvs.is_empty() => Err(JobError::Final(StoreError::new(LostKind::Silent, GONE))),
-            _ => Ok(()),
         }
     }
 
-    async fn read(&self, tag: u64, txn: &Txn) -> Result<Done, JobError> {
-        let answer: pb::TxnResponse = self.channel.call(TXN, &self.keys.read(txn)).await?;
+    fn failure(&self, error: CallError) -> Failure {
+        Failure::of(error, &self.at)
+    }
+
+    async fn look(&self) -> Result<(), Failure> {
+        let (_, kvs) = self.newest(&self.keys.find_marker()).await?;
+        if kvs.is_empty() { Err(lease_is_gone()) } else { Ok(()) }
+    }
+
+    async fn read(&self, tag: u64, txn: &Txn) -> Result<Done, Failure> {
+        let answer = self.channel.call(TXN, &self.keys.read(txn)).await;
+        let answer: pb::TxnResponse = answer.map_err(|error| self.failure(error))?;
         let (ok, revision) = (answer.succeeded, revision_of(answer.header)?);
-        not_behind(self.known, revision).map_err(JobError::Behind)?;
+        self.check_revision(revision)?;
         let ops = if ok { &txn.then } else { &txn.otherwise };
         let results = self.keys.results(ops, answer.responses)?;
         let results = self.with_predecessors(ops, results, revision).await?;
         Ok(Done::Replied { tag, ok, revision, results })
     }
 
-    async fn write(&self, tag: u64, txn: &Txn) -> Result<(Done, Option<i64>), JobError> {
+    async fn write(&self, tag: u64, txn: &Txn) -> Result<(Done, Option<i64>), Failure> {
         let asked = self.keys.write(txn, self.write);
         let answer = match self.channel.call(TXN, &asked).await {
             Err(error) if error.is(EtcdError::LeaseNotFound) && self.renew_job().await? => {
@@ -133,15 +115,13 @@ impl Desk {
             answer => answer,
         };
         let answer = match answer {
-            Err(error) if error.is(EtcdError::LeaseNotFound) => {
-                return Err(JobError::Final(StoreError::new(LostKind::Silent, GONE)));
-            }
-            answer => answer?,
+            Err(error) if error.is(EtcdError::LeaseNotFound) => return Err(lease_is_gone()),
+            answer => answer.map_err(|error| self.failure(error))?,
         };
         let (ok, revision, responses) = match Keys::written(self.write, answer)? {
             Written::Now { ok, revision, responses } => (ok, revision, Some(responses)),
             Written::Before { ok, revision } => (ok, revision, None),
-            Written::Never => return Err(JobError::Final(StoreError::new(LostKind::Silent, GONE))),
+            Written::Never => return Err(lease_is_gone()),
         };
         let ops = if ok { &txn.then } else { &txn.otherwise };
         let results = match responses {
@@ -153,15 +133,13 @@ impl Desk {
     }
 
     /// Recreates the job's lease if it no longer exists. Returns true if the lease was recreated.
-    async fn renew_job(&self) -> Result<bool, CallError> {
-        match self.job_lease {
-            Some((id, ttl)) => keep(&self.channel, id, ttl).await,
-            None => Ok(false),
-        }
+    async fn renew_job(&self) -> Result<bool, Failure> {
+        let Some((id, ttl)) = self.job_lease else { return Ok(false) };
+        keep(&self.channel, id, ttl).await.map_err(|error| self.failure(error))
     }
 
     /// Reconstructs the results of a transaction whose answer was lost because the connection broke.
-    async fn recovered(&self, ops: &[Op], revision: i64) -> Result<Vec<OpResult>, JobError> {
+    async fn recovered(&self, ops: &[Op], revision: i64) -> Result<Vec<OpResult>, Failure> {
         let mut results = Vec::new();
         for (at, op) in ops.iter().enumerate() {
             let mut there = Vec::new();
@@ -170,9 +148,9 @@ impl Desk {
                     Err(error) if error.is_out_of_history() => {
                         let why = "the answer to a transaction was lost with its connection, and etcd has compacted its \
                                    history since";
-                        return Err(JobError::Final(StoreError::new(LostKind::Closed, why)));
+                        return Err(Failure::fatal(LostKind::Closed, why));
                     }
-                    found => there.push(found?.1),
+                    found => there.push(found.map_err(|error| self.failure(error))?.1),
                 }
             }
             results.push(self.keys.recovered(&ops[..at], op, there));
@@ -185,7 +163,7 @@ impl Desk {
         ops: &[Op],
         mut results: Vec<OpResult>,
         revision: i64,
-    ) -> Result<Vec<OpResult>, JobError> {
+    ) -> Result<Vec<OpResult>, Failure> {
         for (op, result) in ops.iter().zip(&mut results) {
             if let (Op::Predecessor { prefix, .. }, OpResult::Entry(Some(own))) = (op, &*result) {
                 *result = OpResult::Entry(self.predecessor(prefix, own.create_revision, revision).await?);
@@ -194,25 +172,26 @@ impl Desk {
         Ok(results)
     }
 
-    async fn predecessor(&self, prefix: &str, created: u64, revision: i64) -> Result<Option<Entry>, JobError> {
+    async fn predecessor(&self, prefix: &str, created: u64, revision: i64) -> Result<Option<Entry>, Failure> {
+        let failure = |error| self.failure(error);
         // If etcd has compacted this revision, read the newest revision instead. It lacks only keys that were deleted
         // in the meantime.
         let (mut youngest, at) = match self.range(&self.keys.predecessor(prefix, created, revision)).await {
             Err(error) if error.is_out_of_history() => {
-                (self.range(&self.keys.predecessor(prefix, created, 0)).await?.1, 0)
+                (self.range(&self.keys.predecessor(prefix, created, 0)).await.map_err(failure)?.1, 0)
             }
-            found => (found?.1, revision),
+            found => (found.map_err(failure)?.1, revision),
         };
         if let [one, other] = &youngest[..]
             && one.create_revision == other.create_revision
         {
             let asked = self.keys.last_made(prefix, unsigned(one.create_revision), at);
-            youngest = self.range(&asked).await?.1;
+            youngest = self.range(&asked).await.map_err(failure)?.1;
         }
         Ok(self.keys.entries(youngest).into_iter().next())
     }
 
-    async fn watch(&self, tag: u64, watch: Watch, snapshot: bool) -> Result<Done, JobError> {
+    async fn watch(&self, tag: u64, watch: Watch, snapshot: bool) -> Result<Done, Failure> {
         // Always read the entries that exist when the watch starts, even if the user did not ask for them. The watch
         // needs these entries to report deletions. It also needs them to compute the changes if etcd compacts its
         // history.
@@ -226,10 +205,17 @@ impl Desk {
     }
 
     /// Same as [`Self::range`], but fails if the answer's revision is lower than the highest known revision.
-    async fn newest(&self, asked: &pb::RangeRequest) -> Result<(i64, Vec<pb::KeyValue>), JobError> {
-        let found = self.range(asked).await?;
-        not_behind(self.known, found.0).map_err(JobError::Behind)?;
+    async fn newest(&self, asked: &pb::RangeRequest) -> Result<(i64, Vec<pb::KeyValue>), Failure> {
+        let found = self.range(asked).await.map_err(|error| self.failure(error))?;
+        self.check_revision(found.0)?;
         Ok(found)
+    }
+
+    /// Fails if an answer's revision is lower than the highest known revision. Another member may then have newer data: a
+    /// member that was paused can return stale data until it has caught up (etcd issue 20418, fixed in the 2026
+    /// releases).
+    fn check_revision(&self, revision: i64) -> Result<(), Failure> {
+        not_behind(self.known, revision).map_err(Failure::Retryable)
     }
 
     /// Reads a range. Returns the store's revision and the entries in the range.

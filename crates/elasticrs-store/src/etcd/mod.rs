@@ -3,10 +3,10 @@
 //!
 //! `mapping` translates requests and answers, and `watching` tracks which events a watch has received; both consist of
 //! pure functions. `grpc` makes calls to one member, and `errors` identifies the errors that etcd sends. `dial` (which
-//! also has the client's options) and [`tls`] connect to a member, and `open` opens a session. `tasks` is the queue of requests, and `session` and `jobs`
-//! execute them. `messages` defines the messages of etcd's API that are used. `retries` limits how long a failing
-//! request is retried. With `links`, sessions detect each other's end, and `cards` defines the data that they publish
-//! for that.
+//! also has the client's options) and [`tls`] connect to a member, and `open` opens a session. `tasks` is the queue of
+//! requests and limits how long a failing request is retried, and `session` and `jobs` execute them. `messages` defines
+//! the messages of etcd's API that are used. With `links`, sessions detect each other's end, and `cards` defines the
+//! data that they publish for that.
 //!
 //! - **ETCD-1** requests are executed one at a time, in the order in which they were made;
 //! - **ETCD-2** a request that writes is executed only once, even if the connection breaks before its answer arrives;
@@ -29,7 +29,6 @@ mod links;
 mod mapping;
 mod messages;
 mod open;
-mod retries;
 mod session;
 mod tasks;
 pub mod tls;

@@ -7,7 +7,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use elasticrs_runtime::blocking::BlockingCalls;
-use elasticrs_runtime::stream;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
@@ -115,12 +115,12 @@ pub(crate) async fn answer(peer: SocketAddr, question: &[u8], least: usize) -> O
 }
 
 async fn ask(peer: SocketAddr, question: &[u8], least: usize) -> io::Result<[u8; 8]> {
-    let stream = TcpStream::connect(peer).await?;
-    stream::write_all(&stream, question).await?;
+    let mut stream = TcpStream::connect(peer).await?;
+    stream.write_all(question).await?;
     let mut answer = [0; 8];
     let mut length = 0;
     while length < least {
-        match stream::read(&stream, &mut answer[length..]).await? {
+        match stream.read(&mut answer[length..]).await? {
             0 => return Err(io::ErrorKind::UnexpectedEof.into()),
             more => length += more,
         }
