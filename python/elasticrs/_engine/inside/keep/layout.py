@@ -1,11 +1,10 @@
 """The layout of the file (a memfd of the agent, one for each rank) in which a worker keeps its state.
 
-All words are little-endian and have 8 bytes. The agent and the worker import this module.
+All words are little-endian and have 8 bytes. The agent and the worker import this module. The agent
+does so at its start, so this module imports nothing.
 """
 
 from __future__ import annotations
-
-import struct
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -137,8 +136,8 @@ class Why:
 RECORDS = 4
 """Number of records in a ring: two for each step, of two steps."""
 
-RECORD_HEAD = struct.Struct("<3Q")
-"""Head of a record: its step plus 1, and length and CRC-32 of the bytes that follow."""
+RECORD_HEAD = 3 * WORD
+"""Bytes of a record's head: its step plus 1, and length and CRC-32 of the bytes that follow."""
 
 
 def record_number(step: int, is_end: bool) -> int:
@@ -160,9 +159,10 @@ def record_size(capacity: int) -> int:
 
 def pack(words: Sequence[int]) -> bytes:
     """Return the bytes of words."""
-    return struct.pack(f"<{len(words)}Q", *words)
+    return b"".join(word.to_bytes(WORD, "little") for word in words)
 
 
 def unpack(data: bytes) -> tuple[int, ...]:
     """Return the words in ``data``, without an incomplete one at its end."""
-    return struct.unpack_from(f"<{len(data) // WORD}Q", data)
+    ends = range(WORD, len(data) + 1, WORD)
+    return tuple(int.from_bytes(data[end - WORD : end], "little") for end in ends)

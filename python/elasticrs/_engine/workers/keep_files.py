@@ -1,0 +1,208 @@
+"""The agent's files (memfds) in which workers keep their training state. They end with the agent.
+
+There is one file for each local rank; :mod:`elasticrs._engine.inside.keep.layout` describes it. Workers write
+whatever they want into it, so the agent never maps it, checks each number that it reads, and reads only what
+the file has. The workers, who map it, seal its size against shrinking.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from elasticrs._engine.inside.keep import layout
+from elasticrs._engine.inside.keep.layout import Head, Slot, SlotState
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from typing import TypeAlias
+
+    from elasticrs._engine.workers.keep_choice import Holding
+
+    PlanValue: TypeAlias = "bool | int | float | str | list[int] | list[str] | dict[str, PlanValue] | None"
+
+MAX_RECORD = 64 << 20
+"""Maximum bytes of a record of small state. The agent does not read longer ones: they count as missing."""
+
+_CHUNK = 1 << 20
+_CLEARED = ((Head.PID, Head.CHECK_DIGEST), (Head.RESTORED, Head.ENDED_AT))
+"""First and last words of the head that belong to one attempt."""
+_MAX_STEP = 1 << 62
+
+
+class Counters:
+    """What a worker has counted in its attempt. Times are in nanoseconds, ``ended_at_ns`` is monotonic."""
+
+    __slots__ = ("blocked_ns", "copies", "ended", "ended_at_ns", "failed_copies", "last_bytes", "last_ns")
+
+    def __init__(self, head: tuple[int, ...]) -> None:
+        self.ended = _step(head[Head.ENDED])
+        self.ended_at_ns = head[Head.ENDED_AT]
+        self.copies, self.failed_copies = head[Head.COPIES], head[Head.FAILED_COPIES]
+        self.blocked_ns = head[Head.BLOCKED_NS]
+        self.last_bytes, self.last_ns = head[Head.LAST_BYTES], head[Head.LAST_NS]
+
+
+class KeepFiles:
+    """The files of one agent. ``places`` are the values of the workers' variable ``ELASTICRS_KEEP``, by local
+    rank. Raises ``OSError`` if the files cannot be created.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._fds: list[int] = []
+        self.places: list[str] = []
+        mark = int.from_bytes(os.urandom(7), "big")
+        try:
+            for _ in range(workers):
+                fd = os.memfd_create("elasticrs-keep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+                self._fds.append(fd)
+                os.ftruncate(fd, layout.REGIONS_AT)
+                os.pwrite(fd, layout.pack([layout.MAGIC, mark]), 0)
+                # In another pid namespace, the path may lead to another file, so workers compare the mark.
+                self.places.append(f"{mark}:/proc/{os.getpid()}/fd/{fd}")
+        except OSError:
+            self.close()
+            raise
+
+    def begin(self, local_rank: int, plan: Mapping[str, PlanValue], newest: int | None) -> None:
+        """Prepare a rank's file for an attempt: write its plan, and delete the copies of steps after
+        ``newest`` (all if ``None``). No worker of an earlier attempt may be running. Raises ``OSError``.
+        """
+        fd = self._fds[local_rank]
+        for first, last in _CLEARED:
+            os.pwrite(fd, bytes(layout.WORD * (last + 1 - first)), layout.WORD * first)
+        for _, at, words in self._slots(fd, self._head(fd)):
+            if newest is None or words[Slot.STEP] > newest:
+                os.pwrite(fd, layout.pack([SlotState.EMPTY]), at + layout.WORD * Slot.STATE)
+        text = _json(plan).encode()
+        if len(text) > layout.MAX_PLAN:
+            raise OSError(errno.EMSGSIZE, f"the plan of {len(text)} bytes is too long")
+        os.pwrite(fd, layout.pack([len(text)]) + text, layout.PLAN_AT)
+
+    def has_joined(self, local_rank: int) -> bool:
+        """Return true if a worker has used ``Keep`` in this attempt."""
+        return bool(self._fds) and self._head(self._fds[local_rank])[Head.PID] != 0
+
+    def counters(self) -> dict[int, Counters]:
+        """Return the counters of the workers that have used ``Keep`` in this attempt, by local rank."""
+        heads = {place: self._head(fd) for place, fd in enumerate(self._fds)}
+        return {place: Counters(head) for place, head in heads.items() if head[Head.PID]}
+
+    def holding(self, local_rank: int, rank: int, world: int) -> Holding:
+        """Return what a rank has kept. Call this after all processes of the attempt have exited."""
+        from elasticrs._engine.workers.keep_choice import Holding, KeptSlot
+
+        fd = self._fds[local_rank]
+        head = self._head(fd)
+        slots = tuple(
+            KeptSlot(
+                index=index,
+                step=words[Slot.STEP],
+                attempt=words[Slot.ATTEMPT],
+                layout=words[Slot.LAYOUT],
+                digest=words[Slot.DIGEST],
+                sequence=words[Slot.SEQUENCE],
+                is_at_death=words[Slot.WHY] == layout.Why.AT_DEATH,
+            )
+            for index, _, words in self._slots(fd, head)
+            if (words[Slot.RANK], words[Slot.WORLD]) == (rank, world)
+        )
+        small = frozenset(self._small(fd, head))
+        if not head[Head.PID]:
+            return Holding(slots, small, has_joined=False)
+        check = _step(head[Head.CHECK_STEP])
+        return Holding(
+            slots,
+            small,
+            attempt=head[Head.ATTEMPT],
+            ended=_step(head[Head.ENDED]),
+            mode=head[Head.MODE],
+            check=None if check is None else (check, head[Head.CHECK_DIGEST]),
+            restored=_step(head[Head.RESTORED]),
+            answer=head[Head.ANSWER],
+        )
+
+    def close(self) -> None:
+        """Give the kept state up. Idempotent."""
+        fds, self._fds = self._fds, []
+        for fd in fds:
+            os.close(fd)
+
+    @staticmethod
+    def _head(fd: int) -> tuple[int, ...]:
+        return _words(fd, 0, Head.COUNT)
+
+    @staticmethod
+    def _regions(fd: int, head: tuple[int, ...]) -> list[tuple[int, int] | None]:
+        """Return offset and capacity of ring, slot 0, slot 1; ``None`` for one that is not in the file."""
+        size = os.fstat(fd).st_size
+        table = head[Head.TABLE : Head.TABLE + 2 * (1 + layout.SLOTS)]
+        found = zip(table[::2], table[1::2], strict=True)
+        return [
+            (at, capacity) if at >= layout.REGIONS_AT and 0 < capacity <= size - at else None
+            for at, capacity in found
+        ]
+
+    def _slots(self, fd: int, head: tuple[int, ...]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+        """Return number, offset and head of each complete slot."""
+        for index, region in enumerate(self._regions(fd, head)[1:]):
+            if region is None or region[1] < layout.HEAD_SIZE:
+                continue
+            at, capacity = region
+            words = _words(fd, at, Slot.COUNT)
+            is_complete = (words[Slot.MAGIC], words[Slot.STATE]) == (layout.SLOT_MAGIC, SlotState.COMPLETE)
+            ends = layout.HEAD_SIZE + words[Slot.INDEX_LENGTH], words[Slot.DATA_AT] + words[Slot.DATA_LENGTH]
+            if is_complete and max(ends) <= capacity and words[Slot.STEP] < _MAX_STEP:
+                yield index, at, words
+
+    def _small(self, fd: int, head: tuple[int, ...]) -> Iterator[int]:
+        """Return the steps of the whole records in the ring."""
+        ring = self._regions(fd, head)[0]
+        room = 0 if ring is None else layout.record_size(ring[1]) - layout.RECORD_HEAD
+        if ring is None or room <= 0:
+            return
+        for number in range(layout.RECORDS):
+            at = ring[0] + layout.record_at(number, ring[1])
+            step, length, crc = _words(fd, at, layout.RECORD_HEAD // layout.WORD)
+            is_there = 0 < step <= _MAX_STEP and 0 < length <= min(room, MAX_RECORD)
+            if is_there and _crc(fd, at + layout.RECORD_HEAD, length) == crc:
+                yield step - 1
+
+
+def _words(fd: int, at: int, count: int) -> tuple[int, ...]:
+    """Read words. Those after the end of the file are 0."""
+    size = layout.WORD * count
+    return layout.unpack(os.pread(fd, size, at).ljust(size, b"\0"))
+
+
+def _step(word: int) -> int | None:
+    return word - 1 if 0 < word <= _MAX_STEP else None
+
+
+def _crc(fd: int, at: int, length: int) -> int | None:
+    """Return the CRC-32 of a part of a file; ``None`` if the file ends before."""
+    from zlib import crc32
+
+    found = 0
+    for start in range(0, length, _CHUNK):
+        size = min(_CHUNK, length - start)
+        data = os.pread(fd, size, at + start)
+        if len(data) != size:
+            return None
+        found = crc32(data, found)
+    return found
+
+
+def _json(value: PlanValue | Mapping[str, PlanValue]) -> str:
+    """Write JSON, without importing :mod:`json`, which would delay the start of the job by 3 ms."""
+    if value is None:
+        return "null"
+    if isinstance(value, str):
+        shown = "".join(each if each.isprintable() else "?" for each in value)
+        return '"' + shown.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    if isinstance(value, list):
+        return f"[{', '.join(map(_json, value))}]"
+    if isinstance(value, (bool, int, float)):
+        return repr(value).lower()
+    return "{" + ", ".join(f"{_json(name)}: {_json(each)}" for name, each in value.items()) + "}"

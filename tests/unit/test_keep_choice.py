@@ -1,0 +1,246 @@
+"""The step from which the next attempt goes on: every rank has a copy, and it is always the newest."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticrs._engine.inside.keep.layout import Answer, Mode
+from elasticrs._engine.workers.keep_choice import NEAR, Choice, Holding, KeptSlot, Loop, choose, failed_soon
+
+MOST = 6
+"""Highest step in the generated holdings."""
+
+
+def replicated(steps, small=(), **more):
+    slots = tuple(KeptSlot(index, step, is_at_death=True) for index, step in enumerate(steps))
+    return Holding(slots, frozenset(small), mode=Mode.REPLICATED, **more)
+
+
+def sharded(steps, small=(), **more):
+    return replicated(steps, small, **more).replaced(mode=Mode.SHARDED)
+
+
+steps = st.integers(0, MOST)
+slots = st.lists(
+    st.builds(KeptSlot, st.just(0), steps, st.integers(0, 1), st.integers(0, 1), st.integers(0, 1)),
+    max_size=2,
+).map(lambda found: tuple(slot.replaced(index=index) for index, slot in enumerate(found)))
+holding = st.builds(
+    Holding,
+    slots,
+    st.frozensets(steps, max_size=3),
+    has_joined=st.booleans(),
+    attempt=st.integers(0, 1),
+    ended=st.none() | steps,
+    mode=st.integers(0, 2),
+    check=st.none() | st.tuples(st.integers(0, 1), st.integers(0, 1)),
+    restored=st.none() | steps,
+    answer=st.integers(0, 9),
+)
+holdings = st.lists(holding, min_size=1, max_size=4).map(lambda found: dict(enumerate(found)))
+
+
+def is_abandoned(slot, found):
+    """True if some rank has gone on in a later attempt from an earlier step than this copy's."""
+    went_on = [each for each in found.values() if each.has_joined and each.ended is not None]
+    last = max((each.attempt for each in went_on), default=0)
+    return slot.attempt < last and any(each.restored is None or each.restored < slot.step for each in went_on)
+
+
+def copies_of(found, step):
+    return {
+        rank: slots
+        for rank, each in found.items()
+        if (slots := [slot for slot in each.slots if slot.step == step and not is_abandoned(slot, found)])
+    }
+
+
+def can_continue(found, world, step, is_replicated):
+    """True if every rank has a source for its large state of a step; ``None`` if copies differ."""
+    copies = copies_of(found, step)
+    if is_replicated and copies:
+        if len({(slot.layout, slot.digest) for slots in copies.values() for slot in slots}) > 1:
+            return None
+        return True
+    return world == len(found) and copies.keys() == set(range(world))
+
+
+@given(holdings, st.integers(1, 5), st.none() | steps, st.booleans())
+def test_each_rank_has_a_source_and_no_newer_step_would_do(found, world, barred_from, was_replicated):
+    chosen = choose(found, world, barred_from=barred_from, was_replicated=was_replicated)
+    allowed = [step for step in range(MOST + 1) if barred_from is None or step < barred_from]
+
+    def is_exact(step):
+        return all(
+            rank in found and (step in found[rank].small or rank in copies_of(found, step))
+            for rank in range(world)
+        )
+
+    possible = {step: can_continue(found, world, step, chosen.is_replicated) for step in allowed}
+    if chosen.step is None:
+        assert True not in possible.values()
+        assert not chosen.sources
+        return
+    assert possible[chosen.step] is not False
+    assert chosen.is_exact == is_exact(chosen.step)
+    better = [step for step in allowed if possible[step] and (step > chosen.step or not chosen.is_exact)]
+    assert not [step for step in better if is_exact(step)]
+    assert chosen.is_exact or not [step for step in better if step > chosen.step]
+    assert chosen.sources.keys() == set(range(world))
+    for rank, (holder, index) in chosen.sources.items():
+        slot = found[holder].slots[index]
+        assert slot.step == chosen.step
+        assert not is_abandoned(slot, found)
+        assert holder == rank or (chosen.is_replicated and rank not in chosen.kept_by)
+    assert len({found[holder].slots[index].layout for holder, index in chosen.sources.values()}) == 1 or (
+        not chosen.is_replicated
+    )
+
+
+@given(holdings, st.integers(1, 5), st.none() | steps, st.booleans())
+def test_a_choice_says_why_steps_are_lost(found, world, barred_from, was_replicated):
+    chosen = choose(found, world, barred_from=barred_from, was_replicated=was_replicated)
+    is_used = any(each.has_joined or each.slots for each in found.values())
+    assert bool(chosen.line()) == is_used
+    if chosen.step is None or chosen.lost:
+        assert bool(chosen.why) == is_used
+
+
+def test_survivors_of_a_replicated_job_hand_their_copy_on():
+    found = {
+        0: replicated([10, 12], ended=12),
+        1: replicated([10], [11, 12], ended=11),
+        2: replicated([10, 12], ended=12),
+    }
+    chosen = choose(found, 3)
+    assert (chosen.step, chosen.sources) == (12, {0: (0, 1), 1: (2, 1), 2: (2, 1)})
+    assert (chosen.lost, chosen.is_exact, chosen.why) == (0, True, "")
+    assert chosen.line() == "continues at step 12, kept at death by 2 of 3 ranks, 0 steps lost"
+
+
+def test_without_a_small_state_of_the_newest_step_an_older_exact_step_is_chosen():
+    found = {0: replicated([10, 12], ended=12), 1: replicated([10], [11], ended=11)}
+    chosen = choose(found, 2)
+    assert (chosen.step, chosen.lost, chosen.is_exact) == (10, 2, True)
+    assert "rank 1 had no small state of step 12" in chosen.line()
+    only = choose({0: replicated([12], ended=12), 1: replicated([], [11], ended=11)}, 2)
+    assert (only.step, only.behind, only.is_exact) == (12, (1,), False)
+    assert "rank 1 without their small state" in only.line()
+
+
+def test_sharded_state_needs_the_copy_of_each_rank():
+    found = {0: sharded([10, 12], ended=12), 1: sharded([10], [12], ended=12)}
+    assert (choose(found, 2).step, choose(found, 2).why) == (10, "rank 1 had no copy of step 12")
+    other = choose(found, 3)
+    assert other.step is None
+    assert "2 ranks kept step 12, now there are 3" in other.why
+
+
+def test_equal_checks_show_that_the_state_is_replicated():
+    def pair(one, other):
+        return {
+            0: replicated([12], ended=12, check=one).replaced(mode=Mode.AUTO),
+            1: replicated([], [12], ended=12, check=other).replaced(mode=Mode.AUTO),
+        }
+
+    assert choose(pair((2, 7), (2, 7)), 2).step == 12
+    assert choose(pair((2, 7), (2, 8)), 2, was_replicated=True).step is None
+    assert choose(pair((2, 7), None), 2).step is None
+    assert choose(pair((2, 7), None), 2, was_replicated=True).step == 12
+
+
+def test_copies_that_differ_are_not_shared():
+    found = {rank: Holding((KeptSlot(0, 12, digest=rank),), ended=12, check=(2, 7)) for rank in range(2)} | {
+        2: Holding(small=frozenset((12,)), ended=12, check=(2, 7))
+    }
+    assert choose(found, 3).step is None
+    assert choose({rank: found[rank] for rank in range(2)}, 2).sources == {0: (0, 0), 1: (1, 0)}
+
+
+def test_a_new_rank_of_a_replicated_job_is_behind():
+    chosen = choose({0: replicated([5], ended=5)}, 2)
+    assert (chosen.step, chosen.sources, chosen.behind) == (5, {0: (0, 0), 1: (0, 0)}, (1,))
+
+
+def test_steps_of_an_abandoned_attempt_are_not_chosen():
+    slots = KeptSlot(0, 30, attempt=0), KeptSlot(1, 25, attempt=1)
+    found = {rank: Holding(slots, mode=Mode.SHARDED, attempt=1, ended=27, restored=20) for rank in range(2)}
+    assert choose(found, 2).step == 25
+    assert choose({rank: each.replaced(restored=30) for rank, each in found.items()}, 2).step == 30
+    assert choose({rank: each.replaced(restored=None) for rank, each in found.items()}, 2).step == 25
+    # No rank ended a step after the start from step 30.
+    assert (
+        choose({rank: each.replaced(ended=None, restored=None) for rank, each in found.items()}, 2).step == 30
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (Answer.NO_MEMORY, "memory was short"),
+        (Answer.CHANGING, "changing"),
+        (Answer.NONE, "no rank had copied"),
+    ],
+)
+def test_why_the_last_step_is_not_kept(answer, text):
+    chosen = choose({0: replicated([8], ended=9, answer=answer)}, 1)
+    assert (chosen.step, chosen.lost) == (8, 1)
+    assert text in chosen.line()
+
+
+def test_a_program_without_keep_gets_no_line():
+    assert choose({0: Holding(has_joined=False)}, 1) == Choice(ranks=1)
+    assert choose({0: Holding(has_joined=False)}, 1).line() == ""
+    assert choose({0: Holding(ended=3)}, 1).line() == (
+        "continues from no kept step (no rank had kept its state yet)"
+    )
+
+
+CAUSE, OTHER = ("builtins.ValueError", "train.py:8"), ("builtins.OSError", "train.py:9")
+
+
+def test_a_restored_state_that_fails_twice_alike_is_set_aside_until_it_is_passed():
+    loop = Loop().after(100, 103, CAUSE).after(103, 103 + NEAR - 1, CAUSE)
+    assert loop.barred_from == 100
+    found = {0: replicated([90, 103], ended=103)}
+    chosen = choose(found, 1, barred_from=loop.barred_from)
+    assert chosen.step == 90
+    assert "steps from 100 on are set aside" in chosen.line()
+    assert loop.after(90, 100 + NEAR - 1, CAUSE).barred_from == 100
+    assert loop.after(90, 100 + NEAR, CAUSE).barred_from is None
+
+
+@pytest.mark.parametrize(
+    "second",
+    [(100, 100 + NEAR, CAUSE), (100, 101, OTHER), (100, 101, None), (None, 101, CAUSE)],
+    ids=["progress", "another cause", "unknown cause", "from no kept step"],
+)
+def test_a_restored_state_is_not_set_aside_otherwise(second):
+    assert Loop().after(100, 101, CAUSE).after(*second).barred_from is None
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.none() | st.integers(0, 99),
+            st.none() | st.integers(0, 99),
+            st.sampled_from([CAUSE, OTHER, None]),
+        )
+    )
+)
+def test_a_bar_needs_two_attempts_that_failed_soon(attempts):
+    loop, soon = Loop(), []
+    for began, reached, cause in attempts:
+        before, loop = loop, loop.after(began, reached, cause)
+        is_soon = began is not None and cause is not None and (reached is None or reached < began + NEAR)
+        soon = [*soon, (began, cause)] if is_soon else []
+        if loop.barred_from is not None and loop.barred_from != before.barred_from:
+            (first, one), (second, other) = soon[-2:]
+            assert one == other
+            assert loop.barred_from <= min(first, second)
+
+
+def test_an_attempt_began_from_a_step_only_if_a_rank_restored_it():
+    assert failed_soon([Holding(ended=12, restored=10), Holding(has_joined=False)], 10) == (10, 12)
+    assert failed_soon([Holding(ended=12, restored=None)], 10) == (None, 12)
+    assert failed_soon([Holding(has_joined=False)], 10) == (None, None)

@@ -1,0 +1,185 @@
+"""The agent's files in which workers keep their state: what it reads, whatever workers have written."""
+
+import json
+import os
+import zlib
+from contextlib import closing
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticrs._engine.inside.keep import layout
+from elasticrs._engine.inside.keep.layout import Answer, Head, Mode, Slot, SlotState, Why
+from elasticrs._engine.workers.keep_choice import Holding, KeptSlot
+from elasticrs._engine.workers.keep_files import MAX_RECORD, KeepFiles
+
+RING, FIRST, SECOND = layout.REGIONS_AT, layout.REGIONS_AT + 4096, layout.REGIONS_AT + 4096 + 16384
+TABLE = [RING, 4096, FIRST, 16384, SECOND, 16384]
+
+
+class Worker:
+    """Writes into a rank's file as a worker does."""
+
+    def __init__(self, place):
+        mark, _, path = place.partition(":")
+        self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        assert int(mark) == self.words(0, 2)[1]
+        os.ftruncate(self.fd, SECOND + 16384)
+        self.put(0, dict(enumerate(TABLE, Head.TABLE)))
+
+    def words(self, at, count):
+        return layout.unpack(os.pread(self.fd, 8 * count, at))
+
+    def put(self, at, words):
+        for word, value in words.items():
+            os.pwrite(self.fd, layout.pack([value]), at + 8 * word)
+
+    def keep(self, at, step, **more):
+        words = {"MAGIC": layout.SLOT_MAGIC, "STATE": SlotState.COMPLETE, "STEP": step, "RANK": 4, "WORLD": 8}
+        self.put(at, {getattr(Slot, name): value for name, value in {**words, **more}.items()})
+
+    def record(self, number, step, data, crc=None):
+        at = RING + layout.record_at(number, 4096)
+        head = [step + 1, len(data), zlib.crc32(data) if crc is None else crc]
+        os.pwrite(self.fd, layout.pack(head) + data, at)
+
+    @property
+    def plan(self):
+        (length,) = self.words(layout.PLAN_AT, 1)
+        return json.loads(os.pread(self.fd, length, layout.PLAN_AT + layout.WORD))
+
+    def close(self):
+        os.close(self.fd)
+
+
+@pytest.fixture
+def files():
+    with closing(KeepFiles(2)) as found:
+        yield found
+
+
+@pytest.fixture
+def worker(files):
+    with closing(Worker(files.places[1])) as found:
+        yield found
+
+
+def holding(files):
+    return files.holding(1, 4, 8)
+
+
+def test_a_file_without_a_worker_holds_nothing(files):
+    assert holding(files) == Holding(has_joined=False)
+    assert not files.has_joined(1)
+    assert files.counters() == {}
+
+
+def test_what_a_worker_has_kept_is_read(files, worker):
+    worker.put(0, {
+        Head.PID: 7, Head.ENDED: 13, Head.MODE: Mode.SHARDED, Head.ANSWER: Answer.KEPT, Head.CHECK_STEP: 3,
+        Head.CHECK_DIGEST: 99, Head.RESTORED: 11, Head.ATTEMPT: 2, Head.COPIES: 5, Head.BLOCKED_NS: 6,
+    })  # fmt: skip
+    worker.keep(FIRST, 12, ATTEMPT=2, LAYOUT=8, DIGEST=9, SEQUENCE=3, WHY=Why.AT_DEATH, DATA_LENGTH=100)
+    worker.keep(SECOND, 10, ATTEMPT=1)
+    worker.record(0, 12, b"small")
+    worker.record(3, 13, b"torn", crc=1)
+    assert holding(files) == Holding(
+        (KeptSlot(0, 12, 2, 8, 9, 3, is_at_death=True), KeptSlot(1, 10, 1)),
+        frozenset((12,)),
+        attempt=2,
+        ended=12,
+        mode=Mode.SHARDED,
+        check=(2, 99),
+        restored=10,
+        answer=Answer.KEPT,
+    )
+    assert files.has_joined(1)
+    counted = files.counters()[1]
+    assert (counted.ended, counted.copies, counted.blocked_ns) == (12, 5, 6)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"MAGIC": 1},
+        {"STATE": SlotState.WRITING},
+        {"RANK": 3},
+        {"WORLD": 9},
+        {"DATA_LENGTH": 16385},
+        {"INDEX_LENGTH": 16384},
+        {"STEP": 1 << 63},
+    ],
+    ids=str,
+)
+def test_a_slot_that_is_not_whole_or_of_another_rank_is_left_out(files, worker, wrong):
+    worker.keep(FIRST, 12, **wrong)
+    assert holding(files).slots == ()
+
+
+def test_a_new_attempt_gets_a_plan_and_no_copy_of_an_abandoned_step(files, worker):
+    worker.put(0, dict.fromkeys(range(Head.PID, Head.COUNT), 5) | dict(enumerate(TABLE, Head.TABLE)))
+    worker.keep(FIRST, 12)
+    worker.keep(SECOND, 10)
+    plan = {"step": None, "why": 'a "quoted" \\ text\n', "grace": 1.5, "files": ["a"], "large": {"slot": 1}}
+    files.begin(1, plan, 11)
+    assert worker.plan == {**plan, "why": 'a "quoted" \\ text?'}
+    assert holding(files) == Holding((KeptSlot(1, 10),), has_joined=False)
+    head = worker.words(0, Head.COUNT)
+    assert not any(head[Head.PID : Head.CHECK_DIGEST + 1])
+    assert not any(head[Head.RESTORED :])
+    files.begin(1, {}, None)
+    assert (holding(files).slots, worker.plan) == ((), {})
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+texts = st.text(st.characters(exclude_categories=("C", "Z")))
+
+
+@given(st.dictionaries(texts, scalars | texts | st.lists(st.integers()) | st.dictionaries(texts, scalars)))
+def test_a_plan_is_json(plan):
+    with closing(KeepFiles(1)) as files, closing(Worker(files.places[0])) as worker:
+        files.begin(0, plan, None)
+        assert worker.plan == plan
+
+
+def test_a_plan_that_is_too_long_is_refused(files):
+    with pytest.raises(OSError, match="too long"):
+        files.begin(0, {"why": "x" * layout.REGIONS_AT}, None)
+
+
+edges = [0, 1, 2, 4096, RING, FIRST, SECOND, SECOND + 16384, MAX_RECORD, 2**62, 2**63 - 1, 2**63, 2**64 - 1]
+word = st.sampled_from([*edges, layout.SLOT_MAGIC, SlotState.COMPLETE]) | st.integers(0, 2**64 - 1)
+
+
+def bytes_read():
+    with open("/proc/self/io") as counters:
+        return int(counters.readline().split()[1])
+
+
+@given(st.data())
+def test_hostile_words_cause_no_error_and_no_large_read(data):
+    with closing(KeepFiles(1)) as files, closing(Worker(files.places[0])) as worker:
+        os.ftruncate(worker.fd, data.draw(st.sampled_from([0, 100, RING, SECOND + 100, 1 << 40])))
+        places = [(0, Head.COUNT), (FIRST, Slot.COUNT), (SECOND, Slot.COUNT), (RING, 3), (RING + 1024, 3)]
+        for at, count in places:
+            chosen = data.draw(st.dictionaries(st.integers(0 if at else 2, count - 1), word, max_size=count))
+            worker.put(at, chosen)
+        if data.draw(st.booleans()):
+            worker.keep(
+                FIRST, 5, **{data.draw(st.sampled_from(["DATA_AT", "INDEX_LENGTH", "STEP"])): data.draw(word)}
+            )
+        before = bytes_read()
+        found = files.holding(0, 4, 8)
+        assert bytes_read() - before < (layout.RECORDS * MAX_RECORD) + layout.REGIONS_AT
+        assert all(0 <= step < 2**62 for step in [*found.small, *(slot.step for slot in found.slots)])
+        files.counters()
+        files.begin(0, {}, 3)
+        assert all(slot.step <= 3 for slot in files.holding(0, 4, 8).slots)
+
+
+def test_closed_files_give_their_memory_back(files, worker):
+    files.close()
+    files.close()
+    assert not files.has_joined(1)
+    assert not os.path.exists(files.places[1].partition(":")[2])
