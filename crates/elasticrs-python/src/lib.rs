@@ -48,8 +48,8 @@ mod _core {
     #[pymodule_export]
     use crate::event::{
         Degraded, Descendant, FailureSeen, FdReady, Fenced, GroupEnded, GroupStarted, Heartbeat, LogTrouble, RankSeen,
-        ReplaceFailed, StartFailed, TimerExpired, Warmed, WorkerExited, WorkerHung, WorkerPaused, WorkerRaised,
-        WorkerReplaced, WorkerResumed, WorkerSwept, WorkersKilled,
+        ReplaceFailed, StartFailed, StateKept, TimerExpired, Warmed, WorkerExited, WorkerHung, WorkerPaused,
+        WorkerRaised, WorkerReplaced, WorkerResumed, WorkerSwept, WorkersKilled,
     };
     #[pymodule_export]
     use crate::health::HealthServer;
