@@ -89,7 +89,7 @@ class GroupSpec:
             SIGKILL, the whole group fails. Each worker is a child subreaper, so that its orphaned descendants
             become its children.
         keep_grace: longest time in seconds for which a stop waits until the workers that use
-            :class:`elasticrs.Keep` have copied their state. :class:`StateKept` follows. 0, the default, means
+            ``elasticrs.Keep`` have copied their state. :class:`StateKept` follows. 0, the default, means
             that the workers are not asked for copies.
     """
 
@@ -193,7 +193,7 @@ class FailureSeen:
 
 @final
 class StateKept:
-    """The workers that use :class:`elasticrs.Keep` have copied their state, or the time limit for that has
+    """The workers that use ``elasticrs.Keep`` have copied their state, or the time limit for that has
     passed. They have just been signalled. Reported at most once for each group.
     """
 
