@@ -39,9 +39,13 @@ _NEVER = float("inf")
 
 
 def _import_for_cause() -> None:
-    import json  # noqa: F401
+    try:
+        import json  # noqa: F401
 
-    import elasticrs._engine.supervise.failures.failed_attempt  # noqa: F401
+        import elasticrs._engine.supervise.failures.failed_attempt  # noqa: F401
+    except OSError:
+        # No file descriptor is free. Whoever needs these modules later can handle that.
+        return
 
 
 class Agent:
