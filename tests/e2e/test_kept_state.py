@@ -20,7 +20,8 @@ KEEPS = """
     assert os.pread(fd, 16, 0) == layout.pack([layout.MAGIC, int(mark)])
     length = int.from_bytes(os.pread(fd, 8, layout.PLAN_AT), "little")
     plan = json.loads(os.pread(fd, length, layout.PLAN_AT + 8))
-    os.write(1, f"PLAN {json.dumps({**plan, 'rank': rank})}\\n".encode())
+    told = {"rank": rank, "told": os.environ.get("ELASTICRS_KEEP_FRAMEWORKS")}
+    os.write(1, f"PLAN {json.dumps({**plan, **told})}\\n".encode())
     ring, slots = layout.REGIONS_AT, [layout.REGIONS_AT + 4096, layout.REGIONS_AT + 12288]
     os.ftruncate(fd, layout.REGIONS_AT + 20480)
 
@@ -149,11 +150,13 @@ def test_the_plan_says_why_nothing_can_be_kept(run, options, reason):
     assert plans[0][0]["memory"] == 0
 
 
-def test_options_reach_the_plan(run):
-    _, plans = run("", "--keep", "--keep-memory=6M", "--keep-grace=3")
-    assert {(plan["memory"], plan["grace"], plan["frameworks"]) for plan in plans[0].values()} == {
-        (3 << 20, 3, True)
-    }
+def test_options_reach_the_workers(run, monkeypatch):
+    monkeypatch.setenv("ELASTICRS_KEEP_FRAMEWORKS", "1")
+    _, without = run("", nproc=1)
+    _, given = run("", "--keep", "--keep-memory=6M", "--keep-grace=3")
+    names = "frameworks", "told", "memory", "grace"
+    assert [without[0][0][name] for name in names[:2]] == [False, None]
+    assert {tuple(plan[name] for name in names) for plan in given[0].values()} == {(True, "1", 3 << 20, 3)}
 
 
 def test_the_state_goes_with_the_agent(launch, worker_script):

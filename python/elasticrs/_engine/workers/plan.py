@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 TOKEN_VARIABLE = "ELASTICRS_TOKEN"
 """Environment variable with the token, a secret that a job's agents share, unless a setting has it."""
 
+KEEP_FRAMEWORKS = "ELASTICRS_KEEP_FRAMEWORKS"
+"""Environment variable that tells the hook in the workers to keep the state of frameworks (``--keep``)."""
+
 _HERE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "inside")
 _HOOK = os.path.join(_HERE, "hook")
 _NURSERY = os.path.join(_HERE, "nursery")
@@ -172,9 +175,10 @@ def virtual_local_rank(local_rank: int, inherited: Mapping[str, str]) -> dict[st
 
 def inherited_environment() -> dict[str, str]:
     """Return the environment that workers inherit: without the job's token, a secret of the agents, and
-    without the file in which this agent, if it is a worker of another job, keeps its own state.
+    without what another job has told this process, if it is a worker, about its kept state.
     """
-    return {name: value for name, value in os.environ.items() if name not in (TOKEN_VARIABLE, KEEP)}
+    own = (TOKEN_VARIABLE, KEEP, KEEP_FRAMEWORKS)
+    return {name: value for name, value in os.environ.items() if name not in own}
 
 
 def hook_environment(env: dict[str, str]) -> dict[str, str]:
