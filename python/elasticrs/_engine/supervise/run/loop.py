@@ -44,7 +44,7 @@ def _import_for_cause() -> None:
 
         import elasticrs._engine.supervise.failures.failed_attempt  # noqa: F401
     except OSError:
-        # No file descriptor is free. Whoever needs these modules later can handle that.
+        # No file descriptor is free. Later imports of these modules handle that.
         return
 
 
