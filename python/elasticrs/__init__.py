@@ -7,19 +7,39 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
+    from elasticrs.keep import Keep
     from elasticrs.launcher.api import LaunchConfig, elastic_launch, launch_agent
     from elasticrs.multiprocessing.errors import ChildFailedError, record
 
 __version__ = "0.1.0"
 
-__all__ = ["ChildFailedError", "LaunchConfig", "__version__", "elastic_launch", "launch_agent", "record"]
+__all__ = [
+    "ChildFailedError",
+    "Keep",
+    "LaunchConfig",
+    "__version__",
+    "elastic_launch",
+    "launch_agent",
+    "record",
+]
 
 _HOMES = {
+    "elasticrs.keep": ("Keep",),
     "elasticrs.launcher.api": ("LaunchConfig", "elastic_launch", "launch_agent"),
     "elasticrs.multiprocessing.errors": ("ChildFailedError", "record"),
 }
 _SUBMODULES = (
-    *("agent", "control_plane", "events", "launch", "launcher", "metrics", "multiprocessing", "rendezvous"),
+    *(
+        "agent",
+        "control_plane",
+        "events",
+        "keep",
+        "launch",
+        "launcher",
+        "metrics",
+        "multiprocessing",
+        "rendezvous",
+    ),
     *("run", "timer", "utils"),
 )
 

@@ -59,7 +59,6 @@ fn group(commands: &[String]) -> Result<GroupSpec> {
             start_deadline: Duration::from_secs(30),
             keep_ignored: Vec::new(),
             replaces: false,
-            keep_grace: Duration::ZERO,
         },
     })
 }

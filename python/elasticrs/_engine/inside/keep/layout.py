@@ -46,6 +46,8 @@ class Head:
     """The last step that has ended."""
     MODE = 6
     """What the program says about its state: a code of :class:`Mode`."""
+    NEXT = 7
+    """The step of the next periodic copy of all ranks, which rank 0 announces in its file."""
     COPIES = 8
     FAILED_COPIES = 9
     """Copies that failed or were skipped."""

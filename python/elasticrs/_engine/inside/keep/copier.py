@@ -1,0 +1,411 @@
+"""The one thread that copies the state of a training program into the agent's memory.
+
+It sleeps until a datagram comes: the order of the agent, which is about to stop this process, or a request of
+the program's own threads. It does not take the GIL meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from _thread import start_new_thread
+from time import monotonic_ns
+
+import torch
+
+from elasticrs._engine.inside.keep import layout
+from elasticrs._engine.inside.keep.file import OffError, round_up
+from elasticrs._engine.inside.keep.layout import Answer, Head, Slot, Why
+from elasticrs._engine.inside.keep.trees import spell
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from elasticrs._engine.inside.keep.file import KeepFile, SlotRegion
+    from elasticrs._engine.inside.keep.state import Boundary, Parts
+
+_ORDER = b"keep"
+"""Datagram of the agent: copy the state now, because this process is about to be stopped."""
+
+_RESERVE, _PERIODIC, _OWN, _END = b"reserve", b"periodic", b"own", b"end"
+"""Datagrams of this process: reserve memory, copy the state, copy it after an exception, end the thread."""
+
+_CREDENTIALS = socket.CMSG_SPACE(12)
+_PATIENCE = 1.0
+"""Seconds for which an order waits for the end of a step whose optimizer is writing."""
+
+_LIMIT = 300.0
+"""Seconds after which the training no longer waits for a copy."""
+
+_PACE = 1_000_000_000
+"""Bytes per second at which a copy is expected to go before one has been measured."""
+
+_LEAST_PACE_MS = 10
+
+_INDEX_ROOM = 16384
+"""Bytes by which the index may grow before a slot is laid out anew."""
+
+
+class _Target:
+    """Where the tensors of a state go in a slot."""
+
+    def __init__(self, slot: SlotRegion, parts: Parts, data_at: int) -> None:
+        self.slot, self.parts, self.data_at, self.map = slot, parts, data_at, slot.map
+        whole = torch.frombuffer(slot.map, dtype=torch.uint8)
+        self.data = whole[data_at : data_at + parts.size]
+        by_device: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for tensor, offset in zip(parts.tensors, parts.offsets, strict=True):
+            size = tensor.numel() * tensor.element_size()
+            if size:
+                targets, sources = by_device.setdefault(tensor.device, ([], []))
+                targets.append(self.data[offset : offset + size].view(tensor.dtype).view(tensor.shape))
+                sources.append(tensor)
+        self.copies = list(by_device.values())
+
+    def fits(self, parts: Parts, index: bytes) -> bool:
+        is_same = self.parts is parts and self.map is self.slot.map
+        return is_same and layout.HEAD_SIZE + len(index) <= self.data_at
+
+
+class Copier:
+    """Copies states, at the ends of steps, into the slots of a file.
+
+    Args:
+        file: the file of this rank.
+        facts: words of the head of each slot that stay the same.
+        budget: bytes that the slots may take together.
+        notices: abstract name of the agent's socket.
+        is_replicated: returns true if each rank has the whole state, as far as is known.
+        say: tells the user something.
+    """
+
+    def __init__(
+        self,
+        file: KeepFile,
+        facts: dict[int, int],
+        budget: int,
+        notices: str,
+        is_replicated: Callable[[], bool],
+        say: Callable[[str], None],
+    ) -> None:
+        self._file, self._facts, self._budget = file, facts, budget
+        self._notices, self._is_replicated, self._say = notices, is_replicated, say
+        self._live = threading.Lock()
+        """Held while the tensors of the program are read, or while it says that they change."""
+        self._ended = threading.Condition(self._live)
+        self._boundary: Boundary | None = None
+        self._is_changing = True
+        self._is_copied = threading.Event()
+        """Set while no periodic copy reads the tensors of the program."""
+        self._is_copied.set()
+        self._own_copy = threading.Event()
+        self._targets: dict[int, _Target] = {}
+        self._last: int | None = None
+        self._check_step: int | None = None
+        self._told_pace = _LEAST_PACE_MS
+        self._is_joined = self.is_off = False
+        self.is_blind = False
+        """True if tensors may change without a sign. Then there are no copies at death, and the training
+        waits for each of the others.
+        """
+        self.source: int | None = None
+        """Slot from which this attempt's state came. The first copy goes into the other one."""
+        self._sequence = max(slot.sequence for slot in file.slots)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._socket.bind("")
+        self._name: bytes = self._socket.getsockname()
+        self._sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+        self._sender.settimeout(1)
+        # Block all signals except faults, because the program may wait for a signal with `sigwait`.
+        faults = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - faults)
+        try:
+            start_new_thread(self._run, ())
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    # What the training thread calls.
+
+    def change(self) -> None:
+        """Say that the state is about to change. Wait for a copy that still reads it."""
+        self._wait_for_copy()
+        with self._live:
+            self._is_changing = True
+
+    def end_step(self, boundary: Boundary, *, is_due: bool, is_check: bool) -> None:
+        """Say that the state is now ``boundary``, and begin a copy if it is due."""
+        self._wait_for_copy()
+        if self.is_off:
+            return
+        is_first = self._boundary is None
+        with self._live:
+            self._boundary, self._is_changing = boundary, False
+            self._ended.notify_all()
+        if is_first:
+            self._ask(_RESERVE)
+        if is_check:
+            self._check_step = boundary.step
+        if is_due:
+            self._is_copied.clear()
+            if not self._ask(_PERIODIC):
+                self._is_copied.set()
+                self._file.words[Head.FAILED_COPIES] += 1
+            elif self.is_blind:
+                self._wait_for_copy()
+
+    def go_blind(self, reason: str) -> None:
+        """Make no more copies at death."""
+        if not self.is_blind:
+            self.is_blind = True
+            self._say(f"no copies at death: {reason}; the periodic copies go on")
+            self.leave()
+
+    def turn_off(self, reason: str) -> None:
+        """Keep nothing from now on."""
+        if not self.is_off:
+            self.is_off = True
+            self._say(f"off: {reason}")
+            self.leave()
+
+    def is_idle(self) -> bool:
+        """Return true if no periodic copy runs."""
+        return self._is_copied.is_set()
+
+    def keep_own(self) -> None:
+        """Copy the state, because an exception ends this process. Wait for it, but not for long."""
+        if self._is_joined:
+            self._own_copy.clear()
+            if self._ask(_OWN):
+                self._own_copy.wait(max(0.5, 3 * self._told_pace / 1000))
+
+    def leave(self) -> None:
+        """Tell the agent that this process needs no order any more."""
+        if self._is_joined:
+            self._is_joined = False
+            self._notify(b"keep left")
+
+    def finish(self, limit: float) -> None:
+        """Wait for a copy that runs, at most ``limit`` seconds, and end the thread."""
+        self._is_copied.wait(limit)
+        self.leave()
+        self.is_off = True
+        self._ask(_END)
+
+    def _wait_for_copy(self) -> None:
+        if not self._is_copied.is_set():
+            begun = monotonic_ns()
+            if not self._is_copied.wait(_LIMIT):
+                self.turn_off(f"a copy takes longer than {_LIMIT:.0f} s")
+            self._file.words[Head.BLOCKED_NS] += monotonic_ns() - begun
+
+    def _ask(self, message: bytes) -> bool:
+        try:
+            self._sender.sendto(message, self._name)
+        except OSError:
+            return False
+        return True
+
+    # What the thread runs.
+
+    def _run(self) -> None:
+        own, users = os.getpid(), (0, os.geteuid())
+        try:
+            while True:
+                message, data, _, _ = self._socket.recvmsg(64, _CREDENTIALS)
+                if data:
+                    pid, user, _ = (int.from_bytes(data[0][2][at : at + 4], "little") for at in (0, 4, 8))
+                    if message == _ORDER and user in users:
+                        self._obey()
+                    elif pid == own and message == _END:
+                        self._socket.close()
+                        return
+                    elif pid == own:
+                        self._serve(message)
+        except OSError as error:
+            # The program has closed the socket, or the interpreter is ending.
+            self.turn_off(f"the socket for the agent's orders is lost ({error.strerror})")
+
+    def _obey(self) -> None:
+        self._file.words[Head.ANSWER] = self._try_copy(Why.AT_DEATH, _PATIENCE)
+        self._notify(b"keep answered")
+
+    def _serve(self, message: bytes) -> None:
+        if message == _RESERVE:
+            self._reserve()
+        elif message == _PERIODIC:
+            try:
+                self._try_copy(Why.PERIODIC, 0)
+            finally:
+                self._is_copied.set()
+            self._reserve()
+        elif message == _OWN:
+            self._file.words[Head.ANSWER] = self._try_copy(Why.AT_DEATH, 0)
+            self._own_copy.set()
+
+    def _try_copy(self, why: int, patience: float) -> int:
+        """Copy the state. Return an :class:`.Answer`."""
+        try:
+            answer = self._copy(why, patience)
+        except OSError as error:
+            self.turn_off(f"there is not enough memory ({error.strerror})")
+            answer = Answer.NO_MEMORY
+        except OffError as error:
+            self.turn_off(str(error))
+            answer = Answer.NO_MEMORY
+        # Keep must not end the training, whatever goes wrong.
+        except Exception as error:
+            self.turn_off(f"a copy failed: {error!r}")
+            answer = Answer.FAILED
+        if answer != Answer.KEPT:
+            self._file.words[Head.FAILED_COPIES] += 1
+        return answer
+
+    def _copy(self, why: int, patience: float) -> int:
+        words = self._file.words
+        with self._live:
+            if patience and self._boundary is not None:
+                self._ended.wait_for(lambda: not self._is_changing, patience)
+            boundary = self._boundary
+            if boundary is None or self.is_off or (why == Why.AT_DEATH and self.is_blind):
+                return Answer.NOTHING
+            if any(slot.complete_step == boundary.step for slot in self._file.slots):
+                return Answer.KEPT
+            if self._is_changing:
+                return Answer.CHANGING
+            if why == Why.AT_DEATH and self._would_lose_common_step(boundary.step):
+                return Answer.KEPT
+            begun = monotonic_ns()
+            if self._has_changed(boundary):
+                return Answer.TENSOR_CHANGED
+            index = boundary.index()
+            number = self._free_slot()
+            target = self._target(number, boundary.parts, index)
+            parts, slot = boundary.parts, target.slot
+            slot.begin(
+                index,
+                target.data_at,
+                {
+                    **self._facts,
+                    Slot.STEP: boundary.step,
+                    Slot.LAYOUT: parts.layout,
+                    Slot.DATA_LENGTH: parts.size,
+                    Slot.WHY: why,
+                },
+            )
+            with torch.no_grad():
+                for targets, sources in target.copies:
+                    # One call, which releases the GIL. A loop would slow down the training.
+                    torch._foreach_copy_(targets, sources)
+            if self._has_changed(boundary):
+                slot.drop()
+                return Answer.TENSOR_CHANGED
+        if why == Why.PERIODIC:
+            self._is_copied.set()
+        # Only the copy is read from here on, so the training may go on.
+        digest = digest_of(target.data)
+        self._sequence += 1
+        slot.complete(digest, self._sequence)
+        self._last = number
+        if boundary.step == self._check_step:
+            words[Head.CHECK_DIGEST], words[Head.CHECK_STEP] = digest, boundary.step + 1
+        words[Head.COPIES] += 1
+        words[Head.LAST_BYTES], words[Head.LAST_NS] = parts.size, monotonic_ns() - begun
+        return Answer.KEPT
+
+    def _has_changed(self, boundary: Boundary) -> bool:
+        path = boundary.parts.changed(boundary.versions)
+        if path is not None:
+            self.go_blind(f"{spell(path)} changes outside the optimizer's step")
+        return path is not None
+
+    def _free_slot(self) -> int:
+        """Return the number of the slot that does not hold the newest state."""
+        slots = self._file.slots
+        if self._last is None:
+            empty = [number for number, slot in enumerate(slots) if slot.complete_step is None]
+            if empty:
+                return empty[0]
+        newest = self._last if self._last is not None else self.source
+        if newest is None:
+            newest = max(range(layout.SLOTS), key=lambda number: slots[number].sequence)
+        return (newest + 1) % layout.SLOTS
+
+    def _would_lose_common_step(self, step: int) -> bool:
+        """Return true if a copy at death of ``step`` could overwrite the newest step that all ranks have.
+
+        If each rank has a part of the state, another rank may be without its copy of the newest step that is
+        here. From two steps later on, it has completed it, because its optimizer waited for it.
+        """
+        newest = max(
+            (found for slot in self._file.slots if (found := slot.complete_step) is not None), default=None
+        )
+        return newest is not None and step < newest + 2 and not self._is_replicated()
+
+    def _target(self, number: int, parts: Parts, index: bytes) -> _Target:
+        target = self._targets.get(number)
+        if target is not None and target.fits(parts, index):
+            return target
+        slot = self._file.slots[number]
+        data_at = round_up(layout.HEAD_SIZE + len(index) + len(index) // 4 + _INDEX_ROOM, layout.PAGE)
+        if layout.SLOTS * (data_at + parts.size) > self._budget:
+            need, budget = ((n + (1 << 20) - 1) >> 20 for n in (layout.SLOTS * parts.size, self._budget))
+            raise OffError(f"two copies need {need} MiB, and --keep-memory allows this rank {budget} MiB")
+        self._targets.pop(number, None)
+        slot.reserve(data_at + parts.size)
+        target = self._targets[number] = _Target(slot, parts, data_at)
+        words = slot.words
+        assert words is not None
+        if (words[Slot.LAYOUT], words[Slot.DATA_AT]) == (parts.layout, data_at):
+            target.data[
+                :: layout.PAGE
+            ].sum()  # Let the kernel map the pages, which an earlier attempt has made.
+        else:
+            slot.drop()
+            # The gaps between tensors count in the digest, which must be the same for equal states.
+            target.data.zero_()
+        return target
+
+    def _reserve(self) -> None:
+        """Prepare the slots for copies, except one that holds the newest state."""
+        boundary = self._boundary
+        if boundary is None:
+            return
+        try:
+            index, first = boundary.index(), self._free_slot()
+            self._target(first, boundary.parts, index)
+            other = (first + 1) % layout.SLOTS
+            if self._file.slots[other].complete_step is None:
+                self._target(other, boundary.parts, index)
+        except OSError as error:
+            self.turn_off(f"there is not enough memory ({error.strerror})")
+        except OffError as error:
+            self.turn_off(str(error))
+        self._join()
+
+    def _join(self) -> None:
+        """Tell the agent that this process can copy its state, and how long that is expected to take."""
+        boundary, words = self._boundary, self._file.words
+        if self.is_blind or self.is_off or boundary is None:
+            return
+        expected = words[Head.LAST_NS] // 1_000_000 or boundary.parts.size * 1000 // _PACE
+        pace = max(_LEAST_PACE_MS, expected)
+        if not self._is_joined or not self._told_pace / 1.5 <= pace <= self._told_pace * 1.5:
+            self._told_pace, self._is_joined = pace, True
+            self._notify(b"keep joined %s %d" % (self._name[1:].hex().encode(), pace))
+
+    def _notify(self, message: bytes) -> None:
+        if self._notices:
+            try:
+                self._sender.sendto(message, f"\0{self._notices}")
+            except OSError as error:
+                # Without the message, the agent gives no order, or waits for its whole grace.
+                self._say(f"the agent does not answer ({error.strerror})")
+
+
+def digest_of(data: torch.Tensor) -> int:
+    """Return the sum of the data's words, modulo 2 to the power of 64."""
+    return int(data.view(torch.int64).sum()) % (1 << 64)

@@ -1,0 +1,289 @@
+"""Access of a worker to the file that keeps its state. :mod:`.layout` describes the file."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from fcntl import F_ADD_SEALS, F_SEAL_SHRINK, fcntl
+from mmap import ACCESS_COPY, MADV_REMOVE, mmap
+from time import time_ns
+
+from elasticrs._engine.inside.keep import layout
+from elasticrs._engine.inside.keep.layout import Head, Slot, SlotState
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+_CHUNK = 1 << 25
+"""Bytes that are given back to the kernel at a time, because the call holds the GIL."""
+
+
+class OffError(Exception):
+    """Nothing can be kept. The text is the reason for the user, without a full stop."""
+
+
+class KeepFile:
+    """The file of this rank, or of another one, whose state this rank restores.
+
+    Args:
+        where: ``{mark}:{path}``, as in the variable :data:`.layout.VARIABLE`.
+
+    Raises:
+        OffError: there is no such file, or it belongs to another agent.
+    """
+
+    def __init__(self, where: str) -> None:
+        mark, _, self._path = where.partition(":")
+        self._mark = int(mark) if mark.isdigit() else -1
+        descriptor = self._open()
+        try:
+            # If the file became shorter than its mapping, an access would end the process.
+            fcntl(descriptor, F_ADD_SEALS, F_SEAL_SHRINK)
+            self._head = mmap(descriptor, layout.HEAD_SIZE)
+        finally:
+            os.close(descriptor)
+        self.words = memoryview(self._head).cast("Q")
+        self.ring = Ring(self)
+        self.slots = [SlotRegion(self, number) for number in range(layout.SLOTS)]
+
+    def _open(self) -> int:
+        # Open the file each time, because the program may close descriptors that it does not know.
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise OffError(f"the agent's memory cannot be opened ({error.strerror})") from error
+        head = layout.unpack(os.pread(descriptor, 2 * layout.WORD, 0))
+        if head != (layout.MAGIC, self._mark) or os.fstat(descriptor).st_size < layout.REGIONS_AT:
+            os.close(descriptor)
+            raise OffError("the agent's memory is not visible in this container")
+        return descriptor
+
+    def plan(self) -> dict[str, Any]:
+        """Return what the agent has decided for this attempt."""
+        descriptor = self._open()
+        try:
+            data = os.pread(descriptor, layout.REGIONS_AT - layout.PLAN_AT, layout.PLAN_AT)
+        finally:
+            os.close(descriptor)
+        length = layout.unpack(data[: layout.WORD])[0]
+        try:
+            plan: dict[str, Any] = json.loads(data[layout.WORD : layout.WORD + length])
+        except ValueError as error:
+            raise OffError("the agent's plan is damaged") from error
+        return plan
+
+    def join(self, rank: int, world: int, attempt: int, mode: int) -> None:
+        """Write that this process uses the file.
+
+        Raises:
+            OffError: another process uses it.
+        """
+        owner, own = self.words[Head.PID], os.getpid()
+        if owner not in (0, own) and os.path.exists(f"/proc/{owner}"):
+            raise OffError(f"process {owner} of this rank already keeps its state")
+        for word in (*range(Head.RANK, Head.TABLE), *range(Head.RESTORED, Head.COUNT)):
+            self.words[word] = 0
+        self.words[Head.RANK], self.words[Head.WORLD] = rank + 1, world
+        self.words[Head.MODE], self.words[Head.ATTEMPT] = mode, attempt
+        self.words[Head.PID] = own
+
+    def drop_from(self, step: int) -> None:
+        """Delete copies of ``step`` and of later steps, and records of later ones. They are of an attempt
+        that this one does not continue.
+        """
+        self.ring.drop_after(step)
+        for slot in self.slots:
+            if slot.complete_step is not None and slot.complete_step >= step:
+                slot.drop()
+
+    def region(self, number: int) -> tuple[int, int]:
+        """Return offset and capacity of the ring (0) or a slot (1, 2), as far as they are in the file."""
+        offset, capacity = self.words[Head.TABLE + 2 * number : Head.TABLE + 2 * number + 2]
+        descriptor = self._open()
+        size = os.fstat(descriptor).st_size
+        os.close(descriptor)
+        fits = layout.REGIONS_AT <= offset <= size and capacity <= size - offset and not offset % layout.PAGE
+        return (offset, capacity) if fits else (0, 0)
+
+    def map(self, number: int, *, is_private: bool = False) -> mmap | None:
+        """Map a region. Return ``None`` if it is empty. Changes of a private mapping stay in this process."""
+        offset, capacity = self.region(number)
+        if not capacity:
+            return None
+        descriptor = self._open()
+        try:
+            if is_private:
+                return mmap(descriptor, capacity, offset=offset, access=ACCESS_COPY)
+            return mmap(descriptor, capacity, offset=offset)
+        finally:
+            os.close(descriptor)
+
+    def replace(self, number: int, old: mmap | None, capacity: int) -> mmap:
+        """Give a region new memory, and the old one back to the kernel. The content is lost.
+
+        Raises:
+            OSError: there is not enough memory.
+        """
+        word = Head.TABLE + 2 * number
+        self.words[word + 1] = 0  # From here on, the region is empty for a reader.
+        if old is not None:
+            for start in range(0, len(old), _CHUNK):
+                old.madvise(MADV_REMOVE, start, min(_CHUNK, len(old) - start))
+        capacity = round_up(capacity, layout.PAGE)
+        descriptor = self._open()
+        try:
+            offset = round_up(os.fstat(descriptor).st_size, layout.PAGE)
+            # Without this, a lack of memory would end the process with SIGBUS at the first write.
+            os.posix_fallocate(descriptor, offset, capacity)
+            made = mmap(descriptor, capacity, offset=offset)
+        finally:
+            os.close(descriptor)
+        self.words[word] = offset
+        self.words[word + 1] = capacity
+        return made
+
+
+class Ring:
+    """The latest records of small state. A torn record does not have its checksum."""
+
+    def __init__(self, file: KeepFile) -> None:
+        self._file = file
+        self._map = file.map(0)
+
+    def put(self, step: int, is_end: bool, data: bytes) -> None:
+        """Write a record. ``is_end`` is false before the optimizer of the step.
+
+        Raises:
+            OSError: there is not enough memory.
+        """
+        need = layout.RECORD_HEAD + len(data)
+        if self._map is None or need > layout.record_size(len(self._map)):
+            self._enlarge(need)
+        assert self._map is not None
+        at = layout.record_at(layout.record_number(step, is_end), len(self._map))
+        start = at + layout.RECORD_HEAD
+        self._map[at:start] = bytes(layout.RECORD_HEAD)
+        self._map[start : at + need] = data
+        self._map[at:start] = layout.pack([step + 1, len(data), zlib.crc32(data)])
+
+    def _enlarge(self, need: int) -> None:
+        kept = self.records()
+        self._map = self._file.replace(0, self._map, layout.RECORDS * round_up(need + need // 2, layout.PAGE))
+        for (step, is_end), data in kept.items():
+            self.put(step, is_end, data)
+
+    def records(self) -> dict[tuple[int, bool], bytes]:
+        """Return the whole records by step and ``is_end``."""
+        found: dict[tuple[int, bool], bytes] = {}
+        if self._map is None:
+            return found
+        room = layout.record_size(len(self._map)) - layout.RECORD_HEAD
+        for number in range(layout.RECORDS):
+            at = layout.record_at(number, len(self._map))
+            start = at + layout.RECORD_HEAD
+            step, length, crc = layout.unpack(self._map[at:start])
+            if not step or length > room:
+                continue
+            data = self._map[start : start + length]
+            is_end = bool(number % 2)
+            if zlib.crc32(data) == crc and layout.record_number(step - 1, is_end) == number:
+                found[step - 1, is_end] = data
+        return found
+
+    def drop_after(self, step: int) -> None:
+        """Delete records of later steps than ``step``. -1 stands for the time before all steps."""
+        for found, is_end in self.records():
+            if found > step and self._map is not None:
+                at = layout.record_at(layout.record_number(found, is_end), len(self._map))
+                self._map[at : at + layout.WORD] = bytes(layout.WORD)
+
+
+class SlotRegion:
+    """A slot. It holds one copy of the state: a head, an index of bytes, and the data of the tensors."""
+
+    def __init__(self, file: KeepFile, number: int) -> None:
+        self._file, self._number = file, number + 1
+        self.map = file.map(self._number)
+        self.words = None if self.map is None else _words(self.map)
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of the slot."""
+        return 0 if self.map is None else len(self.map)
+
+    @property
+    def complete_step(self) -> int | None:
+        """Step of the copy; ``None`` if there is none that is complete."""
+        words = self.words
+        if words is None or words[Slot.MAGIC] != layout.SLOT_MAGIC:
+            return None
+        return words[Slot.STEP] if words[Slot.STATE] == SlotState.COMPLETE else None
+
+    @property
+    def sequence(self) -> int:
+        """Number of the copy among all of the file; 0 if there is none."""
+        return 0 if self.words is None or self.complete_step is None else self.words[Slot.SEQUENCE]
+
+    def reserve(self, capacity: int) -> bool:
+        """Have at least so many bytes. Return true if the memory is new: it is zero, and its content lost.
+
+        Raises:
+            OSError: there is not enough memory.
+        """
+        if capacity <= self.capacity:
+            return False
+        old, self.map, self.words = self.map, None, None
+        self.map = self._file.replace(self._number, old, capacity)
+        self.words = _words(self.map)
+        return True
+
+    def begin(self, index: bytes, data_at: int, facts: dict[int, int]) -> None:
+        """Begin a copy, which is ignored until :meth:`complete`."""
+        assert self.words is not None
+        assert self.map is not None
+        words = self.words
+        words[Slot.STATE] = SlotState.WRITING
+        words[Slot.MAGIC] = layout.SLOT_MAGIC
+        for word, value in facts.items():
+            words[word] = value
+        words[Slot.INDEX_LENGTH], words[Slot.DATA_AT] = len(index), data_at
+        self.map[layout.HEAD_SIZE : layout.HEAD_SIZE + len(index)] = index
+
+    def complete(self, digest: int, sequence: int) -> None:
+        """Make the copy valid."""
+        assert self.words is not None
+        words = self.words
+        words[Slot.DIGEST], words[Slot.SEQUENCE], words[Slot.WALL_NS] = digest, sequence, time_ns()
+        words[Slot.STATE] = SlotState.COMPLETE
+
+    def drop(self) -> None:
+        """Make the slot empty, but keep its memory."""
+        if self.words is not None:
+            self.words[Slot.STATE] = SlotState.EMPTY
+
+    def read_only(self) -> tuple[mmap, tuple[int, ...], bytes]:
+        """Map the copy privately. Return the mapping, the words of the head, and the index.
+
+        Raises:
+            ValueError: the lengths in the head do not fit.
+        """
+        private = self._file.map(self._number, is_private=True)
+        if private is None:
+            raise ValueError("the slot is empty")
+        words = layout.unpack(private[: Slot.COUNT * layout.WORD])
+        index_end = layout.HEAD_SIZE + words[Slot.INDEX_LENGTH]
+        data_at, length = words[Slot.DATA_AT], words[Slot.DATA_LENGTH]
+        if not index_end <= data_at <= len(private) or length > len(private) - data_at or data_at % 64:
+            raise ValueError("the lengths in the slot do not fit")
+        return private, words, private[layout.HEAD_SIZE : index_end]
+
+
+def _words(region: mmap) -> memoryview:
+    return memoryview(region)[: layout.HEAD_SIZE].cast("Q")
+
+
+def round_up(number: int, to: int) -> int:
+    """Return the next multiple of ``to``."""
+    return -(-number // to) * to

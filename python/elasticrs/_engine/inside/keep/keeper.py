@@ -1,0 +1,295 @@
+"""Keeps the state of this process: from the ends of its steps to its last copy."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from time import monotonic_ns
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from elasticrs._engine.inside.keep import layout, restore, trees
+from elasticrs._engine.inside.keep.copier import Copier
+from elasticrs._engine.inside.keep.file import KeepFile, OffError
+from elasticrs._engine.inside.keep.layout import Head, Slot
+from elasticrs._engine.inside.keep.schedule import Schedule
+from elasticrs._engine.inside.keep.state import Collector
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import TracebackType
+    from typing import Any
+
+    from elasticrs._engine.inside.keep.state import Boundary
+
+_EXIT_LIMIT = 10.0
+"""Seconds for which the exit of the program waits for a copy that runs."""
+
+
+def say(text: str) -> None:
+    """Tell the user something about the state of this rank."""
+    if sys.stderr is not None:
+        rank = os.environ.get("RANK", "?")
+        sys.stderr.write(f"elasticrs: keep: rank {rank}: {text}\n")
+        sys.stderr.flush()
+
+
+_active: Keeper | None = None
+"""The keeper of this process."""
+_is_used = False
+"""True if a step has ended in this process. The agent's choice is out of date from then on."""
+
+
+def begin(objects: Mapping[str, Any], values: dict[str, Any], every: int | None, mode: int) -> Keeper | None:
+    """Begin to keep the state of this process, as :class:`Keeper`. Return ``None`` if nothing can be kept."""
+    global _active  # noqa: PLW0603 -- one for each process
+    try:
+        if _active is not None and not _active.is_closed and _active.is_of_this_process():
+            raise OffError("this process has another Keep object already")
+        _active = Keeper(objects, values, every, mode)
+    except OffError as error:
+        say(f"off: {error}")
+        return None
+    # Keep must not end the training, whatever goes wrong.
+    except Exception as error:
+        say(f"off: the agent's memory cannot be used: {error!r}")
+        return None
+    return _active
+
+
+def close() -> None:
+    """Let this process make another keeper."""
+    if _active is not None:
+        _active.close()
+
+
+class Peeked:
+    """What :func:`peek` has found: the kept step, and the states of the objects that are neither modules nor
+    optimizers, without large tensors.
+    """
+
+    def __init__(self, step: int, exact: bool, objects: dict[str, Any]) -> None:
+        self.step, self.exact, self.objects = step, exact, objects
+
+
+def peek() -> Peeked | None:
+    """Look at the state that :meth:`Keeper.restore` would load. Return ``None`` if there is none."""
+    place = os.environ.get(layout.VARIABLE)
+    if place is None or _is_used:
+        return None
+    try:
+        plan = KeepFile(place).plan()
+        if plan["off"] or plan["step"] is None:
+            return None
+        large = plan["large"]
+        kept = restore.Kept(KeepFile(large["file"]), large["slot"], plan["step"], large["sequence"])
+    except (OffError, restore.DamagedError):
+        return None  # `restore` says why.
+    return Peeked(kept.step, plan["exact"], trees.decode(kept.small)["objects"])
+
+
+class Restored:
+    """What :meth:`Keeper.restore` has loaded. ``from_rank`` made the copy of the large state."""
+
+    def __init__(self, plan: Mapping[str, Any], *, is_exact: bool) -> None:
+        self.step: int = plan["step"]
+        self.exact = is_exact
+        self.behind: list[int] = plan["behind"]
+        self.at_death: bool = plan["at_death"]
+        self.from_rank: int = plan["large"]["rank"]
+
+
+class Keeper:
+    """Keeps the state of the objects of a program.
+
+    Args:
+        objects: the objects by name.
+        values: further plain values of the program.
+        every: number of steps from one periodic copy to the next; 0 for none; ``None`` for as many as the
+            costs suggest.
+        mode: a code of :class:`.Mode`.
+
+    Raises:
+        OffError: nothing can be kept.
+    """
+
+    def __init__(
+        self, objects: Mapping[str, Any], values: dict[str, Any], every: int | None, mode: int
+    ) -> None:
+        self._pid = os.getpid()
+        self.is_closed = False
+        self._file = KeepFile(os.environ[layout.VARIABLE])
+        self._plan = self._file.plan()
+        if self._plan["off"]:
+            raise OffError(self._plan["off"])
+        self._world = int(os.environ["WORLD_SIZE"])
+        rank, attempt = int(os.environ["RANK"]), self._plan["attempt"]
+        self._file.join(rank, self._world, attempt, mode)
+        self._collector, self._values = Collector(objects, values), values
+        self._common = restore.common_objects(objects)
+        self._schedule = Schedule(self._file.words, self._plan.get("files", []), rank, every, mode)
+        facts = {Slot.RANK: rank, Slot.WORLD: self._world, Slot.ATTEMPT: attempt}
+        notices = os.environ.get("ELASTICRS_NOTICES", "")
+        self._copier = Copier(
+            self._file, facts, self._plan["memory"], notices, self._schedule.is_replicated, say
+        )
+        self._at: int | None = None
+        self._stride = 1
+        self._boundary: Boundary | None = None
+        self._has_signalled = False
+        self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
+        self._previous = sys.excepthook
+        sys.excepthook = self._excepthook
+        atexit.register(self.close)
+
+    def is_of_this_process(self) -> bool:
+        """Return false in a child that has been forked from the process that keeps its state."""
+        return os.getpid() == self._pid
+
+    def close(self) -> None:
+        """Keep no further step. Wait for a copy that runs, but not for long."""
+        if self.is_of_this_process() and not self.is_closed:
+            self.is_closed = True
+            self._hook.remove()
+            self._copier.finish(_EXIT_LIMIT)
+            atexit.unregister(self.close)
+            if sys.excepthook == self._excepthook:
+                sys.excepthook = self._previous
+
+    def restore(self) -> Restored | None:
+        """Load the state that the agent has chosen. Return ``None`` if there is none.
+
+        Raises:
+            RuntimeError: the chosen copy is damaged, while the other ranks may go on from theirs.
+        """
+        plan = self._plan
+        if _is_used or not self.is_of_this_process():
+            return None
+        step: int | None = plan["step"]
+        found = None if step is None else self._restore(plan, step)
+        if step is None and plan["why"]:
+            say(f"nothing is restored: {plan['why']}")
+        self._file.ring.drop_after(-1 if found is None else found.step)
+        if found is not None:
+            self._at = found.step
+            self._file.words[Head.RESTORED] = found.step + 1
+            self._copier.source = plan.get("own")
+        return found
+
+    def _restore(self, plan: Mapping[str, Any], step: int) -> Restored | None:
+        large = plan["large"]
+        own = os.environ[layout.VARIABLE]
+        try:
+            file = self._file if large["file"] == own else KeepFile(large["file"])
+            kept = restore.Kept(file, large["slot"], step, large["sequence"])
+            small = restore.small_state(self._file, kept, plan.get("own"), self._common)
+            restore.apply(self._collector, kept, small, self._values)
+        except restore.DifferentError as error:
+            say(f"step {step} is not restored: {error}")
+            return None
+        except (restore.DamagedError, OffError) as error:
+            text = f"the copy of step {step} of rank {large['rank']} is damaged: {error}"
+            if self._world > 1:
+                # If this rank went on from another step than the others, the result would be wrong.
+                raise RuntimeError(f"elasticrs: keep: {text}. The next attempt goes on without it") from error
+            say(f"{text}. Nothing is restored")
+            return None
+        found = Restored(plan, is_exact=plan["exact"] and small is not None)
+        how = "at death" if found.at_death else "in a periodic copy"
+        lost = f"{plan['lost']} step{'s' if plan['lost'] != 1 else ''} lost"
+        text = (
+            f"continues at step {step}, kept {how} by {len(plan['kept_by'])} of {plan['ranks']} ranks, {lost}"
+        )
+        if found.behind:
+            behind = ", ".join(map(str, found.behind))
+            text += f"; random numbers and the like are not of this step on the ranks {behind}"
+        say(f"{text}; {plan['why']}" if plan["why"] else text)
+        return found
+
+    def begin_at(self, step: int) -> None:
+        """Take note of the step at which the program begins, if nothing has been restored."""
+        self._at = step
+
+    def before_change(self) -> None:
+        """Say that the state is about to change, from now to the end of the step."""
+        if not self.is_of_this_process():
+            return
+        self._guarded(self._before_change)
+
+    def _before_change(self) -> None:
+        self._has_signalled = True
+        self._copier.change()
+        if self._at is not None and self._boundary is not None:
+            # The other ranks can end this step if this rank has sent its gradients. If it dies now, they are
+            # a step ahead. Its random numbers and its position in the data are already those of that step.
+            self._file.ring.put(self._at + self._stride, False, self._collector.small())
+
+    def _before_optimizer(self, _optimizer: object, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run before each step of an optimizer. A closure runs forward and backward inside the step, so the
+        state changes only when it has returned.
+        """
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self.before_change()
+            return None
+
+        def wrapped() -> Any:
+            loss = closure()
+            self.before_change()
+            return loss
+
+        if len(args) > 1:
+            return (args[0], wrapped, *args[2:]), kwargs
+        return args, {**kwargs, "closure": wrapped}
+
+    def step(self, step: int) -> None:
+        """Say that a step has ended."""
+        if self.is_of_this_process():
+            self._guarded(lambda: self._step(step))
+
+    def _step(self, step: int) -> None:
+        before, boundary = self._boundary, self._collector.boundary(step)
+        global _is_used  # noqa: PLW0603 -- one for each process
+        if before is None:
+            _is_used = True
+            boundary.check()
+            self._file.drop_from(step)
+            if not boundary.parts.is_on_cpu:
+                self._copier.go_blind("the state is on a GPU")
+        elif not self._has_signalled and before.parts.changed(before.versions):
+            self._copier.go_blind(
+                "the optimizer's step is not visible, unless keep.before_change() is called"
+            )
+        self._stride = step - self._at if self._at is not None and step > self._at else 1
+        self._at, self._boundary, self._has_signalled = step, boundary, False
+        self._file.ring.put(step, True, boundary.small)
+        words = self._file.words
+        words[Head.ENDED], words[Head.ENDED_AT] = step + 1, monotonic_ns()
+        is_due, is_check = self._schedule.next(step, is_idle=self._copier.is_idle())
+        if is_due and not boundary.parts.is_on_cpu:
+            torch.cuda.synchronize()
+        self._copier.end_step(boundary, is_due=is_due, is_check=is_check)
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        """Do something that must not end the training, whatever goes wrong."""
+        if self._copier.is_off or self.is_closed:
+            return
+        try:
+            action()
+        except OffError as error:
+            self._copier.turn_off(str(error))
+        except OSError as error:
+            self._copier.turn_off(f"there is not enough memory ({error.strerror})")
+        except Exception as error:
+            self._copier.turn_off(f"the state cannot be read: {error!r}")
+
+    def _excepthook(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        # The previous hook tells the agent first, so that the other ranks are stopped at once.
+        self._previous(kind, error, trace)
+        if self.is_of_this_process():
+            self._copier.keep_own()

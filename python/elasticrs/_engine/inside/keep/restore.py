@@ -1,0 +1,236 @@
+"""Restores the state that the agent has chosen for this attempt."""
+
+from __future__ import annotations
+
+import pickle
+
+import torch
+
+from elasticrs._engine.inside.keep import state, trees
+from elasticrs._engine.inside.keep.copier import digest_of
+from elasticrs._engine.inside.keep.layout import Slot, Why
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
+    from elasticrs._engine.inside.keep.file import KeepFile
+    from elasticrs._engine.inside.keep.state import Collector
+    from elasticrs._engine.inside.keep.trees import Path
+
+_COMMON = ("torch.optim.lr_scheduler", "torch.amp.grad_scaler")
+"""Modules of torch with objects whose state is the same on all ranks."""
+
+
+class DamagedError(Exception):
+    """The copy that the agent has chosen cannot be read. Other ranks may go on from their copies."""
+
+
+class DifferentError(Exception):
+    """The program's objects are not those of which a state was kept."""
+
+
+class Kept:
+    """A copy of the state. It is read from the file of the rank that made it.
+
+    Args:
+        file: the file.
+        number: the slot.
+        step: the expected step.
+        sequence: the expected number of the copy.
+
+    Raises:
+        DamagedError: the copy is not there, or has been damaged.
+    """
+
+    def __init__(self, file: KeepFile, number: int, step: int, sequence: int) -> None:
+        self.step, self.file, self._slot = step, file, file.slots[number]
+        if (self._slot.complete_step, self._slot.sequence) != (step, sequence):
+            raise DamagedError("the copy has been overwritten")
+        try:
+            self._map, self._words, index = self._slot.read_only()
+            parts, groups, small = state.split_index(index)
+            self.skeletons, self.entries = trees.load(parts)
+            self.groups: dict[str, list[dict[str, Any]]] = trees.decode(groups)
+        except (ValueError, pickle.UnpicklingError, LookupError) as error:
+            raise DamagedError(f"its index is damaged ({error})") from error
+        self.small = small
+        self.is_at_death = self._words[Slot.WHY] == Why.AT_DEATH
+
+    def tensors(self) -> dict[Path, torch.Tensor]:
+        """Return the tensors by their paths, as views of a private mapping.
+
+        Raises:
+            DamagedError: the data is not what was written.
+        """
+        at, length = self._words[Slot.DATA_AT], self._words[Slot.DATA_LENGTH]
+        data = torch.frombuffer(self._map, dtype=torch.uint8)[at : at + length]
+        if digest_of(data) != self._words[Slot.DIGEST]:
+            # No rank must try this copy again.
+            self._slot.drop()
+            raise DamagedError("its checksum is wrong")
+        return {
+            path: data[offset : offset + size].view(getattr(torch, dtype)).view(shape)
+            if size
+            else torch.empty(shape, dtype=getattr(torch, dtype))
+            for path, dtype, shape, offset, size, _ in self.entries
+        }
+
+
+def small_state(file: KeepFile, kept: Kept, own: int | None, common: set[str]) -> dict[str, Any] | None:
+    """Return this rank's small state at the step of ``kept``; ``None`` if this rank has none.
+
+    A record that was written before the optimizer lacks what the program did after it. So parts that the
+    holder of the copy has as well are taken from the holder: those that were equal at the end of the step
+    before, and the objects in ``common``.
+
+    Args:
+        file: the file of this rank.
+        kept: the copy of the large state.
+        own: slot of this file that holds the step, too; ``None`` if there is none.
+        common: names of the objects whose state is the same on all ranks.
+    """
+    step = kept.step
+    of_holder = _decoded(kept.small)
+    if kept.file is file:
+        return of_holder
+    records = file.ring.records()
+    if (step, True) in records:
+        return _decoded(records[step, True])
+    if own is not None:
+        try:
+            _, _, index = file.slots[own].read_only()
+            return _decoded(state.split_index(index)[2])
+        except (ValueError, pickle.UnpicklingError, LookupError) as error:
+            raise DamagedError(f"the index of its own copy is damaged ({error})") from error
+    if (step, False) not in records:
+        return None
+    mine = _decoded(records[step, False])
+    theirs_before = kept.file.ring.records().get((step - 1, True))
+    mine_before = records.get((step - 1, True))
+    before = [trees.decode(each) if each else {} for each in (mine_before, theirs_before)]
+    for section, parts in mine.items():
+        for name in parts:
+            was = [trees.encode(each.get(section, {}).get(name)) if each else b"" for each in before]
+            is_common = section == "objects" and name in common
+            if name in of_holder[section] and (is_common or (was[0] and was[0] == was[1])):
+                parts[name] = of_holder[section][name]
+    return mine
+
+
+def _decoded(record: bytes) -> dict[str, Any]:
+    small: dict[str, Any] = trees.decode(record)
+    return small
+
+
+def common_objects(objects: Mapping[str, Any]) -> set[str]:
+    """Return the names of the objects whose state is the same on all ranks."""
+    return {
+        name
+        for name, each in objects.items()
+        if getattr(each, "keep_common", False)
+        or any(base.__module__ in _COMMON for base in type(each).__mro__)
+    }
+
+
+def apply(collector: Collector, kept: Kept, small: dict[str, Any] | None, values: dict[str, Any]) -> None:
+    """Load a state into the objects of the program. If that fails, they are as before.
+
+    ``small`` is this rank's small state. Without it, the rank takes the state of the rank that made the copy,
+    except the random numbers.
+
+    Raises:
+        DamagedError: the data is not what was written.
+        DifferentError: the objects are not those of which the state was kept.
+    """
+    used = small or trees.decode(kept.small)
+    tensors = kept.tensors()
+    live = _matched(collector, kept, used, tensors)
+    loads = [(name, each, _of_other(name, used, tensors)) for name, each in collector.others.items()]
+    loads += [
+        (name, each, _of_optimizer(name, each, kept, tensors)) for name, each in collector.optimizers.items()
+    ]
+    for name, module in collector.modules.items():
+        if not state.is_live(module, module.state_dict(keep_vars=True)):
+            leaves = {**tensors, **used["volatile"]}
+            loads.append((name, module, trees.put_together(kept.skeletons[name], leaves, (name,))))
+    done: list[tuple[Any, Any]] = []
+    try:
+        for name, each, loaded in loads:  # noqa: B007 -- named in the error
+            done.append((each, each.state_dict()))
+            each.load_state_dict(loaded)
+    except Exception as error:
+        for each, before in reversed(done):
+            each.load_state_dict(before)
+        raise DifferentError(f"{name} does not load its state: {error!r}") from error
+    with torch.no_grad():
+        torch._foreach_copy_([target for target, _ in live], [source for _, source in live])
+    values.update(used["values"])
+    if small is not None:
+        state.set_random_state(small["random"])
+
+
+def _matched(
+    collector: Collector, kept: Kept, small: dict[str, Any], tensors: Mapping[Path, torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the live tensors of the modules, each with the kept one. Check that the objects are the same."""
+    skeletons, large, volatile = collector.layout()
+    _compare("objects", set(kept.skeletons) | set(small["objects"]), {*skeletons, *collector.others})
+    for name in collector.optimizers:
+        kept_params, params = (
+            [len(group) for group in each[name]["params"]] for each in (kept.skeletons, skeletons)
+        )
+        if kept_params != params:
+            raise DifferentError(f"{name} has {params} parameters in its groups, and {kept_params} were kept")
+    sources: dict[Path, torch.Tensor] = {**tensors, **small["volatile"]}
+    now = {path: each for path, each in (*large, *volatile.items()) if path[0] in collector.modules}
+    _compare("tensors", {path for path in sources if path[0] in collector.modules}, set(now))
+    pairs = []
+    for path, leaf in now.items():
+        if isinstance(leaf, torch.Tensor):
+            target, source = trees.plain(leaf, path), sources[path]
+            if (target.shape, target.dtype) != (source.shape, source.dtype):
+                shown = [f"{tuple(each.shape)} of {each.dtype}" for each in (target, source)]
+                raise DifferentError(f"{trees.spell(path)} is {shown[0]}, and {shown[1]} was kept")
+            pairs.append((target, source))
+    return pairs
+
+
+def _compare(what: str, kept: set[Any], now: set[Any]) -> None:
+    for title, found in (("only the kept state has", kept - now), ("the kept state lacks", now - kept)):
+        if found:
+            names = sorted(trees.spell(each) if isinstance(each, tuple) else each for each in found)
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise DifferentError(f"{title} the {what} {', '.join(names[:3])}{more}")
+
+
+def _of_other(name: str, small: dict[str, Any], tensors: Mapping[Path, torch.Tensor]) -> Any:
+    """Return the state of an object that is neither a module nor an optimizer."""
+    own = {path[1:]: each.clone() for path, each in tensors.items() if path[0] == name}
+    return trees.put_together(small["objects"][name], own)
+
+
+def _of_optimizer(
+    name: str, optimizer: torch.optim.Optimizer, kept: Kept, tensors: Mapping[Path, torch.Tensor]
+) -> dict[str, Any]:
+    # The optimizer keeps the tensors that it is given, and would change the kept ones.
+    own = {path: each.clone() for path, each in tensors.items() if path[0] == name}
+    params = [each for group in optimizer.param_groups for each in group["params"]]
+    for path, _, _, _, _, is_distributed in kept.entries:
+        if path[0] == name and is_distributed:
+            own[path] = _distributed(own[path], params[path[2]])
+    skeleton = dict(kept.skeletons[name])
+    numbers = skeleton.pop("params")
+    loaded: dict[str, Any] = trees.put_together(skeleton, own, (name,))
+    loaded["param_groups"] = [
+        {**group, "params": each} for group, each in zip(kept.groups[name], numbers, strict=True)
+    ]
+    return loaded
+
+
+def _distributed(local: torch.Tensor, like: Any) -> Any:
+    """Return a ``DTensor`` with the data of this rank, laid out as a parameter."""
+    return type(like.data).from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )

@@ -1,0 +1,114 @@
+"""When the periodic copies are made.
+
+All ranks must copy the same steps, because a step is lost of which one rank has no part. They cannot ask each
+other without delaying the training. Therefore, rank 0 announces each copy some steps ahead, in its file.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+from time import monotonic_ns
+
+from elasticrs._engine.inside.keep.file import KeepFile, OffError
+from elasticrs._engine.inside.keep.layout import Head, Mode
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_CHECKED = 2
+"""Number of the step, counted from the start of the process, whose copies show if the state is replicated."""
+
+_SHARE = 0.01
+"""Share of the time for which copies may block the training."""
+
+_LEAST = 2
+"""Minimum number of steps between two copies. With two slots, one step fewer could leave no common step."""
+
+_REPLICATED_NS = 60_000_000_000
+"""Minimum nanoseconds between two copies of a state that each rank has, because a survivor can copy it."""
+
+_FIXED = 10
+"""Number of steps between two copies if the files of the other ranks cannot be read."""
+
+
+class Schedule:
+    """Decides which steps are copied.
+
+    Args:
+        words: words of the head of this rank's file.
+        places: places of the files of all ranks, by rank.
+        rank: this rank.
+        every: see :class:`.Keeper`.
+        mode: a code of :class:`.Mode`.
+    """
+
+    def __init__(
+        self, words: memoryview, places: Sequence[str], rank: int, every: int | None, mode: int
+    ) -> None:
+        self._words, self._places, self._rank = words, places, rank
+        self._every, self._mode = every, mode
+        self._peers: list[memoryview] | None = None
+        self._count = 0
+        self._announced: int | None = None
+        self._began_ns = monotonic_ns()
+        self._blocked_ns = 0
+
+    def next(self, step: int, *, is_idle: bool) -> tuple[bool, bool]:
+        """Return whether a step that has ended is to be copied, and if its copy is the one for the check.
+        ``is_idle`` is true if no copy runs.
+        """
+        self._count += 1
+        if self._count == 1:
+            self._began_ns = monotonic_ns()
+        is_check = self._mode == Mode.AUTO and self._count == _CHECKED
+        if self._every is not None:
+            is_due = self._every > 0 and step % self._every == 0
+        elif self._leader() is None:
+            is_due = step % _FIXED == 0
+        else:
+            is_due = self._is_announced(step, is_idle)
+        return is_due or is_check, is_check
+
+    def _is_announced(self, step: int, is_idle: bool) -> bool:
+        leader = self._leader()
+        assert leader is not None
+        is_due = leader[Head.NEXT] == step + 1
+        if self._rank == 0 and self._count >= _CHECKED and is_idle and (self._announced or -1) <= step:
+            # Copy a first time soon, so that the costs are known.
+            interval = self._interval() if self._announced is not None else _LEAST
+            self._announced = step + interval
+            self._words[Head.NEXT] = self._announced + 1
+        return is_due
+
+    def _interval(self) -> int:
+        """Return the number of steps to the next copy, from what the last one has cost."""
+        step_ns = max(1, (monotonic_ns() - self._began_ns) // max(1, self._count - 1))
+        blocked, self._blocked_ns = (
+            self._words[Head.BLOCKED_NS] - self._blocked_ns,
+            self._words[Head.BLOCKED_NS],
+        )
+        least = _REPLICATED_NS / step_ns if self.is_replicated() else 0
+        return max(_LEAST, ceil(blocked / (_SHARE * step_ns)), ceil(least))
+
+    def is_replicated(self) -> bool:
+        """Return true if each rank has the whole state. It is taken to be so before the first check."""
+        if self._mode != Mode.AUTO:
+            return self._mode == Mode.REPLICATED
+        if not self._words[Head.CHECK_STEP]:
+            return True
+        checks = {(each[Head.CHECK_STEP], each[Head.CHECK_DIGEST]) for each in self._others() or ()}
+        return checks == {(self._words[Head.CHECK_STEP], self._words[Head.CHECK_DIGEST])}
+
+    def _leader(self) -> memoryview | None:
+        heads = self._others()
+        return heads[0] if heads else None
+
+    def _others(self) -> list[memoryview]:
+        """Return the heads of the files of all ranks; nothing if they cannot be read."""
+        if self._peers is None:
+            try:
+                self._peers = [KeepFile(place).words for place in self._places]
+            except OffError:
+                self._peers = []
+        return self._peers

@@ -1,0 +1,156 @@
+"""Takes states (what ``state_dict()`` returns) apart into plain values and tensors, and puts them together.
+
+A *path* is the tuple of keys that lead to a value. A *leaf* is a tensor, a numpy array or number, or bytes.
+In the *skeleton*, the rest of the state, ``None`` stands in place of each leaf.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import pickle
+import sys
+from collections import OrderedDict
+
+import torch
+
+from elasticrs._engine.inside.keep import layout
+from elasticrs._engine.inside.keep.file import OffError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from typing import Any, TypeAlias
+
+    Path: TypeAlias = tuple[Any, ...]
+    Leaves: TypeAlias = list[tuple[Path, Any]]
+
+_PROTOCOL = 2
+"""The only protocol of pickle that torch's unpickler for untrusted data reads."""
+
+
+def take_apart(value: Any, path: Path, leaves: Leaves) -> Any:
+    """Return the skeleton of a state, and append its leaves with their paths."""
+    kind = type(value)
+    if kind in (int, float, str, bool, type(None)):
+        return value
+    if isinstance(value, (torch.Tensor, bytes)) or _is_of_numpy(value):
+        leaves.append((path, value))
+        return None
+    if isinstance(value, dict):
+        made = {key: take_apart(each, (*path, key), leaves) for key, each in value.items()}
+        return OrderedDict(made) if isinstance(value, OrderedDict) else made
+    if kind in (list, tuple):
+        return kind([take_apart(each, (*path, at), leaves) for at, each in enumerate(value)])
+    return value
+
+
+def put_together(skeleton: Any, leaves: Mapping[Path, Any], path: Path = ()) -> Any:
+    """Return the state of which ``skeleton`` and ``leaves`` are parts. Reverses :func:`take_apart`."""
+    if skeleton is None:
+        return leaves.get(path)
+    if isinstance(skeleton, dict):
+        made = {key: put_together(each, leaves, (*path, key)) for key, each in skeleton.items()}
+        return type(skeleton)(made)
+    if type(skeleton) in (list, tuple):
+        parts = [put_together(each, leaves, (*path, at)) for at, each in enumerate(skeleton)]
+        return type(skeleton)(parts)
+    return skeleton
+
+
+def _is_of_numpy(value: object) -> bool:
+    numpy: Any = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic))
+
+
+def spell(path: Path) -> str:
+    """Return a path as text for the user."""
+    return ".".join(map(str, path))
+
+
+def encode(state: Any, is_separate: Callable[[Any], bool] = lambda _leaf: False) -> bytes:
+    """Return a state as bytes. Leave out the leaves that ``is_separate`` selects."""
+    leaves: Leaves = []
+    skeleton = take_apart(state, (), leaves)
+    entries, parts, at = [], [], 0
+    for path, leaf in leaves:
+        if not is_separate(leaf):
+            entry, data = _leaf_bytes(path, leaf)
+            entries.append((path, *entry, at, len(data)))
+            parts.append(data)
+            at += len(data)
+    head = dump((skeleton, entries))
+    return b"".join((layout.pack([len(head)]), head, *parts))
+
+
+def decode(data: bytes, separate: Mapping[Path, Any] | None = None) -> Any:
+    """Return the state in ``data``. ``separate`` has the leaves that were left out."""
+    length = layout.unpack(data[: layout.WORD])[0]
+    base = layout.WORD + length
+    skeleton, entries = load(data[layout.WORD : base])
+    leaves = dict(separate or {})
+    for path, kind, dtype, shape, at, size in entries:
+        leaves[path] = _leaf(kind, dtype, shape, data[base + at : base + at + size])
+    return put_together(skeleton, leaves)
+
+
+def _leaf_bytes(path: Path, leaf: Any) -> tuple[tuple[str, str, tuple[int, ...]], bytes]:
+    if isinstance(leaf, bytes):
+        return ("bytes", "", ()), leaf
+    if isinstance(leaf, torch.Tensor):
+        tensor = plain(leaf, path).detach().cpu().contiguous()
+        size = tensor.numel() * tensor.element_size()
+        data = ctypes.string_at(tensor.data_ptr(), size) if size else b""
+        return ("tensor", dtype_name(tensor.dtype), tuple(tensor.shape)), data
+    if leaf.dtype.hasobject:
+        raise OffError(f"{spell(path)} is a numpy array of Python objects")
+    return (type(leaf).__name__, leaf.dtype.str, tuple(leaf.shape)), leaf.tobytes()
+
+
+def _leaf(kind: str, dtype: str, shape: tuple[int, ...], data: bytes) -> Any:
+    if kind == "bytes":
+        return data
+    if kind == "tensor":
+        content = torch.tensor(bytearray(data), dtype=torch.uint8)
+        return content.view(getattr(torch, dtype)).view(shape)
+    import numpy as np
+
+    array = np.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+    return array if kind == "ndarray" else array[()]
+
+
+def plain(leaf: Any, path: Path) -> torch.Tensor:
+    """Return the tensor that holds the data of a leaf on this rank.
+
+    Raises:
+        OffError: its data cannot be copied.
+    """
+    leaf = getattr(leaf, "_local_tensor", leaf)  # of a `DTensor`
+    if type(leaf) not in (torch.Tensor, torch.nn.Parameter):
+        raise OffError(f"{spell(path)} is a {type(leaf).__qualname__}, which cannot be copied")
+    tensor: torch.Tensor = leaf
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        kind = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
+        raise OffError(f"{spell(path)} is a tensor ({kind}) whose data cannot be copied")
+    return tensor
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a type of numbers in the module ``torch``."""
+    return str(dtype).rpartition(".")[2]
+
+
+def dump(value: Any) -> bytes:
+    """Return plain values as bytes."""
+    return pickle.dumps(value, protocol=_PROTOCOL)
+
+
+def load(data: bytes) -> Any:
+    """Read plain values by the rules of ``torch.load(weights_only=True)``, which runs no foreign code.
+
+    Raises:
+        pickle.UnpicklingError: there is an object of another type.
+    """
+    from torch._weights_only_unpickler import load as load_safely
+
+    return load_safely(io.BytesIO(data), encoding="utf-8")

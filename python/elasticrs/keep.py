@@ -1,0 +1,165 @@
+"""Keeps the state of a training program in memory, so that a restart loses no step.
+
+Under ``elasticrun``, the state survives the processes of the program::
+
+    keep = Keep(model=model, optimizer=optimizer, scheduler=scheduler)
+    step = keep.restore(default=0)
+    while step < steps:
+        ...
+        optimizer.step()
+        step += 1
+        keep.step(step)
+
+When a worker fails, the others copy their state into the agent's memory before they are stopped, and the next
+attempt goes on from it. Periodic copies serve if they cannot. Without ``elasticrun``, nothing is kept.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, NamedTuple
+
+from elasticrs._engine.inside.keep.layout import VARIABLE, Mode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any, Literal
+
+    from elasticrs._engine.inside.keep.keeper import Keeper, Restored
+
+__all__ = ["Keep", "Source"]
+
+_MODES = {"auto": Mode.AUTO, True: Mode.REPLICATED, False: Mode.SHARDED}
+
+
+class Source(NamedTuple):
+    """Where a restored state comes from.
+
+    Attributes:
+        step: the step that had ended when the state was copied.
+        tier: kind of the place where the copy was: ``"memory"`` is that of the agent.
+        exact: true if all parts of this rank's state are of that step.
+        behind: ranks whose random numbers and other small state are of another step, or were lost.
+        at_death: true if the copy was made because of a failure, false if it was a periodic one.
+        from_rank: the rank that made the copy.
+    """
+
+    step: int
+    tier: Literal["memory"]
+    exact: bool
+    behind: tuple[int, ...]
+    at_death: bool
+    from_rank: int
+
+
+class Keep:
+    """Keeps the state of objects.
+
+    The tensors of modules and optimizers are copied when a failure is about to end this process, and
+    periodically. The states of all other objects should be small, because they are saved in each step. So are
+    the random numbers of torch, CUDA, NumPy and :mod:`random`.
+
+    An error of ``Keep`` itself does not end the training. A line on standard error tells what is not kept,
+    and why.
+
+    Args:
+        every: number of steps from one periodic copy to the next; 0 for none. ``"auto"`` copies as often as
+            possible while the copies delay the training by at most 1 %.
+        replicated: whether each rank has the whole state, as in data parallel training. ``"auto"`` finds out
+            by comparing the copies of the second step.
+        objects: the objects by name, each with ``state_dict()`` and ``load_state_dict()``.
+
+    Raises:
+        TypeError: an object lacks one of these methods, or an argument has the wrong type.
+        ValueError: ``every`` or ``replicated`` has an unknown value.
+    """
+
+    def __init__(
+        self,
+        *,
+        every: int | Literal["auto"] = "auto",
+        replicated: bool | Literal["auto"] = "auto",
+        **objects: Any,
+    ) -> None:
+        for name, each in objects.items():
+            if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+                kind = type(each).__qualname__
+                raise TypeError(f"{name} must have state_dict() and load_state_dict(), got {kind}")
+        if every != "auto" and _whole(every, "every") < 0:
+            raise ValueError(f"every must be 0 or more steps, or 'auto', got {every!r}")
+        if replicated not in _MODES:
+            raise ValueError(f"replicated must be True, False or 'auto', got {replicated!r}")
+        self.values: dict[str, Any] = {}
+        """Further values of the program, such as numbers and text, which are kept with the objects."""
+        self._source: Source | None = None
+        self._last: int | None = None
+        self._keeper: Keeper | None = None
+        if VARIABLE in os.environ:
+            interval = None if every == "auto" else every
+            self._keeper = _keeper(objects, self.values, interval, _MODES[replicated])
+
+    @property
+    def source(self) -> Source | None:
+        """Where the restored state comes from; ``None`` if none has been restored."""
+        return self._source
+
+    def restore(self, default: int | Callable[[], int] = 0) -> int:
+        """Load the kept state into the objects, and into :attr:`values`.
+
+        If objects have changed since, such as by another size of a layer, nothing is loaded.
+
+        Args:
+            default: the result if nothing is kept, or a function that returns it, for example after loading a
+                checkpoint from a disk.
+
+        Returns:
+            The step after which all ranks go on.
+
+        Raises:
+            RuntimeError: the copy is damaged, while the other ranks may go on from theirs.
+        """
+        found: Restored | None = None if self._keeper is None else self._keeper.restore()
+        if found is not None:
+            behind = tuple(found.behind)
+            self._source = Source(found.step, "memory", found.exact, behind, found.at_death, found.from_rank)
+            return found.step
+        step = default() if callable(default) else default
+        if self._keeper is not None:
+            self._keeper.begin_at(step)
+        return step
+
+    def step(self, step: int) -> None:
+        """Say that a step has ended: call this after the last change of the state in each step.
+
+        Args:
+            step: number of the steps that have ended. It grows with each call.
+
+        Raises:
+            TypeError: the step is not an integer.
+            ValueError: the step is negative, or not above the one before.
+        """
+        if _whole(step, "step") < 0 or (self._last is not None and step <= self._last):
+            before = "" if self._last is None else f" and above {self._last}, the one before"
+            raise ValueError(f"the step must be 0 or more{before}, got {step}")
+        self._last = step
+        if self._keeper is not None:
+            self._keeper.step(step)
+
+    def before_change(self) -> None:
+        """Say that the state is about to change. This is needed only if no optimizer of torch changes it, or
+        if the optimizer's step is compiled or part of a CUDA graph.
+        """
+        if self._keeper is not None:
+            self._keeper.before_change()
+
+
+def _whole(number: object, name: str) -> int:
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise TypeError(f"{name} must be an integer, got {number!r}")
+    return number
+
+
+def _keeper(objects: dict[str, Any], values: dict[str, Any], every: int | None, mode: int) -> Keeper | None:
+    from elasticrs._engine.inside.keep import keeper
+
+    return keeper.begin(objects, values, every, mode)
