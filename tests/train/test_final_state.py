@@ -12,6 +12,7 @@ import pytest
 from helpers import peers
 from helpers.procs import HANG
 
+from elasticrs._engine.inside import handover
 from elasticrs.train import final_state
 
 CONTENT = b"the final state"
@@ -46,7 +47,7 @@ def send_slowly(connection):
 
 
 def test_a_download_skips_a_slow_peer(monkeypatch, server):
-    monkeypatch.setattr(final_state, "TRANSFER_TIMEOUT", 0.5)
+    monkeypatch.setattr(handover, "TRANSFER_TIMEOUT", 0.5)
     monkeypatch.setattr(final_state.random, "shuffle", lambda _: None)
     with peer(send_slowly) as slow:
         assert final_state._fetch([seat(slow)]) == (None, None)
@@ -95,7 +96,7 @@ def test_a_download_reset_by_the_client_is_logged_in_one_line(capfd):
     try:
         server = final_state._serve(memoryview(bytes(1 << 26)), ("127.0.0.1", 1))
         with socket.create_connection(server["address"]) as client:
-            client.sendall(f"{server['secret']}\n".encode())
+            client.sendall(f"{server['secret']} \n".encode())
             assert client.recv(1)
             # Reset the connection, as the kernel does for a process that is killed.
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -120,4 +121,4 @@ def test_a_download_reset_by_the_client_is_logged_in_one_line(capfd):
     ],
 )
 def test_the_serving_address_is_reachable_from_other_machines(near, local, expected):
-    assert final_state.serving_address(near, local) == expected
+    assert handover.serving_address(near, local) == expected

@@ -14,22 +14,15 @@ a replacement finds the rank of its predecessor.
 from __future__ import annotations
 
 import hashlib
-import hmac
-import ipaddress
 import json
 import logging
 import os
 import random
-import secrets
 import socket
-import sys
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from socketserver import StreamRequestHandler, ThreadingTCPServer
 from typing import TYPE_CHECKING
 
+from elasticrs._engine.inside.handover import CONNECT_TIMEOUT, Handover, Offer, take
 from elasticrs._engine.job.value import Value
 from elasticrs._engine.workers.node_page import VARIABLE
 from elasticrs.train.coordinator import FinalState
@@ -41,19 +34,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("elasticrs.train")
 
-CONNECT_TIMEOUT = 3.0
-"""Timeout for connecting to one worker, in seconds. A node that is down does not refuse connections."""
-
 PROBED_TOGETHER = 32
 """Number of workers that are contacted at the same time, because some may be dead."""
 
-TRANSFER_TIMEOUT = 30.0
-"""Timeout in seconds for a transfer that receives no data."""
-
-MIN_RATE = 1 << 20
-"""Minimum rate in bytes per second. A transfer's time limit is size / rate + :data:`TRANSFER_TIMEOUT`."""
-
-_BLOCK = 1 << 20
 _END, _SEAT, _LATE = "end", "seat/", "late"
 
 
@@ -121,71 +104,24 @@ def _take_seat(store: Store, rank: int, content: memoryview | None, near: tuple[
     store.set(f"{_SEAT}{rank}", json.dumps(seat))
 
 
-class _Server(ThreadingTCPServer):
-    daemon_threads = True
-
-    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 -- signature of the base class
-        """Log one line. The base class would write a traceback to the worker's stderr."""
-        error = sys.exc_info()[1]
-        _log.warning(
-            "the final state could not be sent to %s: %s: %s", client_address[0], type(error).__name__, error
-        )
-
-
-class _Server6(_Server):
-    address_family = socket.AF_INET6
-
-
-_servers: list[_Server] = []
-"""The server of this process's copy of the final state, if any."""
+_handovers: list[Handover] = []
+"""What serves this process's copy of the final state, if it has one."""
 
 
 def _serve(content: memoryview, near: tuple[str, int]) -> dict[str, Any]:
     """Serve this copy of the final state, and no older one. Return the address, and the clients' secret."""
-    secret = secrets.token_urlsafe(32)
 
-    class Handler(StreamRequestHandler):
-        timeout = TRANSFER_TIMEOUT
-
-        def handle(self) -> None:
-            received = self.rfile.readline(len(secret) + 1).rstrip()
-            if hmac.compare_digest(received, secret.encode()):
-                self.wfile.write(content)
+    def failed(why: str) -> None:
+        _log.warning("the final state could not be sent to %s", why)
 
     stop_serving()
-    family, local = _address_towards(near)
-    host, shown = serving_address(near[0], local)
-    server = (_Server6 if family == socket.AF_INET6 else _Server)((host, 0), Handler)
-    _servers.append(server)
-    threading.Thread(target=server.serve_forever, name="elasticrs-final-state", daemon=True).start()
-    return {"address": [shown, server.server_address[1]], "secret": secret}
+    _handovers.append(handover := Handover(lambda _: [content], near, failed))
+    return {"address": list(handover.offer.address), "secret": handover.offer.secret}
 
 
 def stop_serving() -> None:
-    while _servers:
-        server = _servers.pop()
-        server.shutdown()
-        server.server_close()
-
-
-def serving_address(near: str, local: str) -> tuple[str, str]:
-    """Return the address to listen on, and the address to publish. ``local`` is this machine's address on the
-    route to another worker, ``near``. If it is a loopback address, it is useless to other machines. If
-    ``near`` is a name, it is then this machine's name, so publish that.
-    """
-    if ipaddress.ip_address(local).is_loopback and near != "localhost":
-        with suppress(ValueError):
-            ipaddress.ip_address(near)
-            return local, local
-        return "::" if ":" in local else "", near
-    return local, local
-
-
-def _address_towards(near: tuple[str, int]) -> tuple[int, str]:
-    family, *_, address = socket.getaddrinfo(*near, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)
-        return family, probe.getsockname()[0]
+    while _handovers:
+        _handovers.pop().close()
 
 
 def _fetch(seats: list[dict[str, Any]]) -> tuple[bytes | None, tuple[str, int] | None]:
@@ -216,30 +152,10 @@ def _living(seats: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _download(seat: dict[str, Any]) -> bytes | None:
     """Download a worker's copy; ``None`` if the worker does not send all of it in time."""
-    content = bytearray()
-    # Limit the whole download, because the socket's own timeout restarts with each received byte.
-    deadline = time.monotonic() + TRANSFER_TIMEOUT + seat["size"] / MIN_RATE
+    content = bytearray(seat["size"])
     try:
-        with socket.create_connection(seat["address"], CONNECT_TIMEOUT) as connection:
-            connection.sendall(f"{seat['secret']}\n".encode())
-            while (missing := seat["size"] - len(content)) > 0:
-                if (left := deadline - time.monotonic()) <= 0:
-                    raise TimeoutError("the transfer was too slow")
-                connection.settimeout(min(TRANSFER_TIMEOUT, left))
-                received = connection.recv(min(missing, _BLOCK))
-                if not received:
-                    raise ConnectionError("the connection ended too early")
-                content += received
+        take(Offer(tuple(seat["address"]), seat["secret"]), "", memoryview(content))
     except OSError as error:
         _log.info("no final state from %s: %s: %s", seat["address"][0], type(error).__name__, error)
         return None
     return bytes(content)
-
-
-def _after_fork_in_child() -> None:
-    # Close the server in a forked child. Otherwise, the child would keep the port open, but not answer.
-    while _servers:
-        _servers.pop().server_close()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,153 @@
+"""Hands state from one worker to another over TCP: a worker offers it, and others take it with a secret.
+
+A client sends a line with the secret and the name of a part, and receives that part. It knows the size.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from socketserver import StreamRequestHandler, ThreadingTCPServer
+from typing import TYPE_CHECKING
+
+from elasticrs._engine.job.value import Value
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from typing import Any
+
+CONNECT_TIMEOUT = 3.0
+"""Timeout for connecting to one worker, in seconds. A node that is down does not refuse connections."""
+
+TRANSFER_TIMEOUT = 30.0
+"""Timeout in seconds for a transfer that receives no data."""
+
+MIN_RATE = 1 << 20
+"""Minimum rate in bytes per second. A transfer's time limit is size / rate + :data:`TRANSFER_TIMEOUT`."""
+
+_MAX_LINE = 256
+
+
+class Offer(Value):
+    """Where to take the state, and the secret that the client has to send."""
+
+    address: tuple[str, int]
+    secret: str
+
+
+class _Server(ThreadingTCPServer):
+    daemon_threads = True
+    failed: Callable[[str], object]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 -- signature of the base class
+        """Report one line. The base class would write a traceback to the worker's stderr."""
+        error = sys.exc_info()[1]
+        self.failed(f"{client_address[0]}: {type(error).__name__}: {error}")
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+_servers: set[_Server] = set()
+
+
+class Handover:
+    """Serves parts of a state to clients that know the secret, until it is closed.
+
+    Args:
+        parts: returns the pieces of a part by its name, or raises ``LookupError``. Called in the threads that
+            serve the clients.
+        near: host and port of another worker. The parts are served on the network interface that leads there.
+        failed: is called with a text if a part could not be sent.
+
+    Raises:
+        OSError: no socket can be opened.
+    """
+
+    def __init__(
+        self,
+        parts: Callable[[str], Iterable[memoryview]],
+        near: tuple[str, int],
+        failed: Callable[[str], object],
+    ) -> None:
+        secret = secrets.token_urlsafe(32)
+
+        class Handler(StreamRequestHandler):
+            timeout = TRANSFER_TIMEOUT
+
+            def handle(self) -> None:
+                received, _, part = self.rfile.readline(_MAX_LINE).rstrip(b"\n").partition(b" ")
+                if hmac.compare_digest(received, secret.encode()):
+                    for piece in parts(part.decode("ascii", "replace")):
+                        self.wfile.write(piece)
+
+        family, local = _address_towards(near)
+        host, shown = serving_address(near[0], local)
+        self._server = (_Server6 if family == socket.AF_INET6 else _Server)((host, 0), Handler)
+        self._server.failed = failed
+        _servers.add(self._server)
+        self.offer = Offer((shown, self._server.server_address[1]), secret)
+        threading.Thread(target=self._server.serve_forever, name="elasticrs-handover", daemon=True).start()
+
+    def close(self) -> None:
+        """Accept no further client. Idempotent."""
+        if self._server in _servers:
+            _servers.remove(self._server)
+            self._server.shutdown()
+            self._server.server_close()
+
+
+def serving_address(near: str, local: str) -> tuple[str, str]:
+    """Return the address to listen on, and the address to publish. ``local`` is this machine's address on the
+    route to another worker, ``near``. If it is a loopback address, it is useless to other machines. If
+    ``near`` is a name, it is then this machine's name, so publish that.
+    """
+    if ipaddress.ip_address(local).is_loopback and near != "localhost":
+        with suppress(ValueError):
+            ipaddress.ip_address(near)
+            return local, local
+        return "::" if ":" in local else "", near
+    return local, local
+
+
+def _address_towards(near: tuple[str, int]) -> tuple[int, str]:
+    family, *_, address = socket.getaddrinfo(*near, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return family, probe.getsockname()[0]
+
+
+def take(offer: Offer, part: str, into: memoryview) -> None:
+    """Fill ``into`` with a part of the state that another worker offers. Raise ``OSError`` if that worker
+    does not send all of it in time.
+    """
+    # Limit the whole transfer, because the socket's own timeout restarts with each received byte.
+    deadline = time.monotonic() + TRANSFER_TIMEOUT + len(into) / MIN_RATE
+    with socket.create_connection(offer.address, CONNECT_TIMEOUT) as connection:
+        connection.sendall(f"{offer.secret} {part}\n".encode())
+        at = 0
+        while at < len(into):
+            if (left := deadline - time.monotonic()) <= 0:
+                raise TimeoutError("the transfer was too slow")
+            connection.settimeout(min(TRANSFER_TIMEOUT, left))
+            received = connection.recv_into(into[at:])
+            if not received:
+                raise ConnectionError("the connection ended too early")
+            at += received
+
+
+def _after_fork_in_child() -> None:
+    # Close the servers in a forked child. Otherwise, the child would keep the ports open, but not answer.
+    while _servers:
+        _servers.pop().server_close()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
