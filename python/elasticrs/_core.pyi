@@ -88,6 +88,9 @@ class GroupSpec:
             has failed, for example because its timer has expired. If a worker does not exit within 30 s after
             SIGKILL, the whole group fails. Each worker is a child subreaper, so that its orphaned descendants
             become its children.
+        keep_grace: longest time in seconds for which a stop waits until the workers that use
+            ``elasticrs.Keep`` have copied their state. :class:`StateKept` follows. 0, the default, means
+            that the workers are not asked for copies.
     """
 
     def __new__(
@@ -99,6 +102,7 @@ class GroupSpec:
         linger: float | None = ...,
         keep_ignored: Sequence[int] = ...,
         replaces: bool = False,
+        keep_grace: float = 0.0,
     ) -> GroupSpec: ...
 
 # --- events ---------------------------------------------------------------------------------------
@@ -186,6 +190,24 @@ class FailureSeen:
     @property
     def siblings(self) -> int:
         """Number of other workers that were signalled."""
+
+@final
+class StateKept:
+    """The workers that use ``elasticrs.Keep`` have copied their state, or the time limit for that has
+    passed. They have just been signalled. Reported at most once for each group.
+    """
+
+    @property
+    def asked(self) -> list[int]:
+        """Local ranks of the workers that were ordered to copy their state."""
+    @property
+    def answered(self) -> list[int]:
+        """Local ranks of the workers that answered in time. An answer may be that a copy was impossible."""
+    @property
+    def begun_ns(self) -> int:
+        """Time of the order, in nanoseconds of the monotonic clock."""
+    @property
+    def ended_ns(self) -> int: ...
 
 @final
 class WorkerSwept:
@@ -524,6 +546,7 @@ Event: TypeAlias = (
     | WorkerReplaced
     | ReplaceFailed
     | FailureSeen
+    | StateKept
     | TimerExpired
     | WorkerHung
     | WorkerRaised

@@ -48,16 +48,16 @@ def assert_clear(launched, code, *words):
 # --- descriptors ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("limit", [8, 20, 40, 60, 71, 87])
+@pytest.mark.parametrize("limit", [8, 20, 40, 60, 79, 95])
 def test_too_few_descriptors_are_reported_before_the_start(launch, worker_script, tmp_path, limit):
     prefix = ("prlimit", f"--nofile={limit}")
     arguments = ("--nproc-per-node", "8", "--log-dir", tmp_path / "logs", "--tee", "3")
     launched = launch(*arguments, worker_script(SAY), prefix=prefix)
-    assert_clear(launched, 2, "8 workers and 16 log files", "88", f"RLIMIT_NOFILE allows {limit}")
+    assert_clear(launched, 2, "8 workers and 16 log files", "96", f"RLIMIT_NOFILE allows {limit}")
     assert "RUNS" not in launched.stdout
 
 
-@pytest.mark.parametrize(("options", "limit"), [(("--tee", "3"), 88), ((), 72)], ids=["log files", "none"])
+@pytest.mark.parametrize(("options", "limit"), [(("--tee", "3"), 96), ((), 80)], ids=["log files", "none"])
 def test_eight_workers_run_with_exactly_the_required_descriptors(launch, worker_script, options, limit):
     prefix = ("prlimit", f"--nofile={limit}")
     launched = launch("--nproc-per-node", "8", *options, worker_script(SAY), prefix=prefix).exits(0)
@@ -67,15 +67,15 @@ def test_eight_workers_run_with_exactly_the_required_descriptors(launch, worker_
 def test_timers_and_heartbeats_count_toward_the_required_descriptors(launch):
     arguments = ("--nproc-per-node", "8", "--hang-timeout", "600", "--no-python", "true")
     env = {"TORCHELASTIC_ENABLE_FILE_TIMER": "1"}
-    refused = launch(*arguments, prefix=("prlimit", "--nofile=97"), env=env)
-    assert_clear(refused, 2, "8 workers", "98", "RLIMIT_NOFILE allows 97")
+    refused = launch(*arguments, prefix=("prlimit", "--nofile=105"), env=env)
+    assert_clear(refused, 2, "8 workers", "106", "RLIMIT_NOFILE allows 105")
 
 
 def test_the_descriptor_check_counts_heartbeat_pages_exactly(launch):
     arguments = ("--nproc-per-node", "46", "--hang-timeout", "600", "--no-python", "true")
-    refused = launch(*arguments, prefix=("prlimit", "--nofile=201"))
-    assert_clear(refused, 2, "needs 202 descriptors")
-    launch(*arguments, prefix=("prlimit", "--nofile=202")).exits(0)
+    refused = launch(*arguments, prefix=("prlimit", "--nofile=247"))
+    assert_clear(refused, 2, "needs 248 descriptors")
+    launch(*arguments, prefix=("prlimit", "--nofile=248")).exits(0)
 
 
 def test_a_worker_with_a_low_descriptor_limit_sends_heartbeats(launch, worker_script):

@@ -35,7 +35,7 @@ IN_TURN = (
 )
 """Rank 1 fails when rank 0 has ended: nobody is stopped before it has shown what it sees."""
 
-OURS = {"ELASTICRS_NOTICES", "ELASTICRS_ROUND", "TORCH_FR_DUMP_TEMP_FILE"}
+OURS = {"ELASTICRS_KEEP", "ELASTICRS_NOTICES", "ELASTICRS_ROUND", "TORCH_FR_DUMP_TEMP_FILE"}
 """Variables that only our workers have."""
 
 TORCHS = {"TORCH_FR_BUFFER_SIZE", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}

@@ -19,11 +19,14 @@ FACTS, ENDINGS = WORKERS / "facts.py", WORKERS / "endings.py"
 MARK = "colorsys"
 """A module that nothing else imports: where the first line of a script finds it, the worker is warm."""
 
-OF_A_RUN = ("MASTER_PORT", "ELASTICRS_NOTICES", "ELASTICRS_HEARTBEAT", "TORCHELASTIC_RUN_ID")
+OF_A_RUN = (
+    *("MASTER_PORT", "TORCHELASTIC_RUN_ID"),
+    *("ELASTICRS_KEEP", "ELASTICRS_NOTICES", "ELASTICRS_HEARTBEAT"),
+)
 """Variables with a value of their own in each run."""
 
 CHANGES = (
-    (re.compile(rf"\b({'|'.join(OF_A_RUN)})=[\w:-]+"), r"\1=OF THE RUN"),
+    (re.compile(rf"\b({'|'.join(OF_A_RUN)})=[\w:/-]+"), r"\1=OF THE RUN"),
     (re.compile(r"(/logs)/[^/\s\"']+_[0-9a-z_]+(?=[/\s\"']|$)"), r"\1/RUN"),
     (re.compile(r"(/elasticrs-timers)-[0-9a-f]+/"), r"\1/"),
     (re.compile(r" at 0x[0-9a-f]+"), " at ADDRESS"),

@@ -24,6 +24,7 @@ class Group:
         env: Mapping[str, str] | None = None,
         linger: float | None = 0.0,
         replaces: bool = False,
+        keep_grace: float = 0.0,
         **process: Any,
     ) -> list[int]:
         """Start one process for each command, and return their pids."""
@@ -32,7 +33,10 @@ class Group:
             for rank, argv in enumerate(commands)
         ]
         policy = _core.StopPolicy(signal.SIGTERM, HANG)
-        self.supervisor.start(_core.GroupSpec(specs, on_failure=policy, linger=linger, replaces=replaces))
+        group = _core.GroupSpec(
+            specs, on_failure=policy, linger=linger, replaces=replaces, keep_grace=keep_grace
+        )
+        self.supervisor.start(group)
         started = self.until(_core.GroupStarted, _core.StartFailed)
         assert isinstance(started, _core.GroupStarted), started.message
         return started.pids

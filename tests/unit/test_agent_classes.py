@@ -426,9 +426,10 @@ def test_only_an_overridden_hook_selects_the_polling_loop(handler, tmp_path):
                 "fatal_exit_codes": "3",
                 "max_same_failures": 0,
                 "exit_codes": "verdict",
+                "keep": True,
             },
             [
-                *("restart_delay", "max_same_failures", "fatal_exit_codes", "exit_codes"),
+                *("restart_delay", "max_same_failures", "fatal_exit_codes", "exit_codes", "keep"),
                 "the duration in max_restarts",
             ],
         ),

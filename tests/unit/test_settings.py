@@ -36,6 +36,9 @@ VALUES = {
     "max_excluded_nodes": 2,
     "fatal_exit_codes": "3,40-49",
     "exit_codes": "verdict:7,8",
+    "keep": True,
+    "keep_memory": "20G",
+    "keep_grace": 6.0,
     "log_prefix": "time",
 }
 """A value for each setting of `WorkerSettings` that is not its default."""
@@ -106,7 +109,10 @@ def test_every_option_is_a_field_or_used_only_by_the_launcher():
 
 def test_command_line_values_reach_the_job():
     assert VALUES.keys() == defaults_of(WorkerSettings).keys()
-    argv = [f"--{name.replace('_', '-')}={value}" for name, value in VALUES.items()]
+    argv = [
+        f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
+        for name, value in VALUES.items()
+    ]
     job = resolve(parse([*argv, os.__file__], {}), {})
     assert {name: getattr(job, name) for name in VALUES} == VALUES
 

@@ -59,6 +59,7 @@ fn group(commands: &[String]) -> Result<GroupSpec> {
             start_deadline: Duration::from_secs(30),
             keep_ignored: Vec::new(),
             replaces: false,
+            keep_grace: Duration::ZERO,
         },
     })
 }

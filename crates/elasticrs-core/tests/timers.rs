@@ -59,6 +59,7 @@ impl Job {
             start_deadline: HANG,
             keep_ignored: Vec::new(),
             replaces: false,
+            keep_grace: Duration::ZERO,
         };
         let group = GroupSpec { processes, descriptors: vec![writer], policy };
         supervisor.start(group).unwrap();

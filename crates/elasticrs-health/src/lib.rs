@@ -40,7 +40,7 @@ pub mod server;
 
 pub use metrics::{Activity, Cause, Job, Spans, State};
 pub use processes::Worker;
-pub use server::{Handle, Settings};
+pub use server::Handle;
 
 /// Parses the status of the job. The text must be a JSON object. The error is a message for the user.
 pub fn parse_status(text: &str) -> Result<serde_json::Value, String> {

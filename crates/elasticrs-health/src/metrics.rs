@@ -7,7 +7,7 @@
 //!   counted.
 
 use std::collections::BTreeMap;
-use std::fmt::Write as _;
+use std::fmt::{Display, Write as _};
 use std::time::{Duration, Instant};
 
 use elasticrs_runtime::readings::{Heartbeat, Readings, Stream, TimerCounts};
@@ -158,29 +158,27 @@ impl Registry {
     fn render_identity(&self, page: &mut Page) {
         let Some(Job { run_id, node, placed }) = &self.job else { return };
         let group_rank = placed.map_or_else(String::new, |(group_rank, _)| group_rank.to_string());
+        let labels: [Label<'_>; 3] = [("run_id", run_id), ("node", node), ("group_rank", &group_rank)];
         // Put these labels on a separate metric, because they can change with every rendezvous. If every sample had
         // them, each change would start new series.
         page.family("elasticrs_job_info", "gauge", "Always 1; the job, the machine and the group rank of this agent.");
-        let labels = [("run_id", run_id.as_str()), ("node", node), ("group_rank", &group_rank)];
         page.sample("elasticrs_job_info", &labels, 1.0);
         if let Some((_, world_size)) = placed {
-            page.family("elasticrs_world_size", "gauge", "Number of workers on all nodes.");
-            page.sample("elasticrs_world_size", &[], f64::from(*world_size));
+            page.value("elasticrs_world_size", "gauge", "Number of workers on all nodes.", f64::from(*world_size));
         }
     }
 
     fn render_job(&self, page: &mut Page, moment: &Moment<'_>) {
         page.family("elasticrs_restarts_total", "counter", "Times that the workers started again, by cause.");
         for (cause, count) in Cause::ALL.into_iter().zip(self.restarts) {
-            page.sample("elasticrs_restarts_total", &[("cause", cause.name())], whole(count));
+            page.sample("elasticrs_restarts_total", &[("cause", &cause.name())], whole(count));
         }
         if let Some(left) = moment.restarts_left {
-            page.family("elasticrs_restarts_left", "gauge", "Restarts that may still be charged.");
-            page.sample("elasticrs_restarts_left", &[], left);
+            page.value("elasticrs_restarts_left", "gauge", "Restarts that may still be charged.", left);
         }
         page.family("elasticrs_time_seconds_total", "counter", "What the time of this agent went to.");
         for (activity, span) in self.spans.totals(moment.now) {
-            page.sample("elasticrs_time_seconds_total", &[("activity", activity.name())], span.as_secs_f64());
+            page.sample("elasticrs_time_seconds_total", &[("activity", &activity.name())], span.as_secs_f64());
         }
         let name = "elasticrs_recovery_seconds";
         page.family(name, "histogram", "From a failure until the workers run again.");
@@ -201,26 +199,26 @@ impl Registry {
         }
         page.family("elasticrs_metric", "summary", "All values given to put_metric.");
         for ((group, name), series) in &self.put {
-            let labels = [("group", group.as_str()), ("name", name.as_str())];
+            let labels: [Label<'_>; 2] = [("group", group), ("name", name)];
             page.sample("elasticrs_metric_sum", &labels, series.sum);
             page.sample("elasticrs_metric_count", &labels, whole(series.count));
         }
-        page.family("elasticrs_metrics_dropped_total", "counter", "Values of put_metric with one name too many.");
-        page.sample("elasticrs_metrics_dropped_total", &[], whole(self.dropped));
+        let help = "Values of put_metric with one name too many.";
+        page.value("elasticrs_metrics_dropped_total", "counter", help, whole(self.dropped));
     }
 }
 
 fn render_agent(page: &mut Page, moment: &Moment<'_>) {
     page.family("elasticrs_info", "gauge", "Always 1; the version of elasticrs.");
-    page.sample("elasticrs_info", &[("version", env!("CARGO_PKG_VERSION"))], 1.0);
-    page.family("elasticrs_agent_uptime_seconds", "gauge", "Since the health check server was started.");
-    page.sample("elasticrs_agent_uptime_seconds", &[], moment.uptime.as_secs_f64());
-    page.family("elasticrs_agent_alive", "gauge", "0 when the loop of the agent is known to hang; see /healthz.");
-    page.sample("elasticrs_agent_alive", &[], f64::from(u8::from(moment.alive)));
+    page.sample("elasticrs_info", &[("version", &env!("CARGO_PKG_VERSION"))], 1.0);
+    let help = "Since the health check server was started.";
+    page.value("elasticrs_agent_uptime_seconds", "gauge", help, moment.uptime.as_secs_f64());
+    let help = "0 when the loop of the agent is known to hang; see /healthz.";
+    page.value("elasticrs_agent_alive", "gauge", help, f64::from(u8::from(moment.alive)));
     page.family("elasticrs_agent_state", "gauge", "1 for the state in which the workers are.");
     for state in State::ALL {
         let is_now = f64::from(u8::from(state == moment.state));
-        page.sample("elasticrs_agent_state", &[("state", state.name())], is_now);
+        page.sample("elasticrs_agent_state", &[("state", &state.name())], is_now);
     }
 }
 
@@ -237,12 +235,12 @@ fn render_workers(page: &mut Page, usages: &[(&Worker, Usage)]) {
     let name = "elasticrs_worker_resident_memory_bytes";
     page.family(name, "gauge", "Memory of the worker's own process.");
     for (worker, usage) in usages {
-        page.sample(name, &pairs(&worker.labels()), whole(usage.resident));
+        page.sample(name, &worker.labels(), whole(usage.resident));
     }
     let name = "elasticrs_worker_cpu_seconds_total";
     page.family(name, "counter", "CPU time of the worker's own process; begins anew with every attempt.");
     for (worker, usage) in usages {
-        page.sample(name, &pairs(&worker.labels()), usage.cpu);
+        page.sample(name, &worker.labels(), usage.cpu);
     }
 }
 
@@ -256,24 +254,24 @@ fn render_heartbeats(page: &mut Page, heartbeats: &[Heartbeat], workers: &[Worke
     page.family(name, "gauge", "Since the last heartbeat of the worker.");
     for (worker, beat) in &beats {
         let age = Duration::from_nanos(now.0.saturating_sub(beat.at.0));
-        page.sample(name, &pairs(&worker.labels()), age.as_secs_f64());
+        page.sample(name, &worker.labels(), age.as_secs_f64());
     }
     let name = "elasticrs_worker_step";
     page.family(name, "gauge", "The step of the last heartbeat of the worker.");
     for (worker, beat) in &beats {
         if let Some(step) = beat.step {
-            page.sample(name, &pairs(&worker.labels()), whole(step));
+            page.sample(name, &worker.labels(), whole(step));
         }
     }
 }
 
 fn render_timers(page: &mut Page, timers: TimerCounts) {
-    page.family("elasticrs_timers_live", "gauge", "Expiration timers of the workers that are not released yet.");
-    page.sample("elasticrs_timers_live", &[], whole(timers.live));
-    page.family("elasticrs_timers_expired_total", "counter", "Timers that were not released in time.");
-    page.sample("elasticrs_timers_expired_total", &[], whole(timers.expired));
-    page.family("elasticrs_timers_late_total", "counter", "Of these, seen more than 10 ms after their deadline.");
-    page.sample("elasticrs_timers_late_total", &[], whole(timers.late));
+    let help = "Expiration timers of the workers that are not released yet.";
+    page.value("elasticrs_timers_live", "gauge", help, whole(timers.live));
+    let help = "Timers that were not released in time.";
+    page.value("elasticrs_timers_expired_total", "counter", help, whole(timers.expired));
+    let help = "Of these, seen more than 10 ms after their deadline.";
+    page.value("elasticrs_timers_late_total", "counter", help, whole(timers.late));
 }
 
 fn render_logs(page: &mut Page, moment: &Moment<'_>) {
@@ -299,14 +297,12 @@ fn render_streams(page: &mut Page, name: &str, help: &str, counts: &BTreeMap<Str
         // Skip a stream whose worker is not known yet. Streams are registered shortly before their workers.
         let Some(worker) = workers.iter().find(|worker| worker.local_rank == *local_rank) else { continue };
         let [rank, local_rank] = worker.labels();
-        let labels = [(rank.0, rank.1.as_str()), (local_rank.0, local_rank.1.as_str()), ("stream", output.name())];
-        page.sample(name, &labels, whole(*count));
+        page.sample(name, &[rank, local_rank, ("stream", &output.name())], whole(*count));
     }
 }
 
-fn pairs<'a, const N: usize>(labels: &'a [(&'a str, String); N]) -> [(&'a str, &'a str); N] {
-    labels.each_ref().map(|(name, text)| (*name, text.as_str()))
-}
+/// Name and value of a label.
+pub(crate) type Label<'a> = (&'static str, &'a dyn Display);
 
 struct Page(String);
 
@@ -316,12 +312,18 @@ impl Page {
         let _ = writeln!(self.0, "# HELP {name} {help}\n# TYPE {name} {kind}");
     }
 
-    fn sample(&mut self, name: &str, labels: &[(&str, &str)], value: f64) {
+    /// Adds a family that consists of one value without labels.
+    fn value(&mut self, name: &str, kind: &str, help: &str, value: f64) {
+        self.family(name, kind, help);
+        self.sample(name, &[], value);
+    }
+
+    fn sample(&mut self, name: &str, labels: &[Label<'_>], value: f64) {
         self.0.push_str(name);
         for (index, (label, text)) in labels.iter().enumerate() {
             self.0.push(if index == 0 { '{' } else { ',' });
             let _ = write!(self.0, "{label}=\"");
-            for character in text.chars() {
+            for character in text.to_string().chars() {
                 match character {
                     '\\' => self.0.push_str("\\\\"),
                     '"' => self.0.push_str("\\\""),

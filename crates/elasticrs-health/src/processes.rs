@@ -3,6 +3,8 @@
 use elasticrs_sys::procfs::{START_TIME, Stat};
 use nix::unistd::{SysconfVar, sysconf};
 
+use crate::metrics::Label;
+
 /// Resource usage of one process, without its children.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Usage {
@@ -29,8 +31,8 @@ impl Worker {
         Self { rank, local_rank, pid, started: usage(pid).map(|usage| usage.started) }
     }
 
-    pub(crate) fn labels(&self) -> [(&'static str, String); 2] {
-        [("rank", self.rank.to_string()), ("local_rank", self.local_rank.to_string())]
+    pub(crate) fn labels(&self) -> [Label<'_>; 2] {
+        [("rank", &self.rank), ("local_rank", &self.local_rank)]
     }
 }
 

@@ -40,16 +40,6 @@ const MAX_DROPPED: usize = 256 * 1024;
 /// How long a page of metrics is reused.
 const PAGE_FRESH: Duration = Duration::from_millis(100);
 
-/// Settings of a server.
-#[derive(Debug, Clone)]
-pub struct Settings {
-    /// Host to listen on. The default is the loopback address, so other machines cannot connect. This host is also
-    /// accepted in the `Host` header of requests.
-    pub host: String,
-    pub port: u16,
-    pub limit: Duration,
-}
-
 /// Job status that the agent last passed to [`Handle::publish`].
 #[derive(Debug)]
 struct Published {
@@ -100,19 +90,20 @@ pub struct Handle {
 }
 
 impl Handle {
-    /// Starts a server that answers requests. The server calls `tell` with a message for the user if there is a
-    /// problem.
-    pub fn start(settings: &Settings, tell: Tell) -> Result<Self, ListenError> {
-        let port = Port::from(settings.port);
-        let failed = |source: io::Error| ListenError { host: Some(settings.host.clone()), port, source };
-        let listener = listen(Some(&settings.host), port)?;
+    /// Starts a server that answers requests. The server listens on `host`, which it also accepts in the `Host` header of
+    /// requests. `limit` is the time limit for an answer from the agent (HEALTH-4). The server calls `tell` with a
+    /// message for the user if there is a problem.
+    pub fn start(host: &str, port: u16, limit: Duration, tell: Tell) -> Result<Self, ListenError> {
+        let port = Port::from(port);
+        let failed = |source: io::Error| ListenError { host: Some(host.to_owned()), port, source };
+        let listener = listen(Some(host), port)?;
         let bound = listener.local_addr().map_err(failed)?.port();
         let now = Instant::now();
         let shared = Arc::new(Shared {
             began: now,
-            host: settings.host.clone(),
+            host: host.to_owned(),
             wake: WakeFd::new().map_err(failed)?,
-            liveness: Mutex::new(Liveness::new(settings.limit)),
+            liveness: Mutex::new(Liveness::new(limit)),
             answered: watch::Sender::default(),
             published: Mutex::new(Published { state: State::Init, status: json!({}), workers: Vec::new() }),
             registry: Mutex::new(Registry::new(now)),
@@ -446,8 +437,7 @@ mod tests {
     #[test]
     fn a_liveness_request_is_answered_even_if_the_runtime_drops_its_task() {
         let limit = Duration::from_secs(60);
-        let settings = Settings { host: "127.0.0.1".into(), port: 0, limit };
-        let handle = Handle::start(&settings, Box::new(|_| ())).unwrap();
+        let handle = Handle::start("127.0.0.1", 0, limit, Box::new(|_| ())).unwrap();
         // A stopping runtime may drop a task before starting it, or drop the task's future before polling the future.
         // The agent's answer must be recorded in both cases.
         let ends: [fn(Task); 2] = [drop, |task| drop(task())];

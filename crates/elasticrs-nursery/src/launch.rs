@@ -199,7 +199,7 @@ fn launch_as(
     let passed = [(theirs.as_fd(), socket_number), (agent.as_fd(), agent_number), (stages_end.as_fd(), stages_number)];
     let text = start.to_string();
     let mut stack = Stack::new()?;
-    let mut failure = Failure { stage: Stage::Exec, errno: Errno::ENOENT, descriptor: 0 };
+    let mut failure = Failure::at(Stage::Exec)(Errno::ENOENT);
     for image in images {
         let memory_file;
         let (program, argv, env) = match image {
@@ -263,7 +263,7 @@ fn spawn_unless(interrupt: &Interrupt, command: &Command<'_>, stack: &mut Stack)
     let Child { pid, pidfd } = spawn::spawn(command, stack)?;
     if interrupt.is_set() {
         end(pid, &pidfd);
-        return Err(Failure { stage: Stage::Exec, errno: Errno::ECANCELED, descriptor: 0 });
+        return Err(Failure::at(Stage::Exec)(Errno::ECANCELED));
     }
     Ok(Child { pid, pidfd })
 }
@@ -282,9 +282,8 @@ fn warm_command<'fd>(
 ) -> Result<Command<'fd>, Failure> {
     let ignored: Vec<i32> = warm.ignored.iter().map(|signal| signal.number()).collect();
     let mut command = command(&warm.process, &ignored, &[])?;
-    let exec = |errno| Failure { stage: Stage::Exec, errno, descriptor: 0 };
     for (name, value) in variables {
-        command.env.push(c_string(format!("{name}={value}")).map_err(exec)?);
+        command.env.push(c_string(format!("{name}={value}")).map_err(Failure::at(Stage::Exec))?);
     }
     command.fds = passed.to_vec();
     command.fds.push((warm.report.as_fd(), REPORT_FD));

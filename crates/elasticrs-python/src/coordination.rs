@@ -24,10 +24,8 @@ use pyo3::types::PyBytes;
 
 use crate::error::{SupervisorError, listen_error, os_error};
 use crate::event::{object, records};
-use crate::home::{Home, teller};
-use crate::lease;
 use crate::spec::duration;
-use crate::stores::{Entered, Of, Stores, end_detached};
+use crate::stores::{Entered, Home, Of, Stores, end_detached, guard, teller};
 use crate::supervisor::{LOOK, Supervisor};
 
 #[pyclass(frozen, module = "elasticrs._core")]
@@ -189,8 +187,7 @@ impl CoordinationClient {
             resume,
             met,
         };
-        let guard = lease::guard(supervisor.as_ref());
-        let home = Home::new(supervisor)?;
+        let (guard, home) = (guard(supervisor.as_ref()), Home::new(supervisor)?);
         let inner = py
             .detach(|| client::connect(&home, options, guard))
             .map_err(|error| os_error(&error, "make a client of the store"))?;
@@ -236,8 +233,7 @@ impl CoordinationClient {
             stall_timeout: stall_timeout.map(|seconds| duration(seconds, "stall_timeout")).transpose()?,
             links: links.map(|(scope, host)| etcd::Site { scope, host }),
         };
-        let guard = lease::guard(supervisor.as_ref());
-        let home = Home::new(supervisor)?;
+        let (guard, home) = (guard(supervisor.as_ref()), Home::new(supervisor)?);
         let inner = py
             .detach(|| etcd::connect(&home, options, guard))
             .map_err(|error| os_error(&error, "make a client of etcd"))?;

@@ -70,6 +70,13 @@ records! {
         siblings: u32,
     }
 
+    StateKept {
+        asked: Vec<u32>,
+        answered: Vec<u32>,
+        begun_ns: u64,
+        ended_ns: u64,
+    }
+
     WorkerSwept {
         local_rank: u32,
         ended: Vec<Descendant>,
@@ -244,6 +251,9 @@ pub(crate) fn to_python(py: Python<'_>, event: Event) -> PyResult<Py<PyAny>> {
         }
         Event::ReplaceFailed(failure) => {
             object(py, ReplaceFailed { message: failure.to_string(), local_rank: failure.local_rank() })
+        }
+        Event::StateKept { asked, answered, begun, ended } => {
+            object(py, StateKept { asked, answered, begun_ns: begun.0, ended_ns: ended.0 })
         }
         Event::FailureSeen { local_rank, seen, signalled, siblings } => {
             object(py, FailureSeen { local_rank, seen_ns: seen.0, signalled_ns: signalled.0, siblings })

@@ -6,16 +6,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use elasticrs_health::log_sizes::LogFile;
-use elasticrs_health::{Activity, Cause, Handle, Job, Settings, State, Worker};
+use elasticrs_health::{Activity, Cause, Handle, Job, State, Worker};
 use elasticrs_runtime::notices::List;
 use elasticrs_runtime::readings::Dest;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::error::listen_error;
-use crate::home::teller;
 use crate::spec::duration;
-use crate::stores::end_detached;
+use crate::stores::{end_detached, teller};
 use crate::supervisor::Supervisor;
 
 #[pyclass(frozen, module = "elasticrs._core")]
@@ -28,11 +27,11 @@ pub(crate) struct HealthServer {
 impl HealthServer {
     #[new]
     #[pyo3(signature = (host, port, limit))]
-    fn new(py: Python<'_>, host: String, port: u16, limit: f64) -> PyResult<Self> {
-        let settings = Settings { host, port, limit: duration(limit, "limit")? };
+    fn new(py: Python<'_>, host: &str, port: u16, limit: f64) -> PyResult<Self> {
+        let limit = duration(limit, "limit")?;
         let notices = Arc::default();
         let tell = teller(None, &notices);
-        let handle = py.detach(|| Handle::start(&settings, tell)).map_err(|error| listen_error(&error))?;
+        let handle = py.detach(|| Handle::start(host, port, limit, tell)).map_err(|error| listen_error(&error))?;
         Ok(Self { handle, notices })
     }
 

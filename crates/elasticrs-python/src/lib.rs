@@ -8,8 +8,8 @@
 //! | --- | --- |
 //! | `supervisor`, `spec`, `event` | the supervisor, the descriptions that it is given, and the events that it returns |
 //! | `nursery` | the nursery's embedded program, and the nurseries that are Python processes |
-//! | `coordination`, `worker_store`, `stores` | the clients and servers of both stores, and the thread of the servers |
-//! | `home`, `lease` | the thread of a client, and how the nursery guards the lease of a client |
+//! | `coordination`, `worker_store` | the clients and servers of both stores |
+//! | `stores` | the threads of the servers and clients, and how the nursery guards the lease of a client |
 //! | `health`, `timer_fifo` | the health check server, and timers for programs without an agent |
 //! | `helpers`, `error` | functions without a supervisor, and the exception types of all errors |
 //!
@@ -22,8 +22,6 @@ mod error;
 mod event;
 mod health;
 mod helpers;
-mod home;
-mod lease;
 mod nursery;
 mod spec;
 mod stores;
@@ -48,8 +46,8 @@ mod _core {
     #[pymodule_export]
     use crate::event::{
         Degraded, Descendant, FailureSeen, FdReady, Fenced, GroupEnded, GroupStarted, Heartbeat, LogTrouble, RankSeen,
-        ReplaceFailed, StartFailed, TimerExpired, Warmed, WorkerExited, WorkerHung, WorkerPaused, WorkerRaised,
-        WorkerReplaced, WorkerResumed, WorkerSwept, WorkersKilled,
+        ReplaceFailed, StartFailed, StateKept, TimerExpired, Warmed, WorkerExited, WorkerHung, WorkerPaused,
+        WorkerRaised, WorkerReplaced, WorkerResumed, WorkerSwept, WorkersKilled,
     };
     #[pymodule_export]
     use crate::health::HealthServer;

@@ -169,7 +169,7 @@ const START_DEADLINE: Duration = Duration::from_secs(30);
 #[pymethods]
 impl GroupSpec {
     #[new]
-    #[pyo3(signature = (processes, *, on_failure, stop_scope="group", linger=Some(5.0), keep_ignored=Vec::new(), replaces=false))]
+    #[pyo3(signature = (processes, *, on_failure, stop_scope="group", linger=Some(5.0), keep_ignored=Vec::new(), replaces=false, keep_grace=0.0))]
     fn new(
         processes: Vec<Py<ProcessSpec>>,
         on_failure: &StopPolicy,
@@ -177,6 +177,7 @@ impl GroupSpec {
         linger: Option<f64>,
         keep_ignored: Vec<i32>,
         replaces: bool,
+        keep_grace: f64,
     ) -> PyResult<Self> {
         for (expected, process) in (0..).zip(&processes) {
             let local_rank = process.get().inner.local_rank;
@@ -194,6 +195,7 @@ impl GroupSpec {
             start_deadline: START_DEADLINE,
             keep_ignored: keep_ignored.into_iter().map(signal).collect::<PyResult<_>>()?,
             replaces,
+            keep_grace: duration(keep_grace, "keep_grace")?,
         };
         Ok(Self { processes, policy })
     }

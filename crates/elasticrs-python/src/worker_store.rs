@@ -11,8 +11,7 @@ use elasticrs_store::worker::{self, Limits};
 use pyo3::prelude::*;
 
 use crate::error::{SupervisorError, listen_error};
-use crate::home::teller;
-use crate::stores::{Entered, Of, end_detached};
+use crate::stores::{Entered, Of, end_detached, teller};
 use crate::supervisor::Supervisor;
 
 #[derive(Clone, Copy, FromPyObject)]

@@ -18,7 +18,7 @@ use tokio::io::AsyncReadExt;
 use tokio::net::TcpStream;
 use tokio::task::yield_now;
 
-use crate::notices::Notices;
+use crate::notices::{Notices, Rate};
 
 /// Delay before the next attempt to accept a connection after an error.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -45,13 +45,18 @@ pub struct Door {
     /// A connection that was accepted when this listener had already used up its share of descriptors. It is held
     /// here until descriptors are free. Later connections wait in the kernel's queue.
     held: Option<(TcpStream, SocketAddr)>,
-    reported: Option<Instant>,
+    reports: Rate,
 }
 
 impl Door {
     /// Creates a listener. Must be called on the thread that will accept its connections.
     pub fn new(listener: std::net::TcpListener, purpose: Purpose) -> io::Result<Self> {
-        Ok(Self { listener: tokio::net::TcpListener::from_std(listener)?, purpose, held: None, reported: None })
+        Ok(Self {
+            listener: tokio::net::TcpListener::from_std(listener)?,
+            purpose,
+            held: None,
+            reports: Rate::new(1, SILENCE),
+        })
     }
 
     /// Accepts the next connection. Returns the stream and the peer's address, with IPv4-mapped addresses in IPv4 form.
@@ -63,8 +68,7 @@ impl Door {
                 Ok((stream, peer)) => return (stream, SocketAddr::new(peer.ip().to_canonical(), peer.port())),
                 Err(error) if is_of_one_connection(&error) => {}
                 Err(error) => {
-                    if self.reported.is_none_or(|reported| reported.elapsed() >= SILENCE) {
-                        self.reported = Some(Instant::now());
+                    if self.reports.admit(Instant::now()).is_some() {
                         notices.say(format!("{store} cannot accept connections: {error}"));
                     }
                     tokio::time::sleep(PAUSE).await;

@@ -14,9 +14,9 @@ use crate::threads;
 /// never leaves that thread.
 pub type Task = Box<dyn FnOnce() -> Pin<Box<dyn Future<Output = ()>>> + Send>;
 
-/// Function that passes one task to another thread. Returns `false` if the thread does not exist. The task then never
-/// runs.
-pub type HandOver = Box<dyn FnOnce(Task) -> bool + Send>;
+/// Function that passes a task to another thread, which it may start first. Returns `false` if the thread does not exist.
+/// The task then never runs.
+pub type HandOver = Box<dyn Fn(Task) -> bool + Send>;
 
 /// A thread that runs tasks for other threads.
 pub trait Spawn {

@@ -125,7 +125,7 @@ impl Settling {
         let Some([stage, descriptor, errno @ ..]) = failure else {
             // The child exited without a report, for example in a library's fork handler. Do not report its exit code,
             // because a code of 0 would look like a successful worker.
-            return Err(failed(Errno::ECHILD));
+            return Err(Failure::at(Stage::Clone)(Errno::ECHILD));
         };
         let stage = Stage::from_byte(stage).unwrap_or(Stage::Clone);
         Err(Failure { stage, errno: Errno::from_raw(i32::from_ne_bytes(errno)), descriptor: descriptor.into() })
@@ -156,14 +156,10 @@ impl Settling {
     }
 }
 
-fn failed(errno: Errno) -> Failure {
-    Failure { stage: Stage::Clone, errno, descriptor: 0 }
-}
-
 /// Forks this process. The signal mask stays unchanged in the parent and in the child.
 pub fn fork(forker: &mut Forker) -> Result<Forked, Failure> {
-    let (told, outlet) = nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(failed)?;
-    let pid = forker().map_err(failed)?;
+    let (told, outlet) = nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(Failure::at(Stage::Clone))?;
+    let pid = forker().map_err(Failure::at(Stage::Clone))?;
     if pid == 0 {
         drop(told);
         return Ok(Forked::Child(Outlet(outlet)));
@@ -172,7 +168,7 @@ pub fn fork(forker: &mut Forker) -> Result<Forked, Failure> {
         // The pid still belongs to the child, because only this process can reap the child.
         let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
         process::reap(pid);
-        failed(errno)
+        Failure::at(Stage::Clone)(errno)
     })?;
     Ok(Forked::Parent(Settling { child: Child { pid, pidfd }, told: File::from(told) }))
 }

@@ -108,15 +108,13 @@ impl Page {
 
     /// Returns the first number of the page.
     pub fn number(&self) -> &AtomicU64 {
-        // SAFETY: the address is page-aligned, the mapping is large enough and stays mapped while `self` lives, and
-        // every value is a valid `u64`. The other process accesses the number atomically as well.
-        unsafe { self.memory.as_ref() }
+        &self.words()[0]
     }
 
     /// Returns the whole page as numbers.
     pub fn words(&self) -> &[AtomicU64] {
-        // SAFETY: as in `number`. In addition, the mapping has room for `WORDS` numbers, and this process writes them
-        // only atomically.
+        // SAFETY: the address is page-aligned, the mapping has room for `WORDS` numbers and stays mapped while `self`
+        // lives, and every value is a valid `u64`. All processes access the numbers atomically.
         unsafe { std::slice::from_raw_parts(self.memory.as_ptr(), WORDS) }
     }
 }

@@ -1,7 +1,5 @@
 //! Signal numbers and their names, and functions that nix lacks or does not offer for real-time signals.
 
-use std::ptr;
-
 use nix::errno::Errno;
 use nix::sys::signal::{self, SigHandler};
 use serde::{Deserialize, Serialize};
@@ -44,23 +42,6 @@ impl std::fmt::Display for Signal {
 pub fn set_default(number: signal::Signal) -> nix::Result<()> {
     // SAFETY: the default disposition runs no code of this process.
     unsafe { signal::signal(number, SigHandler::SigDfl) }.map(drop)
-}
-
-/// Blocks each of the two signals while the handler of the other signal runs. The handlers then run in the order in
-/// which the signals arrive.
-pub(crate) fn take_turns(one: signal::Signal, other: signal::Signal) -> nix::Result<()> {
-    for (number, waits) in [(one as i32, other as i32), (other as i32, one as i32)] {
-        // SAFETY: the struct consists of integers and an optional handler, for which zero is a valid value.
-        let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
-        // SAFETY: each pointer is null or points to a live local variable. The handler is valid, because only the
-        // signal mask of the installed handler is changed.
-        Errno::result(unsafe { libc::sigaction(number, ptr::null(), &raw mut action) })?;
-        // SAFETY: as above. The signal number is valid.
-        Errno::result(unsafe { libc::sigaddset(&raw mut action.sa_mask, waits) })?;
-        // SAFETY: as above.
-        Errno::result(unsafe { libc::sigaction(number, &raw const action, ptr::null_mut()) })?;
-    }
-    Ok(())
 }
 
 /// Sends a signal to a process group whose leader is an unreaped child of this process.

@@ -155,6 +155,13 @@ pub struct Failure {
     pub descriptor: usize,
 }
 
+impl Failure {
+    /// Returns a function that converts the error number of a stage.
+    pub fn at(stage: Stage) -> impl Fn(Errno) -> Self {
+        move |errno| Self { stage, errno, descriptor: 0 }
+    }
+}
+
 /// Stack on which a child runs until it executes its program. It can be reused for the next child.
 #[derive(Debug)]
 pub struct Stack {
@@ -244,7 +251,7 @@ pub fn spawn(command: &Command<'_>, stack: &mut Stack) -> Result<Child, Failure>
     if let Some(interrupt) = command.interrupt {
         interrupt.end();
     }
-    let pid = pid.map_err(|errno| Failure { stage: Stage::Clone, errno, descriptor: 0 })?;
+    let pid = pid.map_err(Failure::at(Stage::Clone))?;
     // SAFETY: the kernel has created the descriptor for this call, and no other code owns it.
     let pidfd = unsafe { OwnedFd::from_raw_fd(shared.pidfd) };
     match shared.failure {
@@ -275,17 +282,13 @@ extern "C" fn child_main(argument: *mut c_void) -> c_int {
     // is the only reference.
     let shared = unsafe { &mut *argument.cast::<Shared<'_>>() };
     if shared.command.interrupt.is_some_and(|interrupt| !interrupt.begin(shared.pidfd)) {
-        shared.failure = Some(failed(Stage::Exec)(Errno::ECANCELED));
+        shared.failure = Some(Failure::at(Stage::Exec)(Errno::ECANCELED));
         return 127;
     }
     if let Err(failure) = run(shared) {
         shared.failure = Some(failure);
     }
     127
-}
-
-fn failed(stage: Stage) -> impl Fn(Errno) -> Failure {
-    move |errno| Failure { stage, errno, descriptor: 0 }
 }
 
 /// Sets up the child and executes its program. Returns only on failure.
@@ -300,7 +303,7 @@ fn run(shared: &mut Shared<'_>) -> Result<(), Failure> {
     }
     set_signal_mask(0);
     raw::announce(shared.stages, Stage::Exec);
-    Err(failed(Stage::Exec)(execute(shared)))
+    Err(Failure::at(Stage::Exec)(execute(shared)))
 }
 
 /// Sets up a forked child in the same way as a child that is about to execute a program, but keeps the signal handlers
@@ -331,28 +334,28 @@ pub fn die_with_thread(command: &mut std::process::Command) -> &mut std::process
 
 fn prepare(shared: &mut Shared<'_>, close_others: impl FnOnce(&Shared<'_>)) -> Result<(), Failure> {
     let command = shared.command;
-    raw::setsid().map_err(failed(Stage::NewSession))?;
+    raw::setsid().map_err(Failure::at(Stage::NewSession))?;
     if command.dies_with_parent {
-        raw::die_with_parent(shared.parent).map_err(failed(Stage::ParentDeathSignal))?;
+        raw::die_with_parent(shared.parent).map_err(Failure::at(Stage::ParentDeathSignal))?;
     }
     if command.keeps_orphans {
-        raw::keep_orphans().map_err(failed(Stage::NewSession))?;
+        raw::keep_orphans().map_err(Failure::at(Stage::NewSession))?;
     }
     if let Some(mask) = command.cpus {
-        raw::set_affinity(mask).map_err(failed(Stage::Affinity))?;
+        raw::set_affinity(mask).map_err(Failure::at(Stage::Affinity))?;
     }
     if let Some(value) = &command.oom_score_adj {
         raw::write_file(c"/proc/self/oom_score_adj", value);
     }
-    move_descriptors(shared).map_err(failed(Stage::Descriptors))?;
+    move_descriptors(shared).map_err(Failure::at(Stage::Descriptors))?;
     close_others(shared);
     open_standard(shared)?;
     for (&(_, target), &source) in command.fds.iter().zip(&shared.moved) {
-        raw::dup_to(source, target).map_err(failed(Stage::Descriptors))?;
+        raw::dup_to(source, target).map_err(Failure::at(Stage::Descriptors))?;
     }
     if let Some(directory) = &command.cwd {
         raw::announce(shared.stages, Stage::ChangeDir);
-        raw::chdir(directory).map_err(failed(Stage::ChangeDir))?;
+        raw::chdir(directory).map_err(Failure::at(Stage::ChangeDir))?;
     }
     Ok(())
 }

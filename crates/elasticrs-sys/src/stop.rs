@@ -7,12 +7,12 @@
 //! because this process is stopped by then.
 
 use std::ffi::{CString, c_int, c_long, c_void};
+use std::ptr;
 
 use nix::errno::Errno;
-use nix::sys::signal::Signal;
 
+use super::process;
 use super::spawn::{Stack, set_signal_mask};
-use super::{process, signal};
 
 /// Size of the buffer for `/proc/PID/status`. It is large enough for all lines up to the signal masks.
 const STATUS: usize = 4096;
@@ -43,10 +43,21 @@ pub fn stop_unless_continued() -> nix::Result<()> {
     Ok(())
 }
 
-/// Prevents the handlers of SIGTSTP and SIGCONT from interrupting each other. The handlers then run in the order in
+/// Blocks each of SIGTSTP and SIGCONT while the handler of the other signal runs. The handlers then run in the order in
 /// which the signals arrive.
 pub fn order_signals() -> nix::Result<()> {
-    signal::take_turns(Signal::SIGTSTP, Signal::SIGCONT)
+    for (number, waits) in [(libc::SIGTSTP, libc::SIGCONT), (libc::SIGCONT, libc::SIGTSTP)] {
+        // SAFETY: the struct consists of integers and an optional handler, for which zero is a valid value.
+        let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+        // SAFETY: each pointer is null or points to a live local variable. The handler is valid, because only the
+        // signal mask of the installed handler is changed.
+        Errno::result(unsafe { libc::sigaction(number, ptr::null(), &raw mut action) })?;
+        // SAFETY: as above. The signal number is valid.
+        Errno::result(unsafe { libc::sigaddset(&raw mut action.sa_mask, waits) })?;
+        // SAFETY: as above.
+        Errno::result(unsafe { libc::sigaction(number, &raw const action, ptr::null_mut()) })?;
+    }
+    Ok(())
 }
 
 /// Entry point of the child. Makes only raw system calls, as in [`super::spawn`].
@@ -90,7 +101,7 @@ fn is_pending(status: &[u8], number: c_int) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use nix::sys::signal::{SigSet, raise};
+    use nix::sys::signal::{SigSet, Signal, raise};
 
     use super::*;
 

@@ -14,11 +14,13 @@
 #![allow(clippy::missing_panics_doc)]
 
 use std::fs;
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::path::PathBuf;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
+use elasticrs_sys::process::{self, Waited};
+use elasticrs_sys::procfs::Stat;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
@@ -70,10 +72,8 @@ pub fn wait_for_state(pid: i32, letter: char) {
 
 /// Opens a pidfd for a process. Returns `None` if no process has this pid.
 pub fn pidfd(pid: i32) -> Option<OwnedFd> {
-    // SAFETY: the call takes only integers.
-    match Errno::result(unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) }) {
-        // SAFETY: the kernel has just created the descriptor, and no other code owns it.
-        Ok(fd) => Some(unsafe { OwnedFd::from_raw_fd(i32::try_from(fd).expect("descriptors fit an int")) }),
+    match process::open_pidfd(pid) {
+        Ok(pidfd) => Some(pidfd),
         Err(Errno::ESRCH) => None,
         Err(error) => panic!("pidfd_open({pid}): {error}"),
     }
@@ -93,8 +93,7 @@ pub fn is_running(pid: i32) -> bool {
 
 /// Returns the state letter of a process from `/proc/PID/stat`, or `None` if there is no such process.
 pub fn state(pid: i32) -> Option<char> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    stat.rsplit_once(')')?.1.trim_start().chars().next()
+    Stat::of(pid)?.field(3)
 }
 
 /// Returns the pids of the children of this process, including zombies.
@@ -121,9 +120,6 @@ pub fn open_fds() -> Vec<RawFd> {
 /// Asserts that this process has no children, not even zombies. In a child subreaper, orphaned descendants are
 /// children, too.
 pub fn assert_no_children() {
-    // SAFETY: `wait4` accepts null pointers, and then writes no exit status and no resource usage.
-    let waited = Errno::result(unsafe {
-        libc::wait4(-1, std::ptr::null_mut(), libc::WNOHANG | libc::__WALL, std::ptr::null_mut())
-    });
-    assert_eq!(waited, Err(Errno::ECHILD), "children are left: {:?}", children());
+    let waited = process::any_child();
+    assert_eq!(waited, Waited::NoChildren, "children are left: {:?}", children());
 }

@@ -23,6 +23,8 @@ pub enum Deadline {
     GiveUp,
     /// Deadline for a sweep to finish. A sweep cleans up leftover processes.
     Sweep,
+    /// Time until which the group waits for copies of the workers' states before it stops the workers.
+    Copies,
     /// Next check for dead workers whose exits the nursery has not reported.
     Check,
     /// Time of the next check for hung workers.

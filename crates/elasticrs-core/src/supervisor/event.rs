@@ -58,6 +58,17 @@ pub enum Event {
         signalled: Stamp,
         siblings: u32,
     },
+    /// The workers that keep their states in memory have copied them, or the time limit for that has passed. Their
+    /// stop signals have just been sent.
+    StateKept {
+        /// Local ranks of the workers that were ordered to copy their states.
+        asked: Vec<u32>,
+        /// Local ranks of the workers that have answered. The others have exited or not answered in time.
+        answered: Vec<u32>,
+        /// Time of the order.
+        begun: Stamp,
+        ended: Stamp,
+    },
     /// A worker or one of its descendants did not release an expiration timer in time.
     ///
     /// If the timer has a signal, the worker is considered failed. If the failure stops the group,
@@ -118,6 +129,7 @@ impl Event {
             | Self::WorkerReplaced { .. }
             | Self::ReplaceFailed(_)
             | Self::FailureSeen { .. }
+            | Self::StateKept { .. }
             | Self::WorkerHung(_)
             | Self::WorkersKilled(_)
             | Self::Fenced

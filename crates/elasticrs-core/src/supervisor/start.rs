@@ -187,6 +187,7 @@ pub(super) mod tests {
             start_deadline: Duration::ZERO,
             keep_ignored: Vec::new(),
             replaces: false,
+            keep_grace: Duration::ZERO,
         }
     }
 

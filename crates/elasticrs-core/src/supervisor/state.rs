@@ -10,6 +10,7 @@ use elasticrs_sys::signal::Signal;
 
 pub use self::hangs::Snapshot;
 use self::hangs::{HeldExit, PendingAction, Records};
+use self::keeping::{HoldRule, Order};
 pub use super::deadlines::Deadline;
 use super::deadlines::{AT_ONCE, GIVE_UP_AFTER};
 use super::event::{
@@ -91,6 +92,11 @@ pub(crate) enum Input {
     Replaced { local_rank: u32, pid: i32, started: Stamp },
     /// The replacement worker could not be started.
     ReplaceFailed(StartFailure),
+    /// A worker keeps its state in memory. `pace` is the time that a copy is expected to take. It is `None` if the
+    /// worker no longer keeps its state.
+    Keeper { local_rank: u32, pace: Option<Duration> },
+    /// A worker has answered [`Effect::OrderCopies`]: it has copied its state, or cannot copy it.
+    Copied { local_rank: u32 },
 }
 
 /// An action for the executor. The executor carries out actions in the order in which they are returned.
@@ -133,6 +139,12 @@ pub enum Effect {
     },
     /// Request the flight records of all members. Answered by [`Input::Recorded`] within a short time limit.
     TakeRecords,
+    /// Order these workers, given by local rank, to copy their states, because they are about to be stopped. Each of them
+    /// answers with [`Input::Copied`].
+    OrderCopies(Vec<u32>),
+    /// Report to Python which of the workers with an order have answered. The executor adds the times of the order and
+    /// of its end.
+    ReportCopies { asked: Vec<u32>, answered: Vec<u32> },
     /// Report a failed worker to Python. The executor adds the time at which all other workers had been signalled.
     ReportFailure {
         local_rank: u32,
@@ -203,6 +215,7 @@ pub struct Group {
     /// Noticed exits of members, oldest first. They are handled once the other members have written their flight
     /// records (files in which torch records collectives). See [`hangs`].
     held: Vec<HeldExit>,
+    order: Order,
     /// True if [`Deadline::Kill`] has expired, but a member was not killed because it is still exiting after its
     /// exception. See [`Member::is_excused`].
     is_overdue: bool,
@@ -229,6 +242,7 @@ impl Group {
             left: VecDeque::new(),
             records: Records::default(),
             held: Vec::new(),
+            order: Order::default(),
             is_overdue: false,
         }
     }
@@ -279,7 +293,11 @@ impl Group {
             | Input::StopForHang(..)
             | Input::Signal(..)
             | Input::Forward(..)
-            | Input::Expired(Deadline::Kill | Deadline::Check | Deadline::Hang | Deadline::Condemned(_))
+            | Input::Expired(
+                Deadline::Kill | Deadline::Check | Deadline::Hang | Deadline::Condemned(_) | Deadline::Copies,
+            )
+            | Input::Keeper { .. }
+            | Input::Copied { .. }
             | Input::ExitSampled { .. }
             | Input::Evidence(_) => true,
             _ => false,
@@ -293,6 +311,7 @@ impl Group {
             return Vec::new();
         }
         self.release_before(&input);
+        let (before, rule) = (self.phase, HoldRule::of(&input));
         match input {
             Input::Exited { pid, exit, seen } => self.on_exit(pid, exit, seen),
             Input::Paused { pid, signal } => self.on_paused(pid, signal),
@@ -339,8 +358,11 @@ impl Group {
             Input::Replace { local_rank } => self.on_replace(local_rank),
             Input::Replaced { local_rank, pid, started } => self.on_replaced(local_rank, pid, started),
             Input::ReplaceFailed(failure) => self.on_replace_failed(failure),
+            Input::Keeper { local_rank, pace } => self.on_keeper(local_rank, pace),
+            Input::Copied { local_rank } => self.on_copied(local_rank),
         }
-        std::mem::take(&mut self.effects)
+        let effects = std::mem::take(&mut self.effects);
+        self.order_copies_first(effects, before, rule)
     }
 
     fn report(&mut self, event: Event) {
@@ -469,6 +491,7 @@ impl Group {
             | Deadline::SlowImport
             | Deadline::Exit(_)
             | Deadline::Sweep
+            | Deadline::Copies
             | Deadline::Replace(_) => {}
         }
     }
@@ -686,6 +709,8 @@ struct Member {
     condemned: Option<Stamp>,
     place: Place,
     stop_role: StopRole,
+    /// Time that a copy of the worker's state is expected to take. `None` if the worker does not keep its state.
+    copy_time: Option<Duration>,
 }
 
 impl Member {
@@ -767,6 +792,7 @@ fn to_group(pid: i32, signal: Signal) -> Effect {
 
 mod failing;
 mod hangs;
+mod keeping;
 mod pausing;
 mod saving;
 #[cfg(test)]

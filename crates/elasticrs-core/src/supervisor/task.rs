@@ -27,6 +27,7 @@ mod check;
 mod gathering;
 mod guarded_sockets;
 mod heartbeats;
+mod keepers;
 mod launches;
 mod nursery;
 mod nursery_changes;
@@ -40,9 +41,10 @@ use check::{HeldReports, Orphans};
 use gathering::{Evidence, Gathered};
 use guarded_sockets::GuardedSockets;
 use heartbeats::Heartbeats;
+use keepers::Keepers;
 use launches::{Finished, Images, Launches};
 use nursery::{CurrentNursery, NurseryEvent, Retired};
-use raised_workers::{RaisedEvent, RaisedWorkers};
+use raised_workers::{Notice, RaisedEvent, RaisedWorkers};
 use running::{Current, MemberExit, Running};
 use sweeps::{Completed, Sweeps};
 use watchdog::{Watchdog, WatchdogEvent};
@@ -99,6 +101,7 @@ struct Task {
     heartbeats: Heartbeats,
     evidence: Evidence,
     raised: RaisedWorkers,
+    keepers: Keepers,
     held: HeldReports,
     orphans: Orphans,
 }
@@ -146,6 +149,7 @@ impl Task {
             heartbeats: Heartbeats::new(Arc::clone(&shared.counters.heartbeats)),
             evidence: Evidence::default(),
             raised: RaisedWorkers::default(),
+            keepers: Keepers::default(),
             held: HeldReports::new(Arc::clone(&shared.queue)),
             orphans: Orphans::default(),
             shared,
@@ -321,7 +325,12 @@ impl Task {
                     self.check();
                     self.input(Input::Expired(timer));
                 }
-                Deadline::Hang | Deadline::Kill | Deadline::GiveUp | Deadline::Paused(_) | Deadline::Condemned(_) => {
+                Deadline::Hang
+                | Deadline::Kill
+                | Deadline::GiveUp
+                | Deadline::Copies
+                | Deadline::Paused(_)
+                | Deadline::Condemned(_) => {
                     self.input(Input::Expired(timer));
                 }
             }
@@ -342,8 +351,8 @@ impl Task {
         }
     }
 
-    /// Handles received notices about uncaught exceptions. Also called before a worker's exit is recorded, because an
-    /// unread notice may contain the worker's exception.
+    /// Handles received notices of workers. Also called before a worker's exit is recorded, because an unread notice may
+    /// contain the worker's exception.
     fn on_notices(&mut self) {
         if self.current.is_starting() {
             // Read no notices yet, because a sender can be identified only if the pids of all workers are known.
@@ -351,11 +360,22 @@ impl Task {
         }
         let Current::Running(running) = &self.current else { return };
         // Handle all notices together, so that no worker is stopped whose exception was reported at the same time.
-        let notices = self.raised.take();
-        let workers: Vec<_> = notices.into_iter().filter_map(|notice| self.raised.add(notice, running)).collect();
+        let (mut workers, mut inputs) = (Vec::new(), Vec::new());
+        for notice in self.raised.take() {
+            match notice {
+                Notice::Exception(notice) => workers.extend(self.raised.add(notice, running)),
+                Notice::Keep(pid, notice) => {
+                    let local_rank = self.raised.worker_of(pid, running);
+                    inputs.extend(local_rank.and_then(|local_rank| self.keepers.input(local_rank, notice)));
+                }
+            }
+        }
         if !workers.is_empty() {
             let dying = running.dying();
-            self.input(Input::Raised { workers, dying });
+            inputs.push(Input::Raised { workers, dying });
+        }
+        for input in inputs {
+            self.input(input);
         }
     }
 
@@ -417,6 +437,9 @@ impl Task {
                 for effect in running.group.on_input(input) {
                     self.carry_out(effect);
                 }
+                for local_rank in self.keepers.take_unreachable() {
+                    self.input(Input::Copied { local_rank });
+                }
             }
         }
     }
@@ -462,6 +485,11 @@ impl Task {
                     self.evidence.take_records(running);
                 }
             }
+            Effect::OrderCopies(local_ranks) => self.keepers.order(&local_ranks, self.raised.socket()),
+            Effect::ReportCopies { asked, answered } => {
+                let (begun, ended) = (self.keepers.ordered(), Stamp::now());
+                self.shared.queue.push(Event::StateKept { asked, answered, begun, ended });
+            }
             Effect::ReportFailure { local_rank, seen, siblings } => {
                 self.shared.queue.push(Event::FailureSeen { local_rank, seen, signalled: Stamp::now(), siblings });
             }
@@ -479,6 +507,7 @@ impl Task {
         self.evidence.cancel(&mut self.retired);
         self.sweeps.drop_worker();
         self.raised = RaisedWorkers::default();
+        self.keepers = Keepers::default();
         if let Some(message) = self.watchdog.as_mut().and_then(Watchdog::clear) {
             self.shared.queue.degraded(message);
         }

@@ -67,6 +67,7 @@ pub(crate) fn group(processes: Vec<ProcessSpec>) -> GroupSpec {
             start_deadline: HANG,
             keep_ignored: Vec::new(),
             replaces: false,
+            keep_grace: Duration::ZERO,
         },
     }
 }

@@ -3,7 +3,6 @@
 //! A single loop waits for the agent's socket, the agent's pidfd, SIGCHLD and the fence timer. See [`super`] for the
 //! invariants.
 
-mod guard;
 mod sentinel;
 mod spawn;
 mod sweep;
@@ -34,8 +33,8 @@ pub(crate) use self::spawn::command;
 use self::spawn::{Begun, Compaction, Unsettled};
 use self::sweep::{Sweep, SweepStep};
 use super::activity::ActivityPage;
-use super::connections::Connections;
-use super::fence::Fence;
+use super::connections::{Connections, HeldSocket, LastWord, Release};
+use super::fence::{Fence, FenceState, Holder};
 use super::protocol::{FIXED_FDS, NurseryLink, PROTOCOL, Reply, Request, SweepLimits, SweepOutcome};
 use super::start::Start;
 use super::tree::Signalled;
@@ -200,9 +199,7 @@ impl NurseryServer {
         nursery.tell(&Reply::Ready { protocol: PROTOCOL, pid: nursery.pid }, Vec::new());
         Ok(nursery)
     }
-}
 
-impl NurseryServer {
     /// Serves requests. Returns `None` when the nursery is done, and `Some` in each forked worker.
     fn serve(mut self) -> io::Result<Option<Begun>> {
         loop {
@@ -475,6 +472,94 @@ impl NurseryServer {
                 target.signal(signal);
             }
         }
+    }
+
+    // --- connections and deadline of the agent ---------------------------------------------------------------
+
+    // The nursery keeps a dead agent's connections open until all of the agent's processes have exited. It also kills
+    // all processes if the agent does not renew its lease before a deadline.
+
+    fn hold(&mut self, fds: Vec<OwnedFd>, beside: bool, word: Option<LastWord>) {
+        // `fds` is empty if this process has reached its limit on open files. `hold` is not expected to fail, because
+        // the agent enforces the same limit on the number of connections.
+        let is_held =
+            fds.into_iter().next().is_some_and(|socket| self.held.hold(HeldSocket { socket, word }, beside).is_ok());
+        if !is_held {
+            self.tell(&Reply::NotGuarded { errno: libc::EMFILE }, Vec::new());
+        }
+    }
+
+    /// Closes the connections that are held for a dead agent, so that the agent's session ends.
+    ///
+    /// Called when all workers and their descendants have exited, except processes that unlink shared memory.
+    fn end_session(&mut self) {
+        // First handle the agent's last requests. They may say that the session has moved to another connection, or
+        // that the agent is alive.
+        while let Ok(Some((request, fds))) = self.link.receive() {
+            match request {
+                Request::Hold { beside, word } => self.hold(fds, beside, word),
+                Request::Release(which) => self.held.release(which),
+                _ => {}
+            }
+        }
+        self.held.release(Release::All);
+    }
+
+    fn set_activity(&mut self, fds: Vec<OwnedFd>) {
+        // Ignore an error, because it only means that the process that guards the nursery has to kill all processes
+        // when the agent dies.
+        self.activity = ActivityPage::from_descriptors(fds).ok();
+        if let Some(activity) = &mut self.activity {
+            activity.wait();
+        }
+    }
+
+    fn set_fence(&mut self, fds: Vec<OwnedFd>, holder: Holder) {
+        match Fence::from_descriptors(fds, holder) {
+            Ok(fence) => {
+                self.fence = Some(fence);
+                self.check_fence();
+            }
+            Err(error) => self.cannot_guard(&error),
+        }
+    }
+
+    /// Starts killing all workers and their descendants if the fence deadline has passed, because the other nodes may
+    /// then consider this agent dead. Returns true if the deadline has passed.
+    fn check_fence(&mut self) -> bool {
+        match self.fence.as_ref().map(Fence::look) {
+            None | Some(Ok(FenceState::Unset | FenceState::At(_))) => false,
+            Some(Ok(FenceState::Passed { first })) => {
+                if first {
+                    self.end_lease();
+                }
+                true
+            }
+            Some(Ok(FenceState::HandedOver(_))) => {
+                self.fence = None;
+                false
+            }
+            Some(Err(error)) => {
+                self.cannot_guard(&error);
+                false
+            }
+        }
+    }
+
+    fn end_lease(&mut self) {
+        self.settle();
+        // First reap the workers that have exited on their own, so that their exits are reported before
+        // [`Reply::Fenced`].
+        self.reap();
+        self.tell(&Reply::Fenced, Vec::new());
+        if !self.orphaned {
+            self.begin_sweep(SweepLimits::at_once(LAST_SWEEP), None, None);
+        }
+    }
+
+    fn cannot_guard(&mut self, error: &std::io::Error) {
+        let errno = error.raw_os_error().unwrap_or(libc::EINVAL);
+        self.tell(&Reply::NotGuarded { errno }, Vec::new());
     }
 }
 

@@ -150,7 +150,7 @@ impl Begun {
         let targets: Vec<i32> = process.pass_fds.iter().map(|passed| passed.target).collect();
         let floor = targets.iter().fold(2, |floor, &target| floor.max(target)).saturating_add(1);
         if let Err(errno) = outlet.move_above(floor) {
-            outlet.fail(Failure { stage: Stage::Descriptors, errno, descriptor: 0 });
+            outlet.fail(Failure::at(Stage::Descriptors)(errno));
         }
         let settled = command(&process, &[], &fds)
             .and_then(|command| outlet.settle(Command { oom_score_adj, ..command }, parent));
@@ -177,7 +177,6 @@ pub(crate) fn command<'fd>(
     keep_ignored: &[i32],
     fds: &'fd [OwnedFd],
 ) -> Result<Command<'fd>, Failure> {
-    let failed = |stage| move |errno| Failure { stage, errno, descriptor: 0 };
     let passed = process.pass_fds.iter().map(|passed| {
         // A missing descriptor means that this process has reached its limit on open files.
         let index = usize::try_from(passed.source).map_err(|_| Errno::EBADF)?;
@@ -186,7 +185,7 @@ pub(crate) fn command<'fd>(
     });
     let [stdin, stdout, stderr] = &process.stdio;
     Ok(Command {
-        program: Program::Paths(candidates(process).map_err(failed(Stage::Exec))?),
+        program: Program::Paths(candidates(process).map_err(Failure::at(Stage::Exec))?),
         argv: process.argv.clone(),
         env: process.env.clone(),
         cwd: process.cwd.clone(),
@@ -195,7 +194,7 @@ pub(crate) fn command<'fd>(
             standard(stdout.as_ref(), OUTPUT),
             standard(stderr.as_ref(), OUTPUT),
         ],
-        fds: passed.collect::<Result<_, _>>().map_err(failed(Stage::Descriptors))?,
+        fds: passed.collect::<Result<_, _>>().map_err(Failure::at(Stage::Descriptors))?,
         ignored: keep_ignored.to_vec(),
         dies_with_parent: true,
         keeps_orphans: process.keeps_orphans,

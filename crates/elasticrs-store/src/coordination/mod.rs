@@ -5,8 +5,8 @@
 //! `state`, `watches` and [`leases`] make the decisions; [`server`] and [`client`] do the I/O. [`protocol`] and
 //! [`wire`] define the messages between them. On the server, `connection`, `hub` and `outbox` serve the clients,
 //! `turns` shares the thread among them, `unproven` limits connections that have
-//! not completed the handshake, and `journal` and [`durable`] keep the state on disk. On the client, `connect`,
-//! `session` and `unanswered` implement [`crate::session`] for this store. [`access`] checks tokens, and
+//! not completed the handshake, and `journal` and [`durable`] keep the state on disk. On the client, `session` and
+//! `unanswered` implement [`crate::session`] for this store. [`access`] checks tokens, and
 //! restricts a session to a key prefix. `relay` forwards the connections of workers to the workers' store.
 //!
 //! A server's hub owns the keys, watches and leases. A connection's task owns its socket and shares only its unsent
@@ -18,7 +18,6 @@
 
 pub mod access;
 pub mod client;
-pub(crate) mod connect;
 mod connection;
 #[allow(
     clippy::disallowed_methods,

@@ -21,7 +21,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use elasticrs_runtime::door::{Purpose, share};
-use elasticrs_runtime::runtime::Task;
+use elasticrs_runtime::runtime::HandOver;
 use elasticrs_sys::procfs::Stat;
 use tokio::io::{AsyncWriteExt, copy_bidirectional};
 use tokio::net::TcpStream;
@@ -58,13 +58,11 @@ pub enum Target {
     },
 }
 
-/// Function that runs a task on the thread of the workers' stores. Returns `false` if the thread cannot be started.
-pub(crate) type OnWorkersThread = Box<dyn Fn(Task) -> bool + Send>;
-
 /// Forwards connections to the workers' store.
 pub(crate) struct Relay {
     pub(super) target: watch::Receiver<Target>,
-    run: OnWorkersThread,
+    /// Runs a task on the thread of the workers' stores.
+    run: HandOver,
     /// Each forwarded connection holds a clone, so the number of references tells how many connections are forwarded.
     forwarded: Arc<()>,
 }
@@ -76,7 +74,7 @@ impl std::fmt::Debug for Relay {
 }
 
 impl Relay {
-    pub(super) fn new(target: watch::Receiver<Target>, run: OnWorkersThread) -> Self {
+    pub(super) fn new(target: watch::Receiver<Target>, run: HandOver) -> Self {
         Self { target, run, forwarded: Arc::default() }
     }
 

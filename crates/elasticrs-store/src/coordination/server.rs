@@ -12,7 +12,7 @@ use std::time::Instant;
 use elasticrs_runtime::door::{Door, Purpose, share};
 use elasticrs_runtime::listen::{ListenError, listen_at_all};
 use elasticrs_runtime::notices::{Notices, Tell};
-use elasticrs_runtime::runtime::Spawn;
+use elasticrs_runtime::runtime::{HandOver, Spawn};
 use elasticrs_runtime::threads::ask;
 use nix::sys::socket::{Shutdown, shutdown};
 use tokio::net::TcpStream;
@@ -25,7 +25,7 @@ use super::durable::{StateError, StateFile};
 pub use super::hub::{Config, Durable, MAX_BYTES, MAX_CONNECTIONS, REQUEST_TIMEOUT};
 use super::hub::{Hub, Slot};
 use super::outbox::Outbox;
-use super::relay::{OnWorkersThread, Relay, Target};
+use super::relay::{Relay, Target};
 use super::state::entry_limit;
 use crate::secrets;
 use crate::types::LostKind;
@@ -67,7 +67,7 @@ impl Server {
         runtime: &dyn Spawn,
         named: &[(String, u16)],
         config: Config,
-        on_workers_thread: OnWorkersThread,
+        on_workers_thread: HandOver,
         tell: Tell,
     ) -> Result<Self, ServerError> {
         let listeners = listen_at_all(named)?;

@@ -126,7 +126,7 @@ impl Links {
     /// Publishes this session's address in etcd ([`Card`]). Then stays connected to the next older session, to detect
     /// the end of that session. Repeats this until no older session is left.
     async fn follow(self: Rc<Self>) {
-        let _: pb::PutResponse = self.ask("/etcdserverpb.KV/Put", &self.keys.put_card(&self.scope, &self.own)).await;
+        let () = self.ask("/etcdserverpb.KV/Put", &self.keys.put_card(&self.scope, &self.own)).await;
         let own: pb::RangeResponse = self.ask(RANGE, &self.keys.get_card(&self.scope, self.own.lease)).await;
         let Some(created) = own.kvs.first().map(|kv| unsigned(kv.create_revision)) else { return };
         loop {
@@ -162,7 +162,7 @@ impl Links {
                 // Ignore a refusal. It means that the lease no longer exists, for example because the session was
                 // closed normally.
                 let revoke = pb::LeaseRevokeRequest { id: peer.lease };
-                let _: pb::LeaseRevokeResponse = self.ask("/etcdserverpb.Lease/LeaseRevoke", &revoke).await;
+                let () = self.ask("/etcdserverpb.Lease/LeaseRevoke", &revoke).await;
             }
             () = self.gone(peer) => {}
         }
@@ -327,7 +327,7 @@ mod tests {
             let begun = tokio::time::Instant::now();
             let revoke = pb::LeaseRevokeRequest { id: 7 };
             let links = links(channel);
-            let asking = links.ask::<pb::LeaseRevokeResponse>("/etcdserverpb.Lease/LeaseRevoke", &revoke);
+            let asking = links.ask::<()>("/etcdserverpb.Lease/LeaseRevoke", &revoke);
             timeout(2 * LIMIT, asking).await.expect("the second attempt is answered");
             assert_eq!(begun.elapsed(), PAUSES.0);
             driver.abort();

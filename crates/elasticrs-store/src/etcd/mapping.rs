@@ -264,7 +264,7 @@ impl Keys {
 
     fn result(&self, op: &Op, response: ResponseOp) -> Result<OpResult, Unexpected> {
         match (op, response.response.ok_or(Unexpected)?) {
-            (Op::Put { .. }, Response::Put(_) | Response::Txn(_)) => Ok(OpResult::Count(1)),
+            (Op::Put { .. }, Response::Put(()) | Response::Txn(_)) => Ok(OpResult::Count(1)),
             (Op::Delete(_) | Op::DeletePrefix(_), Response::DeleteRange(answer)) => {
                 Ok(OpResult::Count(unsigned(answer.deleted)))
             }

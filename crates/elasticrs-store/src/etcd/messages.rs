@@ -56,8 +56,6 @@ messages! {
         (bool, tag = "6") ignore_lease: bool,
     }
 
-    PutResponse {}
-
     DeleteRangeRequest {
         (bytes = "vec", tag = "1") key: Vec<u8>,
         (bytes = "vec", tag = "2") range_end: Vec<u8>,
@@ -110,8 +108,6 @@ messages! {
     LeaseRevokeRequest {
         (int64, tag = "1") id: i64,
     }
-
-    LeaseRevokeResponse {}
 
     KeepAliveRequest {
         (int64, tag = "1") id: i64,
@@ -200,7 +196,7 @@ pub(super) enum Response {
     #[prost(message, tag = "1")]
     Range(RangeResponse),
     #[prost(message, tag = "2")]
-    Put(PutResponse),
+    Put(()),
     #[prost(message, tag = "3")]
     DeleteRange(DeleteRangeResponse),
     #[prost(message, tag = "4")]

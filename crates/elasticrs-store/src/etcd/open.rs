@@ -152,7 +152,7 @@ pub(super) async fn keep(channel: &Channel, id: i64, ttl: Duration) -> Result<bo
 /// Revokes a lease, which also deletes its keys.
 pub(super) async fn revoke(channel: &Channel, id: i64) -> Result<(), CallError> {
     let asked = pb::LeaseRevokeRequest { id };
-    channel.call::<pb::LeaseRevokeResponse>("/etcdserverpb.Lease/LeaseRevoke", &asked).await.map(drop)
+    channel.call("/etcdserverpb.Lease/LeaseRevoke", &asked).await
 }
 
 /// Opens a new connection for an existing session, to the endpoint with the index `member`.

@@ -124,14 +124,21 @@ fn out_of_time(identity: &Identity) -> Option<String> {
     let provider = Arc::new(ring::default_provider());
     let verifier = WebPkiClientVerifier::builder_with_provider(roots, provider).build().ok()?;
     let (own, others) = chain.split_first()?;
-    let what = match verifier.verify_client_cert(own, others, UnixTime::now()).err()? {
-        Error::InvalidCertificate(CertificateError::Expired | CertificateError::ExpiredContext { .. }) => "has expired",
-        Error::InvalidCertificate(CertificateError::NotValidYet | CertificateError::NotValidYetContext { .. }) => {
-            "is not valid yet"
-        }
-        _ => return None,
-    };
+    let what = time_problem(&verifier.verify_client_cert(own, others, UnixTime::now()).err()?)?;
     Some(format!("it refused this client, whose certificate {} {what}, or this host's clock is wrong", cert.display()))
+}
+
+/// Says when a certificate is valid, if the error is that it is not valid now.
+fn time_problem(error: &Error) -> Option<&'static str> {
+    match error {
+        Error::InvalidCertificate(CertificateError::Expired | CertificateError::ExpiredContext { .. }) => {
+            Some("has expired")
+        }
+        Error::InvalidCertificate(CertificateError::NotValidYet | CertificateError::NotValidYetContext { .. }) => {
+            Some("is not valid yet")
+        }
+        _ => None,
+    }
 }
 
 /// Returns a message that explains a TLS error to the user.
@@ -139,14 +146,11 @@ pub(super) fn explain(error: &Error, identity: &Identity) -> String {
     if let (Error::AlertReceived(_), Some(hint)) = (error, out_of_time(identity)) {
         return format!("{hint} ({error})");
     }
+    if let Some(what) = time_problem(error) {
+        return format!("its certificate {what}, or this host's clock is wrong ({error})");
+    }
     let hint = match error {
         Error::InvalidMessage(_) => "it does not speak TLS",
-        Error::InvalidCertificate(CertificateError::Expired | CertificateError::ExpiredContext { .. }) => {
-            "its certificate has expired, or this host's clock is wrong"
-        }
-        Error::InvalidCertificate(CertificateError::NotValidYet | CertificateError::NotValidYetContext { .. }) => {
-            "its certificate is not valid yet, or this host's clock is wrong"
-        }
         Error::InvalidCertificate(CertificateError::UnknownIssuer) => {
             "its certificate was not signed by an authority that is trusted here: ca_cert names one"
         }

@@ -12,8 +12,7 @@ use elasticrs_runtime::runtime::{HandOver, Spawn};
 use elasticrs_runtime::threads::ask;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
-use super::hub::Limits;
-use super::server::{self, Question};
+use super::server::{self, Limits, Question};
 
 /// Reason why serving a store failed.
 #[derive(Debug, thiserror::Error)]

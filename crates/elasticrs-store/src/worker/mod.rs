@@ -14,10 +14,9 @@
 
 mod connection;
 mod handle;
-mod hub;
 pub mod map;
 mod server;
 pub mod wire;
 
 pub use handle::{ServeError, WorkerStore};
-pub use hub::{Closed, Limits};
+pub use server::{Closed, Limits};

@@ -85,6 +85,11 @@ class WorkerSettings:
             another attempt would fail in the same way, 193 if this node is unfit, otherwise 1.
             ``"verdict:PERMANENT,UNFIT"`` uses other codes than 93 and 193. ``"worker"``: the exit code of the
             worker that failed first, or 128 plus the number of the signal that killed it.
+        keep: true to keep the state of programs that use Lightning or the Hugging Face Trainer, too, without
+            a change to the program; see ``elasticrs.Keep``.
+        keep_memory: memory in which all workers of this node keep their state: a share of the available
+            memory, such as ``"40%"``, or a number of bytes, such as ``"20G"``. ``"0"`` keeps nothing.
+        keep_grace: maximum seconds for which a stop of the workers waits until they have kept their state.
         log_prefix: ``"time"`` adds the time to the prefix of elasticrs's own lines, ``"none"`` does not, and
             ``"auto"`` adds it unless the lines are written to a terminal. If ``None``, the value comes from
             ``PET_LOG_PREFIX``; the default is ``"auto"``.
@@ -103,6 +108,9 @@ class WorkerSettings:
     max_excluded_nodes: int = 3
     fatal_exit_codes: str = ""
     exit_codes: str = "torchrun"
+    keep: bool = False
+    keep_memory: str = "40%"
+    keep_grace: float = 10.0
     log_prefix: str | None = None
 
 
@@ -555,6 +563,25 @@ def exit_codes(text: str) -> frozenset[int]:
             raise ValueError(f"exit codes in ascending ranges that do not overlap (not {part})")
         found.update(span)
     return frozenset(found)
+
+
+_BYTES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def keep_memory(text: str) -> tuple[float, int]:
+    """Parse a share of memory, such as ``40%``, or a number of bytes, such as ``20G``. Return both; the one
+    that is not given is 0.
+    """
+    number, unit = text[:-1], text[-1:].upper()
+    try:
+        if unit == "%" and 0 <= (share := float(number)) <= 90:
+            return share / 100, 0
+        size = float(number) * _BYTES[unit] if unit in _BYTES else float(text)
+        if unit != "%" and 0 <= size <= 1 << 50:
+            return 0.0, int(size)
+    except ValueError:
+        pass
+    raise ValueError("a share of memory from 0% to 90%, a number of bytes such as 20G, or 0")
 
 
 class ExitCodes(Value):

@@ -188,6 +188,7 @@ RESTART_DELAY = Kind(_text_of(config.delays), "FIRST..LONGEST")
 REPORT = Kind(config.report_path, "PATH")
 NODE_CHECK = Kind(_node_check, "COMMAND|SOURCE")
 FATAL_EXIT_CODES = Kind(_text_of(config.exit_codes), "CODES")
+KEEP_MEMORY = Kind(_text_of(config.keep_memory), "SHARE%|BYTES")
 EXIT_CODES = Kind(_text_of(config.ExitCodes.parse), "torchrun|verdict|worker")
 STOP_SCOPE = Kind(config.one_of("worker", "group"), "worker|group", "'worker' or 'group'")
 WARM = Kind(_warm, "auto|MODULE,…", "'off', 'auto' or names of modules separated by commas")
@@ -258,6 +259,12 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
                  "the script), or names (default off)", WARM, group=OURS),
         _setting("warm-timeout", "seconds after which the workers start without these imports "
                  "(default {default})", INTERVAL, group=OURS),
+        _setting("keep", "keep the state of scripts that use Lightning or the Hugging Face Trainer as well, "
+                 "which then go on at the step of a failure; other scripts use elasticrs.Keep", group=OURS),
+        _setting("keep-memory", "memory for kept state on this node: a share of the available memory, or "
+                 "bytes such as 20G (default 40%; 0: keep nothing)", KEEP_MEMORY, group=OURS),
+        _setting("keep-grace", "seconds for which a stop waits until the workers have kept their state "
+                 "(default {default}; 0: do not wait)", SECONDS, group=OURS),
         _setting("role", 'role of the workers, in their environment and in log lines (default "default")',
                  NAME),
         Option("numa-binding", "bind workers to CPUs near their GPUs: node, socket, exclusive or "
@@ -529,6 +536,8 @@ def check(settings: WorkerSettings) -> None:
     """
     for name in (*WorkerSettings.__annotations__, *UnresolvedSettings.__annotations__):
         kind, value = _BY_DEST[name].kind, getattr(settings, name)
+        if kind is None and not isinstance(value, bool):
+            raise ValueError(f"{name} must be True or False, got {value!r}")
         if kind is None or value is None:
             continue
         expected = kind.needs

@@ -9,7 +9,7 @@ from elasticrs._engine.process.signals import ignored_signals
 from elasticrs._engine.supervise.observe import make_observers
 from elasticrs._engine.supervise.run.loop import Agent
 from elasticrs._engine.supervise.run.workers import CommandWorkers, WorkerSetup
-from elasticrs._engine.workers.plan import hook_environment, inherited_environment
+from elasticrs._engine.workers.plan import KEEP_FRAMEWORKS, hook_environment, inherited_environment
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ def run_job(
 def make_workers(job: JobSpec, consoles: Collection[int] = (1, 2)) -> Workers:
     """Create a job's workers and their log folder. Raises ``UsageError`` if that fails."""
     logs, remove = _logs(job)
-    environ = hook_environment({**inherited_environment(), **job.variables})
+    frameworks = {KEEP_FRAMEWORKS: "1"} if job.keep else {}
+    environ = hook_environment({**inherited_environment(), **job.variables, **frameworks})
     setup = WorkerSetup(job, logs, environ, ignored_signals(), consoles, remove)
     if job.run_path:
         from elasticrs._engine.supervise.run.function_workers import script_workers

@@ -10,6 +10,7 @@ import _socket
 import errno
 import os
 
+from elasticrs._engine.inside.keep.layout import VARIABLE as KEEP
 from elasticrs._engine.job.value import Record, Value, fresh
 
 TYPE_CHECKING = False
@@ -19,10 +20,14 @@ if TYPE_CHECKING:
 
     from elasticrs import _core
     from elasticrs._engine.job.config import JobSpec, Preload
+    from elasticrs._engine.workers.keep_files import KeepFiles
     from elasticrs._engine.workers.node_page import AgentPage
 
 TOKEN_VARIABLE = "ELASTICRS_TOKEN"
 """Environment variable with the token, a secret that a job's agents share, unless a setting has it."""
+
+KEEP_FRAMEWORKS = "ELASTICRS_KEEP_FRAMEWORKS"
+"""Environment variable that tells the hook in the workers to keep the state of frameworks (``--keep``)."""
 
 _HERE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "inside")
 _HOOK = os.path.join(_HERE, "hook")
@@ -102,7 +107,7 @@ class Plan(Record):
     """Ranks and addresses of the workers in an attempt. ``port`` reserves the port of the workers' store; it
     is ``None`` if another agent does so. ``members`` are the names under which the workers register in a
     rendezvous of their own, by local rank; ``None`` if they have none. A worker that is replaced keeps its
-    name until its replacement has been started.
+    name until its replacement has been started. ``keep`` are the files in which the workers keep their state.
     """
 
     ranks: Sequence[WorkerRanks]
@@ -115,6 +120,7 @@ class Plan(Record):
     members: dict[int, str] | None = None
     member_prefix: str = ""
     page: AgentPage | None = None
+    keep: KeepFiles | None = None
 
     def close(self) -> None:
         if self.port is not None:
@@ -168,8 +174,11 @@ def virtual_local_rank(local_rank: int, inherited: Mapping[str, str]) -> dict[st
 
 
 def inherited_environment() -> dict[str, str]:
-    """Return the environment that workers inherit: without the job's token, a secret of the agents."""
-    return {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+    """Return the environment that workers inherit: without the job's token, a secret of the agents, and
+    without what another job has told this process, if it is a worker, about its kept state.
+    """
+    own = (TOKEN_VARIABLE, KEEP, KEEP_FRAMEWORKS)
+    return {name: value for name, value in os.environ.items() if name not in own}
 
 
 def hook_environment(env: dict[str, str]) -> dict[str, str]:

@@ -32,7 +32,8 @@ def check_limits(
     pages = 2 * nproc if hang_timeout is not None else 0
     # Torch's timers need two descriptors for a FIFO, and one per process with a timer: assume all workers.
     timers = nproc + 2 if environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1" else 0
-    _core.check_limits(nproc, followed, pages + timers)
+    # Each worker also has a file in which it can keep its state.
+    _core.check_limits(nproc, followed, pages + timers + nproc)
 
 
 def process_spec(

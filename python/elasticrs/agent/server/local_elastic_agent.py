@@ -464,7 +464,10 @@ def _policy_without_effect(spec: WorkerSpec) -> list[str]:
     """Return the names of settings that the user has changed from their default, but that torch's polling
     loop ignores.
     """
-    names = ("restart_delay", "max_same_failures", "fatal_exit_codes", "exit_codes", "max_excluded_nodes")
+    names = (
+        *("restart_delay", "max_same_failures", "fatal_exit_codes", "exit_codes", "max_excluded_nodes"),
+        *("keep", "keep_memory"),
+    )
     found = [
         name
         for name in names

@@ -10,6 +10,7 @@ use crate::supervisor::start::tests::policy;
 
 mod exits;
 mod hangs;
+mod keeping;
 mod records;
 mod replacing;
 mod saving;
@@ -28,7 +29,8 @@ const ENDED: WorkerExit = WorkerExit::Signaled { signal: 15 };
 const LINGER: Descendants = Descendants::Linger(Duration::from_secs(5));
 
 fn group_of(pids: &[i32], on_success: Descendants, stop_scope: StopScope, replaces: bool) -> Group {
-    Group::new(pids, GroupPolicy { on_failure: TERM_30, on_success, stop_scope, replaces, ..policy() })
+    let keep_grace = Duration::from_secs(10);
+    Group::new(pids, GroupPolicy { on_failure: TERM_30, on_success, stop_scope, replaces, keep_grace, ..policy() })
 }
 
 fn group(on_success: Descendants) -> Group {
@@ -420,6 +422,7 @@ fn any_input() -> impl Strategy<Value = Input> {
         Just(Deadline::Kill),
         Just(Deadline::GiveUp),
         Just(Deadline::Hang),
+        Just(Deadline::Copies),
         (0..4_u32).prop_map(Deadline::Paused),
         (0..4_u32).prop_map(Deadline::Condemned)
     ];
@@ -446,6 +449,8 @@ fn any_input() -> impl Strategy<Value = Input> {
         2 => (0..4_u32).prop_map(failed_by_itself),
         2 => (0..4_u32, any::<Option<bool>>()).prop_map(|(rank, progressed)| sampled(rank, progressed)),
         2 => prop::collection::vec(pid(), 0..3).prop_map(Input::Dead),
+        4 => (0..4_u32, any::<bool>()).prop_map(|(rank, keeps)| keeping::keeper(rank, keeps.then_some(0))),
+        2 => (0..4_u32).prop_map(|local_rank| Input::Copied { local_rank }),
         2 => Just(swept()),
     ]
 }
@@ -462,6 +467,8 @@ struct Seen {
     is_frozen: bool,
     takes_evidence: bool,
     records: Records,
+    /// Number of orders to copy states (0 or 1) whose end has not been reported.
+    open_orders: u32,
     /// Pids of all exited workers, whether or not their exits have been reported.
     gone: BTreeSet<i32>,
     stopped_groups: BTreeSet<i32>,
@@ -504,6 +511,10 @@ impl Seen {
                 Effect::TakeRecords => {
                     prop_assert_eq!(self.records, Records::NotRequested, "a second request removes the first records");
                     self.records = Records::Requested;
+                }
+                Effect::OrderCopies(_) => self.open_orders += 1,
+                Effect::ReportCopies { .. } => {
+                    prop_assert_eq!(std::mem::take(&mut self.open_orders), 1, "KEEP-1: one report for each order");
                 }
                 Effect::Freeze | Effect::Thaw => {
                     self.is_frozen = !self.is_frozen;
@@ -588,7 +599,9 @@ proptest! {
             let effects = group.on_input(input);
             if is_passed_on {
                 prop_assert!(looks_for_dead, "who has died by itself must be known before");
-                prop_assert!(signals(&effects).iter().all(|(pid, _)| !seen.gone.contains(pid)), "SUP-6: {effects:?}");
+                // The stop signals of exits that were held may be among the effects.
+                let mut passed_on = signals(&effects).into_iter().filter(|(_, signal)| signal.number() == 10);
+                prop_assert!(passed_on.all(|(pid, _)| !seen.gone.contains(&pid)), "SUP-6: {effects:?}");
             }
             let fails = effects.iter().any(|effect| matches!(effect, Effect::ReportFailure { .. }));
             prop_assert!(looks_for_dead || !fails, "who has died by itself must be known before");
@@ -601,6 +614,10 @@ proptest! {
             seen.take(&group.on_input(Input::Recorded))?;
         }
         prop_assert!(!group.is_holding(), "an exit is never handled");
+        if seen.open_orders > 0 {
+            prop_assert!(seen.armed.contains(&Deadline::Copies), "nothing ends the wait");
+            seen.take(&group.on_input(Input::Expired(Deadline::Copies)))?;
+        }
         let stopping = seen.armed.contains(&Deadline::Kill) && group.phase != Phase::Saving;
         if stopping && seen.ends.is_empty() {
             let effects = group.on_input(Input::Expired(Deadline::Kill));

@@ -1,13 +1,14 @@
-//! Receives notices from workers that have recorded an uncaught exception, and samples the exits of these workers.
+//! Receives the notices of workers, and samples the exits of workers that have recorded an uncaught exception. Notices of
+//! workers that keep their states are described in [`super::keepers`].
 //!
-//! A notice is a datagram that the exception hook of a worker sends to an abstract Unix socket of the attempt. It
+//! A notice of an exception is a datagram that the exception hook of a worker sends to an abstract Unix socket of the attempt. It
 //! contains the time and the last part of the traceback. The kernel adds the sender's pid, which must belong to a
 //! worker or to a descendant of one. The traceback is only shown to the user, and no decision of the core depends on
 //! it. Notices arrive even if a file system hangs, because no file is involved.
 
 use std::collections::HashSet;
 use std::io::{self, IoSliceMut};
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use elasticrs_runtime::readiness::register;
@@ -22,6 +23,7 @@ use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::task::JoinSet;
 
+use super::keepers::KeepNotice;
 use super::running::Running;
 use crate::supervisor::event::{ExitStage, Origin, WorkerRaised};
 use crate::supervisor::exit_progress::{self, Sample, progressed, ticks_per_second};
@@ -145,10 +147,21 @@ impl RaisedWorkers {
         }
     }
 
-    /// Receives up to [`SLICE`] notices. Skips senders that cannot be workers, and keeps only the first notice from
+    /// Returns the socket for notices.
+    pub(super) fn socket(&self) -> Option<BorrowedFd<'_>> {
+        self.notices.as_ref().map(|notices| notices.get_ref().as_fd())
+    }
+
+    /// Returns the local rank of the worker to which the sender of a notice belongs; `None` if it belongs to no worker.
+    pub(super) fn worker_of(&mut self, pid: i32, running: &Running) -> Option<u32> {
+        self.strangers.worker_of(pid, Instant::now(), |pid| running.worker_of(pid))
+    }
+
+    /// Receives up to [`SLICE`] notices. Skips senders that cannot be workers, and keeps only the first exception from
     /// each sender.
-    pub(super) fn take(&self) -> Vec<ExceptionNotice> {
-        let mut found: Vec<ExceptionNotice> = Vec::new();
+    pub(super) fn take(&self) -> Vec<Notice> {
+        let mut found: Vec<Notice> = Vec::new();
+        let mut raised = HashSet::new();
         let Some(notices) = &self.notices else { return found };
         let own = getuid();
         for _ in 0..SLICE {
@@ -156,11 +169,13 @@ impl RaisedWorkers {
             // there is no notice, call `receive` again through `try_io`, which clears the readiness.
             let again = |_| notices.try_io(Interest::READABLE, |notices| Ok(receive(notices)?));
             match receive(notices.get_ref()).or_else(again) {
-                Ok(Some(notice))
-                    if notice.may_be_a_worker(own) && found.iter().all(|other| other.pid != notice.pid) =>
-                {
-                    found.push(notice);
-                }
+                Ok(Some(datagram)) if datagram.may_be_of_a_worker(own) => match KeepNotice::of(&datagram.said) {
+                    Some(notice) => found.push(Notice::Keep(datagram.pid, notice)),
+                    None if raised.insert(datagram.pid) => {
+                        found.push(Notice::Exception(ExceptionNotice::new(datagram.pid, &datagram.said)));
+                    }
+                    None => {}
+                },
                 Ok(_) => {}
                 // There are no more notices, or the runtime is shutting down.
                 Err(_) => break,
@@ -175,7 +190,7 @@ impl RaisedWorkers {
     /// being watched.
     pub(super) fn add(&mut self, notice: ExceptionNotice, running: &Running) -> Option<WorkerRaised> {
         let ExceptionNotice { pid, recorded, origin, text, .. } = notice;
-        let local_rank = self.strangers.worker_of(pid, Instant::now(), |pid| running.worker_of(pid))?;
+        let local_rank = self.worker_of(pid, running)?;
         let process = process::open_pidfd(pid).ok().filter(|process| process::have_ended(&[process.as_fd()]) != [true]);
         // Watch the sender's exit, unless the sender has already exited. Ignore the notice if another process of the
         // same worker is already being watched.
@@ -237,13 +252,27 @@ impl RaisedWorkers {
     }
 }
 
-/// A datagram from the socket for notices. Only `pid` and `uid` are reliable, because they come from the kernel. The
-/// sender controls the rest.
+/// A datagram from the socket for notices. `pid` and `uid` (the sender's real user ID) are reliable, because they come
+/// from the kernel. The sender controls the text.
+#[derive(Debug, PartialEq, Eq)]
+struct Datagram {
+    pid: i32,
+    uid: u32,
+    said: Vec<u8>,
+}
+
+/// A notice of a worker.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Notice {
+    Exception(ExceptionNotice),
+    /// Pid of the sender, and what it says about the state that it keeps.
+    Keep(i32, KeepNotice),
+}
+
+/// A notice that a process has recorded an uncaught exception. Only `pid` is reliable, because it comes from the kernel.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct ExceptionNotice {
     pid: i32,
-    /// Real user ID of the sender, as reported by the kernel.
-    uid: u32,
     /// Time at which the exception was recorded, in nanoseconds of the monotonic clock. `None` if the sender did not
     /// send a time. Failures are ordered by this time, because notices may be received much later than they are sent.
     recorded: Option<u64>,
@@ -254,30 +283,30 @@ pub(super) struct ExceptionNotice {
 impl ExceptionNotice {
     /// Parses a datagram of the form `NANOSECONDS ORIGIN\nTEXT`. The origin may be missing. If the datagram does not
     /// start with a number, the whole datagram is the text.
-    fn new(pid: i32, uid: u32, said: &[u8]) -> Self {
+    fn new(pid: i32, said: &[u8]) -> Self {
         let said = String::from_utf8_lossy(said);
         let parts = said.split_once('\n').and_then(|(first, text)| {
             let (number, origin) = first.split_once(' ').unwrap_or((first, Origin::Unknown.name()));
             Some((number.parse().ok()?, Origin::of_name(origin)?, text))
         });
         match parts {
-            Some((recorded, origin, text)) => {
-                Self { pid, uid, recorded: Some(recorded), origin, text: text.to_owned() }
-            }
-            None => Self { pid, uid, recorded: None, origin: Origin::Unknown, text: said.into_owned() },
+            Some((recorded, origin, text)) => Self { pid, recorded: Some(recorded), origin, text: text.to_owned() },
+            None => Self { pid, recorded: None, origin: Origin::Unknown, text: said.into_owned() },
         }
     }
+}
 
+impl Datagram {
     /// Returns true if the sender's user ID may belong to a worker. Accepts the agent's own user ID (`own`), and root,
     /// because a worker may use `sudo`. If the agent runs as root, accepts any user ID, because workers may have
     /// dropped their privileges.
-    fn may_be_a_worker(&self, own: Uid) -> bool {
+    fn may_be_of_a_worker(&self, own: Uid) -> bool {
         own.is_root() || [own.as_raw(), 0].contains(&self.uid)
     }
 }
 
-/// Receives the next notice. Returns `None` if the kernel did not add credentials.
-fn receive(notices: &OwnedFd) -> nix::Result<Option<ExceptionNotice>> {
+/// Receives the next datagram. Returns `None` if the kernel did not add credentials.
+fn receive(notices: &OwnedFd) -> nix::Result<Option<Datagram>> {
     let mut control = nix::cmsg_space!(UnixCredentials);
     let mut buffer = [0; MAX_TEXT];
     let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_CMSG_CLOEXEC;
@@ -288,7 +317,7 @@ fn receive(notices: &OwnedFd) -> nix::Result<Option<ExceptionNotice>> {
         _ => None,
     });
     let size = message.bytes;
-    Ok(sender.map(|sender| ExceptionNotice::new(sender.pid(), sender.uid(), &buffer[..size])))
+    Ok(sender.map(|sender| Datagram { pid: sender.pid(), uid: sender.uid(), said: buffer[..size].to_vec() }))
 }
 
 #[cfg(test)]
@@ -318,15 +347,18 @@ mod tests {
         for (said, recorded, origin, text) in cases {
             UnixDatagram::unbound().expect("a socket").send_to_addr(said.as_bytes(), &address).expect("sent");
             let (pid, uid) = (std::process::id().cast_signed(), getuid().as_raw());
-            let expected = ExceptionNotice { pid, uid, recorded, origin, text: text.to_owned() };
-            assert_eq!(receive(&notices), Ok(Some(expected)));
+            let datagram = receive(&notices).expect("a datagram").expect("credentials");
+            assert_eq!((datagram.pid, datagram.uid), (pid, uid));
+            let expected = ExceptionNotice { pid, recorded, origin, text: text.to_owned() };
+            assert_eq!(ExceptionNotice::new(pid, &datagram.said), expected);
         }
     }
 
     #[test]
     fn a_notice_from_another_user_is_refused_unless_one_of_them_is_root() {
         let (root, own, other) = (0, 1000, 1001);
-        let is_accepted = |agent, sender| ExceptionNotice::new(7, sender, b"").may_be_a_worker(Uid::from_raw(agent));
+        let is_accepted =
+            |agent, uid| Datagram { pid: 7, uid, said: Vec::new() }.may_be_of_a_worker(Uid::from_raw(agent));
         assert!(!is_accepted(own, other));
         assert!(is_accepted(own, own) && is_accepted(own, root));
         assert!(is_accepted(root, root) && is_accepted(root, other));

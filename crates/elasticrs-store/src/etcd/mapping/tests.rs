@@ -52,7 +52,10 @@ impl Etcd {
             .map(|op| ResponseOp {
                 response: Some(match op.request.as_ref().unwrap() {
                     Request::Range(range) => Response::Range(self.range(range, content)),
-                    Request::Put(put) => Response::Put(self.put(put, content)),
+                    Request::Put(put) => {
+                        self.put(put, content);
+                        Response::Put(())
+                    }
                     Request::DeleteRange(range) => {
                         let found = keys(&range.key, &range.range_end, content);
                         for key in &found {
@@ -67,14 +70,13 @@ impl Etcd {
         pb::TxnResponse { header: None, succeeded, responses }
     }
 
-    fn put(&self, put: &pb::PutRequest, content: &mut Content) -> pb::PutResponse {
+    fn put(&self, put: &pb::PutRequest, content: &mut Content) {
         let changed = self.revision() + 1;
         let known = content.get(&put.key);
         assert!(known.is_some() || !put.ignore_lease, "etcd refuses this");
         let created = known.map_or(changed, |known| known.created);
         let lease = if put.ignore_lease { known.map_or(0, |known| known.lease) } else { put.lease };
         content.insert(put.key.clone(), Stored { value: put.value.clone(), created, changed, lease });
-        pb::PutResponse {}
     }
 
     fn range(&self, range: &pb::RangeRequest, content: &Content) -> pb::RangeResponse {

@@ -50,6 +50,7 @@ class Attempt(EventLog):
         warm: true if the workers were forked from a preloaded process; ``None`` without ``--warm``.
         after: attempt whose end led to this one; ``None`` for the first start of the workers.
         delay: seconds by which the restart policy delayed the next attempt.
+        kept: where the workers go on from, for the user; empty if no worker has used ``Keep``.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Attempt(EventLog):
         self.why_cold: str | None = None
         self.after: Attempt | None = None
         self.delay = 0.0
+        self.kept = ""
 
     @property
     def world_size(self) -> int:
@@ -138,7 +140,8 @@ class Attempt(EventLog):
         how = {None: "", True: ", warm", False: f", cold: {self.why_cold}"}[self.warm]
         is_elsewhere = "stopping" in self.phases and "signalling" not in self.phases
         since = "the workers were told to stop" if is_elsewhere else "the failure was seen"
-        return f"{span} after {since}{phrases.phases(self.phases)}{how}"
+        kept = f", {self.kept}" if self.kept else ""
+        return f"{span} after {since}{phrases.phases(self.phases)}{how}{kept}"
 
     def aborted(self) -> int | None:
         """Return the local rank of the first worker that died by SIGABRT although elasticrs sent it no

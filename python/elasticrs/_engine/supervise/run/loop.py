@@ -17,6 +17,7 @@ from elasticrs._engine.process.background_call import FileAccess
 from elasticrs._engine.process.console import END_PATIENCE, Console
 from elasticrs._engine.process.signals import StopRequests, suspend
 from elasticrs._engine.supervise.attempts import state_machine as machine
+from elasticrs._engine.supervise.run.keeping import Keeping
 from elasticrs._engine.supervise.run.tracker import AttemptTracker
 
 TYPE_CHECKING = False
@@ -38,9 +39,13 @@ _NEVER = float("inf")
 
 
 def _import_for_cause() -> None:
-    import json  # noqa: F401
+    try:
+        import json  # noqa: F401
 
-    import elasticrs._engine.supervise.failures.failed_attempt  # noqa: F401
+        import elasticrs._engine.supervise.failures.failed_attempt  # noqa: F401
+    except OSError:
+        # No file descriptor is free. Later imports of these modules handle that.
+        return
 
 
 class Agent:
@@ -72,6 +77,7 @@ class Agent:
         self._actions: deque[machine.Action] = deque()
         self._requests = StopRequests()
         self.checkpoints: CheckpointRequests | None = None
+        self._keeping: Keeping | None = None
         self._error: Exception | None = None
         self._delayed_until = _NEVER
         self._is_prepared = False
@@ -109,6 +115,7 @@ class Agent:
                 self._tracker.open(None if self._signals is None else self._signals.fd)
                 self._decisions.open(self._tracker.supervisor)
                 self._open_checkpoints()
+                self._keeping = Keeping(self._job, self._console.say)
                 self._drive()
         finally:
             if self._checking is not None:
@@ -121,6 +128,8 @@ class Agent:
                     self._tracker.close()
                 finally:
                     self._close_checkpoints()
+                    if self._keeping is not None:
+                        self._keeping.close()
                     self._decisions.close()
         self._console.flush(END_PATIENCE)
         if self._error is not None:
@@ -313,7 +322,11 @@ class Agent:
         if self.checkpoints is not None:
             plan.variables = {**plan.variables, **self.checkpoints.variables}
             plan.page = self.checkpoints.page
+        kept = ""
+        if self._keeping is not None:
+            kept = self._keeping.begin(action.restarts, plan, self._decisions.read_history())
         attempt = self._tracker.begin(action, plan)
+        attempt.kept = kept
         self._decisions.observe(attempt)
         try:
             self._tracker.start(attempt)

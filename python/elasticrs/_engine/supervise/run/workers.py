@@ -11,6 +11,7 @@ from functools import partial
 
 from elasticrs import _core
 from elasticrs._engine.failures.files import error_file_of, fault_file, flight_dumps, hang_file
+from elasticrs._engine.inside.keep.layout import VARIABLE as KEEP
 from elasticrs._engine.job.config import UsageError, hang_limits
 from elasticrs._engine.job.value import Value
 from elasticrs._engine.process.console import wants_colour
@@ -214,6 +215,8 @@ def prepare_group(
     attempt.variables = variables
     for local_rank, own in variables.items():
         own["ELASTICRS_NOTICES"] = notices
+        if attempt.plan.keep is not None:
+            own[KEEP] = attempt.plan.keep.places[local_rank]
         if are_watched and not any(name in environ for name in _DUMPS):
             own[_DUMPS[0]] = flight_dumps(paths.error_files[local_rank])
         own.update(_member(attempt.plan, local_rank))

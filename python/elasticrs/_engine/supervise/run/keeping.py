@@ -1,0 +1,183 @@
+"""Keeps the training state of this node's workers from one attempt to the next; see ``elasticrs.Keep``.
+
+The agent owns the files in which the workers keep their state, and tells each new attempt, in a *plan* in
+these files, from which step it goes on.
+"""
+
+from __future__ import annotations
+
+import os
+
+from elasticrs._engine.job.config import keep_memory
+from elasticrs._engine.workers.keep_files import KeepFiles
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from elasticrs._engine.job.config import JobSpec
+    from elasticrs._engine.job.restart_policy import FailureHistory
+    from elasticrs._engine.workers.keep_choice import Choice, Holding, Loop
+    from elasticrs._engine.workers.keep_files import PlanValue
+    from elasticrs._engine.workers.plan import Plan
+
+
+class Keeping:
+    """The kept state of one agent's workers. It never fails the training: if something is missing, nothing is
+    kept, and a line says why.
+    """
+
+    def __init__(self, job: JobSpec, say: Callable[[str], None]) -> None:
+        self._job, self._say = job, say
+        self._choice: Choice | None = None
+        self._loop: Loop | None = None
+        self._ranks: dict[int, int] = {}
+        self.files: KeepFiles | None = None
+        self._off = _why_off(job)
+        self._memory = 0 if self._off else memory_budget(job.keep_memory) // job.nproc
+        try:
+            self.files = KeepFiles(job.nproc)
+        except OSError as error:
+            self._give_up(error)
+
+    def begin(self, restarts: int, plan: Plan, history: FailureHistory) -> str:
+        """Prepare the next attempt, after all workers of the one before have exited. Return where it goes on
+        from, for the user; empty if no worker has used ``Keep``.
+        """
+        if self.files is None:
+            return ""
+        try:
+            return self._begin(self.files, restarts, plan, history)
+        except OSError as error:
+            self._give_up(error)
+            return ""
+
+    def _begin(self, files: KeepFiles, restarts: int, plan: Plan, history: FailureHistory) -> str:
+        plan.keep = files
+        before, self._ranks = self._ranks, {each.local_rank: each.global_rank for each in plan.ranks}
+        world = plan.ranks[0].world_size
+        holdings: Mapping[int, Holding] = {}
+        if before and (self._choice is not None or any(map(files.has_joined, before))):
+            holdings = {rank: files.holding(place, rank, len(before)) for place, rank in before.items()}
+            self._choose(holdings, world, history)
+        choice = self._choice
+        shared: dict[str, PlanValue] = {
+            "attempt": restarts,
+            "off": self._off,
+            "step": None,
+            "why": "",
+            "save": None,
+            "frameworks": self._job.keep,
+            "memory": self._memory,
+            "grace": self._job.keep_grace,
+            "files": [files.places[place] for place in self._ranks],
+        }
+        if choice is not None:
+            shared |= {"step": choice.step, "exact": choice.is_exact, "behind": list(choice.behind)}
+            shared |= {"why": choice.why, "kept_by": list(choice.kept_by), "ranks": choice.ranks}
+            shared |= {"at_death": choice.is_at_death, "lost": choice.lost}
+        newest = None if choice is None else choice.step
+        for place, rank in self._ranks.items():
+            own = {} if choice is None else _own(choice, rank, holdings, files)
+            files.begin(place, {**shared, **own}, newest)
+        return "" if choice is None else choice.line()
+
+    def _choose(self, holdings: Mapping[int, Holding], world: int, history: FailureHistory) -> None:
+        # Few jobs need this code, and only at a restart.
+        from elasticrs._engine.workers.keep_choice import Loop, choose, failed_soon
+
+        last = self._choice
+        began, reached = failed_soon([*holdings.values()], None if last is None else last.step)
+        cause = None if history.last is None else history.last[:2]
+        self._loop = loop = (self._loop or Loop()).after(began, reached, cause)
+        was_replicated = last is not None and last.is_replicated
+        self._choice = choose(holdings, world, barred_from=loop.barred_from, was_replicated=was_replicated)
+
+    def _give_up(self, error: OSError) -> None:
+        self.close()
+        self._say(f"keep: off, because the agent cannot use its memory files: {error.strerror or error}")
+
+    def close(self) -> None:
+        """Give the kept state up. Idempotent."""
+        if self.files is not None:
+            self.files.close()
+            self.files = None
+
+
+def _own(
+    choice: Choice, rank: int, holdings: Mapping[int, Holding], files: KeepFiles
+) -> dict[str, PlanValue]:
+    """Return a rank's part of the plan: where its large and its small state are."""
+    if choice.step is None:
+        return {"large": None, "small": False, "own": None}
+    holder, index = choice.sources[rank]
+    slots = {slot.index: slot for slot in holdings[holder].slots}
+    holding = holdings.get(rank)
+    own = None if holding is None else holding.slot_of(choice.step)
+    place = files.places[[*holdings].index(holder)]
+    return {
+        "large": {"file": place, "slot": index, "rank": holder, "sequence": slots[index].sequence},
+        "small": holding is not None and choice.step in holding.small,
+        "own": None if own is None else own.index,
+    }
+
+
+def _why_off(job: JobSpec) -> str | None:
+    if job.on_failure == "replace":
+        return "--on-failure replace leaves the other workers running"
+    if job.make_handler is not None or (job.is_multi_node and job.rendezvous.max_nodes != 1):
+        return "the job may have several nodes, and so far state is kept on one node only"
+    if keep_memory(job.keep_memory) == (0.0, 0):
+        return "--keep-memory is 0"
+    return None
+
+
+_LIMITS = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Files with limit and usage of a memory cgroup (v2, v1), and the part of the usage that can be freed."""
+
+
+def memory_budget(setting: str) -> int:
+    """Return how many bytes of memory all workers of this node may use to keep their state."""
+    share, number = keep_memory(setting)
+    return number if not share else int(share * available_memory())
+
+
+def available_memory() -> int:
+    """Return the bytes that new processes can use: of the machine, and within the limits of our cgroups."""
+    from elasticrs._engine.supervise.attempts.evidence import memory_counters
+
+    found = [1024 * number for number in _fields("/proc/meminfo", "MemAvailable:")]
+    for path in memory_counters(_text("/proc/self/cgroup"), _text("/proc/self/mountinfo")):
+        folder = os.path.dirname(path)
+        # A limit may be set on any of the groups above. The root of the hierarchy has no such file.
+        while folder != "/" and (left := _left(folder)) is not None:
+            found.append(left)
+            folder = os.path.dirname(folder)
+    return max(0, min(found, default=0))
+
+
+def _left(folder: str) -> int | None:
+    """Return the bytes that a memory cgroup may still use; ``None`` if the folder is not a cgroup."""
+    for limit, usage, freeable in _LIMITS:
+        most, used = _text(f"{folder}/{limit}").strip(), _text(f"{folder}/{usage}").strip()
+        if used.isdecimal():
+            free = sum(_fields(f"{folder}/memory.stat", freeable))
+            return int(most) - int(used) + free if most.isdecimal() else 1 << 62
+    return None
+
+
+def _fields(path: str, name: str) -> list[int]:
+    """Return the number after ``name`` in a file with a name and a number in each line."""
+    words = (line.split() for line in _text(path).splitlines())
+    return [int(word[1]) for word in words if len(word) > 1 and word[0] == name and word[1].isdecimal()]
+
+
+def _text(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+            return file.read()
+    except OSError:
+        return ""

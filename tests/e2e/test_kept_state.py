@@ -1,0 +1,165 @@
+"""What the agent does with the state that workers keep: it chooses a step, and tells workers and user."""
+
+import json
+import os
+import re
+
+import pytest
+
+pytestmark = pytest.mark.beyond_torchrun
+
+KEEPS = """
+    import json, os, signal, sys, zlib
+    from elasticrs._engine.inside.keep import layout
+    from elasticrs._engine.inside.keep.layout import Head, Slot
+
+    names = "RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"
+    rank, world, attempt = (int(os.environ[name]) for name in names)
+    mark, _, path = os.environ[layout.VARIABLE].partition(":")
+    fd = os.open(path, os.O_RDWR)
+    assert os.pread(fd, 16, 0) == layout.pack([layout.MAGIC, int(mark)])
+    length = int.from_bytes(os.pread(fd, 8, layout.PLAN_AT), "little")
+    plan = json.loads(os.pread(fd, length, layout.PLAN_AT + 8))
+    told = {"rank": rank, "told": os.environ.get("ELASTICRS_KEEP_FRAMEWORKS")}
+    os.write(1, f"PLAN {json.dumps({**plan, **told})}\\n".encode())
+    ring, slots = layout.REGIONS_AT, [layout.REGIONS_AT + 4096, layout.REGIONS_AT + 12288]
+    os.ftruncate(fd, layout.REGIONS_AT + 20480)
+
+    def put(at, **words):
+        names = Slot if at else Head
+        for name, value in words.items():
+            os.pwrite(fd, layout.pack([value]), at + 8 * getattr(names, name))
+
+    def join(ended, restored=plan["step"], **more):
+        table = [ring, 4096, slots[0], 8192, slots[1], 8192]
+        os.pwrite(fd, layout.pack(table), 8 * Head.TABLE)
+        put(0, RANK=rank + 1, WORLD=world, ENDED=ended + 1, ATTEMPT=attempt, MODE=1, **more)
+        put(0, RESTORED=0 if restored is None else restored + 1, PID=os.getpid())
+
+    def keep(slot, step, why=1):
+        who = {"ATTEMPT": attempt, "RANK": rank, "WORLD": world}
+        put(slots[slot], MAGIC=layout.SLOT_MAGIC, STEP=step, WHY=why, STATE=2, **who)
+
+    def small(step):
+        data = b"small state of step %d" % step
+        at = ring + layout.record_at(layout.record_number(step, True), 4096)
+        os.pwrite(fd, layout.pack([step + 1, len(data), zlib.crc32(data)]) + data, at)
+"""
+
+
+@pytest.fixture
+def run(launch, worker_script):
+    """Run a job whose workers write into their files as ``Keep`` does. Return it and the plans by attempt."""
+
+    def start(body, *options, nproc=2, arguments=()):
+        options = (f"--nproc-per-node={nproc}", "--max-restarts=5", *options)
+        job = launch(*options, worker_script(KEEPS + body), *arguments).exits(0)
+        plans = {}
+        for line in re.findall(r"(?m)^PLAN (.*)$", job.stdout):
+            plan = json.loads(line)
+            plans.setdefault(plan["attempt"], {})[plan["rank"]] = plan
+        return job, plans
+
+    return start
+
+
+DIES = """
+    if attempt == 0:
+        join(ended=12)
+        small(12)
+        if rank == 0:
+            keep(1, 12)
+            os.close(os.open(sys.argv[1], os.O_WRONLY))
+            signal.pause()
+        os.close(os.open(sys.argv[1], os.O_RDONLY))
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(
+    "options", [(), ("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")], ids=["alone", "c10d"]
+)
+def test_the_workers_go_on_from_the_copy_of_a_survivor(run, options, tmp_path):
+    os.mkfifo(kept := tmp_path / "kept")
+    job, plans = run(DIES, *options, arguments=[kept])
+    first, second = plans[0], plans[1]
+    assert {plan["step"] for plan in first.values()} == {None}
+    assert {plan["off"] for plan in first.values()} == {None}
+    assert first[0]["memory"] > 1 << 20
+    for rank, plan in second.items():
+        assert (plan["step"], plan["exact"], plan["lost"], plan["at_death"]) == (12, True, 0, True)
+        assert (plan["large"]["rank"], plan["large"]["slot"]) == (0, 1)
+        assert plan["large"]["file"] == plan["files"][0]
+        assert (plan["small"], plan["own"]) == (True, 1 if rank == 0 else None)
+    assert "attempt 1 is running, " in job.stderr
+    assert ", continues at step 12, kept at death by 1 of 2 ranks, 0 steps lost" in job.stderr
+
+
+def test_a_program_that_keeps_nothing_gets_no_word_about_it(run):
+    job, plans = run("    if attempt == 0: raise SystemExit(3)")
+    assert (plans[1][0]["step"], plans[1][0]["why"]) == (None, "")
+    assert "kept" not in job.stderr
+
+
+def test_the_line_says_why_nothing_is_kept(run):
+    body = "    join(ended=3)\n    if attempt == 0: raise SystemExit(3)"
+    job, plans = run(body, nproc=1)
+    assert plans[1][0]["step"] is None
+    assert "continues from no kept step (no rank had kept its state yet)" in job.stderr
+    assert plans[1][0]["why"] in job.stderr
+
+
+LOOPS = """
+    if attempt == 0:
+        join(ended=50)
+        keep(0, 40, why=0); keep(1, 50)
+        os.kill(os.getpid(), signal.SIGKILL)
+    join(ended=51)
+    if attempt < 3:
+        raise ValueError("bad state")
+"""
+
+
+def test_a_restored_state_that_fails_twice_is_set_aside(run):
+    job, plans = run(LOOPS, nproc=1)
+    assert [plans[attempt][0]["step"] for attempt in range(4)] == [None, 50, 50, 40]
+    assert "continues at step 40" in job.stderr
+    assert "steps from 50 on are set aside" in job.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--on-failure=replace",), "replace"),
+        (
+            (
+                "--nnodes=1:2",
+                "--rdzv-backend=c10d",
+                "--rdzv-endpoint=localhost:0",
+                "--rdzv-conf=last_call_timeout=0",
+            ),
+            "several nodes",
+        ),
+        (("--keep-memory=0",), "--keep-memory"),
+    ],
+    ids=["replace", "nodes", "no memory"],
+)
+def test_the_plan_says_why_nothing_can_be_kept(run, options, reason):
+    _, plans = run("", *options, nproc=1)
+    assert reason in plans[0][0]["off"]
+    assert plans[0][0]["memory"] == 0
+
+
+def test_options_reach_the_workers(run, monkeypatch):
+    monkeypatch.setenv("ELASTICRS_KEEP_FRAMEWORKS", "1")
+    _, without = run("", nproc=1)
+    _, given = run("", "--keep", "--keep-memory=6M", "--keep-grace=3")
+    names = "frameworks", "told", "memory", "grace"
+    assert [without[0][0][name] for name in names[:2]] == [False, None]
+    assert {tuple(plan[name] for name in names) for plan in given[0].values()} == {(True, "1", 3 << 20, 3)}
+
+
+def test_the_state_goes_with_the_agent(launch, worker_script):
+    job = launch(worker_script(KEEPS + "    print(f'FILE {path}', flush=True)"))
+    path = re.search("FILE (.*)", job.exits(0).stdout)[1]
+    assert path.startswith(f"/proc/{job.pid}/fd/")
