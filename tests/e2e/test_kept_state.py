@@ -9,7 +9,7 @@ import pytest
 pytestmark = pytest.mark.beyond_torchrun
 
 KEEPS = """
-    import json, os, signal, sys, zlib
+    import json, os, signal, socket, sys, zlib
     from elasticrs._engine.inside.keep import layout
     from elasticrs._engine.inside.keep.layout import Head, Slot
 
@@ -93,6 +93,52 @@ def test_the_workers_go_on_from_the_copy_of_a_survivor(run, options, tmp_path):
         assert (plan["small"], plan["own"]) == (True, 1 if rank == 0 else None)
     assert "attempt 1 is running, " in job.stderr
     assert ", continues at step 12, kept at death by 1 of 2 ranks, 0 steps lost" in job.stderr
+
+
+ORDERED = """
+    if attempt == 0 and rank == 0:
+        orders = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        orders.bind("")
+        agent = chr(0) + os.environ["ELASTICRS_NOTICES"]
+        orders.sendto(f"keep joined {orders.getsockname()[1:].hex()} 250".encode(), agent)
+        join(ended=7)
+        os.close(os.open(sys.argv[1], os.O_WRONLY))
+        assert orders.recv(64) == b"keep"
+        keep(0, 7)
+        orders.sendto(b"keep answered", agent)
+        signal.pause()
+    if attempt == 0:
+        os.close(os.open(sys.argv[1], os.O_RDONLY))
+        join(ended=7)
+        small(7)
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_survivors_are_asked_to_keep_their_state_before_they_are_stopped(run, tmp_path):
+    os.mkfifo(joined := tmp_path / "joined")
+    events = tmp_path / "events"
+    job, plans = run(ORDERED, f"--event-log-handler=file:{events}", arguments=[joined])
+    assert plans[1][1]["step"] == 7
+    line = re.search(r"attempt 1 is running.*", job.stderr)[0]
+    assert re.search(r", keeping [\d.]+, stopping", line)
+    assert line.endswith("continues at step 7, kept at death by 1 of 2 ranks, 0 steps lost")
+    found = [json.loads(each) for each in events.read_text().splitlines()]
+    told = {each["name"]: each["metadata"] for each in found}
+    kept, began = told["state kept"], json.loads(told["attempt running"]["metadata"])
+    assert kept["duration_ms"] > 0
+    about = json.loads(kept["metadata"])
+    assert (about["asked"], about["answered"]) == ([0], [0])
+    assert {name: began["kept"][name] for name in ("step", "lost", "kept_by")} == {
+        "step": 7, "lost": 0, "kept_by": [0]
+    }  # fmt: skip
+
+
+def test_without_a_grace_nobody_is_asked(run, tmp_path):
+    os.mkfifo(joined := tmp_path / "joined")
+    job, plans = run(ORDERED, "--keep-grace=0", arguments=[joined])
+    assert plans[1][1]["step"] is None
+    assert "keeping" not in job.stderr
 
 
 def test_a_program_that_keeps_nothing_gets_no_word_about_it(run):

@@ -44,6 +44,9 @@ def test_a_restart_begins_with_the_exception_for_whose_exit_the_agent_waited():
     stamped(second, started=9_000_000)
     found = {"exiting": 3.0, "signalling": 1.0, "stopping": 2.0, "starting": 1.0}
     assert (phases(first, second), first.failed_ns) == (found, 2_000_000)
+    stamped(first, kept=6_750_000)
+    found = {"exiting": 3.0, "signalling": 1.0, "keeping": 0.75, "stopping": 1.25, "starting": 1.0}
+    assert phases(first, second) == found
 
 
 @pytest.mark.parametrize(

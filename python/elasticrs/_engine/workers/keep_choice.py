@@ -112,11 +112,23 @@ class Choice(Value):
     def is_exact(self) -> bool:
         return not self.behind
 
+    def shown(self) -> dict[str, object]:
+        """Return the facts for the status page and for events."""
+        return {
+            "step": self.step,
+            "lost": self.lost,
+            "exact": self.is_exact,
+            "kept_by": [*self.kept_by],
+            "ranks": self.ranks,
+            "at_death": self.is_at_death,
+            "why": self.why or None,
+        }
+
     def line(self) -> str:
-        """Describe this choice after ``attempt 1 is running,``; empty if no rank uses ``Keep``."""
+        """Describe this choice after ``attempt 1 is running,``."""
         why = f" ({self.why})" if self.why else ""
         if self.step is None:
-            return f"continues from no kept step{why}" if self.why else ""
+            return f"continues from no kept step{why}"
         at_death = " at death" if self.is_at_death else ""
         lost = f"{self.lost} step{'s' if self.lost != 1 else ''} lost"
         by = f"{len(self.kept_by)} of {self.ranks} ranks"

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.hangs.culprits import Blame, Diagnosis
     from elasticrs._engine.job.failure_cause import Cause
     from elasticrs._engine.job.restart_policy import RestartSettings
+    from elasticrs._engine.workers.keep_choice import Choice
     from elasticrs._engine.workers.node_page import Met
     from elasticrs._engine.workers.plan import Plan
 
@@ -50,7 +51,7 @@ class Attempt(EventLog):
         warm: true if the workers were forked from a preloaded process; ``None`` without ``--warm``.
         after: attempt whose end led to this one; ``None`` for the first start of the workers.
         delay: seconds by which the restart policy delayed the next attempt.
-        kept: where the workers go on from, for the user; empty if no worker has used ``Keep``.
+        kept: the kept step from which the workers go on; ``None`` if no worker has used ``Keep``.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Attempt(EventLog):
         self.why_cold: str | None = None
         self.after: Attempt | None = None
         self.delay = 0.0
-        self.kept = ""
+        self.kept: Choice | None = None
 
     @property
     def world_size(self) -> int:
@@ -140,7 +141,7 @@ class Attempt(EventLog):
         how = {None: "", True: ", warm", False: f", cold: {self.why_cold}"}[self.warm]
         is_elsewhere = "stopping" in self.phases and "signalling" not in self.phases
         since = "the workers were told to stop" if is_elsewhere else "the failure was seen"
-        kept = f", {self.kept}" if self.kept else ""
+        kept = "" if self.kept is None else f", {self.kept.line()}"
         return f"{span} after {since}{phrases.phases(self.phases)}{how}{kept}"
 
     def aborted(self) -> int | None:
@@ -253,7 +254,8 @@ def phases(failed: Attempt, running: Attempt) -> dict[str, float]:
     end:
 
     - ``exiting``: when the failure was seen. Only after an exception.
-    - ``signalling``: when the other workers have been signalled.
+    - ``signalling``: when the other workers have been signalled, except those that keep their state first.
+    - ``keeping``: when these workers have kept their state and been signalled. Only if there were any.
     - ``stopping``: when all processes have exited.
     - ``freeing``: when their device memory is free, if it was not free immediately.
     - ``delay``: when the restart policy's delay is over.
@@ -266,6 +268,7 @@ def phases(failed: Attempt, running: Attempt) -> dict[str, float]:
     ends = {
         "exiting": failed.stamps.get("failure_seen"),
         "signalling": failed.stamps.get("siblings_signalled"),
+        "keeping": failed.stamps.get("kept"),
         "stopping": failed.stamps.get("ended"),
         "freeing": failed.stamps.get("memory_free"),
         "rendezvous": running.stamps.get("planned"),

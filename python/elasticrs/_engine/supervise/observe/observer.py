@@ -60,6 +60,9 @@ class Observer:
     def failed(self, attempt: Attempt) -> None:
         """Handle an attempt's first failure. The node's other workers have already been signalled."""
 
+    def kept(self, attempt: Attempt, event: _core.StateKept) -> None:
+        """Called when workers have copied their state before they are stopped, or were too slow to do so."""
+
     def exited(self, attempt: Attempt, worker: _core.WorkerExited) -> None:
         """Handle the exit of a worker."""
 

@@ -95,6 +95,7 @@ class EventRecorder(_Recorder):
                 "warm": attempt.warm,
                 "why_cold": attempt.why_cold,
                 "phases_ms": attempt.phases,
+                "kept": None if attempt.kept is None else attempt.kept.shown(),
             }
             span = sum(attempt.phases.values()) if attempt.phases else None
             self._record_of_agent("attempt running", "RUNNING", about, duration_ms=span)
@@ -130,6 +131,15 @@ class EventRecorder(_Recorder):
         for local_rank, pid in zip(event.local_ranks, event.pids, strict=True):
             message = phrases.killed(attempt.who(local_rank), event)
             self._record_watchdog("kill worker process", {"worker_pid": str(pid), "message": message})
+
+    def kept(self, attempt: Attempt, event: _core.StateKept) -> None:
+        ranks = attempt.global_ranks()
+        about: dict[str, object] = {
+            "asked": [ranks[local_rank] for local_rank in event.asked],
+            "answered": [ranks[local_rank] for local_rank in event.answered],
+        }
+        span = (event.ended_ns - event.begun_ns) / 1e6
+        self._record_of_agent("state kept", "RUNNING", about, duration_ms=span)
 
     def failed(self, attempt: Attempt) -> None:
         if attempt.first_failure is not None:

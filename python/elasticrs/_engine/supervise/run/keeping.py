@@ -40,20 +40,19 @@ class Keeping:
         except OSError as error:
             self._give_up(error)
 
-    def begin(self, restarts: int, plan: Plan, history: FailureHistory) -> str:
-        """Prepare the next attempt, after all workers of the one before have exited. Return where it goes on
-        from, for the user; empty if no worker has used ``Keep``.
+    def begin(self, restarts: int, plan: Plan, history: FailureHistory) -> Choice | None:
+        """Prepare the next attempt, after all workers of the one before have exited. Return the step from
+        which it goes on; ``None`` if no worker has used ``Keep``.
         """
         if self.files is None:
-            return ""
+            return None
         try:
             return self._begin(self.files, restarts, plan, history)
         except OSError as error:
             self._give_up(error)
-            return ""
+            return None
 
-    def _begin(self, files: KeepFiles, restarts: int, plan: Plan, history: FailureHistory) -> str:
-        plan.keep = files
+    def _begin(self, files: KeepFiles, restarts: int, plan: Plan, history: FailureHistory) -> Choice | None:
         before, self._ranks = self._ranks, {each.local_rank: each.global_rank for each in plan.ranks}
         world = plan.ranks[0].world_size
         holdings: Mapping[int, Holding] = {}
@@ -80,7 +79,8 @@ class Keeping:
         for place, rank in self._ranks.items():
             own = {} if choice is None else _own(choice, rank, holdings, files)
             files.begin(place, {**shared, **own}, newest)
-        return "" if choice is None else choice.line()
+        plan.keep = files
+        return choice
 
     def _choose(self, holdings: Mapping[int, Holding], world: int, history: FailureHistory) -> None:
         # Few jobs need this code, and only at a restart.

@@ -322,9 +322,8 @@ class Agent:
         if self.checkpoints is not None:
             plan.variables = {**plan.variables, **self.checkpoints.variables}
             plan.page = self.checkpoints.page
-        kept = ""
-        if self._keeping is not None:
-            kept = self._keeping.begin(action.restarts, plan, self._decisions.read_history())
+        history = self._decisions.read_history()
+        kept = None if self._keeping is None else self._keeping.begin(action.restarts, plan, history)
         attempt = self._tracker.begin(action, plan)
         attempt.kept = kept
         self._decisions.observe(attempt)

@@ -377,6 +377,11 @@ class AttemptTracker:
         self.events.append(machine.FailureSeen(event.local_rank))
         self.observers.failed(attempt)
 
+    def _on_kept(self, event: _core.StateKept) -> None:
+        attempt = self.result.attempts[-1]
+        attempt.append(Stamp("kept", event.ended_ns))
+        self.observers.kept(attempt, event)
+
     def _accuse_leavers(
         self, attempt: Attempt, reports_lost_peer: Callable[[Attempt], bool] | None = None
     ) -> None:
@@ -644,6 +649,7 @@ _RECORDERS: dict[type, Callable[[AttemptTracker, Any], None]] = {
     _core.GroupStarted: AttemptTracker._on_started,
     _core.StartFailed: AttemptTracker._on_start_failed,
     _core.FailureSeen: AttemptTracker._on_failure,
+    _core.StateKept: AttemptTracker._on_kept,
     _core.TimerExpired: AttemptTracker._on_timer,
     _core.WorkerHung: AttemptTracker._on_hung,
     _core.WorkerRaised: AttemptTracker._on_raised,

@@ -230,6 +230,7 @@ def prepare_group(
         linger=job.linger,
         keep_ignored=setup.keep_ignored,
         replaces=job.on_failure == "replace",
+        keep_grace=job.keep_grace,
     )
     streams = _streams(setup, attempt)
     if streams:
