@@ -22,9 +22,8 @@ use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::access::{self, Direction};
-use super::protocol::{Answer, Digest, Hello, Pace, Request as Message, Secret, VERSION};
-use super::session::{Asked, session};
-use super::unanswered::Kind;
+use super::protocol::{Answer, Digest, Hello, Pace, Request as Message, Secret, VERSION, encode_request};
+use super::session::session;
 use super::wire::{Broken, Frames, MAGIC, MAX_ANSWER, MAX_REQUEST, Malformed};
 use crate::secrets;
 use crate::session::client::{Client, Guard, Inbox, Request, Unsendable, finish, until_close};
@@ -62,32 +61,20 @@ pub struct Options {
 /// Starts connecting in the background. [`Event::Connected`] or [`Event::ConnectionLost`] follows.
 pub fn connect(runtime: &dyn Spawn, options: Options, guard: Box<dyn Guard>) -> std::io::Result<Client> {
     let resume = options.resume;
-    Client::start(
-        runtime,
-        move |request| encode(request, resume),
-        move |reporter, inbox| Box::pin(async move { run(&options, &reporter.0, guard.as_ref(), inbox).await }),
-    )
+    Client::start(runtime, Box::new(move |request| encode(request, resume)), move |reporter, inbox| {
+        Box::pin(async move { run(&options, &reporter.0, guard.as_ref(), inbox).await })
+    })
 }
 
-fn encode(request: Request, resume: bool) -> Result<Asked, Unsendable> {
-    let (kind, message) = match request {
-        Request::Txn { tag, txn } => (Kind::Plain, Message::Txn { tag, txn }),
-        Request::Watch { tag, watch, snapshot } => {
-            let kind = Kind::Watch { watch: watch.clone(), wants_snapshot: snapshot };
-            // Request a snapshot of the watched entries for every session that can be resumed. After a reconnect, the
-            // client finds missed changes by comparing this snapshot with a new one.
-            (kind, Message::Watch { tag, watch, snapshot: snapshot || resume })
-        }
-        Request::Unwatch(watch) => (Kind::Unwatch(watch.clone()), Message::Unwatch(watch)),
-    };
-    let frame = message.encode();
+fn encode(request: &Request, resume: bool) -> Result<Vec<u8>, Unsendable> {
+    let frame = encode_request(request, resume);
     match frame.len() - 4 {
         length if length > MAX_REQUEST => Err(Unsendable::TooLarge(length)),
-        _ => Ok((kind, frame)),
+        _ => Ok(frame),
     }
 }
 
-async fn run(options: &Options, events: &Events, guard: &dyn Guard, mut inbox: Inbox<Asked>) {
+async fn run(options: &Options, events: &Events, guard: &dyn Guard, mut inbox: Inbox) {
     let mut early = Vec::new();
     let opened = tokio::select! {
         opened = open(options) => opened,

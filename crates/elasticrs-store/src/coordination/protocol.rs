@@ -8,6 +8,7 @@
 use std::sync::Arc;
 
 use super::wire::{Cursor, Field, Malformed, Writer, kinds, record, texts};
+use crate::session::client;
 use crate::types::{
     Change, Compare, Entry, LostKind, MAX_KEY, MAX_RUN_ID, MAX_STEPS, Op, OpResult, Scope, StoreId, Txn, Watch,
 };
@@ -116,6 +117,8 @@ pub enum Answer {
 
 /// Kind byte of [`Request::Hello`]. It is the same in all versions.
 const HELLO: u8 = 0x01;
+/// Kind byte of [`Request::Txn`].
+const TXN: u8 = 0x03;
 /// Kind byte of [`Answer::Changes`].
 const CHANGES: u8 = 0x85;
 
@@ -152,6 +155,23 @@ impl Answer {
     }
 }
 
+/// Encodes a user's request. With `resume`, a watch always requests a snapshot of the watched entries. After a reconnect,
+/// the client finds missed changes by comparing this snapshot with a new one.
+pub(super) fn encode_request(request: &client::Request, resume: bool) -> Vec<u8> {
+    match request {
+        // Encode the borrowed transaction, so that it does not have to be copied.
+        client::Request::Txn { tag, txn } => Writer::frame(|w| {
+            w.u8(TXN);
+            tag.write(w);
+            txn.write(w);
+        }),
+        client::Request::Watch { tag, watch, snapshot } => {
+            Request::Watch { tag: *tag, watch: watch.clone(), snapshot: *snapshot || resume }.encode()
+        }
+        client::Request::Unwatch(watch) => Request::Unwatch(watch.clone()).encode(),
+    }
+}
+
 /// Encodes an [`Answer::Changes`] from borrowed changes, so that the caller does not have to copy them into a list.
 pub(crate) fn encode_changes<'a>(revision: u64, changes: impl ExactSizeIterator<Item = &'a Change>) -> Vec<u8> {
     Writer::frame(|w| {
@@ -164,7 +184,7 @@ pub(crate) fn encode_changes<'a>(revision: u64, changes: impl ExactSizeIterator<
 kinds! { Request, "an unknown kind of request";
     HELLO => Hello(hello),
     0x02 => Prove { proof, scope },
-    0x03 => Txn { tag, txn },
+    TXN => Txn { tag, txn },
     0x04 => Watch { tag, watch, snapshot },
     0x05 => Unwatch(watch),
     0x06 => KeepAlive { sent },

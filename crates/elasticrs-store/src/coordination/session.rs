@@ -13,11 +13,11 @@ use tokio::task::yield_now;
 
 use super::client::{Met, Opened, Options, reopen};
 use super::protocol::{Answer, Pace, Request, Secret};
-use super::unanswered::{AnswerEffect, Kind, Unanswered};
+use super::unanswered::{AnswerEffect, Unanswered};
 use super::wire::{Broken, Frames};
-use crate::session::client::Guard;
+use crate::session::client::{self, Guard};
 use crate::session::core::{Core, Policy};
-use crate::session::error::{ConnectionEnd, Failure, SessionEnd, Step, StoreError};
+use crate::session::error::{ConnectionEnd, Failure, Step, StoreError};
 use crate::session::events::{Event, Events};
 use crate::session::lease::Terms;
 use crate::session::network::plain;
@@ -25,9 +25,6 @@ use crate::session::outage::{Outage, Pauses};
 use crate::session::watched::ChangeSet;
 use crate::session::{Backend, Dialing, Session};
 use crate::types::LostKind;
-
-/// A user's request, encoded as a frame.
-pub(super) type Asked = (Kind, Vec<u8>);
 
 /// A connection of the session. It stays open until the session has moved to a new one, because closing it would end
 /// the session.
@@ -105,15 +102,14 @@ pub(super) fn session<'a>(
 }
 
 impl<'a> Backend<'a> for OwnStore<'a> {
-    type Request = Asked;
     type Link = Opened;
     type Connection = Connection;
     type Event = io::Result<()>;
 
-    fn request(&mut self, (kind, frame): Asked) {
-        self.unsent.extend(&frame);
+    fn request(&mut self, request: client::Request, frame: Vec<u8>) {
+        self.unsent.extend(frame);
         if let Some(unanswered) = &mut self.unanswered {
-            unanswered.ask(kind, frame);
+            unanswered.ask(request);
         }
     }
 
@@ -191,7 +187,7 @@ impl<'a> Backend<'a> for OwnStore<'a> {
     async fn leave(&mut self, _core: &mut Core<'a>, connection: &mut Connection, end: ConnectionEnd) -> ConnectionEnd {
         match end {
             ConnectionEnd::Broken(error) if self.unanswered.is_none() => error.into(),
-            ConnectionEnd::Session(SessionEnd::Closed(_)) => {
+            ConnectionEnd::Closed(_) => {
                 self.flush(connection);
                 // Shut down the socket instead of only closing it: if another process holds a duplicate, closing would
                 // not end the session. Ignore the error, which only means that the socket is no longer connected.

@@ -9,27 +9,15 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use super::protocol::Request;
+use super::protocol::encode_request;
 use super::wire::Malformed;
+use crate::session::client::Request;
 use crate::session::watched::{ChangeSet, Watched};
 use crate::types::{Entry, OpResult, Watch};
 
-/// Kind of a request.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Kind {
-    /// A request that does not start or stop a watch.
-    Plain,
-    /// Starts a watch. `wants_snapshot` is true if the user also asked for the current entries.
-    Watch { watch: Watch, wants_snapshot: bool },
-    /// Stops a watch. The store does not answer this request, and the client does not restore the watch on a new
-    /// connection.
-    Unwatch(Watch),
-}
-
 #[derive(Debug)]
 struct Asked {
-    kind: Kind,
-    frame: Vec<u8>,
+    request: Request,
     /// True if this request starts a watch that the user stopped before the store answered.
     is_over: bool,
 }
@@ -53,24 +41,23 @@ pub(super) struct Unanswered {
 
 impl Unanswered {
     /// Records a request that is about to be sent.
-    pub(super) fn ask(&mut self, kind: Kind, frame: Vec<u8>) {
-        if let Kind::Unwatch(ended) = &kind {
+    pub(super) fn ask(&mut self, request: Request) {
+        if let Request::Unwatch(ended) = &request {
             self.watches.remove(ended);
             for asked in &mut self.asked {
-                asked.is_over |= matches!(&asked.kind, Kind::Watch { watch, .. } if watch == ended);
+                asked.is_over |= matches!(&asked.request, Request::Watch { watch, .. } if watch == ended);
             }
         }
-        self.asked.push_back(Asked { kind, frame, is_over: false });
+        self.asked.push_back(Asked { request, is_over: false });
         self.forget_ends();
     }
 
     /// Returns the frames to send first on a new connection: the restored watches and the unanswered requests.
     pub(super) fn ask_again(&mut self) -> Vec<u8> {
         self.again = self.watches.keys().cloned().collect();
-        let watches =
-            self.again.iter().map(|watch| Request::Watch { tag: 0, watch: watch.clone(), snapshot: true }.encode());
-        let mut frames: Vec<u8> = watches.flatten().collect();
-        frames.extend(self.asked.iter().flat_map(|asked| &asked.frame));
+        let watches = self.again.iter().map(|watch| Request::Watch { tag: 0, watch: watch.clone(), snapshot: true });
+        let mut frames: Vec<u8> = watches.flat_map(|watch| encode_request(&watch, true)).collect();
+        frames.extend(self.asked.iter().flat_map(|asked| encode_request(&asked.request, true)));
         frames
     }
 
@@ -86,28 +73,28 @@ impl Unanswered {
         if let Some(watch) = self.again.pop_front() {
             return self.catch_up(&watch, revision, results);
         }
-        let Some(Asked { kind, is_over, .. }) = self.asked.pop_front() else {
+        let Some(Asked { request, is_over }) = self.asked.pop_front() else {
             return Err(Malformed("an answer to nothing"));
         };
-        let results = match kind {
-            Kind::Watch { watch, wants_snapshot } => {
+        let results = match request {
+            Request::Watch { watch, snapshot, .. } => {
                 if !is_over {
                     let there = results.iter().filter_map(entry_of);
                     self.watches.insert(watch.clone(), Watched::new(watch, revision, there));
                 }
-                if wants_snapshot { results } else { Vec::new() }
+                if snapshot { results } else { Vec::new() }
             }
-            Kind::Plain | Kind::Unwatch(_) => results,
+            Request::Txn { .. } | Request::Unwatch(_) => results,
         };
         self.forget_ends();
         Ok(AnswerEffect::Reply(results))
     }
 
-    /// Removes requests to stop watches from the front of the queue. They need not be sent again, because a new
+    /// Removes requests to stop watches from the front of the queue. The store does not answer them. They need not be sent again, because a new
     /// connection does not restore stopped watches. A stop request behind another request stays, because that request
     /// may start the same watch.
     fn forget_ends(&mut self) {
-        while self.asked.front().is_some_and(|asked| matches!(asked.kind, Kind::Unwatch(_))) {
+        while self.asked.front().is_some_and(|asked| matches!(asked.request, Request::Unwatch(_))) {
             self.asked.pop_front();
         }
     }

@@ -23,7 +23,7 @@ use crate::types::{Compare, MAX_REQUEST, Op, Txn};
 
 /// Starts connecting in the background. [`Event::Connected`] or [`Event::ConnectionLost`] follows.
 pub fn connect(runtime: &dyn Spawn, options: Options, guard: Box<dyn Guard>) -> std::io::Result<Client> {
-    Client::start(runtime, check_size, move |reporter, inbox| {
+    Client::start(runtime, Box::new(check_size), move |reporter, inbox| {
         Box::pin(async move {
             let guard: Rc<dyn Guard> = Rc::from(guard);
             run(&Rc::new(options), &reporter.0, &guard, inbox).await;
@@ -31,11 +31,12 @@ pub fn connect(runtime: &dyn Spawn, options: Options, guard: Box<dyn Guard>) -> 
     })
 }
 
-fn check_size(request: Request) -> Result<Request, Unsendable> {
-    match &request {
+/// Checks the size of a request. Returns no encoded form, because the session encodes a request when it executes it.
+fn check_size(request: &Request) -> Result<Vec<u8>, Unsendable> {
+    match request {
         Request::Txn { txn, .. } if size(txn) > MAX_REQUEST => Err(Unsendable::TooLarge(size(txn))),
         // A watch request contains only one key or prefix, so it never exceeds the size limit.
-        _ => Ok(request),
+        _ => Ok(Vec::new()),
     }
 }
 
@@ -62,7 +63,7 @@ fn size(txn: &Txn) -> usize {
 /// Time limit for revoking the lease when the client is closed while the session is being opened.
 const REVOKE_LIMIT: Duration = Duration::from_secs(1);
 
-async fn run(options: &Rc<Options>, events: &Events, guard: &Rc<dyn Guard>, mut inbox: Inbox<Request>) {
+async fn run(options: &Rc<Options>, events: &Events, guard: &Rc<dyn Guard>, mut inbox: Inbox) {
     let (mut early, granted) = (Vec::new(), Granted::default());
     let opening = open(options, &granted);
     tokio::pin!(opening);

@@ -84,9 +84,9 @@ impl Channel {
     }
 
     /// Opens a bidirectional stream of messages.
-    pub(super) async fn stream<Q: Message, A: Message + Default>(&self, path: &str) -> Result<Duplex<Q, A>, CallError> {
+    pub(super) async fn stream<A: Message + Default>(&self, path: &str) -> Result<Duplex<A>, CallError> {
         let (response, body) = self.begin(path).await?;
-        Ok(Duplex { body, answers: Answers::new(response), questions: PhantomData })
+        Ok(Duplex { body, answers: Answers::new(response) })
     }
 
     async fn begin(&self, path: &str) -> Result<(ResponseFuture, SendStream<Bytes>), CallError> {
@@ -107,14 +107,13 @@ impl Channel {
 
 /// A bidirectional stream of messages. Either side can close it, and dropping it closes it.
 #[derive(Debug)]
-pub(super) struct Duplex<Q, A> {
+pub(super) struct Duplex<A> {
     body: SendStream<Bytes>,
     answers: Answers<A>,
-    questions: PhantomData<Q>,
 }
 
-impl<Q: Message, A: Message + Default> Duplex<Q, A> {
-    pub(super) fn send(&mut self, question: &Q) -> Result<(), CallError> {
+impl<A: Message + Default> Duplex<A> {
+    pub(super) fn send(&mut self, question: &impl Message) -> Result<(), CallError> {
         Ok(self.body.send_data(framed(question), false)?)
     }
 
@@ -125,7 +124,7 @@ impl<Q: Message, A: Message + Default> Duplex<Q, A> {
     }
 }
 
-impl<Q, A> Drop for Duplex<Q, A> {
+impl<A> Drop for Duplex<A> {
     fn drop(&mut self) {
         self.body.send_reset(h2::Reason::CANCEL);
     }

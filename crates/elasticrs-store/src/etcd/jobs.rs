@@ -36,11 +36,11 @@ pub(super) enum Job {
     },
 }
 
-/// Result of a job.
+/// Result of a job. `has_written` is true if the job wrote the session's marker key, at `revision`.
 #[derive(Debug)]
 pub(super) enum Done {
     Looked,
-    Replied { tag: u64, ok: bool, revision: i64, results: Vec<OpResult> },
+    Replied { tag: u64, ok: bool, revision: i64, results: Vec<OpResult>, has_written: bool },
     Watching { tag: u64, watched: Watched, revision: i64, results: Vec<OpResult> },
     CaughtUp { number: i64, revision: i64, there: Vec<Entry> },
 }
@@ -70,18 +70,17 @@ fn lease_is_gone() -> Failure {
 }
 
 impl Desk {
-    /// Executes a job, which is a unit of work that sends requests to etcd. If the job wrote the session's marker key,
-    /// also returns the new revision of that key.
-    pub(super) async fn carry_out(self, job: Job) -> Result<(Done, Option<i64>), Failure> {
+    /// Executes a job, which is a unit of work that sends requests to etcd.
+    pub(super) async fn carry_out(self, job: Job) -> Result<Done, Failure> {
         match job {
-            Job::Look => self.look().await.map(|()| (Done::Looked, None)),
+            Job::Look => self.look().await.map(|()| Done::Looked),
             Job::Txn { tag, txn } if is_write(&txn) => self.write(tag, &txn).await,
-            Job::Txn { tag, txn } => self.read(tag, &txn).await.map(|done| (done, None)),
-            Job::Watch { tag, watch, snapshot } => self.watch(tag, watch, snapshot).await.map(|done| (done, None)),
+            Job::Txn { tag, txn } => self.read(tag, &txn).await,
+            Job::Watch { tag, watch, snapshot } => self.watch(tag, watch, snapshot).await,
             Job::CatchUp { number, watch } => {
                 let asked = self.keys.region(&watch).range();
                 let (revision, kvs) = self.newest(&asked).await?;
-                Ok((Done::CaughtUp { number, revision, there: self.keys.entries(kvs) }, None))
+                Ok(Done::CaughtUp { number, revision, there: self.keys.entries(kvs) })
             }
         }
     }
@@ -103,10 +102,10 @@ impl Desk {
         let ops = if ok { &txn.then } else { &txn.otherwise };
         let results = self.keys.results(ops, answer.responses)?;
         let results = self.with_predecessors(ops, results, revision).await?;
-        Ok(Done::Replied { tag, ok, revision, results })
+        Ok(Done::Replied { tag, ok, revision, results, has_written: false })
     }
 
-    async fn write(&self, tag: u64, txn: &Txn) -> Result<(Done, Option<i64>), Failure> {
+    async fn write(&self, tag: u64, txn: &Txn) -> Result<Done, Failure> {
         let asked = self.keys.write(txn, self.write);
         let answer = match self.channel.call(TXN, &asked).await {
             Err(error) if error.is(EtcdError::LeaseNotFound) && self.renew_job().await? => {
@@ -129,7 +128,7 @@ impl Desk {
             None => self.recovered(ops, revision).await?,
         };
         let results = self.with_predecessors(ops, results, revision).await?;
-        Ok((Done::Replied { tag, ok, revision, results }, Some(revision)))
+        Ok(Done::Replied { tag, ok, revision, results, has_written: true })
     }
 
     /// Recreates the job's lease if it no longer exists. Returns true if the lease was recreated.

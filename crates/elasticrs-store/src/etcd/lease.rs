@@ -38,7 +38,7 @@ pub(super) fn terms(ttl: Duration) -> Terms {
     }
 }
 
-pub(super) type Beats = Duplex<pb::KeepAliveRequest, pb::KeepAliveResponse>;
+pub(super) type Beats = Duplex<pb::KeepAliveResponse>;
 
 /// IDs of the leases that the session keeps alive.
 pub(super) struct Leases {

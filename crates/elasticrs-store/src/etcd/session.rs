@@ -20,7 +20,7 @@ use super::tasks::{Retries, Task, Tasks, What};
 use super::watching::{WatchUpdate, Watches};
 use crate::session::client::{Guard, Request};
 use crate::session::core::{Core, PastOutage, Policy};
-use crate::session::error::{ConnectionEnd, Failure, SessionEnd, Step, StoreError};
+use crate::session::error::{ConnectionEnd, Failure, Step, StoreError};
 use crate::session::events::{Event, Events, SILENT};
 use crate::session::network::endpoint;
 use crate::session::outage::{Outage, Pauses};
@@ -29,15 +29,14 @@ use crate::session::{Backend, Dialing, Session};
 use crate::types::LostKind;
 
 type Boxed<T> = Pin<Box<dyn Future<Output = T>>>;
-/// Result of a task that sends requests to etcd. Includes the new revision of the session's marker key if the task has
-/// written the key.
-type JobResult = Result<(Done, Option<i64>), Failure>;
+/// Result of a task that sends requests to etcd.
+type JobResult = Result<Done, Failure>;
 
 /// A connection of the session, and the calls in progress on it.
 pub(super) struct Connection {
     link: Link,
     beats: Beats,
-    watching: Option<Duplex<pb::WatchRequest, pb::WatchResponse>>,
+    watching: Option<Duplex<pb::WatchResponse>>,
     running: Option<Boxed<JobResult>>,
     /// Future that checks whether all endpoints belong to the same cluster. `None` once the check has finished.
     comparing: Option<Boxed<Result<(), StoreError>>>,
@@ -119,18 +118,17 @@ pub(super) fn session<'a>(
 }
 
 impl<'a> Backend<'a> for Etcd<'a> {
-    type Request = Request;
     type Link = Link;
     type Connection = Connection;
     type Event = CallEvent;
 
-    fn request(&mut self, request: Request) {
+    fn request(&mut self, request: Request, _frame: Vec<u8>) {
         let what = match request {
             Request::Txn { tag, txn } => What::Job(Job::Txn { tag, txn: Rc::new(txn) }),
             Request::Watch { tag, watch, snapshot } => What::Job(Job::Watch { tag, watch, snapshot }),
             Request::Unwatch(watch) => What::Unwatch(watch),
         };
-        self.tasks.push_back(what);
+        self.tasks.queue.push_back(what.into());
     }
 
     fn prepare(&mut self, core: &mut Core<'a>, connection: &mut Connection, now: u64) -> Step<u64> {
@@ -140,7 +138,7 @@ impl<'a> Backend<'a> for Etcd<'a> {
             return Err(StoreError::new(LostKind::Timeout, retries.why()).into());
         }
         let limit = limit.map_or(u64::MAX, Retries::deadline);
-        if connection.running.is_none() && self.tasks.is_empty() {
+        if connection.running.is_none() && self.tasks.queue.is_empty() {
             core.check_closed()?;
         }
         let at = &connection.link.at;
@@ -201,11 +199,8 @@ impl<'a> Backend<'a> for Etcd<'a> {
             }
             CallEvent::Done(done) => {
                 connection.running = None;
-                let (done, marker) = done?;
-                self.tasks.pop_front();
-                if let Some(marker) = marker {
-                    self.write = Write { number: self.write.number + 1, marker };
-                }
+                let done = done?;
+                self.tasks.queue.pop_front();
                 self.done(connection, done).await
             }
         }
@@ -251,12 +246,12 @@ impl<'a> Backend<'a> for Etcd<'a> {
         (*running, *comparing, *watching) = (None, None, None);
         let end = explained(link, end).await;
         match &end {
-            ConnectionEnd::Session(SessionEnd::Closed(_)) => {
+            ConnectionEnd::Closed(_) => {
                 // Ignore an error, because a lease that is not revoked expires by itself.
                 let _ = timeout(core.time_to_close(), revoke(&link.channel, self.keys.lease)).await;
             }
             ConnectionEnd::Broken(error) => self.note_failure(core, &error.message),
-            ConnectionEnd::Session(SessionEnd::Error(_)) => {}
+            ConnectionEnd::Lost(_) => {}
         }
         link.close().await;
         end
@@ -271,14 +266,14 @@ impl Etcd<'_> {
     /// Starts the first task, unless a task is already running.
     fn begin(&mut self, core: &Core<'_>, connection: &mut Connection, now: u64) -> Step {
         while connection.running.is_none() {
-            let job = match self.tasks.front_mut() {
+            let job = match self.tasks.queue.front_mut() {
                 Some(Task { what: What::Job(job), retries }) if core.is_closing() || !self.events.is_full() => {
                     retries.get_or_insert_with(|| Retries::begin(now, self.options.read_timeout));
                     job.clone()
                 }
                 Some(Task { what: What::Unwatch(watch), .. }) => {
                     let ended = self.watches.remove(watch);
-                    self.tasks.pop_front();
+                    self.tasks.queue.pop_front();
                     cancel(connection, &ended)?;
                     continue;
                 }
@@ -303,7 +298,10 @@ impl Etcd<'_> {
             // revision would then be rejected. A repeated write, for example, returns the revision of its first
             // execution.
             Done::Looked => Ok(()),
-            Done::Replied { tag, ok, revision, results } => {
+            Done::Replied { tag, ok, revision, results, has_written } => {
+                if has_written {
+                    self.write = Write { number: self.write.number + 1, marker: revision };
+                }
                 self.advance(revision)?;
                 self.events.push(Event::Reply { tag, ok, revision: unsigned(revision), results }, 0);
                 Ok(())
@@ -391,7 +389,7 @@ impl Etcd<'_> {
         if core.is_away() {
             return;
         }
-        let retries = self.tasks.front_mut().and_then(|task| task.retries.as_mut());
+        let retries = self.tasks.queue.front_mut().and_then(|task| task.retries.as_mut());
         if let Some(message) = retries.and_then(|retries| retries.fail(boot_now(), why)) {
             self.events.push(Event::Notice { message }, 0);
         }
@@ -420,7 +418,7 @@ impl Etcd<'_> {
 async fn explained(link: &mut Link, end: ConnectionEnd) -> ConnectionEnd {
     match end {
         ConnectionEnd::Broken(error) => ConnectionEnd::Broken(link.explain(error).await),
-        end @ ConnectionEnd::Session(_) => end,
+        end => end,
     }
 }
 
@@ -435,7 +433,7 @@ async fn until<T>(future: &mut Option<Boxed<T>>) -> T {
 fn cancel(connection: &mut Connection, numbers: &[i64]) -> Step {
     let Some(watching) = &mut connection.watching else { return Ok(()) };
     for number in numbers {
-        let request = pb::WatchCommand::Cancel(pb::WatchCancel { watch_id: *number }).into();
+        let request: pb::WatchRequest = pb::WatchCommand::Cancel(pb::WatchCancel { watch_id: *number }).into();
         watching.send(&request).map_err(|error| Failure::of(error, &connection.link.at))?;
     }
     Ok(())

@@ -47,26 +47,10 @@ impl From<What> for Task {
 /// Pending tasks, in the order in which the session executes them. Only the first task can be running.
 #[derive(Default)]
 pub(super) struct Tasks {
-    queue: VecDeque<Task>,
+    pub(super) queue: VecDeque<Task>,
 }
 
 impl Tasks {
-    pub(super) fn is_empty(&self) -> bool {
-        self.queue.is_empty()
-    }
-
-    pub(super) fn front_mut(&mut self) -> Option<&mut Task> {
-        self.queue.front_mut()
-    }
-
-    pub(super) fn pop_front(&mut self) {
-        self.queue.pop_front();
-    }
-
-    pub(super) fn push_back(&mut self, what: What) {
-        self.queue.push_back(what.into());
-    }
-
     /// Adds a check of the new connection in front of all other tasks. Does nothing if the first task is already such
     /// a check.
     pub(super) fn check_connection(&mut self) {
@@ -178,17 +162,17 @@ mod tests {
             let mut tasks = Tasks::default();
             for step in steps {
                 match step {
-                    Step::Request => tasks.push_back(What::Job(a_job())),
+                    Step::Request => tasks.queue.push_back(What::Job(a_job()).into()),
                     Step::Reconnect => tasks.check_connection(),
                     Step::ForgottenWatch => tasks.insert_behind_attempted(a_job()),
                     Step::Attempt => {
-                        if let Some(task) = tasks.front_mut() {
+                        if let Some(task) = tasks.queue.front_mut() {
                             task.retries.get_or_insert_with(|| Retries::begin(0, Duration::from_secs(1)));
                         }
                     }
                     Step::Finish => {
-                        if tasks.front_mut().is_some_and(|task| task.retries.is_some()) {
-                            tasks.pop_front();
+                        if tasks.queue.front_mut().is_some_and(|task| task.retries.is_some()) {
+                            drop(tasks.queue.pop_front());
                         }
                     }
                 }

@@ -11,7 +11,7 @@ use elasticrs_runtime::runtime::Spawn;
 use elasticrs_runtime::threads::ask_within;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
-use super::error::{SessionEnd, StoreError};
+use super::error::{ConnectionEnd, StoreError};
 use super::events::{Event, Events};
 use crate::types::{LostKind, MAX_REQUEST, Txn, Watch};
 
@@ -34,49 +34,23 @@ pub(crate) enum Request {
     Unwatch(Watch),
 }
 
-/// A command from a caller to the client's background task. `R` is an encoded request.
+/// A command from a caller to the client's background task.
 #[derive(Debug)]
-pub(crate) enum Command<R> {
-    Request(R),
+pub(crate) enum Command {
+    /// A request and its encoded form, which is empty for etcd.
+    Request(Request, Vec<u8>),
     Close(SyncSender<()>),
 }
 
-pub(crate) type Inbox<R> = UnboundedReceiver<Command<R>>;
+pub(crate) type Inbox = UnboundedReceiver<Command>;
 
-/// Sends commands to the task of a session. Commands after the end of the session are ignored, because the user
-/// is notified of the end by an event.
-trait Commands: Send + Sync {
-    fn request(&self, request: Request) -> Result<(), Unsendable>;
-    /// Ends the session. Blocks until it has ended, or until [`CLOSE_LIMIT`] elapses.
-    fn close(&self);
-}
-
-/// The command channel of a session, and the function that encodes requests for it.
-struct Sender<R, E>(UnboundedSender<Command<R>>, E);
-
-impl<R: Send, E: Fn(Request) -> Result<R, Unsendable> + Send + Sync> Commands for Sender<R, E> {
-    fn request(&self, request: Request) -> Result<(), Unsendable> {
-        let _ = self.0.send(Command::Request(self.1(request)?));
-        Ok(())
-    }
-
-    fn close(&self) {
-        // Ignore a missing answer. It means that the session has already ended, or that it hangs and will end when its
-        // lease expires.
-        ask_within(&self.0, Command::Close, CLOSE_LIMIT);
-    }
-}
-
-impl<R, E> Drop for Sender<R, E> {
-    fn drop(&mut self) {
-        // Close the session as `close` does, but do not wait for its end.
-        let _ = self.0.send(Command::Close(sync_channel(1).0));
-    }
-}
+/// Function that encodes a request. Fails if the request is too large.
+type Encode = Box<dyn Fn(&Request) -> Result<Vec<u8>, Unsendable> + Send + Sync>;
 
 /// A session with a store. Dropping the client closes the session.
 pub struct Client {
-    commands: Box<dyn Commands>,
+    commands: UnboundedSender<Command>,
+    encode: Encode,
     events: Arc<Events>,
 }
 
@@ -88,19 +62,18 @@ impl fmt::Debug for Client {
 
 impl Client {
     /// Starts the session's task. The end of the session is always reported as an event, whatever the cause. `encode`
-    /// encodes requests, and runs on the thread that makes the request.
-    pub(crate) fn start<R, E, S>(runtime: &dyn Spawn, encode: E, session: S) -> std::io::Result<Self>
-    where
-        R: Send + 'static,
-        E: Fn(Request) -> Result<R, Unsendable> + Send + Sync + 'static,
-        S: FnOnce(EndReporter, Inbox<R>) -> Pin<Box<dyn Future<Output = ()>>> + Send + 'static,
-    {
+    /// runs on the thread that makes the request.
+    pub(crate) fn start(
+        runtime: &dyn Spawn,
+        encode: Encode,
+        session: impl FnOnce(EndReporter, Inbox) -> Pin<Box<dyn Future<Output = ()>>> + Send + 'static,
+    ) -> std::io::Result<Self> {
         let events = Arc::new(Events::new()?);
         let (commands, inbox) = unbounded_channel();
         // If the runtime has stopped, `spawn` drops this value. Its destructor then reports the end of the session.
         let reporter = EndReporter(Arc::clone(&events));
         runtime.spawn(Box::new(move || session(reporter, inbox)));
-        Ok(Self { commands: Box::new(Sender(commands, encode)), events })
+        Ok(Self { commands, encode, events })
     }
 
     /// Returns the client's event queue.
@@ -108,27 +81,44 @@ impl Client {
         &self.events
     }
 
+    /// Sends a request to the session's task. A request after the end of the session is ignored, because the user is
+    /// notified of the end by an event.
+    fn request(&self, request: Request) -> Result<(), Unsendable> {
+        let frame = (self.encode)(&request)?;
+        let _ = self.commands.send(Command::Request(request, frame));
+        Ok(())
+    }
+
     /// Sends a transaction. The reply carries the same `tag`.
     pub fn txn(&self, tag: u64, txn: Txn) -> Result<(), Unsendable> {
-        self.commands.request(Request::Txn { tag, txn })
+        self.request(Request::Txn { tag, txn })
     }
 
     /// Starts a watch. The reply carries the same `tag`.
     pub fn watch(&self, tag: u64, watch: Watch, snapshot: bool) -> Result<(), Unsendable> {
-        self.commands.request(Request::Watch { tag, watch, snapshot })
+        self.request(Request::Watch { tag, watch, snapshot })
     }
 
     /// Stops a watch. Changes that the store has already sent are still reported.
     pub fn unwatch(&self, watch: Watch) -> Result<(), Unsendable> {
-        self.commands.request(Request::Unwatch(watch))
+        self.request(Request::Unwatch(watch))
     }
 
     /// Ends the session, even if another process holds a duplicate of its socket. With etcd, first finishes the
     /// pending requests. Blocks until the session has ended, or until `CLOSE_LIMIT` elapses. Reports no events
     /// afterwards.
     pub fn close(&self) {
-        self.commands.close();
+        // Ignore a missing answer. It means that the session has already ended, or that it hangs and will end when its
+        // lease expires.
+        ask_within(&self.commands, Command::Close, CLOSE_LIMIT);
         self.events.finish();
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        // Close the session as `close` does, but do not wait for its end.
+        let _ = self.commands.send(Command::Close(sync_channel(1).0));
     }
 }
 
@@ -143,10 +133,13 @@ impl Drop for EndReporter {
     }
 }
 
-impl SessionEnd {
+impl ConnectionEnd {
+    /// Reports the end of the session.
     pub(crate) fn report(self, events: &Events, guard: &dyn Guard) {
         match self {
-            Self::Error(StoreError { kind, message }) => events.push(Event::ConnectionLost { kind, message }, 0),
+            Self::Broken(StoreError { kind, message }) | Self::Lost(StoreError { kind, message }) => {
+                events.push(Event::ConnectionLost { kind, message }, 0);
+            }
             Self::Closed(reply) => {
                 guard.closed();
                 finish(events, reply);
@@ -163,11 +156,11 @@ pub(crate) fn finish(events: &Events, reply: Option<SyncSender<()>>) {
 }
 
 /// Waits until the user closes the client. Adds the requests made in the meantime to `early`.
-pub(crate) async fn until_close<R>(inbox: &mut Inbox<R>, early: &mut Vec<R>) -> Option<SyncSender<()>> {
+pub(crate) async fn until_close(inbox: &mut Inbox, early: &mut Vec<(Request, Vec<u8>)>) -> Option<SyncSender<()>> {
     loop {
         match inbox.recv().await {
             Some(Command::Close(reply)) => return Some(reply),
-            Some(Command::Request(request)) => early.push(request),
+            Some(Command::Request(request, frame)) => early.push((request, frame)),
             None => return None,
         }
     }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use elasticrs_sys::clock::{boot_now, nanoseconds};
 
 use super::client::Guard;
-use super::error::{SessionEnd, StoreError};
+use super::error::{ConnectionEnd, StoreError};
 use super::events::{Event, Events, SILENT};
 use super::lease::{Lease, Terms};
 use super::outage::{Backoff, Outage, Pauses};
@@ -107,12 +107,12 @@ impl<'a> Core<'a> {
     }
 
     /// Fails if the deadline of the lease has passed, or if the time limit for closing the session has elapsed.
-    pub(super) fn check(&mut self, now: u64) -> Result<(), SessionEnd> {
+    pub(super) fn check(&mut self, now: u64) -> Result<(), ConnectionEnd> {
         if now >= self.lease.deadline() || self.events.is_over() {
             return Err(self.error().into());
         }
         match &mut self.closing {
-            Some(closing) if now >= closing.until => Err(SessionEnd::Closed(closing.reply.take())),
+            Some(closing) if now >= closing.until => Err(ConnectionEnd::Closed(closing.reply.take())),
             _ => Ok(()),
         }
     }
@@ -144,10 +144,10 @@ impl<'a> Core<'a> {
         self.closing.is_some()
     }
 
-    /// Fails with [`SessionEnd::Closed`] if the user has closed the session. Call this only when there are no
+    /// Fails with [`ConnectionEnd::Closed`] if the user has closed the session. Call this only when there are no
     /// unfinished requests.
-    pub(crate) fn check_closed(&mut self) -> Result<(), SessionEnd> {
-        self.closing.as_mut().map_or(Ok(()), |closing| Err(SessionEnd::Closed(closing.reply.take())))
+    pub(crate) fn check_closed(&mut self) -> Result<(), ConnectionEnd> {
+        self.closing.as_mut().map_or(Ok(()), |closing| Err(ConnectionEnd::Closed(closing.reply.take())))
     }
 
     /// Returns the time of the next keep-alive or deadline, whichever is earlier.

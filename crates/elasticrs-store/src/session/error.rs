@@ -40,25 +40,15 @@ impl Failure {
     }
 }
 
-/// Reason why a session ended.
-pub(crate) enum SessionEnd {
-    Error(StoreError),
-    /// The user closed the session. Contains the channel that notifies the caller of `close`, or `None` if no caller is
-    /// waiting.
-    Closed(Option<SyncSender<()>>),
-}
-
-impl From<StoreError> for SessionEnd {
-    fn from(error: StoreError) -> Self {
-        Self::Error(error)
-    }
-}
-
 /// Reason why a session stops using its connection.
 pub(crate) enum ConnectionEnd {
     /// The connection failed. The session may continue on another connection.
     Broken(StoreError),
-    Session(SessionEnd),
+    /// The session has ended with an error.
+    Lost(StoreError),
+    /// The user closed the session. Contains the channel that notifies the caller of `close`, or `None` if no caller is
+    /// waiting.
+    Closed(Option<SyncSender<()>>),
 }
 
 impl ConnectionEnd {
@@ -70,15 +60,9 @@ impl ConnectionEnd {
 /// Result of one step of a session on its connection.
 pub(crate) type Step<T = ()> = Result<T, ConnectionEnd>;
 
-impl From<SessionEnd> for ConnectionEnd {
-    fn from(end: SessionEnd) -> Self {
-        Self::Session(end)
-    }
-}
-
 impl From<StoreError> for ConnectionEnd {
     fn from(error: StoreError) -> Self {
-        SessionEnd::from(error).into()
+        Self::Lost(error)
     }
 }
 
@@ -86,7 +70,7 @@ impl From<Failure> for ConnectionEnd {
     fn from(failure: Failure) -> Self {
         match failure {
             Failure::Retryable(error) => Self::Broken(error),
-            Failure::Fatal(error) => error.into(),
+            Failure::Fatal(error) => Self::Lost(error),
         }
     }
 }

@@ -31,9 +31,9 @@ use std::time::Duration;
 use elasticrs_sys::clock::boot_now;
 use tokio::time::sleep;
 
-use self::client::{Command, Inbox};
+use self::client::{Command, Inbox, Request};
 use self::core::Core;
-use self::error::{ConnectionEnd, Failure, SessionEnd, Step, StoreError};
+use self::error::{ConnectionEnd, Failure, Step, StoreError};
 use self::outage::Outage;
 
 /// Interval between checks whether the user has resumed fetching events.
@@ -44,8 +44,6 @@ pub(crate) type Dialing<'a, L> = Pin<Box<dyn Future<Output = Result<L, Failure>>
 
 /// Operations of a session that depend on the store's protocol. Each kind of store implements them.
 pub(crate) trait Backend<'a> {
-    /// A request of the user.
-    type Request;
     /// An open connection on which the session has not started yet.
     type Link;
     /// A connection that the session uses.
@@ -53,8 +51,8 @@ pub(crate) trait Backend<'a> {
     /// An event on the connection.
     type Event;
 
-    /// Adds a request, to be executed after all earlier ones.
-    fn request(&mut self, request: Self::Request);
+    /// Adds a request, to be executed after all earlier ones. `frame` is its encoded form, which is empty for etcd.
+    fn request(&mut self, request: Request, frame: Vec<u8>);
 
     /// Sends the requests and keep-alives that are due. Returns the time at which this method must be called again if
     /// no event arrives first.
@@ -89,8 +87,8 @@ pub(crate) trait Backend<'a> {
 }
 
 /// An event that one iteration of the session loop handles.
-enum Turn<R, E> {
-    Command(Option<Command<R>>),
+enum Turn<E> {
+    Command(Option<Command>),
     Event(E),
     Time,
 }
@@ -106,11 +104,11 @@ impl<'a, B: Backend<'a>> Session<'a, B> {
     pub(crate) async fn run(
         mut self,
         link: B::Link,
-        early: Vec<B::Request>,
-        inbox: &mut Inbox<B::Request>,
-    ) -> SessionEnd {
-        for request in early {
-            self.backend.request(request);
+        early: Vec<(Request, Vec<u8>)>,
+        inbox: &mut Inbox,
+    ) -> ConnectionEnd {
+        for (request, frame) in early {
+            self.backend.request(request, frame);
         }
         let mut held = None;
         let mut next = Ok(link);
@@ -120,20 +118,20 @@ impl<'a, B: Backend<'a>> Session<'a, B> {
                     Ok(connection) => self.serve(held.insert(connection), inbox).await,
                     Err(end) => end,
                 },
-                Err(end) => ConnectionEnd::Session(end),
+                Err(end) => end,
             };
             if let Some(connection) = &mut held {
                 end = self.backend.leave(&mut self.core, connection, end).await;
             }
             match end {
-                ConnectionEnd::Session(end) => return end,
                 ConnectionEnd::Broken(error) => next = self.reconnect(error, inbox).await,
+                end => return end,
             }
         }
     }
 
     /// Uses a connection until it breaks or the session ends.
-    async fn serve(&mut self, connection: &mut B::Connection, inbox: &mut Inbox<B::Request>) -> ConnectionEnd {
+    async fn serve(&mut self, connection: &mut B::Connection, inbox: &mut Inbox) -> ConnectionEnd {
         loop {
             if let Err(end) = self.turn(connection, inbox).await {
                 return end;
@@ -141,7 +139,7 @@ impl<'a, B: Backend<'a>> Session<'a, B> {
         }
     }
 
-    async fn turn(&mut self, connection: &mut B::Connection, inbox: &mut Inbox<B::Request>) -> Step {
+    async fn turn(&mut self, connection: &mut B::Connection, inbox: &mut Inbox) -> Step {
         let Self { core, backend } = self;
         let now = boot_now();
         core.check(now)?;
@@ -164,7 +162,7 @@ impl<'a, B: Backend<'a>> Session<'a, B> {
     }
 
     /// Opens another connection. Retries until the lease expires.
-    async fn reconnect(&mut self, mut error: StoreError, inbox: &mut Inbox<B::Request>) -> Result<B::Link, SessionEnd> {
+    async fn reconnect(&mut self, mut error: StoreError, inbox: &mut Inbox) -> Step<B::Link> {
         loop {
             let pause =
                 self.core.disconnected(boot_now(), |outage, answered| B::outage_reason(outage, answered, &error));
@@ -176,12 +174,7 @@ impl<'a, B: Backend<'a>> Session<'a, B> {
         }
     }
 
-    async fn attempt(
-        &mut self,
-        pause: Duration,
-        why: &str,
-        inbox: &mut Inbox<B::Request>,
-    ) -> Result<Result<B::Link, Failure>, SessionEnd> {
+    async fn attempt(&mut self, pause: Duration, why: &str, inbox: &mut Inbox) -> Step<Result<B::Link, Failure>> {
         let dialing = self.backend.dial(&self.core);
         let (events, limit) = (self.core.events, self.core.policy.stall_timeout);
         let waits_for_user = self.core.policy.renews_by_reconnect;
@@ -215,7 +208,7 @@ impl<'a, B: Backend<'a>> Session<'a, B> {
 
     /// Handles a command and all commands that are already queued behind it, so that their requests are sent
     /// together.
-    fn commands(&mut self, first: Option<Command<B::Request>>, inbox: &mut Inbox<B::Request>) {
+    fn commands(&mut self, first: Option<Command>, inbox: &mut Inbox) {
         self.command(first);
         while !self.core.is_closing()
             && let Ok(command) = inbox.try_recv()
@@ -224,9 +217,9 @@ impl<'a, B: Backend<'a>> Session<'a, B> {
         }
     }
 
-    fn command(&mut self, command: Option<Command<B::Request>>) {
+    fn command(&mut self, command: Option<Command>) {
         match command {
-            Some(Command::Request(request)) => self.backend.request(request),
+            Some(Command::Request(request, frame)) => self.backend.request(request, frame),
             Some(Command::Close(reply)) => self.core.close(Some(reply)),
             None => self.core.close(None),
         }

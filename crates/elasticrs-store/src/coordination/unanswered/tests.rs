@@ -1,7 +1,7 @@
 use proptest::collection::vec;
 use proptest::prelude::*;
 
-use super::super::protocol::{Answer, Request};
+use super::super::protocol::{self, Answer};
 use super::super::state::State;
 use super::super::watches::Watches;
 use super::*;
@@ -80,14 +80,14 @@ impl World {
         }
     }
 
-    fn ask(&mut self, kind: Kind, request: impl Fn(u64) -> Request) {
+    fn ask(&mut self, request: impl Fn(u64) -> Request) {
         let tag = self.replied + self.tags.len() as u64 + 1;
-        if !matches!(kind, Kind::Unwatch(_)) {
+        let request = request(tag);
+        if !matches!(request, Request::Unwatch(_)) {
             self.tags.push_back(tag);
         }
-        let frame = request(tag).encode();
-        self.requests.push_back(frame[4..].to_vec());
-        self.unanswered.ask(kind, frame);
+        self.requests.push_back(encode_request(&request, true)[4..].to_vec());
+        self.unanswered.ask(request);
     }
 
     fn publish(&mut self, txn: &Txn, session: u64) {
@@ -100,18 +100,18 @@ impl World {
 
     fn serve(&mut self) {
         let Some(frame) = self.requests.pop_front() else { return };
-        match Request::decode(&frame).unwrap() {
-            Request::Txn { tag, txn } => {
+        match protocol::Request::decode(&frame).unwrap() {
+            protocol::Request::Txn { tag, txn } => {
                 self.publish(&txn, 1);
                 self.reply(tag, Vec::new());
             }
-            Request::Watch { tag, watch, snapshot } => {
+            protocol::Request::Watch { tag, watch, snapshot } => {
                 assert!(snapshot, "otherwise nobody knows what is missing after a break");
                 let there = self.state.snapshot(&watch).unwrap();
                 self.reply(tag, there.into_iter().map(|entry| OpResult::Entry(Some(entry))).collect());
                 self.watches.add(1, watch);
             }
-            Request::Unwatch(watch) => self.watches.remove(1, &watch),
+            protocol::Request::Unwatch(watch) => self.watches.remove(1, &watch),
             other => panic!("{other:?}"),
         }
     }
@@ -168,15 +168,12 @@ proptest! {
         let mut world = World::new();
         for step in steps {
             match step {
-                Step::Write(key, is_put) => {
-                    world.ask(Kind::Plain, |tag| Request::Txn { tag, txn: write(key, is_put) });
-                }
+                Step::Write(key, is_put) => world.ask(|tag| Request::Txn { tag, txn: write(key, is_put) }),
                 Step::Elsewhere(key, is_put) => world.publish(&write(key, is_put), OTHER),
-                Step::Watch(index, wants_snapshot) => {
-                    let kind = Kind::Watch { watch: watch(index), wants_snapshot };
-                    world.ask(kind, |tag| Request::Watch { tag, watch: watch(index), snapshot: true });
+                Step::Watch(index, snapshot) => {
+                    world.ask(|tag| Request::Watch { tag, watch: watch(index), snapshot });
                 }
-                Step::Unwatch(index) => world.ask(Kind::Unwatch(watch(index)), |_| Request::Unwatch(watch(index))),
+                Step::Unwatch(index) => world.ask(|_| Request::Unwatch(watch(index))),
                 Step::Serve(count) => (0..count).for_each(|_| world.serve()),
                 Step::Read(count) => (0..count).for_each(|_| world.read()),
                 Step::Break => world.reconnect(),
@@ -206,8 +203,7 @@ proptest! {
 fn a_watch_reports_the_deletion_of_a_key_that_existed_before_the_watch() {
     let mut world = World::new();
     world.publish(&write(0, true), OTHER);
-    let kind = Kind::Watch { watch: watch(0), wants_snapshot: false };
-    world.ask(kind, |tag| Request::Watch { tag, watch: watch(0), snapshot: true });
+    world.ask(|tag| Request::Watch { tag, watch: watch(0), snapshot: false });
     world.settle();
     world.reconnect();
     world.publish(&write(0, false), OTHER);
