@@ -11,7 +11,7 @@ use std::time::Duration;
 use elasticrs_sys::features::{UnsupportedKernel, check_floor};
 use elasticrs_sys::signal::Signal;
 pub use elasticrs_sys::spawn::Interrupt;
-use elasticrs_sys::spawn::{self, Child, Command, Failure, Program, Stack, Standard};
+use elasticrs_sys::spawn::{self, Child, Command, Failure, Program, Stack};
 use elasticrs_sys::stage::Stage;
 use elasticrs_sys::{fds, process};
 use nix::errno::Errno;
@@ -238,7 +238,7 @@ fn launch_as(
             argv: argv.into_iter().chain([c_string(text.clone())?]).collect(),
             env,
             cwd: None,
-            stdio: [const { Standard::Inherit }; 3],
+            stdio: [None, None, None],
             fds: passed.to_vec(),
             ignored: Vec::new(),
             dies_with_parent: false,

@@ -34,18 +34,8 @@ const STACK: usize = 256 * 1024;
 const GUARD: usize = 64 * 1024;
 const SIGNALS: c_int = 64;
 
-/// Setting for one of the child's standard streams.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Standard {
-    Inherit,
-    /// A file that the child opens.
-    Open {
-        /// Path of the file, relative to the parent's working directory.
-        path: CString,
-        /// Flags for `open`. `O_CLOEXEC` is added to them.
-        flags: c_int,
-    },
-}
+/// Flags with which the files of standard output and standard error are opened.
+const OUTPUT: c_int = libc::O_WRONLY | libc::O_CREAT | libc::O_APPEND;
 
 /// Program that the child executes.
 #[derive(Debug)]
@@ -66,7 +56,9 @@ pub struct Command<'fd> {
     /// Working directory of the child. Relative [`Program::Paths`] are resolved in this directory. `None` for the
     /// parent's working directory.
     pub cwd: Option<CString>,
-    pub stdio: [Standard; 3],
+    /// Files of the standard streams, relative to the parent's working directory. Standard input is opened for reading, and
+    /// the others for appending. `None` for the parent's stream.
+    pub stdio: [Option<CString>; 3],
     /// Descriptors to pass to the child, each with its number in the child. The child's program inherits no other
     /// descriptor above 2.
     pub fds: Vec<(BorrowedFd<'fd>, RawFd)>,
@@ -376,10 +368,11 @@ fn move_descriptors(shared: &mut Shared<'_>) -> Result<(), Errno> {
 }
 
 fn open_standard(shared: &Shared<'_>) -> Result<(), Failure> {
-    for (descriptor, standard) in (0..).zip(&shared.command.stdio) {
-        let Standard::Open { path, flags } = standard else { continue };
+    for (descriptor, path) in (0..).zip(&shared.command.stdio) {
+        let Some(path) = path else { continue };
         raw::announce(shared.stages, Stage::OpenLog);
-        raw::open_as(path, *flags, descriptor).map_err(|errno| Failure {
+        let flags = if descriptor == 0 { libc::O_RDONLY } else { OUTPUT };
+        raw::open_as(path, flags, descriptor).map_err(|errno| Failure {
             stage: Stage::OpenLog,
             errno,
             descriptor: descriptor.cast_unsigned() as usize,

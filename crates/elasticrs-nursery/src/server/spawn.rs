@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, AsRawFd, IntoRawFd, OwnedFd};
 use std::time::Duration;
 
 use elasticrs_sys::fork::{Forked, Outlet, Settling, fork};
-use elasticrs_sys::spawn::{self, Child, Command, Failure, Program, Standard};
+use elasticrs_sys::spawn::{self, Child, Command, Failure, Program};
 use elasticrs_sys::stage::Stage;
 use elasticrs_sys::{resources, shown};
 use nix::errno::Errno;
@@ -20,9 +20,6 @@ use crate::spec::{CpuSet, ProcessSpec};
 
 /// Directories that are searched for programs if `PATH` is not set.
 const DEFAULT_PATH: &[u8] = b"/bin:/usr/bin";
-
-/// Flags with which the files of standard output and standard error are opened.
-const OUTPUT: i32 = libc::O_WRONLY | libc::O_CREAT | libc::O_APPEND;
 
 impl NurseryServer {
     pub(super) fn spawn(&mut self, process: ProcessSpec, keep_ignored: &[i32], fds: Vec<OwnedFd>) -> Served {
@@ -183,17 +180,12 @@ pub(crate) fn command<'fd>(
         let fd = fds.get(index).ok_or(Errno::EMFILE)?;
         if passed.target < 0 { Err(Errno::EBADF) } else { Ok((fd.as_fd(), passed.target)) }
     });
-    let [stdin, stdout, stderr] = &process.stdio;
     Ok(Command {
         program: Program::Paths(candidates(process).map_err(Failure::at(Stage::Exec))?),
         argv: process.argv.clone(),
         env: process.env.clone(),
         cwd: process.cwd.clone(),
-        stdio: [
-            standard(stdin.as_ref(), libc::O_RDONLY),
-            standard(stdout.as_ref(), OUTPUT),
-            standard(stderr.as_ref(), OUTPUT),
-        ],
+        stdio: process.stdio.clone(),
         fds: passed.collect::<Result<_, _>>().map_err(Failure::at(Stage::Descriptors))?,
         ignored: keep_ignored.to_vec(),
         dies_with_parent: true,
@@ -203,10 +195,6 @@ pub(crate) fn command<'fd>(
         stages: None,
         interrupt: None,
     })
-}
-
-fn standard(path: Option<&CString>, flags: i32) -> Standard {
-    path.map_or(Standard::Inherit, |path| Standard::Open { path: path.clone(), flags })
 }
 
 /// Returns the paths to try for the program, in order. Follows the rules of `execvpe` and Python's `subprocess`.
