@@ -3,10 +3,16 @@
 import json
 import os
 import re
+import signal
 
 import pytest
+from helpers.http_client import get, get_json, port_of
+from helpers.procs import wait_until
+from helpers.schema import schemas
 
 pytestmark = pytest.mark.beyond_torchrun
+
+(STATUS,) = schemas("metrics.md")
 
 KEEPS = """
     import json, os, signal, socket, sys, zlib
@@ -171,6 +177,39 @@ def test_a_restored_state_that_fails_twice_is_set_aside(run):
     assert [plans[attempt][0]["step"] for attempt in range(4)] == [None, 50, 50, 40]
     assert "continues at step 40" in job.stderr
     assert "steps from 50 on are set aside" in job.stderr
+
+
+STANDS = """
+    join(ended=7 + attempt, COPIES=3, BLOCKED_NS=5)
+    small(7)
+    keep(0, 7)
+    os.write(1, f"here {os.getpid()} {attempt}.\\n".encode())
+    signal.pause()
+"""
+
+
+def test_the_status_page_and_the_report_tell_what_is_kept(launch, worker_script):
+    job = launch("--health-check-port=0", "--max-restarts=1", worker_script(KEEPS + STANDS))
+    port = port_of(job)
+
+    def status_in(attempt):
+        pid = int(job.wait_for_line(rf"here (\d+) {attempt}\.")[1])
+        status = wait_until(lambda: get_json(port, "/status")[1], lambda status: status["kept"])
+        STATUS.validate(status)
+        assert 'name="ended_step"' in get(port, "/metrics")[2]
+        os.kill(pid, signal.SIGKILL)
+        return status
+
+    first, second = status_in(0), status_in(1)
+    job.exits(1)
+    assert {name: first["kept"][name] for name in ("step", "ended_step", "copies", "blocked_seconds")} == {
+        "step": 7, "ended_step": 7, "copies": 3, "blocked_seconds": 5e-9
+    }  # fmt: skip
+    assert first["continued"] is None
+    assert (second["continued"]["step"], second["continued"]["lost"]) == (7, 0)
+    assert second["kept"]["ended_step"] == 8
+    kept = "kept: step 7, by 1 of 1 ranks, 1 step lost (no rank had copied step 8); it has ended"
+    assert kept in job.stderr
 
 
 @pytest.mark.parametrize(

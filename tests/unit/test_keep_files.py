@@ -72,7 +72,7 @@ def holding(files):
 def test_a_file_without_a_worker_holds_nothing(files):
     assert holding(files) == Holding(has_joined=False)
     assert not files.has_joined(1)
-    assert files.counters() == {}
+    assert files.standing() is None
 
 
 def test_what_a_worker_has_kept_is_read(files, worker):
@@ -95,8 +95,11 @@ def test_what_a_worker_has_kept_is_read(files, worker):
         answer=Answer.KEPT,
     )
     assert files.has_joined(1)
-    counted = files.counters()[1]
-    assert (counted.ended, counted.copies, counted.blocked_ns) == (12, 5, 6)
+    shown = files.standing()
+    assert 0 < shown.pop("age_seconds") < 1e10
+    assert 0 < shown.pop("bytes") <= os.fstat(worker.fd).st_size + layout.REGIONS_AT
+    assert (shown.pop("copies"), shown.pop("failed_copies"), shown.pop("blocked_seconds")) == (5, 0, 6e-9)
+    assert shown == {"tier": "memory", "step": 12, "ended_step": 12}
 
 
 @pytest.mark.parametrize(
@@ -173,7 +176,7 @@ def test_hostile_words_cause_no_error_and_no_large_read(data):
         found = files.holding(0, 4, 8)
         assert bytes_read() - before < (layout.RECORDS * MAX_RECORD) + layout.REGIONS_AT
         assert all(0 <= step < 2**62 for step in [*found.small, *(slot.step for slot in found.slots)])
-        files.counters()
+        json.dumps(files.standing(), allow_nan=False)
         files.begin(0, {}, 3)
         assert all(slot.step <= 3 for slot in files.holding(0, 4, 8).slots)
 

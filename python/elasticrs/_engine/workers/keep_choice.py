@@ -126,14 +126,25 @@ class Choice(Value):
 
     def line(self) -> str:
         """Describe this choice after ``attempt 1 is running,``."""
-        why = f" ({self.why})" if self.why else ""
         if self.step is None:
-            return f"continues from no kept step{why}"
-        at_death = " at death" if self.is_at_death else ""
+            return f"continues from no kept step{self._reason}"
+        return f"continues at step {self.step}, kept{' at death' * self.is_at_death} {self._by_whom}"
+
+    def at_end(self) -> str:
+        """Describe this choice in the report of a job that has failed."""
+        if self.step is None:
+            return f"kept: no step{self._reason}"
+        return f"kept: step {self.step}, {self._by_whom}; it has ended with the job"
+
+    @property
+    def _reason(self) -> str:
+        return f" ({self.why})" if self.why else ""
+
+    @property
+    def _by_whom(self) -> str:
         lost = f"{self.lost} step{'s' if self.lost != 1 else ''} lost"
-        by = f"{len(self.kept_by)} of {self.ranks} ranks"
         behind = f", {phrases.ranks_text(self.behind, 4)} without their small state" if self.behind else ""
-        return f"continues at step {self.step}, kept{at_death} by {by}, {lost}{behind}{why}"
+        return f"by {len(self.kept_by)} of {self.ranks} ranks, {lost}{behind}{self._reason}"
 
 
 def choose(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 
 from elasticrs._engine.inside.keep import layout
 from elasticrs._engine.inside.keep.layout import Head, Slot, SlotState
@@ -29,19 +30,6 @@ _CHUNK = 1 << 20
 _CLEARED = ((Head.PID, Head.CHECK_DIGEST), (Head.RESTORED, Head.ENDED_AT))
 """First and last words of the head that belong to one attempt."""
 _MAX_STEP = 1 << 62
-
-
-class Counters:
-    """What a worker has counted in its attempt. Times are in nanoseconds, ``ended_at_ns`` is monotonic."""
-
-    __slots__ = ("blocked_ns", "copies", "ended", "ended_at_ns", "failed_copies", "last_bytes", "last_ns")
-
-    def __init__(self, head: tuple[int, ...]) -> None:
-        self.ended = _step(head[Head.ENDED])
-        self.ended_at_ns = head[Head.ENDED_AT]
-        self.copies, self.failed_copies = head[Head.COPIES], head[Head.FAILED_COPIES]
-        self.blocked_ns = head[Head.BLOCKED_NS]
-        self.last_bytes, self.last_ns = head[Head.LAST_BYTES], head[Head.LAST_NS]
 
 
 class KeepFiles:
@@ -84,10 +72,26 @@ class KeepFiles:
         """Return true if a worker has used ``Keep`` in this attempt."""
         return bool(self._fds) and self._head(self._fds[local_rank])[Head.PID] != 0
 
-    def counters(self) -> dict[int, Counters]:
-        """Return the counters of the workers that have used ``Keep`` in this attempt, by local rank."""
-        heads = {place: self._head(fd) for place, fd in enumerate(self._fds)}
-        return {place: Counters(head) for place, head in heads.items() if head[Head.PID]}
+    def standing(self) -> dict[str, int | float | str | None] | None:
+        """Return what the workers have kept so far, for the status page; ``None`` if no worker uses ``Keep``.
+        The counters begin anew in each attempt.
+        """
+        heads = [(fd, head) for fd in self._fds if (head := self._head(fd))[Head.PID]]
+        if not heads:
+            return None
+        slots = [words for fd, head in heads for _, _, words in self._slots(fd, head)]
+        newest = max(slots, key=lambda words: words[Slot.STEP], default=None)
+        ended = [step for _, head in heads if (step := _step(head[Head.ENDED])) is not None]
+        return {
+            "tier": "memory",
+            "step": None if newest is None else newest[Slot.STEP],
+            "age_seconds": None if newest is None else max(0.0, time.time() - newest[Slot.WALL_NS] / 1e9),
+            "ended_step": max(ended, default=None),
+            "bytes": sum(512 * os.fstat(fd).st_blocks for fd in self._fds),
+            "copies": sum(head[Head.COPIES] for _, head in heads),
+            "failed_copies": sum(head[Head.FAILED_COPIES] for _, head in heads),
+            "blocked_seconds": sum(head[Head.BLOCKED_NS] for _, head in heads) / 1e9,
+        }
 
     def holding(self, local_rank: int, rank: int, world: int) -> Holding:
         """Return what a rank has kept. Call this after all processes of the attempt have exited."""

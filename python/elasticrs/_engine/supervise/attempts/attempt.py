@@ -304,6 +304,7 @@ class JobResult(Record):
         clock: wall clock of the nodes' store, as estimated on this node.
         read_history: see :class:`.Decisions`; ``find_overdue``, ``shared_cause`` and ``node_names`` likewise.
         return_values: return values of the workers, by global rank.
+        kept: the kept step from which another attempt of a failed job would go on, if workers use ``Keep``.
     """
 
     phase: Phase = Phase.INIT
@@ -323,6 +324,7 @@ class JobResult(Record):
     shared_cause: Callable[[], Mapping[str, Any] | None] = lambda: None
     node_names: Callable[..., Sequence[str] | None] = lambda **_: None
     return_values: dict[int, object] = fresh(factory=dict)
+    kept: Choice | None = None
 
     @property
     def restarts(self) -> int:

@@ -71,6 +71,7 @@ class HealthObserver(Observer):
         self._no_progress: dict[str, Any] | None = None
         self._asked_ns: int | None = None
         self._waits: str | None = None
+        self._kept: dict[str, Any] | None = None
         self._native.identify(job.run_id, os.uname().nodename)
         self._publish()
 
@@ -86,6 +87,7 @@ class HealthObserver(Observer):
     def fd_ready(self, fd: int) -> bool:
         if not self._is_asked or fd != self._native.fd:
             return False
+        self._measure_kept()
         attempt = self._attempt
         if attempt is not None and attempt.running() and self._supervisor is not None:
             beats = self._supervisor.heartbeats()
@@ -160,6 +162,7 @@ class HealthObserver(Observer):
 
     def quiet(self) -> None:
         """Publish again if the restart budget has changed, for example because its window has moved on."""
+        self._measure_kept()
         if self._budget() != self._shown_budget:
             self._publish()
 
@@ -189,7 +192,7 @@ class HealthObserver(Observer):
             self._server.find_overdue = result.find_overdue
         self._paused.clear()
         self._is_hang_counted = False
-        self._no_progress = None
+        self._no_progress = self._kept = None
         failed = self._attempt.after
         if failed is not None and failed.first_failure is not None:
             self._native.recovered((self._attempt.stamps["started"] - failed.failed_ns) / 1e9)
@@ -255,6 +258,17 @@ class HealthObserver(Observer):
                 self._native.put("elasticrs.train", f"rate.{each.local_rank}", each.rate)
         self._publish()
 
+    def _measure_kept(self) -> None:
+        """Read what the workers keep. They write it into memory without an event for the agent."""
+        files = None if self._attempt is None else self._attempt.plan.keep
+        kept = None if files is None else files.standing()
+        if kept is None and self._kept is None:
+            return
+        self._kept, self._is_stale = kept, True
+        for name, value in (kept or {}).items():
+            if isinstance(value, (int, float)):
+                self._native.put("elasticrs.keep", name, value)
+
     def _enter_state(self, state: _core.WorkersState) -> None:
         self._state = state
         self._publish()
@@ -287,6 +301,8 @@ class HealthObserver(Observer):
             "workers": [] if attempt is None else self._workers(attempt),
             "slowest": _slowest(list(self._standings.values())),
             "no_progress": self._no_progress,
+            "kept": self._kept,
+            "continued": None if attempt is None or attempt.kept is None else attempt.kept.shown(),
             "nodes": None if self._result is None else self._result.node_names(),
             "cause": self._cause(),
             "last_failure": self._last_failure,

@@ -295,7 +295,8 @@ def _add_history(result: JobResult, failed: dict[int, ProcessFailure]) -> None:
         f"attempt {phrases.attempt_text(each.name)} was running {each.how_it_began()}" for each in restarts
     )
     root = failed[root_cause(failed)]
-    root.more_notes = [*root.more_notes, *earlier_causes(result.attempts), *began]
+    kept = [] if result.kept is None else [result.kept.at_end()]
+    root.more_notes = [*root.more_notes, *earlier_causes(result.attempts), *began, *kept]
 
 
 def print_report(

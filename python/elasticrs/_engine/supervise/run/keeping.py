@@ -53,13 +53,9 @@ class Keeping:
             return None
 
     def _begin(self, files: KeepFiles, restarts: int, plan: Plan, history: FailureHistory) -> Choice | None:
-        before, self._ranks = self._ranks, {each.local_rank: each.global_rank for each in plan.ranks}
-        world = plan.ranks[0].world_size
-        holdings: Mapping[int, Holding] = {}
-        if before and (self._choice is not None or any(map(files.has_joined, before))):
-            holdings = {rank: files.holding(place, rank, len(before)) for place, rank in before.items()}
-            self._choose(holdings, world, history)
+        holdings = self._choose(files, plan.ranks[0].world_size, history)
         choice = self._choice
+        self._ranks = {each.local_rank: each.global_rank for each in plan.ranks}
         shared: dict[str, PlanValue] = {
             "attempt": restarts,
             "off": self._off,
@@ -82,16 +78,31 @@ class Keeping:
         plan.keep = files
         return choice
 
-    def _choose(self, holdings: Mapping[int, Holding], world: int, history: FailureHistory) -> None:
+    def _choose(self, files: KeepFiles, world: int, history: FailureHistory) -> Mapping[int, Holding]:
+        """Choose the step from which the next attempt goes on. Return what the ranks have kept."""
+        ranks, last = self._ranks, self._choice
+        if last is None and not any(map(files.has_joined, ranks)):
+            return {}
         # Few jobs need this code, and only at a restart.
         from elasticrs._engine.workers.keep_choice import Loop, choose, failed_soon
 
-        last = self._choice
+        holdings = {rank: files.holding(place, rank, len(ranks)) for place, rank in ranks.items()}
         began, reached = failed_soon([*holdings.values()], None if last is None else last.step)
         cause = None if history.last is None else history.last[:2]
         self._loop = loop = (self._loop or Loop()).after(began, reached, cause)
         was_replicated = last is not None and last.is_replicated
         self._choice = choose(holdings, world, barred_from=loop.barred_from, was_replicated=was_replicated)
+        return holdings
+
+    def at_end(self, history: FailureHistory) -> Choice | None:
+        """Return the step from which another attempt would go on; ``None`` if no worker has used ``Keep``."""
+        if self.files is None:
+            return None
+        try:
+            self._choose(self.files, len(self._ranks), history)
+        except OSError:
+            return None  # Without a free file descriptor, the report lacks this fact.
+        return self._choice
 
     def _give_up(self, error: OSError) -> None:
         self.close()

@@ -345,6 +345,8 @@ class Agent:
         self.result.signum = self._decisions.signum
         self.result.first_cause = self._decisions.first_cause
         self.result.clock = self._decisions.clock
+        if self._keeping is not None and self.result.phase is machine.Phase.FAILED:
+            self.result.kept = self._keeping.at_end(self._decisions.read_history())
 
     def on_fd(self, fd: int, *, is_over: bool) -> bool:
         if self._signals is not None and fd == self._signals.fd:
