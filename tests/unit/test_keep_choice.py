@@ -124,7 +124,7 @@ def test_without_a_small_state_of_the_newest_step_an_older_exact_step_is_chosen(
     assert "rank 1 had no small state of step 12" in chosen.line()
     only = choose({0: replicated([12], ended=12), 1: replicated([], [11], ended=11)}, 2)
     assert (only.step, only.behind, only.is_exact) == (12, (1,), False)
-    assert "rank 1 without their small state" in only.line()
+    assert "rank 1 without its small state" in only.line()
 
 
 def test_sharded_state_needs_the_copy_of_each_rank():

@@ -143,8 +143,9 @@ class Choice(Value):
     @property
     def _by_whom(self) -> str:
         lost = f"{self.lost} step{'s' if self.lost != 1 else ''} lost"
-        behind = f", {phrases.ranks_text(self.behind, 4)} without their small state" if self.behind else ""
-        return f"by {len(self.kept_by)} of {self.ranks} ranks, {lost}{behind}{self._reason}"
+        whose = "its" if len(self.behind) == 1 else "their"
+        lacks = f", {phrases.ranks_text(self.behind, 4)} without {whose} small state" if self.behind else ""
+        return f"by {len(self.kept_by)} of {self.ranks} ranks, {lost}{lacks}{self._reason}"
 
 
 def choose(

@@ -203,7 +203,9 @@ def _json(value: PlanValue | Mapping[str, PlanValue]) -> str:
     if value is None:
         return "null"
     if isinstance(value, str):
-        shown = "".join(each if each.isprintable() else "?" for each in value)
+        shown = value
+        if not value.isprintable():
+            shown = "".join(each if each.isprintable() else "?" for each in value)
         return '"' + shown.replace("\\", "\\\\").replace('"', '\\"') + '"'
     if isinstance(value, list):
         return f"[{', '.join(map(_json, value))}]"

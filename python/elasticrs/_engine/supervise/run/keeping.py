@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 from elasticrs._engine.job.config import keep_memory
+from elasticrs._engine.supervise.attempts.evidence import memory_counters
 from elasticrs._engine.workers.keep_files import KeepFiles
 
 TYPE_CHECKING = False
@@ -143,47 +144,14 @@ def _why_off(job: JobSpec) -> str | None:
     return None
 
 
-_LIMITS = (
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
-"""Files with limit and usage of a memory cgroup (v2, v1), and the part of the usage that can be freed."""
-
-
-def memory_budget(setting: str) -> int:
-    """Return how many bytes of memory all workers of this node may use to keep their state."""
-    share, number = keep_memory(setting)
-    return number if not share else int(share * available_memory())
-
-
-def available_memory() -> int:
-    """Return the bytes that new processes can use: of the machine, and within the limits of our cgroups."""
-    from elasticrs._engine.supervise.attempts.evidence import memory_counters
-
-    found = [1024 * number for number in _fields("/proc/meminfo", "MemAvailable:")]
-    for path in memory_counters(_text("/proc/self/cgroup"), _text("/proc/self/mountinfo")):
-        folder = os.path.dirname(path)
-        # A limit may be set on any of the groups above. The root of the hierarchy has no such file.
-        while folder != "/" and (left := _left(folder)) is not None:
-            found.append(left)
-            folder = os.path.dirname(folder)
-    return max(0, min(found, default=0))
-
-
-def _left(folder: str) -> int | None:
-    """Return the bytes that a memory cgroup may still use; ``None`` if the folder is not a cgroup."""
-    for limit, usage, freeable in _LIMITS:
-        most, used = _text(f"{folder}/{limit}").strip(), _text(f"{folder}/{usage}").strip()
-        if used.isdecimal():
-            free = sum(_fields(f"{folder}/memory.stat", freeable))
-            return int(most) - int(used) + free if most.isdecimal() else 1 << 62
-    return None
-
-
-def _fields(path: str, name: str) -> list[int]:
-    """Return the number after ``name`` in a file with a name and a number in each line."""
-    words = (line.split() for line in _text(path).splitlines())
-    return [int(word[1]) for word in words if len(word) > 1 and word[0] == name and word[1].isdecimal()]
+_FILES = {
+    "memory.events": ("memory.max", "memory.current", "inactive_file"),
+    "memory.oom_control": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""Files with limit and usage of a memory cgroup, and the part of the usage that can be freed, by the name of
+the file with the OOM counter (v2, v1)."""
+_NO_LIMIT = 1 << 60
+"""Limits from this number of bytes on mean none (v1)."""
 
 
 def _text(path: str) -> str:
@@ -192,3 +160,33 @@ def _text(path: str) -> str:
             return file.read()
     except OSError:
         return ""
+
+
+def memory_budget(setting: str) -> int:
+    """Return how many bytes of memory all workers of this node may use to keep their state."""
+    share, number = keep_memory(setting)
+    return number if not share else int(share * available_memory())
+
+
+def available_memory(read: Callable[[str], str] = _text) -> int:
+    """Return the bytes that new processes can use: of the machine, and within the limits of our cgroups.
+    ``read`` returns the text of a file; an empty text if it cannot be read.
+    """
+    found = [1024 * _number(read("/proc/meminfo"), "MemAvailable:")]
+    for path in memory_counters(read("/proc/self/cgroup"), read("/proc/self/mountinfo")):
+        folder, name = os.path.split(path)
+        limit, usage, freeable = _FILES[name]
+        # A limit may be set on any of the groups above, too. The root of the hierarchy has none.
+        while most := read(f"{folder}/{limit}").strip():
+            used = read(f"{folder}/{usage}").strip()
+            if most.isdecimal() and int(most) < _NO_LIMIT and used.isdecimal():
+                free = _number(read(f"{folder}/memory.stat"), freeable)
+                found.append(int(most) - int(used) + free)
+            folder = os.path.dirname(folder)
+    return max(0, min(found))
+
+
+def _number(text: str, name: str) -> int:
+    """Return the number after ``name`` in a text with a name and a number in each line; 0 without one."""
+    words = (line.split() for line in text.splitlines())
+    return next((int(word[1]) for word in words if len(word) > 1 and word[0] == name), 0)
