@@ -66,6 +66,12 @@ def close() -> None:
         _active.close()
 
 
+def keep_own() -> None:
+    """Copy the state of this process, because an error ends its program. Return soon."""
+    if _active is not None and _active.is_of_this_process() and not _active.is_closed:
+        _active.keep_own()
+
+
 class Peeked:
     """What :func:`peek` has found: the kept step, and the states of the objects that are neither modules nor
     optimizers, without large tensors.
@@ -292,4 +298,8 @@ class Keeper:
         # The previous hook tells the agent first, so that the other ranks are stopped at once.
         self._previous(kind, error, trace)
         if self.is_of_this_process():
-            self._copier.keep_own()
+            self.keep_own()
+
+    def keep_own(self) -> None:
+        """Copy the state, because an error ends the program. Wait for it, but not for long."""
+        self._copier.keep_own()

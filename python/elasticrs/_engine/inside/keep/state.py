@@ -227,15 +227,17 @@ class Collector:
         leaves: Leaves = []
         self._skeletons[name] = {**trees.take_apart(state, (name,), leaves), "params": params}
         self._large += leaves
-        entries, groups = optimizer.state, optimizer.param_groups
+        # Ask the optimizer for its tables each time, because it makes new ones when it loads a state.
         self._watch += [
-            lambda: [each for entry in entries.values() for each in entry.values()],
-            lambda: [group["params"] for group in groups],
+            lambda: [each for entry in optimizer.state.values() for each in entry.values()],
+            lambda: [group["params"] for group in optimizer.param_groups],
         ]
         is_plain = type(optimizer).state_dict is torch.optim.Optimizer.state_dict
         # LBFGS appends to lists, which stay the same object.
         scalars = (torch.Tensor, int, float, type(None))
-        return is_plain and all(isinstance(v, scalars) for entry in entries.values() for v in entry.values())
+        return is_plain and all(
+            isinstance(v, scalars) for entry in optimizer.state.values() for v in entry.values()
+        )
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

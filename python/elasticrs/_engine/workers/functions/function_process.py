@@ -16,6 +16,7 @@ from multiprocessing.context import set_spawning_popen
 from typing import TYPE_CHECKING, Any
 
 from elasticrs._engine import public
+from elasticrs._engine.inside.keep import keep_own
 from elasticrs._engine.job.value import Value
 
 if TYPE_CHECKING:
@@ -188,12 +189,18 @@ def call_and_return(function: Callable[..., Any], arguments: tuple[Any, ...], re
         value = record(function)(*arguments)
         # Pickle inside of the recorded function, because multiprocessing would only print a pickling error.
         record(_send)(value, result)
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            keep_own()
+        raise
     except Exception as error:
         from elasticrs._engine.inside import fast_exit
         from elasticrs._engine.inside.error_file import give_notice, keep_flight_record
 
         give_notice(os.environ.get("ELASTICRS_NOTICES", ""), error)
         keep_flight_record(error)
+        # Such a process calls no `sys.excepthook`.
+        keep_own()
         if fast_exit.is_enabled():
             fast_exit.leave_after_callbacks(1)
         raise
