@@ -1,0 +1,321 @@
+"""A small training whose state is kept with `elasticrs.Keep`. Each variant has another kind of state.
+
+Usage: ``kept_training.py FOLDER [options]`` as the program of a job. :func:`launch` runs it in forks of this
+process. Each rank appends lines ``EVENT ATTEMPT STEP NANOSECONDS PID TEXT`` to ``FOLDER/rank{R}.log``:
+``start``, ``restored`` (TEXT: where from), ``ended`` (a step; TEXT: its loss), ``copies`` (a fault follows in
+this copy), and ``done`` (TEXT: digest of everything that the training has changed).
+"""
+
+import argparse
+import hashlib
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from elasticrs import Keep
+
+WIDTH = 16
+CLASSES = 4
+BATCH = 8
+
+
+def parse_arguments(argv):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--variant", choices=VARIANTS, default="adamw")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--every", default="auto", help="of Keep: auto or a number of steps")
+    parser.add_argument("--sharded", action="store_true", help="each rank trains a model of its own")
+    parser.add_argument("--width", type=int, default=WIDTH, help="of the model's hidden layer")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds that each step takes longer")
+    parser.add_argument("--fault", action="append", default=[], help="KIND:ATTEMPT:RANK:STEP; see Faults")
+    return parser.parse_args(argv)
+
+
+class Training:
+    """A model, its optimizers, and one step over them."""
+
+    def __init__(self, arguments):
+        self.rank = dist.get_rank()
+        self.is_sharded = arguments.sharded
+        torch.manual_seed(self.rank if self.is_sharded else 0)
+        self.model = self.make_model(arguments.width)
+        self.optimizers = self.make_optimizers()
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizers[0], 7, gamma=0.9)
+        torch.manual_seed(1000 + self.rank)
+        self.before_backward = lambda: None
+        # With this argument, DDP does not put the gradients into new buckets after its first step. With three
+        # ranks and more, the sums of the gradients would have other last bits after a restart.
+        self.ddp = self.model
+        if not self.is_sharded:
+            self.ddp = DistributedDataParallel(self.model, find_unused_parameters=True)
+
+    def make_model(self, width):
+        return nn.Sequential(nn.Linear(WIDTH, width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(width, CLASSES))
+
+    def make_optimizers(self):
+        return [torch.optim.AdamW(self.model.parameters(), lr=1e-2)]
+
+    def kept(self):
+        """Return the objects to keep by name."""
+        names = ("optimizer", "second_optimizer")
+        return {
+            "model": self.model,
+            "scheduler": self.scheduler,
+            **dict(zip(names, self.optimizers, strict=False)),
+        }
+
+    def loss(self):
+        """Return the loss of a batch that is drawn from the random number generator."""
+        loss = cross_entropy(self.ddp(torch.randn(BATCH, WIDTH)), torch.randint(CLASSES, (BATCH,)))
+        self.before_backward()
+        return loss
+
+    def backward(self):
+        loss = self.loss()
+        loss.backward()
+        return loss
+
+    def step(self):
+        """Run a step and return its loss."""
+        loss = self.backward()
+        if self.is_sharded:
+            dist.all_reduce(torch.ones(1))
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+
+class Fused(Training):
+    def make_optimizers(self):
+        return [torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)]
+
+
+class Momentum(Training):
+    def make_optimizers(self):
+        return [torch.optim.SGD(self.model.parameters(), lr=1e-2, momentum=0.9)]
+
+
+class Closure(Training):
+    """LBFGS, which calls the model several times in a step."""
+
+    def make_optimizers(self):
+        return [torch.optim.LBFGS(self.model.parameters(), lr=1e-2, max_iter=3)]
+
+    def step(self):
+        def closure():
+            self.optimizers[0].zero_grad()
+            return self.backward()
+
+        return self.optimizers[0].step(closure)
+
+
+class TwoOptimizers(Training):
+    def make_optimizers(self):
+        first, *_, last = self.model
+        return [
+            torch.optim.SGD(first.parameters(), lr=1e-2, momentum=0.9),
+            torch.optim.AdamW(last.parameters(), lr=1e-3, fused=True),
+        ]
+
+
+class BatchNorm(Training):
+    def make_model(self, width):
+        norm = nn.BatchNorm1d(width)
+        return nn.Sequential(nn.Linear(WIDTH, width), norm, nn.ReLU(), nn.Linear(width, CLASSES))
+
+
+class Accumulation(Training):
+    def backward(self):
+        for is_last in (False, False, True):
+            with ExitStack() as stack:
+                stack.enter_context(nullcontext() if is_last or self.is_sharded else self.ddp.no_sync())
+                loss = super().backward()
+        return loss
+
+
+class Scaled(Training):
+    """A GradScaler, which skips the optimizer in every fifth step, because the gradients are infinite."""
+
+    def __init__(self, arguments):
+        super().__init__(arguments)
+        self.scaler = torch.amp.GradScaler("cpu", growth_interval=3)
+        self.count = 0
+
+    def kept(self):
+        return {**super().kept(), "scaler": self.scaler, "count": self}
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+    def step(self):
+        self.count += 1
+        loss = self.loss()
+        self.scaler.scale(loss * (float("inf") if self.count % 5 == 0 else 1.0)).backward()
+        self.scaler.step(self.optimizers[0])
+        self.scaler.update()
+        self.optimizers[0].zero_grad()
+        return loss
+
+
+VARIANTS = {
+    "adamw": Training,
+    "fused": Fused,
+    "momentum": Momentum,
+    "closure": Closure,
+    "two-optimizers": TwoOptimizers,
+    "batch-norm": BatchNorm,
+    "accumulation": Accumulation,
+    "scaled": Scaled,
+}
+
+
+def digest(training, values):
+    """Return a hash of the tensors, schedules, random numbers and values of this rank."""
+    found = hashlib.sha256()
+
+    def add(value):
+        if isinstance(value, torch.Tensor):
+            found.update(str((value.dtype, tuple(value.shape))).encode())
+            found.update(value.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, dict):
+            for key, each in value.items():
+                found.update(repr(key).encode())
+                add(each)
+        elif isinstance(value, list | tuple):
+            for each in value:
+                add(each)
+        else:
+            found.update(repr(value).encode())
+
+    for each in training.kept().values():
+        add(each.state_dict())
+    add(torch.get_rng_state())
+    add(values)
+    return found.hexdigest()[:16]
+
+
+class Log:
+    def __init__(self, folder, rank):
+        self.attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self._fd = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def write(self, event, step=0, text="-"):
+        line = f"{event} {self.attempt} {step} {time.monotonic_ns()} {os.getpid()} {text}\n"
+        os.write(self._fd, line.encode())
+
+
+class Faults:
+    """The faults of this rank in this attempt. Each strikes between forward and backward of its step, except
+    ``copy`` (SIGKILL in the first copy after this step) and ``restore`` (SIGKILL while restoring the state).
+    """
+
+    def __init__(self, texts, rank, log):
+        self._log = log
+        split = [text.split(":") for text in texts]
+        self._kinds = {
+            int(step): kind
+            for kind, in_attempt, of_rank, step in split
+            if in_attempt in ("*", str(log.attempt)) and of_rank in ("*", str(rank))
+        }
+        self._step = 0
+        self._foreach_copy, torch._foreach_copy_ = torch._foreach_copy_, self._copy
+
+    def _copy(self, targets, sources, **how):
+        """Copy tensors, as ``torch._foreach_copy_``, which `Keep` uses both for copies and to restore."""
+        is_training = threading.current_thread() is threading.main_thread()
+        kinds = {kind for step, kind in self._kinds.items() if step <= self._step}
+        if ("restore" in kinds and not self._step) or ("copy" in kinds and not is_training):
+            middle = len(targets) // 2
+            self._foreach_copy(targets[:middle], sources[:middle])
+            self._log.write("copies", self._step)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self._foreach_copy(targets, sources, **how)
+
+    def strike(self, step):
+        """Fail as ordered for this step, if at all."""
+        self._step = step
+        kind = self._kinds.get(step)
+        if kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif kind == "raise":
+            raise ValueError("a bad batch")
+        elif kind == "exit":
+            sys.exit(3)
+        elif kind == "hang":
+            threading.Event().wait()
+        elif kind == "scribble":
+            scribble(random.Random(step))
+
+
+def scribble(rng):
+    """Write random words to random places of the file in which `Keep` keeps the state, then die."""
+    descriptor = os.open(os.environ["ELASTICRS_KEEP"].partition(":")[2], os.O_RDWR)
+    size = os.fstat(descriptor).st_size
+    for _ in range(500):
+        # Keep the first two words, by which a worker knows its file.
+        place = rng.choice([rng.randrange(16, 512), rng.randrange(4096, 8192), rng.randrange(65536, size)])
+        os.pwrite(descriptor, rng.choice([rng.randbytes(8), b"\xff" * 8, bytes(8)]), place // 8 * 8)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(argv=None):
+    arguments = parse_arguments(argv)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    log = Log(arguments.folder, rank)
+    log.write("start")
+    training = VARIANTS[arguments.variant](arguments)
+    every = arguments.every if arguments.every == "auto" else int(arguments.every)
+    keep = Keep(every=every, replicated=False if arguments.sharded else "auto", **training.kept())
+    faults = Faults(arguments.fault, rank, log)
+    step = keep.restore(default=0)
+    log.write("restored", step, repr(keep.source).replace(" ", ""))
+    while step < arguments.steps:
+        step += 1
+        keep.values["batches"] = step * BATCH
+        training.before_backward = lambda at=step: faults.strike(at)
+        loss = training.step()
+        training.scheduler.step()
+        if arguments.pause:
+            threading.Event().wait(arguments.pause)
+        keep.step(step)
+        log.write("ended", step, float(loss.detach()).hex())
+    log.write("done", step, digest(training, dict(keep.values)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def launch(nproc, folder, *arguments):
+    """Run the training as function workers, which are forks of this process."""
+    from elasticrs import LaunchConfig, elastic_launch
+
+    # Create an optimizer before the forks, so that torch's modules for it are imported only once.
+    torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    config = LaunchConfig(1, 1, int(nproc), start_method="fork", max_restarts=9, max_same_failures=0)
+    elastic_launch(config, main)([folder, *arguments])
+
+
+if __name__ == "__main__":
+    main()
+    # Threads of gloo now and then abort the interpreter's own exit (torch 2.15).
+    sys.stdout.flush()
+    os._exit(0)
