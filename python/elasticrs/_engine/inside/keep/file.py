@@ -45,8 +45,17 @@ class KeepFile:
         finally:
             os.close(descriptor)
         self.words = memoryview(self._head).cast("Q")
+
         self.ring = Ring(self)
         self.slots = [SlotRegion(self, number) for number in range(layout.SLOTS)]
+
+    def close(self) -> None:
+        """Remove the mappings. The file must not be used any more."""
+        self.words.release()
+        self._head.close()
+        self.ring.close()
+        for slot in self.slots:
+            slot.close()
 
     def _open(self) -> int:
         # Open the file each time, because the program may close descriptors that it does not know.
@@ -149,8 +158,7 @@ class Ring:
     """The latest records of small state. A torn record does not have its checksum."""
 
     def __init__(self, file: KeepFile) -> None:
-        self._file = file
-        self._map = file.map(0)
+        self._file, self._map = file, file.map(0)
 
     def put(self, step: int, is_end: bool, data: bytes) -> None:
         """Write a record. ``is_end`` is false before the optimizer of the step.
@@ -184,7 +192,7 @@ class Ring:
             at = layout.record_at(number, len(self._map))
             start = at + layout.RECORD_HEAD
             step, length, crc = layout.unpack(self._map[at:start])
-            if not step or length > room:
+            if not step or not 0 < length <= room:
                 continue
             data = self._map[start : start + length]
             is_end = bool(number % 2)
@@ -198,6 +206,12 @@ class Ring:
             if found > step and self._map is not None:
                 at = layout.record_at(layout.record_number(found, is_end), len(self._map))
                 self._map[at : at + layout.WORD] = bytes(layout.WORD)
+
+    def close(self) -> None:
+        """Remove the mapping."""
+        if self._map is not None:
+            self._map.close()
+            self._map = None
 
 
 class SlotRegion:
@@ -263,6 +277,13 @@ class SlotRegion:
         if self.words is not None:
             self.words[Slot.STATE] = SlotState.EMPTY
 
+    def close(self) -> None:
+        """Remove the mapping."""
+        if self.words is not None and self.map is not None:
+            self.words.release()
+            self.map.close()
+        self.map = self.words = None
+
     def read_only(self) -> tuple[mmap, tuple[int, ...], bytes]:
         """Map the copy privately. Return the mapping, the words of the head, and the index.
 
@@ -281,7 +302,8 @@ class SlotRegion:
 
 
 def _words(region: mmap) -> memoryview:
-    return memoryview(region)[: layout.HEAD_SIZE].cast("Q")
+    with memoryview(region) as whole, whole[: layout.HEAD_SIZE] as head:
+        return head.cast("Q")
 
 
 def round_up(number: int, to: int) -> int:

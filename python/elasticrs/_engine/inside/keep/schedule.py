@@ -22,8 +22,8 @@ _CHECKED = 2
 _SHARE = 0.01
 """Share of the time for which copies may block the training."""
 
-_LEAST = 2
-"""Minimum number of steps between two copies. With two slots, one step fewer could leave no common step."""
+_AHEAD = 2
+"""Minimum number of steps from an announcement to the copy. Other ranks may be one step ahead of rank 0."""
 
 _REPLICATED_NS = 60_000_000_000
 """Minimum nanoseconds between two copies of a state that each rank has, because a survivor can copy it."""
@@ -48,7 +48,7 @@ class Schedule:
     ) -> None:
         self._words, self._places, self._rank = words, places, rank
         self._every, self._mode = every, mode
-        self._peers: list[memoryview] | None = None
+        self._peers: list[KeepFile] | None = None
         self._count = 0
         self._announced: int | None = None
         self._began_ns = monotonic_ns()
@@ -74,9 +74,11 @@ class Schedule:
         leader = self._leader()
         assert leader is not None
         is_due = leader[Head.NEXT] == step + 1
-        if self._rank == 0 and self._count >= _CHECKED and is_idle and (self._announced or -1) <= step:
+        # Once rank 0 has ended a step, all others have ended the one before, and seen its announcement.
+        is_seen = self._announced is None or step > self._announced
+        if self._rank == 0 and self._count >= _CHECKED and is_idle and is_seen:
             # Copy a first time soon, so that the costs are known.
-            interval = self._interval() if self._announced is not None else _LEAST
+            interval = self._interval() if self._announced is not None else _AHEAD
             self._announced = step + interval
             self._words[Head.NEXT] = self._announced + 1
         return is_due
@@ -89,7 +91,7 @@ class Schedule:
             self._words[Head.BLOCKED_NS],
         )
         least = _REPLICATED_NS / step_ns if self.is_replicated() else 0
-        return max(_LEAST, ceil(blocked / (_SHARE * step_ns)), ceil(least))
+        return max(_AHEAD, ceil(blocked / (_SHARE * step_ns)), ceil(least))
 
     def is_replicated(self) -> bool:
         """Return true if each rank has the whole state. It is taken to be so before the first check."""
@@ -97,8 +99,14 @@ class Schedule:
             return self._mode == Mode.REPLICATED
         if not self._words[Head.CHECK_STEP]:
             return True
-        checks = {(each[Head.CHECK_STEP], each[Head.CHECK_DIGEST]) for each in self._others() or ()}
+        checks = {(each[Head.CHECK_STEP], each[Head.CHECK_DIGEST]) for each in self._others()}
         return checks == {(self._words[Head.CHECK_STEP], self._words[Head.CHECK_DIGEST])}
+
+    def close(self) -> None:
+        """Remove the mappings of the other ranks' files."""
+        for each in self._peers or ():
+            each.close()
+        self._peers = []
 
     def _leader(self) -> memoryview | None:
         heads = self._others()
@@ -108,7 +116,7 @@ class Schedule:
         """Return the heads of the files of all ranks; nothing if they cannot be read."""
         if self._peers is None:
             try:
-                self._peers = [KeepFile(place).words for place in self._places]
+                self._peers = [KeepFile(place) for place in self._places]
             except OffError:
                 self._peers = []
-        return self._peers
+        return [each.words for each in self._peers]

@@ -1,0 +1,158 @@
+"""The file that keeps a rank's state, as the worker uses it."""
+
+import os
+import zlib
+from contextlib import ExitStack, closing, contextmanager
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elasticrs._engine.inside.keep import layout
+from elasticrs._engine.inside.keep.file import KeepFile, OffError
+from elasticrs._engine.inside.keep.layout import Head, Mode, Slot
+from elasticrs._engine.inside.keep.schedule import Schedule
+from elasticrs._engine.workers.keep_files import KeepFiles
+
+
+@pytest.fixture
+def files():
+    with closing(KeepFiles(2)) as made:
+        yield made
+
+
+@pytest.fixture
+def file(files):
+    files.begin(0, {"step": None}, None)
+    with closing(KeepFile(files.places[0])) as made:
+        yield made
+
+
+def test_ring_keeps_two_steps_and_grows(files, file):
+    for step in (4, 5, 6):
+        file.ring.put(step, False, b"before %d" % step)
+        file.ring.put(step, True, b"after %d" % step)
+    two = {
+        (step, end): b"%s %d" % (b"after" if end else b"before", step)
+        for step in (5, 6)
+        for end in (False, True)
+    }
+    assert file.ring.records() == two
+    long = os.urandom(300_000)
+    file.ring.put(7, False, long)
+    del two[5, False]
+    assert file.ring.records() == {**two, (7, False): long}
+    assert files.holding(0, 0, 1).small == {5, 6, 7}
+    file.ring.drop_after(5)
+    assert set(file.ring.records()) == {(5, True)}
+
+
+@given(st.integers(0, layout.RECORD_HEAD + len("torn")))
+def test_torn_record_is_ignored(written):
+    """The head of a record is written after its data."""
+    whole = layout.pack([4 + 1, len("torn"), zlib.crc32(b"torn")]) + b"torn"
+    with closing(KeepFiles(1)) as files, closing(KeepFile(files.places[0])) as file:
+        file.ring.put(3, True, b"whole")
+        offset, capacity = file.region(0)
+        at = offset + layout.record_at(layout.record_number(4, True), capacity)
+        with open(files.places[0].partition(":")[2], "r+b") as opened:
+            data = min(written, len("torn"))
+            head = written - data
+            opened.seek(at)
+            opened.write(whole[:head].ljust(layout.RECORD_HEAD, b"\0") + b"torn"[:data])
+        is_whole = written == len(whole) or not any(whole[head : layout.RECORD_HEAD])
+        assert file.ring.records() == {(3, True): b"whole", **({(4, True): b"torn"} if is_whole else {})}
+
+
+def test_slot_gives_its_old_memory_back_when_it_grows(files, file):
+    slot = file.slots[0]
+    path = files.places[0].partition(":")[2]
+    assert slot.reserve(4 << 20)
+    slot.begin(b"index", 8192, {Slot.STEP: 5, Slot.DATA_LENGTH: 64})
+    assert slot.complete_step is None
+    slot.complete(17, 3)
+    assert (slot.complete_step, slot.sequence) == (5, 3)
+    assert not slot.reserve(1 << 20)
+    assert slot.reserve(8 << 20)
+    assert slot.complete_step is None
+    assert 8 << 20 <= os.stat(path).st_blocks * 512 < 9 << 20
+    with closing(KeepFile(files.places[0])) as read:
+        assert read.slots[0].capacity == 8 << 20
+
+
+@pytest.mark.parametrize(
+    "table",
+    [(0, 4096), (65536, 1 << 40), (1 << 63, 1), (65537, 4096), (65536, 2**64 - 1), (2**64 - 4096, 8192)],
+)
+def test_table_that_does_not_fit_the_file_is_an_empty_region(files, file, table):
+    file.words[Head.TABLE], file.words[Head.TABLE + 1] = table
+    file.words[Head.TABLE + 2], file.words[Head.TABLE + 3] = table
+    with closing(KeepFile(files.places[0])) as read:
+        assert read.ring.records() == {}
+        assert read.slots[0].complete_step is None
+
+
+def test_file_of_another_agent_is_refused(files):
+    path = files.places[0].partition(":")[2]
+    for place in (f"17:{path}", f"x:{path}", path, "17:/proc/self/fd/999999", "17:/dev/null"):
+        with pytest.raises(OffError):
+            KeepFile(place)
+
+
+def test_only_one_living_process_joins(files, file):
+    file.join(0, 1, 0, Mode.AUTO)
+    assert files.has_joined(0)
+    file.join(0, 1, 0, Mode.AUTO)
+    file.words[Head.PID] = os.getppid()
+    with pytest.raises(OffError, match=str(os.getppid())):
+        file.join(0, 1, 0, Mode.AUTO)
+    file.words[Head.PID] = 2**40  # A process that has ended.
+    file.join(0, 1, 0, Mode.AUTO)
+
+
+@contextmanager
+def schedules(every, mode=Mode.AUTO):
+    """Yield the heads and the schedules of two ranks."""
+    with ExitStack() as stack:
+        agents = stack.enter_context(closing(KeepFiles(2)))
+        files = [stack.enter_context(closing(KeepFile(place))) for place in agents.places]
+        heads = [file.words for file in files]
+        both = [Schedule(heads[rank], agents.places, rank, every, mode) for rank in (0, 1)]
+        for each in both:
+            stack.callback(each.close)
+        yield heads, both
+
+
+def test_periodic_copies_are_of_multiples_and_of_the_second_step():
+    with schedules(4) as (_, (schedule, _)):
+        due = {step: schedule.next(step, is_idle=True) for step in range(7, 14)}
+    assert due == {**dict.fromkeys(due, (False, False)), 8: (True, True), 12: (True, False)}
+    with schedules(0, Mode.SHARDED) as (_, (schedule, _)):
+        assert not any(schedule.next(step, is_idle=True)[0] for step in range(1, 30))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 10**9), max_size=20), st.randoms(use_true_random=False))
+def test_automatic_copies_are_of_the_same_steps_on_all_ranks(costs, random):
+    """Each rank ends a step only after all have ended the one before."""
+    with schedules(None, Mode.SHARDED) as (heads, both):
+        due, at = [[], []], [0, 0]
+        while min(at) < 60:
+            rank = random.choice([each for each in (0, 1) if at[each] <= min(at)])
+            at[rank] += 1
+            if rank == 0 and costs:
+                heads[0][Head.BLOCKED_NS] += costs.pop()
+            if both[rank].next(at[rank], is_idle=random.random() < 0.8)[0]:
+                due[rank].append(at[rank])
+    common = [[step for step in each if step < 60] for each in due]
+    assert common[0] == common[1]
+    assert common[0]
+    assert all(later - earlier >= 2 for earlier, later in zip(due[0], due[0][1:], strict=False))
+
+
+@pytest.mark.parametrize("checks", [[(3, 7), (3, 7)], [(3, 7), (3, 8)], [(3, 7), (0, 0)], [(0, 0), (3, 7)]])
+def test_state_is_replicated_if_all_checks_are_equal_or_before_the_own_check(checks):
+    with schedules(None) as (heads, (schedule, _)):
+        for head, check in zip(heads, checks, strict=True):
+            head[Head.CHECK_STEP], head[Head.CHECK_DIGEST] = check
+        assert schedule.is_replicated() == (checks[0] == checks[1] or not checks[0][0])
