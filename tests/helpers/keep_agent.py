@@ -3,6 +3,7 @@
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -17,26 +18,79 @@ from elasticrs._engine.workers.keep_files import KeepFiles
 LIMIT = 60
 """Seconds after which a test gives up."""
 
-LOOP = """
-import json, os, sys, torch
+FORKING = """
+import json, os, signal, socket, sys, torch
 torch.set_num_threads(1)
 from elasticrs import Keep
-answers = os.fdopen(int(sys.argv[1]), "w", buffering=1)
-for line in sys.stdin:
+import elasticrs._engine.inside.keep.keeper, numpy
+weight = torch.nn.Parameter(torch.zeros(1))
+weight.grad = torch.zeros(1)
+torch.optim.AdamW([weight]).step()  # Imports more.
+requests = socket.socket(fileno=int(sys.argv[1]))
+ended = None
+while True:
+    message, files, _, _ = socket.recv_fds(requests, 65536, 3)
+    if not message:
+        os._exit(0)
+    names = json.loads(message)
+    if isinstance(names, int):
+        requests.send(json.dumps(os.waitstatus_to_exitcode(os.waitpid(names, 0)[1])).encode())
+        continue
+    pid = os.fork()
+    if not pid:
+        break
+    for each in files:
+        os.close(each)
+    requests.send(json.dumps(pid).encode())
+requests.close()
+os.environ.update(names)
+commands, answers, errors = files
+os.dup2(errors, 2)
+os.close(errors)
+answers = os.fdopen(answers, "w", buffering=1)
+for line in os.fdopen(commands):
     code = json.loads(line)
     try:
         result = eval(compile(code, "<test>", "eval"), globals())
     except SyntaxError:
         result = exec(compile(code, "<test>", "exec"), globals())
-    answers.write(json.dumps(result) + "\\n")
+    answers.write(json.dumps(result, default=repr) + "\\n")
 """
+"""Program that imports torch once, and forks workers, which run the lines that they are given."""
+
+
+class Programs:
+    """Starts workers. They are forks of one process, because the import of torch takes seconds."""
+
+    def __init__(self) -> None:
+        self._socket, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(LIMIT)
+        command = [sys.executable, "-c", FORKING, str(end.fileno())]
+        self._process = subprocess.Popen(command, pass_fds=[end.fileno()], stdin=subprocess.DEVNULL)
+        end.close()
+
+    def start(self, names: dict[str, str], files: list[int]) -> int:
+        """Start a worker with variables, and files for commands, answers and errors. Return its pid."""
+        socket.send_fds(self._socket, [json.dumps(names).encode()], files)
+        pid: int = json.loads(self._socket.recv(64))
+        return pid
+
+    def wait(self, pid: int) -> int:
+        """Wait for the end of a worker. Return its exit code."""
+        self._socket.send(json.dumps(pid).encode())
+        code: int = json.loads(self._socket.recv(64))
+        return code
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.wait(LIMIT)
 
 
 class KeepAgent:
     """Owns the files of ``world`` ranks, and the socket to which workers send notices."""
 
-    def __init__(self, world: int = 1) -> None:
-        self.world = world
+    def __init__(self, programs: Programs, world: int = 1) -> None:
+        self.programs, self.world = programs, world
         self.files = KeepFiles(world)
         self.notices = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.notices.bind("")
@@ -101,10 +155,13 @@ class KeepAgent:
         assert words[:2] == ["keep", "joined"], words
         return b"\0" + bytes.fromhex(words[2])
 
-    def order(self, name: bytes, rank: int = 0) -> int:
-        """Order a worker to copy its state. Return its answer."""
+    def send(self, name: bytes) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
             sender.sendto(b"keep", name)
+
+    def order(self, name: bytes, rank: int = 0) -> int:
+        """Order a worker to copy its state. Return its answer."""
+        self.send(name)
         words = self.notice()
         while words[:2] == ["keep", "joined"]:  # The pace has changed.
             words = self.notice()
@@ -121,25 +178,20 @@ class Worker:
             "ELASTICRS_NOTICES": agent.notices.getsockname()[1:].decode(),
             "RANK": str(rank),
             "WORLD_SIZE": str(agent.world),
-            "OMP_NUM_THREADS": "1",
         }
-        answers, end = os.pipe()
-        command = [sys.executable, "-c", LOOP, str(end)]
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, **names},
-            pass_fds=[end],
-            text=True,
-            bufsize=1,
-        )
-        os.close(end)
-        self._answers = os.fdopen(answers)
+        self._programs = agent.programs
+        self._code: int | None = None
+        pipes = [os.pipe() for _ in range(3)]
+        (commands, self._to), (self._from, answers), (self._errors, errors) = pipes
+        self.pid = self._programs.start(names, [commands, answers, errors])
+        for each in (commands, answers, errors):
+            os.close(each)
+        self._answers = os.fdopen(self._from)
+        self._commands = os.fdopen(self._to, "w", buffering=1)
+        self._said = os.fdopen(self._errors)
 
     def send(self, code: str) -> None:
-        assert self.process.stdin
-        self.process.stdin.write(json.dumps(code) + "\n")
+        self._commands.write(json.dumps(code) + "\n")
 
     def run(self, code: str) -> Any:
         """Run code. Return its result."""
@@ -151,17 +203,17 @@ class Worker:
 
     def end(self) -> tuple[int, str]:
         """Let the program end. Return its exit code and standard error."""
-        _, said = self.process.communicate(timeout=LIMIT)
-        return self.process.returncode, said
+        self._commands.close()
+        said = self._said.read()
+        self._code = self._programs.wait(self.pid)
+        return self._code, said
 
     def kill(self) -> tuple[int, str]:
-        self.process.kill()
+        os.kill(self.pid, signal.SIGKILL)
         return self.end()
 
     def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        for stream in (self.process.stdin, self.process.stderr, self._answers):
-            if stream:
-                stream.close()
+        if self._code is None:
+            self.kill()
+        self._answers.close()
+        self._said.close()

@@ -3,9 +3,9 @@
 from contextlib import closing
 
 import pytest
-from helpers.keep_agent import KeepAgent
+from helpers.keep_agent import KeepAgent, Programs
 
-from elasticrs._engine.inside.keep.layout import Answer, Head
+from elasticrs._engine.inside.keep.layout import Answer, Head, Slot, Why
 
 pytestmark = pytest.mark.torch
 
@@ -15,7 +15,7 @@ torch.manual_seed(3); random.seed(4); np.random.seed(5)
 net = torch.nn.Sequential(torch.nn.Linear(200, 200), torch.nn.BatchNorm1d(200), torch.nn.Linear(200, 1))
 optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-keep = Keep(net=net, optimizer=optimizer, scheduler=scheduler, every=EVERY)
+keep = Keep(net=net, optimizer=optimizer, scheduler=scheduler, every=EVERY, replicated=REPLICATED)
 def forward():
     noise = random.random() + np.random.rand()
     return (net(torch.randn(8, 200)) + noise).square().mean()
@@ -33,13 +33,19 @@ def picture():
 """
 
 
-def model(every=0):
-    return MODEL.replace("EVERY", str(every))
+def model(every=0, replicated="auto"):
+    return MODEL.replace("EVERY", str(every)).replace("REPLICATED", repr(replicated))
+
+
+@pytest.fixture(scope="module")
+def programs():
+    with closing(Programs()) as made:
+        yield made
 
 
 @pytest.fixture
-def agent():
-    with closing(KeepAgent()) as made:
+def agent(programs):
+    with closing(KeepAgent(programs)) as made:
         yield made
 
 
@@ -63,3 +69,299 @@ def test_state_that_is_copied_at_an_order_is_restored_exactly(agent):
         assert worker.run("keep.source") == [3, "memory", True, [], True, 0]
         assert worker.run("picture()") == expected
         assert "continues at step 3" in worker.kill()[1]
+
+
+def test_order_while_the_optimizer_writes_waits_for_the_end_of_the_step(agent):
+    agent.begin()
+    with agent.worker(preamble=model(replicated=True)) as worker:
+        for step in (1, 2):
+            worker.run(f"train({step})")
+        name = agent.joined()
+        worker.run("train(3, end=False)")
+        assert agent.order(name) == Answer.CHANGING
+        assert step_of(agent) is None
+        worker.run("import threading; t = threading.Timer(0.2, keep.step, (3,)); t.start()")
+        assert agent.order(name) == Answer.KEPT
+        assert step_of(agent) == 3
+        # The training goes on after an order that turns out to be needless.
+        worker.run("train(4); train(5)")
+        assert agent.order(name) == Answer.KEPT
+        assert step_of(agent) == 5
+        assert worker.end() == (0, "")
+        assert agent.notice() == ["keep", "left"]
+
+
+def step_of(agent, rank=0):
+    """Return the newest step of which there is a complete copy."""
+    with closing(agent.file(rank)) as file:
+        return max(
+            (each.complete_step for each in file.slots if each.complete_step is not None), default=None
+        )
+
+
+def test_own_exception_keeps_the_last_step_but_none_that_the_optimizer_is_changing(agent):
+    agent.begin()
+    with agent.worker(preamble=model()) as worker:
+        for step in (1, 2, 3):
+            worker.run(f"train({step})")
+        agent.joined()
+        worker.send("1 / 0")
+        code, said = worker.end()
+        assert code == 1
+        assert said.count("ZeroDivisionError") == 1
+    assert step_of(agent) == 3
+    with closing(agent.file()) as file:
+        assert [each.words[Slot.WHY] for each in file.slots if each.complete_step == 3] == [Why.AT_DEATH]
+
+    agent.begin(step=3)
+    with agent.worker(preamble=model()) as worker:
+        worker.run("keep.restore()")
+        worker.run("train(4); train(5, end=False)")
+        worker.send("1 / 0")
+        assert worker.end()[0] == 1
+    assert step_of(agent) == 3  # Step 4 was not copied when the optimizer began with step 5.
+
+
+def test_periodic_copies_alternate_between_the_slots_and_the_survivors_copy_replaces_the_older(agent):
+    agent.begin()
+    with agent.worker(preamble=model(every=2)) as worker:
+        for step in range(1, 8):
+            worker.run(f"train({step})")
+        name = agent.joined()
+        with closing(agent.file()) as file:
+            assert {each.complete_step for each in file.slots} == {4, 6}
+            assert file.words[Head.COPIES] == 3
+            assert agent.order(name) == Answer.KEPT
+            assert {each.complete_step for each in file.slots} == {6, 7}
+            assert file.words[Head.FAILED_COPIES] == 0
+    agent.begin(step=6)  # The plan may name an older step, and then the agent drops the newer ones.
+    with agent.worker(preamble=model(every=2)) as worker:
+        assert worker.run("keep.restore()") == 6
+        assert worker.run("keep.source.at_death") is False
+        worker.run("train(7)")
+        agent.joined()
+        worker.run("train(8)")
+        worker.end()
+    with closing(agent.file()) as file:
+        assert {each.complete_step for each in file.slots} == {6, 8}
+
+
+def test_rank_that_died_in_the_optimizer_goes_on_with_its_own_random_numbers(programs):
+    with closing(KeepAgent(programs, 2)) as agent:
+        agent.begin()
+        start = model(replicated=True) + "torch.manual_seed(int(os.environ['RANK']))\n"
+        with agent.worker(0, start) as survivor, agent.worker(1, start) as dead:
+            for step in (1, 2):
+                survivor.run(f"train({step})")
+                dead.run(f"train({step})")
+            names = [agent.joined() for _ in range(2)]
+            dead.run("train(3, end=False)")
+            own = dead.run("torch.get_rng_state().tolist()")
+            dead.kill()
+            survivor.run("train(3)")
+            expected = survivor.run("picture()")
+            for name in names:
+                try:
+                    assert agent.order(name) == Answer.KEPT
+                except ConnectionRefusedError:
+                    continue
+            assert step_of(agent) == 3
+        agent.begin(step=3, holder=0)
+        with agent.worker(1, model()) as dead:
+            assert dead.run("keep.restore()") == 3
+            assert dead.run("keep.source.exact") is True
+            assert dead.run("torch.get_rng_state().tolist()") == own
+            # The optimizer, the scheduler and the values are those of the end of the step.
+            assert dead.run("picture()[1:3] + picture()[-1:]") == expected[1:3] + expected[-1:]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_damaged_copy_is_not_restored(programs, world):
+    with closing(KeepAgent(programs, world)) as agent:
+        agent.begin()
+        with agent.worker(preamble=model()) as worker:
+            worker.run("train(1)")
+            assert agent.order(agent.joined()) == Answer.KEPT
+            worker.kill()
+        with closing(agent.file()) as file:
+            (slot,) = [each for each in file.slots if each.complete_step is not None]
+            slot.map[slot.words[Slot.DATA_AT] + 1000] ^= 1
+        agent.begin(step=1)
+        with agent.worker(preamble=model()) as worker:
+            if world == 1:
+                assert worker.run("keep.restore(default=9)") == 9
+            else:
+                # The other ranks go on from their copies, so this one must not begin anew.
+                worker.send("keep.restore()")
+            code, said = worker.end()
+        assert code == world - 1
+        assert "its checksum is wrong" in said
+        assert step_of(agent) is None
+
+
+CHANGES = {
+    "net = torch.nn.Sequential(torch.nn.Linear(200, 3))": "only the kept state has the tensors net.1.",
+    "net[2] = torch.nn.Linear(200, 2)": "net.2.weight is (2, 200)",
+    "net.double()": "torch.float64",
+    "scheduler = torch.nn.Linear(1, 1)": "lacks the tensors scheduler.bias",
+    "optimizer.add_param_group({'params': [torch.zeros(1, requires_grad=True)]})": "optimizer has [6, 1]",
+    "scheduler.load_state_dict = None": "scheduler does not load",
+}
+
+
+def test_changed_objects_are_left_as_they_are(agent):
+    agent.begin()
+    with agent.worker(preamble=model()) as worker:
+        worker.run("train(1)")
+        assert agent.order(agent.joined()) == Answer.KEPT
+        worker.kill()
+    agent.begin(step=1)
+    before, _, after = model().partition("keep = ")
+    construct = "keep = " + after.partition("\n")[0]
+    with agent.worker(preamble="from elasticrs._engine.inside.keep import keeper") as worker:
+        for change in CHANGES:
+            worker.run(f"{before}{change}\n{construct}")
+            worker.run("def picture(): return str((net.state_dict(), optimizer.state_dict()))")
+            start = worker.run("picture()")
+            assert worker.run("keep.restore(default=77)") == 77
+            assert worker.run("keep.source") is None
+            assert worker.run("picture()") == start
+            worker.run("keeper.close()")
+        _, said = worker.end()
+    lines = [line for line in said.splitlines() if "step 1 is not restored" in line]
+    assert len(lines) == len(CHANGES)
+    for line, part in zip(lines, CHANGES.values(), strict=True):
+        assert part in line
+
+
+OTHERS = {
+    "lbfgs": """
+torch.manual_seed(1)
+net = torch.nn.Linear(3, 1)
+optimizer = torch.optim.LBFGS(net.parameters(), max_iter=3)
+keep = Keep(net=net, optimizer=optimizer)
+def train(step):
+    def closure():
+        optimizer.zero_grad(); loss = net(torch.randn(8, 3)).square().mean(); loss.backward()
+        return loss
+    optimizer.step(closure); keep.step(step)
+""",
+    "tied, frozen, empty and huge, in other types": """
+torch.manual_seed(1)
+net = torch.nn.Module()
+net.a, net.b = (torch.nn.Linear(300, 300, dtype=torch.bfloat16) for _ in range(2))
+net.b.weight = net.a.weight
+net.empty = torch.nn.Parameter(torch.zeros(0, 3))
+net.frozen = torch.nn.Parameter(torch.rand(4), requires_grad=False)
+net.register_buffer("scale", torch.tensor(1 + 2j)); net.register_buffer("replaced", torch.zeros(3))
+net.last = torch.nn.Linear(300, 300)
+optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+keep = Keep(net=net, optimizer=optimizer)
+def train(step):
+    optimizer.zero_grad()
+    x = net.b(net.a(torch.randn(8, 300, dtype=torch.bfloat16)))
+    net.last(x.float()).square().mean().backward()
+    net.replaced = net.replaced + torch.rand(3)
+    optimizer.step(); keep.step(step)
+""",
+    "two optimizers, and an object with an own state": """
+import collections, numpy as np
+torch.manual_seed(1)
+class Loader:
+    def __init__(self): self.at, self.big = 0, torch.zeros(100_000)
+    def state_dict(self):
+        order = collections.OrderedDict(a=np.arange(self.at))
+        return {"at": np.int64(self.at), "big": self.big, 3: [b"x", (None, 2.5)], "order": order}
+    def load_state_dict(self, state): self.at, self.big, self.seen = int(state["at"]), state["big"], state
+net, other = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
+optimizer = torch.optim.RMSprop(net.parameters())
+second = torch.optim.AdamW(other.parameters(), amsgrad=True, fused=True)
+loader = Loader()
+keep = Keep(net=net, other=other, optimizer=optimizer, second=second, loader=loader)
+def train(step):
+    for each, o in ((net, optimizer), (other, second)):
+        o.zero_grad(); each(torch.randn(4, 3)).square().mean().backward(); o.step()
+    loader.at += 3; loader.big = loader.big + step; keep.step(step)
+""",
+}
+
+
+@pytest.mark.parametrize("program", OTHERS.values(), ids=OTHERS)
+def test_program_goes_on_as_if_it_had_not_been_stopped(agent, program):
+    picture = """
+import hashlib, io
+def picture():
+    objects = [each for name, each in sorted(globals().items()) if hasattr(each, "load_state_dict")]
+    states = [each.state_dict() for each in objects if not isinstance(each, type)]
+    file = io.BytesIO(); torch.save(states, file); return hashlib.sha256(file.getvalue()).hexdigest()
+"""
+    agent.begin()
+    with agent.worker(preamble=program + picture) as worker:
+        worker.run("train(1); train(2)")
+        assert agent.order(agent.joined()) == Answer.KEPT
+        worker.run("train(3); train(4)")
+        expected = worker.run("picture()")
+        assert worker.kill()[1] == ""
+    agent.begin(step=2)
+    with agent.worker(preamble=program + picture) as worker:
+        assert worker.run("keep.restore()") == 2
+        worker.run("train(3); train(4)")
+        assert worker.run("picture()") == expected
+
+
+OFF = {
+    "MiB": (["train(1); train(2)"], {"memory": 100_000}),
+    "no need": (["train(1); train(2)"], {"off": "there is no need"}),
+    "Colour": (
+        ["import enum", "class Colour(enum.Enum): RED = 1", "keep.values['a'] = Colour.RED", "train(1)"],
+        {},
+    ),
+    "cannot be copied": (
+        ["net.register_buffer('s', torch.eye(300).to_sparse())", "train(1)", "train(2)"],
+        {},
+    ),
+    "another Keep": (["train(1)", "Keep(net=net)", "train(2)"], {}),
+    "not visible": ([], {}),
+}
+
+
+@pytest.mark.parametrize("said", OFF)
+def test_what_cannot_be_kept_is_said_once(agent, said):
+    lines, plan = OFF[said]
+    agent.begin(**plan)
+    if said == "not visible":
+        agent.files.places[0] = f"1{agent.files.places[0]}"
+    with agent.worker(preamble=model()) as worker:
+        for line in lines:
+            worker.run(line)
+        worker.run("train(11); train(12)")
+        code, told = worker.end()
+    assert code == 0
+    assert told.count("\n") == 1
+    assert said in told
+
+
+def test_large_buffer_that_forward_changes_turns_copies_at_death_off(agent):
+    agent.begin()
+    queue = """
+net.register_buffer("queue", torch.zeros(30_000))
+net.forward = lambda x, plain=net.forward: (net.queue.add_(1), plain(x))[1]
+"""
+    with agent.worker(preamble=model(every=3, replicated=True) + queue) as worker:
+        worker.run("train(1); train(2)")
+        name = agent.joined()
+        worker.run("forward()")
+        agent.send(name)
+        assert [agent.notice(), agent.notice()] == [["keep", "left"], ["keep", "answered"]]
+        with closing(agent.file()) as file:
+            assert file.words[Head.ANSWER] == Answer.TENSOR_CHANGED
+        worker.run("train(3)")
+        code, said = worker.end()
+    assert code == 0
+    assert said.count("\n") == 1
+    assert "net.queue" in said
+    assert step_of(agent) == 3
+    agent.begin(step=3)
+    with agent.worker(preamble=model(every=3) + queue) as worker:
+        assert worker.run("keep.restore()") == 3
+        assert worker.run("int(net.queue[0])") >= 3

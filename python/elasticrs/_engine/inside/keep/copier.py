@@ -23,6 +23,7 @@ from elasticrs._engine.inside.keep.trees import spell
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from mmap import mmap
 
     from elasticrs._engine.inside.keep.file import KeepFile, SlotRegion
     from elasticrs._engine.inside.keep.state import Boundary, Parts
@@ -103,6 +104,7 @@ class Copier:
         self._is_copied.set()
         self._own_copy = threading.Event()
         self._targets: dict[int, _Target] = {}
+        self._touched: dict[int, mmap | None] = {}
         self._last: int | None = None
         self._check_step: int | None = None
         self._told_pace = _LEAST_PACE_MS
@@ -359,27 +361,25 @@ class Copier:
         target = self._targets[number] = _Target(slot, parts, data_at)
         words = slot.words
         assert words is not None
-        if (words[Slot.LAYOUT], words[Slot.DATA_AT]) == (parts.layout, data_at):
-            target.data[
-                :: layout.PAGE
-            ].sum()  # Let the kernel map the pages, which an earlier attempt has made.
-        else:
+        if (words[Slot.LAYOUT], words[Slot.DATA_AT]) != (parts.layout, data_at):
             slot.drop()
             # The gaps between tensors count in the digest, which must be the same for equal states.
             target.data.zero_()
         return target
 
     def _reserve(self) -> None:
-        """Prepare the slots for copies, except one that holds the newest state."""
+        """Prepare the slots, so that the next copies do not wait for memory. Keep what is in them."""
         boundary = self._boundary
-        if boundary is None:
+        if boundary is None or self.is_off:
             return
         try:
-            index, first = boundary.index(), self._free_slot()
-            self._target(first, boundary.parts, index)
-            other = (first + 1) % layout.SLOTS
-            if self._file.slots[other].complete_step is None:
-                self._target(other, boundary.parts, index)
+            for number, slot in enumerate(self._file.slots):
+                if slot.complete_step is None:
+                    self._target(number, boundary.parts, boundary.index())
+                elif slot.map is not None and slot.map is not self._touched.get(number):
+                    # Let the kernel map the pages, which an earlier attempt has made.
+                    torch.frombuffer(slot.map, dtype=torch.uint8)[:: layout.PAGE].sum()
+                self._touched[number] = slot.map
         except OSError as error:
             self.turn_off(f"there is not enough memory ({error.strerror})")
         except OffError as error:

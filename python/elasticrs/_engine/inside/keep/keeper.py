@@ -100,11 +100,11 @@ def peek() -> Peeked | None:
 class Restored:
     """What :meth:`Keeper.restore` has loaded. ``from_rank`` made the copy of the large state."""
 
-    def __init__(self, plan: Mapping[str, Any], *, is_exact: bool) -> None:
+    def __init__(self, plan: Mapping[str, Any], *, is_exact: bool, at_death: bool) -> None:
         self.step: int = plan["step"]
         self.exact = is_exact
         self.behind: list[int] = plan["behind"]
-        self.at_death: bool = plan["at_death"]
+        self.at_death = at_death
         self.from_rank: int = plan["large"]["rank"]
 
 
@@ -203,7 +203,7 @@ class Keeper:
                 raise RuntimeError(f"elasticrs: keep: {text}. The next attempt goes on without it") from error
             say(f"{text}. Nothing is restored")
             return None
-        found = Restored(plan, is_exact=plan["exact"] and small is not None)
+        found = Restored(plan, is_exact=plan["exact"] and small is not None, at_death=kept.is_at_death)
         how = "at death" if found.at_death else "in a periodic copy"
         lost = f"{plan['lost']} step{'s' if plan['lost'] != 1 else ''} lost"
         text = (

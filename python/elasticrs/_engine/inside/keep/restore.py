@@ -135,7 +135,7 @@ def common_objects(objects: Mapping[str, Any]) -> set[str]:
 
 
 def apply(collector: Collector, kept: Kept, small: dict[str, Any] | None, values: dict[str, Any]) -> None:
-    """Load a state into the objects of the program. If that fails, they are as before.
+    """Load a state into the objects of the program. If that fails, those that were loaded are as before.
 
     ``small`` is this rank's small state. Without it, the rank takes the state of the rank that made the copy,
     except the random numbers.
@@ -158,8 +158,9 @@ def apply(collector: Collector, kept: Kept, small: dict[str, Any] | None, values
     done: list[tuple[Any, Any]] = []
     try:
         for name, each, loaded in loads:  # noqa: B007 -- named in the error
-            done.append((each, each.state_dict()))
+            before = each.state_dict()
             each.load_state_dict(loaded)
+            done.append((each, before))
     except Exception as error:
         for each, before in reversed(done):
             each.load_state_dict(before)
