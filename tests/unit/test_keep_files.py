@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from elasticrs._engine.inside.keep import layout
 from elasticrs._engine.inside.keep.layout import Answer, Head, Mode, Slot, SlotState, Why
+from elasticrs._engine.workers import plan
 from elasticrs._engine.workers.keep_choice import Holding, KeptSlot
 from elasticrs._engine.workers.keep_files import MAX_RECORD, KeepFiles
 
@@ -69,6 +70,10 @@ def holding(files):
     return files.holding(1, 4, 8)
 
 
+def test_agent_and_worker_use_the_same_variable():
+    assert plan.KEEP == layout.VARIABLE
+
+
 def test_a_file_without_a_worker_holds_nothing(files):
     assert holding(files) == Holding(has_joined=False)
     assert not files.has_joined(1)
@@ -124,9 +129,9 @@ def test_a_new_attempt_gets_a_plan_and_no_copy_of_an_abandoned_step(files, worke
     worker.put(0, dict.fromkeys(range(Head.PID, Head.COUNT), 5) | dict(enumerate(TABLE, Head.TABLE)))
     worker.keep(FIRST, 12)
     worker.keep(SECOND, 10)
-    plan = {"step": None, "why": 'a "quoted" \\ text\n', "grace": 1.5, "files": ["a"], "large": {"slot": 1}}
-    files.begin(1, plan, 11)
-    assert worker.plan == {**plan, "why": 'a "quoted" \\ text?'}
+    wanted = {"step": None, "why": 'a "quoted" \\ text\n', "grace": 1.5, "files": ["a"], "large": {"slot": 1}}
+    files.begin(1, wanted, 11)
+    assert worker.plan == {**wanted, "why": 'a "quoted" \\ text?'}
     assert holding(files) == Holding((KeptSlot(1, 10),), has_joined=False)
     head = worker.words(0, Head.COUNT)
     assert not any(head[Head.PID : Head.CHECK_DIGEST + 1])
@@ -140,10 +145,10 @@ texts = st.text(st.characters(exclude_categories=("C", "Z")))
 
 
 @given(st.dictionaries(texts, scalars | texts | st.lists(st.integers()) | st.dictionaries(texts, scalars)))
-def test_a_plan_is_json(plan):
+def test_a_plan_is_json(wanted):
     with closing(KeepFiles(1)) as files, closing(Worker(files.places[0])) as worker:
-        files.begin(0, plan, None)
-        assert worker.plan == plan
+        files.begin(0, wanted, None)
+        assert worker.plan == wanted
 
 
 def test_a_plan_that_is_too_long_is_refused(files):

@@ -10,7 +10,6 @@ import _socket
 import errno
 import os
 
-from elasticrs._engine.inside.keep.layout import VARIABLE as KEEP
 from elasticrs._engine.job.value import Record, Value, fresh
 
 TYPE_CHECKING = False
@@ -26,6 +25,10 @@ if TYPE_CHECKING:
 TOKEN_VARIABLE = "ELASTICRS_TOKEN"
 """Environment variable with the token, a secret that a job's agents share, unless a setting has it."""
 
+KEEP = "ELASTICRS_KEEP"
+"""Environment variable with the place of the worker's file for kept state. The module that describes the file
+has the same constant, but is imported later, while the first nursery starts.
+"""
 KEEP_FRAMEWORKS = "ELASTICRS_KEEP_FRAMEWORKS"
 """Environment variable that tells the hook in the workers to keep the state of frameworks (``--keep``)."""
 

@@ -17,7 +17,6 @@ from elasticrs._engine.process.background_call import FileAccess
 from elasticrs._engine.process.console import END_PATIENCE, Console
 from elasticrs._engine.process.signals import StopRequests, suspend
 from elasticrs._engine.supervise.attempts import state_machine as machine
-from elasticrs._engine.supervise.run.keeping import Keeping
 from elasticrs._engine.supervise.run.tracker import AttemptTracker
 
 TYPE_CHECKING = False
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.supervise.decide.decisions import Decisions
     from elasticrs._engine.supervise.observe.observer import Observer
     from elasticrs._engine.supervise.run.checkpoint_requests import CheckpointRequests
+    from elasticrs._engine.supervise.run.keeping import Keeping
     from elasticrs._engine.supervise.run.worker_states import Sleepers
     from elasticrs._engine.supervise.run.workers import Workers
 
@@ -115,6 +115,9 @@ class Agent:
                 self._tracker.open(None if self._signals is None else self._signals.fd)
                 self._decisions.open(self._tracker.supervisor)
                 self._open_checkpoints()
+                # Import this here, while the nursery is starting, so that it does not delay the workers.
+                from elasticrs._engine.supervise.run.keeping import Keeping
+
                 self._keeping = Keeping(self._job, self._console.say)
                 self._drive()
         finally:

@@ -11,12 +11,11 @@ from functools import partial
 
 from elasticrs import _core
 from elasticrs._engine.failures.files import error_file_of, fault_file, flight_dumps, hang_file
-from elasticrs._engine.inside.keep.layout import VARIABLE as KEEP
 from elasticrs._engine.job.config import UsageError, hang_limits
 from elasticrs._engine.job.value import Value
 from elasticrs._engine.process.console import wants_colour
 from elasticrs._engine.workers.logs import LogPaths, coloured, line_prefixes
-from elasticrs._engine.workers.plan import virtual_local_rank, warm_environment, worker_env
+from elasticrs._engine.workers.plan import KEEP, virtual_local_rank, warm_environment, worker_env
 from elasticrs._engine.workers.process import console_stream, follower_of, process_spec
 
 TYPE_CHECKING = False
