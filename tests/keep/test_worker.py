@@ -80,7 +80,7 @@ def test_order_while_the_optimizer_writes_waits_for_the_end_of_the_step(agent):
         worker.run("train(3, end=False)")
         assert agent.order(name) == Answer.CHANGING
         assert step_of(agent) is None
-        worker.run("import threading; t = threading.Timer(0.2, keep.step, (3,)); t.start()")
+        worker.run("import threading; t = threading.Timer(0.05, keep.step, (3,)); t.start()")
         assert agent.order(name) == Answer.KEPT
         assert step_of(agent) == 3
         # The training goes on after an order that turns out to be needless.
@@ -365,3 +365,16 @@ net.forward = lambda x, plain=net.forward: (net.queue.add_(1), plain(x))[1]
     with agent.worker(preamble=model(every=3) + queue) as worker:
         assert worker.run("keep.restore()") == 3
         assert worker.run("int(net.queue[0])") >= 3
+
+
+def test_rank_that_is_behind_another_copies_the_step_that_it_is_about_to_end(programs):
+    with closing(KeepAgent(programs, 2)) as agent:
+        agent.begin()
+        with agent.worker(0, model(replicated=True)) as slow, agent.worker(1, model(replicated=True)) as fast:
+            slow.run("train(1); train(2)")
+            name = agent.joined()
+            fast.run("train(1); train(2); train(3)")
+            agent.joined()
+            slow.run("import threading; t = threading.Timer(0.05, train, (3,)); t.start()")
+            assert agent.order(name) == Answer.KEPT
+            assert step_of(agent) == 3

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mmap import mmap
 
     from elasticrs._engine.inside.keep.file import KeepFile, SlotRegion
+    from elasticrs._engine.inside.keep.schedule import Schedule
     from elasticrs._engine.inside.keep.state import Boundary, Parts
 
 _ORDER = b"keep"
@@ -35,8 +36,8 @@ _RESERVE, _PERIODIC, _OWN, _END = b"reserve", b"periodic", b"own", b"end"
 """Datagrams of this process: reserve memory, copy the state, copy it after an exception, end the thread."""
 
 _CREDENTIALS = socket.CMSG_SPACE(12)
-_PATIENCE = 1.0
-"""Seconds for which an order waits for the end of a step whose optimizer is writing."""
+_PATIENCE = 0.3
+"""Minimum seconds for which an order waits for the end of a step. Steps whose end takes longer get more."""
 
 _LIMIT = 300.0
 """Seconds after which the training no longer waits for a copy."""
@@ -79,7 +80,7 @@ class Copier:
         facts: words of the head of each slot that stay the same.
         budget: bytes that the slots may take together.
         notices: abstract name of the agent's socket.
-        is_replicated: returns true if each rank has the whole state, as far as is known.
+        ranks: knows what other ranks have told.
         say: tells the user something.
     """
 
@@ -89,16 +90,18 @@ class Copier:
         facts: dict[int, int],
         budget: int,
         notices: str,
-        is_replicated: Callable[[], bool],
+        ranks: Schedule,
         say: Callable[[str], None],
     ) -> None:
         self._file, self._facts, self._budget = file, facts, budget
-        self._notices, self._is_replicated, self._say = notices, is_replicated, say
+        self._notices, self._ranks, self._say = notices, ranks, say
         self._live = threading.Lock()
         """Held while the tensors of the program are read, or while it says that they change."""
         self._ended = threading.Condition(self._live)
         self._boundary: Boundary | None = None
         self._is_changing = True
+        self._changed_ns = self._change_ns = 0
+        """Time of the last change, 0 after the end of its step, and how long the last change took."""
         self._is_copied = threading.Event()
         """Set while no periodic copy reads the tensors of the program."""
         self._is_copied.set()
@@ -137,6 +140,7 @@ class Copier:
         self._wait_for_copy()
         with self._live:
             self._is_changing = True
+        self._changed_ns = monotonic_ns()
 
     def end_step(self, boundary: Boundary, *, is_due: bool, is_check: bool) -> None:
         """Say that the state is now ``boundary``, and begin a copy if it is due."""
@@ -144,6 +148,8 @@ class Copier:
         if self.is_off:
             return
         is_first = self._boundary is None
+        if self._changed_ns:
+            self._change_ns, self._changed_ns = monotonic_ns() - self._changed_ns, 0
         with self._live:
             self._boundary, self._is_changing = boundary, False
             self._ended.notify_all()
@@ -232,7 +238,8 @@ class Copier:
             self.turn_off(f"the socket for the agent's orders is lost ({error.strerror})")
 
     def _obey(self) -> None:
-        self._file.words[Head.ANSWER] = self._try_copy(Why.AT_DEATH, _PATIENCE)
+        patience = max(_PATIENCE, 1.5 * self._change_ns / 1e9)
+        self._file.words[Head.ANSWER] = self._try_copy(Why.AT_DEATH, patience)
         self._notify(b"keep answered")
 
     def _serve(self, message: bytes) -> None:
@@ -270,7 +277,7 @@ class Copier:
         words = self._file.words
         with self._live:
             if patience and self._boundary is not None:
-                self._ended.wait_for(lambda: not self._is_changing, patience)
+                self._ended.wait_for(lambda: not self._is_ending_step(), patience)
             boundary = self._boundary
             if boundary is None or self.is_off or (why == Why.AT_DEATH and self.is_blind):
                 return Answer.NOTHING
@@ -318,6 +325,11 @@ class Copier:
         words[Head.LAST_BYTES], words[Head.LAST_NS] = parts.size, monotonic_ns() - begun
         return Answer.KEPT
 
+    def _is_ending_step(self) -> bool:
+        """Return true if a step is about to end: the optimizer writes, or another rank has ended the step."""
+        boundary = self._boundary
+        return self._is_changing or (boundary is not None and boundary.step < self._ranks.newest_ended())
+
     def _has_changed(self, boundary: Boundary) -> bool:
         path = boundary.parts.changed(boundary.versions)
         if path is not None:
@@ -345,7 +357,7 @@ class Copier:
         newest = max(
             (found for slot in self._file.slots if (found := slot.complete_step) is not None), default=None
         )
-        return newest is not None and step < newest + 2 and not self._is_replicated()
+        return newest is not None and step < newest + 2 and not self._ranks.is_replicated()
 
     def _target(self, number: int, parts: Parts, index: bytes) -> _Target:
         target = self._targets.get(number)
@@ -392,7 +404,7 @@ class Copier:
         if self.is_blind or self.is_off or boundary is None:
             return
         expected = words[Head.LAST_NS] // 1_000_000 or boundary.parts.size * 1000 // _PACE
-        pace = max(_LEAST_PACE_MS, expected)
+        pace = max(_LEAST_PACE_MS, expected + self._change_ns // 1_000_000)
         if not self._is_joined or not self._told_pace / 1.5 <= pace <= self._told_pace * 1.5:
             self._told_pace, self._is_joined = pace, True
             self._notify(b"keep joined %s %d" % (self._name[1:].hex().encode(), pace))

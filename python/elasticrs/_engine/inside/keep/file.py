@@ -6,6 +6,7 @@ import json
 import os
 import zlib
 from fcntl import F_ADD_SEALS, F_SEAL_SHRINK, fcntl
+from functools import cached_property
 from mmap import ACCESS_COPY, MADV_REMOVE, mmap
 from time import time_ns
 
@@ -46,16 +47,23 @@ class KeepFile:
             os.close(descriptor)
         self.words = memoryview(self._head).cast("Q")
 
-        self.ring = Ring(self)
-        self.slots = [SlotRegion(self, number) for number in range(layout.SLOTS)]
+    @cached_property
+    def ring(self) -> Ring:
+        """The latest records of small state."""
+        return Ring(self)
+
+    @cached_property
+    def slots(self) -> list[SlotRegion]:
+        """The slots."""
+        return [SlotRegion(self, number) for number in range(layout.SLOTS)]
 
     def close(self) -> None:
         """Remove the mappings. The file must not be used any more."""
         self.words.release()
         self._head.close()
-        self.ring.close()
-        for slot in self.slots:
-            slot.close()
+        used = vars(self)
+        for region in (*used.pop("slots", ()), *([used.pop("ring")] if "ring" in used else ())):
+            region.close()
 
     def _open(self) -> int:
         # Open the file each time, because the program may close descriptors that it does not know.

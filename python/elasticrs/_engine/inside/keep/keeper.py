@@ -94,7 +94,7 @@ def peek() -> Peeked | None:
         kept = restore.Kept(KeepFile(large["file"]), large["slot"], plan["step"], large["sequence"])
     except (OffError, restore.DamagedError):
         return None  # `restore` says why.
-    return Peeked(kept.step, plan["exact"], trees.decode(kept.small)["objects"])
+    return Peeked(kept.step, plan["exact"], {**trees.decode(kept.small)["objects"], **kept.common})
 
 
 class Restored:
@@ -135,17 +135,14 @@ class Keeper:
         rank, attempt = int(os.environ["RANK"]), self._plan["attempt"]
         self._file.join(rank, self._world, attempt, mode)
         self._collector, self._values = Collector(objects, values), values
-        self._common = restore.common_objects(objects)
         self._schedule = Schedule(self._file.words, self._plan.get("files", []), rank, every, mode)
         facts = {Slot.RANK: rank, Slot.WORLD: self._world, Slot.ATTEMPT: attempt}
         notices = os.environ.get("ELASTICRS_NOTICES", "")
-        self._copier = Copier(
-            self._file, facts, self._plan["memory"], notices, self._schedule.is_replicated, say
-        )
+        self._copier = Copier(self._file, facts, self._plan["memory"], notices, self._schedule, say)
         self._at: int | None = None
         self._stride = 1
         self._boundary: Boundary | None = None
-        self._has_signalled = False
+        self._changes = self._usual_changes = 0
         self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
         self._previous = sys.excepthook
         sys.excepthook = self._excepthook
@@ -191,7 +188,7 @@ class Keeper:
         try:
             file = self._file if large["file"] == own else KeepFile(large["file"])
             kept = restore.Kept(file, large["slot"], step, large["sequence"])
-            small = restore.small_state(self._file, kept, plan.get("own"), self._common)
+            small = restore.small_state(self._file, kept, plan.get("own"))
             restore.apply(self._collector, kept, small, self._values)
         except restore.DifferentError as error:
             say(f"step {step} is not restored: {error}")
@@ -226,9 +223,11 @@ class Keeper:
         self._guarded(self._before_change)
 
     def _before_change(self) -> None:
-        self._has_signalled = True
+        self._changes += 1
         self._copier.change()
-        if self._at is not None and self._boundary is not None:
+        # If there were more changes in the last step, more random numbers are drawn before the last one.
+        is_last = self._changes >= self._usual_changes
+        if self._at is not None and self._boundary is not None and is_last:
             # The other ranks can end this step if this rank has sent its gradients. If it dies now, they are
             # a step ahead. Its random numbers and its position in the data are already those of that step.
             self._file.ring.put(self._at + self._stride, False, self._collector.small())
@@ -265,12 +264,13 @@ class Keeper:
             self._file.drop_from(step)
             if not boundary.parts.is_on_cpu:
                 self._copier.go_blind("the state is on a GPU")
-        elif not self._has_signalled and before.parts.changed(before.versions):
+        elif not self._changes and before.parts.changed(before.versions):
             self._copier.go_blind(
                 "the optimizer's step is not visible, unless keep.before_change() is called"
             )
         self._stride = step - self._at if self._at is not None and step > self._at else 1
-        self._at, self._boundary, self._has_signalled = step, boundary, False
+        self._at, self._boundary = step, boundary
+        self._usual_changes, self._changes = self._changes, 0
         self._file.ring.put(step, True, boundary.small)
         words = self._file.words
         words[Head.ENDED], words[Head.ENDED_AT] = step + 1, monotonic_ns()

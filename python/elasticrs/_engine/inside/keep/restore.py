@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from elasticrs._engine.inside.keep.state import Collector
     from elasticrs._engine.inside.keep.trees import Path
 
-_COMMON = ("torch.optim.lr_scheduler", "torch.amp.grad_scaler")
-"""Modules of torch with objects whose state is the same on all ranks."""
-
 
 class DamagedError(Exception):
     """The copy that the agent has chosen cannot be read. Other ranks may go on from their copies."""
@@ -50,12 +47,13 @@ class Kept:
             raise DamagedError("the copy has been overwritten")
         try:
             self._map, self._words, index = self._slot.read_only()
-            parts, groups, small = state.split_index(index)
+            parts, groups, self.small, common = state.split_index(index)
             self.skeletons, self.entries = trees.load(parts)
             self.groups: dict[str, list[dict[str, Any]]] = trees.decode(groups)
+            self.common: dict[str, Any] = trees.decode(common)
+            """States of the objects that are the same on all ranks, by their names."""
         except (ValueError, pickle.UnpicklingError, LookupError) as error:
             raise DamagedError(f"its index is damaged ({error})") from error
-        self.small = small
         self.is_at_death = self._words[Slot.WHY] == Why.AT_DEATH
 
     def tensors(self) -> dict[Path, torch.Tensor]:
@@ -78,18 +76,16 @@ class Kept:
         }
 
 
-def small_state(file: KeepFile, kept: Kept, own: int | None, common: set[str]) -> dict[str, Any] | None:
+def small_state(file: KeepFile, kept: Kept, own: int | None) -> dict[str, Any] | None:
     """Return this rank's small state at the step of ``kept``; ``None`` if this rank has none.
 
     A record that was written before the optimizer lacks what the program did after it. So parts that the
-    holder of the copy has as well are taken from the holder: those that were equal at the end of the step
-    before, and the objects in ``common``.
+    holder of the copy has as well are taken from the holder if they were equal at the end of the step before.
 
     Args:
         file: the file of this rank.
         kept: the copy of the large state.
         own: slot of this file that holds the step, too; ``None`` if there is none.
-        common: names of the objects whose state is the same on all ranks.
     """
     step = kept.step
     of_holder = _decoded(kept.small)
@@ -113,8 +109,7 @@ def small_state(file: KeepFile, kept: Kept, own: int | None, common: set[str]) -
     for section, parts in mine.items():
         for name in parts:
             was = [trees.encode(each.get(section, {}).get(name)) if each else b"" for each in before]
-            is_common = section == "objects" and name in common
-            if name in of_holder[section] and (is_common or (was[0] and was[0] == was[1])):
+            if name in of_holder[section] and was[0] and was[0] == was[1]:
                 parts[name] = of_holder[section][name]
     return mine
 
@@ -122,16 +117,6 @@ def small_state(file: KeepFile, kept: Kept, own: int | None, common: set[str]) -
 def _decoded(record: bytes) -> dict[str, Any]:
     small: dict[str, Any] = trees.decode(record)
     return small
-
-
-def common_objects(objects: Mapping[str, Any]) -> set[str]:
-    """Return the names of the objects whose state is the same on all ranks."""
-    return {
-        name
-        for name, each in objects.items()
-        if getattr(each, "keep_common", False)
-        or any(base.__module__ in _COMMON for base in type(each).__mro__)
-    }
 
 
 def apply(collector: Collector, kept: Kept, small: dict[str, Any] | None, values: dict[str, Any]) -> None:
@@ -145,9 +130,10 @@ def apply(collector: Collector, kept: Kept, small: dict[str, Any] | None, values
         DifferentError: the objects are not those of which the state was kept.
     """
     used = small or trees.decode(kept.small)
+    states = {**used["objects"], **kept.common}
     tensors = kept.tensors()
     live = _matched(collector, kept, used, tensors)
-    loads = [(name, each, _of_other(name, used, tensors)) for name, each in collector.others.items()]
+    loads = [(name, each, _of_other(name, states, tensors)) for name, each in collector.others.items()]
     loads += [
         (name, each, _of_optimizer(name, each, kept, tensors)) for name, each in collector.optimizers.items()
     ]
@@ -177,7 +163,7 @@ def _matched(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return the live tensors of the modules, each with the kept one. Check that the objects are the same."""
     skeletons, large, volatile = collector.layout()
-    _compare("objects", set(kept.skeletons) | set(small["objects"]), {*skeletons, *collector.others})
+    _compare("objects", {*kept.skeletons, *small["objects"], *kept.common}, {*skeletons, *collector.others})
     for name in collector.optimizers:
         kept_params, params = (
             [len(group) for group in each[name]["params"]] for each in (kept.skeletons, skeletons)
@@ -206,10 +192,10 @@ def _compare(what: str, kept: set[Any], now: set[Any]) -> None:
             raise DifferentError(f"{title} the {what} {', '.join(names[:3])}{more}")
 
 
-def _of_other(name: str, small: dict[str, Any], tensors: Mapping[Path, torch.Tensor]) -> Any:
+def _of_other(name: str, states: dict[str, Any], tensors: Mapping[Path, torch.Tensor]) -> Any:
     """Return the state of an object that is neither a module nor an optimizer."""
     own = {path[1:]: each.clone() for path, each in tensors.items() if path[0] == name}
-    return trees.put_together(small["objects"][name], own)
+    return trees.put_together(states[name], own)
 
 
 def _of_optimizer(

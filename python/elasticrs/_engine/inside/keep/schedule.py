@@ -102,6 +102,10 @@ class Schedule:
         checks = {(each[Head.CHECK_STEP], each[Head.CHECK_DIGEST]) for each in self._others()}
         return checks == {(self._words[Head.CHECK_STEP], self._words[Head.CHECK_DIGEST])}
 
+    def newest_ended(self) -> int:
+        """Return the newest step that a rank has ended; -1 if there is none."""
+        return max((each[Head.ENDED] for each in self._others()), default=0) - 1
+
     def close(self) -> None:
         """Remove the mappings of the other ranks' files."""
         for each in self._peers or ():

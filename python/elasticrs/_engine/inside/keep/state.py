@@ -21,7 +21,7 @@ from elasticrs._engine.inside.keep.file import OffError, round_up
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from typing import Any
 
     from elasticrs._engine.inside.keep.trees import Leaves, Path
@@ -34,6 +34,9 @@ _ALIGNMENT = 64
 
 _RECHECKED = 256
 """Number of steps after which the tensors of the state are looked up again in any case."""
+
+_COMMON = ("torch.optim.lr_scheduler", "torch.amp.grad_scaler")
+"""Modules of torch with objects whose state is the same on all ranks."""
 
 _version = attrgetter("_version")
 
@@ -83,16 +86,17 @@ class Parts:
 
 class Boundary:
     """The state at the end of a step. ``groups`` are the settings of the optimizers, such as learning rates,
-    and ``small`` is the encoded small state.
+    ``small`` is the encoded small state, and ``common`` that of the objects that are the same on all ranks.
     """
 
-    def __init__(self, step: int, parts: Parts, groups: dict[str, Any], small: bytes) -> None:
-        self.step, self.parts, self.groups, self.small = step, parts, groups, small
+    def __init__(self, step: int, parts: Parts, groups: dict[str, Any], small: bytes, common: bytes) -> None:
+        self.step, self.parts, self.groups = step, parts, groups
+        self.small, self.common = small, common
         self.versions = parts.versions()
 
     def index(self) -> bytes:
-        """Return what a slot holds beside the data of the tensors: three parts."""
-        return join_index([self.parts.facts, trees.encode(self.groups), self.small])
+        """Return what a slot holds beside the data of the tensors: four parts."""
+        return join_index([self.parts.facts, trees.encode(self.groups), self.small, self.common])
 
     def check(self) -> None:
         """Check that the state can be read again.
@@ -101,7 +105,7 @@ class Boundary:
             OffError: it holds objects of unknown types.
         """
         try:
-            for part in (self.parts.facts, trees.encode(self.groups), self.small):
+            for part in (self.parts.facts, trees.encode(self.groups), self.small, self.common):
                 trees.load(part) if part is self.parts.facts else trees.decode(part)
         except UnpicklingError as error:
             text = str(error).partition(". Please")[0].partition("\n")[0]
@@ -136,6 +140,8 @@ class Collector:
             for name, each in objects.items()
             if name not in self.modules and name not in self.optimizers
         }
+        self.common = {name for name, each in self.others.items() if _is_common(each)}
+        """Names of the objects whose state is the same on all ranks."""
         self._values = values
         self._skeletons: dict[str, Any] = {}
         self._large: Leaves = []
@@ -153,7 +159,7 @@ class Collector:
             OffError: there is a tensor that cannot be copied.
         """
         is_same = self._refresh()
-        states = self._states_of_others()
+        states = self._states(self.others)
         leaves: Leaves = []
         trees.take_apart(states, (), leaves)
         of_others = [(path, leaf) for path, leaf in leaves if is_large(leaf)]
@@ -165,11 +171,13 @@ class Collector:
             self._of_others = of_others
             self._parts = Parts(self._skeletons, self._large + of_others)
         groups = {name: _settings(optimizer) for name, optimizer in self.optimizers.items()}
-        return Boundary(step, self._parts, groups, self._small(states))
+        common = {name: states.pop(name) for name in self.common}
+        small = self._small(states)
+        return Boundary(step, self._parts, groups, small, trees.encode(common, is_large))
 
     def small(self) -> bytes:
         """Return the encoded small state of now."""
-        return self._small(self._states_of_others())
+        return self._small(self._states(self.others.keys() - self.common))
 
     def layout(self) -> tuple[dict[str, Any], Leaves, dict[Path, torch.Tensor]]:
         """Return the skeletons, large tensors and small buffers of the modules and optimizers as of now."""
@@ -177,8 +185,8 @@ class Collector:
         self._refresh()
         return self._skeletons, self._large, self._volatile
 
-    def _states_of_others(self) -> dict[str, Any]:
-        return {name: each.state_dict() for name, each in self.others.items()}
+    def _states(self, names: Iterable[str]) -> dict[str, Any]:
+        return {name: self.others[name].state_dict() for name in names}
 
     def _small(self, states: dict[str, Any]) -> bytes:
         state = {
@@ -263,6 +271,11 @@ def is_live(module: torch.nn.Module, state: Mapping[str, Any]) -> bool:
         for each in (*part._parameters.values(), *part._buffers.values())
     }
     return _is_plain(module) and all(id(each) in own for each in state.values())
+
+
+def _is_common(each: Any) -> bool:
+    is_of_torch = any(base.__module__ in _COMMON for base in type(each).__mro__)
+    return is_of_torch or getattr(each, "keep_common", False)
 
 
 def is_large(leaf: Any) -> bool:
