@@ -212,6 +212,21 @@ def test_the_status_page_and_the_report_tell_what_is_kept(launch, worker_script)
     assert kept in job.stderr
 
 
+PROGRESSES = """
+    join(ended=10 * min(attempt, 4))
+    if attempt < 7:
+        raise ValueError("again")
+"""
+
+
+def test_steps_of_workers_that_keep_their_state_are_progress(launch, worker_script):
+    script = worker_script(KEEPS + PROGRESSES)
+    job = launch("--max-restarts=9", script).exits(1)
+    assert "the same ValueError at worker.py" in job.stderr
+    assert "in step 40, 3 times without progress" in job.stderr
+    assert "6 of 9 restarts charged" in job.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

@@ -292,7 +292,12 @@ def evidence(attempt: Attempt, fatal_exit_codes: Collection[int]) -> Evidence:
 
 
 def _reached(attempt: Attempt) -> dict[str, Any]:
-    """Return the highest training step of any worker, and whether all workers count across restarts."""
+    """Return the highest training step of any worker, and whether all workers count across restarts. Steps
+    of workers that keep their state are counted so.
+    """
+    kept = None if attempt.plan.keep is None else attempt.plan.keep.standing()
+    if kept is not None and isinstance(step := kept["ended_step"], int):
+        return {"reached": step, "is_global": True}
     found = [(beat.step, beat.is_global) for beat in attempt.heartbeats if beat.step is not None]
     if not found:
         return {}
