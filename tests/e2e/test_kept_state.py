@@ -231,18 +231,9 @@ def test_steps_of_workers_that_keep_their_state_are_progress(launch, worker_scri
     ("options", "reason"),
     [
         (("--on-failure=replace",), "replace"),
-        (
-            (
-                "--nnodes=1:2",
-                "--rdzv-backend=c10d",
-                "--rdzv-endpoint=localhost:0",
-                "--rdzv-conf=last_call_timeout=0",
-            ),
-            "several nodes",
-        ),
         (("--keep-memory=0",), "--keep-memory"),
     ],
-    ids=["replace", "nodes", "no memory"],
+    ids=["replace", "no memory"],
 )
 def test_the_plan_says_why_nothing_can_be_kept(run, options, reason):
     _, plans = run("", *options, nproc=1)

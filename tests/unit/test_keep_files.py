@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticrs._engine.inside.keep import layout
+from elasticrs._engine.inside.keep.choice import Holding, KeptSlot
 from elasticrs._engine.inside.keep.layout import Answer, Head, Mode, Slot, SlotState, Why
 from elasticrs._engine.workers import plan
-from elasticrs._engine.workers.keep_choice import Holding, KeptSlot
 from elasticrs._engine.workers.keep_files import MAX_RECORD, KeepFiles
 
 RING, FIRST, SECOND = layout.REGIONS_AT, layout.REGIONS_AT + 4096, layout.REGIONS_AT + 4096 + 16384
@@ -135,7 +135,8 @@ def test_a_new_attempt_gets_a_plan_and_no_copy_of_an_abandoned_step(files, worke
     assert holding(files) == Holding((KeptSlot(1, 10),), has_joined=False)
     head = worker.words(0, Head.COUNT)
     assert not any(head[Head.PID : Head.CHECK_DIGEST + 1])
-    assert not any(head[Head.RESTORED :])
+    assert not any(head[Head.RESTORED : Head.ENDED_AT + 1])
+    assert not files.was_replicated(1)
     files.begin(1, {}, None)
     assert (holding(files).slots, worker.plan) == ((), {})
 

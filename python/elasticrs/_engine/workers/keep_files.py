@@ -16,12 +16,12 @@ from elasticrs._engine.inside.keep.layout import Head, Slot, SlotState
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from typing import TypeAlias
 
-    from elasticrs._engine.workers.keep_choice import Holding
+    from elasticrs._engine.inside.keep.choice import Holding
 
-    PlanValue: TypeAlias = "bool | int | float | str | list[int] | list[str] | dict[str, PlanValue] | None"
+    PlanValue: TypeAlias = "bool | int | float | str | Sequence[PlanValue] | Mapping[str, PlanValue] | None"
 
 MAX_RECORD = 64 << 20
 """Maximum bytes of a record of small state. The agent does not read longer ones: they count as missing."""
@@ -29,7 +29,7 @@ MAX_RECORD = 64 << 20
 _CHUNK = 1 << 20
 _CLEARED = ((Head.PID, Head.CHECK_DIGEST), (Head.RESTORED, Head.ENDED_AT))
 """First and last words of the head that belong to one attempt."""
-_MAX_STEP = 1 << 62
+ALL_STEPS = _MAX_STEP = 1 << 62
 
 
 class KeepFiles:
@@ -68,6 +68,10 @@ class KeepFiles:
             raise OSError(errno.EMSGSIZE, f"the plan of {len(text)} bytes is too long")
         os.pwrite(fd, layout.pack([len(text)]) + text, layout.PLAN_AT)
 
+    def was_replicated(self, local_rank: int) -> bool:
+        """Return true if the ranks of several nodes have agreed on a replicated copy in this job."""
+        return self._head(self._fds[local_rank])[Head.WAS_REPLICATED] == 1
+
     def has_joined(self, local_rank: int) -> bool:
         """Return true if a worker has used ``Keep`` in this attempt."""
         return bool(self._fds) and self._head(self._fds[local_rank])[Head.PID] != 0
@@ -95,7 +99,7 @@ class KeepFiles:
 
     def holding(self, local_rank: int, rank: int, world: int) -> Holding:
         """Return what a rank has kept. Call this after all processes of the attempt have exited."""
-        from elasticrs._engine.workers.keep_choice import Holding, KeptSlot
+        from elasticrs._engine.inside.keep.choice import Holding, KeptSlot
 
         fd = self._fds[local_rank]
         head = self._head(fd)
@@ -207,8 +211,8 @@ def _json(value: PlanValue | Mapping[str, PlanValue]) -> str:
         if not value.isprintable():
             shown = "".join(each if each.isprintable() else "?" for each in value)
         return '"' + shown.replace("\\", "\\\\").replace('"', '\\"') + '"'
-    if isinstance(value, list):
-        return f"[{', '.join(map(_json, value))}]"
     if isinstance(value, (bool, int, float)):
         return repr(value).lower()
+    if not isinstance(value, dict):
+        return f"[{', '.join(map(_json, value))}]"
     return "{" + ", ".join(f"{_json(name)}: {_json(each)}" for name, each in value.items()) + "}"

@@ -10,7 +10,7 @@ from time import monotonic_ns
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from elasticrs._engine.inside.keep import layout, restore, trees
+from elasticrs._engine.inside.keep import layout, nodes, restore, trees
 from elasticrs._engine.inside.keep.copier import Copier
 from elasticrs._engine.inside.keep.file import KeepFile, OffError
 from elasticrs._engine.inside.keep.layout import Head, Slot
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Any
 
+    from elasticrs._engine.inside.handover import Handover
     from elasticrs._engine.inside.keep.state import Boundary
 
 _EXIT_LIMIT = 10.0
@@ -52,6 +53,8 @@ def begin(objects: Mapping[str, Any], values: dict[str, Any], every: int | None,
         _active = Keeper(objects, values, every, mode)
     except OffError as error:
         say(f"off: {error}")
+        if nodes.is_job_of_several_nodes():
+            nodes.tell_off(str(error))
         return None
     # Keep must not end the training, whatever goes wrong.
     except Exception as error:
@@ -97,6 +100,12 @@ def peek() -> Peeked | None:
     return Peeked(kept.step, plan["exact"], {**trees.decode(kept.small)["objects"], **kept.common})
 
 
+def _places(plan: Mapping[str, Any]) -> list[str]:
+    """Return the files of all ranks; an empty list if some are on other nodes."""
+    places: list[str] = [] if nodes.is_job_of_several_nodes() else plan.get("files", [])
+    return places
+
+
 class Restored:
     """What :meth:`Keeper.restore` has loaded. ``from_rank`` made the copy of the large state."""
 
@@ -135,10 +144,11 @@ class Keeper:
         rank, attempt = int(os.environ["RANK"]), self._plan["attempt"]
         self._file.join(rank, self._world, attempt, mode)
         self._collector, self._values = Collector(objects, values), values
-        self._schedule = Schedule(self._file.words, self._plan.get("files", []), rank, every, mode)
+        self._schedule = Schedule(self._file.words, _places(self._plan), rank, every, mode)
         facts = {Slot.RANK: rank, Slot.WORLD: self._world, Slot.ATTEMPT: attempt}
         notices = os.environ.get("ELASTICRS_NOTICES", "")
         self._copier = Copier(self._file, facts, self._plan["memory"], notices, self._schedule, say)
+        self._handover: Handover | None = None
         self._at: int | None = None
         self._stride = 1
         self._boundary: Boundary | None = None
@@ -156,11 +166,18 @@ class Keeper:
         """Keep no further step. Wait for a copy that runs, but not for long."""
         if self.is_of_this_process() and not self.is_closed:
             self.is_closed = True
+            self._close_handover()
             self._hook.remove()
             self._copier.finish(_EXIT_LIMIT)
             atexit.unregister(self.close)
             if sys.excepthook == self._excepthook:
                 sys.excepthook = self._previous
+
+    def _close_handover(self) -> None:
+        """Serve this rank's copy no longer. All ranks have restored theirs when a step has ended."""
+        if self._handover is not None:
+            self._handover.close()
+            self._handover = None
 
     def restore(self) -> Restored | None:
         """Load the state that the agent has chosen. Return ``None`` if there is none.
@@ -168,9 +185,16 @@ class Keeper:
         Raises:
             RuntimeError: the chosen copy is damaged, while the other ranks may go on from theirs.
         """
-        plan = self._plan
         if _is_used or not self.is_of_this_process():
             return None
+        if "holdings" in self._plan:
+            try:
+                agreed = nodes.agree(self._plan, self._file, say)
+            except OffError as error:
+                self._copier.turn_off(str(error))
+                return None
+            self._plan, self._handover = agreed.plan, agreed.handover
+        plan = self._plan
         step: int | None = plan["step"]
         found = None if step is None else self._restore(plan, step)
         if step is None and plan["why"]:
@@ -260,6 +284,7 @@ class Keeper:
         global _is_used  # noqa: PLW0603 -- one for each process
         if before is None:
             _is_used = True
+            self._close_handover()
             boundary.check()
             self._file.drop_from(step)
             if not boundary.parts.is_on_cpu:

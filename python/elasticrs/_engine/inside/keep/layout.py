@@ -68,7 +68,9 @@ class Head:
     ATTEMPT = 23
     ENDED_AT = 24
     """Monotonic nanoseconds at which the last step ended."""
-    COUNT = 25
+    WAS_REPLICATED = 25
+    """1 if the ranks have agreed on a replicated copy in this job. No attempt clears it."""
+    COUNT = 26
 
 
 class Mode:

@@ -85,11 +85,11 @@ def small_state(file: KeepFile, kept: Kept, own: int | None) -> dict[str, Any] |
     Args:
         file: the file of this rank.
         kept: the copy of the large state.
-        own: slot of this file that holds the step, too; ``None`` if there is none.
+        own: slot of this file in which this rank itself has copied the step; ``None`` if there is none.
     """
     step = kept.step
     of_holder = _decoded(kept.small)
-    if kept.file is file:
+    if kept.file is file and own is not None:
         return of_holder
     records = file.ring.records()
     if (step, True) in records:
@@ -123,7 +123,7 @@ def apply(collector: Collector, kept: Kept, small: dict[str, Any] | None, values
     """Load a state into the objects of the program. If that fails, those that were loaded are as before.
 
     ``small`` is this rank's small state. Without it, the rank takes the state of the rank that made the copy,
-    except the random numbers.
+    but new random numbers.
 
     Raises:
         DamagedError: the data is not what was written.
@@ -156,6 +156,8 @@ def apply(collector: Collector, kept: Kept, small: dict[str, Any] | None, values
     values.update(used["values"])
     if small is not None:
         state.set_random_state(small["random"])
+    else:
+        state.renew_random_state(kept.step)
 
 
 def _matched(

@@ -312,6 +312,18 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
+def renew_random_state(step: int) -> None:
+    """Seed the generators of random numbers by their first seed and a step, because their state is lost.
+
+    If they began anew, the program would draw the numbers of its first steps again.
+    """
+    seed = (torch.initial_seed() + 1_000_003 * step) % (1 << 63)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % (1 << 32))
+
+
 def join_index(parts: list[bytes]) -> bytes:
     """Return the parts of a slot's index as one, each after its length, and behind their checksum."""
     joined = b"".join(piece for part in parts for piece in (layout.pack([len(part)]), part))

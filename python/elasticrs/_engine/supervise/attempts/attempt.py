@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from elasticrs._core import Heartbeat, WorkerExited, WorkerHung, WorkerReplaced
     from elasticrs._engine.gpus.xids import Xid
     from elasticrs._engine.hangs.culprits import Blame, Diagnosis
+    from elasticrs._engine.inside.keep.choice import Choice
     from elasticrs._engine.job.failure_cause import Cause
     from elasticrs._engine.job.restart_policy import RestartSettings
-    from elasticrs._engine.workers.keep_choice import Choice
     from elasticrs._engine.workers.node_page import Met
     from elasticrs._engine.workers.plan import Plan
 

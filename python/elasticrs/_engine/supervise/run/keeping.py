@@ -10,15 +10,15 @@ import os
 
 from elasticrs._engine.job.config import keep_memory
 from elasticrs._engine.supervise.attempts.evidence import memory_counters
-from elasticrs._engine.workers.keep_files import KeepFiles
+from elasticrs._engine.workers.keep_files import ALL_STEPS, KeepFiles
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from elasticrs._engine.inside.keep.choice import Choice, Holding, Loop
     from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.job.restart_policy import FailureHistory
-    from elasticrs._engine.workers.keep_choice import Choice, Holding, Loop
     from elasticrs._engine.workers.keep_files import PlanValue
     from elasticrs._engine.workers.plan import Plan
 
@@ -33,6 +33,10 @@ class Keeping:
         self._choice: Choice | None = None
         self._loop: Loop | None = None
         self._ranks: dict[int, int] = {}
+        self._world = 0
+        self._is_used = False
+        is_one_node = job.is_multi_node and job.rendezvous.max_nodes == 1
+        self._may_have_several_nodes = job.make_handler is not None or (job.is_multi_node and not is_one_node)
         self.files: KeepFiles | None = None
         self._off = _why_off(job)
         self._memory = 0 if self._off else memory_budget(job.keep_memory) // job.nproc
@@ -54,9 +58,12 @@ class Keeping:
             return None
 
     def _begin(self, files: KeepFiles, restarts: int, plan: Plan, history: FailureHistory) -> Choice | None:
-        holdings = self._choose(files, plan.ranks[0].world_size, history)
-        choice = self._choice
+        before, holdings = self._ranks, self._look(files, history)
         self._ranks = {each.local_rank: each.global_rank for each in plan.ranks}
+        self._world = plan.ranks[0].world_size
+        if holdings and not self._may_have_several_nodes:
+            self._choose(holdings, self._world)
+        choice = self._choice
         shared: dict[str, PlanValue] = {
             "attempt": restarts,
             "off": self._off,
@@ -73,36 +80,59 @@ class Keeping:
             shared |= {"why": choice.why, "kept_by": list(choice.kept_by), "ranks": choice.ranks}
             shared |= {"at_death": choice.is_at_death, "lost": choice.lost}
         newest = None if choice is None else choice.step
+        if self._may_have_several_nodes:
+            # The workers of all nodes choose together, when they restore their state.
+            newest = ALL_STEPS
+            rank_of = {place: rank for place, rank in before.items() if rank in holdings}
+            shared["holdings"] = [
+                {"rank": rank_of[place], "holding": holdings[rank_of[place]].to_json()}
+                if place in rank_of
+                else None
+                for place in self._ranks
+            ]
+            shared["barred_from"] = None if self._loop is None else self._loop.barred_from
+            shared["was_replicated"] = any(map(files.was_replicated, self._ranks))
         for place, rank in self._ranks.items():
             own = {} if choice is None else _own(choice, rank, holdings, files)
             files.begin(place, {**shared, **own}, newest)
         plan.keep = files
         return choice
 
-    def _choose(self, files: KeepFiles, world: int, history: FailureHistory) -> Mapping[int, Holding]:
-        """Choose the step from which the next attempt goes on. Return what the ranks have kept."""
-        ranks, last = self._ranks, self._choice
-        if last is None and not any(map(files.has_joined, ranks)):
+    def _look(self, files: KeepFiles, history: FailureHistory) -> Mapping[int, Holding]:
+        """Return what the ranks of the attempt that has failed have kept; nothing if none uses ``Keep``."""
+        ranks = self._ranks
+        if not self._is_used and not any(map(files.has_joined, ranks)):
             return {}
         # Few jobs need this code, and only at a restart.
-        from elasticrs._engine.workers.keep_choice import Loop, choose, failed_soon
+        from elasticrs._engine.inside.keep.choice import Loop, failed_soon
 
-        holdings = {rank: files.holding(place, rank, len(ranks)) for place, rank in ranks.items()}
-        began, reached = failed_soon([*holdings.values()], None if last is None else last.step)
+        holdings = {rank: files.holding(place, rank, self._world) for place, rank in ranks.items()}
+        restored = [each.restored for each in holdings.values() if each.restored is not None]
+        began, reached = failed_soon([*holdings.values()], max(restored, default=None))
         cause = None if history.last is None else history.last[:2]
-        self._loop = loop = (self._loop or Loop()).after(began, reached, cause)
-        was_replicated = last is not None and last.is_replicated
-        self._choice = choose(holdings, world, barred_from=loop.barred_from, was_replicated=was_replicated)
+        self._loop = (self._loop or Loop()).after(began, reached, cause)
+        self._is_used = True
         return holdings
 
+    def _choose(self, holdings: Mapping[int, Holding], world: int) -> None:
+        from elasticrs._engine.inside.keep.choice import choose
+
+        barred = None if self._loop is None else self._loop.barred_from
+        was_replicated = self._choice is not None and self._choice.is_replicated
+        self._choice = choose(holdings, world, barred_from=barred, was_replicated=was_replicated)
+
     def at_end(self, history: FailureHistory) -> Choice | None:
-        """Return the step from which another attempt would go on; ``None`` if no worker has used ``Keep``."""
-        if self.files is None:
+        """Return the step from which another attempt would go on; ``None`` if no worker has used ``Keep``, or
+        if the job may have several nodes.
+        """
+        if self.files is None or self._may_have_several_nodes:
             return None
         try:
-            self._choose(self.files, len(self._ranks), history)
+            holdings = self._look(self.files, history)
         except OSError:
             return None  # Without a free file descriptor, the report lacks this fact.
+        if holdings:
+            self._choose(holdings, self._world)
         return self._choice
 
     def _give_up(self, error: OSError) -> None:
@@ -137,8 +167,6 @@ def _own(
 def _why_off(job: JobSpec) -> str | None:
     if job.on_failure == "replace":
         return "--on-failure replace leaves the other workers running"
-    if job.make_handler is not None or (job.is_multi_node and job.rendezvous.max_nodes != 1):
-        return "the job may have several nodes, and so far state is kept on one node only"
     if keep_memory(job.keep_memory) == (0.0, 0):
         return "--keep-memory is 0"
     return None

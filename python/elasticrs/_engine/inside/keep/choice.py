@@ -1,7 +1,7 @@
 """Chooses the kept step from which the next attempt goes on. Pure.
 
-After an attempt, the agent reads what each rank has kept in its file (:mod:`.keep_files`): copies of the
-large state in *slots*, and records of the small state (random numbers, loaders, the script's own values).
+After an attempt, the agent reads what each rank has kept in its file (:mod:`.layout`): copies of the large
+state in *slots*, and records of the small state (random numbers, loaders, the script's own values).
 
 - **CHOOSE-1** The chosen step has a copy of the large state for each rank that needs one: the own copy of
   every rank, or any rank's copy if the state is replicated (equal on all ranks).
@@ -22,6 +22,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from dataclasses import KW_ONLY
+    from typing import Any
 
 NEAR = 20
 """Number of steps. An attempt that fails within so many steps of its start makes the kept state suspect."""
@@ -73,6 +74,25 @@ class Holding(Value):
     restored: int | None = None
     answer: int = Answer.NONE
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as values of JSON."""
+        slots = [slot.values() for slot in self.slots]
+        return {**self.fields(), "slots": slots, "small": sorted(self.small)}
+
+    @staticmethod
+    def of_json(record: Any) -> Holding:
+        """Return the holding that another agent has written. Raises ``ValueError`` or ``TypeError``."""
+        fields: dict[str, Any] = dict(record)
+        slots = []
+        for *numbers, is_at_death in fields["slots"]:
+            index, step, attempt, layout, digest, sequence = map(_whole, numbers)
+            slots.append(KeptSlot(index, step, attempt, layout, digest, sequence, bool(is_at_death)))
+        check, small = fields["check"], frozenset(map(_whole, fields["small"]))
+        for name in ("attempt", "ended", "mode", "restored", "answer"):
+            fields[name] = None if fields[name] is None else _whole(fields[name])
+        pair = None if check is None else (_whole(check[0]), _whole(check[1]))
+        return Holding(**{**fields, "slots": tuple(slots), "small": small, "check": pair})
+
     def slot_of(self, step: int) -> KeptSlot | None:
         """Return the latest copy of a step."""
         found = [slot for slot in self.slots if slot.step == step]
@@ -81,6 +101,12 @@ class Holding(Value):
     def has_small(self, step: int) -> bool:
         """Return true if the small state of a step is in the ring or, with the large one, in a slot."""
         return step in self.small or self.slot_of(step) is not None
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 64:
+        raise ValueError(f"{value!r:.40} is no word of a file")
+    return value
 
 
 class Choice(Value):

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elasticrs._engine.inside.keep.choice import NEAR, Choice, Holding, KeptSlot, Loop, choose, failed_soon
 from elasticrs._engine.inside.keep.layout import Answer, Mode
-from elasticrs._engine.workers.keep_choice import NEAR, Choice, Holding, KeptSlot, Loop, choose, failed_soon
 
 MOST = 6
 """Highest step in the generated holdings."""

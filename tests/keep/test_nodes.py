@@ -1,0 +1,229 @@
+"""Nodes agree on the kept step from which they go on, and hand copies from node to node."""
+
+import os
+import signal
+from contextlib import closing, contextmanager
+
+import pytest
+from helpers import ports
+from helpers.procs import reap_adopted, wait_until
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticrs._engine.inside.keep import layout, nodes
+from elasticrs._engine.inside.keep.choice import Holding, KeptSlot
+from elasticrs._engine.inside.keep.file import KeepFile, OffError
+from elasticrs._engine.inside.keep.layout import Mode, Slot
+from elasticrs._engine.workers.keep_files import KeepFiles
+
+MOST = 5
+modes = st.sampled_from((Mode.AUTO, Mode.REPLICATED, Mode.SHARDED))
+
+
+@st.composite
+def published(draw):
+    """What the nodes of an attempt publish. Some have missed the attempt before, or are new."""
+    per_node, found, ranks = draw(st.integers(1, 3)), [], draw(st.permutations(range(9)))
+    mode, check = draw(modes), draw(st.none() | st.just((1, 7)))
+    for group_rank in range(draw(st.integers(1, 3))):
+        holdings = []
+        for local_rank in range(per_node):
+            steps = draw(st.lists(st.integers(0, MOST), max_size=2, unique=True))
+            slots = tuple(
+                KeptSlot(index, step, 1, 3, step, sequence=index + 1) for index, step in enumerate(steps)
+            )
+            small = frozenset(draw(st.lists(st.integers(0, MOST), max_size=2)))
+            attempt = draw(st.integers(1, 2))
+            holding = Holding(slots, small, attempt=attempt, ended=MOST, mode=mode, check=check)
+            record = {"rank": ranks[group_rank * per_node + local_rank], "holding": holding.to_json()}
+            holdings.append(draw(st.sampled_from((record, None))))
+        facts = {"holdings": holdings, "barred_from": None, "was_replicated": False}
+        found.append({"first_rank": group_rank * per_node, **facts})
+    return found
+
+
+@given(published())
+def test_every_rank_finds_a_copy_of_the_chosen_step(found):
+    world = sum(len(each["holdings"]) for each in found)
+    choice = nodes.chosen(found, world)
+    if choice["step"] is None:
+        assert choice["behind"] == []
+        return
+    for group_rank, each in enumerate(found):
+        for local_rank in range(len(each["holdings"])):
+            rank = each["first_rank"] + local_rank
+            holder, (node, local, index, sequence) = nodes.source_of(choice, group_rank, local_rank, rank)
+            record = found[node]["holdings"][local]
+            assert record["rank"] == holder
+            kept = Holding.of_json(record["holding"]).slot_of(choice["step"])
+            assert (kept.index, kept.sequence) == (index, sequence)
+            assert choice["replicated"] or holder == rank
+            # A node takes a copy from another node only if it has none.
+            has_own = any(place[0] == group_rank for place in choice["where"].values())
+            assert node == group_rank or not choice["replicated"] or not has_own
+            has_small = each["holdings"][local_rank] is not None and Holding.of_json(
+                each["holdings"][local_rank]["holding"]
+            ).has_small(choice["step"])
+            assert has_small or rank in choice["behind"]
+
+
+def test_a_node_without_keep_lets_no_node_restore():
+    facts = {"holdings": [], "barred_from": None, "was_replicated": False}
+    choice = nodes.chosen([{"first_rank": 0, **facts}, {"first_rank": 2, "off": "no memory"}], 4)
+    assert choice["step"] is None
+    assert "no memory" in choice["why"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"slots": [[1, 2]]},
+        {"slots": [[-1, 0, 0, 0, 0, 0, False]]},
+        {"small": ["x"]},
+        {"ended": 1 << 64},
+        {"check": [1]},
+        {"unknown": 1},
+    ],
+)
+def test_a_damaged_record_of_another_node_is_refused(wrong):
+    record = {**Holding((KeptSlot(0, 1),), frozenset((1,)), ended=3, check=(1, 2)).to_json(), **wrong}
+    with pytest.raises((ValueError, TypeError, LookupError)):
+        Holding.of_json(record)
+
+
+class Store(dict):
+    """The store of an attempt."""
+
+    set = dict.__setitem__
+
+
+def keep(file, step, data, index=b"index"):
+    """Write a copy into the first slot of a file."""
+    (slot, _), size = file.slots, layout.HEAD_SIZE + 4096
+    slot.reserve(size + len(data))
+    slot.begin(index, size, {Slot.STEP: step, Slot.RANK: 5, Slot.WORLD: 8, Slot.DATA_LENGTH: len(data)})
+    slot.map[size : size + len(data)] = data
+    slot.complete(99, 3)
+
+
+@pytest.fixture
+def near(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+
+
+@contextmanager
+def offered_copy():
+    """Yield the files of two ranks, of which the first has a copy, and what it offers to other nodes."""
+    with closing(KeepFiles(2)) as files:
+        holder, taker, said = KeepFile(files.places[0]), KeepFile(files.places[1]), []
+        keep(holder, 7, os.urandom(3 << 20))
+        with closing(nodes._offer(Store(), (0, 0), holder, said.append)) as handover:
+            yield holder, taker, handover.offer
+        assert said == []
+
+
+def test_a_copy_from_another_node_is_the_same(near):
+    with offered_copy() as (holder, taker, offer):
+        number = nodes._take(offer, 0, taker, 1 << 30)
+        source, words, index = holder.slots[0].read_only()
+        copy, taken, taken_index = taker.slots[number].read_only()
+        data = slice(words[Slot.DATA_AT], words[Slot.DATA_AT] + words[Slot.DATA_LENGTH])
+        assert (copy[data], taken_index) == (source[data], index)
+        same = (Slot.STATE, Slot.STEP, Slot.RANK, Slot.WORLD, Slot.DIGEST, Slot.DATA_LENGTH)
+        assert [taken[word] for word in same] == [words[word] for word in same]
+
+
+def test_a_copy_that_does_not_fit_is_refused(near):
+    with offered_copy() as (_, taker, offer):
+        with pytest.raises(OffError):
+            nodes._take(offer, 0, taker, 1 << 20)
+        assert [slot.complete_step for slot in taker.slots] == [None, None]
+
+
+TRAINS = """
+    import hashlib, os, signal, sys, torch, torch.distributed as dist
+    from elasticrs import Keep
+
+    steps, victim = int(sys.argv[1]), sys.argv[2]
+    dist.init_process_group("gloo")
+    torch.manual_seed(7)
+    model, rank = torch.nn.Linear(16, 4), dist.get_rank()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    torch.manual_seed(100 + rank)
+    keep = Keep(model=model, optimizer=optimizer, replicated=True, every=10)
+    step, number = keep.restore(), os.environ["ELASTICRS_ROUND"]
+    print(f"BEGIN {number} {rank} {step} {keep.source is not None and keep.source.exact}", flush=True)
+    while step < steps:
+        optimizer.zero_grad()
+        model(torch.randn(4, 16)).square().mean().backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+        step += 1
+        keep.step(step)
+        if victim == f"{number}:{rank}:{step}":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if victim == f"{number}:all:{step}":
+            print("VICTIM", os.getpid(), flush=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+    found = b"".join(each.detach().numpy().tobytes() for each in model.parameters())
+    print("END", hashlib.sha256(found).hexdigest(), flush=True)
+    dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def agents(launch, worker_script):
+    """Start agents of a job with two nodes. The first agent hosts the store, and a third one is a spare."""
+    script, port = worker_script(TRAINS), ports.free()
+    options = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}")
+    more = ("--rdzv-id=k", "--max-restarts=1", "--warm=torch", script)
+
+    def start(count, *arguments):
+        job = [launch(*options, *more, *arguments)]
+        wait_until(lambda: not ports.is_free(port))
+        return job + [launch(*options, *more, *arguments) for _ in range(count - 1)]
+
+    return start
+
+
+def said(job, word):
+    return sorted(match.group(1) for agent in job for match in agent._matches(rf"{word} (.*)", "stdout"))
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_a_killed_worker_costs_no_step_on_any_node(agents):
+    ends = []
+    for victim in ("none", "1:1:17"):
+        job = agents(2, "30", victim)
+        assert [agent.wait() for agent in job] == [0, 0]
+        ends.append(set(said(job, "END")))
+    assert said(job, "BEGIN") == ["1 0 0 False", "1 1 0 False", "2 0 17 True", "2 1 17 True"]
+    assert ends[0] == ends[1]
+    assert len(ends[0]) == 1
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_a_lost_node_costs_no_step_because_a_spare_takes_the_copy_of_another_node(agents):
+    host, *others = job = agents(3, "30", "1:all:17")
+    stopped = host.wait_for_line(r"VICTIM (\d+)")
+
+    def with_victim():
+        for agent in others:
+            agent.read_for(0.05)
+        return [agent for agent in others if said([agent], "VICTIM")]
+
+    (lost,) = wait_until(with_victim)
+    os.kill(lost.pid, signal.SIGKILL)
+    os.kill(int(stopped.group(1)), signal.SIGCONT)
+    (spare,) = (agent for agent in job if agent not in (host, lost))
+    assert [host.wait(), spare.wait()] == [0, 0]
+    lost.wait()
+    reap_adopted()
+    begun = said([host, spare], "BEGIN")
+    assert [line.split()[2] for line in begun if line.startswith("2 ")] == ["17", "17"]
+    assert len(set(said([host, spare], "END"))) == 1
+    assert "took the copy of step 17 from node" in spare.stderr
