@@ -24,7 +24,7 @@ STUCK = "os.read(os.pipe()[0], 1)"
 SHOW_FINDER = (
     "import sys",
     "names = {type(finder).__name__ for finder in sys.meta_path}",
-    "print('FINDER', '_OptimizerImport' in names, 'elasticrs' in sys.modules, flush=True)",
+    "print('FINDER', '_Imports' in names, 'elasticrs' in sys.modules, flush=True)",
 )
 
 

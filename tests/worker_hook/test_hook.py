@@ -282,13 +282,15 @@ def test_the_hook_does_not_change_the_state_of_the_interpreter(worker, python, p
 
 FINDERS = "import sys; print(*(type(finder).__name__ for finder in sys.meta_path))"
 WATCHED = {"ELASTICRS_HEARTBEAT": "9:9:9"}
+KEPT = {"ELASTICRS_KEEP_FRAMEWORKS": "1"}
 
 
 @pytest.mark.parametrize("python", interpreters())
-def test_an_import_finder_is_installed_only_if_heartbeats_are_watched(worker, python):
+def test_an_import_finder_is_installed_only_for_heartbeats_and_kept_frameworks(worker, python):
     bare = worker.run(FINDERS, hooked=False, python=python).stdout
     assert worker.run(FINDERS, python=python).stdout == bare
-    assert worker.run(FINDERS, python=python, **WATCHED).stdout == f"_OptimizerImport {bare}"  # HOOK-5
+    for variables in (WATCHED, KEPT, {**WATCHED, **KEPT}):
+        assert worker.run(FINDERS, python=python, **variables).stdout == f"_Imports {bare}"  # HOOK-5
 
 
 @pytest.fixture

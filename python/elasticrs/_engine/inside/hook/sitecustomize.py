@@ -9,8 +9,9 @@
 - **HOOK-3** the previous ``sys.excepthook`` still prints the exception. The new one only writes the error
   file, and only in the process in which it was installed, not in forked children.
 - **HOOK-4** modules that are needed only after a failure are imported only then.
-- **HOOK-5** this hook adds a finder to ``sys.meta_path`` only if the agent watches heartbeats, and removes it
-  after ``torch.optim.optimizer`` is imported. The finder delegates to the other finders.
+- **HOOK-5** this hook adds a finder to ``sys.meta_path`` only if the agent watches heartbeats or keeps the
+  state of frameworks, and removes it after the modules that it follows are imported. These are
+  ``torch.optim.optimizer`` and the trainers of frameworks. The finder delegates to the other finders.
 - **HOOK-6** SIGUSR1 and SIGUSR2 are ignored during shutdown if the program handles them, because the
   interpreter restores the default action, which would kill a worker that is about to exit with 0.
 - **HOOK-7** a program that an uncaught exception has ended exits after its ``atexit`` callbacks, without the
@@ -35,6 +36,12 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 _WRITER, _FAST_EXIT = [
     os.path.join(os.path.dirname(_HERE), name) for name in ("error_file.py", "fast_exit.py")
 ]
+
+_TRAINERS = (
+    "lightning.pytorch.trainer.trainer",
+    "pytorch_lightning.trainer.trainer",
+    "transformers.trainer",
+)
 
 
 def _step_aside() -> None:
@@ -335,31 +342,34 @@ def keep_stacks(path: str) -> "int | None":
     return descriptor
 
 
-class _OptimizerImport:
-    """Import finder that notices the import of torch's optimizers, so that their steps send heartbeats."""
+class _Imports:
+    """Import finder that calls a function with a module after its import, for each module in ``actions``."""
 
-    name = "torch.optim.optimizer"
+    def __init__(self, actions: "dict[str, Callable[[Any], None]]") -> None:
+        self._actions = actions
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> object:
-        if name != self.name:
+        if name not in self._actions:
             return None
         finders: list[Any] = list(sys.meta_path)
         for finder in finders:
             if finder is not self and hasattr(finder, "find_spec"):
                 spec = finder.find_spec(name, path, target)
                 if spec is not None:
-                    self._follow(spec.loader)
+                    self._follow(name, spec.loader)
                     return spec
         return None
 
-    def _follow(self, loader: "Any") -> None:
+    def _follow(self, name: str, loader: "Any") -> None:
         def exec_module(module: object) -> None:
             del loader.exec_module
             loader.exec_module(module)
             finders: list[Any] = sys.meta_path
-            if self in finders:
-                finders.remove(self)
-                _beat_with_steps(module)
+            action = self._actions.pop(name, None)
+            if action is not None:
+                if not self._actions and self in finders:
+                    finders.remove(self)
+                action(module)
 
         try:
             loader.exec_module = exec_module
@@ -375,15 +385,34 @@ def _beat_with_steps(optimizers: object) -> None:
     beat_with_steps(optimizers)
 
 
+def _keep_framework(module: "Any") -> None:
+    try:
+        from elasticrs._engine.inside.keep.frameworks import patch
+    except ImportError:
+        return  # This Python lacks elasticrs. Nothing is kept, and the agent says so.
+    patch(module)
+
+
+def _follow_imports() -> None:
+    """Call functions with some modules once they are imported. If this worker is a fork of a process with
+    preloaded modules, they may be among these.
+    """
+    actions: dict[str, Callable[[Any], None]] = {}
+    if "ELASTICRS_HEARTBEAT" in os.environ:
+        actions["torch.optim.optimizer"] = _beat_with_steps
+    if "ELASTICRS_KEEP_FRAMEWORKS" in os.environ:
+        for name in _TRAINERS:
+            actions[name] = _keep_framework
+    for name in [name for name in actions if name in sys.modules]:
+        actions.pop(name)(sys.modules[name])
+    if actions:
+        sys.meta_path.insert(0, _Imports(actions))  # type: ignore[arg-type]
+
+
 def _start() -> None:
     _step_aside()
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if "ELASTICRS_HEARTBEAT" in os.environ:
-        # If this worker is a fork of a process with preloaded modules, the optimizers may be among these.
-        if _OptimizerImport.name in sys.modules:
-            _beat_with_steps(sys.modules[_OptimizerImport.name])
-        else:
-            sys.meta_path.insert(0, _OptimizerImport())  # type: ignore[arg-type]
+    _follow_imports()
     del sys.modules["sitecustomize"]
     failed = True
     try:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from elasticrs._engine.inside.handover import Handover
     from elasticrs._engine.inside.keep.state import Boundary
+    from elasticrs._engine.inside.keep.trees import Path
 
 _EXIT_LIMIT = 10.0
 """Seconds for which the exit of the program waits for a copy that runs."""
@@ -76,12 +77,16 @@ def keep_own() -> None:
 
 
 class Peeked:
-    """What :func:`peek` has found: the kept step, and the states of the objects that are neither modules nor
-    optimizers, without large tensors.
+    """What :func:`peek` has found: the kept step, the states of the objects that are neither modules nor
+    optimizers, without large tensors, and the shapes of the tensors of the others, by their paths.
     """
 
-    def __init__(self, step: int, exact: bool, objects: dict[str, Any]) -> None:
-        self.step, self.exact, self.objects = step, exact, objects
+    def __init__(self, kept: restore.Kept) -> None:
+        small = trees.decode(kept.small)
+        self.step = kept.step
+        self.objects: dict[str, Any] = {**small["objects"], **kept.common}
+        self.shapes: dict[Path, tuple[int, ...]] = {path: shape for path, _, shape, *_ in kept.entries}
+        self.shapes |= {path: tuple(each.shape) for path, each in small["volatile"].items()}
 
 
 def peek() -> Peeked | None:
@@ -97,7 +102,7 @@ def peek() -> Peeked | None:
         kept = restore.Kept(KeepFile(large["file"]), large["slot"], plan["step"], large["sequence"])
     except (OffError, restore.DamagedError):
         return None  # `restore` says why.
-    return Peeked(kept.step, plan["exact"], {**trees.decode(kept.small)["objects"], **kept.common})
+    return Peeked(kept)
 
 
 def _places(plan: Mapping[str, Any]) -> list[str]:
@@ -153,6 +158,8 @@ class Keeper:
         self._stride = 1
         self._boundary: Boundary | None = None
         self._changes = self._usual_changes = 0
+        self._is_ahead = False
+        """Whether the small state of the next step has been written."""
         self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
         self._previous = sys.excepthook
         sys.excepthook = self._excepthook
@@ -246,15 +253,28 @@ class Keeper:
             return
         self._guarded(self._before_change)
 
+    def before_exchange(self) -> None:
+        """Say that this rank is about to send its last gradients of this step. A program that says so loses
+        no step if the rank dies between that and the optimizer's step.
+        """
+        if self.is_of_this_process():
+            self._guarded(self._write_ahead)
+
     def _before_change(self) -> None:
         self._changes += 1
         self._copier.change()
         # If there were more changes in the last step, more random numbers are drawn before the last one.
-        is_last = self._changes >= self._usual_changes
-        if self._at is not None and self._boundary is not None and is_last:
-            # The other ranks can end this step if this rank has sent its gradients. If it dies now, they are
-            # a step ahead. Its random numbers and its position in the data are already those of that step.
+        if not self._is_ahead and self._changes >= self._usual_changes:
+            self._write_ahead()
+
+    def _write_ahead(self) -> None:
+        """Write this rank's small state of the next step. Once this rank has sent its gradients, the other
+        ranks can end the step. If this rank dies then, they are a step ahead. Its random numbers and its
+        position in the data are already those of that step.
+        """
+        if self._at is not None and self._boundary is not None:
             self._file.ring.put(self._at + self._stride, False, self._collector.small())
+            self._is_ahead = True
 
     def _before_optimizer(self, _optimizer: object, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run before each step of an optimizer. A closure runs forward and backward inside the step, so the
@@ -296,6 +316,7 @@ class Keeper:
         self._stride = step - self._at if self._at is not None and step > self._at else 1
         self._at, self._boundary = step, boundary
         self._usual_changes, self._changes = self._changes, 0
+        self._is_ahead = False
         self._file.ring.put(step, True, boundary.small)
         words = self._file.words
         words[Head.ENDED], words[Head.ENDED_AT] = step + 1, monotonic_ns()

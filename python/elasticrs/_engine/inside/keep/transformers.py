@@ -1,0 +1,371 @@
+"""Keeps the state of ``transformers.Trainer``, and lets ``Trainer.train`` go on from it.
+
+A step is kept when the callbacks of its end have run, before the Trainer logs, evaluates and saves. These are
+done, or done again, when training goes on from the step: an evaluation draws random numbers, on which the
+next step depends.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+
+from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerControl, TrainerState
+
+from elasticrs._engine.inside.keep import frameworks
+from elasticrs._engine.inside.keep.frameworks import UnknownVersionError
+from elasticrs._engine.inside.keep.state import random_state, set_random_state
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import ModuleType
+    from typing import Any
+
+    from elasticrs._engine.inside.keep.frameworks import Fit
+
+_NEEDED = {
+    "train": ("resume_from_checkpoint", "trial"),
+    "_inner_training_loop": ("args", "resume_from_checkpoint", "trial"),
+    "_init_training_state": (
+        "max_steps", "num_update_steps_per_epoch", "num_train_epochs", "resume_from_checkpoint", "trial",
+    ),
+    "_load_optimizer_and_scheduler": ("checkpoint",),
+    "_load_scaler": ("checkpoint",),
+    "_load_rng_state": ("checkpoint",),
+    "_run_epoch": ("model", "epoch", "trial", "ignore_keys_for_eval", "start_time"),
+    "_get_grad_norm": (),
+    "_get_learning_rate": (),
+    "_maybe_log_save_evaluate": (
+        "tr_loss", "grad_norm", "model", "trial", "epoch", "ignore_keys_for_eval", "start_time",
+        "learning_rate",
+    ),
+}  # fmt: skip
+"""Methods of the Trainer that are replaced or called, with the parameters that matter."""
+
+_OVERRIDDEN = (
+    "_inner_training_loop",
+    "_init_training_state",
+    "_load_optimizer_and_scheduler",
+    "_load_scaler",
+    "_load_rng_state",
+    "_run_epoch",
+    "_get_grad_norm",
+)
+
+_PROGRESS = (
+    "epoch",
+    "global_step",
+    "num_input_tokens_seen",
+    "total_flos",
+    "best_metric",
+    "best_global_step",
+    "best_model_checkpoint",
+)
+"""Fields of the Trainer's state that change while it trains, without ``log_history``."""
+
+_FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+
+_RESUMED = "the state that elasticrs has kept"
+"""Stands for the path of a checkpoint in the Trainer's messages."""
+
+
+def patch(module: ModuleType) -> None:
+    """Replace ``Trainer.train`` in the module ``transformers.trainer``.
+
+    Raises:
+        UnknownVersionError: the Trainer lacks something that is used here.
+    """
+    trainer_class = module.Trainer
+    frameworks.require(trainer_class, _NEEDED)
+    for owner, names in ((TrainerState, (*_PROGRESS, "log_history")), (TrainerControl, _FLAGS)):
+        missing = [name for name in names if name not in owner.__dataclass_fields__]
+        if missing:
+            raise UnknownVersionError(f"{owner.__qualname__} has no field {missing[0]}")
+    plain = trainer_class.train
+
+    @functools.wraps(plain)
+    def train(
+        self: Any, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **others: Any
+    ) -> Any:
+        fit = frameworks.begin("transformers", lambda: _unsupported(self, trial))
+        if fit is None:
+            return plain(self, resume_from_checkpoint, trial, *args, **others)
+        if fit.progress is not None:
+            path, step = _checkpoint(module, self, resume_from_checkpoint)
+            is_kept = fit.choose(self.model, path, step, fit.progress["state"]["global_step"])
+            resume_from_checkpoint = None if is_kept else path
+        with _Training(self, fit):
+            return plain(self, resume_from_checkpoint, trial, *args, **others)
+
+    trainer_class.train = train
+
+
+def _unsupported(trainer: Any, trial: Any) -> str | None:
+    """Return why the state of this training cannot be kept."""
+    reasons = {
+        "a hyperparameter search": trial is not None,
+        "DeepSpeed": trainer.is_deepspeed_enabled,
+        "FSDP": trainer.is_fsdp_enabled,
+        "auto_find_batch_size": trainer.args.auto_find_batch_size,
+        f"device {trainer.args.device.type}": trainer.args.device.type not in ("cpu", "cuda"),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def _checkpoint(module: ModuleType, trainer: Any, wanted: Any) -> tuple[str | None, int]:
+    """Return the checkpoint that the script asks for, and its step; ``None`` if there is none."""
+    path = module.get_last_checkpoint(trainer.args.output_dir) if wanted is True else wanted
+    if not path:
+        return None, 0
+    try:
+        with open(f"{path}/trainer_state.json", encoding="utf-8") as file:
+            return path, int(json.load(file)["global_step"])
+    except (OSError, ValueError, KeyError):
+        return None, 0  # The kept state is used instead.
+
+
+class _Training:
+    """Keeps the state of one call of ``Trainer.train``, and makes it go on at the kept step.
+
+    While this context is entered, some methods of the Trainer are replaced. A progress that was kept is
+    loaded in the order in which the Trainer would load a checkpoint.
+    """
+
+    def __init__(self, trainer: Any, fit: Fit) -> None:
+        self.trainer, self.fit, self.progress = trainer, fit, fit.progress
+        self.plain = {name: getattr(trainer, name) for name in _OVERRIDDEN}
+        self.plain["backward"] = trainer.accelerator.backward
+        self.history = _History()
+        self.losses = _Losses(trainer)
+        self.random: Any = None
+        self.is_open = False
+        self.epoch, self.epoch_began_at = 0, 0
+        self.grad_norm: Any = None
+        self.learning_rate: float | None = None
+
+    def __enter__(self) -> None:
+        for name in _OVERRIDDEN:
+            setattr(self.trainer, name, getattr(self, name))
+        self.trainer.accelerator.backward = self._backward
+        self.callback = _Steps(self)
+        self.trainer.add_callback(self.callback)
+
+    def __exit__(self, *_: object) -> None:
+        for name in _OVERRIDDEN:
+            del self.trainer.__dict__[name]
+        del self.trainer.accelerator.__dict__["backward"]
+        self.trainer.remove_callback(self.callback)
+
+    def open(self) -> None:
+        """Create the object that keeps the state. Restore the state if it was kept."""
+        trainer = self.trainer
+        # The optimizer that is in Accelerate's.
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        scaler = getattr(trainer.accelerator, "scaler", None)
+        self.is_open = True
+        self.fit.open(
+            _Progress(self),
+            module=trainer.model,
+            optimizer=optimizer,
+            scheduler=trainer.lr_scheduler,
+            losses=self.losses,
+            **({} if scaler is None else {"scaler": scaler}),
+        )
+
+    def _inner_training_loop(self, *args: Any, **named: Any) -> Any:
+        if self.progress is not None:
+            named["resume_from_checkpoint"] = _RESUMED
+        return self.plain["_inner_training_loop"](*args, **named)
+
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: Any,
+        trial: Any,
+    ) -> Any:
+        plain, progress = self.plain["_init_training_state"], self.progress
+        counts = max_steps, num_update_steps_per_epoch, num_train_epochs
+        if progress is None:
+            return plain(*counts, resume_from_checkpoint, trial)
+        plain(*counts, None, trial)
+        trainer = self.trainer
+        for name in _PROGRESS:
+            setattr(trainer.state, name, progress["state"][name])
+        trainer.state.log_history = self.history.load(progress["history"])
+        _set_callbacks(trainer, progress["callbacks"])
+        self.epoch, self.epoch_began_at = progress["epoch"], progress["epoch_began_at"]
+        steps = trainer.state.global_step - self.epoch_began_at
+        self.is_epoch_over = steps >= num_update_steps_per_epoch
+        skipped = 0 if trainer.args.ignore_data_skip else steps * trainer.args.gradient_accumulation_steps
+        return self.epoch, skipped
+
+    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
+        if self.progress is None:
+            self.plain["_load_optimizer_and_scheduler"](checkpoint)
+        else:
+            self.open()
+            self.random = random_state()
+
+    def _load_scaler(self, checkpoint: Any) -> None:
+        if self.progress is None:
+            self.plain["_load_scaler"](checkpoint)
+
+    def _load_rng_state(self, checkpoint: Any) -> None:
+        if self.random is None:
+            self.plain["_load_rng_state"](checkpoint)
+        else:
+            set_random_state(self.random)
+
+    def _run_epoch(self, **named: Any) -> None:
+        if self.progress is not None:
+            if self._finish_step(named):
+                return
+        else:
+            self.epoch, self.epoch_began_at = named["epoch"], self.trainer.state.global_step
+        self.plain["_run_epoch"](**named)
+
+    def _finish_step(self, named: dict[str, Any]) -> bool:
+        """Do what was to be done after the kept step. Return true if the epoch is over."""
+        trainer, progress = self.trainer, self.progress
+        assert progress is not None
+        self.progress = None
+        set_random_state(self.random)
+        for name in _FLAGS:
+            setattr(trainer.control, name, progress["flags"][name])
+        self._log_save_evaluate(named, progress)
+        if self.is_epoch_over or trainer.control.should_epoch_stop or trainer.control.should_training_stop:
+            handler = trainer.callback_handler
+            trainer.control = handler.on_epoch_end(trainer.args, trainer.state, trainer.control)
+            self._log_save_evaluate(named, progress)
+            return True
+        self.random = random_state()
+        return False
+
+    def _log_save_evaluate(self, named: dict[str, Any], progress: Any) -> None:
+        self.trainer._maybe_log_save_evaluate(
+            self.trainer._tr_loss,
+            progress["grad_norm"],
+            named["model"],
+            named["trial"],
+            named["epoch"],
+            named["ignore_keys_for_eval"],
+            named["start_time"],
+            learning_rate=progress["learning_rate"],
+        )
+
+    def _backward(self, *args: Any, **named: Any) -> Any:
+        if self.trainer.accelerator.sync_gradients:
+            self.fit.before_exchange()
+        return self.plain["backward"](*args, **named)
+
+    def _get_grad_norm(self, *args: Any, **named: Any) -> Any:
+        self.grad_norm = self.plain["_get_grad_norm"](*args, **named)
+        return self.grad_norm
+
+
+class _Steps(TrainerCallback):  # type: ignore[misc]
+    """Tells when a step has ended. It is the last callback, so that it sees what the others have decided."""
+
+    def __init__(self, training: _Training) -> None:
+        self._training = training
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        if not self._training.is_open:
+            self._training.open()
+        else:
+            self._training.losses.apply()
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self._training.learning_rate = self._training.trainer._get_learning_rate()
+
+    def on_step_end(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
+        self._training.fit.step(state.global_step)
+
+
+class _Progress:
+    """How far the Trainer has come."""
+
+    def __init__(self, training: _Training) -> None:
+        self._training = training
+
+    def state_dict(self) -> dict[str, Any]:
+        training = self._training
+        trainer = training.trainer
+        grad_norm = training.grad_norm if trainer.control.should_log else None
+        return {
+            "state": {name: getattr(trainer.state, name) for name in _PROGRESS},
+            "history": training.history.dump(trainer.state.log_history),
+            "flags": {name: getattr(trainer.control, name) for name in _FLAGS},
+            "callbacks": [
+                [type(each).__qualname__, json.dumps(each.state()["attributes"])]
+                for each in trainer.callback_handler.callbacks
+                if isinstance(each, ExportableState)
+            ],
+            "epoch": training.epoch,
+            "epoch_began_at": training.epoch_began_at,
+            "grad_norm": grad_norm if grad_norm is None else float(grad_norm),
+            "learning_rate": training.learning_rate,
+        }
+
+
+def _set_callbacks(trainer: Any, states: list[list[str]]) -> None:
+    """Set the attributes of the callbacks that have a state. Each callback is of the same class as before."""
+    callbacks = [each for each in trainer.callback_handler.callbacks if isinstance(each, ExportableState)]
+    for callback, (name, attributes) in zip(callbacks, states, strict=False):
+        if type(callback).__qualname__ == name:
+            for attribute, value in json.loads(attributes).items():
+                setattr(callback, attribute, value)
+
+
+class _History:
+    """Encodes ``log_history``, which only grows, so that each entry is encoded once."""
+
+    def __init__(self) -> None:
+        self._count, self._text = 0, ""
+
+    def dump(self, entries: list[dict[str, float]]) -> str:
+        """Return all entries, one per line."""
+        if len(entries) < self._count:
+            self._count, self._text = 0, ""
+        self._text += "".join(json.dumps(entry) + "\n" for entry in entries[self._count :])
+        self._count = len(entries)
+        return self._text
+
+    def load(self, text: str) -> list[dict[str, float]]:
+        """Return the entries in ``text``."""
+        return [json.loads(line) for line in text.splitlines()]
+
+
+class _Losses:
+    """The losses of this rank since the last log entry."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._loaded: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer = self._trainer
+        if not hasattr(trainer, "_tr_loss"):  # The training has not begun.
+            return {}
+        is_on_cpu = trainer._tr_loss.device.type == "cpu"  # Otherwise, reading it would wait for the GPU.
+        return {
+            "loss": trainer._tr_loss.item() if is_on_cpu else None,
+            "logged_at": trainer._globalstep_last_logged,
+            "operations": trainer.current_flos,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loaded = state
+
+    def apply(self) -> None:
+        """Load the state when the Trainer has set its losses to zero. The Trainer's average loss of a
+        training is of the steps since it was resumed, so do not count the earlier ones there.
+        """
+        trainer, state = self._trainer, self._loaded
+        if state.get("loss") is not None:
+            trainer._tr_loss.fill_(state["loss"])
+            trainer._total_loss_scalar = -state["loss"]
+            trainer._globalstep_last_logged = state["logged_at"]
+            trainer.current_flos = state["operations"]
