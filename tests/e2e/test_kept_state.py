@@ -69,6 +69,13 @@ def run(launch, worker_script):
     return start
 
 
+WAYS = {
+    "alone": (),
+    "static": ("--master-port=0",),
+    "c10d": ("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"),
+}
+"""Options for the ways in which a job can be on one node."""
+
 DIES = """
     if attempt == 0:
         join(ended=12)
@@ -82,9 +89,7 @@ DIES = """
 """
 
 
-@pytest.mark.parametrize(
-    "options", [(), ("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")], ids=["alone", "c10d"]
-)
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 def test_the_workers_go_on_from_the_copy_of_a_survivor(run, options, tmp_path):
     os.mkfifo(kept := tmp_path / "kept")
     job, plans = run(DIES, *options, arguments=[kept])
@@ -172,8 +177,9 @@ LOOPS = """
 """
 
 
-def test_a_restored_state_that_fails_twice_is_set_aside(run):
-    job, plans = run(LOOPS, nproc=1)
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+def test_a_restored_state_that_fails_twice_is_set_aside(run, options):
+    job, plans = run(LOOPS, *options, nproc=1)
     assert [plans[attempt][0]["step"] for attempt in range(4)] == [None, 50, 50, 40]
     assert "continues at step 40" in job.stderr
     assert "steps from 50 on are set aside" in job.stderr
