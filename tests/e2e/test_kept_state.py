@@ -1,13 +1,15 @@
 """What the agent does with the state that workers keep: it chooses a step, and tells workers and user."""
 
+import contextlib
 import json
 import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
 from helpers.http_client import get, get_json, port_of
-from helpers.procs import wait_until
+from helpers.procs import reap_adopted, wait_until
 from helpers.schema import schemas
 
 pytestmark = pytest.mark.beyond_torchrun
@@ -256,7 +258,36 @@ def test_options_reach_the_workers(run, monkeypatch):
     assert {tuple(plan[name] for name in names) for plan in given[0].values()} == {(True, "1", 3 << 20, 3)}
 
 
-def test_the_state_goes_with_the_agent(launch, worker_script):
-    job = launch(worker_script(KEEPS + "    print(f'FILE {path}', flush=True)"))
-    path = re.search("FILE (.*)", job.exits(0).stdout)[1]
-    assert path.startswith(f"/proc/{job.pid}/fd/")
+MAPS = """
+    import mmap
+    view = mmap.mmap(fd, 4096)
+    os.write(1, f"FILE {path} {os.fstat(fd).st_ino}\\n".encode())
+    signal.pause()
+"""
+
+
+def holders(inode):
+    """Return the processes that have mapped a file, or have it open."""
+    found = set()
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            is_mapped = any(
+                "/memfd:elasticrs-keep" in line and f" {inode} " in line for line in maps.splitlines()
+            )
+            files = [entry.stat().st_ino for entry in os.scandir(f"/proc/{pid}/fd")]
+            found |= {int(pid)} if is_mapped or inode in files else set()
+    return found
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_no_kept_state_is_left_when_the_agent_has_ended(launch, worker_script, signum):
+    job = launch("--shutdown-timeout=1", worker_script(KEEPS + MAPS))
+    line = job.wait_for_line(r"FILE (/proc/(\d+)/fd/\d+) (\d+)$")
+    inode = int(line[3])
+    assert int(line[2]) == job.pid
+    assert {job.pid} < holders(inode)
+    job.signal(signum)
+    job.wait()
+    reap_adopted()
+    assert holders(inode) == set()
