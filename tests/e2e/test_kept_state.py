@@ -266,17 +266,22 @@ MAPS = """
 """
 
 
+def uses(pid, inode):
+    """Return true if a process has a file open, or has mapped it."""
+    for link in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # It has just been closed.
+            path = f"/proc/{pid}/fd/{link}"
+            if os.stat(path).st_ino == inode and "/memfd:elasticrs-keep" in os.readlink(path):
+                return True
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return any("/memfd:elasticrs-keep" in line and f" {inode} " in line for line in lines)
+
+
 def holders(inode):
-    """Return the processes that have mapped a file, or have it open."""
     found = set()
     for pid in filter(str.isdecimal, os.listdir("/proc")):
-        with contextlib.suppress(OSError):
-            maps = Path(f"/proc/{pid}/maps").read_text()
-            is_mapped = any(
-                "/memfd:elasticrs-keep" in line and f" {inode} " in line for line in maps.splitlines()
-            )
-            files = [entry.stat().st_ino for entry in os.scandir(f"/proc/{pid}/fd")]
-            found |= {int(pid)} if is_mapped or inode in files else set()
+        with contextlib.suppress(OSError):  # It has just exited.
+            found |= {int(pid)} if uses(pid, inode) else set()
     return found
 
 
