@@ -626,9 +626,8 @@ class Supervisor:
         owns_process: true if the process belongs to the launcher alone (the command line). The process then
             becomes a child subreaper, so that no processes remain even if the nursery is lost. False in a
             host application, whose own children the supervisor never touches.
-        nursery: source of the nursery's program. ``"embedded"``: the program that is contained in the
-            extension, run from memory. ``"interpreter"``: this Python interpreter, which loads the extension.
-            ``"auto"``: the first of these that can be executed.
+        in_interpreter: true to run the nursery in a Python interpreter that loads the extension. By default,
+            that happens only if the nursery's program in the extension cannot be executed from memory.
         warm: nursery that imports modules first; preferred over the other nurseries. Groups wait until its
             imports have finished, and :class:`Warmed` reports the result.
 
@@ -641,7 +640,7 @@ class Supervisor:
         cls,
         *,
         owns_process: bool = False,
-        nursery: Literal["auto", "embedded", "interpreter"] = "auto",
+        in_interpreter: bool = False,
         warm: WarmNursery | None = None,
     ) -> Supervisor: ...
     @property
@@ -1013,8 +1012,8 @@ class WorkerStore:
 
     Args:
         host: name or address to listen on; every IPv6 and IPv4 address if ``None``.
-        port: port number, 0 for a free port, or the first and last port of a range, of which the first free
-            port is used.
+        ports: first and last port of a range, of which the first free port is used. ``None`` for any free
+            port.
 
     Raises:
         OSError: no port could be bound, or the process has run out of file descriptors. The message contains
@@ -1022,7 +1021,7 @@ class WorkerStore:
         OverflowError: a number is not a port number.
     """
 
-    def __new__(cls, host: str | None = None, port: int | tuple[int, int] = ...) -> WorkerStore: ...
+    def __new__(cls, host: str | None = None, ports: tuple[int, int] | None = None) -> WorkerStore: ...
     @property
     def port(self) -> int: ...
     def serve(self, supervisor: Supervisor | None = None) -> None:

@@ -197,11 +197,11 @@ def test_a_closed_supervisor_refuses_requests(group):
 def test_a_nursery_process_that_cannot_be_started_raises_an_error(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
     with pytest.raises(_core.SupervisorError, match="nursery"):
-        _core.Supervisor(nursery="interpreter")
+        _core.Supervisor(in_interpreter=True)
 
 
 def test_a_python_interpreter_can_serve_as_the_nursery_process():
-    group = Group(_core.Supervisor(nursery="interpreter"))
+    group = Group(_core.Supervisor(in_interpreter=True))
     group.start(["sh", "-c", f"{LEAVE_A_DAEMON}; exit 3"], ["sleep", "100"])
     ended = group.end()
     assert ended.outcome == "failed"

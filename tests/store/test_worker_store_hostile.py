@@ -98,7 +98,7 @@ store.close()
 def test_a_port_that_cannot_be_bound_is_named():
     first = _core.WorkerStore()
     with pytest.raises(OSError, match=rf"all addresses, port {first.port}"):
-        _core.WorkerStore(port=first.port)
+        _core.WorkerStore(None, (first.port, first.port))
     last = min(first.port + 50, 65535)
     second = _core.WorkerStore("localhost", (first.port, last))
     assert first.port <= second.port <= last

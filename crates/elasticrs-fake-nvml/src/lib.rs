@@ -25,6 +25,7 @@ use std::io::{Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
+use std::str::FromStr;
 use std::sync::Mutex;
 use std::thread;
 
@@ -141,24 +142,18 @@ fn enter(function: &str) -> c_int {
         // test is not reading the FIFO.
         let _ = fifo.write_all(format!("{function}\n").as_bytes());
     }
-    for line in lines("hangs") {
-        if let [name, first] = line.as_slice()
-            && name == function
-            && first.parse().is_ok_and(|first: u64| calls >= first)
-        {
-            loop {
-                thread::park();
-            }
+    if chosen("hangs", function).is_some_and(|first: u64| calls >= first) {
+        loop {
+            thread::park();
         }
     }
-    for line in lines("fails") {
-        if let [name, code] = line.as_slice()
-            && name == function
-        {
-            return code.parse().unwrap_or(UNKNOWN);
-        }
-    }
-    SUCCESS
+    chosen("fails", function).unwrap_or(SUCCESS)
+}
+
+/// Returns the number that the test chose for a function in a file of lines `FUNCTION NUMBER`.
+fn chosen<N: FromStr>(file: &str, function: &str) -> Option<N> {
+    let line = lines(file).into_iter().find(|line| line.first().is_some_and(|name| name == function))?;
+    line.get(1)?.parse().ok()
 }
 
 /// Fills in the output argument by calling `answer`, and returns the code from `answer`. If the test chose an

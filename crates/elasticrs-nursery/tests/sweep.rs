@@ -103,23 +103,15 @@ fn a_sweep_ends_stopped_processes_with_sigterm() {
 }
 
 #[test]
-fn a_chain_of_forking_processes_that_leave_their_session_is_killed() {
-    let mut client = Client::start();
-    let (worker, mut lines) = client.spawn_ready(&["chain"]);
-    let swept = client.sweep(0, 0);
-    assert!(swept.stuck.is_empty() && swept.spared.is_empty(), "{swept:?}");
-    client.exit_of(worker.pid);
-    assert_eq!(lines.rest(), Vec::<String>::new(), "ended by the sweep, not by its own limit");
-}
-
-#[test]
-fn a_fork_bomb_is_killed() {
-    let mut client = Client::start();
-    let (worker, mut lines) = client.spawn_ready(&["fork-bomb"]);
-    let swept = client.sweep(0, 0);
-    assert!(swept.stuck.is_empty() && swept.spared.is_empty(), "{swept:?}");
-    client.exit_of(worker.pid);
-    assert_eq!(lines.rest(), Vec::<String>::new(), "ended by the sweep, not by its own limit");
+fn a_fork_bomb_and_a_chain_of_forking_processes_that_leave_their_session_are_killed() {
+    for command in ["chain", "fork-bomb"] {
+        let mut client = Client::start();
+        let (worker, mut lines) = client.spawn_ready(&[command]);
+        let swept = client.sweep(0, 0);
+        assert!(swept.stuck.is_empty() && swept.spared.is_empty(), "{command}: {swept:?}");
+        client.exit_of(worker.pid);
+        assert_eq!(lines.rest(), Vec::<String>::new(), "{command}: ended by the sweep, not by its own limit");
+    }
 }
 
 #[test]

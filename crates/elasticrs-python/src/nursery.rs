@@ -9,7 +9,7 @@ use elasticrs_nursery::server;
 use elasticrs_sys::fds::duplicate;
 use elasticrs_sys::fork::Forker;
 use nix::errno::Errno;
-use pyo3::exceptions::{PySystemExit, PyValueError};
+use pyo3::exceptions::PySystemExit;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
@@ -21,20 +21,12 @@ static IMAGE: &[u8] = include_bytes!(env!("ELASTICRS_NURSERY_IMAGE"));
 
 /// Returns the programs to try for the nursery process, in order.
 ///
-/// For `auto`, the first program is the embedded one. The second is a plain Python interpreter, because some systems
-/// cannot execute a file in memory. The interpreter takes 10 ms instead of 1 ms to start, and uses 10 MB instead of 2
-/// MB of memory.
-pub(crate) fn images(py: Python<'_>, kind: &str) -> PyResult<Vec<NurseryImage>> {
-    let embedded = || NurseryImage::Embedded(IMAGE);
-    match kind {
-        "auto" => Ok([Some(embedded()), interpreter(py)?].into_iter().flatten().collect()),
-        "embedded" => Ok(vec![embedded()]),
-        "interpreter" => Ok(interpreter(py)?.into_iter().collect()),
-        other => {
-            let text = format!("nursery must be 'auto', 'embedded' or 'interpreter', got '{other}'");
-            Err(PyValueError::new_err(text))
-        }
-    }
+/// The first program is the embedded one, unless `in_interpreter` is true. The second is a plain Python interpreter,
+/// because some systems cannot execute a file in memory. The interpreter takes 10 ms instead of 1 ms to start, and uses
+/// 10 MB instead of 2 MB of memory.
+pub(crate) fn images(py: Python<'_>, in_interpreter: bool) -> PyResult<Vec<NurseryImage>> {
+    let embedded = (!in_interpreter).then_some(NurseryImage::Embedded(IMAGE));
+    Ok(embedded.into_iter().chain(interpreter(py)?).collect())
 }
 
 /// Configuration of a warm nursery, which imports modules before its workers start.

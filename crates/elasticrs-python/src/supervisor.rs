@@ -37,10 +37,10 @@ pub(crate) struct Supervisor {
 #[pymethods]
 impl Supervisor {
     #[new]
-    #[pyo3(signature = (*, owns_process=false, nursery="auto", warm=None))]
-    fn new(py: Python<'_>, owns_process: bool, nursery: &str, warm: Option<&WarmNursery>) -> PyResult<Self> {
+    #[pyo3(signature = (*, owns_process=false, in_interpreter=false, warm=None))]
+    fn new(py: Python<'_>, owns_process: bool, in_interpreter: bool, warm: Option<&WarmNursery>) -> PyResult<Self> {
         let warm = warm.map(|warm| NurseryImage::Warm(Arc::clone(&warm.inner)));
-        let nursery = warm.into_iter().chain(nursery::images(py, nursery)?).collect();
+        let nursery = warm.into_iter().chain(nursery::images(py, in_interpreter)?).collect();
         let config = Config { nursery, owns_process };
         let inner = py.detach(|| core::Supervisor::new(config)).map_err(Error)?;
         Ok(Self { inner, stores: Arc::new(Stores::new(Of::Workers)) })

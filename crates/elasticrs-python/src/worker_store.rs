@@ -14,12 +14,6 @@ use crate::error::{SupervisorError, listen_error};
 use crate::stores::{Entered, Of, end_detached, teller};
 use crate::supervisor::Supervisor;
 
-#[derive(Clone, Copy, FromPyObject)]
-enum PortOrRange {
-    One(u16),
-    Range((u16, u16)),
-}
-
 #[pyclass(frozen, module = "elasticrs._core")]
 pub(crate) struct WorkerStore {
     inner: worker::WorkerStore,
@@ -31,12 +25,9 @@ pub(crate) struct WorkerStore {
 #[pymethods]
 impl WorkerStore {
     #[new]
-    #[pyo3(signature = (host=None, port=PortOrRange::One(0)))]
-    fn new(py: Python<'_>, host: Option<&str>, port: PortOrRange) -> PyResult<Self> {
-        let port = match port {
-            PortOrRange::One(port) => port.into(),
-            PortOrRange::Range((first, last)) => Port::Range(first, last),
-        };
+    #[pyo3(signature = (host=None, ports=None))]
+    fn new(py: Python<'_>, host: Option<&str>, ports: Option<(u16, u16)>) -> PyResult<Self> {
+        let port = ports.map_or(Port::Any, |(first, last)| Port::Range(first, last));
         let inner = py.detach(|| worker::WorkerStore::new(host, port, Limits::default()));
         Ok(Self {
             inner: inner.map_err(|error| listen_error(&error))?,

@@ -13,7 +13,7 @@ use tokio::task::yield_now;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::access::{self, Direction, allows, scoped_token};
-use super::hub::{Entered, Hub, Refusal, Slot};
+use super::hub::{Hub, Refusal, Slot};
 use super::leases::Leases;
 use super::outbox::Outbox;
 use super::protocol::{Answer, Hello, Request, VERSION};
@@ -200,10 +200,8 @@ impl Connection {
             let said = format!("the store has reached its limit of {limit} connections");
             return Err(Disconnect::Refused((LostKind::Limit, said)));
         }
-        let entered = self.hub.enter(&self.outbox, hello).map_err(Disconnect::Refused)?;
-        let Entered { session, secret, revision, pace } = entered;
-        let ids = self.hub.ids.clone();
-        self.tell(Answer::Ready { session, revision, pace, proof, secret, ids }.encode());
+        let (session, answer) = self.hub.enter(&self.outbox, hello, proof).map_err(Disconnect::Refused)?;
+        self.tell(answer.encode());
         Ok(session)
     }
 

@@ -32,7 +32,7 @@ use super::durable::{Granted, Image, StateError, StateFile};
 use super::journal::Journal;
 use super::leases::Leases;
 use super::outbox::{BytesInUse, CONNECTION_COST, Message, Outbox};
-use super::protocol::{Answer, Hello, Pace, Request, Secret, encode_changes};
+use super::protocol::{Answer, Digest, Hello, Pace, Request, Secret, encode_changes};
 use super::relay::Relay;
 use super::state::{Revision, SessionId, State};
 use super::turns::REQUEST;
@@ -98,14 +98,6 @@ struct Session {
     run_id: String,
     /// Outbox of the session's connection. `None` while the session has no connection.
     outbox: Option<Rc<Outbox>>,
-}
-
-/// ID, secret, store revision and keep-alive settings of a session that was just opened or resumed.
-pub(super) struct Entered {
-    pub(super) session: SessionId,
-    pub(super) secret: Secret,
-    pub(super) revision: u64,
-    pub(super) pace: Pace,
 }
 
 #[derive(Debug, Default)]
@@ -222,20 +214,28 @@ impl Hub {
         self
     }
 
-    /// Opens a new session or resumes an existing one.
-    pub(super) fn enter(&self, outbox: &Rc<Outbox>, hello: &Hello) -> Result<Entered, Refusal> {
+    /// Opens a new session or resumes an existing one. Returns the ID of the session and the answer to the client. `proof`
+    /// answers the client's challenge.
+    pub(super) fn enter(
+        &self,
+        outbox: &Rc<Outbox>,
+        hello: &Hello,
+        proof: Option<Digest>,
+    ) -> Result<(SessionId, Answer), Refusal> {
         if hello.confirmed.is_some_and(|id| !self.ids.contains(&id)) {
             let said = "this is not the store that this node has met before: it was started empty, or goes on with \
                         another copy of that store's state";
             return Err((LostKind::Other, said.into()));
         }
-        match &hello.resume {
-            Some((session, secret)) => self.resume(outbox, *session, secret, &hello.run_id),
-            None => self.begin(outbox, hello),
-        }
+        let (session, secret, pace) = match &hello.resume {
+            Some((session, secret)) => (*session, *secret, self.resume(outbox, *session, secret, &hello.run_id)?),
+            None => self.begin(outbox, hello)?,
+        };
+        let (revision, ids) = (self.shared.borrow().state.revision(), self.ids.clone());
+        Ok((session, Answer::Ready { session, revision, pace, proof, secret, ids }))
     }
 
-    fn begin(&self, outbox: &Rc<Outbox>, hello: &Hello) -> Result<Entered, Refusal> {
+    fn begin(&self, outbox: &Rc<Outbox>, hello: &Hello) -> Result<(SessionId, Secret, Pace), Refusal> {
         let Hello { interval_ms, attempts, ref run_id, .. } = *hello;
         let least = self.config.state.as_ref().map_or(0, |state| state.attempts_at(interval_ms));
         let attempts = attempts.max(least);
@@ -253,18 +253,12 @@ impl Hub {
         if let Some(journal) = &self.journal {
             journal.begin(session, Granted { secret, interval_ms, attempts, ttl_ms: pace.ttl_ms });
         }
-        Ok(Entered { session, secret, revision: shared.state.revision(), pace })
+        Ok((session, secret, pace))
     }
 
     /// Resumes a session for a client that knows its secret. If the session still has a connection, that connection is
     /// dropped.
-    fn resume(
-        &self,
-        outbox: &Rc<Outbox>,
-        session: SessionId,
-        secret: &Secret,
-        run_id: &str,
-    ) -> Result<Entered, Refusal> {
+    fn resume(&self, outbox: &Rc<Outbox>, session: SessionId, secret: &Secret, run_id: &str) -> Result<Pace, Refusal> {
         let mut shared = self.shared.borrow_mut();
         let shared = &mut *shared;
         let known = shared.sessions.get_mut(&session).filter(|known| secrets::is_same(&known.secret, secret));
@@ -279,7 +273,7 @@ impl Hub {
         }
         shared.watches.remove_client(session);
         self.replan.notify_one();
-        Ok(Entered { session, secret: *secret, revision: shared.state.revision(), pace })
+        Ok(pace)
     }
 
     fn restore(&self, session: SessionId, granted: &Granted, now: u64) {

@@ -79,8 +79,11 @@ impl Channel {
         let mut answers = Answers::new(response);
         let answer = answers.next().await?;
         // Read the status that follows the answer, because a call can fail even after an answer was sent.
-        answers.end().await?;
-        answer.ok_or_else(|| CallError::Foreign("a call without an answer".into()))
+        match (answer, answers.next().await?) {
+            (Some(answer), None) => Ok(answer),
+            (None, _) => Err(CallError::Foreign("a call without an answer".into())),
+            (Some(_), Some(_)) => Err(CallError::Foreign("a call with two answers".into())),
+        }
     }
 
     /// Opens a bidirectional stream of messages.
@@ -168,14 +171,6 @@ impl<A: Message + Default> Answers<A> {
                     None => return status(stream.trailers().await?.as_ref()).map(|()| None),
                 },
             }
-        }
-    }
-
-    /// Waits until the answer is complete.
-    async fn end(&mut self) -> Result<(), CallError> {
-        match self.next().await? {
-            None => Ok(()),
-            Some(_) => Err(CallError::Foreign("a call with two answers".into())),
         }
     }
 }

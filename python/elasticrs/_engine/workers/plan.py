@@ -239,7 +239,7 @@ class StorePort:
         if is_served:
             from elasticrs import _core
 
-            self.store = _core.WorkerStore(None, ports or 0)
+            self.store = _core.WorkerStore() if ports is None else _core.WorkerStore(None, ports)
             self.number = self.store.port
         else:
             self._socket = bind(0) if ports is None else _bind_one_of(*ports)

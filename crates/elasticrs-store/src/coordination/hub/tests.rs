@@ -37,7 +37,7 @@ fn enter(
     outbox: &Rc<Outbox>,
     resume: Option<(u64, Secret)>,
     confirmed: Option<StoreId>,
-) -> Result<Entered, LostKind> {
+) -> Result<(SessionId, Secret), LostKind> {
     let hello = Hello {
         version: VERSION,
         run_id: String::new(),
@@ -47,7 +47,11 @@ fn enter(
         resume,
         confirmed,
     };
-    hub.enter(outbox, &hello).map_err(|(kind, _)| kind)
+    match hub.enter(outbox, &hello, None) {
+        Ok((session, Answer::Ready { secret, .. })) => Ok((session, secret)),
+        Ok((_, other)) => panic!("{other:?}"),
+        Err((kind, _)) => Err(kind),
+    }
 }
 
 fn sessions(hub: &Hub) -> usize {
@@ -58,7 +62,7 @@ fn sessions(hub: &Hub) -> usize {
 fn a_session_with_a_broken_connection_can_be_resumed_only_with_its_secret() {
     let hub = a_hub(Box::new(drop));
     let (first, second) = (an_outbox(&hub), an_outbox(&hub));
-    let Entered { session, secret, .. } = enter(&hub, &first, None, None).unwrap();
+    let (session, secret) = enter(&hub, &first, None, None).unwrap();
     hub.leave(session, &first, true);
     assert_eq!(sessions(&hub), 1);
     let mut wrong = secret;
@@ -66,8 +70,7 @@ fn a_session_with_a_broken_connection_can_be_resumed_only_with_its_secret() {
     for refused in [(session, wrong), (session + 1, secret)] {
         assert_eq!(enter(&hub, &second, Some(refused), None).err(), Some(LostKind::Gone));
     }
-    let again = enter(&hub, &second, Some((session, secret)), None).unwrap();
-    assert_eq!((again.session, again.secret), (session, secret));
+    assert_eq!(enter(&hub, &second, Some((session, secret)), None), Ok((session, secret)));
     hub.leave(session, &first, false);
     assert_eq!(sessions(&hub), 1, "the end of another connection says nothing");
     hub.leave(session, &second, false);
@@ -79,7 +82,7 @@ fn a_session_with_a_broken_connection_can_be_resumed_only_with_its_secret() {
 fn a_session_continues_on_the_connection_that_resumed_it_last() {
     let hub = a_hub(Box::new(drop));
     let (first, second) = (an_outbox(&hub), an_outbox(&hub));
-    let Entered { session, secret, .. } = enter(&hub, &first, None, None).unwrap();
+    let (session, secret) = enter(&hub, &first, None, None).unwrap();
     enter(&hub, &second, Some((session, secret)), None).unwrap();
     assert!(first.is_closing() && !second.is_closing());
     hub.leave(session, &first, true);
@@ -93,9 +96,9 @@ fn the_number_of_disconnected_sessions_is_limited() {
     let both = [an_outbox(&hub), an_outbox(&hub)];
     let begun = both.each_ref().map(|outbox| enter(&hub, outbox, None, None).unwrap());
     for (outbox, begun) in both.iter().zip(&begun) {
-        hub.leave(begun.session, outbox, true);
+        hub.leave(begun.0, outbox, true);
     }
-    let back = begun.map(|begun| enter(&hub, &both[0], Some((begun.session, begun.secret)), None).is_ok());
+    let back = begun.map(|begun| enter(&hub, &both[0], Some(begun), None).is_ok());
     assert_eq!(back, [true, false]);
 }
 
@@ -105,8 +108,8 @@ fn a_restored_session_can_be_resumed_and_its_id_is_not_reused() {
     hub.restore(7, &Granted { secret: [7; 32], interval_ms: 1000, attempts: 5, ttl_ms: 15_000 }, boot_now());
     assert_eq!((sessions(&hub), hub.shared.borrow().absent), (1, 1));
     let outbox = an_outbox(&hub);
-    assert_eq!(enter(&hub, &outbox, Some((7, [7; 32])), Some(FORERUNNER)).unwrap().session, 7);
-    assert_eq!(enter(&hub, &an_outbox(&hub), None, Some(OWN)).unwrap().session, 8);
+    assert_eq!(enter(&hub, &outbox, Some((7, [7; 32])), Some(FORERUNNER)).unwrap().0, 7);
+    assert_eq!(enter(&hub, &an_outbox(&hub), None, Some(OWN)).unwrap().0, 8);
     assert_eq!(enter(&hub, &outbox, Some((7, [7; 32])), Some([3; 16])).err(), Some(LostKind::Other));
     assert_eq!(enter(&hub, &outbox, None, Some([3; 16])).err(), Some(LostKind::Other));
 }
