@@ -19,10 +19,11 @@ keep = Keep(net=net, optimizer=optimizer, scheduler=scheduler, every=EVERY, repl
 def forward():
     noise = random.random() + np.random.rand()
     return (net(torch.randn(8, 200)) + noise).square().mean()
-def train(step, end=True):
-    optimizer.zero_grad(); forward().backward(); optimizer.step(); scheduler.step()
-    keep.values["seen"] = 8 * step
-    if end: keep.step(step)
+def train(step, until="end"):
+    optimizer.zero_grad(); forward().backward()
+    if until == "backward": return
+    optimizer.step(); scheduler.step(); keep.values["seen"] = 8 * step
+    if until == "end": keep.step(step)
 def picture():
     import hashlib
     found = hashlib.sha256()
@@ -77,7 +78,7 @@ def test_order_while_the_optimizer_writes_waits_for_the_end_of_the_step(agent):
         for step in (1, 2):
             worker.run(f"train({step})")
         name = agent.joined()
-        worker.run("train(3, end=False)")
+        worker.run("train(3, until='optimizer')")
         assert agent.order(name) == Answer.CHANGING
         assert step_of(agent) is None
         worker.run("import threading; t = threading.Timer(0.05, keep.step, (3,)); t.start()")
@@ -116,7 +117,7 @@ def test_own_exception_keeps_the_last_step_but_none_that_the_optimizer_is_changi
     agent.begin(step=3)
     with agent.worker(preamble=model()) as worker:
         worker.run("keep.restore()")
-        worker.run("train(4); train(5, end=False)")
+        worker.run("train(4); train(5, until='optimizer')")
         worker.send("1 / 0")
         assert worker.end()[0] == 1
     assert step_of(agent) == 3  # Step 4 was not copied when the optimizer began with step 5.
@@ -146,7 +147,8 @@ def test_periodic_copies_alternate_between_the_slots_and_the_survivors_copy_repl
         assert {each.complete_step for each in file.slots} == {6, 8}
 
 
-def test_rank_that_died_in_the_optimizer_goes_on_with_its_own_random_numbers(programs):
+@pytest.mark.parametrize("until", ["backward", "optimizer"])
+def test_rank_that_died_in_a_step_that_others_end_goes_on_from_its_end(programs, until):
     with closing(KeepAgent(programs, 2)) as agent:
         agent.begin()
         start = model(replicated=True) + "torch.manual_seed(int(os.environ['RANK']))\n"
@@ -155,7 +157,7 @@ def test_rank_that_died_in_the_optimizer_goes_on_with_its_own_random_numbers(pro
                 survivor.run(f"train({step})")
                 dead.run(f"train({step})")
             names = [agent.joined() for _ in range(2)]
-            dead.run("train(3, end=False)")
+            dead.run(f"train(3, until={until!r})")
             own = dead.run("torch.get_rng_state().tolist()")
             dead.kill()
             survivor.run("train(3)")

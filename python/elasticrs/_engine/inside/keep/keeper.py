@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from functools import wraps
 from time import monotonic_ns
 
 import torch
@@ -111,6 +112,24 @@ def _places(plan: Mapping[str, Any]) -> list[str]:
     return places
 
 
+def _notice_backward(notice: Callable[[], None]) -> Callable[[], None]:
+    """Have ``notice`` called before each ``backward``. Return a function that ends this."""
+    real = torch.autograd.backward
+
+    @wraps(real)
+    def backward(*args: Any, **kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            notice()
+        real(*args, **kwargs)
+
+    def end() -> None:
+        if torch.autograd.backward is backward:
+            torch.autograd.backward = real
+
+    torch.autograd.backward = backward
+    return end
+
+
 class Restored:
     """What :meth:`Keeper.restore` has loaded. ``from_rank`` made the copy of the large state."""
 
@@ -157,10 +176,10 @@ class Keeper:
         self._at: int | None = None
         self._stride = 1
         self._boundary: Boundary | None = None
-        self._changes = self._usual_changes = 0
-        self._is_ahead = False
-        """Whether the small state of the next step has been written."""
+        self._has_changed = False
+        self._backwards = self._usual_backwards = 0
         self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
+        self._backward = _notice_backward(self.before_exchange)
         self._previous = sys.excepthook
         sys.excepthook = self._excepthook
         atexit.register(self.close)
@@ -175,6 +194,7 @@ class Keeper:
             self.is_closed = True
             self._close_handover()
             self._hook.remove()
+            self._backward()
             self._copier.finish(_EXIT_LIMIT)
             atexit.unregister(self.close)
             if sys.excepthook == self._excepthook:
@@ -219,7 +239,7 @@ class Keeper:
         try:
             file = self._file if large["file"] == own else KeepFile(large["file"])
             kept = restore.Kept(file, large["slot"], step, large["sequence"])
-            small = restore.small_state(self._file, kept, plan.get("own"))
+            small, stale = restore.small_state(self._file, kept, plan.get("own"))
             restore.apply(self._collector, kept, small, self._values)
         except restore.DifferentError as error:
             say(f"step {step} is not restored: {error}")
@@ -231,7 +251,8 @@ class Keeper:
                 raise RuntimeError(f"elasticrs: keep: {text}. The next attempt goes on without it") from error
             say(f"{text}. Nothing is restored")
             return None
-        found = Restored(plan, is_exact=plan["exact"] and small is not None, at_death=kept.is_at_death)
+        is_exact = plan["exact"] and small is not None and not stale
+        found = Restored(plan, is_exact=is_exact, at_death=kept.is_at_death)
         how = "at death" if found.at_death else "in a periodic copy"
         lost = f"{plan['lost']} step{'s' if plan['lost'] != 1 else ''} lost"
         text = (
@@ -240,6 +261,8 @@ class Keeper:
         if found.behind:
             behind = ", ".join(map(str, found.behind))
             text += f"; random numbers and the like are not of this step on the ranks {behind}"
+        if stale:
+            text += f"; from the middle of the step are: {', '.join(stale)}"
         say(f"{text}; {plan['why']}" if plan["why"] else text)
         return found
 
@@ -254,27 +277,27 @@ class Keeper:
         self._guarded(self._before_change)
 
     def before_exchange(self) -> None:
-        """Say that this rank is about to send its last gradients of this step. A program that says so loses
-        no step if the rank dies between that and the optimizer's step.
+        """Say that the gradients of a step are about to be sent to the other ranks.
+
+        They can then end the step without this rank. If it dies, they are a step ahead. Its random numbers
+        and its position in the data are already those of that step.
         """
         if self.is_of_this_process():
-            self._guarded(self._write_ahead)
+            self._backwards += 1
+            # If there were more in the last step, more random numbers are drawn before the last one.
+            if self._backwards >= self._usual_backwards:
+                self._guarded(self._put_next)
 
-    def _before_change(self) -> None:
-        self._changes += 1
-        self._copier.change()
-        # If there were more changes in the last step, more random numbers are drawn before the last one.
-        if not self._is_ahead and self._changes >= self._usual_changes:
-            self._write_ahead()
-
-    def _write_ahead(self) -> None:
-        """Write this rank's small state of the next step. Once this rank has sent its gradients, the other
-        ranks can end the step. If this rank dies then, they are a step ahead. Its random numbers and its
-        position in the data are already those of that step.
-        """
+    def _put_next(self) -> None:
         if self._at is not None and self._boundary is not None:
             self._file.ring.put(self._at + self._stride, False, self._collector.small())
-            self._is_ahead = True
+
+    def _before_change(self) -> None:
+        self._has_changed = True
+        self._copier.change()
+        if not self._backwards:
+            # The program computes its gradients without `backward`.
+            self._put_next()
 
     def _before_optimizer(self, _optimizer: object, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run before each step of an optimizer. A closure runs forward and backward inside the step, so the
@@ -309,14 +332,13 @@ class Keeper:
             self._file.drop_from(step)
             if not boundary.parts.is_on_cpu:
                 self._copier.go_blind("the state is on a GPU")
-        elif not self._changes and before.parts.changed(before.versions):
+        elif not self._has_changed and before.parts.changed(before.versions):
             self._copier.go_blind(
                 "the optimizer's step is not visible, unless keep.before_change() is called"
             )
         self._stride = step - self._at if self._at is not None and step > self._at else 1
-        self._at, self._boundary = step, boundary
-        self._usual_changes, self._changes = self._changes, 0
-        self._is_ahead = False
+        self._at, self._boundary, self._has_changed = step, boundary, False
+        self._usual_backwards, self._backwards = self._backwards, 0
         self._file.ring.put(step, True, boundary.small)
         words = self._file.words
         words[Head.ENDED], words[Head.ENDED_AT] = step + 1, monotonic_ns()

@@ -76,10 +76,11 @@ class Kept:
         }
 
 
-def small_state(file: KeepFile, kept: Kept, own: int | None) -> dict[str, Any] | None:
-    """Return this rank's small state at the step of ``kept``; ``None`` if this rank has none.
+def small_state(file: KeepFile, kept: Kept, own: int | None) -> tuple[dict[str, Any] | None, list[str]]:
+    """Return this rank's small state at the step of ``kept``; ``None`` if this rank has none. Also return the
+    names of those parts that are probably not of the step's end.
 
-    A record that was written before the optimizer lacks what the program did after it. So parts that the
+    A record that was written in the middle of a step lacks what the program did after it. So parts that the
     holder of the copy has as well are taken from the holder if they were equal at the end of the step before.
 
     Args:
@@ -90,28 +91,46 @@ def small_state(file: KeepFile, kept: Kept, own: int | None) -> dict[str, Any] |
     step = kept.step
     of_holder = _decoded(kept.small)
     if kept.file is file and own is not None:
-        return of_holder
+        return of_holder, []
     records = file.ring.records()
     if (step, True) in records:
-        return _decoded(records[step, True])
+        return _decoded(records[step, True]), []
     if own is not None:
         try:
             _, _, index = file.slots[own].read_only()
-            return _decoded(state.split_index(index)[2])
+            return _decoded(state.split_index(index)[2]), []
         except (ValueError, pickle.UnpicklingError, LookupError) as error:
             raise DamagedError(f"the index of its own copy is damaged ({error})") from error
     if (step, False) not in records:
-        return None
+        return None, []
     mine = _decoded(records[step, False])
     theirs_before = kept.file.ring.records().get((step - 1, True))
-    mine_before = records.get((step - 1, True))
-    before = [trees.decode(each) if each else {} for each in (mine_before, theirs_before)]
+    before = {
+        end: _encoded_parts(record)
+        for end, record in (("theirs", theirs_before), ("mine", records.get((step - 1, True))))
+    }
+    middle = _encoded_parts(records.get((step - 1, False)))
+    stale = []
     for section, parts in mine.items():
         for name in parts:
-            was = [trees.encode(each.get(section, {}).get(name)) if each else b"" for each in before]
-            if name in of_holder[section] and was[0] and was[0] == was[1]:
+            part = section, name
+            was = before["mine"].get(part)
+            if was is not None and was == before["theirs"].get(part) and name in of_holder[section]:
                 parts[name] = of_holder[section][name]
-    return mine
+            elif was is not None and was != middle.get(part, was):
+                stale.append(trees.spell(name) if isinstance(name, tuple) else str(name))
+    return mine, stale
+
+
+def _encoded_parts(record: bytes | None) -> dict[tuple[str, Any], bytes]:
+    """Return the parts of a record, by section and name, so that they can be compared."""
+    if record is None:
+        return {}
+    return {
+        (section, name): trees.encode(part)
+        for section, parts in _decoded(record).items()
+        for name, part in parts.items()
+    }
 
 
 def _decoded(record: bytes) -> dict[str, Any]:
