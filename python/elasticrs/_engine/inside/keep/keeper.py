@@ -228,7 +228,7 @@ class Keeper:
             say(f"nothing is restored: {plan['why']}")
         self._file.ring.drop_after(-1 if found is None else found.step)
         if found is not None:
-            self._at = found.step
+            self.begin_at(found.step)
             self._file.words[Head.RESTORED] = found.step + 1
             self._copier.source = plan.get("own")
         return found
@@ -267,7 +267,12 @@ class Keeper:
         return found
 
     def begin_at(self, step: int) -> None:
-        """Take note of the step at which the program begins, if nothing has been restored."""
+        """Take note of the step after which the program goes on."""
+        if self.is_of_this_process():
+            self._guarded(lambda: self._begin_at(step))
+
+    def _begin_at(self, step: int) -> None:
+        self._file.ring.put(step, True, self._collector.begin_after(step))
         self._at = step
 
     def before_change(self) -> None:
@@ -289,7 +294,7 @@ class Keeper:
                 self._guarded(self._put_next)
 
     def _put_next(self) -> None:
-        if self._at is not None and self._boundary is not None:
+        if self._at is not None:
             self._file.ring.put(self._at + self._stride, False, self._collector.small())
 
     def _before_change(self) -> None:

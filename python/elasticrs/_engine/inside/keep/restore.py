@@ -6,7 +6,7 @@ import pickle
 
 import torch
 
-from elasticrs._engine.inside.keep import state, trees
+from elasticrs._engine.inside.keep import layout, state, trees
 from elasticrs._engine.inside.keep.copier import digest_of
 from elasticrs._engine.inside.keep.layout import Slot, Why
 
@@ -47,11 +47,14 @@ class Kept:
             raise DamagedError("the copy has been overwritten")
         try:
             self._map, self._words, index = self._slot.read_only()
-            parts, groups, self.small, common = state.split_index(index)
+            parts, groups, self.small, common, before = state.split_index(index)
             self.skeletons, self.entries = trees.load(parts)
             self.groups: dict[str, list[dict[str, Any]]] = trees.decode(groups)
             self.common: dict[str, Any] = trees.decode(common)
             """States of the objects that are the same on all ranks, by their names."""
+            self.step_before = layout.unpack(before[: layout.WORD])[0] if before else step - 1
+            self.small_before = before[layout.WORD :]
+            """The holder's small state at the end of the step before; empty if it is not known."""
         except (ValueError, pickle.UnpicklingError, LookupError) as error:
             raise DamagedError(f"its index is damaged ({error})") from error
         self.is_at_death = self._words[Slot.WHY] == Why.AT_DEATH
@@ -104,27 +107,24 @@ def small_state(file: KeepFile, kept: Kept, own: int | None) -> tuple[dict[str, 
     if (step, False) not in records:
         return None, []
     mine = _decoded(records[step, False])
-    theirs_before = kept.file.ring.records().get((step - 1, True))
-    before = {
-        end: _encoded_parts(record)
-        for end, record in (("theirs", theirs_before), ("mine", records.get((step - 1, True))))
-    }
-    middle = _encoded_parts(records.get((step - 1, False)))
+    theirs_before = _encoded_parts(kept.small_before)
+    before = _encoded_parts(records.get((kept.step_before, True), b""))
+    middle = _encoded_parts(records.get((kept.step_before, False), b""))
     stale = []
     for section, parts in mine.items():
         for name in parts:
             part = section, name
-            was = before["mine"].get(part)
-            if was is not None and was == before["theirs"].get(part) and name in of_holder[section]:
+            was = before.get(part)
+            if was is not None and was == theirs_before.get(part) and name in of_holder[section]:
                 parts[name] = of_holder[section][name]
             elif was is not None and was != middle.get(part, was):
                 stale.append(trees.spell(name) if isinstance(name, tuple) else str(name))
     return mine, stale
 
 
-def _encoded_parts(record: bytes | None) -> dict[tuple[str, Any], bytes]:
+def _encoded_parts(record: bytes) -> dict[tuple[str, Any], bytes]:
     """Return the parts of a record, by section and name, so that they can be compared."""
-    if record is None:
+    if not record:
         return {}
     return {
         (section, name): trees.encode(part)

@@ -87,16 +87,19 @@ class Parts:
 class Boundary:
     """The state at the end of a step. ``groups`` are the settings of the optimizers, such as learning rates,
     ``small`` is the encoded small state, and ``common`` that of the objects that are the same on all ranks.
+    ``before`` has the step and the small state of the boundary before; it is empty if there is none.
     """
 
-    def __init__(self, step: int, parts: Parts, groups: dict[str, Any], small: bytes, common: bytes) -> None:
+    def __init__(
+        self, step: int, parts: Parts, groups: dict[str, Any], small: bytes, common: bytes, before: bytes
+    ) -> None:
         self.step, self.parts, self.groups = step, parts, groups
-        self.small, self.common = small, common
+        self.small, self.common, self.before = small, common, before
         self.versions = parts.versions()
 
     def index(self) -> bytes:
-        """Return what a slot holds beside the data of the tensors: four parts."""
-        return join_index([self.parts.facts, trees.encode(self.groups), self.small, self.common])
+        """Return what a slot holds beside the data of the tensors: five parts."""
+        return join_index([self.parts.facts, trees.encode(self.groups), self.small, self.common, self.before])
 
     def check(self) -> None:
         """Check that the state can be read again.
@@ -143,6 +146,7 @@ class Collector:
         self.common = {name for name, each in self.others.items() if _is_common(each)}
         """Names of the objects whose state is the same on all ranks."""
         self._values = values
+        self._before = b""
         self._skeletons: dict[str, Any] = {}
         self._large: Leaves = []
         self._of_others: Leaves = []
@@ -172,8 +176,16 @@ class Collector:
             self._parts = Parts(self._skeletons, self._large + of_others)
         groups = {name: _settings(optimizer) for name, optimizer in self.optimizers.items()}
         common = {name: states.pop(name) for name in self.common}
-        small = self._small(states)
-        return Boundary(step, self._parts, groups, small, trees.encode(common, is_large))
+        before, small = self._before, self._small(states)
+        self._before = layout.pack([step]) + small
+        return Boundary(step, self._parts, groups, small, trees.encode(common, is_large), before)
+
+    def begin_after(self, step: int) -> bytes:
+        """Take what is there now for the state at the end of a step. Return the encoded small state."""
+        self.layout()
+        small = self.small()
+        self._before = layout.pack([step]) + small
+        return small
 
     def small(self) -> bytes:
         """Return the encoded small state of now."""
