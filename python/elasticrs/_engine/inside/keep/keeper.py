@@ -179,7 +179,7 @@ class Keeper:
         self._has_changed = False
         self._backwards = self._usual_backwards = 0
         self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
-        self._backward = _notice_backward(self.before_exchange)
+        self._backward = _notice_backward(self._before_backward)
         self._previous = sys.excepthook
         sys.excepthook = self._excepthook
         atexit.register(self.close)
@@ -287,6 +287,10 @@ class Keeper:
         They can then end the step without this rank. If it dies, they are a step ahead. Its random numbers
         and its position in the data are already those of that step.
         """
+        if self.is_of_this_process():
+            self._guarded(self._put_next)
+
+    def _before_backward(self) -> None:
         if self.is_of_this_process():
             self._backwards += 1
             # If there were more in the last step, more random numbers are drawn before the last one.
