@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Any
 
-    from elasticrs._engine.inside.handover import Handover
     from elasticrs._engine.inside.keep.state import Boundary
     from elasticrs._engine.inside.keep.trees import Path
 
@@ -44,6 +43,8 @@ _active: Keeper | None = None
 """The keeper of this process."""
 _is_used = False
 """True if a step has ended in this process. The agent's choice is out of date from then on."""
+_agreement: nodes.Agreement | None = None
+"""What the nodes of a job of several nodes have agreed on."""
 
 
 def begin(objects: Mapping[str, Any], values: dict[str, Any], every: int | None, mode: int) -> Keeper | None:
@@ -91,12 +92,17 @@ class Peeked:
 
 
 def peek() -> Peeked | None:
-    """Look at the state that :meth:`Keeper.restore` would load. Return ``None`` if there is none."""
+    """Look at the state that :meth:`Keeper.restore` would load. Return ``None`` if there is none.
+
+    Raises:
+        RuntimeError: the nodes of the job could not agree on a step.
+    """
     place = os.environ.get(layout.VARIABLE)
     if place is None or _is_used:
         return None
     try:
-        plan = KeepFile(place).plan()
+        file = KeepFile(place)
+        plan = _agreed_plan(file, file.plan())
         if plan["off"] or plan["step"] is None:
             return None
         large = plan["large"]
@@ -104,6 +110,21 @@ def peek() -> Peeked | None:
     except (OffError, restore.DamagedError):
         return None  # `restore` says why.
     return Peeked(kept)
+
+
+def _agreed_plan(file: KeepFile, plan: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the agent's plan. On several nodes, agree with the others what is restored, once per process.
+
+    Raises:
+        OffError: the nodes have no store in which they could meet.
+        RuntimeError: another node did not come here in time, or no node could send a copy.
+    """
+    global _agreement  # noqa: PLW0603 -- one for each process
+    if plan["off"] or "holdings" not in plan:
+        return plan
+    if _agreement is None:
+        _agreement = nodes.agree(plan, file, say)
+    return _agreement.plan
 
 
 def _places(plan: Mapping[str, Any]) -> list[str]:
@@ -161,7 +182,7 @@ class Keeper:
         self._pid = os.getpid()
         self.is_closed = False
         self._file = KeepFile(os.environ[layout.VARIABLE])
-        self._plan = self._file.plan()
+        self._plan: Mapping[str, Any] = self._file.plan()
         if self._plan["off"]:
             raise OffError(self._plan["off"])
         self._world = int(os.environ["WORLD_SIZE"])
@@ -172,7 +193,6 @@ class Keeper:
         facts = {Slot.RANK: rank, Slot.WORLD: self._world, Slot.ATTEMPT: attempt}
         notices = os.environ.get("ELASTICRS_NOTICES", "")
         self._copier = Copier(self._file, facts, self._plan["memory"], notices, self._schedule, say)
-        self._handover: Handover | None = None
         self._at: int | None = None
         self._stride = 1
         self._boundary: Boundary | None = None
@@ -202,9 +222,9 @@ class Keeper:
 
     def _close_handover(self) -> None:
         """Serve this rank's copy no longer. All ranks have restored theirs when a step has ended."""
-        if self._handover is not None:
-            self._handover.close()
-            self._handover = None
+        if _agreement is not None and _agreement.handover is not None:
+            _agreement.handover.close()
+            _agreement.handover = None
 
     def restore(self) -> Restored | None:
         """Load the state that the agent has chosen. Return ``None`` if there is none.
@@ -214,14 +234,11 @@ class Keeper:
         """
         if _is_used or not self.is_of_this_process():
             return None
-        if "holdings" in self._plan:
-            try:
-                agreed = nodes.agree(self._plan, self._file, say)
-            except OffError as error:
-                self._copier.turn_off(str(error))
-                return None
-            self._plan, self._handover = agreed.plan, agreed.handover
-        plan = self._plan
+        try:
+            plan = self._plan = _agreed_plan(self._file, self._plan)
+        except OffError as error:
+            self._copier.turn_off(str(error))
+            return None
         step: int | None = plan["step"]
         found = None if step is None else self._restore(plan, step)
         if step is None and plan["why"]:
