@@ -21,3 +21,19 @@ def test_a_job_ends_as_if_nothing_had_failed(torch_programs, tmp_path):
     assert hurt.ends() == calm.ends()
     assert len(calm.ends()) == 3
     assert hurt.lost() == [0, 0, 0]
+
+
+def test_fully_sharded_job_loses_no_step_if_all_ranks_can_copy_and_few_after_a_kill(torch_programs, tmp_path):
+    every = 4
+    faults = ["raise:0:1:10", "kill:1:0:20", "exit:2:0:30"]
+    options = ["--variant", "fsdp", "--steps", "35", "--every", str(every)]
+    calm, hurt = (KeptTraining(tmp_path / name) for name in ("calm", "hurt"))
+    ordered = [argument for fault in faults for argument in ("--fault", fault)]
+    runs = f"training.launch(2, {str(calm.folder)!r}, *{options}); "
+    runs += f"training.launch(2, {str(hurt.folder)!r}, *{options + ordered})"
+    torch_programs.checked(f"{LAUNCH}; {runs}")
+    assert hurt.ends() == calm.ends()
+    assert len(set(calm.ends().values())) == 2
+    lost_at_raise, lost_at_kill, lost_at_exit = hurt.lost()
+    assert (lost_at_raise, lost_at_exit) == (0, 0)
+    assert 0 < lost_at_kill <= every + 1

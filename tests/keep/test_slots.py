@@ -75,23 +75,44 @@ def restarted(ranks, step):
     return tuple(Rank(step, False, each, None) for each in slots)
 
 
-def kept_at_death(rank, is_careful):
-    """Return the slots of a survivor after its copy at death. A careful survivor copies only if it can infer
-    that all ranks have the step in its newest slot.
+def careless(newest, rank, others):
+    return True
+
+
+def inferring(newest, rank, others):
+    """Return true if all ranks have completed their copies of a step, because their optimizers waited."""
+    return rank.ended >= newest + 2
+
+
+def looking(newest, rank, others):
+    """Return true if all ranks are seen to have a step."""
+    return all(newest in other.slots for other in others)
+
+
+def kept_at_death(rank, others, may_copy):
+    """Return the slots of a survivor after its copy at death. It makes the copy only if ``may_copy`` is true
+    for the step in its newest slot.
     """
     slots = rank.copied().slots
     newest = max(step for step in slots if step is not None)
-    if rank.ended == newest or (is_careful and rank.ended < newest + 2):
+    if rank.ended == newest or not may_copy(newest, rank, others):
         return slots
     return replaced(slots, next_slot(slots), rank.ended)
 
 
-def deaths(ranks, is_careful):
+def others_of(ranks, number):
+    return (*ranks[:number], *ranks[number + 1 :])
+
+
+def deaths(ranks, may_copy):
     """Yield the states after the death of each rank and the copies of all others."""
     for dead in range(len(ranks)):
         yield tuple(
             rank._replace(
-                slots=rank.slots if number == dead else kept_at_death(rank, is_careful), copying=None
+                slots=rank.slots
+                if number == dead
+                else kept_at_death(rank, others_of(ranks, number), may_copy),
+                copying=None,
             )
             for number, rank in enumerate(ranks)
         )
@@ -138,8 +159,20 @@ def test_with_two_slots_a_common_step_exists_in_every_state(count, every):
     states = reachable(count, 2, every)
     assert len(states) > 100
     assert max(lost(ranks, ranks) for ranks in states) == every + 1
-    copied = [lost(ranks, after) for ranks in states for after in deaths(ranks, is_careful=True)]
-    assert max(copied) == every + 1
+    for may_copy in (inferring, looking):
+        copied = [lost(ranks, after) for ranks in states for after in deaths(ranks, may_copy)]
+        assert max(copied) == every + 1
+
+
+def test_nothing_is_lost_if_all_ranks_live_and_can_look_at_the_copies():
+    for ranks in reachable(3, 2, 3):
+        done = tuple(rank.copied() for rank in ranks)
+        if len({rank.ended for rank in done}) == 1:
+            kept = [
+                rank._replace(slots=kept_at_death(rank, others_of(done, number), looking))
+                for number, rank in enumerate(done)
+            ]
+            assert lost(done, kept) == 0
 
 
 @pytest.mark.parametrize(
@@ -154,4 +187,4 @@ def test_a_careless_copy_at_death_can_destroy_the_last_common_step():
     has died in that copy has only the step before.
     """
     states = reachable(2, 2, 3)
-    assert any(lost(ranks, after) == float("inf") for ranks in states for after in deaths(ranks, False))
+    assert any(lost(ranks, after) == float("inf") for ranks in states for after in deaths(ranks, careless))

@@ -58,7 +58,7 @@ class Training:
         # With this argument, DDP does not put the gradients into new buckets after its first step. With three
         # ranks and more, the sums of the gradients would have other last bits after a restart.
         self.ddp = self.model
-        if not self.is_sharded:
+        if not self.is_sharded and arguments.variant != "fsdp":
             self.ddp = DistributedDataParallel(self.model, find_unused_parameters=True)
 
     def make_model(self, width):
@@ -173,6 +173,26 @@ class Scaled(Training):
         return loss
 
 
+class FullySharded(Training):
+    """FSDP2. Sizes that the ranks do not divide make shards of different sizes."""
+
+    def __init__(self, arguments):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        self._mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        self._shard = fully_shard
+        super().__init__(arguments)
+        self.ddp = self.model
+
+    def make_model(self, width):
+        model = super().make_model(width + 1)
+        for each in (*model, model):
+            if each is model or isinstance(each, nn.Linear):
+                self._shard(each, mesh=self._mesh)
+        return model
+
+
 VARIANTS = {
     "adamw": Training,
     "fused": Fused,
@@ -182,6 +202,7 @@ VARIANTS = {
     "batch-norm": BatchNorm,
     "accumulation": Accumulation,
     "scaled": Scaled,
+    "fsdp": FullySharded,
 }
 
 
@@ -192,6 +213,7 @@ def digest(training, values):
     def add(value):
         if isinstance(value, torch.Tensor):
             found.update(str((value.dtype, tuple(value.shape))).encode())
+            value = getattr(value, "_local_tensor", value)  # of a DTensor
             found.update(value.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
         elif isinstance(value, dict):
             for key, each in value.items():

@@ -352,12 +352,16 @@ class Copier:
         """Return true if a copy at death of ``step`` could overwrite the newest step that all ranks have.
 
         If each rank has a part of the state, another rank may be without its copy of the newest step that is
-        here. From two steps later on, it has completed it, because its optimizer waited for it.
+        here. If the copies of the others cannot be seen, they are known to be complete from two steps later
+        on, because the optimizer of each rank waits for its copy.
         """
         newest = max(
             (found for slot in self._file.slots if (found := slot.complete_step) is not None), default=None
         )
-        return newest is not None and step < newest + 2 and not self._ranks.is_replicated()
+        if newest is None or self._ranks.is_replicated():
+            return False
+        have_all = self._ranks.have_all_copied(newest)
+        return step < newest + 2 if have_all is None else not have_all
 
     def _target(self, number: int, parts: Parts, index: bytes) -> _Target:
         target = self._targets.get(number)

@@ -115,6 +115,14 @@ class KeepFile:
             if slot.complete_step is not None and slot.complete_step >= step:
                 slot.drop()
 
+    def has_copy(self, step: int) -> bool:
+        """Return true if a slot now has a complete copy of a step. Another process may write the file."""
+        found = [SlotRegion(self, number) for number in range(layout.SLOTS)]
+        has_copy = any(slot.complete_step == step for slot in found)
+        for slot in found:
+            slot.close()
+        return has_copy
+
     def region(self, number: int) -> tuple[int, int]:
         """Return offset and capacity of the ring (0) or a slot (1, 2), as far as they are in the file."""
         offset, capacity = self.words[Head.TABLE + 2 * number : Head.TABLE + 2 * number + 2]

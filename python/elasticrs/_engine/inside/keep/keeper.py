@@ -356,6 +356,8 @@ class Keeper:
             self._close_handover()
             boundary.check()
             self._file.drop_from(step)
+            if boundary.parts.is_sharded:
+                self._schedule.declare_sharded()
             if not boundary.parts.is_on_cpu:
                 self._copier.go_blind("the state is on a GPU")
         elif not self._has_changed and before.parts.changed(before.versions):

@@ -102,6 +102,18 @@ class Schedule:
         checks = {(each[Head.CHECK_STEP], each[Head.CHECK_DIGEST]) for each in self._others()}
         return checks == {(self._words[Head.CHECK_STEP], self._words[Head.CHECK_DIGEST])}
 
+    def declare_sharded(self) -> None:
+        """Take note that this rank has only a part of the state."""
+        self._mode = self._words[Head.MODE] = Mode.SHARDED
+
+    def have_all_copied(self, step: int) -> bool | None:
+        """Return whether each rank has a complete copy of a step; ``None`` if that cannot be seen."""
+        self._others()
+        try:
+            return all(each.has_copy(step) for each in self._peers) if self._peers else None
+        except (OSError, OffError):
+            return None  # The agent has ended, and the files with it.
+
     def newest_ended(self) -> int:
         """Return the newest step that a rank has ended; -1 if there is none."""
         return max((each[Head.ENDED] for each in self._others()), default=0) - 1

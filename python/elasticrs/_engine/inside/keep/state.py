@@ -64,6 +64,8 @@ class Parts:
                 at = round_up(at + size, _ALIGNMENT)
             facts = trees.dtype_name(tensor.dtype), tuple(tensor.shape)
             entries.append((path, *facts, seen[id(tensor)], size, tensor is not leaf))
+        self.is_sharded = any(trees.is_shard(leaf) for _, leaf in large)
+        """True if a tensor is a part of one that several ranks hold together."""
         self.size = at
         self.facts = trees.dump((skeletons, entries))
         self.layout = int.from_bytes(blake2b(repr(entries).encode(), digest_size=8).digest(), "little")

@@ -135,6 +135,15 @@ def plain(leaf: Any, path: Path) -> torch.Tensor:
     return tensor
 
 
+def is_shard(leaf: Any) -> bool:
+    """Return true if a leaf is a ``DTensor`` of which this rank has only a part."""
+    placements = getattr(leaf, "placements", ())
+    return any(
+        not each.is_replicate() and leaf.device_mesh.size(dimension) > 1
+        for dimension, each in enumerate(placements)
+    )
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a type of numbers in the module ``torch``."""
     return str(dtype).rpartition(".")[2]
