@@ -41,11 +41,11 @@ KEEPS = """
     def join(ended, restored=plan["step"], **more):
         table = [ring, 4096, slots[0], 8192, slots[1], 8192]
         os.pwrite(fd, layout.pack(table), 8 * Head.TABLE)
-        put(0, RANK=rank + 1, WORLD=world, ENDED=ended + 1, ATTEMPT=attempt, MODE=1, **more)
+        put(0, RANK=rank + 1, WORLD=world, ENDED=ended + 1, ATTEMPT=plan["attempt"], MODE=1, **more)
         put(0, RESTORED=0 if restored is None else restored + 1, PID=os.getpid())
 
     def keep(slot, step, why=1):
-        who = {"ATTEMPT": attempt, "RANK": rank, "WORLD": world}
+        who = {"ATTEMPT": plan["attempt"], "RANK": rank, "WORLD": world}
         put(slots[slot], MAGIC=layout.SLOT_MAGIC, STEP=step, WHY=why, STATE=2, **who)
 
     def small(step):
@@ -65,7 +65,7 @@ def run(launch, worker_script):
         plans = {}
         for line in re.findall(r"(?m)^PLAN (.*)$", job.stdout):
             plan = json.loads(line)
-            plans.setdefault(plan["attempt"], {})[plan["rank"]] = plan
+            plans.setdefault(plan["attempt"] - 1, {})[plan["rank"]] = plan
         return job, plans
 
     return start

@@ -37,7 +37,7 @@ def published(draw):
             holding = Holding(slots, small, attempt=attempt, ended=MOST, mode=mode, check=check)
             record = {"rank": ranks[group_rank * per_node + local_rank], "holding": holding.to_json()}
             holdings.append(draw(st.sampled_from((record, None))))
-        facts = {"holdings": holdings, "barred_from": None, "was_replicated": False}
+        facts = {"holdings": holdings, "barred_from": None, "was_replicated": False, "ranks_before": 9}
         found.append({"first_rank": group_rank * per_node, **facts})
     return found
 
@@ -68,7 +68,7 @@ def test_every_rank_finds_a_copy_of_the_chosen_step(found):
 
 
 def test_a_node_without_keep_lets_no_node_restore():
-    facts = {"holdings": [], "barred_from": None, "was_replicated": False}
+    facts = {"holdings": [], "barred_from": None, "was_replicated": False, "ranks_before": 0}
     choice = nodes.chosen([{"first_rank": 0, **facts}, {"first_rank": 2, "off": "no memory"}], 4)
     assert choice["step"] is None
     assert "no memory" in choice["why"]

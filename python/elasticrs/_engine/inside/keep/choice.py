@@ -54,7 +54,7 @@ class Holding(Value):
     Args:
         has_joined: true if the rank has used ``Keep`` in the attempt that ended. Without, only ``slots`` and
             ``small`` are set.
-        attempt: restart count of that attempt, as the rank has stored it.
+        attempt: number of that attempt, as the rank has stored it.
         small: steps of which the rank's ring has a whole record of the small state.
         ended: last step that ended.
         mode: a code of :class:`.Mode`.

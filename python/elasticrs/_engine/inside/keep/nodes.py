@@ -60,7 +60,7 @@ def agree(plan: Mapping[str, Any], file: KeepFile, say: Callable[[str], None]) -
         OffError: the nodes have no store in which they could meet.
         RuntimeError: another node did not come here in time, or no node could send a copy.
     """
-    facts = {name: plan[name] for name in ("holdings", "barred_from", "was_replicated")}
+    facts = {name: plan[name] for name in ("holdings", "barred_from", "ranks_before", "was_replicated")}
     store = _Store() if is_job_of_several_nodes() else None
     own = int(os.environ["GROUP_RANK"]), int(os.environ["LOCAL_RANK"])
     try:
@@ -181,6 +181,7 @@ def chosen(found: Sequence[Mapping[str, Any]], world: int) -> dict[str, Any]:
     )
     if choice.step is None:
         return {**nothing, "why": choice.why, "replicated": choice.is_replicated}
+    ranks = max(each["ranks_before"] for each in found)
     now = {  # Rank in this attempt, by node and local rank.
         (group_rank, local_rank): each["first_rank"] + local_rank
         for group_rank, each in enumerate(found)
@@ -194,11 +195,11 @@ def chosen(found: Sequence[Mapping[str, Any]], world: int) -> dict[str, Any]:
         where[str(rank)] = [*places[rank], slot.index, slot.sequence]
     return {
         "step": choice.step,
-        "exact": all(own.get(rank) == rank for rank in range(world)),
+        "exact": world == ranks and all(own.get(rank) == rank for rank in range(world)),
         "behind": [rank for rank in range(world) if rank not in own],
         "why": choice.why,
         "kept_by": list(choice.kept_by),
-        "ranks": world,
+        "ranks": ranks,
         "at_death": choice.is_at_death,
         "lost": choice.lost,
         "replicated": choice.is_replicated,

@@ -45,27 +45,29 @@ class Keeping:
         except OSError as error:
             self._give_up(error)
 
-    def begin(self, restarts: int, plan: Plan, history: FailureHistory) -> Choice | None:
+    def begin(self, number: int, plan: Plan, history: FailureHistory) -> Choice | None:
         """Prepare the next attempt, after all workers of the one before have exited. Return the step from
-        which it goes on; ``None`` if no worker has used ``Keep``.
+        which it goes on; ``None`` if no worker has used ``Keep``. ``number`` is that of the attempt, or of
+        the round of several nodes.
         """
         if self.files is None:
             return None
         try:
-            return self._begin(self.files, restarts, plan, history)
+            return self._begin(self.files, number, plan, history)
         except OSError as error:
             self._give_up(error)
             return None
 
-    def _begin(self, files: KeepFiles, restarts: int, plan: Plan, history: FailureHistory) -> Choice | None:
+    def _begin(self, files: KeepFiles, number: int, plan: Plan, history: FailureHistory) -> Choice | None:
         before, holdings = self._ranks, self._look(files, history)
+        world_before = self._world
         self._ranks = {each.local_rank: each.global_rank for each in plan.ranks}
         self._world = plan.ranks[0].world_size
         if holdings and not self._may_have_several_nodes:
             self._choose(holdings, self._world)
         choice = self._choice
         shared: dict[str, PlanValue] = {
-            "attempt": restarts,
+            "attempt": number,
             "off": self._off,
             "step": None,
             "why": "",
@@ -91,6 +93,7 @@ class Keeping:
                 for place in self._ranks
             ]
             shared["barred_from"] = None if self._loop is None else self._loop.barred_from
+            shared["ranks_before"] = world_before
             shared["was_replicated"] = any(map(files.was_replicated, self._ranks))
         for place, rank in self._ranks.items():
             own = {} if choice is None else _own(choice, rank, holdings, files)

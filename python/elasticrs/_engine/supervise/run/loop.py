@@ -326,7 +326,7 @@ class Agent:
             plan.variables = {**plan.variables, **self.checkpoints.variables}
             plan.page = self.checkpoints.page
         history = self._decisions.read_history()
-        kept = None if self._keeping is None else self._keeping.begin(action.restarts, plan, history)
+        kept = None if self._keeping is None else self._keeping.begin(action.round, plan, history)
         attempt = self._tracker.begin(action, plan)
         attempt.kept = kept
         self._decisions.observe(attempt)
