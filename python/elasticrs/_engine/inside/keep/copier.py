@@ -106,6 +106,7 @@ class Copier:
         """Set while no periodic copy reads the tensors of the program."""
         self._is_copied.set()
         self._own_copy = threading.Event()
+        self._has_ended = threading.Event()
         self._targets: dict[int, _Target] = {}
         self._touched: dict[int, mmap | None] = {}
         self._last: int | None = None
@@ -183,12 +184,12 @@ class Copier:
         """Return true if no periodic copy runs."""
         return self._is_copied.is_set()
 
-    def keep_own(self) -> None:
-        """Copy the state, because an exception ends this process. Wait for it, but not for long."""
-        if self._is_joined:
+    def keep_own(self, limit: float) -> None:
+        """Copy the state, because an exception ends this process. Wait for it, at most ``limit`` seconds."""
+        if self._is_joined and limit > 0:
             self._own_copy.clear()
             if self._ask(_OWN):
-                self._own_copy.wait(max(0.5, 3 * self._told_pace / 1000))
+                self._own_copy.wait(min(limit, max(0.5, 3 * self._told_pace / 1000)))
 
     def leave(self) -> None:
         """Tell the agent that this process needs no order any more."""
@@ -197,11 +198,12 @@ class Copier:
             self._notify(b"keep left")
 
     def finish(self, limit: float) -> None:
-        """Wait for a copy that runs, at most ``limit`` seconds, and end the thread."""
-        self._is_copied.wait(limit)
+        """End the thread, after the copy that it is making. Wait for that, at most ``limit`` seconds."""
         self.leave()
+        if self._ask(_END):
+            self._has_ended.wait(limit)
         self.is_off = True
-        self._ask(_END)
+        self._sender.close()
 
     def _wait_for_copy(self) -> None:
         if not self._is_copied.is_set():
@@ -230,6 +232,7 @@ class Copier:
                         self._obey()
                     elif pid == own and message == _END:
                         self._socket.close()
+                        self._has_ended.set()
                         return
                     elif pid == own:
                         self._serve(message)

@@ -329,6 +329,8 @@ class Keeper:
         """Run before each step of an optimizer. A closure runs forward and backward inside the step, so the
         state changes only when it has returned.
         """
+        if torch.compiler.is_compiling():
+            return None  # The compiler cannot trace what follows. The versions of tensors tell of the change.
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self.before_change()
@@ -398,4 +400,4 @@ class Keeper:
 
     def keep_own(self) -> None:
         """Copy the state, because an error ends the program. Wait for it, but not for long."""
-        self._copier.keep_own()
+        self._copier.keep_own(self._plan.get("grace", 0))

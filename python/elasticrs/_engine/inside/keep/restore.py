@@ -170,8 +170,9 @@ def apply(collector: Collector, kept: Kept, small: dict[str, Any] | None, values
         for each, before in reversed(done):
             each.load_state_dict(before)
         raise DifferentError(f"{name} does not load its state: {error!r}") from error
-    with torch.no_grad():
-        torch._foreach_copy_([target for target, _ in live], [source for _, source in live])
+    if live:
+        with torch.no_grad():
+            torch._foreach_copy_([target for target, _ in live], [source for _, source in live])
     values.update(used["values"])
     if small is not None:
         state.set_random_state(small["random"])

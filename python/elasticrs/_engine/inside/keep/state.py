@@ -48,12 +48,12 @@ class Parts:
     ``paths`` names the tensors, and ``facts`` describes them to the one who restores them.
     """
 
-    def __init__(self, skeletons: dict[str, Any], large: Leaves) -> None:
+    def __init__(self, skeletons: dict[str, Any], large: Leaves, of_optimizers: Leaves) -> None:
         self.tensors: list[torch.Tensor] = []
         self.paths: list[Path] = []
         self.offsets: list[int] = []
         entries, at, seen = [], 0, dict[int, int]()
-        for path, leaf in large:
+        for path, leaf in large + of_optimizers:
             tensor = trees.plain(leaf, path)
             size = tensor.numel() * tensor.element_size()
             if id(tensor) not in seen:  # Tied tensors are copied once.
@@ -70,7 +70,9 @@ class Parts:
         self.facts = trees.dump((skeletons, entries))
         self.layout = int.from_bytes(blake2b(repr(entries).encode(), digest_size=8).digest(), "little")
         self.is_on_cpu = all(tensor.device.type == "cpu" for tensor in self.tensors)
-        self._versioned = [tensor for tensor in self.tensors if not tensor.is_inference()]
+        # Nothing but the optimizer changes its own tensors. To look at them would take longer than the rest.
+        own = {id(leaf) for _, leaf in of_optimizers}
+        self._versioned = [each for each in self.tensors if id(each) not in own and not each.is_inference()]
 
     def versions(self) -> list[int]:
         """Return torch's version of each tensor. It grows with most changes of the content."""
@@ -151,6 +153,7 @@ class Collector:
         self._before = b""
         self._skeletons: dict[str, Any] = {}
         self._large: Leaves = []
+        self._of_optimizers: Leaves = []
         self._of_others: Leaves = []
         self._parts: Parts | None = None
         self._volatile: dict[Path, torch.Tensor] = {}
@@ -175,7 +178,7 @@ class Collector:
         )
         if self._parts is None or not is_same:
             self._of_others = of_others
-            self._parts = Parts(self._skeletons, self._large + of_others)
+            self._parts = Parts(self._skeletons, self._large + of_others, self._of_optimizers)
         groups = {name: _settings(optimizer) for name, optimizer in self.optimizers.items()}
         common = {name: states.pop(name) for name in self.common}
         before, small = self._before, self._small(states)
@@ -218,7 +221,8 @@ class Collector:
             now = [each for watched in self._watch for each in watched()]
             if len(now) == len(self._seen) and all(map(is_, now, self._seen)):
                 return True
-        self._watch, self._volatile, self._large, self._skeletons = [], {}, [], {}
+        self._watch, self._volatile, self._skeletons = [], {}, {}
+        self._large, self._of_optimizers = [], []
         # Ask all, because each fills these tables.
         are_cacheable = [self._take_module(name, each) for name, each in self.modules.items()]
         are_cacheable += [self._take_optimizer(name, each) for name, each in self.optimizers.items()]
@@ -248,7 +252,7 @@ class Collector:
         params = [group["params"] for group in state.pop("param_groups")]
         leaves: Leaves = []
         self._skeletons[name] = {**trees.take_apart(state, (name,), leaves), "params": params}
-        self._large += leaves
+        self._of_optimizers += leaves
         # Ask the optimizer for its tables each time, because it makes new ones when it loads a state.
         self._watch += [
             lambda: [each for entry in optimizer.state.values() for each in entry.values()],
