@@ -371,3 +371,13 @@ def test_control_characters_in_an_exception_text_are_escaped(launch, worker_scri
     assert "\x1b" not in job.stderr
     assert "\x07" not in job.stderr
     assert "\\x1b]0;title\\x07" in job.stderr
+
+
+def test_only_a_worker_without_a_cause_of_its_own_was_killed_at_the_stop_deadline():
+    """A hung worker gets SIGKILL at once, although another rank may be the root cause."""
+    hung, late = stopped(1, 9, -9), stopped(2, 9, -9)
+    hung.cause = "hung: no heartbeat for 4.00 s"
+    first = ProcessFailure(0, 100, 1, "", seen_ns=NOW)
+    text = str(ChildFailedError("train.py", {0: first, 1: hung, 2: late}))
+    assert "rank 1 (SIGKILL)" in text
+    assert "rank 2 (SIGKILL at the stop deadline)" in text
