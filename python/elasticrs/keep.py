@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from typing import Any, Literal
 
     from elasticrs._engine.inside.keep.keeper import Keeper, Restored
+    from elasticrs._engine.inside.keep.reader import Reader
 
 __all__ = ["Keep", "Source"]
 
@@ -127,6 +128,38 @@ class Keep:
         if self._keeper is not None:
             self._keeper.begin_at(step)
         return step
+
+    def reader(self) -> Reader | None:
+        """Return a reader of the kept state of all ranks, for ``torch.distributed.checkpoint``.
+
+        It serves where :meth:`restore` loads nothing, because the number of ranks has changed and each rank
+        kept only its part of the state (FSDP2, ``DTensor``). DCP cuts and joins the tensors::
+
+            def resharded():
+                reader = keep.reader()
+                if reader is None:
+                    return 0
+                model_state, optimizer_state = get_state_dict(model, optimizer)
+                state = {"model": model_state, "optimizer": optimizer_state}
+                dcp.load(state, storage_reader=reader)
+                set_state_dict(
+                    model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+                )
+                return reader.step
+
+            step = keep.restore(default=resharded)
+
+        The keys of ``state`` are the names that the objects have in this ``Keep``.
+
+        Returns:
+            A ``StorageReader`` whose ``step`` is the kept step, and whose ``values`` are the kept
+            :attr:`values`; ``None`` if there are no copies that this process can read, or if it has already
+            ended a step.
+
+        Raises:
+            RuntimeError: a copy is damaged, while the other ranks may go on from theirs.
+        """
+        return None if self._keeper is None else self._keeper.reader()
 
     def step(self, step: int) -> None:
         """Say that a step has ended: call this after the last change of the state in each step.

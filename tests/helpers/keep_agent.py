@@ -105,14 +105,20 @@ class KeepAgent:
         return KeepFile(self.files.places[rank])
 
     def begin(self, **plan: Any) -> None:
-        """Begin an attempt in which all ranks go on from ``step``, copied by rank ``holder``."""
+        """Begin an attempt in which all ranks go on from ``step``, copied by rank ``holder``. With
+        ``readable`` (step and number of ranks), they find only the reader of their copies.
+        """
         step, holder = plan.pop("step", None), plan.pop("holder", 0)
         large: dict[str, Any] | None = None
         if step is not None:
-            slots = KeepFile(self.files.places[holder]).slots
-            number = next(at for at, slot in enumerate(slots) if slot.complete_step == step)
-            large = {"slot": number, "sequence": slots[number].sequence}
+            number, sequence = self._slot(self.files.places[holder], step)
+            large = {"slot": number, "sequence": sequence}
             large |= {"file": self.files.places[holder], "rank": holder}
+        newest = step
+        if readable := plan.pop("readable", None):
+            newest, ranks = readable
+            copies = [[place, *self._slot(place, newest)] for place in self.files.places[:ranks]]
+            plan["reader"] = {"step": newest, "copies": copies}
         for rank in range(self.world):
             own = [at for at, slot in enumerate(self.file(rank).slots) if slot.complete_step == step]
             made = {
@@ -132,8 +138,14 @@ class KeepAgent:
                 "memory": 1 << 30,
                 "grace": 10,
             }
-            self.files.begin(rank, {**made, **plan}, step)
+            self.files.begin(rank, {**made, **plan}, newest)
         self._attempt += 1
+
+    def _slot(self, place: str, step: int) -> tuple[int, int]:
+        """Return number and sequence of the slot with a step."""
+        slots = KeepFile(place).slots
+        number = next(at for at, slot in enumerate(slots) if slot.complete_step == step)
+        return number, slots[number].sequence
 
     @contextmanager
     def worker(self, rank: int = 0, preamble: str = "") -> Iterator["Worker"]:
@@ -196,6 +208,10 @@ class Worker:
     def run(self, code: str) -> Any:
         """Run code. Return its result."""
         self.send(code)
+        return self.answer()
+
+    def answer(self) -> Any:
+        """Return the result of the code that was sent."""
         assert select.select([self._answers], [], [], LIMIT)[0]
         line = self._answers.readline()
         assert line, self.end()[1]

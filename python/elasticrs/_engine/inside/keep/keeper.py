@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Any
 
+    from elasticrs._engine.inside.keep.reader import Reader
     from elasticrs._engine.inside.keep.state import Boundary
     from elasticrs._engine.inside.keep.trees import Path
 
@@ -194,6 +195,8 @@ class Keeper:
         notices = os.environ.get("ELASTICRS_NOTICES", "")
         self._copier = Copier(self._file, facts, self._plan["memory"], notices, self._schedule, say)
         self._at: int | None = None
+        self._read: tuple[int, int | None] | None = None
+        """Step of the copies that the program has read itself, and that of this rank's slots it came from."""
         self._stride = 1
         self._boundary: Boundary | None = None
         self._has_changed = False
@@ -242,7 +245,9 @@ class Keeper:
         step: int | None = plan["step"]
         found = None if step is None else self._restore(plan, step)
         if step is None and plan["why"]:
-            say(f"nothing is restored: {plan['why']}")
+            readable = plan.get("reader")
+            hint = f"; keep.reader() can load step {readable['step']}" if readable else ""
+            say(f"nothing is restored: {plan['why']}{hint}")
         self._file.ring.drop_after(-1 if found is None else found.step)
         if found is not None:
             self.begin_at(found.step)
@@ -283,6 +288,31 @@ class Keeper:
         say(f"{text}; {plan['why']}" if plan["why"] else text)
         return found
 
+    def reader(self) -> Reader | None:
+        """Return what reads the copies of all ranks; ``None`` if there are none, or if a step has ended.
+
+        Raises:
+            RuntimeError: a copy is damaged, while the other ranks may go on from theirs.
+        """
+        if _is_used or not self.is_of_this_process():
+            return None
+        found = self._plan.get("reader")
+        if not found:
+            return None
+        # Few programs need this, and it imports much of torch.
+        from elasticrs._engine.inside.keep.reader import Reader
+
+        step, own = found["step"], os.environ[layout.VARIABLE]
+        try:
+            copies = [
+                restore.Kept(self._file if place == own else KeepFile(place), slot, step, sequence)
+                for place, slot, sequence in found["copies"]
+            ]
+        except (restore.DamagedError, OffError) as error:
+            raise RuntimeError(f"elasticrs: keep: a copy of step {step} is damaged: {error}") from error
+        self._read = step, next((slot for place, slot, _ in found["copies"] if place == own), None)
+        return Reader(copies, int(os.environ["RANK"]))
+
     def begin_at(self, step: int) -> None:
         """Take note of the step after which the program goes on."""
         if self.is_of_this_process():
@@ -291,6 +321,9 @@ class Keeper:
     def _begin_at(self, step: int) -> None:
         self._file.ring.put(step, True, self._collector.begin_after(step))
         self._at = step
+        if self._read is not None and self._read[0] == step:
+            self._file.words[Head.RESTORED] = step + 1
+            self._copier.source = self._read[1]
 
     def before_change(self) -> None:
         """Say that the state is about to change, from now to the end of the step."""

@@ -59,18 +59,24 @@ class Kept:
             raise DamagedError(f"its index is damaged ({error})") from error
         self.is_at_death = self._words[Slot.WHY] == Why.AT_DEATH
 
-    def tensors(self) -> dict[Path, torch.Tensor]:
-        """Return the tensors by their paths, as views of a private mapping.
+    def _data(self) -> torch.Tensor:
+        at, length = self._words[Slot.DATA_AT], self._words[Slot.DATA_LENGTH]
+        return torch.frombuffer(self._map, dtype=torch.uint8)[at : at + length]
+
+    def check(self) -> None:
+        """Compare the data with its checksum.
 
         Raises:
             DamagedError: the data is not what was written.
         """
-        at, length = self._words[Slot.DATA_AT], self._words[Slot.DATA_LENGTH]
-        data = torch.frombuffer(self._map, dtype=torch.uint8)[at : at + length]
-        if digest_of(data) != self._words[Slot.DIGEST]:
+        if digest_of(self._data()) != self._words[Slot.DIGEST]:
             # No rank must try this copy again.
             self._slot.drop()
             raise DamagedError("its checksum is wrong")
+
+    def tensors(self) -> dict[Path, torch.Tensor]:
+        """Return the tensors by their paths, as views of a private mapping."""
+        data = self._data()
         return {
             path: data[offset : offset + size].view(getattr(torch, dtype)).view(shape)
             if size
@@ -150,6 +156,7 @@ def apply(collector: Collector, kept: Kept, small: dict[str, Any] | None, values
     """
     used = small or trees.decode(kept.small)
     states = {**used["objects"], **kept.common}
+    kept.check()
     tensors = kept.tensors()
     live = _matched(collector, kept, used, tensors)
     loads = [(name, each, _of_other(name, states, tensors)) for name, each in collector.others.items()]
@@ -195,15 +202,24 @@ def _matched(
     sources: dict[Path, torch.Tensor] = {**tensors, **small["volatile"]}
     now = {path: each for path, each in (*large, *volatile.items()) if path[0] in collector.modules}
     _compare("tensors", {path for path in sources if path[0] in collector.modules}, set(now))
+    places = {path: place for path, *_, place in kept.entries}
     pairs = []
     for path, leaf in now.items():
         if isinstance(leaf, torch.Tensor):
             target, source = trees.plain(leaf, path), sources[path]
-            if (target.shape, target.dtype) != (source.shape, source.dtype):
-                shown = [f"{tuple(each.shape)} of {each.dtype}" for each in (target, source)]
+            placed = trees.place_of(leaf), places.get(path)
+            if (target.shape, target.dtype, placed[0]) != (source.shape, source.dtype, placed[1]):
+                shown = [
+                    f"{tuple(each.shape)} of {each.dtype}{_shown(place)}"
+                    for each, place in zip((target, source), placed, strict=True)
+                ]
                 raise DifferentError(f"{trees.spell(path)} is {shown[0]}, and {shown[1]} was kept")
             pairs.append((target, source))
     return pairs
+
+
+def _shown(place: tuple[tuple[int, ...], tuple[int, ...]] | None) -> str:
+    return "" if place is None else f" at {place[1]} in {place[0]}"
 
 
 def _compare(what: str, kept: set[Any], now: set[Any]) -> None:
@@ -226,10 +242,10 @@ def _of_optimizer(
     # The optimizer keeps the tensors that it is given, and would change the kept ones.
     own = {path: each.clone() for path, each in tensors.items() if path[0] == name}
     params = [each for group in optimizer.param_groups for each in group["params"]]
-    for path, _, _, _, _, is_distributed in kept.entries:
-        if path[0] == name and is_distributed:
+    for path, *_, place in kept.entries:
+        if path[0] == name and place is not None:
             own[path] = _distributed(own[path], params[path[2]])
-    skeleton = dict(kept.skeletons[name])
+    skeleton = {key: each for key, each in kept.skeletons[name].items() if key != "names"}
     numbers = skeleton.pop("params")
     loaded: dict[str, Any] = trees.put_together(skeleton, own, (name,))
     loaded["param_groups"] = [

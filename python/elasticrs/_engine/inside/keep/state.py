@@ -63,7 +63,7 @@ class Parts:
                 self.offsets.append(at)
                 at = round_up(at + size, _ALIGNMENT)
             facts = trees.dtype_name(tensor.dtype), tuple(tensor.shape)
-            entries.append((path, *facts, seen[id(tensor)], size, tensor is not leaf))
+            entries.append((path, *facts, seen[id(tensor)], size, trees.place_of(leaf)))
         self.is_sharded = any(trees.is_shard(leaf) for _, leaf in large)
         """True if a tensor is a part of one that several ranks hold together."""
         self.size = at
@@ -238,7 +238,8 @@ class Collector:
         self._skeletons[name] = trees.take_apart(state, (name,), leaves)
         for path, leaf in leaves:
             # The optimizer changes parameters, and only before the end of the step. Forward changes buffers.
-            if is_large(leaf) or isinstance(leaf, torch.nn.Parameter):
+            # A `DTensor` is large in any case, because only the large part says where a shard belongs.
+            if isinstance(leaf, torch.nn.Parameter) or is_large(leaf) or hasattr(leaf, "placements"):
                 self._large.append((path, leaf))
             else:
                 self._volatile[path] = leaf
@@ -251,7 +252,8 @@ class Collector:
         state = optimizer.state_dict()
         params = [group["params"] for group in state.pop("param_groups")]
         leaves: Leaves = []
-        self._skeletons[name] = {**trees.take_apart(state, (name,), leaves), "params": params}
+        skeleton = trees.take_apart(state, (name,), leaves)
+        self._skeletons[name] = {**skeleton, "params": params, "names": self._names(optimizer)}
         self._of_optimizers += leaves
         # Ask the optimizer for its tables each time, because it makes new ones when it loads a state.
         self._watch += [
@@ -264,6 +266,13 @@ class Collector:
         return is_plain and all(
             isinstance(v, scalars) for entry in optimizer.state.values() for v in entry.values()
         )
+
+    def _names(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+        """Return the names of an optimizer's parameters, by group; empty names for those of other modules."""
+        found = {
+            id(each): name for module in self.modules.values() for name, each in module.named_parameters()
+        }
+        return [[found.get(id(each), "") for each in group["params"]] for group in optimizer.param_groups]
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -135,6 +135,19 @@ def plain(leaf: Any, path: Path) -> torch.Tensor:
     return tensor
 
 
+def place_of(leaf: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return the shape of the whole tensor of which a ``DTensor`` is this rank's part, and the offset of that
+    part in it; ``None`` for another tensor.
+    """
+    if not hasattr(leaf, "placements"):
+        return None
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    whole = tuple(leaf.shape)
+    _, offset = compute_local_shape_and_global_offset(whole, leaf.device_mesh, leaf.placements)
+    return whole, tuple(offset)
+
+
 def is_shard(leaf: Any) -> bool:
     """Return true if a leaf is a ``DTensor`` of which this rank has only a part."""
     placements = getattr(leaf, "placements", ())

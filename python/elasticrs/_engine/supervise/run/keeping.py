@@ -81,6 +81,7 @@ class Keeping:
             shared |= {"step": choice.step, "exact": choice.is_exact, "behind": list(choice.behind)}
             shared |= {"why": choice.why, "kept_by": list(choice.kept_by), "ranks": choice.ranks}
             shared |= {"at_death": choice.is_at_death, "lost": choice.lost}
+            shared["reader"] = _readable(choice, holdings, files)
         newest = None if choice is None else choice.step
         if self._may_have_several_nodes:
             # The workers of all nodes choose together, when they restore their state.
@@ -147,6 +148,17 @@ class Keeping:
         if self.files is not None:
             self.files.close()
             self.files = None
+
+
+def _readable(choice: Choice, holdings: Mapping[int, Holding], files: KeepFiles) -> PlanValue:
+    """Return step and places of the copies that together are the whole state: of all ranks, or of one."""
+    if choice.step is None:
+        return None
+    copies: list[PlanValue] = []
+    for holder, index in [*choice.sources.values()][: 1 if choice.is_replicated else None]:
+        (slot,) = (slot for slot in holdings[holder].slots if slot.index == index)
+        copies.append([files.places[[*holdings].index(holder)], index, slot.sequence])
+    return {"step": choice.step, "copies": copies}
 
 
 def _own(
