@@ -156,6 +156,15 @@ def test_copies_that_differ_are_not_shared():
     assert choose({rank: found[rank] for rank in range(2)}, 2).sources == {0: (0, 0), 1: (1, 0)}
 
 
+def test_ranks_that_exchange_their_states_now_and_then_have_no_replicated_state():
+    found = {
+        0: Holding((KeptSlot(0, 5, digest=1), KeptSlot(1, 7, digest=3)), ended=7, check=(2, 7)),
+        1: Holding((KeptSlot(0, 5, digest=2),), frozenset((7,)), ended=6, check=(2, 7)),
+    }
+    chosen = choose(found, 2, was_replicated=True)
+    assert (chosen.step, chosen.sources) == (5, {0: (0, 0), 1: (1, 0)})
+
+
 def test_a_new_rank_of_a_replicated_job_is_behind():
     chosen = choose({0: replicated([5], ended=5)}, 2)
     assert (chosen.step, chosen.sources, chosen.behind) == (5, {0: (0, 0), 1: (0, 0)}, (1,))

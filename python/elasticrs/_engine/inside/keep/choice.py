@@ -258,6 +258,11 @@ def _is_replicated(holdings: Mapping[int, Holding], was_replicated: bool) -> boo
         return True
     if len(set(checks)) > len({step for step, _ in checks}):
         return False  # The digests of the same step differ.
+    digests: dict[tuple[int, int], set[int]] = {}
+    for slot in (slot for each in holdings.values() for slot in each.slots):
+        digests.setdefault((slot.attempt, slot.step), set()).add(slot.digest)
+    if any(len(each) > 1 for each in digests.values()):
+        return False  # The ranks exchange their states, but not in each step.
     is_checked = len(checks) == len(holdings) and len(set(checks)) == 1
     return is_checked or was_replicated
 

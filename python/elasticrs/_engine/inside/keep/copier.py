@@ -288,6 +288,8 @@ class Copier:
                 return Answer.KEPT
             if self._is_changing:
                 return Answer.CHANGING
+            if self._ranks.do_starts_differ():
+                return Answer.NOTHING  # The state would be a mixture of two trainings.
             if why == Why.AT_DEATH and self._would_lose_common_step(boundary.step):
                 return Answer.KEPT
             begun = monotonic_ns()

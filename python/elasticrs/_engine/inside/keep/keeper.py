@@ -199,7 +199,8 @@ class Keeper:
         """Step of the copies that the program has read itself, and that of this rank's slots it came from."""
         self._stride = 1
         self._boundary: Boundary | None = None
-        self._has_changed = False
+        self._has_changed = self._has_told_gradients = self._are_starts_equal = False
+        self._versions = self._collector.versions()
         self._backwards = self._usual_backwards = 0
         self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
         self._backward = _notice_backward(self._before_backward)
@@ -320,7 +321,7 @@ class Keeper:
 
     def _begin_at(self, step: int) -> None:
         self._file.ring.put(step, True, self._collector.begin_after(step))
-        self._at = step
+        self._at, self._versions = step, self._collector.versions()
         if self._read is not None and self._read[0] == step:
             self._file.words[Head.RESTORED] = step + 1
             self._copier.source = self._read[1]
@@ -379,15 +380,41 @@ class Keeper:
         return args, {**kwargs, "closure": wrapped}
 
     def step(self, step: int) -> None:
-        """Say that a step has ended."""
+        """Say that a step has ended.
+
+        Raises:
+            RuntimeError: another rank has gone on from another step than this one.
+        """
         if self.is_of_this_process():
             self._guarded(lambda: self._step(step))
+            if not (self._are_starts_equal or self.is_closed):
+                self._compare_starts()
+
+    def _compare_starts(self) -> None:
+        ranks, self._are_starts_equal = self._schedule.ranks_from_elsewhere()
+        if ranks:
+            self._are_starts_equal = False
+            self._file.ring.drop_after(-1)
+            for slot in self._file.slots:
+                slot.drop()
+            begun = self._file.words[Head.RESTORED]
+            own = f"restored step {begun - 1}" if begun else "restored no state"
+            others = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+            raise RuntimeError(
+                f"elasticrs: keep: this rank has {own}, but {others} did not do the same, so the result would"
+                " be wrong. The next attempt goes on without the kept state"
+            )
 
     def _step(self, step: int) -> None:
-        before, boundary = self._boundary, self._collector.boundary(step)
-        global _is_used  # noqa: PLW0603 -- one for each process
+        global _is_used
+        before, _is_used = self._boundary, True
+        if self._has_only_gradients(before):
+            if not self._has_told_gradients:
+                self._has_told_gradients = True
+                say(f"step {step} and all others that end with gradients, but without a change, are not kept")
+            return
+        boundary = self._collector.boundary(step)
         if before is None:
-            _is_used = True
             self._close_handover()
             boundary.check()
             self._file.drop_from(step)
@@ -409,6 +436,14 @@ class Keeper:
         if is_due and not boundary.parts.is_on_cpu:
             torch.cuda.synchronize()
         self._copier.end_step(boundary, is_due=is_due, is_check=is_check)
+
+    def _has_only_gradients(self, before: Boundary | None) -> bool:
+        """Return true if a step has added to the gradients, which are not kept, and changed nothing else."""
+        if self._has_changed or not self._backwards or not self._collector.has_gradients():
+            return False
+        if before is None:
+            return self._collector.versions() == self._versions
+        return before.parts.changed(before.versions) is None
 
     def _guarded(self, action: Callable[[], None]) -> None:
         """Do something that must not end the training, whatever goes wrong."""

@@ -25,6 +25,11 @@ _SHARE = 0.01
 _AHEAD = 2
 """Minimum number of steps from an announcement to the copy. Other ranks may be one step ahead of rank 0."""
 
+_FIRST_AHEAD = 3
+"""Number of steps from the check to the next copy. Ranks that exchange their states only in every second step
+have equal states at one of these copies at most.
+"""
+
 _REPLICATED_NS = 60_000_000_000
 """Minimum nanoseconds between two copies of a state that each rank has, because a survivor can copy it."""
 
@@ -50,6 +55,8 @@ class Schedule:
         self._every, self._mode = every, mode
         self._peers: list[KeepFile] | None = None
         self._count = 0
+        self._before: int | None = None
+        self._has_copied = False
         self._announced: int | None = None
         self._began_ns = monotonic_ns()
         self._blocked_ns = 0
@@ -58,28 +65,33 @@ class Schedule:
         """Return whether a step that has ended is to be copied, and if its copy is the one for the check.
         ``is_idle`` is true if no copy runs.
         """
-        self._count += 1
+        before = step - 1 if self._before is None else self._before
+        self._count, self._before = self._count + 1, step
         if self._count == 1:
             self._began_ns = monotonic_ns()
         is_check = self._mode == Mode.AUTO and self._count == _CHECKED
         if self._every is not None:
-            is_due = self._every > 0 and step % self._every == 0
+            is_due = self._every > 0 and step // self._every > before // self._every
         elif self._leader() is None:
-            is_due = step % _FIXED == 0
+            is_due = step // _FIXED > before // _FIXED
         else:
-            is_due = self._is_announced(step, is_idle)
-        return is_due or is_check, is_check
+            is_due = self._is_announced(before, step, is_idle)
+        # A rank that copies two steps in a row has nothing older. Another rank, without the first of them if
+        # it dies while it copies it, has nothing newer.
+        is_before_check = self._mode == Mode.AUTO and self._count == _CHECKED - 1
+        self._has_copied = is_check or (is_due and not self._has_copied and not is_before_check)
+        return self._has_copied, is_check
 
-    def _is_announced(self, step: int, is_idle: bool) -> bool:
+    def _is_announced(self, before: int, step: int, is_idle: bool) -> bool:
         leader = self._leader()
         assert leader is not None
-        is_due = leader[Head.NEXT] == step + 1
+        is_due = before < leader[Head.NEXT] - 1 <= step
         # Once rank 0 has ended a step, all others have ended the one before, and seen its announcement.
         is_seen = self._announced is None or step > self._announced
         if self._rank == 0 and self._count >= _CHECKED and is_idle and is_seen:
             # Copy a first time soon, so that the costs are known.
-            interval = self._interval() if self._announced is not None else _AHEAD
-            self._announced = step + interval
+            interval = self._interval() if self._announced is not None else _FIRST_AHEAD
+            self._announced = step + interval * (step - before)
             self._words[Head.NEXT] = self._announced + 1
         return is_due
 
@@ -117,6 +129,19 @@ class Schedule:
     def newest_ended(self) -> int:
         """Return the newest step that a rank has ended; -1 if there is none."""
         return max((each[Head.ENDED] for each in self._others()), default=0) - 1
+
+    def do_starts_differ(self) -> bool:
+        """Return true if a rank has not, or not yet, gone on from the same step as this one."""
+        own = self._words[Head.RESTORED]
+        return any(each[Head.PID] and each[Head.RESTORED] != own for each in self._others())
+
+    def ranks_from_elsewhere(self) -> tuple[list[int], bool]:
+        """Return the ranks that have gone on from another step than this one. Also return whether that is
+        known of all ranks, because each has ended a step.
+        """
+        own, heads = self._words[Head.RESTORED], self._others()
+        ended = [rank for rank, each in enumerate(heads) if each[Head.ENDED]]
+        return [rank for rank in ended if heads[rank][Head.RESTORED] != own], len(ended) == len(heads)
 
     def close(self) -> None:
         """Remove the mappings of the other ranks' files."""

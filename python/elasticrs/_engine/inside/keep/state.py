@@ -202,6 +202,17 @@ class Collector:
         self._refresh()
         return self._skeletons, self._large, self._volatile
 
+    def versions(self) -> list[int]:
+        """Return torch's version of each parameter of the modules."""
+        return [each._version for each in self._parameters() if not each.is_inference()]
+
+    def has_gradients(self) -> bool:
+        """Return true if a parameter of the modules has a gradient."""
+        return any(each.grad is not None for each in self._parameters())
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [each for module in self.modules.values() for each in module.parameters()]
+
     def _states(self, names: Iterable[str]) -> dict[str, Any]:
         return {name: self.others[name].state_dict() for name in names}
 
