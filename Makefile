@@ -56,7 +56,7 @@ ifeq ($(wildcard $(EXTENSION)),)
 REBUILD := force
 endif
 
-.PHONY: help setup build demo demo-train demo-hang demo-etcd demo-multinode check nightly test test-rust test-python test-gpu attack soak soak-store soak-train interop lint lint-rust lint-python docs bench wheel release try-release rebuild clean force
+.PHONY: help setup build demo demo-keep demo-train demo-hang demo-etcd demo-multinode check nightly test test-rust test-python test-gpu attack soak soak-store soak-train interop lint lint-rust lint-python docs bench wheel release try-release rebuild clean force
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -81,6 +81,9 @@ $(BUILT): $(RUST_SOURCES) pyproject.toml $(REBUILD) | $(SETUP)
 
 demo: build ## train a real model with 4 workers; one is killed midway, and the job recovers
 	@$(PY) examples/ddp_digits/demo.py
+
+demo-keep: build ## train with kept state; a worker is killed, raises, hangs: steps lost, beside torchrun with checkpoints
+	@$(PY) examples/keep/demo.py
 
 demo-train: build ## train as steps over a state; one worker is killed, the other three keep their processes, one step is repeated
 	@$(PY) examples/train_state/demo.py

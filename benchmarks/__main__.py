@@ -9,6 +9,7 @@ from benchmarks import (
     deadlines,
     etcd,
     idle,
+    kept,
     launch,
     leave,
     lost,
@@ -49,6 +50,7 @@ BENCHMARKS: dict[str, Callable[[Options], list[Row]]] = {
     "timers": timers.measure,
     "timers-deadlines": deadlines.measure,
     "scrape": scrape.measure,
+    "keep": kept.measure,
     "train-steps": train_steps.measure,
     "worker-store": worker_store.measure,
 }

@@ -67,14 +67,13 @@ def first_program(page):
     return re.search(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)[1]
 
 
-def test_the_first_program_in_train_md_runs(launch, tmp_path):
+@pytest.mark.parametrize(("page", "steps"), [("train.md", "200"), ("keep.md", "300")])
+def test_the_first_program_of_a_page_runs(launch, tmp_path, page, steps):
     script = tmp_path / "train.py"
-    script.write_text(first_program("train.md"))
-    command, *_ = re.findall(
-        r"^elasticrun (--standalone .*) train\.py$", (DOCS / "train.md").read_text(), re.M
-    )
+    script.write_text(first_program(page))
+    command, *_ = re.findall(r"^elasticrun (--standalone .*) train\.py$", (DOCS / page).read_text(), re.M)
     job = launch(*command.split(), script, env={"OMP_NUM_THREADS": "1"}).exits(0, timeout=150)
-    assert re.findall(r"^step (\d+): accuracy", job.stdout, re.MULTILINE) == ["200"]
+    assert re.findall(r"^step (\d+): ", job.stdout, re.MULTILINE) == [steps]
 
 
 def test_the_first_program_in_python_md_runs(tmp_path):

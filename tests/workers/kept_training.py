@@ -38,7 +38,8 @@ def parse_arguments(argv):
     parser.add_argument("--every", default="auto", help="of Keep: auto or a number of steps")
     parser.add_argument("--sharded", action="store_true", help="each rank trains a model of its own")
     parser.add_argument("--width", type=int, default=WIDTH, help="of the model's hidden layer")
-    parser.add_argument("--pause", type=float, default=0.0, help="seconds that each step takes longer")
+    parser.add_argument("--batch", type=int, default=BATCH, help="samples of each rank in a step")
+    parser.add_argument("--grow", action="store_true", help="double the width after a restart")
     parser.add_argument("--fault", action="append", default=[], help="KIND:ATTEMPT:RANK:STEP; see Faults")
     return parser.parse_args(argv)
 
@@ -50,7 +51,10 @@ class Training:
         self.rank = dist.get_rank()
         self.is_sharded = arguments.sharded
         torch.manual_seed(self.rank if self.is_sharded else 0)
-        self.model = self.make_model(arguments.width)
+        self.batch, self.width = arguments.batch, arguments.width
+        if arguments.grow and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+            self.width *= 2
+        self.model = self.make_model(self.width)
         self.optimizers = self.make_optimizers()
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizers[0], 7, gamma=0.9)
         torch.manual_seed(1000 + self.rank)
@@ -78,9 +82,15 @@ class Training:
 
     def loss(self):
         """Return the loss of a batch that is drawn from the random number generator."""
-        loss = cross_entropy(self.ddp(torch.randn(BATCH, WIDTH)), torch.randint(CLASSES, (BATCH,)))
+        loss = cross_entropy(self.ddp(self.inputs()), torch.randint(CLASSES, (self.batch,)))
         self.before_backward()
         return loss
+
+    def begin(self, step, steps):
+        """Prepare the steps that follow the restored one."""
+
+    def inputs(self):
+        return torch.randn(self.batch, WIDTH)
 
     def backward(self):
         loss = self.loss()
@@ -193,6 +203,25 @@ class FullySharded(Training):
         return model
 
 
+class Rows(torch.utils.data.Dataset):
+    """Samples that depend on nothing but their numbers."""
+
+    def __getitem__(self, number):
+        return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(number))
+
+
+class Loaded(Training):
+    """A data loader with a process of its own, which is a fork of this one."""
+
+    def begin(self, step, steps):
+        # An iterator draws a random number. Let it not be one of the training.
+        how = {"batch_size": None, "num_workers": 1, "generator": torch.Generator()}
+        self.rows = iter(torch.utils.data.DataLoader(Rows(), sampler=range(step, steps), **how))
+
+    def inputs(self):
+        return next(self.rows)
+
+
 VARIANTS = {
     "adamw": Training,
     "fused": Fused,
@@ -203,6 +232,7 @@ VARIANTS = {
     "accumulation": Accumulation,
     "scaled": Scaled,
     "fsdp": FullySharded,
+    "loaded": Loaded,
 }
 
 
@@ -285,6 +315,17 @@ class Faults:
             threading.Event().wait()
         elif kind == "scribble":
             scribble(random.Random(step))
+        elif kind == "fork":
+            self._fork(step)
+
+    def _fork(self, step):
+        """Fork a process that uses `Keep`, too, and fails."""
+        child = os.fork()
+        if not child:
+            self.keep.step(step + 1)
+            sys.excepthook(ValueError, ValueError("in the child"), None)
+            os._exit(5)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
 
 
 def scribble(rng):
@@ -309,16 +350,16 @@ def main(argv=None):
     every = arguments.every if arguments.every == "auto" else int(arguments.every)
     keep = Keep(every=every, replicated=False if arguments.sharded else "auto", **training.kept())
     faults = Faults(arguments.fault, rank, log)
+    faults.keep = keep
     step = keep.restore(default=0)
     log.write("restored", step, repr(keep.source).replace(" ", ""))
+    training.begin(step, arguments.steps)
     while step < arguments.steps:
         step += 1
-        keep.values["batches"] = step * BATCH
+        keep.values["samples"] = step * arguments.batch
         training.before_backward = lambda at=step: faults.strike(at)
         loss = training.step()
         training.scheduler.step()
-        if arguments.pause:
-            threading.Event().wait(arguments.pause)
         keep.step(step)
         log.write("ended", step, float(loss.detach()).hex())
     log.write("done", step, digest(training, dict(keep.values)))

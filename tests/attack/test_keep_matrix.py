@@ -1,0 +1,240 @@
+"""Jobs whose state is kept, with failures of every kind and at random moments. Each of them ends as an
+undisturbed job, to the last bit, or says in a line why nothing is kept. Nothing is left behind.
+"""
+
+import os
+import random
+import re
+import signal
+import sys
+
+import pytest
+from helpers import procs
+from helpers.kept import ENVIRONMENT, OPTIONS, PROGRAM, KeptTraining
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.torch,
+    pytest.mark.beyond_torchrun,
+    pytest.mark.timeout(600),
+]
+
+VARIANTS = ("adamw", "fused", "momentum", "closure", "two-optimizers", "batch-norm", "accumulation", "scaled")
+NEAR = 21
+"""Steps after which a failure does not make the restored state suspect."""
+
+
+class Job:
+    """A job that trains with kept state."""
+
+    def __init__(self, launch, folder, *arguments, ranks=2, options=(), env=None, argv=None):
+        self.training = KeptTraining(folder, ranks)
+        command = (*OPTIONS, f"--nproc-per-node={ranks}", *options, PROGRAM, folder, *arguments)
+        self.launched = launch(*command, env={**ENVIRONMENT, **(env or {})}, argv=argv)
+
+    def ends(self):
+        """Wait until the job has succeeded. Return the digest of each rank's state."""
+        self.launched.exits(0, timeout=300)
+        ends = self.training.ends()
+        assert len(ends) == self.training.ranks
+        return ends
+
+    def pid(self, rank, attempt):
+        return self.training.wait_for(self.launched, "restored", rank=rank, attempt=attempt).pid
+
+    def reaches(self, steps, attempt):
+        """Wait until rank 0 has ended this many steps of an attempt."""
+        begin = self.training.wait_for(self.launched, "restored", rank=0, attempt=attempt).step
+        self.training.wait_for(self.launched, "ended", rank=0, attempt=attempt, step=begin + steps)
+
+
+@pytest.fixture
+def job(launch, tmp_path):
+    """Return a function that starts a job."""
+
+    def start(name, *arguments, **how):
+        return Job(launch, tmp_path / name, *arguments, **how)
+
+    return start
+
+
+ENDS = {}
+"""Ends of undisturbed jobs by their arguments."""
+
+
+@pytest.fixture
+def calm(job):
+    """Return a function that returns the end of an undisturbed job."""
+
+    def run(*arguments, ranks=2):
+        key = (*arguments, ranks)
+        if key not in ENDS:
+            ENDS[key] = job("calm", *arguments, ranks=ranks).ends()
+        return ENDS[key]
+
+    return run
+
+
+def faults(*texts):
+    """Return the arguments of the program for these faults."""
+    return [argument for text in texts for argument in ("--fault", text)]
+
+
+KILLS = int(os.environ.get("ELASTICRS_KEEP_KILLS", "13"))
+"""Number of kills for each variant."""
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_random_kills_change_nothing(job, calm, variant, ranks, record_property):
+    rng = random.Random(f"{variant} {ranks}")
+    arguments = ("--variant", variant, "--steps", str(45 * KILLS), "--every", "7")
+    hurt = job("hurt", *arguments, ranks=ranks)
+    for attempt in range(KILLS):
+        hurt.reaches(NEAR, attempt)
+        pid = hurt.pid(rng.randrange(ranks), attempt)
+        hurt.launched.read_for(rng.random() * 0.1)
+        os.kill(pid, signal.SIGKILL)
+    ends = hurt.ends()
+    lost = hurt.training.lost()
+    record_property("lost", lost)
+    print(
+        variant,
+        ranks,
+        "lost",
+        lost,
+        re.findall(r"continues at step .* [1-9]\d* steps? lost.*", hurt.launched.stderr),
+    )
+    assert len(lost) == KILLS
+    assert max(lost) <= 8
+    assert ends == calm(*arguments, ranks=ranks)
+
+
+HANGS = ("--hang-timeout", "2")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("raise", ()), ("exit", ()), ("hang", HANGS), ("stop", HANGS)],
+    ids=["raise", "exit", "hang", "stop"],
+)
+@pytest.mark.parametrize("more", [(), ("--sharded",)], ids=["replicated", "sharded"])
+def test_a_failure_of_a_rank_that_is_alive_loses_no_step(job, calm, kind, options, more):
+    arguments = ("--steps", "60", "--every", "7", *more)
+    hurt = job("hurt", *arguments, *faults(f"{kind}:0:1:33"), options=options)
+    assert hurt.ends() == calm(*arguments)
+    # A stopped process cannot copy its state, and a SystemExit is not seen before the program has ended.
+    is_copied = not more or kind in ("raise", "hang")
+    assert hurt.training.lost() == [0 if is_copied else 4]
+
+
+@pytest.mark.parametrize("variant", ["loaded", "adamw"])
+def test_forks_of_a_worker_do_not_disturb(job, calm, variant):
+    arguments = ("--steps", "60", "--variant", variant)
+    hurt = job("hurt", *arguments, *faults("fork:0:1:10", "kill:0:1:33"))
+    assert hurt.ends() == calm(*arguments)
+    assert hurt.training.lost() == [0]
+    assert "in the child" in hurt.launched.stderr
+
+
+def test_a_job_that_is_stopped_does_not_restart(job):
+    stopped = job("stopped", "--steps", "100000")
+    stopped.reaches(5, 0)
+    stopped.launched.signal(signal.SIGTERM)
+    stopped.launched.exits(1)
+    assert {each.attempt for each in stopped.training.logged()} == {0}
+
+
+def test_a_job_without_restarts_ends_with_the_failure(job):
+    failed = job("failed", "--steps", "60", *faults("raise:0:1:33"), options=("--max-restarts", "0"))
+    failed.launched.exits(1)
+    assert "a bad batch" in failed.launched.stderr
+
+
+def test_a_killed_agent_leaves_nothing(job):
+    killed = job("killed", "--steps", "100000")
+    killed.reaches(5, 0)
+    pids = {each.pid for each in killed.training.logged()}
+    killed.launched.signal(signal.SIGKILL)
+    killed.launched.wait()
+    procs.reap_adopted()
+    procs.assert_gone(pids)
+
+
+@pytest.mark.parametrize(
+    ("first", "most"),
+    [
+        # In a periodic copy. The other rank has completed its own, or completes it when it is told to.
+        (("copy:0:0:20",), 0),
+        # While the copies after another rank's death are made.
+        (("kill:0:1:24", "copy:0:0:24"), 8),
+        (("raise:0:1:24", "copy:0:0:24"), 8),
+        # While the state is restored, in one attempt, and in two.
+        (("kill:0:1:24", "restore:1:0:0"), 0),
+        (("kill:0:1:24", "restore:1:0:0", "restore:2:1:0"), 24),
+    ],
+    ids=["copy", "kill+copy", "raise+copy", "restore", "restore twice"],
+)
+@pytest.mark.parametrize("more", [(), ("--sharded",)], ids=["replicated", "sharded"])
+def test_a_second_kill_at_the_worst_moment(job, calm, first, most, more):
+    arguments = ("--steps", "60", "--every", "7", *more)
+    hurt = job("hurt", *arguments, *faults(*first))
+    assert hurt.ends() == calm(*arguments)
+    print(first, more, hurt.training.lost(), re.findall(r"continues .*", hurt.launched.stderr))
+    assert max(hurt.training.lost()) <= (8 if more and most < 8 else most)
+
+
+def test_a_restored_state_that_fails_at_once_is_set_aside_after_two_attempts(job, calm):
+    arguments = ("--steps", "90", "--every", "7")
+    hurt = job("hurt", *arguments, *faults("kill:0:1:40", "raise:1:1:42", "raise:2:1:42"))
+    assert hurt.ends() == calm(*arguments)
+    begins = [hurt.training.logged("restored", attempt=attempt, rank=0)[0].step for attempt in range(4)]
+    assert begins[:3] == [0, 39, 41]
+    assert begins[3] < 39
+    assert "set aside" in hurt.launched.stderr
+
+
+def test_a_changed_model_is_refused_with_the_difference(job):
+    grown = job("grown", "--steps", "60", "--grow", *faults("kill:0:1:33"))
+    grown.ends()
+    assert grown.training.logged("restored", attempt=1, rank=1)[0].step == 0
+    assert re.search(r"rank 1: step \d+ is not restored: .*\b(16|32)\b", grown.launched.stderr)
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"options": ("--keep-memory", "64K")},
+        {"options": ("--keep-memory", "0")},
+        {"argv": ("prlimit", "--fsize=600000", sys.executable, "-m", "elasticrs.launch")},
+    ],
+    ids=["option", "zero", "file size"],
+)
+def test_without_enough_memory_the_training_goes_on_unkept(job, calm, limits):
+    arguments = ("--steps", "60", "--width", "4000")
+    hurt = job("hurt", *arguments, *faults("kill:0:1:33"), **limits)
+    assert hurt.ends() == calm(*arguments)
+    assert hurt.training.lost() == [32]
+    assert re.search(r"keep: rank 0: off: .*memory", hurt.launched.stderr)
+
+
+@pytest.mark.parametrize("step", range(30, 36))
+def test_a_worker_that_writes_random_words_into_its_file_harms_no_training(job, calm, step):
+    arguments = ("--steps", "60", "--every", "7")
+    hurt = job("hurt", *arguments, *faults(f"scribble:0:1:{step}", f"scribble:1:0:{step + 20}"))
+    assert hurt.ends() == calm(*arguments)
+
+
+def test_with_replaced_workers_a_line_says_that_nothing_is_kept(job):
+    replaced = job("replaced", "--steps", "5", options=("--on-failure", "replace"))
+    replaced.ends()
+    assert len(re.findall(r"keep: rank \d: off: .*replace", replaced.launched.stderr)) == 2
+
+
+def test_under_torchrun_nothing_is_kept_and_nothing_is_said(launch, tmp_path, calm):
+    training = KeptTraining(tmp_path / "torchrun")
+    torchrun = (sys.executable, "-m", "torch.distributed.run")
+    options = ("--standalone", "--nproc-per-node=2", PROGRAM, training.folder, "--steps", "30")
+    launched = launch(*options, argv=torchrun, env=ENVIRONMENT).exits(0)
+    assert training.ends() == calm("--steps", "30")
+    assert "keep" not in launched.stderr
