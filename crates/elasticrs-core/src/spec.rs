@@ -72,7 +72,7 @@ pub struct GroupPolicy {
     /// True if a failing worker does not stop the others. The leftover processes of the failed worker are killed, and
     /// a replacement may be started.
     pub replaces: bool,
-    /// Longest time for which a stop waits until the workers have copied the state that they keep in memory. Zero if
-    /// workers are not asked for copies.
+    /// Maximum time by which a stop is delayed so that the workers can copy their states into memory. Zero if the workers
+    /// are not asked to copy their states.
     pub keep_grace: Duration,
 }

@@ -23,7 +23,7 @@ pub enum Deadline {
     GiveUp,
     /// Deadline for a sweep to finish. A sweep cleans up leftover processes.
     Sweep,
-    /// Time until which the group waits for copies of the workers' states before it stops the workers.
+    /// Time limit for the workers to copy their states before they are stopped.
     Copies,
     /// Next check for dead workers whose exits the nursery has not reported.
     Check,

@@ -58,14 +58,14 @@ pub enum Event {
         signalled: Stamp,
         siblings: u32,
     },
-    /// The workers that keep their states in memory have copied them, or the time limit for that has passed. Their
-    /// stop signals have just been sent.
+    /// The workers that can copy their states into memory have done so, or the time limit for that has passed. The stop
+    /// signals to these workers have just been sent.
     StateKept {
         /// Local ranks of the workers that were ordered to copy their states.
         asked: Vec<u32>,
-        /// Local ranks of the workers that have answered. The others have exited or not answered in time.
+        /// Local ranks of the workers that have answered in time. The other workers have exited, or did not answer.
         answered: Vec<u32>,
-        /// Time of the order.
+        /// Time at which the workers were ordered to copy their states.
         begun: Stamp,
         ended: Stamp,
     },

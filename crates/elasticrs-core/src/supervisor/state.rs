@@ -92,10 +92,10 @@ pub(crate) enum Input {
     Replaced { local_rank: u32, pid: i32, started: Stamp },
     /// The replacement worker could not be started.
     ReplaceFailed(StartFailure),
-    /// A worker keeps its state in memory. `pace` is the time that a copy is expected to take. It is `None` if the
-    /// worker no longer keeps its state.
+    /// A worker has said whether it can copy its state. `pace` is the time that a copy is expected to take. It is `None`
+    /// if the worker can no longer copy its state.
     Keeper { local_rank: u32, pace: Option<Duration> },
-    /// A worker has answered [`Effect::OrderCopies`]: it has copied its state, or cannot copy it.
+    /// A worker's answer to [`Effect::OrderCopies`]: it has copied its state, or cannot copy it.
     Copied { local_rank: u32 },
 }
 
@@ -139,11 +139,11 @@ pub enum Effect {
     },
     /// Request the flight records of all members. Answered by [`Input::Recorded`] within a short time limit.
     TakeRecords,
-    /// Order these workers, given by local rank, to copy their states, because they are about to be stopped. Each of them
+    /// Order the workers with these local ranks to copy their states, because they are about to be stopped. Each of them
     /// answers with [`Input::Copied`].
     OrderCopies(Vec<u32>),
-    /// Report to Python which of the workers with an order have answered. The executor adds the times of the order and
-    /// of its end.
+    /// Report to Python which workers were ordered to copy their states, and which of them have answered. The executor
+    /// adds the times at which the wait for the copies began and ended.
     ReportCopies { asked: Vec<u32>, answered: Vec<u32> },
     /// Report a failed worker to Python. The executor adds the time at which all other workers had been signalled.
     ReportFailure {
@@ -709,7 +709,7 @@ struct Member {
     condemned: Option<Stamp>,
     place: Place,
     stop_role: StopRole,
-    /// Time that a copy of the worker's state is expected to take. `None` if the worker does not keep its state.
+    /// Time that a copy of the worker's state is expected to take. `None` if the worker cannot copy its state.
     copy_time: Option<Duration>,
 }
 

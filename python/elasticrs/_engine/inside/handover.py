@@ -1,6 +1,7 @@
-"""Hands state from one worker to another over TCP: a worker offers it, and others take it with a secret.
+"""Transfers training state from one worker to another over TCP. One worker serves it, others download it.
 
-A client sends a line with the secret and the name of a part, and receives that part. It knows the size.
+A client sends a line with a secret and the name of the part that it wants, and receives the bytes of that
+part. It has to know their number in advance.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _MAX_LINE = 256
 
 
 class Offer(Value):
-    """Where to take the state, and the secret that the client has to send."""
+    """Address of the server that sends the state, and the secret that its clients have to send."""
 
     address: tuple[str, int]
     secret: str
@@ -60,13 +61,13 @@ _servers: set[_Server] = set()
 
 
 class Handover:
-    """Serves parts of a state to clients that know the secret, until it is closed.
+    """Server that sends parts of a state to clients that know the secret.
 
     Args:
-        parts: returns the pieces of a part by its name, or raises ``LookupError``. Called in the threads that
-            serve the clients.
-        near: host and port of another worker. The parts are served on the network interface that leads there.
-        failed: is called with a text if a part could not be sent.
+        parts: returns the bytes of a part, in pieces. Its argument is the name of the part. It is called in
+            the threads that serve the clients, and raises ``LookupError`` if there is no such part.
+        near: host and port of another worker. The server listens on the network interface that leads there.
+        failed: is called with an error message if a part could not be sent.
 
     Raises:
         OSError: no socket can be opened.

@@ -1,14 +1,14 @@
-//! Holds back the signals that stop workers which keep their state in memory, until these workers have copied it.
+//! Lets workers copy their training state before they are stopped.
 //!
-//! A worker *keeps* its state if its program uses `elasticrs.Keep`, and has sent a notice about that. Before the group
-//! stops such workers, it orders each of them to copy its state ([`Effect::OrderCopies`]). Their signals are held until
-//! all of them have answered or exited, or a time limit has passed. The signals to other workers are not held.
+//! A worker whose program uses `elasticrs.Keep` can copy its state into memory that outlives it. Before the group stops
+//! such workers, it orders each of them to copy its state ([`Effect::OrderCopies`]). Their stop signals are held back
+//! until all of them have answered or exited, or until a time limit has passed. All other workers are signalled at once.
 //!
-//! - **KEEP-1** a group gives at most one order, at the moment at which it starts to stop;
-//! - **KEEP-2** no signal is held if the agent may lose its lease, if the nursery is lost, or if the caller asks for
+//! - **KEEP-1** a group orders its workers to copy their states at most once, when it starts to stop;
+//! - **KEEP-2** no signal is held back if the agent may lose its lease, if the nursery is lost, or if the caller asks for
 //!   SIGKILL;
-//! - **KEEP-3** a worker that a signal has stopped gets no order, because it could not answer;
-//! - **KEEP-4** the time limits for the exits of the workers start when the held signals are sent.
+//! - **KEEP-3** a worker that is paused by a signal such as SIGSTOP gets no order, because it could not answer;
+//! - **KEEP-4** the grace period of the workers begins when the signals that were held back are sent.
 
 use std::time::Duration;
 
@@ -17,10 +17,10 @@ use elasticrs_sys::signal::Signal;
 use super::{Deadline, Effect, Group, Input, Member, Pause, Phase};
 use crate::spec::StopScope;
 
-/// Minimum time in which the workers may copy their states after an order.
+/// Minimum time that workers get for copying their states.
 const SHORTEST_LIMIT: Duration = Duration::from_millis(500);
 
-/// The order to copy the workers' states.
+/// Whether the workers of a group have been ordered to copy their states.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) enum Order {
     #[default]
@@ -31,14 +31,15 @@ pub(super) enum Order {
         asked: Vec<u32>,
         /// Local ranks of the workers that have answered.
         answered: Vec<u32>,
-        /// Effects that are held back: signals to these workers, and the deadlines of the stop.
+        /// Effects that are held back: the stop signals to these workers, and the deadlines for their exits.
         held: Vec<Effect>,
     },
     Done,
 }
 
 impl Group {
-    /// Records that a worker keeps its state. `pace` is the time that a copy is expected to take.
+    /// Records whether a worker can copy its state. `pace` is the time that a copy is expected to take. It is `None` if
+    /// the worker can no longer copy its state.
     pub(super) fn on_keeper(&mut self, local_rank: u32, pace: Option<Duration>) {
         if let Some(member) = self.members.iter_mut().find(|m| m.local_rank == local_rank && m.runs()) {
             member.copy_time = pace;
@@ -48,7 +49,7 @@ impl Group {
         }
     }
 
-    /// Records that a worker has copied its state, or cannot copy it.
+    /// Records a worker's answer to the order: it has copied its state, or cannot copy it.
     pub(super) fn on_copied(&mut self, local_rank: u32) {
         if let Order::Given { asked, answered, .. } = &mut self.order
             && asked.contains(&local_rank)
@@ -58,9 +59,10 @@ impl Group {
         }
     }
 
-    /// Returns the effects of an input. If they start to stop workers that keep their states, adds an order and holds
-    /// back the signals. If the last answer has come, adds the signals that were held.
+    /// Takes the effects of an input, and returns the effects to carry out now.
     ///
+    /// If the input starts the stop of the group, adds the order to copy the states, and holds back the stop signals to
+    /// the workers that get the order. If the last of these workers has answered, adds the signals that were held back.
     /// `before` is the phase before the input.
     pub(super) fn order_copies_first(&mut self, effects: Vec<Effect>, before: Phase, rule: HoldRule) -> Vec<Effect> {
         if self.order == Order::NotGiven && before == Phase::Running && self.phase != Phase::Running {
@@ -82,7 +84,7 @@ impl Group {
         all
     }
 
-    /// Returns the local ranks of the running workers that keep their states and are to be signalled.
+    /// Returns the local ranks of the running workers that can copy their states and that these effects would stop.
     fn to_ask(&self, effects: &[Effect]) -> Vec<u32> {
         let is_signalled = |m: &Member| effects.iter().any(|effect| target(effect) == Some(m.pid));
         let keeps = |m: &&Member| m.runs() && m.copy_time.is_some() && m.pause == Pause::Running && is_signalled(m);
@@ -98,15 +100,15 @@ impl Group {
         now
     }
 
-    /// Returns true if a running worker has not answered the order.
+    /// Returns true if a worker that got the order is running and has not answered.
     fn awaits_copies(&self) -> bool {
         let Order::Given { asked, answered, .. } = &self.order else { return false };
         let is_awaited = |m: &Member| m.runs() && asked.contains(&m.local_rank) && !answered.contains(&m.local_rank);
         self.members.iter().any(is_awaited)
     }
 
-    /// Holds back the signals to the running workers that got the order, and the deadlines of the stop. Returns the
-    /// other effects.
+    /// Holds back the stop signals to the running workers that got the order, and the deadlines for the exits of all
+    /// workers. Returns the remaining effects.
     fn hold(&mut self, effects: Vec<Effect>) -> Vec<Effect> {
         let Order::Given { asked, held, .. } = &mut self.order else { return effects };
         let mut others = Vec::new();
@@ -133,8 +135,8 @@ impl Group {
         others
     }
 
-    /// Ends the wait for the copies. Returns the held effects. Of the signals to a worker that has exited, only those to
-    /// its process group are sent.
+    /// Stops waiting for copies, and returns the effects that were held back. If a worker has exited meanwhile, drops the
+    /// signals to the worker itself, but not those to its process group.
     fn release_signals(&mut self) -> Vec<Effect> {
         let Order::Given { asked, answered, held } = std::mem::replace(&mut self.order, Order::Done) else {
             return Vec::new();
@@ -152,13 +154,14 @@ impl Group {
     }
 }
 
-/// Whether an input allows the group to wait for copies of the workers' states.
+/// What an input means for a group that waits until its workers have copied their states.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum HoldRule {
+    /// The group goes on waiting. Stop signals are held back.
     MayHold,
-    /// The signals of this input do not stop the group.
+    /// The group goes on waiting. The signals of this input do not stop the group, so they are sent at once.
     PassOn,
-    /// The workers are killed at once, or the time limit for the copies has passed.
+    /// The group waits no longer, because the workers must be killed at once, or because the time limit has passed.
     AtOnce,
 }
 
@@ -174,7 +177,7 @@ impl HoldRule {
 }
 
 impl Member {
-    /// Returns true if a signal that was held is still to be sent, and records it as sent.
+    /// Returns true if this effect, a signal that was held back, is still useful. If so, records the signal as sent.
     fn is_sent(&mut self, effect: &Effect) -> bool {
         let (signal, to) = match effect {
             Effect::Signal { signal, to, .. } => (*signal, *to),
@@ -189,8 +192,8 @@ impl Member {
     }
 }
 
-/// Returns the pid of the worker that an effect stops by a signal. SIGCONT is not held, because a suspended worker could
-/// not copy its state.
+/// Returns the pid of the worker that this effect signals. Returns `None` for SIGCONT, which must not be held back,
+/// because a suspended worker could not copy its state.
 fn target(effect: &Effect) -> Option<i32> {
     match effect {
         Effect::Signal { signal: Signal::CONT, .. } => None,

@@ -1,7 +1,9 @@
-//! Workers that keep their state in memory (`elasticrs.Keep`): reads their notices, and orders them to copy their states.
+//! Communication with workers that use `elasticrs.Keep`. Such a worker can copy its training state into memory of the
+//! agent.
 //!
-//! The notices arrive at the same socket as those of uncaught exceptions. An order is a datagram to a socket of the
-//! worker. Sending it never waits.
+//! The worker sends notices to the agent's socket, which also receives the notices of uncaught exceptions. Before the
+//! agent stops the worker, it sends an order to the worker's own socket: the worker is to copy its state now. Sending an
+//! order never blocks.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::time::Duration;
@@ -14,18 +16,19 @@ use crate::supervisor::state::Input;
 /// Datagram that orders a worker to copy its state.
 const ORDER: &[u8] = b"keep";
 
-/// Longest time that a worker may announce for a copy.
+/// Upper limit of the copy time that a worker can announce. A longer time is cut to it.
 const LONGEST_COPY: Duration = Duration::from_secs(3600);
 
-/// A notice about a worker's state. `python/elasticrs/_engine/inside/keep` sends it.
+/// A notice that a worker sends to the agent. The Python code that sends it is in
+/// `python/elasticrs/_engine/inside/keep`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum KeepNotice {
-    /// The worker keeps its state. `name` is the abstract address of its socket for orders. `pace` is the time that a
-    /// copy is expected to take.
+    /// From now on, the worker can copy its state when it is ordered to. `name` is the abstract address of the socket at
+    /// which the worker receives orders. `pace` is the time that a copy is expected to take.
     Joined { name: Vec<u8>, pace: Duration },
-    /// The worker no longer keeps its state.
+    /// The worker can no longer copy its state, and needs no order.
     Left,
-    /// The worker has copied its state after an order, or cannot copy it.
+    /// The worker has carried out an order, or cannot carry it out.
     Answered,
 }
 
@@ -55,20 +58,20 @@ fn bytes_of_hex(digits: &str) -> Option<Vec<u8>> {
     if is_hex { (0..digits.len()).step_by(2).map(byte).collect() } else { None }
 }
 
-/// The workers of a group that keep their states.
+/// The workers of a group that can copy their states.
 #[derive(Debug, Default)]
 pub(super) struct Keepers {
-    /// Local rank of each such worker, with the address of its socket for orders.
+    /// Local rank of each of these workers, and the address of the socket at which it receives orders.
     addresses: Vec<(u32, UnixAddr)>,
-    /// Time of the order. Zero before it.
+    /// Time at which the orders were sent. Zero before that.
     ordered: Stamp,
-    /// Workers that could not be reached.
+    /// Local ranks of the workers to which no order could be sent.
     unreachable: Vec<u32>,
 }
 
 impl Keepers {
-    /// Records a notice of a worker. Returns the input for the group's state machine; `None` if the address in the
-    /// notice is invalid.
+    /// Handles a notice that a worker has sent. Returns the corresponding input for the group's state machine. Returns
+    /// `None` if the notice contains an invalid address.
     pub(super) fn input(&mut self, local_rank: u32, notice: KeepNotice) -> Option<Input> {
         match notice {
             KeepNotice::Joined { name, pace } => {
@@ -81,7 +84,8 @@ impl Keepers {
         }
     }
 
-    /// Orders workers to copy their states, through the socket for notices.
+    /// Sends each of these workers an order to copy its state. `socket` is the agent's socket from which the orders are
+    /// sent.
     pub(super) fn order(&mut self, local_ranks: &[u32], socket: Option<BorrowedFd<'_>>) {
         self.ordered = Stamp::now();
         for &local_rank in local_ranks {
@@ -96,12 +100,12 @@ impl Keepers {
         }
     }
 
-    /// Returns the time of the order.
+    /// Returns the time at which the orders were sent.
     pub(super) fn ordered(&self) -> Stamp {
         self.ordered
     }
 
-    /// Returns the workers that could not be reached, once.
+    /// Returns the local ranks of the workers to which no order could be sent, and forgets them.
     pub(super) fn take_unreachable(&mut self) -> Vec<u32> {
         std::mem::take(&mut self.unreachable)
     }

@@ -1,5 +1,5 @@
-//! Receives the notices of workers, and samples the exits of workers that have recorded an uncaught exception. Notices of
-//! workers that keep their states are described in [`super::keepers`].
+//! Receives the notices that workers send, and samples the exits of workers that have recorded an uncaught exception. The
+//! notices of workers that can copy their state are described in [`super::keepers`].
 //!
 //! A notice of an exception is a datagram that the exception hook of a worker sends to an abstract Unix socket of the attempt. It
 //! contains the time and the last part of the traceback. The kernel adds the sender's pid, which must belong to a
@@ -261,11 +261,11 @@ struct Datagram {
     said: Vec<u8>,
 }
 
-/// A notice of a worker.
+/// A notice that a worker has sent.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Notice {
     Exception(ExceptionNotice),
-    /// Pid of the sender, and what it says about the state that it keeps.
+    /// Pid of the sender, and what it says about copies of its state.
     Keep(i32, KeepNotice),
 }
 

@@ -1,13 +1,15 @@
-"""Lets the nodes of a job agree on the kept step from which they go on, and hands copies from node to node.
+"""Lets the workers of several nodes choose the training step that they all restore after a failure.
 
-This happens in the workers, when they restore their state, through the store in which their process groups
-meet. Each agent has written into the plan what its own node holds.
+Each agent knows only which steps the workers of its own node have copied into its memory, and writes that
+into the plan, a record that its workers read. When the workers restore their state, they exchange this
+information through the store in which their process groups meet.
 
-- **NODES-1** Rank 0 alone chooses. All ranks go on from its choice, or none does.
-- **NODES-2** A node without a copy takes one from a node that has it, once for all of its ranks if the state
-  is replicated. Its checksum is checked like that of any copy.
-- **NODES-3** A copy that was taken keeps the rank of its holder, so that the small state in it never counts
-  as that of another rank.
+- **NODES-1** Only rank 0 chooses the step. Either all ranks restore that step, or no rank restores any.
+- **NODES-2** A node without a copy of that step downloads one from another node. If all ranks have the same
+  parameters, one download serves all ranks of the node. The checksum of a downloaded copy is checked like
+  that of any other copy.
+- **NODES-3** A downloaded copy is labelled with the rank that made it, because it also contains that rank's
+  random numbers, which no other rank may use.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.inside.keep.file import KeepFile
 
 PATIENCE = 600.0
-"""Seconds for which a rank waits until all nodes have come to ``Keep.restore``."""
+"""Seconds for which a rank waits until the workers of all nodes have called ``Keep.restore``."""
 
 _CHOICE = "choice"
 
@@ -44,9 +46,9 @@ class Agreement:
     """What the nodes have agreed on.
 
     Attributes:
-        plan: the agent's plan, completed as on a single node.
-        handover: what serves this rank's copy to other nodes; ``None`` if no other node needs it. It must be
-            closed when all ranks have ended a step.
+        plan: the agent's plan, with the step to restore and the place of the copy.
+        handover: server from which other nodes download this rank's copy; ``None`` if no other node needs it.
+            It must run until all ranks have completed a training step.
     """
 
     def __init__(self, plan: dict[str, Any], handover: Handover | None) -> None:
@@ -54,11 +56,11 @@ class Agreement:
 
 
 def agree(plan: Mapping[str, Any], file: KeepFile, say: Callable[[str], None]) -> Agreement:
-    """Agree with the other nodes on the step to go on from, and get a copy of it.
+    """Agree with the other nodes on the step to restore, and download a copy of it if this node has none.
 
     Raises:
         OffError: the nodes have no store in which they could meet.
-        RuntimeError: another node did not come here in time, or no node could send a copy.
+        RuntimeError: a node has not called ``Keep.restore`` in time, or no node could send a copy.
     """
     facts = {name: plan[name] for name in ("holdings", "barred_from", "ranks_before", "was_replicated")}
     store = _Store() if is_job_of_several_nodes() else None
@@ -73,25 +75,25 @@ def agree(plan: Mapping[str, Any], file: KeepFile, say: Callable[[str], None]) -
             return Agreement(done, None)
         return _with_copy(store, done, choice, own, file, say)
     except (OSError, KeyError, TypeError, ValueError, RuntimeError, OffError) as error:
-        # If this rank went on from another step than the others, the result would be wrong.
+        # End the attempt, because a rank that continued from another step would make the training wrong.
         raise RuntimeError(f"elasticrs: keep: the nodes could not agree on a step: {error}") from error
 
 
 def tell_off(reason: str) -> None:
-    """Tell the other nodes that nothing can be restored on this one, so that none of them waits for it."""
+    """Tell the other nodes that this node cannot restore any state, so that they do not wait for it."""
     try:
         own = int(os.environ["GROUP_RANK"]), int(os.environ["LOCAL_RANK"])
         _publish(_Store(), own, {"off": reason})
     except (OSError, KeyError, ValueError, RuntimeError, OffError):
-        return  # The other nodes say that they waited for this one.
+        return  # Ignore the error: the other nodes will report that they have waited for this node.
 
 
 _FACTS = ("step", "exact", "behind", "why", "kept_by", "ranks", "at_death", "lost")
-"""Fields of the plan that are the same for all ranks."""
+"""Fields of the plan whose values are the same for all ranks."""
 
 
 class _Store:
-    """The store in which the process groups of this attempt meet. Its values are JSON."""
+    """The store through which the process groups of this attempt connect. Values are stored as JSON."""
 
     def __init__(self) -> None:
         from torch import distributed
@@ -125,7 +127,7 @@ class _Store:
 
 
 def _choice(store: _Store | None, own: tuple[int, int], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the choice of rank 0. Without a store, there is one node, and its ranks all choose alike."""
+    """Return rank 0's choice. With a single node (no ``store``), each rank computes it for itself."""
     if store is None:
         first_rank = int(os.environ["RANK"]) - own[1]
         return chosen([{"first_rank": first_rank, **facts}], int(os.environ["WORLD_SIZE"]))
@@ -135,7 +137,9 @@ def _choice(store: _Store | None, own: tuple[int, int], facts: Mapping[str, Any]
 
 
 def _publish(store: _Store, own: tuple[int, int], facts: Mapping[str, Any]) -> None:
-    """Publish what this node holds if this rank is its first. Rank 0 chooses, and publishes the choice."""
+    """Publish which copies this node has, if this rank is the node's first. If this rank is rank 0, also
+    choose a step and publish the choice.
+    """
     group_rank, local_rank = own
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if local_rank == 0:
@@ -146,7 +150,7 @@ def _publish(store: _Store, own: tuple[int, int], facts: Mapping[str, Any]) -> N
 
 
 def chosen(found: Sequence[Mapping[str, Any]], world: int) -> dict[str, Any]:
-    """Choose a step for all nodes.
+    """Choose the step that all nodes restore.
 
     Args:
         found: what each node has published, by group rank.
@@ -169,7 +173,7 @@ def chosen(found: Sequence[Mapping[str, Any]], world: int) -> dict[str, Any]:
             if record is None:
                 continue
             rank, holding = int(record["rank"]), Holding.of_json(record["holding"])
-            # A node that missed a round still has what it kept before. Another one may have its ranks now.
+            # A node that missed a round has older copies, and another node may have its ranks now.
             if rank not in holdings or holdings[rank].attempt < holding.attempt:
                 holdings[rank], places[rank] = holding, (group_rank, local_rank)
     bars = [each["barred_from"] for each in found if each["barred_from"] is not None]
@@ -182,7 +186,7 @@ def chosen(found: Sequence[Mapping[str, Any]], world: int) -> dict[str, Any]:
     if choice.step is None:
         return {**nothing, "why": choice.why, "replicated": choice.is_replicated}
     ranks = max(each["ranks_before"] for each in found)
-    now = {  # Rank in this attempt, by node and local rank.
+    now = {  # Ranks in this attempt, by node and local rank.
         (group_rank, local_rank): each["first_rank"] + local_rank
         for group_rank, each in enumerate(found)
         for local_rank in range(len(each["holdings"]))
@@ -211,7 +215,7 @@ def chosen(found: Sequence[Mapping[str, Any]], world: int) -> dict[str, Any]:
 def source_of(
     choice: Mapping[str, Any], group_rank: int, local_rank: int, rank: int
 ) -> tuple[int, list[int]]:
-    """Return the rank that made the copy that a rank of this attempt restores, and where that copy is."""
+    """Return which rank made the copy that this rank restores, and the place of the copy."""
     where: dict[int, list[int]] = {int(each): place for each, place in choice["where"].items()}
     if not choice["replicated"]:
         return rank, where[rank]
@@ -219,7 +223,7 @@ def source_of(
     for each in near:
         if where[each][1] == local_rank:
             return each, where[each]
-    # Spread the nodes without a copy over the nodes that have one.
+    # Nodes without a copy download from different nodes, so that no node has to serve all of them.
     holders = near or sorted(where)
     holder = holders[(local_rank if near else group_rank) % len(holders)]
     return holder, where[holder]
@@ -267,7 +271,7 @@ def _servers(choice: Mapping[str, Any]) -> set[tuple[int, int]]:
 
 
 def _offer(store: _Store, own: tuple[int, int], file: KeepFile, say: Callable[[str], None]) -> Handover:
-    """Serve this rank's copy to other nodes."""
+    """Start to serve this rank's copy to other nodes, and publish the address."""
 
     def parts(name: str) -> Iterator[memoryview]:
         part, _, number = name.partition(" ")
@@ -289,7 +293,7 @@ def _offer(store: _Store, own: tuple[int, int], file: KeepFile, say: Callable[[s
 
 
 def _take(offer: Offer, slot: int, file: KeepFile, memory: int) -> int:
-    """Receive a copy into the older slot of a file. Return the number of that slot."""
+    """Download a copy into that slot of the file that has the older copy. Return the number of the slot."""
     head = bytearray(layout.WORD * Slot.COUNT)
     take(offer, f"head {slot}", memoryview(head))
     words = layout.unpack(bytes(head))
@@ -314,7 +318,7 @@ _SET_LATER = (Slot.DIGEST, Slot.SEQUENCE, Slot.WALL_NS)
 
 
 def _drop_newer(file: KeepFile, step: int | None) -> None:
-    """Delete this rank's copies of later steps than the chosen one: they are of an abandoned attempt."""
+    """Delete this rank's copies of steps after the chosen one, because no rank will continue from them."""
     for slot in file.slots:
         if slot.complete_step is not None and (step is None or slot.complete_step > step):
             slot.drop()
