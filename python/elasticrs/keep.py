@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from elasticrs._engine.inside.keep.layout import VARIABLE, Mode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from typing import Any, Literal
 
     from elasticrs._engine.inside.keep.keeper import Keeper, Restored
@@ -90,14 +90,24 @@ class Keep:
             raise ValueError(f"every must be 0 or more steps, or 'auto', got {every!r}")
         if replicated not in _MODES:
             raise ValueError(f"replicated must be True, False or 'auto', got {replicated!r}")
-        self.values: dict[str, Any] = {}
-        """Further values of the program, such as numbers and text, which are kept with the objects."""
+        self._values: dict[str, Any] = {}
         self._source: Source | None = None
         self._last: int | None = None
         self._keeper: Keeper | None = None
         if VARIABLE in os.environ:
             interval = None if every == "auto" else every
-            self._keeper = _keeper(objects, self.values, interval, _MODES[replicated])
+            self._keeper = _keeper(objects, self._values, interval, _MODES[replicated])
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Further values of the program, such as numbers and text, which are kept with the objects."""
+        return self._values
+
+    @values.setter
+    def values(self, values: Mapping[str, Any]) -> None:
+        new = dict(values)
+        self._values.clear()
+        self._values.update(new)
 
     @property
     def source(self) -> Source | None:

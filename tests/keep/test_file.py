@@ -127,27 +127,32 @@ def test_periodic_copies_are_of_multiples_and_of_the_second_step():
     with schedules(4) as (_, (schedule, _)):
         due = {step: schedule.next(step, is_idle=True) for step in range(7, 14)}
     assert due == {**dict.fromkeys(due, (False, False)), 8: (True, True), 12: (True, False)}
+    with schedules(4, Mode.SHARDED) as (_, (schedule, _)):
+        due = [step for step in range(3, 40, 3) if schedule.next(step, is_idle=True)[0]]
+    assert due == [6, 12, 18, 24, 30, 36]
     with schedules(0, Mode.SHARDED) as (_, (schedule, _)):
         assert not any(schedule.next(step, is_idle=True)[0] for step in range(1, 30))
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.integers(0, 10**9), max_size=20), st.randoms(use_true_random=False))
-def test_automatic_copies_are_of_the_same_steps_on_all_ranks(costs, random):
+@given(
+    st.lists(st.integers(0, 10**9), max_size=20), st.randoms(use_true_random=False), st.sampled_from([1, 7])
+)
+def test_automatic_copies_are_of_the_same_steps_on_all_ranks(costs, random, stride):
     """Each rank ends a step only after all have ended the one before."""
     with schedules(None, Mode.SHARDED) as (heads, both):
         due, at = [[], []], [0, 0]
-        while min(at) < 60:
+        while min(at) < 60 * stride:
             rank = random.choice([each for each in (0, 1) if at[each] <= min(at)])
-            at[rank] += 1
+            at[rank] += stride
             if rank == 0 and costs:
                 heads[0][Head.BLOCKED_NS] += costs.pop()
             if both[rank].next(at[rank], is_idle=random.random() < 0.8)[0]:
                 due[rank].append(at[rank])
-    common = [[step for step in each if step < 60] for each in due]
+    common = [[step for step in each if step < 60 * stride] for each in due]
     assert common[0] == common[1]
     assert common[0]
-    assert all(later - earlier >= 2 for earlier, later in zip(due[0], due[0][1:], strict=False))
+    assert all(later - earlier >= 2 * stride for earlier, later in zip(due[0], due[0][1:], strict=False))
 
 
 @pytest.mark.parametrize("checks", [[(3, 7), (3, 7)], [(3, 7), (3, 8)], [(3, 7), (0, 0)], [(0, 0), (3, 7)]])

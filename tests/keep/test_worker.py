@@ -6,6 +6,7 @@ from contextlib import closing
 import pytest
 from helpers.keep_agent import KeepAgent, Programs
 
+from elasticrs._engine.inside.keep import layout
 from elasticrs._engine.inside.keep.layout import Answer, Head, Slot, Why
 
 pytestmark = pytest.mark.torch
@@ -159,15 +160,16 @@ def test_rank_that_died_in_a_step_that_others_end_goes_on_from_its_end(programs,
                 for each in (1, 2) if step == 3 else ():
                     survivor.run(f"train({each})")
                     dead.run(f"train({each})")
+                if step == 3:
+                    names = [agent.joined(), agent.joined()]
                 dead.run(f"train({step}, until={until!r})")
                 own = dead.run("torch.get_rng_state().tolist()")
                 dead.kill()
                 survivor.run(f"train({step})")
                 expected = survivor.run("picture()")
-                name = agent.joined()
-                if step == 3:
-                    name = max(name, agent.joined(), key=is_alive)
-                assert agent.order(name) == Answer.KEPT
+                if step == 4:
+                    names = [agent.joined()]
+                assert agent.order(max(names, key=is_alive)) == Answer.KEPT
                 assert step_of(agent) == step
             agent.begin(step=step, holder=0)
             with agent.worker(1, model()) as dead:
@@ -184,8 +186,9 @@ def is_alive(name):
         return sender.connect_ex(name) == 0
 
 
+@pytest.mark.parametrize("part", ["index", "data"])
 @pytest.mark.parametrize("world", [1, 2])
-def test_damaged_copy_is_not_restored(programs, world):
+def test_damaged_copy_is_not_restored(programs, world, part):
     with closing(KeepAgent(programs, world)) as agent:
         agent.begin()
         with agent.worker(preamble=model()) as worker:
@@ -194,7 +197,7 @@ def test_damaged_copy_is_not_restored(programs, world):
             worker.kill()
         with closing(agent.file()) as file:
             (slot,) = [each for each in file.slots if each.complete_step is not None]
-            slot.map[slot.words[Slot.DATA_AT] + 1000] ^= 1
+            slot.map[{"index": layout.HEAD_SIZE, "data": slot.words[Slot.DATA_AT]}[part] + 1000] ^= 1
         agent.begin(step=1)
         with agent.worker(preamble=model()) as worker:
             if world == 1:
@@ -215,6 +218,8 @@ CHANGES = {
     "scheduler = torch.nn.Linear(1, 1)": "lacks the tensors scheduler.bias",
     "optimizer.add_param_group({'params': [torch.zeros(1, requires_grad=True)]})": "optimizer has [6, 1]",
     "scheduler.load_state_dict = None": "scheduler does not load",
+    "net[2] = torch.nn.LazyLinear(1)": "UninitializedParameter",
+    "net.state_dict = None": "TypeError",
 }
 
 
@@ -230,7 +235,7 @@ def test_changed_objects_are_left_as_they_are(agent):
     with agent.worker(preamble="from elasticrs._engine.inside.keep import keeper") as worker:
         for change in CHANGES:
             worker.run(f"{before}{change}\n{construct}")
-            worker.run("def picture(): return str((net.state_dict(), optimizer.state_dict()))")
+            worker.run("def picture(): return str((list(net.buffers()), optimizer.state_dict()))")
             start = worker.run("picture()")
             assert worker.run("keep.restore(default=77)") == 77
             assert worker.run("keep.source") is None
@@ -244,6 +249,34 @@ def test_changed_objects_are_left_as_they_are(agent):
 
 
 OTHERS = {
+    "lazy": """
+torch.manual_seed(1)
+net = torch.nn.LazyLinear(2)
+keep = Keep(net=net)
+def train(step):
+    net(torch.randn(2, 2)).sum().backward()
+    if step == 1:
+        global optimizer
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer.step(); optimizer.zero_grad(); keep.step(step)
+if keep._keeper._plan["step"]:
+    net(torch.zeros(2, 2)); optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+""",
+    "values only": """
+keep = Keep()
+def train(step):
+    keep.values = {"drawn": keep.values.get("drawn", 0) + torch.rand(1).item()}; keep.step(step)
+""",
+    "channels last": """
+torch.manual_seed(1)
+net = torch.nn.Conv2d(3, 30, 30).to(memory_format=torch.channels_last)
+optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+keep = Keep(net=net, optimizer=optimizer)
+def train(step):
+    optimizer.zero_grad(); net(torch.randn(2, 3, 31, 31)).square().mean().backward()
+    optimizer.step(); keep.step(step)
+    assert all(s["exp_avg"].stride() == p.stride() for p, s in optimizer.state.items())
+""",
     "lbfgs": """
 torch.manual_seed(1)
 net = torch.nn.Linear(3, 1)
@@ -301,7 +334,7 @@ def test_program_goes_on_as_if_it_had_not_been_stopped(agent, program):
 import hashlib, io
 def picture():
     objects = [each for name, each in sorted(globals().items()) if hasattr(each, "load_state_dict")]
-    states = [each.state_dict() for each in objects if not isinstance(each, type)]
+    states = [each.state_dict() for each in objects if not isinstance(each, type)] + [keep.values]
     file = io.BytesIO(); torch.save(states, file); return hashlib.sha256(file.getvalue()).hexdigest()
 """
     agent.begin()
@@ -327,6 +360,10 @@ OFF = {
     ),
     "cannot be copied": (
         ["net.register_buffer('s', torch.eye(300).to_sparse())", "train(1)", "train(2)"],
+        {},
+    ),
+    "values.a.0 has a": (
+        ["train(1)", "import types; keep.values['a'] = [types.SimpleNamespace()]", "train(2)"],
         {},
     ),
     "another Keep": (["train(1)", "Keep(net=net)", "train(2)"], {}),

@@ -15,10 +15,9 @@ from time import monotonic_ns
 
 import torch
 
-from elasticrs._engine.inside.keep import layout
+from elasticrs._engine.inside.keep import layout, trees
 from elasticrs._engine.inside.keep.file import OffError, round_up
 from elasticrs._engine.inside.keep.layout import Answer, Head, Slot, Why
-from elasticrs._engine.inside.keep.trees import spell
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -63,7 +62,8 @@ class _Target:
             size = tensor.numel() * tensor.element_size()
             if size:
                 targets, sources = by_device.setdefault(tensor.device, ([], []))
-                targets.append(self.data[offset : offset + size].view(tensor.dtype).view(tensor.shape))
+                facts = trees.dtype_name(tensor.dtype), tuple(tensor.shape), trees.strides_of(tensor)
+                targets.append(trees.lay_out(self.data[offset : offset + size], *facts))
                 sources.append(tensor)
         self.copies = list(by_device.values())
 
@@ -338,7 +338,7 @@ class Copier:
     def _has_changed(self, boundary: Boundary) -> bool:
         path = boundary.parts.changed(boundary.versions)
         if path is not None:
-            self.go_blind(f"{spell(path)} changes outside the optimizer's step")
+            self.go_blind(f"{trees.spell(path)} changes outside the optimizer's step")
         return path is not None
 
     def _free_slot(self) -> int:

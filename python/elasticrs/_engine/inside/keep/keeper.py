@@ -34,10 +34,11 @@ _EXIT_LIMIT = 10.0
 
 def say(text: str) -> None:
     """Tell the user something about the state of this rank."""
-    if sys.stderr is not None:
-        rank = os.environ.get("RANK", "?")
-        sys.stderr.write(f"elasticrs: keep: rank {rank}: {text}\n")
-        sys.stderr.flush()
+    rank = os.environ.get("RANK", "?")
+    try:
+        print(f"elasticrs: keep: rank {rank}: {text}", file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        return  # The program has closed its standard error.
 
 
 _active: Keeper | None = None
@@ -263,16 +264,22 @@ class Keeper:
             file = self._file if large["file"] == own else KeepFile(large["file"])
             kept = restore.Kept(file, large["slot"], step, large["sequence"])
             small, stale = restore.small_state(self._file, kept, plan.get("own"))
-            restore.apply(self._collector, kept, small, self._values)
-        except restore.DifferentError as error:
-            say(f"step {step} is not restored: {error}")
-            return None
+            kept.check()
         except (restore.DamagedError, OffError) as error:
             text = f"the copy of step {step} of rank {large['rank']} is damaged: {error}"
             if self._world > 1:
                 # If this rank went on from another step than the others, the result would be wrong.
                 raise RuntimeError(f"elasticrs: keep: {text}. The next attempt goes on without it") from error
             say(f"{text}. Nothing is restored")
+            return None
+        try:
+            restore.apply(self._collector, kept, small, self._values)
+        except (restore.DifferentError, OffError) as error:
+            say(f"step {step} is not restored: {error}")
+            return None
+        # The objects are the program's, and raise what they want.
+        except Exception as error:
+            say(f"step {step} is not restored: {error!r}")
             return None
         is_exact = plan["exact"] and small is not None and not stale
         found = Restored(plan, is_exact=is_exact, at_death=kept.is_at_death)
@@ -320,7 +327,8 @@ class Keeper:
             self._guarded(lambda: self._begin_at(step))
 
     def _begin_at(self, step: int) -> None:
-        self._file.ring.put(step, True, self._collector.begin_after(step))
+        if self._collector.is_complete():
+            self._file.ring.put(step, True, self._collector.begin_after(step))
         self._at, self._versions = step, self._collector.versions()
         if self._read is not None and self._read[0] == step:
             self._file.words[Head.RESTORED] = step + 1
@@ -416,7 +424,6 @@ class Keeper:
         boundary = self._collector.boundary(step)
         if before is None:
             self._close_handover()
-            boundary.check()
             self._file.drop_from(step)
             if boundary.parts.is_sharded:
                 self._schedule.declare_sharded()

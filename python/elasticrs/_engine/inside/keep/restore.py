@@ -56,6 +56,7 @@ class Kept:
             self.small_before = before[layout.WORD :]
             """The holder's small state at the end of the step before; empty if it is not known."""
         except (ValueError, pickle.UnpicklingError, LookupError) as error:
+            self._slot.drop()  # No rank must try this copy again.
             raise DamagedError(f"its index is damaged ({error})") from error
         self.is_at_death = self._words[Slot.WHY] == Why.AT_DEATH
 
@@ -78,10 +79,10 @@ class Kept:
         """Return the tensors by their paths, as views of a private mapping."""
         data = self._data()
         return {
-            path: data[offset : offset + size].view(getattr(torch, dtype)).view(shape)
+            path: trees.lay_out(data[offset : offset + size], dtype, shape, strides)
             if size
             else torch.empty(shape, dtype=getattr(torch, dtype))
-            for path, dtype, shape, offset, size, _ in self.entries
+            for path, dtype, shape, offset, size, strides, _ in self.entries
         }
 
 
@@ -109,6 +110,7 @@ def small_state(file: KeepFile, kept: Kept, own: int | None) -> tuple[dict[str, 
             _, _, index = file.slots[own].read_only()
             return _decoded(state.split_index(index)[2]), []
         except (ValueError, pickle.UnpicklingError, LookupError) as error:
+            file.slots[own].drop()
             raise DamagedError(f"the index of its own copy is damaged ({error})") from error
     if (step, False) not in records:
         return None, []
@@ -151,13 +153,10 @@ def apply(collector: Collector, kept: Kept, small: dict[str, Any] | None, values
     but new random numbers.
 
     Raises:
-        DamagedError: the data is not what was written.
         DifferentError: the objects are not those of which the state was kept.
     """
     used = small or trees.decode(kept.small)
-    states = {**used["objects"], **kept.common}
-    kept.check()
-    tensors = kept.tensors()
+    states, tensors = {**used["objects"], **kept.common}, kept.tensors()
     live = _matched(collector, kept, used, tensors)
     loads = [(name, each, _of_other(name, states, tensors)) for name, each in collector.others.items()]
     loads += [

@@ -11,13 +11,13 @@ import sys
 from array import array
 from hashlib import blake2b
 from operator import attrgetter, is_
-from pickle import UnpicklingError
 from zlib import crc32
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from elasticrs._engine.inside.keep import layout, trees
-from elasticrs._engine.inside.keep.file import OffError, round_up
+from elasticrs._engine.inside.keep.file import round_up
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -63,7 +63,8 @@ class Parts:
                 self.offsets.append(at)
                 at = round_up(at + size, _ALIGNMENT)
             facts = trees.dtype_name(tensor.dtype), tuple(tensor.shape)
-            entries.append((path, *facts, seen[id(tensor)], size, trees.place_of(leaf)))
+            more = trees.strides_of(tensor), trees.place_of(leaf)
+            entries.append((path, *facts, seen[id(tensor)], size, *more))
         self.is_sharded = any(trees.is_shard(leaf) for _, leaf in large)
         """True if a tensor is a part of one that several ranks hold together."""
         self.size = at
@@ -104,21 +105,6 @@ class Boundary:
     def index(self) -> bytes:
         """Return what a slot holds beside the data of the tensors: five parts."""
         return join_index([self.parts.facts, trees.encode(self.groups), self.small, self.common, self.before])
-
-    def check(self) -> None:
-        """Check that the state can be read again.
-
-        Raises:
-            OffError: it holds objects of unknown types.
-        """
-        try:
-            for part in (self.parts.facts, trees.encode(self.groups), self.small, self.common):
-                trees.load(part) if part is self.parts.facts else trees.decode(part)
-        except UnpicklingError as error:
-            text = str(error).partition(". Please")[0].partition("\n")[0]
-            raise OffError(
-                f"the state has an object of a type that torch does not load safely: {text}"
-            ) from error
 
 
 class Collector:
@@ -211,7 +197,11 @@ class Collector:
         return any(each.grad is not None for each in self._parameters())
 
     def _parameters(self) -> list[torch.nn.Parameter]:
-        return [each for module in self.modules.values() for each in module.parameters()]
+        return [each for module in self.modules.values() for each in module.parameters() if not is_lazy(each)]
+
+    def is_complete(self) -> bool:
+        """Return false if the shape of a parameter is not known before the first step."""
+        return not any(is_lazy(each) for module in self.modules.values() for each in module.parameters())
 
     def _states(self, names: Iterable[str]) -> dict[str, Any]:
         return {name: self.others[name].state_dict() for name in names}

@@ -29,8 +29,16 @@ _PROTOCOL = 2
 """The only protocol of pickle that torch's unpickler for untrusted data reads."""
 
 
+_PLAIN = frozenset((int, float, complex, str, bool, type(None), torch.dtype, torch.device, torch.Size))
+"""Types that need no check."""
+
+
 def take_apart(value: Any, path: Path, leaves: Leaves) -> Any:
-    """Return the skeleton of a state, and append its leaves with their paths."""
+    """Return the skeleton of a state, and append its leaves with their paths.
+
+    Raises:
+        OffError: there is a value of a type that torch does not load safely.
+    """
     kind = type(value)
     if kind in (int, float, str, bool, type(None)):
         return value
@@ -38,11 +46,33 @@ def take_apart(value: Any, path: Path, leaves: Leaves) -> Any:
         leaves.append((path, value))
         return None
     if isinstance(value, dict):
-        made = {key: take_apart(each, (*path, key), leaves) for key, each in value.items()}
+        made = {}
+        for key, each in value.items():
+            if type(key) is not str:
+                _check(key, path)
+            made[key] = take_apart(each, (*path, key), leaves)
         return OrderedDict(made) if isinstance(value, OrderedDict) else made
     if kind in (list, tuple):
         return kind([take_apart(each, (*path, at), leaves) for at, each in enumerate(value)])
+    _check(value, path)
     return value
+
+
+def _check(value: Any, path: Path) -> None:
+    """Check that a value can be loaded again.
+
+    Raises:
+        OffError: it is of a type that torch does not load safely.
+    """
+    if type(value) in _PLAIN:
+        return
+    try:
+        load(dump(value))
+    # A method of the value may raise anything.
+    except Exception as error:
+        kind = type(value)
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        raise OffError(f"{spell(path)} has a {name}, which torch does not load safely") from error
 
 
 def put_together(skeleton: Any, leaves: Mapping[Path, Any], path: Path = ()) -> Any:
@@ -92,6 +122,26 @@ def decode(data: bytes, separate: Mapping[Path, Any] | None = None) -> Any:
     for path, kind, dtype, shape, at, size in entries:
         leaves[path] = _leaf(kind, dtype, shape, data[base + at : base + at + size])
     return put_together(skeleton, leaves)
+
+
+def lay_out(data: torch.Tensor, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    """Return bytes as a tensor. ``strides`` is empty if it is contiguous."""
+    found = data.view(getattr(torch, dtype))
+    return found.as_strided(shape, strides) if strides else found.view(shape)
+
+
+def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of a tensor that fills its memory in another order, such as ``channels_last``.
+    Return an empty tuple for all others.
+    """
+    if tensor.is_contiguous():
+        return ()
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return ()
+        expected *= size
+    return tuple(tensor.stride())
 
 
 def _leaf_bytes(path: Path, leaf: Any) -> tuple[tuple[str, str, tuple[int, ...]], bytes]:
