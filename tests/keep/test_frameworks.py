@@ -90,7 +90,7 @@ def ends_as_without(calm, train, program, die, **settings):
     key = json.dumps([program, settings])
     if key not in calm:
         calm[key] = train(program, "--keep", name="calm", **settings)
-        assert calm[key].lines() == []
+        assert calm[key].lines() == [], calm[key].output
     hurt = train(program, "--keep", name="hurt", die=die, **settings)
     for rank in range(2):
         assert hurt.effective(rank) == calm[key].effective(rank)
@@ -218,8 +218,15 @@ def test_trainer_test_of_lightning_keeps_nothing(train):
     assert train("with_lightning", "--keep", test=True).lines() == []
 
 
-def test_an_unsupported_strategy_trains_without_being_kept(train):
-    run = train("with_lightning", "--keep", strategy="fsdp")
+@pytest.mark.parametrize(
+    ("program", "options", "unknown"),
+    [
+        ("with_lightning", {"fast_dev_run": 2}, "fast_dev_run"),
+        ("with_transformers", {"auto_find_batch_size": True, "max_steps": 2}, "auto_find_batch_size"),
+    ],
+)
+def test_what_is_not_supported_trains_without_being_kept(train, program, options, unknown):
+    run = train(program, "--keep", options=options)
     assert {line.partition("off for this training: ")[2] for line in run.lines()} == {
-        "--keep does not know strategy FSDPStrategy"
+        f"--keep does not know {unknown}"
     }

@@ -112,6 +112,10 @@ class Average(Module):
         self.average.mul_(0.9).add_(self.net[0].weight.detach(), alpha=0.1)
 
 
+def averages(module):
+    return [module.average] if setting("average") else []
+
+
 class Counts(lightning.Callback):
     """A callback with a state."""
 
@@ -160,7 +164,13 @@ def main(folder):
     for fit in range(setting("fits", 1)):
         begin_fit(fit)
         trainer.fit(module, Batches(), validation, ckpt_path=setting("resume"))
-        note("trained", trainer.global_step, fit, digest(module.state_dict().values()), counts.batches)
+        note(
+            "trained",
+            trainer.global_step,
+            fit,
+            digest([*module.parameters(), *averages(module)]),
+            counts.batches,
+        )
         trainer.fit_loop.epoch_loop.max_steps += options["max_steps"]
 
 

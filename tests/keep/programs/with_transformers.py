@@ -1,5 +1,6 @@
 """A script for the Trainer of transformers that knows nothing of Keep."""
 
+import os
 import sys
 
 import torch
@@ -103,6 +104,7 @@ def main(folder):
         begin_fit(fit)
         resume = setting("resume")
         if resume == "last":
+            os.makedirs(arguments.output_dir, exist_ok=True)
             resume = transformers.trainer_utils.get_last_checkpoint(arguments.output_dir) is not None
         result = trainer.train(resume_from_checkpoint=resume)
         note("trained", result.global_step, fit, digest(model.parameters()), trainer.state.epoch)

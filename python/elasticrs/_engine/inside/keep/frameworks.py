@@ -116,8 +116,7 @@ class Fit:
 
     def open(self, progress: Any, **objects: Any) -> None:
         """Begin to keep the state of objects, and restore it if it was kept."""
-        if _Process.keeper is not None:
-            _Process.keeper.close()
+        self.close()
         everything = {**objects, self.framework: _Common(self, progress)}
         _Process.keeper = keeper.begin(everything, {}, None, Mode.AUTO)
         if _Process.keeper is None or self._is_refused:
@@ -126,16 +125,22 @@ class Fit:
             # The framework goes on at the kept step, but with objects that are not of this step.
             raise RuntimeError("elasticrs: keep: the kept state does not fit the optimizer or the schedule")
 
-    def before_exchange(self) -> None:
-        """Tell that this rank is about to send its gradients of a step."""
-        if _Process.keeper is not None:
-            _Process.keeper.before_exchange()
-
     def step(self, number: int) -> None:
         """Tell that a step of this fit has ended."""
         _Process.step = self.base + number
         if _Process.keeper is not None:
             _Process.keeper.step(_Process.step)
+
+    def end(self) -> None:
+        """Tell that the last step has ended, and that the framework may change the state now."""
+        if _Process.keeper is not None:
+            _Process.keeper.end_training()
+
+    def close(self) -> None:
+        """Forget the objects, so that the script can free their memory."""
+        if _Process.keeper is not None:
+            keeper.close()
+            _Process.keeper = None
 
 
 class _Common:

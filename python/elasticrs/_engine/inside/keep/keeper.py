@@ -69,9 +69,11 @@ def begin(objects: Mapping[str, Any], values: dict[str, Any], every: int | None,
 
 
 def close() -> None:
-    """Let this process make another keeper."""
+    """Let this process make another keeper, and forget the program's objects."""
+    global _active  # noqa: PLW0603 -- one for each process
     if _active is not None:
         _active.close()
+        _active = None
 
 
 def keep_own() -> None:
@@ -451,6 +453,16 @@ class Keeper:
         if before is None:
             return self._collector.versions() == self._versions
         return before.parts.changed(before.versions) is None
+
+    def end_training(self) -> None:
+        """Say that no step follows. Copy the last one, and wait until the program may change its state."""
+        if self.is_of_this_process():
+            self._guarded(self._copy_last)
+
+    def _copy_last(self) -> None:
+        if self._boundary is not None and not self._has_changed:
+            self._copier.end_step(self._boundary, is_due=True, is_check=False)
+            self._copier.change()
 
     def _guarded(self, action: Callable[[], None]) -> None:
         """Do something that must not end the training, whatever goes wrong."""

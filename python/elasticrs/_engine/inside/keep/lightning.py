@@ -106,12 +106,14 @@ class _Fitting:
         checkpoints = [each for each in callbacks if isinstance(each, self.lightning.callbacks.Checkpoint)]
         callbacks.insert(len(callbacks) - len(checkpoints), self.callback)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
         for name in _OVERRIDDEN:
             del self.connector.__dict__[name]
         del self.trainer._logger_connector.__dict__["on_batch_end"]
         if self.callback in self.trainer.callbacks:
             self.trainer.callbacks.remove(self.callback)
+        if error is None:  # Otherwise, the state is kept when the exception has ended the program.
+            self.fit.close()
 
     def resume_start(self, checkpoint_path: Any = None, *args: Any, **named: Any) -> None:
         self.plain["resume_start"](checkpoint_path, *args, **named)
@@ -178,12 +180,12 @@ def _callback(lightning: ModuleType, fitting: _Fitting) -> Any:
                 set_random_state(fitting.random)
                 fitting.random = None
 
-        def on_before_backward(self, *_: Any) -> None:
-            fitting.fit.before_exchange()
-
         def on_train_batch_end(self, *_: Any) -> None:
             if not fitting.is_late:
                 fitting.end_step()
+
+        def on_train_end(self, *_: Any) -> None:
+            fitting.fit.end()
 
     return KeepSteps()
 

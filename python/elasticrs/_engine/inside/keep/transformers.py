@@ -34,6 +34,7 @@ _NEEDED = {
     "_load_rng_state": ("checkpoint",),
     "_run_epoch": ("model", "epoch", "trial", "ignore_keys_for_eval", "start_time"),
     "_get_grad_norm": (),
+    "_finalize_training": (),
     "_get_learning_rate": (),
     "_maybe_log_save_evaluate": (
         "tr_loss", "grad_norm", "model", "trial", "epoch", "ignore_keys_for_eval", "start_time",
@@ -50,6 +51,7 @@ _OVERRIDDEN = (
     "_load_rng_state",
     "_run_epoch",
     "_get_grad_norm",
+    "_finalize_training",
 )
 
 _PROGRESS = (
@@ -134,7 +136,6 @@ class _Training:
     def __init__(self, trainer: Any, fit: Fit) -> None:
         self.trainer, self.fit, self.progress = trainer, fit, fit.progress
         self.plain = {name: getattr(trainer, name) for name in _OVERRIDDEN}
-        self.plain["backward"] = trainer.accelerator.backward
         self.history = _History()
         self.losses = _Losses(trainer)
         self.random: Any = None
@@ -146,15 +147,15 @@ class _Training:
     def __enter__(self) -> None:
         for name in _OVERRIDDEN:
             setattr(self.trainer, name, getattr(self, name))
-        self.trainer.accelerator.backward = self._backward
         self.callback = _Steps(self)
         self.trainer.add_callback(self.callback)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
         for name in _OVERRIDDEN:
             del self.trainer.__dict__[name]
-        del self.trainer.accelerator.__dict__["backward"]
         self.trainer.remove_callback(self.callback)
+        if error is None:  # Otherwise, the state is kept when the exception has ended the program.
+            self.fit.close()
 
     def open(self) -> None:
         """Create the object that keeps the state. Restore the state if it was kept."""
@@ -255,14 +256,13 @@ class _Training:
             learning_rate=progress["learning_rate"],
         )
 
-    def _backward(self, *args: Any, **named: Any) -> Any:
-        if self.trainer.accelerator.sync_gradients:
-            self.fit.before_exchange()
-        return self.plain["backward"](*args, **named)
-
     def _get_grad_norm(self, *args: Any, **named: Any) -> Any:
         self.grad_norm = self.plain["_get_grad_norm"](*args, **named)
         return self.grad_norm
+
+    def _finalize_training(self, *args: Any, **named: Any) -> Any:
+        self.fit.end()  # The Trainer may load the weights of its best step now.
+        return self.plain["_finalize_training"](*args, **named)
 
 
 class _Steps(TrainerCallback):  # type: ignore[misc]
@@ -293,7 +293,9 @@ class _Progress:
     def state_dict(self) -> dict[str, Any]:
         training = self._training
         trainer = training.trainer
-        grad_norm = training.grad_norm if trainer.control.should_log else None
+        grad_norm = training.grad_norm
+        # Reading it from a GPU takes time, so do it only if it is logged in this step.
+        is_read = grad_norm is not None and (trainer.control.should_log or getattr(grad_norm, "is_cpu", True))
         return {
             "state": {name: getattr(trainer.state, name) for name in _PROGRESS},
             "history": training.history.dump(trainer.state.log_history),
@@ -305,7 +307,7 @@ class _Progress:
             ],
             "epoch": training.epoch,
             "epoch_began_at": training.epoch_began_at,
-            "grad_norm": grad_norm if grad_norm is None else float(grad_norm),
+            "grad_norm": float(grad_norm) if is_read else None,
             "learning_rate": training.learning_rate,
         }
 
