@@ -1,15 +1,16 @@
-"""Chooses the kept step from which the next attempt goes on. Pure.
+"""Chooses the training step that all ranks restore in the next attempt. Contains only pure functions.
 
-After an attempt, the agent reads what each rank has kept in its file (:mod:`.layout`): copies of the large
-state in *slots*, and records of the small state (random numbers, loaders, the script's own values).
+During an attempt, each rank writes into a file of the agent (:mod:`.layout`): copies of its parameters and
+its optimizer's state (the *large* state, in *slots*), and records of its random numbers, its data loader and
+the script's own values (the *small* state). After the attempt, the agent reads which steps each file has.
 
-- **CHOOSE-1** The chosen step has a copy of the large state for each rank that needs one: the own copy of
-  every rank, or any rank's copy if the state is replicated (equal on all ranks).
+- **CHOOSE-1** For the chosen step, each rank can get its large state: from its own copy or, if the state is
+  replicated (equal on all ranks), from the copy of any rank.
 - **CHOOSE-2** Among these steps, the newest one for which each rank also has its small state is chosen. If
-  there is none, the newest one is chosen, and ``behind`` names the ranks without their small state.
-- **CHOOSE-3** A copy of an abandoned attempt never counts; see :func:`_current`.
-- **LOOP-1** A step from which two attempts in a row went on, and failed soon with the same cause, is set
-  aside, with all later steps, until an attempt has got well past it.
+  there is no such step, the newest one is chosen, and ``behind`` names the ranks without their small state.
+- **CHOOSE-3** A copy from an abandoned attempt is never chosen; see :func:`_current`.
+- **LOOP-1** If two attempts in a row restore a step and soon fail with the same cause, this step and all
+  later ones are not chosen again until an attempt has got well past it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 NEAR = 20
-"""Number of steps. An attempt that fails within so many steps of its start makes the kept state suspect."""
+"""Number of steps. If an attempt fails within so many steps, the state that it restored may be why."""
 
 _ANSWERS = {
     Answer.CHANGING: "the optimizer was changing it",
@@ -37,7 +38,7 @@ _ANSWERS = {
 
 
 class KeptSlot(Value):
-    """Complete copy of a rank's large state: number of its slot, step, attempt, and what describes it."""
+    """Complete copy of a rank's parameters and optimizer state, in the slot with the number ``index``."""
 
     index: int
     step: int
@@ -49,18 +50,19 @@ class KeptSlot(Value):
 
 
 class Holding(Value):
-    """What a rank has kept.
+    """What a rank's file contained when an attempt had ended.
 
     Args:
-        has_joined: true if the rank has used ``Keep`` in the attempt that ended. Without, only ``slots`` and
+        slots: the complete copies of the rank's parameters and optimizer state.
+        small: steps for which the file has a complete record of the rank's random numbers and the like.
+        has_joined: true if the rank's program used ``Keep`` in this attempt. If false, only ``slots`` and
             ``small`` are set.
-        attempt: number of that attempt, as the rank has stored it.
-        small: steps of which the rank's ring has a whole record of the small state.
-        ended: last step that ended.
+        attempt: number of this attempt, as the rank has stored it.
+        ended: last training step that the rank completed.
         mode: a code of :class:`.Mode`.
-        check: step and digest of the first periodic copy.
-        restored: step from which the rank went on.
-        answer: a code of :class:`.Answer`, the answer to the last order to copy.
+        check: step and checksum of a copy by which the ranks' states are compared.
+        restored: step that the rank restored at the start of this attempt.
+        answer: a code of :class:`.Answer`: the rank's answer when the agent ordered it to copy its state.
     """
 
     slots: tuple[KeptSlot, ...] = ()
@@ -81,7 +83,9 @@ class Holding(Value):
 
     @staticmethod
     def of_json(record: Any) -> Holding:
-        """Return the holding that another agent has written. Raises ``ValueError`` or ``TypeError``."""
+        """Return the object of which another agent has written :meth:`to_json`. Raises ``ValueError`` or
+        ``TypeError``.
+        """
         fields: dict[str, Any] = dict(record)
         slots = []
         for *numbers, is_at_death in fields["slots"]:
@@ -94,12 +98,12 @@ class Holding(Value):
         return Holding(**{**fields, "slots": tuple(slots), "small": small, "check": pair})
 
     def slot_of(self, step: int) -> KeptSlot | None:
-        """Return the latest copy of a step."""
+        """Return the rank's latest copy of a step; ``None`` if it has none."""
         found = [slot for slot in self.slots if slot.step == step]
         return max(found, key=lambda slot: slot.sequence, default=None)
 
     def has_small(self, step: int) -> bool:
-        """Return true if the small state of a step is in the ring or, with the large one, in a slot."""
+        """Return true if the rank's random numbers and the like at a step are in a record or in a copy."""
         return step in self.small or self.slot_of(step) is not None
 
 
@@ -110,17 +114,19 @@ def _whole(value: Any) -> int:
 
 
 class Choice(Value):
-    """Step from which the next attempt goes on.
+    """The training step that all ranks restore in the next attempt.
 
     Args:
-        step: ``None`` if nothing is kept.
-        sources: rank and slot from which each rank takes its large state, by rank.
-        behind: ranks without the small state of that step.
-        kept_by: ranks that have a copy of that step.
-        ranks: number of ranks of the attempt that ended.
-        lost: steps that had ended after ``step``. If nothing is kept, their number is unknown, and this is 0.
-        is_replicated: true if any rank's copy serves all ranks.
-        why: why nothing or nothing newer is kept; empty if nothing is missing, or if no rank uses ``Keep``.
+        step: ``None`` if no step can be restored.
+        sources: for each rank, the rank that made the copy which it restores, and the number of the slot.
+        behind: ranks that have no record of their random numbers and the like at this step.
+        kept_by: ranks that have a copy of this step.
+        ranks: number of ranks of the attempt that has ended.
+        lost: number of completed steps after ``step``, which have to be trained again. 0 if ``step`` is
+            ``None``, because their number is then unknown.
+        is_at_death: true if a rank copied this step because it was about to be stopped.
+        is_replicated: true if all ranks have the same state, so that any rank's copy serves all of them.
+        why: why no step, or no newer one, can be restored. Empty if no step is lost or no rank uses ``Keep``.
     """
 
     step: int | None = None
@@ -181,13 +187,13 @@ def choose(
     barred_from: int | None = None,
     was_replicated: bool = False,
 ) -> Choice:
-    """Choose the step from which the next attempt goes on.
+    """Choose the training step that all ranks restore in the next attempt.
 
     Args:
-        holdings: what the ranks of the attempt that ended have kept, by global rank.
+        holdings: what the files of the ranks contain after the attempt that has ended, by global rank.
         world: number of ranks of the next attempt.
-        barred_from: first step that must not be chosen, because of LOOP-1.
-        was_replicated: true if the state was replicated in an earlier attempt of this job.
+        barred_from: this step and all later ones must not be chosen, because of LOOP-1.
+        was_replicated: true if all ranks had the same state in an earlier attempt of this job.
     """
     ranks, found = len(holdings), _current(holdings)
     is_replicated = _is_replicated(holdings, was_replicated)
@@ -233,8 +239,9 @@ def choose(
 
 
 def _current(holdings: Mapping[int, Holding]) -> dict[int, Holding]:
-    """Leave out copies of an abandoned attempt: those of an earlier attempt, if a later one ended a step
-    without having gone on from that copy's step or a later one.
+    """Return ``holdings`` without the copies from abandoned attempts. Suppose that an attempt copied step 30,
+    and that the next attempt restored step 20 and trained on. Then the copy of step 30 is from an abandoned
+    attempt: the new step 30 has other contents.
     """
     last = [each for each in holdings.values() if each.has_joined and each.ended is not None]
     if not last:
@@ -257,12 +264,12 @@ def _is_replicated(holdings: Mapping[int, Holding], was_replicated: bool) -> boo
     if len(joined) == len(holdings) and all(each.mode == Mode.REPLICATED for each in joined):
         return True
     if len(set(checks)) > len({step for step, _ in checks}):
-        return False  # The digests of the same step differ.
+        return False  # The checksums of copies of the same step differ.
     digests: dict[tuple[int, int], set[int]] = {}
     for slot in (slot for each in holdings.values() for slot in each.slots):
         digests.setdefault((slot.attempt, slot.step), set()).add(slot.digest)
     if any(len(each) > 1 for each in digests.values()):
-        return False  # The ranks exchange their states, but not in each step.
+        return False  # The states of the ranks are equal at some steps, but not at all steps.
     is_checked = len(checks) == len(holdings) and len(set(checks)) == 1
     return is_checked or was_replicated
 
@@ -270,8 +277,8 @@ def _is_replicated(holdings: Mapping[int, Holding], was_replicated: bool) -> boo
 def _sources(
     found: Mapping[int, Holding], world: int, step: int, *, is_replicated: bool
 ) -> tuple[dict[int, tuple[int, int]] | None, str]:
-    """Return the rank and slot from which each rank takes a step's large state; ``None`` and why, if one
-    lacks it.
+    """Return for each rank the rank and the slot whose copy of this step it restores. If a rank has no such
+    copy, return ``None`` and the reason.
     """
     kept = {rank: slot for rank in found if (slot := found[rank].slot_of(step)) is not None}
     if is_replicated and len({slot.layout for slot in kept.values()}) > 1:
@@ -291,7 +298,7 @@ def _sources(
 
 
 def _why_not_newer(holdings: Mapping[int, Holding], ended: int) -> str:
-    """Return why no rank has a copy of the last step that ended."""
+    """Return the reason why no rank has a copy of ``ended``, the last step that a rank has completed."""
     said: dict[str, list[int]] = {}
     for rank, holding in sorted(holdings.items()):
         if holding.answer in _ANSWERS:
@@ -303,12 +310,12 @@ def _why_not_newer(holdings: Mapping[int, Holding], ended: int) -> str:
 
 
 class Loop(Value):
-    """Whether restored states fail again and again (LOOP-1).
+    """Memory of attempts that failed soon after they had restored a state (LOOP-1).
 
     Args:
-        barred_from: first step that is set aside; ``None`` if none is.
-        began: step from which the last attempt went on, if that attempt failed soon.
-        cause: kind and place of that failure.
+        barred_from: this step and all later ones must not be restored; ``None`` if there is no such step.
+        began: step that the last attempt restored, if this attempt failed soon afterwards.
+        cause: kind and place of this failure.
     """
 
     barred_from: int | None = None
@@ -316,9 +323,12 @@ class Loop(Value):
     cause: tuple[str, str] | None = None
 
     def after(self, began: int | None, reached: int | None, cause: tuple[str, str] | None) -> Loop:
-        """Return the state after an attempt that has failed. It went on from the kept step ``began``, and
-        ``reached`` is the last step that it ended; ``None`` for none. ``cause`` is ``None`` if it cannot be
-        compared with others.
+        """Return a new object that takes a failed attempt into account.
+
+        Args:
+            began: step that the attempt restored; ``None`` if it restored none.
+            reached: last step that the attempt completed; ``None`` if it completed none.
+            cause: kind and place of its failure; ``None`` if it cannot be compared with other failures.
         """
         barred = self.barred_from
         if barred is not None and reached is not None and reached >= barred + NEAR:
@@ -332,6 +342,6 @@ class Loop(Value):
 
 
 def failed_soon(holdings: Sequence[Holding], step: int | None) -> tuple[int | None, int | None]:
-    """Return the step from which the attempt went on, and the last step that ended; ``None`` for none."""
+    """Return the step that the attempt restored, and the last step that it completed; ``None`` for none."""
     began = step if any(each.has_joined and each.restored == step for each in holdings) else None
     return began, max((each.ended for each in holdings if each.ended is not None), default=None)

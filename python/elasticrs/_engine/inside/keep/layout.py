@@ -1,7 +1,8 @@
-"""The layout of the file (a memfd of the agent, one for each rank) in which a worker keeps its state.
+"""Layout of the file into which a worker copies its training state. It is a file in memory (a memfd) that the
+agent owns, and there is one for each rank.
 
-All words are little-endian and have 8 bytes. The agent and the worker import this module. The agent
-does so at its start, so this module imports nothing.
+The numbers in the file (*words*) have 8 bytes and are little-endian. The agent imports this module at its
+start, which must be fast, so this module imports nothing.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 VARIABLE = "ELASTICRS_KEEP"
-"""Variable of the worker: ``{mark}:{path of the file}``."""
+"""Environment variable of the worker. Its value is ``{mark}:{path of the file}``."""
 
 WORD = 8
 PAGE = 4096
 HEAD_SIZE = PAGE
-"""Bytes of the file's head, and of a slot's head."""
+"""Size in bytes of the head of the file, and of the head of each slot (a region with one copy)."""
 
 PLAN_AT = HEAD_SIZE
-"""Offset of the plan: a word with its length, and then JSON, which the agent writes before each attempt."""
+"""Offset of the plan (what the worker is to restore, by the agent): a word with its length, then JSON."""
 
 REGIONS_AT = 65536
 """Offset of the first region (ring or slot). Also the size of a new file."""
@@ -32,49 +33,51 @@ SLOTS = 2
 
 
 class Head:
-    """Indices of the words of the file's head. Steps are stored plus 1, because 0 stands for none."""
+    """Indices of the words in the head of the file. A step is stored as its number plus 1; 0 is no step."""
 
     MAGIC = 0
     MARK = 1
     """Random number that the agent has also put into the worker's environment."""
     PID = 2
-    """Process that has joined. The agent writes 0 before each attempt."""
+    """Pid of the worker process that uses the file. The agent writes 0 before each attempt."""
     RANK = 3
     """Global rank plus 1."""
     WORLD = 4
     ENDED = 5
-    """The last step that has ended."""
+    """The last training step that this rank has completed."""
     MODE = 6
-    """What the program says about its state: a code of :class:`Mode`."""
+    """Code of :class:`Mode`: whether the program says that all ranks have the same state."""
     NEXT = 7
-    """The step of the next periodic copy of all ranks, which rank 0 announces in its file."""
+    """Step at which all ranks make the next periodic copy. Rank 0 announces it in its own file."""
     COPIES = 8
     FAILED_COPIES = 9
-    """Copies that failed or were skipped."""
+    """Number of copies that failed or were skipped."""
     BLOCKED_NS = 10
     """Nanoseconds for which copies have blocked the training."""
     LAST_BYTES = 11
     LAST_NS = 12
     """Bytes and duration of the last copy."""
     ANSWER = 13
-    """Answer to the last order to copy: a code of :class:`Answer`."""
+    """Code of :class:`Answer`: what the worker answered when the agent last ordered it to copy its state."""
     CHECK_STEP = 14
     CHECK_DIGEST = 15
-    """Step and digest of the first periodic copy. They are equal on all ranks if the state is replicated."""
+    """Step and checksum of a copy. If all ranks have the same state, these words are equal in all files."""
     TABLE = 16
-    """First of six words: offset and capacity of the ring, of slot 0, and of slot 1."""
+    """First of six words: offset and size of the ring (records of random numbers and the like), of slot 0,
+    and of slot 1.
+    """
     RESTORED = 22
-    """The step from which this attempt goes on."""
+    """The step that the worker has restored in this attempt."""
     ATTEMPT = 23
     ENDED_AT = 24
-    """Monotonic nanoseconds at which the last step ended."""
+    """Time at which the last step was completed, in nanoseconds of the monotonic clock."""
     WAS_REPLICATED = 25
-    """1 if the ranks have agreed on a replicated copy in this job. No attempt clears it."""
+    """1 if the ranks of several nodes have found that they all have the same state. Never reset."""
     COUNT = 26
 
 
 class Mode:
-    """Whether each rank has the whole state."""
+    """Whether all ranks have the same state (replicated), or each a part of it (sharded)."""
 
     AUTO = 0
     REPLICATED = 1
@@ -82,21 +85,23 @@ class Mode:
 
 
 class Answer:
-    """How a worker answered the order to copy its state."""
+    """What a worker answers when the agent orders it to copy its state."""
 
     NONE = 0
     KEPT = 1
     CHANGING = 2
-    """The optimizer was writing, and the step did not end in time."""
+    """The optimizer was changing the state, and did not finish in time."""
     NOTHING = 3
-    """No step had ended, or copies at death are off."""
+    """No training step was complete, or the worker makes only periodic copies."""
     NO_MEMORY = 4
     TENSOR_CHANGED = 5
     FAILED = 6
 
 
 class Slot:
-    """Indices of the words of a slot's head. The index (a pickle) and the data follow the head."""
+    """Indices of the words in the head of a slot, which holds one copy. After the head come the index (a
+    pickle that names the tensors) and the data of the tensors.
+    """
 
     MAGIC = 0
     STATE = 1
@@ -109,21 +114,21 @@ class Slot:
     """Hash of the names, types and shapes of the tensors."""
     INDEX_LENGTH = 7
     DATA_AT = 8
-    """Offset of the data from the start of the slot."""
+    """Offset of the tensors' data from the start of the slot."""
     DATA_LENGTH = 9
     DIGEST = 10
-    """Sum of the data's words, modulo 2 to the power of 64."""
+    """Checksum: the sum of the data's words, modulo 2 to the power of 64."""
     SEQUENCE = 11
-    """Grows with each copy into this file."""
+    """Number of the copy among all copies that were ever written into this file."""
     WHY = 12
     """A code of :class:`Why`."""
     WALL_NS = 13
-    """Wall-clock time of the copy in nanoseconds."""
+    """Time of the copy, in nanoseconds of the wall clock."""
     COUNT = 14
 
 
 class SlotState:
-    """Whether a slot can be read. ``WRITING`` is stored first, and ``COMPLETE`` last."""
+    """State of a slot. A copy begins with storing ``WRITING``, and ends with storing ``COMPLETE``."""
 
     EMPTY = 0
     WRITING = 1
@@ -131,42 +136,42 @@ class SlotState:
 
 
 class Why:
-    """What caused a copy."""
+    """Reason for a copy: it was due (periodic), or the worker was about to be stopped (at death)."""
 
     PERIODIC = 0
     AT_DEATH = 1
 
 
 RECORDS = 4
-"""Number of records in a ring: two for each step, of two steps."""
+"""Number of records in the ring: those of two steps, with two records for each step."""
 
 RECORD_HEAD = 3 * WORD
-"""Bytes of a record's head: its step plus 1, and length and CRC-32 of the bytes that follow."""
+"""Size in bytes of a record's head. Its words are the step plus 1, and length and CRC-32 of the content."""
 
 
 def record_number(step: int, is_end: bool) -> int:
-    """Return the place in the ring of a record. ``is_end`` is false for a record that was written before the
-    optimizer of the step ran.
+    """Return the position of a record among the records of the ring. ``is_end`` is true if the record was
+    written at the end of the step, and false if it was written before the optimizer ran.
     """
     return (step * 2 + is_end) % RECORDS
 
 
 def record_at(number: int, capacity: int) -> int:
-    """Return the offset of a record from the start of a ring of ``capacity`` bytes."""
+    """Return the offset of a record from the start of the ring. The ring has ``capacity`` bytes."""
     return number * record_size(capacity)
 
 
 def record_size(capacity: int) -> int:
-    """Return the bytes of one record, with its head, in a ring of ``capacity`` bytes."""
+    """Return the size of one record, with its head, if the ring has ``capacity`` bytes."""
     return capacity // RECORDS // WORD * WORD
 
 
 def pack(words: Sequence[int]) -> bytes:
-    """Return the bytes of words."""
+    """Convert 8-byte numbers to bytes."""
     return b"".join(word.to_bytes(WORD, "little") for word in words)
 
 
 def unpack(data: bytes) -> tuple[int, ...]:
-    """Return the words in ``data``, without an incomplete one at its end."""
+    """Convert bytes to 8-byte numbers. Ignore up to 7 bytes at the end that are no whole number."""
     ends = range(WORD, len(data) + 1, WORD)
     return tuple(int.from_bytes(data[end - WORD : end], "little") for end in ends)
