@@ -1,7 +1,7 @@
 """The one thread that copies the state of a training program into the agent's memory.
 
-It sleeps until a datagram comes: the order of the agent, which is about to stop this process, or a request of
-the program's own threads. It does not take the GIL meanwhile.
+It sleeps until it gets a datagram: the agent orders a copy because it is about to stop this process, or
+another thread of the program requests one. While it sleeps, it does not hold the GIL.
 """
 
 from __future__ import annotations
@@ -29,29 +29,35 @@ if TYPE_CHECKING:
     from elasticrs._engine.inside.keep.state import Boundary, Parts
 
 _ORDER = b"keep"
-"""Datagram of the agent: copy the state now, because this process is about to be stopped."""
+"""Datagram that the agent sends: copy the state now, because this process is about to be stopped."""
 
 _RESERVE, _PERIODIC, _OWN, _END = b"reserve", b"periodic", b"own", b"end"
-"""Datagrams of this process: reserve memory, copy the state, copy it after an exception, end the thread."""
+"""Datagrams that this process sends to its copying thread: allocate memory for copies, make a periodic copy,
+copy the state because an exception ends the program, and end the thread.
+"""
 
 _CREDENTIALS = socket.CMSG_SPACE(12)
 _PATIENCE = 0.3
-"""Minimum seconds for which an order waits for the end of a step. Steps whose end takes longer get more."""
+"""Minimum seconds for which a copy that the agent has ordered waits until the current step ends. The wait is
+longer if the optimizer took long in the step before.
+"""
 
 _LIMIT = 300.0
-"""Seconds after which the training no longer waits for a copy."""
+"""Seconds after which the training no longer waits for a copy of its state, and no more copies are made."""
 
 _PACE = 1_000_000_000
-"""Bytes per second at which a copy is expected to go before one has been measured."""
+"""Assumed speed of a copy, in bytes per second, until the first copy has been timed."""
 
 _LEAST_PACE_MS = 10
 
 _INDEX_ROOM = 16384
-"""Bytes by which the index may grow before a slot is laid out anew."""
+"""Minimum spare bytes behind the index of a copy (what is kept beside the tensors), before the tensors' data.
+They let the next index be longer without a new place for the data.
+"""
 
 
 class _Target:
-    """Where the tensors of a state go in a slot."""
+    """Views of the memory of a slot (a place for one copy in the rank's file), to copy the tensors into."""
 
     def __init__(self, slot: SlotRegion, parts: Parts, data_at: int) -> None:
         self.slot, self.parts, self.data_at, self.map = slot, parts, data_at, slot.map
@@ -73,15 +79,17 @@ class _Target:
 
 
 class Copier:
-    """Copies states, at the ends of steps, into the slots of a file.
+    """Copies the training state, as it is at the end of a step, into a slot of this rank's file.
+
+    The file has two slots, each for one copy.
 
     Args:
-        file: the file of this rank.
-        facts: words of the head of each slot that stay the same.
-        budget: bytes that the slots may take together.
-        notices: abstract name of the agent's socket.
-        ranks: knows what other ranks have told.
-        say: tells the user something.
+        file: the file, in the agent's memory, in which this rank keeps copies of its state.
+        facts: words in the head of a slot that are the same for all copies, by their numbers.
+        budget: bytes that both slots may take together.
+        notices: abstract name of the socket on which the agent gets messages of this process.
+        ranks: knows from the files of other ranks what they have ended, copied and restored.
+        say: writes a line to the user.
     """
 
     def __init__(
@@ -96,12 +104,16 @@ class Copier:
         self._file, self._facts, self._budget = file, facts, budget
         self._notices, self._ranks, self._say = notices, ranks, say
         self._live = threading.Lock()
-        """Held while the tensors of the program are read, or while it says that they change."""
+        """Held while a copy reads the program's tensors, and while the training thread says that a change of
+        the tensors begins or has ended.
+        """
         self._ended = threading.Condition(self._live)
         self._boundary: Boundary | None = None
         self._is_changing = True
         self._changed_ns = self._change_ns = 0
-        """Time of the last change, 0 after the end of its step, and how long the last change took."""
+        """Time at which the optimizer began to change the state (0 when the step has ended), and how long the
+        last such change took, in nanoseconds.
+        """
         self._is_copied = threading.Event()
         """Set while no periodic copy reads the tensors of the program."""
         self._is_copied.set()
@@ -114,11 +126,11 @@ class Copier:
         self._told_pace = _LEAST_PACE_MS
         self._is_joined = self.is_off = False
         self.is_blind = False
-        """True if tensors may change without a sign. Then there are no copies at death, and the training
-        waits for each of the others.
+        """True if tensors may change without a call of :meth:`change`. Then no copy is made when the agent is
+        about to stop this process, and the training waits while a periodic copy reads the tensors.
         """
         self.source: int | None = None
-        """Slot from which this attempt's state came. The first copy goes into the other one."""
+        """Slot of this rank's file with the restored step. The first copy goes into the other slot."""
         self._sequence = max(slot.sequence for slot in file.slots)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
@@ -126,7 +138,8 @@ class Copier:
         self._name: bytes = self._socket.getsockname()
         self._sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
         self._sender.settimeout(1)
-        # Block all signals except faults, because the program may wait for a signal with `sigwait`.
+        # Let the new thread block all signals except those of faults. Otherwise, it could get a signal for
+        # which the program waits with `sigwait`.
         faults = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - faults)
         try:
@@ -137,14 +150,18 @@ class Copier:
     # What the training thread calls.
 
     def change(self) -> None:
-        """Say that the state is about to change. Wait for a copy that still reads it."""
+        """Wait until no periodic copy reads the state. Then note that the program is about to change it."""
         self._wait_for_copy()
         with self._live:
             self._is_changing = True
         self._changed_ns = monotonic_ns()
 
     def end_step(self, boundary: Boundary, *, is_due: bool, is_check: bool) -> None:
-        """Say that the state is now ``boundary``, and begin a copy if it is due."""
+        """Note that a step has ended with the state ``boundary``, and begin a periodic copy if ``is_due``.
+
+        ``is_check`` is true for the step whose copies are compared by checksum, to find out if all ranks have
+        the same state.
+        """
         self._wait_for_copy()
         if self.is_off:
             return
@@ -167,38 +184,38 @@ class Copier:
                 self._wait_for_copy()
 
     def go_blind(self, reason: str) -> None:
-        """Make no more copies at death."""
+        """Make no copy any more when the agent is about to stop this process. Tell the user the reason."""
         if not self.is_blind:
             self.is_blind = True
             self._say(f"no copies at death: {reason}; the periodic copies go on")
             self.leave()
 
     def turn_off(self, reason: str) -> None:
-        """Keep nothing from now on."""
+        """Make no copies of any kind from now on, and tell the user the reason."""
         if not self.is_off:
             self.is_off = True
             self._say(f"off: {reason}")
             self.leave()
 
     def is_idle(self) -> bool:
-        """Return true if no periodic copy runs."""
+        """Return true if no periodic copy is reading the tensors of the program."""
         return self._is_copied.is_set()
 
     def keep_own(self, limit: float) -> None:
-        """Copy the state, because an exception ends this process. Wait for it, at most ``limit`` seconds."""
+        """Copy the state, because an exception ends this process. Wait for that at most ``limit`` seconds."""
         if self._is_joined and limit > 0:
             self._own_copy.clear()
             if self._ask(_OWN):
                 self._own_copy.wait(min(limit, max(0.5, 3 * self._told_pace / 1000)))
 
     def leave(self) -> None:
-        """Tell the agent that this process needs no order any more."""
+        """Tell the agent to order no more copies of this process before it stops the process."""
         if self._is_joined:
             self._is_joined = False
             self._notify(b"keep left")
 
     def finish(self, limit: float) -> None:
-        """End the thread, after the copy that it is making. Wait for that, at most ``limit`` seconds."""
+        """Have the copying thread end after a copy that it may be making. Wait at most ``limit`` seconds."""
         self.leave()
         if self._ask(_END):
             self._has_ended.wait(limit)
@@ -237,7 +254,7 @@ class Copier:
                     elif pid == own:
                         self._serve(message)
         except OSError as error:
-            # The program has closed the socket, or the interpreter is ending.
+            # The program has closed the socket of this thread, or the interpreter is ending.
             self.turn_off(f"the socket for the agent's orders is lost ({error.strerror})")
 
     def _obey(self) -> None:
@@ -259,7 +276,7 @@ class Copier:
             self._own_copy.set()
 
     def _try_copy(self, why: int, patience: float) -> int:
-        """Copy the state. Return an :class:`.Answer`."""
+        """Copy the state, if that is possible now. Return the result as a code of :class:`.Answer`."""
         try:
             answer = self._copy(why, patience)
         except OSError as error:
@@ -268,7 +285,7 @@ class Copier:
         except OffError as error:
             self.turn_off(str(error))
             answer = Answer.NO_MEMORY
-        # Keep must not end the training, whatever goes wrong.
+        # A failed copy must not end the training, whatever went wrong.
         except Exception as error:
             self.turn_off(f"a copy failed: {error!r}")
             answer = Answer.FAILED
@@ -289,7 +306,8 @@ class Copier:
             if self._is_changing:
                 return Answer.CHANGING
             if self._ranks.do_starts_differ():
-                return Answer.NOTHING  # The state would be a mixture of two trainings.
+                # The ranks have restored different steps. Their copies would be a mixture of two trainings.
+                return Answer.NOTHING
             if why == Why.AT_DEATH and self._would_lose_common_step(boundary.step):
                 return Answer.KEPT
             begun = monotonic_ns()
@@ -312,14 +330,15 @@ class Copier:
             )
             with torch.no_grad():
                 for targets, sources in target.copies:
-                    # One call, which releases the GIL. A loop would slow down the training.
+                    # Copy all tensors of a device in one call of torch, which releases the GIL. A loop in
+                    # Python would take the GIL for each tensor, and slow down the training.
                     torch._foreach_copy_(targets, sources)
             if self._has_changed(boundary):
                 slot.drop()
                 return Answer.TENSOR_CHANGED
         if why == Why.PERIODIC:
             self._is_copied.set()
-        # Only the copy is read from here on, so the training may go on.
+        # From here on, this thread reads only the copy, so the training may change its tensors.
         digest = digest_of(target.data)
         self._sequence += 1
         slot.complete(digest, self._sequence)
@@ -331,7 +350,9 @@ class Copier:
         return Answer.KEPT
 
     def _is_ending_step(self) -> bool:
-        """Return true if a step is about to end: the optimizer writes, or another rank has ended the step."""
+        """Return true if this rank is about to end a step: its optimizer is changing the state, or another
+        rank has ended a newer step already.
+        """
         boundary = self._boundary
         return self._is_changing or (boundary is not None and boundary.step < self._ranks.newest_ended())
 
@@ -342,7 +363,7 @@ class Copier:
         return path is not None
 
     def _free_slot(self) -> int:
-        """Return the number of the slot that does not hold the newest state."""
+        """Return the number of the slot for the next copy: the slot without the newest copy."""
         slots = self._file.slots
         if self._last is None:
             empty = [number for number, slot in enumerate(slots) if slot.complete_step is None]
@@ -354,11 +375,12 @@ class Copier:
         return (newest + 1) % layout.SLOTS
 
     def _would_lose_common_step(self, step: int) -> bool:
-        """Return true if a copy at death of ``step`` could overwrite the newest step that all ranks have.
+        """Return true if a copy of ``step`` could overwrite the newest step of which all ranks have a copy.
 
-        If each rank has a part of the state, another rank may be without its copy of the newest step that is
-        here. If the copies of the others cannot be seen, they are known to be complete from two steps later
-        on, because the optimizer of each rank waits for its copy.
+        This matters if each rank has only a part of the state. Another rank may then lack its own copy of the
+        newest step that this rank has copied, so that all need the older copy, which would be overwritten.
+        If the files of the other ranks cannot be read, their copies of a step count as complete from two
+        steps later on, because the optimizer of each rank waits for the rank's copy.
         """
         newest = max(
             (found for slot in self._file.slots if (found := slot.complete_step) is not None), default=None
@@ -384,12 +406,14 @@ class Copier:
         assert words is not None
         if (words[Slot.LAYOUT], words[Slot.DATA_AT]) != (parts.layout, data_at):
             slot.drop()
-            # The gaps between tensors count in the digest, which must be the same for equal states.
+            # The checksum includes the gaps between tensors. With zeros there, equal states have equal ones.
             target.data.zero_()
         return target
 
     def _reserve(self) -> None:
-        """Prepare the slots, so that the next copies do not wait for memory. Keep what is in them."""
+        """Allocate and map the memory of both slots, so that the next copies need not wait for it. Leave the
+        complete copies in the slots as they are.
+        """
         boundary = self._boundary
         if boundary is None or self.is_off:
             return
@@ -398,7 +422,8 @@ class Copier:
                 if slot.complete_step is None:
                     self._target(number, boundary.parts, boundary.index())
                 elif slot.map is not None and slot.map is not self._touched.get(number):
-                    # Let the kernel map the pages, which an earlier attempt has made.
+                    # An earlier process of this rank has allocated these pages. Read a byte of each page, so
+                    # that the kernel maps it into this process.
                     torch.frombuffer(slot.map, dtype=torch.uint8)[:: layout.PAGE].sum()
                 self._touched[number] = slot.map
         except OSError as error:
@@ -408,7 +433,9 @@ class Copier:
         self._join()
 
     def _join(self) -> None:
-        """Tell the agent that this process can copy its state, and how long that is expected to take."""
+        """Tell the agent that this process can copy its state on an order, and how long a copy is expected to
+        take. Tell it again if that time has changed much.
+        """
         boundary, words = self._boundary, self._file.words
         if self.is_blind or self.is_off or boundary is None:
             return
@@ -423,10 +450,11 @@ class Copier:
             try:
                 self._sender.sendto(message, f"\0{self._notices}")
             except OSError as error:
-                # Without the message, the agent gives no order, or waits for its whole grace.
+                # Without this message, the agent orders no copy of this process, or it waits for the answer
+                # to its order until the end of its grace (--keep-grace).
                 self._say(f"the agent does not answer ({error.strerror})")
 
 
 def digest_of(data: torch.Tensor) -> int:
-    """Return the sum of the data's words, modulo 2 to the power of 64."""
+    """Return the checksum of the data of a copy: the sum of its 8-byte words, modulo 2 to the power of 64."""
     return int(data.view(torch.int64).sum()) % (1 << 64)
