@@ -353,6 +353,13 @@ def picture():
 
 OFF = {
     "MiB": (["train(1); train(2)"], {"memory": 100_000}),
+    "not enough memory": (
+        [
+            "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, 1 << 18))",
+            "train(1); train(2)",
+        ],
+        {},
+    ),
     "no need": (["train(1); train(2)"], {"off": "there is no need"}),
     "Colour": (
         ["import enum", "class Colour(enum.Enum): RED = 1", "keep.values['a'] = Colour.RED", "train(1)"],
@@ -424,3 +431,44 @@ def test_rank_that_is_behind_another_copies_the_step_that_it_is_about_to_end(pro
             slow.run("import threading; t = threading.Timer(0.05, train, (3,)); t.start()")
             assert agent.order(name) == Answer.KEPT
             assert step_of(agent) == 3
+
+
+FORK = """
+pid = os.fork()
+if not pid:
+    try:
+        train(7); keep.restore(); keep.before_change()
+        os.write(2, b"child")
+    finally:
+        sys.excepthook(ValueError, ValueError(), None); os._exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+"""
+
+
+def test_forked_child_keeps_nothing(agent):
+    agent.begin()
+    with agent.worker(preamble=model(replicated=True)) as worker:
+        worker.run("train(1); train(2)")
+        name = agent.joined()
+        worker.run(FORK)
+        with closing(agent.file()) as file:
+            assert file.words[Head.ENDED] == 3
+        assert agent.order(name) == Answer.KEPT
+        assert step_of(agent) == 2
+        code, said = worker.end()
+    assert code == 0
+    assert said.startswith("child")
+
+
+def test_requests_of_other_processes_are_ignored(agent):
+    agent.begin()
+    with agent.worker(preamble=model(replicated=True)) as worker:
+        worker.run("train(1); train(2)")
+        name = agent.joined()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            for text in (b"end", b"periodic", b"own", b"", b"x" * 1000):
+                sender.sendto(text, name)
+        worker.run("train(3)")
+        assert agent.order(name) == Answer.KEPT
+        with closing(agent.file()) as file:
+            assert file.words[Head.COPIES] == 1
