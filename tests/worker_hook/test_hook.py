@@ -222,6 +222,18 @@ def test_a_chained_excepthook_keeps_working(worker):
     assert "ZeroDivisionError" in worker.callstack()
 
 
+@pytest.mark.parametrize(("end", "kept"), [("3", "kept"), ("'text'", "kept"), ("0", ""), ("", "")])
+def test_the_state_of_a_program_that_exits_with_an_error_is_kept(worker, end, kept):
+    source = """
+        import sys
+        from elasticrs._engine.inside import keep
+        keep.keep_own = lambda: print("kept")
+        def leave(): sys.exit(END)
+        leave()
+    """
+    assert worker.run(source.replace("END", end)).stdout.strip() == kept
+
+
 def test_an_error_file_written_by_record_is_not_replaced(worker):
     by_record = json.dumps({"message": {"message": "m", "extraInfo": {"timestamp": "1"}}})
     worker.error_file.write_text(by_record)

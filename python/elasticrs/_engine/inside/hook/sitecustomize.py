@@ -245,6 +245,9 @@ class _Failure:
         if os.getpid() == self._pid and self._is_main() and not self._is_over:
             self.status = _exit_status(code)
             self._write(self._write_exit, code, time.monotonic_ns())
+            keep = sys.modules.get("elasticrs._engine.inside.keep")
+            if keep is not None:
+                keep.keep_own()
             self._end("keep_operators")
 
     def at_exit(self) -> None:
