@@ -90,8 +90,8 @@ pub struct Handle {
 }
 
 impl Handle {
-    /// Starts a server that answers requests. The server listens on `host`, which it also accepts in the `Host` header of
-    /// requests. `limit` is the time limit for an answer from the agent (HEALTH-4). The server calls `tell` with a
+    /// Starts a server that answers requests. The server listens on `host`, which it also accepts in the `Host` header
+    /// of requests. `limit` is the time limit for an answer from the agent (HEALTH-4). The server calls `tell` with a
     /// message for the user if there is a problem.
     pub fn start(host: &str, port: u16, limit: Duration, tell: Tell) -> Result<Self, ListenError> {
         let port = Port::from(port);

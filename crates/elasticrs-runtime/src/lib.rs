@@ -1,9 +1,9 @@
 //! Building blocks for this library's threads, which run inside the user's process.
 //!
-//! [`threads`] starts and wakes threads, [`runtime`] runs futures on a thread, and [`blocking`] makes blocking calls for
-//! futures. [`listen`] and [`door`] accept clients, and [`notices`] delivers messages to
-//! the user. [`readiness`] registers other file descriptors with the async runtime.
-//! [`readings`] has the values that the health check server shows.
+//! [`threads`] starts and wakes threads, [`runtime`] runs futures on a thread, and [`blocking`] makes blocking calls
+//! for futures. [`listen`] and [`door`] accept clients, and [`notices`] delivers messages to the user. [`readiness`]
+//! registers other file descriptors with the async runtime. [`readings`] has the values that the health check server
+//! shows.
 
 #![deny(unsafe_code)]
 

@@ -56,8 +56,8 @@ pub struct Command<'fd> {
     /// Working directory of the child. Relative [`Program::Paths`] are resolved in this directory. `None` for the
     /// parent's working directory.
     pub cwd: Option<CString>,
-    /// Files of the standard streams, relative to the parent's working directory. Standard input is opened for reading, and
-    /// the others for appending. `None` for the parent's stream.
+    /// Files of the standard streams, relative to the parent's working directory. Standard input is opened for reading,
+    /// and the others for appending. `None` for the parent's stream.
     pub stdio: [Option<CString>; 3],
     /// Descriptors to pass to the child, each with its number in the child. The child's program inherits no other
     /// descriptor above 2.

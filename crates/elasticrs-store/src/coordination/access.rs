@@ -28,8 +28,8 @@ pub(super) enum Direction {
 
 fn mac(token: &[u8], challenge: &Digest, run_id: &str, direction: Direction) -> Hmac<Sha256> {
     let mut mac = keyed(token);
-    // Hash a constant first, because the peer chooses the challenge. Without the constant, the peer could choose one for
-    // which the proof is the token of a scope.
+    // Hash a constant first, because the peer chooses the challenge. Without the constant, the peer could choose one
+    // for which the proof is the token of a scope.
     mac.update(b"proof\0");
     mac.update(challenge);
     mac.update(run_id.as_bytes());

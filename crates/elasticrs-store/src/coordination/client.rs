@@ -30,7 +30,7 @@ use crate::session::client::{Client, Guard, Inbox, Request, Unsendable, finish, 
 use crate::session::error::StoreError;
 use crate::session::events::{Event, Events, MetStore};
 use crate::session::network::{self, endpoint, is_tcp_store, plain, resolve};
-use crate::types::{LostKind, Scope, StoreId};
+use crate::types::{LostKind, Scope, StoreId, Txn};
 
 /// Endpoint, credentials and timeouts of a client.
 #[derive(Debug, Clone)]
@@ -66,8 +66,12 @@ pub fn connect(runtime: &dyn Spawn, options: Options, guard: Box<dyn Guard>) -> 
     })
 }
 
-fn encode(request: &Request, resume: bool) -> Result<Vec<u8>, Unsendable> {
+fn encode(request: &mut Request, resume: bool) -> Result<Vec<u8>, Unsendable> {
     let frame = encode_request(request, resume);
+    if !resume && let Request::Txn { txn, .. } = request {
+        // Free the transaction on this thread, because freeing it on the runtime thread takes longer.
+        *txn = Txn::default();
+    }
     match frame.len() - 4 {
         length if length > MAX_REQUEST => Err(Unsendable::TooLarge(length)),
         _ => Ok(frame),

@@ -214,8 +214,8 @@ impl Hub {
         self
     }
 
-    /// Opens a new session or resumes an existing one. Returns the ID of the session and the answer to the client. `proof`
-    /// answers the client's challenge.
+    /// Opens a new session or resumes an existing one. Returns the ID of the session and the answer to the client.
+    /// `proof` answers the client's challenge.
     pub(super) fn enter(
         &self,
         outbox: &Rc<Outbox>,

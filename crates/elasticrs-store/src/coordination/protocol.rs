@@ -155,8 +155,8 @@ impl Answer {
     }
 }
 
-/// Encodes a user's request. With `resume`, a watch always requests a snapshot of the watched entries. After a reconnect,
-/// the client finds missed changes by comparing this snapshot with a new one.
+/// Encodes a user's request. With `resume`, a watch always requests a snapshot of the watched entries. After a
+/// reconnect, the client finds missed changes by comparing this snapshot with a new one.
 pub(super) fn encode_request(request: &client::Request, resume: bool) -> Vec<u8> {
     match request {
         // Encode the borrowed transaction, so that it does not have to be copied.

@@ -122,8 +122,8 @@ pub(super) enum Caller {
 }
 
 /// Determines from a peer's first bytes which program it is. Our own probe [`crate::session::network::is_tcp_store`]
-/// sends the greeting of torch's clients, too, but asks for the number of keys at once, which they never do. It counts as
-/// [`Caller::Stranger`].
+/// sends the greeting of torch's clients, too, but asks for the number of keys at once, which they never do. It counts
+/// as [`Caller::Stranger`].
 pub(super) fn recognise(bytes: &[u8]) -> Caller {
     let known = bytes.len().min(GREETING.len());
     match bytes[known..] {

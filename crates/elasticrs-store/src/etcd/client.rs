@@ -23,7 +23,7 @@ use crate::types::{Compare, MAX_REQUEST, Op, Txn};
 
 /// Starts connecting in the background. [`Event::Connected`] or [`Event::ConnectionLost`] follows.
 pub fn connect(runtime: &dyn Spawn, options: Options, guard: Box<dyn Guard>) -> std::io::Result<Client> {
-    Client::start(runtime, Box::new(check_size), move |reporter, inbox| {
+    Client::start(runtime, Box::new(|request| check_size(request)), move |reporter, inbox| {
         Box::pin(async move {
             let guard: Rc<dyn Guard> = Rc::from(guard);
             run(&Rc::new(options), &reporter.0, &guard, inbox).await;

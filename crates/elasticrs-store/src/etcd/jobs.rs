@@ -210,8 +210,8 @@ impl Desk {
         Ok(found)
     }
 
-    /// Fails if an answer's revision is lower than the highest known revision. Another member may then have newer data: a
-    /// member that was paused can return stale data until it has caught up (etcd issue 20418, fixed in the 2026
+    /// Fails if an answer's revision is lower than the highest known revision. Another member may then have newer data:
+    /// a member that was paused can return stale data until it has caught up (etcd issue 20418, fixed in the 2026
     /// releases).
     fn check_revision(&self, revision: i64) -> Result<(), Failure> {
         not_behind(self.known, revision).map_err(Failure::Retryable)

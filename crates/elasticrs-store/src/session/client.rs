@@ -44,8 +44,9 @@ pub(crate) enum Command {
 
 pub(crate) type Inbox = UnboundedReceiver<Command>;
 
-/// Function that encodes a request. Fails if the request is too large.
-type Encode = Box<dyn Fn(&Request) -> Result<Vec<u8>, Unsendable> + Send + Sync>;
+/// Function that encodes a request, and drops what the session does not need of it besides the encoded form. Fails if
+/// the request is too large.
+type Encode = Box<dyn Fn(&mut Request) -> Result<Vec<u8>, Unsendable> + Send + Sync>;
 
 /// A session with a store. Dropping the client closes the session.
 pub struct Client {
@@ -83,8 +84,8 @@ impl Client {
 
     /// Sends a request to the session's task. A request after the end of the session is ignored, because the user is
     /// notified of the end by an event.
-    fn request(&self, request: Request) -> Result<(), Unsendable> {
-        let frame = (self.encode)(&request)?;
+    fn request(&self, mut request: Request) -> Result<(), Unsendable> {
+        let frame = (self.encode)(&mut request)?;
         let _ = self.commands.send(Command::Request(request, frame));
         Ok(())
     }

@@ -2,8 +2,8 @@
 //! one breaks. `Backend` is the part that depends on the kind of store.
 //!
 //! [`client`] is the user's handle, and lets another process hold the connections. [`events`] is the event queue, and
-//! estimates the store's clock. `lease`, `outage` and `watched` make the decisions (pure), and `core` keeps their state.
-//! `network` opens connections, and `error` defines the errors and outcomes of calls, connections and sessions.
+//! estimates the store's clock. `lease`, `outage` and `watched` make the decisions (pure), and `core` keeps their
+//! state. `network` opens connections, and `error` defines the errors and outcomes of calls, connections and sessions.
 //!
 //! - **SESSION-1** the session checks the deadline of the lease before it handles a message, because this process or
 //!   the machine may have been stopped in the meantime. Messages that arrive after the deadline do not count;
