@@ -1,9 +1,9 @@
 //! Resource usage of a worker, read from `/proc` on request.
 
+use std::fmt::Display;
+
 use elasticrs_sys::procfs::{START_TIME, Stat};
 use nix::unistd::{SysconfVar, sysconf};
-
-use crate::metrics::Label;
 
 /// Resource usage of one process, without its children.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -31,7 +31,7 @@ impl Worker {
         Self { rank, local_rank, pid, started: usage(pid).map(|usage| usage.started) }
     }
 
-    pub(crate) fn labels(&self) -> [Label<'_>; 2] {
+    pub(crate) fn labels(&self) -> [(&'static str, &dyn Display); 2] {
         [("rank", &self.rank), ("local_rank", &self.local_rank)]
     }
 }

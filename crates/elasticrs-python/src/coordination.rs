@@ -24,8 +24,9 @@ use pyo3::types::PyBytes;
 
 use crate::error::{SupervisorError, listen_error, os_error};
 use crate::event::{object, records};
+use crate::home::{Home, guard, teller};
 use crate::spec::duration;
-use crate::stores::{Entered, Home, Of, Stores, end_detached, guard, teller};
+use crate::stores::{Entered, Of, Stores, end_detached};
 use crate::supervisor::{LOOK, Supervisor};
 
 #[pyclass(frozen, module = "elasticrs._core")]

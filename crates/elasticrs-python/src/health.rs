@@ -13,8 +13,9 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::error::listen_error;
+use crate::home::teller;
 use crate::spec::duration;
-use crate::stores::{end_detached, teller};
+use crate::stores::end_detached;
 use crate::supervisor::Supervisor;
 
 #[pyclass(frozen, module = "elasticrs._core")]

@@ -9,7 +9,7 @@
 //! | `supervisor`, `spec`, `event` | the supervisor, the descriptions that it is given, and the events that it returns |
 //! | `nursery` | the nursery's embedded program, and the nurseries that are Python processes |
 //! | `coordination`, `worker_store` | the clients and servers of both stores |
-//! | `stores` | the threads of the servers and clients, and how the nursery guards the lease of a client |
+//! | `stores`, `home` | the threads of the servers and clients, and how the nursery guards the lease of a client |
 //! | `health`, `timer_fifo` | the health check server, and timers for programs without an agent |
 //! | `helpers`, `error` | functions without a supervisor, and the exception types of all errors |
 //!
@@ -22,6 +22,7 @@ mod error;
 mod event;
 mod health;
 mod helpers;
+mod home;
 mod nursery;
 mod spec;
 mod stores;

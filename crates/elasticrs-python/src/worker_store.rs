@@ -11,7 +11,8 @@ use elasticrs_store::worker::{self, Limits};
 use pyo3::prelude::*;
 
 use crate::error::{SupervisorError, listen_error};
-use crate::stores::{Entered, Of, end_detached, teller};
+use crate::home::teller;
+use crate::stores::{Entered, Of, end_detached};
 use crate::supervisor::Supervisor;
 
 #[pyclass(frozen, module = "elasticrs._core")]

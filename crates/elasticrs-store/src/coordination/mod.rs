@@ -18,6 +18,7 @@
 
 pub mod access;
 pub mod client;
+mod connect;
 mod connection;
 #[allow(
     clippy::disallowed_methods,

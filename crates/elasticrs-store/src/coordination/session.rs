@@ -11,7 +11,7 @@ use tokio::io::Interest;
 use tokio::net::TcpStream;
 use tokio::task::yield_now;
 
-use super::client::{Met, Opened, Options, reopen};
+use super::connect::{Met, Opened, Options, reopen};
 use super::protocol::{Answer, Pace, Request, Secret};
 use super::unanswered::{AnswerEffect, Unanswered};
 use super::wire::{Broken, Frames};

@@ -12,8 +12,8 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::time::{Sleep, sleep, timeout};
 
+use super::hub::{Closed, Hub, Peer};
 use super::map::Id;
-use super::server::{Closed, Hub, Peer};
 use super::wire::{Parser, Request};
 
 /// Size in bytes of the read buffer that all connections share.

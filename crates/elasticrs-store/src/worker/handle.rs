@@ -12,7 +12,8 @@ use elasticrs_runtime::runtime::{HandOver, Spawn};
 use elasticrs_runtime::threads::ask;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
-use super::server::{self, Limits, Question};
+use super::hub::Limits;
+use super::server::{self, Question};
 
 /// Reason why serving a store failed.
 #[derive(Debug, thiserror::Error)]

@@ -14,9 +14,10 @@
 
 mod connection;
 mod handle;
+mod hub;
 pub mod map;
 mod server;
 pub mod wire;
 
 pub use handle::{ServeError, WorkerStore};
-pub use server::{Closed, Limits};
+pub use hub::{Closed, Limits};

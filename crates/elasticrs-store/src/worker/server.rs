@@ -5,16 +5,13 @@
 //! byte to the output of that connection and wakes the other task. No task waits for a peer. If a peer does not accept
 //! its output, the store stops reading from the connection, and eventually closes the connection.
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
-use std::task::Waker;
-use std::time::Duration;
-use std::{fmt, io};
 
 use elasticrs_runtime::door::{Door, Purpose};
 use elasticrs_runtime::notices::Notices;
@@ -25,94 +22,8 @@ use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::task::{JoinError, JoinSet};
 
 use super::connection::{CHUNK, Connection};
-use super::map::{Id, Map, Refused};
-use super::wire::WireError;
-
-/// Maximum number of clients in a report of waiting clients.
-const TOLD_WAITERS: usize = 256;
-const TOLD_KEYS: usize = 16;
-
-/// Limits for the clients of the store.
-#[derive(Debug, Clone)]
-pub struct Limits {
-    /// Maximum number of bytes for all stored values, requests and replies together.
-    pub bytes: usize,
-    /// Time limit for a peer to identify itself as a client of the store. After that, the store closes the
-    /// connection.
-    pub greeting: Duration,
-    /// Time limit for a client to accept further bytes of a reply. After that, the store closes the connection.
-    pub stall: Duration,
-}
-
-impl Default for Limits {
-    fn default() -> Self {
-        Self { bytes: 1 << 30, greeting: Duration::from_secs(5), stall: Duration::from_secs(60) }
-    }
-}
-
-/// Reason why the store closed a connection.
-#[derive(Debug, thiserror::Error)]
-pub enum Closed {
-    #[error(transparent)]
-    Wire(#[from] WireError),
-    #[error(transparent)]
-    Refused(#[from] Refused),
-    #[error("it did not show within {} s that it is a client", .0.as_secs_f32())]
-    Silent(Duration),
-    #[error("it ended within a request")]
-    Truncated,
-    #[error("it did not take its replies for {} s", .0.as_secs_f32())]
-    Stalled(Duration),
-    /// The connection was reset or timed out.
-    #[error("{0}")]
-    Socket(#[from] io::Error),
-}
-
-/// State shared by all tasks of a store. No task holds a borrow of it across an `await`.
-pub(super) struct Hub {
-    pub(super) map: Map,
-    pub(super) peers: HashMap<Id, Rc<Peer>>,
-    /// Read buffer that all connections share, so that idle connections need no buffer.
-    pub(super) scratch: Vec<u8>,
-    pub(super) limits: Limits,
-    pub(super) notices: Rc<Notices>,
-}
-
-/// The part of a connection that the tasks of other connections can access.
-pub(super) struct Peer {
-    pub(super) address: SocketAddr,
-    /// Pid of the client. Only clients of torch 2.5 and later send it.
-    pub(super) pid: Cell<Option<u32>>,
-    pub(super) out: RefCell<Vec<u8>>,
-    pub(super) waker: RefCell<Option<Waker>>,
-}
-
-impl fmt::Display for Peer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.address)?;
-        self.pid.get().map_or(Ok(()), |pid| write!(f, " (pid {pid})"))
-    }
-}
-
-impl Hub {
-    pub(super) fn waiting(&self) -> BTreeMap<String, Vec<String>> {
-        let waiters = self.map.waiters(TOLD_KEYS);
-        let more = waiters.len().saturating_sub(TOLD_WAITERS);
-        let mut told: BTreeMap<_, _> = waiters
-            .into_iter()
-            .take(TOLD_WAITERS)
-            .filter_map(|(id, keys)| Some((self.peers.get(&id)?.to_string(), keys.into_iter().map(clip).collect())))
-            .collect();
-        if more > 0 {
-            told.insert(format!("and {more} more"), Vec::new());
-        }
-        told
-    }
-}
-
-fn clip(key: &[u8]) -> String {
-    String::from_utf8_lossy(&key[..key.len().min(200)]).into_owned()
-}
+use super::hub::{Hub, Limits, Peer};
+use super::map::{Id, Map};
 
 /// A message to the task that runs the store.
 pub(super) enum Question {
