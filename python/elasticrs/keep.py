@@ -38,7 +38,8 @@ class Source(NamedTuple):
 
     Attributes:
         step: the step that had ended when the state was copied.
-        tier: kind of the place where the copy was: ``"memory"`` is that of the agent.
+        tier: kind of the place where the copy was: ``"memory"`` is that of the agent, and ``"disk"`` the
+            folder of ``--keep-save``, in which an earlier job has saved it.
         exact: true if all parts of this rank's state are of that step.
         behind: ranks whose random numbers and other small state are of another step, or were lost.
         at_death: true if the copy was made because of a failure, false if it was a periodic one.
@@ -46,7 +47,7 @@ class Source(NamedTuple):
     """
 
     step: int
-    tier: Literal["memory"]
+    tier: Literal["memory", "disk"]
     exact: bool
     behind: tuple[int, ...]
     at_death: bool
@@ -132,7 +133,8 @@ class Keep:
         found: Restored | None = None if self._keeper is None else self._keeper.restore()
         if found is not None:
             behind = tuple(found.behind)
-            self._source = Source(found.step, "memory", found.exact, behind, found.at_death, found.from_rank)
+            tier: Literal["memory", "disk"] = "disk" if found.is_from_disk else "memory"
+            self._source = Source(found.step, tier, found.exact, behind, found.at_death, found.from_rank)
             return found.step
         step = default() if callable(default) else default
         if self._keeper is not None:
@@ -206,3 +208,27 @@ def _keeper(objects: dict[str, Any], values: dict[str, Any], every: int | None, 
     from elasticrs._engine.inside.keep import keeper
 
     return keeper.begin(objects, values, every, mode)
+
+
+def _main() -> int:
+    from argparse import ArgumentParser
+
+    parser = ArgumentParser("python -m elasticrs.keep", description="Work with the state of elasticrs.Keep.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    export = commands.add_parser("export", help="make a checkpoint of torch.distributed.checkpoint")
+    export.add_argument("folder", help="folder of --keep-save; its newest state is used")
+    export.add_argument("out", help="folder for the checkpoint, which must not exist yet")
+    arguments = parser.parse_args()
+
+    from elasticrs._engine.inside.keep.reader import export_saved
+
+    try:
+        step = export_saved(arguments.folder, arguments.out)
+    except (OSError, ValueError, RuntimeError) as error:
+        parser.exit(1, f"elasticrs: keep: nothing is exported: {error}\n")
+    print(f"elasticrs: keep: step {step} is exported to {arguments.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(_main())

@@ -37,3 +37,20 @@ def test_fully_sharded_job_loses_no_step_if_all_ranks_can_copy_and_few_after_a_k
     lost_at_raise, lost_at_kill, lost_at_exit = hurt.lost()
     assert (lost_at_raise, lost_at_exit) == (0, 0)
     assert 0 < lost_at_kill <= every + 1
+
+
+@pytest.mark.slow
+def test_sharded_state_of_a_failed_job_goes_on_in_a_job_with_more_ranks(torch_programs, tmp_path):
+    two, three = KeptTraining(tmp_path / "two"), KeptTraining(tmp_path / "three", 3)
+    options = ["--variant", "fsdp", "--steps", "15", "--every", "4"]
+    runs = f"""
+from elasticrs.errors import JobFailedError
+save = {{"keep_save": {str(tmp_path / "saved")!r}}}
+try:
+    training.launch(2, {str(two.folder)!r}, *{[*options, "--fault", "raise:0:1:10"]}, max_restarts=0, **save)
+except JobFailedError:
+    training.launch(3, {str(three.folder)!r}, *{options}, **save)
+"""
+    torch_programs.checked(f"{LAUNCH}\n{runs}")
+    assert {each.step for each in three.logged("restored")} == {9}
+    assert len(three.ends()) == 3

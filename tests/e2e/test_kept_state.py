@@ -249,6 +249,99 @@ def test_the_plan_says_why_nothing_can_be_kept(run, options, reason):
     assert plans[0][0]["memory"] == 0
 
 
+SAVED = """
+    if len(sys.argv) > 1:
+        join(ended=12, CHECK_STEP=3, CHECK_DIGEST=int(sys.argv[2]) + rank * int(sys.argv[3]))
+        put(0, MODE=0)
+        small(12)
+        put(slots[1], SEQUENCE=5, DATA_AT=layout.HEAD_SIZE, DATA_LENGTH=64)
+        keep(1, 12)
+        os.pwrite(fd, b"state of rank %d" % rank, slots[1] + layout.HEAD_SIZE)
+        os.close(os.open(sys.argv[1], os.O_WRONLY if rank else os.O_RDONLY))
+        if sys.argv[4] == "fail" and rank == 0:
+            os._exit(9)
+        os.write(1, b"KEPT\\n")
+        signal.pause()
+"""
+
+
+@pytest.fixture
+def saving(launch, worker_script, tmp_path):
+    """Run a job of two workers that keep step 12, and that ends without success. Return the job."""
+
+    def start(how, *options, is_sharded=False):
+        os.mkfifo(kept := tmp_path / "kept")
+        arguments = (kept, "5", str(int(is_sharded)), how)
+        return launch("--nproc-per-node=2", *options, worker_script(KEEPS + SAVED), *arguments)
+
+    return start
+
+
+def plans_after(run, *options, nproc=2):
+    _, plans = run("", *options, nproc=nproc)
+    return plans[0]
+
+
+@pytest.mark.parametrize("how", ["fail", "stop"])
+def test_state_of_a_job_that_ends_without_success_is_saved_for_the_next_one(run, saving, tmp_path, how):
+    folder = tmp_path / "saved"
+    job = saving(how, f"--keep-save={folder}")
+    if how == "stop":
+        job.wait_for_line("KEPT")
+        job.wait_for_line("KEPT")
+        job.signal(signal.SIGTERM)
+    job.wait()
+    (saved,) = folder.iterdir()
+    assert f"step 12 is saved in {saved}" in job.stderr
+    assert ("it is saved in" in job.stderr) == (how == "fail")
+    for rank, plan in plans_after(run, f"--keep-save={folder}").items():
+        assert (plan["step"], plan["exact"], plan["folder"]) == (12, True, str(saved))
+        # The state is replicated, so one copy serves all.
+        mark, _, path = plan["large"]["file"].partition(":")
+        assert Path(path) == saved / "rank0"
+        assert (plan["large"]["slot"], plan["large"]["sequence"], plan["own"]) == (1, 5, 1)
+        assert plan["home"] == f"{mark}:{saved / f'rank{rank}'}"
+    plans = plans_after(run, f"--keep-save={folder}", nproc=3)
+    assert [(plan["step"], plan["behind"]) for plan in plans.values()] == [(12, [2])] * 3
+    has_data = [b"state of rank" in (saved / f"rank{rank}").read_bytes() for rank in (0, 1)]
+    assert has_data == [True, False]
+    (saved / "rank0").write_bytes((saved / "rank0").read_bytes()[:70000])
+    job, plans = run("", f"--keep-save={folder}")
+    assert plans[0][0]["step"] is None
+    assert f"{saved} has no complete copy of step 12" in job.stderr
+
+
+def test_sharded_state_is_saved_for_a_reader_with_any_number_of_ranks(run, saving, tmp_path):
+    folder = tmp_path / "saved"
+    saving("fail", f"--keep-save={folder}", is_sharded=True).wait()
+    plans = plans_after(run, f"--keep-save={folder}")
+    assert [plans[rank]["large"]["rank"] for rank in (0, 1)] == [0, 1]
+    for rank in (0, 1):
+        assert b"state of rank %d" % rank in Path(plans[rank]["home"].partition(":")[2]).read_bytes()
+    for plan in plans_after(run, f"--keep-save={folder}", nproc=3).values():
+        assert plan["step"] is None
+        assert "2 ranks saved step 12, now there are 3" in plan["why"]
+        assert plan["reader"]["step"] == 12
+        copies = plan["reader"]["copies"]
+        assert [Path(place.partition(":")[2]).name for place, *_ in copies] == ["rank0", "rank1"]
+
+
+def test_job_whose_state_cannot_be_saved_ends_as_usual(saving, launch, worker_script, tmp_path):
+    (tmp_path / "file").write_text("")
+    job = saving("fail", f"--keep-save={tmp_path / 'file'}", "--exit-codes=worker")
+    assert job.wait() == 9
+    assert "step 12 is not saved in" in job.stderr
+    job = launch(f"--keep-save={tmp_path / 'unused'}", worker_script("raise SystemExit(9)"))
+    job.exits(1)
+    assert f"nothing is saved in {tmp_path / 'unused'}: no worker has kept its state" in job.stderr
+    nodes = "--nnodes=1:2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"
+    conf = "--rdzv-conf=last_call_timeout=0"
+    job = launch(*nodes, conf, f"--keep-save={tmp_path / 'unused'}", worker_script(""))
+    job.exits(0)
+    assert "nothing is saved, because the job may have several nodes" in job.stderr
+    assert not (tmp_path / "unused").exists()
+
+
 def test_options_reach_the_workers(run, monkeypatch):
     monkeypatch.setenv("ELASTICRS_KEEP_FRAMEWORKS", "1")
     _, without = run("", nproc=1)

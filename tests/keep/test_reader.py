@@ -5,6 +5,9 @@ from contextlib import ExitStack, closing
 import pytest
 from helpers.keep_agent import KeepAgent, Programs
 
+from elasticrs._engine.inside.keep import saved
+from elasticrs._engine.inside.keep.choice import choose
+
 pytestmark = pytest.mark.torch
 
 PROGRAM = """
@@ -36,12 +39,12 @@ def state():
 def whole():
     found, _ = flatten_state_dict(state())
     return {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in found.items()}
-def load(reader):
+def load(reader, step=None):
     found = state()
     dcp.load(found, storage_reader=reader)
     set_state_dict(net, optimizer, model_state_dict=found["net"], optim_state_dict=found["optimizer"])
     scheduler.load_state_dict(found["scheduler"])
-    return reader.step
+    return step or reader.step
 def differing(path):
     found, kept = whole(), torch.load(path)
     assert found.keys() == kept.keys(), found.keys() ^ kept.keys()
@@ -75,6 +78,10 @@ def test_sharded_state_is_read_with_any_number_of_ranks(programs, tmp_path):
         agent.begin()
         save = f"found = whole(); rank or torch.save(found, {str(reference)!r})"
         run(agent, "keep.restore(); train(1); train(2)", save, "train(3)")
+        holdings = {rank: agent.files.holding(rank, rank, 2) for rank in (0, 1)}
+        choice = choose(holdings, 2)
+        assert (choice.step, choice.is_replicated) == (2, False)
+        saved.save(agent.files, choice, holdings, {0: 0, 1: 1}, str(tmp_path / "saved"))
         for world in (1, 2, 3):
             agent.world = world
             agent.begin(readable=(2, 2), why="the number of ranks has changed")
@@ -85,3 +92,18 @@ def test_sharded_state_is_read_with_any_number_of_ranks(programs, tmp_path):
             )
             assert answers == [[{"seen": 12}, 2, []]] * world
             assert all("keep.reader() can load step 2" in each for each in said)
+
+        agent.world = 1
+        agent.begin(reader=saved.newest(str(tmp_path / "saved")).readable())
+        out = str(tmp_path / "exported")
+        answers, _ = run(
+            agent,
+            "keep.restore(default=lambda: load(keep.reader()))",
+            f"differing({str(reference)!r})",
+            "train(3)",
+            "from elasticrs._engine.inside.keep.reader import export_saved as export",
+            f"export({str(tmp_path / 'saved')!r}, {out!r})",
+            f"load(dcp.FileSystemReader({out!r}), 2)",
+            f"differing({str(reference)!r})",
+        )
+        assert answers == [[]]

@@ -39,6 +39,7 @@ VALUES = {
     "keep": True,
     "keep_memory": "20G",
     "keep_grace": 6.0,
+    "keep_save": "/saved",
     "log_prefix": "time",
 }
 """A value for each setting of `WorkerSettings` that is not its default."""

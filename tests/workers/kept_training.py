@@ -80,6 +80,9 @@ class Training:
             **dict(zip(names, self.optimizers, strict=False)),
         }
 
+    def load_resharded(self, _keep):
+        return 0
+
     def loss(self):
         """Return the loss of a batch that is drawn from the random number generator."""
         loss = cross_entropy(self.ddp(self.inputs()), torch.randint(CLASSES, (self.batch,)))
@@ -201,6 +204,22 @@ class FullySharded(Training):
             if each is model or isinstance(each, nn.Linear):
                 self._shard(each, mesh=self._mesh)
         return model
+
+    def load_resharded(self, keep):
+        """Load what another number of ranks has kept. Return its step."""
+        from torch.distributed import checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+        reader = keep.reader()
+        if reader is None:
+            return 0
+        model, optimizer = get_state_dict(self.model, self.optimizers)
+        state = {"model": model, "optimizer": optimizer, "scheduler": self.scheduler.state_dict()}
+        dcp.load(state, storage_reader=reader)
+        loaded = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        set_state_dict(self.model, self.optimizers, **loaded)
+        self.scheduler.load_state_dict(state["scheduler"])
+        return reader.step
 
 
 class Rows(torch.utils.data.Dataset):
@@ -351,7 +370,7 @@ def main(argv=None):
     keep = Keep(every=every, replicated=False if arguments.sharded else "auto", **training.kept())
     faults = Faults(arguments.fault, rank, log)
     faults.keep = keep
-    step = keep.restore(default=0)
+    step = keep.restore(default=lambda: training.load_resharded(keep))
     log.write("restored", step, repr(keep.source).replace(" ", ""))
     training.begin(step, arguments.steps)
     while step < arguments.steps:
@@ -367,13 +386,14 @@ def main(argv=None):
     dist.destroy_process_group()
 
 
-def launch(nproc, folder, *arguments):
+def launch(nproc, folder, *arguments, max_restarts=9, **settings):
     """Run the training as function workers, which are forks of this process."""
     from elasticrs import LaunchConfig, elastic_launch
 
     # Create an optimizer before the forks, so that torch's modules for it are imported only once.
     torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
-    config = LaunchConfig(1, 1, int(nproc), start_method="fork", max_restarts=9, max_same_failures=0)
+    settings |= {"start_method": "fork", "max_restarts": max_restarts, "max_same_failures": 0}
+    config = LaunchConfig(1, 1, int(nproc), **settings)
     elastic_launch(config, main)([folder, *arguments])
 
 

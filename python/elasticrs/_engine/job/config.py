@@ -90,6 +90,8 @@ class WorkerSettings:
         keep_memory: memory in which all workers of this node keep their state: a share of the available
             memory, such as ``"40%"``, or a number of bytes, such as ``"20G"``. ``"0"`` keeps nothing.
         keep_grace: maximum seconds for which a stop of the workers waits until they have kept their state.
+        keep_save: folder in which the kept state of a job on one node is saved when the job fails or is
+            stopped. A later job with the same folder goes on from there. ``None``: not saved.
         log_prefix: ``"time"`` adds the time to the prefix of elasticrs's own lines, ``"none"`` does not, and
             ``"auto"`` adds it unless the lines are written to a terminal. If ``None``, the value comes from
             ``PET_LOG_PREFIX``; the default is ``"auto"``.
@@ -111,6 +113,7 @@ class WorkerSettings:
     keep: bool = False
     keep_memory: str = "40%"
     keep_grace: float = 10.0
+    keep_save: str | None = None
     log_prefix: str | None = None
 
 

@@ -265,6 +265,9 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
                  "bytes such as 20G (default 40%; 0: keep nothing)", KEEP_MEMORY, group=OURS),
         _setting("keep-grace", "seconds for which a stop waits until the workers have kept their state "
                  "(default {default}; 0: do not wait)", SECONDS, group=OURS),
+        _setting("keep-save", "folder in which the kept state is saved when a job on one node fails or is "
+                 "stopped; the next job with this folder goes on from there",
+                 Kind(str, "FOLDER", "the path of a folder"), group=OURS),
         _setting("role", 'role of the workers, in their environment and in log lines (default "default")',
                  NAME),
         Option("numa-binding", "bind workers to CPUs near their GPUs: node, socket, exclusive or "

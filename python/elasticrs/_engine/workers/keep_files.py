@@ -131,6 +131,28 @@ class KeepFiles:
             answer=head[Head.ANSWER],
         )
 
+    def copy_to(self, local_rank: int, target: int, slot: int | None, *, with_data: bool) -> None:
+        """Copy a rank's small state, and one of its slots, to another file. The other slot is empty there.
+        Without ``with_data``, the tensors of the slot are left out. Raises ``OSError``.
+        """
+        from elasticrs._engine.inside.keep.saved import copy
+
+        fd = self._fds[local_rank]
+        head = self._head(fd)
+        os.ftruncate(target, os.fstat(fd).st_size)
+        copy(fd, target, 0, layout.PLAN_AT)
+        ring, *slots = self._regions(fd, head)
+        if ring is not None:
+            copy(fd, target, *ring)
+        for index, region in enumerate(slots):
+            if index != slot or region is None:
+                empty = layout.pack([0, 0])
+                os.pwrite(target, empty, layout.WORD * (Head.TABLE + 2 * (1 + index)))
+                continue
+            at, capacity = region
+            data_at = _words(fd, at, Slot.COUNT)[Slot.DATA_AT]
+            copy(fd, target, at, capacity if with_data else min(capacity, data_at))
+
     def close(self) -> None:
         """Give the kept state up. Idempotent."""
         fds, self._fds = self._fds, []

@@ -127,6 +127,7 @@ class Choice(Value):
         is_at_death: true if a rank copied this step because it was about to be stopped.
         is_replicated: true if all ranks have the same state, so that any rank's copy serves all of them.
         why: why no step, or no newer one, can be restored. Empty if no step is lost or no rank uses ``Keep``.
+        folder: folder on a disk in which this step is saved; empty if it is in memory only.
     """
 
     step: int | None = None
@@ -139,6 +140,7 @@ class Choice(Value):
     is_at_death: bool = False
     is_replicated: bool = False
     why: str = ""
+    folder: str = ""
 
     @property
     def is_exact(self) -> bool:
@@ -160,13 +162,15 @@ class Choice(Value):
         """Describe this choice after ``attempt 1 is running,``."""
         if self.step is None:
             return f"continues from no kept step{self._reason}"
-        return f"continues at step {self.step}, kept{' at death' * self.is_at_death} {self._by_whom}"
+        saved = f", saved in {self.folder}" if self.folder else ""
+        return f"continues at step {self.step}, kept{' at death' * self.is_at_death} {self._by_whom}{saved}"
 
     def at_end(self) -> str:
         """Describe this choice in the report of a job that has failed."""
         if self.step is None:
             return f"kept: no step{self._reason}"
-        return f"kept: step {self.step}, {self._by_whom}; it has ended with the job"
+        where = f"it is saved in {self.folder}" if self.folder else "it has ended with the job"
+        return f"kept: step {self.step}, {self._by_whom}; {where}"
 
     @property
     def _reason(self) -> str:

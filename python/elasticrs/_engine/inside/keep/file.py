@@ -36,12 +36,15 @@ class KeepFile:
     """
 
     def __init__(self, where: str) -> None:
+        self.place = where
         mark, _, self._path = where.partition(":")
         self._mark = int(mark) if mark.isdigit() else -1
         descriptor = self._open()
         try:
             # If the file became shorter than its mapping, an access would end the process.
-            fcntl(descriptor, F_ADD_SEALS, F_SEAL_SHRINK)
+            # A file on a disk cannot be sealed.
+            if os.fstat(descriptor).st_nlink == 0:
+                fcntl(descriptor, F_ADD_SEALS, F_SEAL_SHRINK)
             self._head = mmap(descriptor, layout.HEAD_SIZE)
         finally:
             os.close(descriptor)

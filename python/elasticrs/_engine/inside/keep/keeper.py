@@ -163,6 +163,7 @@ class Restored:
         self.exact = is_exact
         self.behind: list[int] = plan["behind"]
         self.at_death = at_death
+        self.is_from_disk = bool(plan.get("folder"))
         self.from_rank: int = plan["large"]["rank"]
 
 
@@ -256,16 +257,19 @@ class Keeper:
         if found is not None:
             self.begin_at(found.step)
             self._file.words[Head.RESTORED] = found.step + 1
-            self._copier.source = plan.get("own")
+            if "home" not in plan:
+                self._copier.source = plan.get("own")
         return found
 
     def _restore(self, plan: Mapping[str, Any], step: int) -> Restored | None:
         large = plan["large"]
         own = os.environ[layout.VARIABLE]
         try:
-            file = self._file if large["file"] == own else KeepFile(large["file"])
+            # An earlier job has saved this rank's small state in another file, on a disk.
+            home = KeepFile(plan["home"]) if "home" in plan else self._file
+            file = home if large["file"] == plan.get("home", own) else KeepFile(large["file"])
             kept = restore.Kept(file, large["slot"], step, large["sequence"])
-            small, stale = restore.small_state(self._file, kept, plan.get("own"))
+            small, stale = restore.small_state(home, kept, plan.get("own"))
             kept.check()
         except (restore.DamagedError, OffError) as error:
             text = f"the copy of step {step} of rank {large['rank']} is damaged: {error}"
@@ -290,6 +294,8 @@ class Keeper:
         text = (
             f"continues at step {step}, kept {how} by {len(plan['kept_by'])} of {plan['ranks']} ranks, {lost}"
         )
+        if found.is_from_disk:
+            text += f", saved in {plan['folder']}"
         if found.behind:
             behind = ", ".join(map(str, found.behind))
             text += f"; random numbers and the like are not of this step on the ranks {behind}"
@@ -310,17 +316,11 @@ class Keeper:
         if not found:
             return None
         # Few programs need this, and it imports much of torch.
-        from elasticrs._engine.inside.keep.reader import Reader
+        from elasticrs._engine.inside.keep.reader import Reader, open_copies
 
-        step, own = found["step"], os.environ[layout.VARIABLE]
-        try:
-            copies = [
-                restore.Kept(self._file if place == own else KeepFile(place), slot, step, sequence)
-                for place, slot, sequence in found["copies"]
-            ]
-        except (restore.DamagedError, OffError) as error:
-            raise RuntimeError(f"elasticrs: keep: a copy of step {step} is damaged: {error}") from error
-        self._read = step, next((slot for place, slot, _ in found["copies"] if place == own), None)
+        copies = open_copies(found, self._file)
+        own = [slot for place, slot, _ in found["copies"] if place == self._file.place]
+        self._read = found["step"], own[0] if own else None
         return Reader(copies, int(os.environ["RANK"]))
 
     def begin_at(self, step: int) -> None:

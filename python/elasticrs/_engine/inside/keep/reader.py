@@ -7,6 +7,7 @@ needed but those of ``dcp.load``.
 from __future__ import annotations
 
 import io
+import os
 
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -23,17 +24,17 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from elasticrs._engine.inside.keep import trees
-from elasticrs._engine.inside.keep.restore import DamagedError
+from elasticrs._engine.inside.keep.file import KeepFile, OffError
+from elasticrs._engine.inside.keep.restore import DamagedError, Kept
+from elasticrs._engine.inside.keep.saved import newest
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from typing import Any
 
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
-    from elasticrs._engine.inside.keep.restore import Kept
     from elasticrs._engine.inside.keep.trees import Path
 
 __all__ = ["Reader"]
@@ -165,3 +166,46 @@ class Reader(StorageReader):
                     f"elasticrs: keep: a copy of step {kept.step} is damaged: {error}"
                 ) from error
             self._checked.append(kept)
+
+
+def open_copies(readable: Mapping[str, Any], own: KeepFile | None = None) -> list[Kept]:
+    """Open the copies that a plan names in ``reader``. ``own`` is a file that is open already.
+
+    Raises:
+        RuntimeError: a copy is damaged.
+    """
+    step: int = readable["step"]
+    try:
+        return [
+            Kept(own if own is not None and own.place == place else KeepFile(place), slot, step, sequence)
+            for place, slot, sequence in readable["copies"]
+        ]
+    except (DamagedError, OffError) as error:
+        raise RuntimeError(f"elasticrs: keep: a copy of step {step} is damaged: {error}") from error
+
+
+def export_saved(folder: str, out: str) -> int:
+    """Make a checkpoint of the newest state that is saved in a folder. Return its step.
+
+    Raises:
+        FileNotFoundError: nothing is saved in the folder.
+        FileExistsError: ``out`` exists.
+        ValueError: the saved state is damaged, as with ``RuntimeError``.
+        OSError: the checkpoint cannot be written.
+    """
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    found = newest(folder)
+    if found is None:
+        raise FileNotFoundError(f"{folder} has no saved state")
+    if os.path.exists(out):
+        raise FileExistsError(f"{out} exists")
+    reader = Reader(open_copies(found.readable()), 0)
+    state: dict[str, Any] = {}
+    make_planner: Any = _EmptyStateDictLoadPlanner  # It has no annotations.
+    _load_state_dict(state, reader, planner=make_planner(), no_dist=True)
+    save(state, storage_writer=FileSystemWriter(out), no_dist=True)
+    return found.step

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 from elasticrs._engine.job.config import keep_memory
+from elasticrs._engine.process.background_call import BackgroundCall, FileAccess
 from elasticrs._engine.supervise.attempts.evidence import memory_counters
 from elasticrs._engine.workers.keep_files import ALL_STEPS, KeepFiles
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from elasticrs._engine.inside.keep.choice import Choice, Holding, Loop
+    from elasticrs._engine.inside.keep.saved import Saved
     from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.job.restart_policy import FailureHistory
     from elasticrs._engine.workers.keep_files import PlanValue
@@ -39,6 +41,11 @@ class Keeping:
         self._may_have_several_nodes = job.make_handler is not None or (job.is_multi_node and not is_one_node)
         self.files: KeepFiles | None = None
         self._off = _why_off(job)
+        self._parent = os.path.abspath(job.keep_save) if job.keep_save else None
+        self._access: FileAccess | None = None
+        if self._parent and (self._off or self._may_have_several_nodes):
+            self._parent = None
+            say(f"keep: nothing is saved, because {self._off or 'the job may have several nodes'}")
         self._memory = 0 if self._off else memory_budget(job.keep_memory) // job.nproc
         try:
             self.files = KeepFiles(job.nproc)
@@ -66,12 +73,14 @@ class Keeping:
         if holdings and not self._may_have_several_nodes:
             self._choose(holdings, self._world)
         choice = self._choice
+        saved = self._saved() if choice is None or choice.step is None else None
+        if saved is not None:
+            choice = saved.choice(self._world)
         shared: dict[str, PlanValue] = {
             "attempt": number,
             "off": self._off,
             "step": None,
             "why": "",
-            "save": None,
             "frameworks": self._job.keep,
             "memory": self._memory,
             "grace": self._job.keep_grace,
@@ -81,7 +90,8 @@ class Keeping:
             shared |= {"step": choice.step, "exact": choice.is_exact, "behind": list(choice.behind)}
             shared |= {"why": choice.why, "kept_by": list(choice.kept_by), "ranks": choice.ranks}
             shared |= {"at_death": choice.is_at_death, "lost": choice.lost}
-            shared["reader"] = _readable(choice, holdings, files)
+            shared["reader"] = saved.readable() if saved else _readable(choice, holdings, files)
+            shared["folder"] = choice.folder
         newest = None if choice is None else choice.step
         if self._may_have_several_nodes:
             # The workers of all nodes choose together, when they restore their state.
@@ -97,7 +107,7 @@ class Keeping:
             shared["ranks_before"] = world_before
             shared["was_replicated"] = any(map(files.was_replicated, self._ranks))
         for place, rank in self._ranks.items():
-            own = {} if choice is None else _own(choice, rank, holdings, files)
+            own = {} if choice is None else _own(choice, rank, holdings, files, saved)
             files.begin(place, {**shared, **own}, newest)
         plan.keep = files
         return choice
@@ -139,6 +149,65 @@ class Keeping:
             self._choose(holdings, self._world)
         return self._choice
 
+    def _saved(self) -> Saved | None:
+        """Return the state that an earlier job has saved."""
+        folder = self._parent
+        if folder is None:
+            return None
+        from elasticrs._engine.inside.keep.saved import newest
+
+        self._access = self._access or FileAccess(
+            lambda: self._say(f"keep: {folder} does not answer; the state that is saved there is not used")
+        )
+        try:
+            found = self._access.run(lambda: newest(folder), None)
+        except (OSError, ValueError) as error:
+            self._say(f"keep: the state that is saved in {folder} is not used: {error}")
+            return None
+        bar = None if self._loop is None else self._loop.barred_from
+        if found is not None and bar is not None and found.step >= bar:
+            self._say(f"keep: step {found.step} in {found.folder} is set aside: two attempts failed alike")
+            return None
+        return found
+
+    def save(self, choice: Choice | None, limit: float, interrupts: Callable[[int, float], bool]) -> str:
+        """Save a step that another attempt would go on from, for the next job, and say so. Return the folder;
+        an empty text if nothing has been saved.
+
+        Args:
+            choice: the step.
+            limit: maximum seconds.
+            interrupts: waits for a file descriptor, for some seconds; true if the user does not want to wait.
+        """
+        parent = self._parent
+        if parent is None or self.files is None:
+            return ""
+        if choice is None or choice.step is None:
+            why = (choice and choice.why) or "no worker has kept its state with elasticrs.Keep"
+            self._say(f"keep: nothing is saved in {parent}: {why}")
+            return ""
+        from elasticrs._engine.inside.keep.saved import save
+
+        files, ranks = self.files, self._ranks
+        try:
+            holdings = {rank: files.holding(place, rank, self._world) for place, rank in ranks.items()}
+            call = BackgroundCall(lambda: save(files, choice, holdings, ranks, parent))
+            try:
+                if interrupts(call.fd, limit):
+                    # The thread still reads the files. If they were closed, it could read others.
+                    self.files = None
+                    raise TimeoutError("it took too long")
+                folder: str = call.take()
+            finally:
+                call.close()
+        except (OSError, RuntimeError, ValueError) as error:
+            self._say(f"keep: step {choice.step} is not saved in {parent}: {error}")
+            return ""
+        self._say(
+            f"keep: step {choice.step} is saved in {folder}; the next job with --keep-save goes on from it"
+        )
+        return folder
+
     def _give_up(self, error: OSError) -> None:
         self.close()
         self._say(f"keep: off, because the agent cannot use its memory files: {error.strerror or error}")
@@ -162,11 +231,13 @@ def _readable(choice: Choice, holdings: Mapping[int, Holding], files: KeepFiles)
 
 
 def _own(
-    choice: Choice, rank: int, holdings: Mapping[int, Holding], files: KeepFiles
+    choice: Choice, rank: int, holdings: Mapping[int, Holding], files: KeepFiles, saved: Saved | None
 ) -> dict[str, PlanValue]:
     """Return a rank's part of the plan: where its large and its small state are."""
     if choice.step is None:
         return {"large": None, "small": False, "own": None}
+    if saved is not None:
+        return saved.plan_of(rank)
     holder, index = choice.sources[rank]
     slots = {slot.index: slot for slot in holdings[holder].slots}
     holding = holdings.get(rank)

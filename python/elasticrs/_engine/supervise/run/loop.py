@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 _NEVER = float("inf")
 
+_SAVE_LIMIT = 600.0
+"""Seconds in which the kept state of a job that has failed must be saved. Nothing but the user waits."""
+
 
 def _import_for_cause() -> None:
     try:
@@ -348,8 +351,35 @@ class Agent:
         self.result.signum = self._decisions.signum
         self.result.first_cause = self._decisions.first_cause
         self.result.clock = self._decisions.clock
-        if self._keeping is not None and self.result.phase is machine.Phase.FAILED:
-            self.result.kept = self._keeping.at_end(self._decisions.read_history())
+        if self._keeping is not None and self.result.phase is not machine.Phase.SUCCEEDED:
+            self._end_keeping(self._keeping, is_failure=self.result.phase is machine.Phase.FAILED)
+
+    def _end_keeping(self, keeping: Keeping, *, is_failure: bool) -> None:
+        """Report what is kept, and save it for the next job."""
+        kept = keeping.at_end(self._decisions.read_history()) if is_failure or self._job.keep_save else None
+        limit = _SAVE_LIMIT if is_failure else self._job.shutdown_timeout
+        folder = keeping.save(kept, limit, self._is_interrupted)
+        if is_failure:
+            self.result.kept = kept and kept.replaced(folder=folder)
+
+    def _is_interrupted(self, fd: int, seconds: float) -> bool:
+        """Wait until a file descriptor is readable. Return true on timeout, or at the second stop request."""
+        poll, until = select.poll(), time.monotonic() + seconds
+        is_asked = self.result.phase is machine.Phase.STOPPED
+        poll.register(fd, select.POLLIN)
+        if self._signals is not None:
+            poll.register(self._signals.fd, select.POLLIN)
+        while (left := until - time.monotonic()) > 0:
+            ready = [each for each, _ in poll.poll(1000 * left)]
+            if fd in ready:
+                return False
+            for signum in self._signals.take() if self._signals is not None and ready else ():
+                now = time.monotonic()
+                if signum in self._job.signals and self._requests.is_new(signum, now):
+                    if is_asked:
+                        return True
+                    is_asked, until = True, min(until, now + self._job.shutdown_timeout)
+        return True
 
     def on_fd(self, fd: int, *, is_over: bool) -> bool:
         if self._signals is not None and fd == self._signals.fd:
