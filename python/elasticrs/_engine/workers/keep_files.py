@@ -1,4 +1,5 @@
-"""The agent's files (memfds) in which workers keep their training state. They end with the agent.
+"""The agent's files in memory (memfds) into which workers copy their training state. The kernel deletes the
+files when the agent exits.
 
 There is one file for each local rank; :mod:`elasticrs._engine.inside.keep.layout` describes it. Workers write
 whatever they want into it, so the agent never maps it, checks each number that it reads, and reads only what
@@ -24,17 +25,18 @@ if TYPE_CHECKING:
     PlanValue: TypeAlias = "bool | int | float | str | Sequence[PlanValue] | Mapping[str, PlanValue] | None"
 
 MAX_RECORD = 64 << 20
-"""Maximum bytes of a record of small state. The agent does not read longer ones: they count as missing."""
+"""Maximum size in bytes of a record of random numbers and the like. The agent ignores longer records."""
 
 _CHUNK = 1 << 20
 _CLEARED = ((Head.PID, Head.CHECK_DIGEST), (Head.RESTORED, Head.ENDED_AT))
-"""First and last words of the head that belong to one attempt."""
+"""First and last index of the words in a file's head that the agent clears before each attempt."""
 ALL_STEPS = _MAX_STEP = 1 << 62
 
 
 class KeepFiles:
-    """The files of one agent. ``places`` are the values of the workers' variable ``ELASTICRS_KEEP``, by local
-    rank. Raises ``OSError`` if the files cannot be created.
+    """The files into which one agent's workers copy their training state. ``places`` has the value of each
+    worker's environment variable ``ELASTICRS_KEEP``, by local rank. Raises ``OSError`` if the files cannot be
+    created.
     """
 
     def __init__(self, workers: int) -> None:
@@ -54,8 +56,9 @@ class KeepFiles:
             raise
 
     def begin(self, local_rank: int, plan: Mapping[str, PlanValue], newest: int | None) -> None:
-        """Prepare a rank's file for an attempt: write its plan, and delete the copies of steps after
-        ``newest`` (all if ``None``). No worker of an earlier attempt may be running. Raises ``OSError``.
+        """Prepare a worker's file for an attempt: write the plan (what the worker is to restore), and delete
+        the copies of steps after ``newest``, or all copies if it is ``None``. No worker of an earlier attempt
+        may be running. Raises ``OSError``.
         """
         fd = self._fds[local_rank]
         for first, last in _CLEARED:
@@ -69,11 +72,11 @@ class KeepFiles:
         os.pwrite(fd, layout.pack([len(text)]) + text, layout.PLAN_AT)
 
     def was_replicated(self, local_rank: int) -> bool:
-        """Return true if the ranks of several nodes have agreed on a replicated copy in this job."""
+        """Return true if the ranks of several nodes have found that they all have the same state."""
         return self._head(self._fds[local_rank])[Head.WAS_REPLICATED] == 1
 
     def has_joined(self, local_rank: int) -> bool:
-        """Return true if a worker has used ``Keep`` in this attempt."""
+        """Return true if the program of this worker has used ``Keep`` in the current attempt."""
         return bool(self._fds) and self._head(self._fds[local_rank])[Head.PID] != 0
 
     def standing(self) -> dict[str, int | float | str | None] | None:
@@ -98,7 +101,7 @@ class KeepFiles:
         }
 
     def holding(self, local_rank: int, rank: int, world: int) -> Holding:
-        """Return what a rank has kept. Call this after all processes of the attempt have exited."""
+        """Return which steps a file contains. Call this after all processes of the attempt have exited."""
         from elasticrs._engine.inside.keep.choice import Holding, KeptSlot
 
         fd = self._fds[local_rank]
@@ -154,7 +157,7 @@ class KeepFiles:
             copy(fd, target, at, capacity if with_data else min(capacity, data_at))
 
     def close(self) -> None:
-        """Give the kept state up. Idempotent."""
+        """Close the files, so that the kernel deletes them with all copies. Idempotent."""
         fds, self._fds = self._fds, []
         for fd in fds:
             os.close(fd)
@@ -165,7 +168,9 @@ class KeepFiles:
 
     @staticmethod
     def _regions(fd: int, head: tuple[int, ...]) -> list[tuple[int, int] | None]:
-        """Return offset and capacity of ring, slot 0, slot 1; ``None`` for one that is not in the file."""
+        """Return offset and size of the file's three regions: ring, slot 0 and slot 1. ``None`` stands for a
+        region that is not within the file.
+        """
         size = os.fstat(fd).st_size
         table = head[Head.TABLE : Head.TABLE + 2 * (1 + layout.SLOTS)]
         found = zip(table[::2], table[1::2], strict=True)
@@ -175,7 +180,7 @@ class KeepFiles:
         ]
 
     def _slots(self, fd: int, head: tuple[int, ...]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-        """Return number, offset and head of each complete slot."""
+        """Return number, offset and head of each slot that contains a complete copy."""
         for index, region in enumerate(self._regions(fd, head)[1:]):
             if region is None or region[1] < layout.HEAD_SIZE:
                 continue
@@ -187,7 +192,7 @@ class KeepFiles:
                 yield index, at, words
 
     def _small(self, fd: int, head: tuple[int, ...]) -> Iterator[int]:
-        """Return the steps of the whole records in the ring."""
+        """Return the steps for which the ring has a record with a correct checksum."""
         ring = self._regions(fd, head)[0]
         room = 0 if ring is None else layout.record_size(ring[1]) - layout.RECORD_HEAD
         if ring is None or room <= 0:
@@ -201,7 +206,7 @@ class KeepFiles:
 
 
 def _words(fd: int, at: int, count: int) -> tuple[int, ...]:
-    """Read words. Those after the end of the file are 0."""
+    """Read 8-byte numbers from a file. Numbers after the end of the file are returned as 0."""
     size = layout.WORD * count
     return layout.unpack(os.pread(fd, size, at).ljust(size, b"\0"))
 
@@ -211,7 +216,7 @@ def _step(word: int) -> int | None:
 
 
 def _crc(fd: int, at: int, length: int) -> int | None:
-    """Return the CRC-32 of a part of a file; ``None`` if the file ends before."""
+    """Return the CRC-32 of a part of a file; ``None`` if the file does not contain all of this part."""
     from zlib import crc32
 
     found = 0
@@ -225,7 +230,7 @@ def _crc(fd: int, at: int, length: int) -> int | None:
 
 
 def _json(value: PlanValue | Mapping[str, PlanValue]) -> str:
-    """Write JSON, without importing :mod:`json`, which would delay the start of the job by 3 ms."""
+    """Convert a value to JSON. :mod:`json` is not used, because its import would take 3 ms at each start."""
     if value is None:
         return "null"
     if isinstance(value, str):

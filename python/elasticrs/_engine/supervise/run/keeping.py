@@ -1,4 +1,4 @@
-"""Keeps the training state of this node's workers from one attempt to the next; see ``elasticrs.Keep``.
+"""Agent's side of ``elasticrs.Keep``: keeps the training state of this node's workers between attempts.
 
 The agent owns the files in which the workers keep their state, and tells each new attempt, in a *plan* in
 these files, from which step it goes on.
@@ -53,7 +53,7 @@ class Keeping:
             self._give_up(error)
 
     def begin(self, number: int, plan: Plan, history: FailureHistory) -> Choice | None:
-        """Prepare the next attempt, after all workers of the one before have exited. Return the step from
+        """Prepare the next attempt, after all workers of the last one have exited. Return the step from
         which it goes on; ``None`` if no worker has used ``Keep``. ``number`` is that of the attempt, or of
         the round of several nodes.
         """
@@ -213,14 +213,16 @@ class Keeping:
         self._say(f"keep: off, because the agent cannot use its memory files: {error.strerror or error}")
 
     def close(self) -> None:
-        """Give the kept state up. Idempotent."""
+        """Delete the kept state. Idempotent."""
         if self.files is not None:
             self.files.close()
             self.files = None
 
 
 def _readable(choice: Choice, holdings: Mapping[int, Holding], files: KeepFiles) -> PlanValue:
-    """Return step and places of the copies that together are the whole state: of all ranks, or of one."""
+    """Return the newest step of which the files have the whole state, and the places of the copies: of all
+    ranks, or of one rank if all ranks have the same state.
+    """
     if choice.step is None:
         return None
     copies: list[PlanValue] = []
@@ -233,7 +235,9 @@ def _readable(choice: Choice, holdings: Mapping[int, Holding], files: KeepFiles)
 def _own(
     choice: Choice, rank: int, holdings: Mapping[int, Holding], files: KeepFiles, saved: Saved | None
 ) -> dict[str, PlanValue]:
-    """Return a rank's part of the plan: where its large and its small state are."""
+    """Return the part of the plan that is different for each rank: where the rank finds its parameters and
+    optimizer state (large), and its random numbers and the like (small).
+    """
     if choice.step is None:
         return {"large": None, "small": False, "own": None}
     if saved is not None:
@@ -277,7 +281,7 @@ def _text(path: str) -> str:
 
 
 def memory_budget(setting: str) -> int:
-    """Return how many bytes of memory all workers of this node may use to keep their state."""
+    """Return how many bytes of memory the workers of this node may use together for copies of their state."""
     share, number = keep_memory(setting)
     return number if not share else int(share * available_memory())
 
