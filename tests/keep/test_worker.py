@@ -472,3 +472,11 @@ def test_requests_of_other_processes_are_ignored(agent):
         assert agent.order(name) == Answer.KEPT
         with closing(agent.file()) as file:
             assert file.words[Head.COPIES] == 1
+
+
+def test_program_without_standard_error_goes_on(agent):
+    agent.begin(memory=100_000)  # Too little, which a line would say.
+    with agent.worker(preamble=model() + "sys.stderr.close()\n") as worker:
+        worker.run("train(1); train(2); train(3)")
+        code, said = worker.end()
+    assert (code, said) == (0, "")
