@@ -32,15 +32,11 @@ _ORDER = b"keep"
 """Datagram that the agent sends: copy the state now, because this process is about to be stopped."""
 
 _RESERVE, _PERIODIC, _OWN, _END = b"reserve", b"periodic", b"own", b"end"
-"""Datagrams that this process sends to its copying thread: allocate memory for copies, make a periodic copy,
-copy the state because an exception ends the program, and end the thread.
-"""
+"""Datagrams to the copying thread: allocate memory, copy periodically, copy after an exception, and end."""
 
 _CREDENTIALS = socket.CMSG_SPACE(12)
 _PATIENCE = 0.3
-"""Minimum seconds for which a copy that the agent has ordered waits until the current step ends. The wait is
-longer if the optimizer took long in the step before.
-"""
+"""Minimum seconds for which an ordered copy waits until the step ends; slow optimizers get longer."""
 
 _LIMIT = 300.0
 """Seconds after which the training no longer waits for a copy of its state, and no more copies are made."""
@@ -51,9 +47,7 @@ _PACE = 1_000_000_000
 _LEAST_PACE_MS = 10
 
 _INDEX_ROOM = 16384
-"""Minimum spare bytes behind the index of a copy (what is kept beside the tensors), before the tensors' data.
-They let the next index be longer without a new place for the data.
-"""
+"""Minimum spare bytes behind the index of a copy (what it has beside the tensors), for a longer next one."""
 
 
 class _Target:
@@ -79,9 +73,7 @@ class _Target:
 
 
 class Copier:
-    """Copies the training state, as it is at the end of a step, into a slot of this rank's file.
-
-    The file has two slots, each for one copy.
+    """Copies the training state at the end of a step into one of the two slots of this rank's file.
 
     Args:
         file: the file, in the agent's memory, in which this rank keeps copies of its state.
@@ -104,16 +96,12 @@ class Copier:
         self._file, self._facts, self._budget = file, facts, budget
         self._notices, self._ranks, self._say = notices, ranks, say
         self._live = threading.Lock()
-        """Held while a copy reads the program's tensors, and while the training thread says that a change of
-        the tensors begins or has ended.
-        """
+        """Held while a copy reads the program's tensors, and while the training says that they change."""
         self._ended = threading.Condition(self._live)
         self._boundary: Boundary | None = None
         self._is_changing = True
         self._changed_ns = self._change_ns = 0
-        """Time at which the optimizer began to change the state (0 when the step has ended), and how long the
-        last such change took, in nanoseconds.
-        """
+        """Begin of the present change of the state (0 if there is none), and duration of the last, in ns."""
         self._is_copied = threading.Event()
         """Set while no periodic copy reads the tensors of the program."""
         self._is_copied.set()
@@ -157,10 +145,8 @@ class Copier:
         self._changed_ns = monotonic_ns()
 
     def end_step(self, boundary: Boundary, *, is_due: bool, is_check: bool) -> None:
-        """Note that a step has ended with the state ``boundary``, and begin a periodic copy if ``is_due``.
-
-        ``is_check`` is true for the step whose copies are compared by checksum, to find out if all ranks have
-        the same state.
+        """Note that a step has ended with the state ``boundary``, and begin a periodic copy if ``is_due``. By
+        the copy for which ``is_check`` is true, the ranks find out if all have the same state.
         """
         self._wait_for_copy()
         if self.is_off:
@@ -350,9 +336,7 @@ class Copier:
         return Answer.KEPT
 
     def _is_ending_step(self) -> bool:
-        """Return true if this rank is about to end a step: its optimizer is changing the state, or another
-        rank has ended a newer step already.
-        """
+        """Return true if this rank is about to end a step: it changes the state, or another rank is ahead."""
         boundary = self._boundary
         return self._is_changing or (boundary is not None and boundary.step < self._ranks.newest_ended())
 
@@ -411,9 +395,7 @@ class Copier:
         return target
 
     def _reserve(self) -> None:
-        """Allocate and map the memory of both slots, so that the next copies need not wait for it. Leave the
-        complete copies in the slots as they are.
-        """
+        """Allocate and map the memory of both slots, so that no copy waits for it. Keep complete copies."""
         boundary = self._boundary
         if boundary is None or self.is_off:
             return
@@ -433,9 +415,7 @@ class Copier:
         self._join()
 
     def _join(self) -> None:
-        """Tell the agent that this process can copy its state on an order, and how long a copy is expected to
-        take. Tell it again if that time has changed much.
-        """
+        """Tell the agent that this process can copy its state on an order, and how long that should take."""
         boundary, words = self._boundary, self._file.words
         if self.is_blind or self.is_off or boundary is None:
             return

@@ -1,7 +1,8 @@
-"""When the periodic copies are made.
+"""Decides at the end of which training steps the ranks copy their states periodically.
 
-All ranks must copy the same steps, because a step is lost of which one rank has no part. They cannot ask each
-other without delaying the training. Therefore, rank 0 announces each copy some steps ahead, in its file.
+All ranks must copy the same steps, because a step cannot be restored if one rank lacks its part of the state.
+They cannot ask each other without delaying the training. Therefore, rank 0 announces each copy some steps
+ahead, in its file (memory that the other ranks on the node can read).
 """
 
 from __future__ import annotations
@@ -17,35 +18,36 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _CHECKED = 2
-"""Number of the step, counted from the start of the process, whose copies show if the state is replicated."""
+"""Number of the process's step whose copies are compared, to find out if all ranks have the same state."""
 
 _SHARE = 0.01
-"""Share of the time for which copies may block the training."""
+"""Maximum share of the time for which periodic copies may block the training."""
 
 _AHEAD = 2
-"""Minimum number of steps from an announcement to the copy. Other ranks may be one step ahead of rank 0."""
+"""Minimum number of steps from rank 0's announcement to the copy, as other ranks may be one step ahead."""
 
 _FIRST_AHEAD = 3
-"""Number of steps from the check to the next copy. Ranks that exchange their states only in every second step
-have equal states at one of these copies at most.
+"""Number of steps from the first copy, by which the ranks find out if they have the same state, to the next
+one. It is odd, because ranks that average their parameters only in every second step then have equal states
+at only one of the two copies.
 """
 
 _REPLICATED_NS = 60_000_000_000
-"""Minimum nanoseconds between two copies of a state that each rank has, because a survivor can copy it."""
+"""Minimum nanoseconds between copies if all ranks have the same state, which any survivor can still copy."""
 
 _FIXED = 10
-"""Number of steps between two copies if the files of the other ranks cannot be read."""
+"""Number of steps between two copies if this process cannot read the announcements in rank 0's file."""
 
 
 class Schedule:
-    """Decides which steps are copied.
+    """Decides which steps are copied periodically, and reads in the files of all ranks what these have done.
 
     Args:
-        words: words of the head of this rank's file.
-        places: places of the files of all ranks, by rank.
+        words: words of the head of the file in which this rank keeps copies of its state.
+        places: places of such files of all ranks, by rank; empty if some are on other nodes.
         rank: this rank.
-        every: see :class:`.Keeper`.
-        mode: a code of :class:`.Mode`.
+        every: number of steps from one periodic copy to the next, as for :class:`.Keeper`.
+        mode: a code of :class:`.Mode`: whether all ranks have the same state.
     """
 
     def __init__(
@@ -62,8 +64,8 @@ class Schedule:
         self._blocked_ns = 0
 
     def next(self, step: int, *, is_idle: bool) -> tuple[bool, bool]:
-        """Return whether a step that has ended is to be copied, and if its copy is the one for the check.
-        ``is_idle`` is true if no copy runs.
+        """Return two values: whether to copy the state at the end of ``step``, and whether the ranks find out
+        by this copy if all have the same state. ``is_idle`` is true if no periodic copy is being made.
         """
         before = step - 1 if self._before is None else self._before
         self._count, self._before = self._count + 1, step
@@ -76,8 +78,8 @@ class Schedule:
             is_due = step // _FIXED > before // _FIXED
         else:
             is_due = self._is_announced(before, step, is_idle)
-        # A rank that copies two steps in a row has nothing older. Another rank, without the first of them if
-        # it dies while it copies it, has nothing newer.
+        # Never copy two steps in a row, because they would replace both older copies of this rank. If another
+        # rank died while it copied the first of the two, no step would be left that both ranks have copied.
         is_before_check = self._mode == Mode.AUTO and self._count == _CHECKED - 1
         self._has_copied = is_check or (is_due and not self._has_copied and not is_before_check)
         return self._has_copied, is_check
@@ -86,17 +88,18 @@ class Schedule:
         leader = self._leader()
         assert leader is not None
         is_due = before < leader[Head.NEXT] - 1 <= step
-        # Once rank 0 has ended a step, all others have ended the one before, and seen its announcement.
+        # When rank 0 has ended a step after the announced one, all other ranks have ended the announced one.
+        # So they have seen the announcement, and the next one may replace it.
         is_seen = self._announced is None or step > self._announced
         if self._rank == 0 and self._count >= _CHECKED and is_idle and is_seen:
-            # Copy a first time soon, so that the costs are known.
+            # Let the first announced copy be soon, to learn how long a copy blocks the training.
             interval = self._interval() if self._announced is not None else _FIRST_AHEAD
             self._announced = step + interval * (step - before)
             self._words[Head.NEXT] = self._announced + 1
         return is_due
 
     def _interval(self) -> int:
-        """Return the number of steps to the next copy, from what the last one has cost."""
+        """Return the number of steps to the next copy, from how long the last one blocked the training."""
         step_ns = max(1, (monotonic_ns() - self._began_ns) // max(1, self._count - 1))
         blocked, self._blocked_ns = (
             self._words[Head.BLOCKED_NS] - self._blocked_ns,
@@ -106,7 +109,7 @@ class Schedule:
         return max(_AHEAD, ceil(blocked / (_SHARE * step_ns)), ceil(least))
 
     def is_replicated(self) -> bool:
-        """Return true if each rank has the whole state. It is taken to be so before the first check."""
+        """Return true if all ranks have the same state. Assume so until the first copies are compared."""
         if self._mode != Mode.AUTO:
             return self._mode == Mode.REPLICATED
         if not self._words[Head.CHECK_STEP]:
@@ -115,29 +118,29 @@ class Schedule:
         return checks == {(self._words[Head.CHECK_STEP], self._words[Head.CHECK_DIGEST])}
 
     def declare_sharded(self) -> None:
-        """Take note that this rank has only a part of the state."""
+        """Note, also in this rank's file, that the rank has only a part of the state."""
         self._mode = self._words[Head.MODE] = Mode.SHARDED
 
     def have_all_copied(self, step: int) -> bool | None:
-        """Return whether each rank has a complete copy of a step; ``None`` if that cannot be seen."""
+        """Return whether each rank has a complete copy of ``step``; ``None`` if the files cannot be read."""
         self._others()
         try:
             return all(each.has_copy(step) for each in self._peers) if self._peers else None
         except (OSError, OffError):
-            return None  # The agent has ended, and the files with it.
+            return None  # The agent has ended, and the files were in its memory.
 
     def newest_ended(self) -> int:
-        """Return the newest step that a rank has ended; -1 if there is none."""
+        """Return the newest step that any of the ranks has ended; -1 if there is none."""
         return max((each[Head.ENDED] for each in self._others()), default=0) - 1
 
     def do_starts_differ(self) -> bool:
-        """Return true if a rank has not, or not yet, gone on from the same step as this one."""
+        """Return true if another rank has not restored the same step as this rank, or has not done so yet."""
         own = self._words[Head.RESTORED]
         return any(each[Head.PID] and each[Head.RESTORED] != own for each in self._others())
 
     def ranks_from_elsewhere(self) -> tuple[list[int], bool]:
-        """Return the ranks that have gone on from another step than this one. Also return whether that is
-        known of all ranks, because each has ended a step.
+        """Return the ranks that have restored another step than this rank. Also return whether all ranks are
+        known to have restored what they will, because each has ended a step.
         """
         own, heads = self._words[Head.RESTORED], self._others()
         ended = [rank for rank, each in enumerate(heads) if each[Head.ENDED]]
@@ -154,7 +157,7 @@ class Schedule:
         return heads[0] if heads else None
 
     def _others(self) -> list[memoryview]:
-        """Return the heads of the files of all ranks; nothing if they cannot be read."""
+        """Return the heads of the files in which ranks keep their states; nothing if they cannot be read."""
         if self._peers is None:
             try:
                 self._peers = [KeepFile(place) for place in self._places]

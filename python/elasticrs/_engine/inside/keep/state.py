@@ -1,7 +1,8 @@
-"""What the state of a training program is at the end of a step.
+"""Collects the state of a training program at the end of a step.
 
-The tensors of modules and optimizers are *large*: they are held by reference, and copied later. The rest is
-*small*: random numbers, small buffers, the states of other objects. It is held by value.
+The *large* part of the state, the tensors of modules and optimizers, is held by reference, and another thread
+copies it later. The *small* part, such as random numbers, small buffers, and the states of other objects, is
+copied at once.
 """
 
 from __future__ import annotations
@@ -27,25 +28,26 @@ if TYPE_CHECKING:
     from elasticrs._engine.inside.keep.trees import Leaves, Path
 
 SMALL = 1 << 16
-"""Maximum bytes of a buffer that is held by value."""
+"""Maximum bytes of a buffer that is copied at the end of each step. Larger ones are held by reference."""
 
 _ALIGNMENT = 64
-"""Bytes to which the data of each tensor is aligned."""
+"""Bytes to which the data of each tensor in a copy is aligned."""
 
 _RECHECKED = 256
-"""Number of steps after which the tensors of the state are looked up again in any case."""
+"""Number of steps after which the program's tensors are looked up again, even if none has been replaced."""
 
 _COMMON = ("torch.optim.lr_scheduler", "torch.amp.grad_scaler")
-"""Modules of torch with objects whose state is the same on all ranks."""
+"""Python modules of torch that define classes (such as schedulers) whose state is the same on all ranks."""
 
 _version = attrgetter("_version")
 
 
 class Parts:
-    """The large tensors of a state.
+    """The large tensors of a training state: parameters, states of optimizers, and large buffers.
 
-    ``tensors`` has each tensor once, ``offsets`` where its data is, and ``size`` the bytes of all.
-    ``paths`` names the tensors, and ``facts`` describes them to the one who restores them.
+    ``tensors`` has each tensor once, ``offsets`` has the place of its data in a copy, and ``size`` is the
+    bytes of the data of all. ``paths`` has the keys under which each tensor is in the state. ``facts`` is the
+    encoded description of the tensors, with which a later process restores them from the copy.
     """
 
     def __init__(self, skeletons: dict[str, Any], large: Leaves, of_optimizers: Leaves) -> None:
@@ -56,7 +58,7 @@ class Parts:
         for path, leaf in large + of_optimizers:
             tensor = trees.plain(leaf, path)
             size = tensor.numel() * tensor.element_size()
-            if id(tensor) not in seen:  # Tied tensors are copied once.
+            if id(tensor) not in seen:  # A tensor with several names is copied once.
                 seen[id(tensor)] = at
                 self.tensors.append(tensor)
                 self.paths.append(path)
@@ -66,21 +68,22 @@ class Parts:
             more = trees.strides_of(tensor), trees.place_of(leaf)
             entries.append((path, *facts, seen[id(tensor)], size, *more))
         self.is_sharded = any(trees.is_shard(leaf) for _, leaf in large)
-        """True if a tensor is a part of one that several ranks hold together."""
+        """True if this rank has only a part of a tensor, and other ranks have the other parts."""
         self.size = at
         self.facts = trees.dump((skeletons, entries))
         self.layout = int.from_bytes(blake2b(repr(entries).encode(), digest_size=8).digest(), "little")
         self.is_on_cpu = all(tensor.device.type == "cpu" for tensor in self.tensors)
-        # Nothing but the optimizer changes its own tensors. To look at them would take longer than the rest.
+        # Do not watch the tensors in the states of optimizers for unexpected changes: only the optimizers
+        # change them, and watching them would take longer than watching all others.
         own = {id(leaf) for _, leaf in of_optimizers}
         self._versioned = [each for each in self.tensors if id(each) not in own and not each.is_inference()]
 
     def versions(self) -> list[int]:
-        """Return torch's version of each tensor. It grows with most changes of the content."""
+        """Return torch's version numbers of the watched tensors, which grow with most changes of the data."""
         return list(map(_version, self._versioned))
 
     def changed(self, versions: list[int]) -> Path | None:
-        """Return the name of a tensor whose version is not that in ``versions``."""
+        """Return the path of a tensor that has changed since ``versions`` were read; ``None`` without one."""
         for tensor, before in zip(self._versioned, versions, strict=True):
             if tensor._version != before:
                 return next(
@@ -90,9 +93,15 @@ class Parts:
 
 
 class Boundary:
-    """The state at the end of a step. ``groups`` are the settings of the optimizers, such as learning rates,
-    ``small`` is the encoded small state, and ``common`` that of the objects that are the same on all ranks.
-    ``before`` has the step and the small state of the boundary before; it is empty if there is none.
+    """The training state at the end of a step.
+
+    Args:
+        step: the number of the step.
+        parts: the large tensors (parameters and the like), by reference.
+        groups: settings of the optimizers, such as learning rates, by the names of the optimizers.
+        small: the encoded small state of this rank (random numbers and the like).
+        common: the encoded states of objects that are the same on all ranks, such as schedulers.
+        before: number and small state of the step before, encoded; empty if there was none.
     """
 
     def __init__(
@@ -103,19 +112,19 @@ class Boundary:
         self.versions = parts.versions()
 
     def index(self) -> bytes:
-        """Return what a slot holds beside the data of the tensors: five parts."""
+        """Return what a copy of this state has beside the data of the large tensors: five parts, as bytes."""
         return join_index([self.parts.facts, trees.encode(self.groups), self.small, self.common, self.before])
 
 
 class Collector:
-    """Collects the state of a program.
+    """Collects the training state of a program from its objects.
 
     Args:
-        objects: the objects of the program, by their names.
-        values: plain values of the program.
+        objects: the objects (modules, optimizers and others) that the program gave to ``Keep``, by names.
+        values: ``Keep.values``: further plain values of the program.
 
     Raises:
-        TypeError: an object has no state.
+        TypeError: an object lacks ``state_dict()`` or ``load_state_dict()``.
     """
 
     def __init__(self, objects: Mapping[str, Any], values: dict[str, Any]) -> None:
@@ -134,7 +143,7 @@ class Collector:
             if name not in self.modules and name not in self.optimizers
         }
         self.common = {name for name, each in self.others.items() if _is_common(each)}
-        """Names of the objects whose state is the same on all ranks."""
+        """Names of the objects, such as schedulers, whose state is the same on all ranks."""
         self._values = values
         self._before = b""
         self._skeletons: dict[str, Any] = {}
@@ -148,10 +157,10 @@ class Collector:
         self._age = 0
 
     def boundary(self, step: int) -> Boundary:
-        """Return the state at the end of a step.
+        """Return the present state of the program as that at the end of ``step``.
 
         Raises:
-            OffError: there is a tensor that cannot be copied.
+            OffError: the state has a tensor or another value that cannot be copied.
         """
         is_same = self._refresh()
         states = self._states(self.others)
@@ -172,24 +181,26 @@ class Collector:
         return Boundary(step, self._parts, groups, small, trees.encode(common, is_large), before)
 
     def begin_after(self, step: int) -> bytes:
-        """Take what is there now for the state at the end of a step. Return the encoded small state."""
+        """Take the present state as that after ``step``. Return the encoded random numbers and the like."""
         self.layout()
         small = self.small()
         self._before = layout.pack([step]) + small
         return small
 
     def small(self) -> bytes:
-        """Return the encoded small state of now."""
+        """Return the present small state of this rank (random numbers and the like), encoded."""
         return self._small(self._states(self.others.keys() - self.common))
 
     def layout(self) -> tuple[dict[str, Any], Leaves, dict[Path, torch.Tensor]]:
-        """Return the skeletons, large tensors and small buffers of the modules and optimizers as of now."""
+        """Return the present states of modules and optimizers, taken apart: their values without the tensors,
+        the large tensors, and the small buffers.
+        """
         self._watch = []
         self._refresh()
         return self._skeletons, self._large, self._volatile
 
     def versions(self) -> list[int]:
-        """Return torch's version of each parameter of the modules."""
+        """Return torch's version numbers of the modules' parameters. They grow when the parameters change."""
         return [each._version for each in self._parameters() if not each.is_inference()]
 
     def has_gradients(self) -> bool:
@@ -200,7 +211,7 @@ class Collector:
         return [each for module in self.modules.values() for each in module.parameters() if not is_lazy(each)]
 
     def is_complete(self) -> bool:
-        """Return false if the shape of a parameter is not known before the first step."""
+        """Return false if a parameter has no shape yet, because a lazy module sets it in the first step."""
         return not any(is_lazy(each) for module in self.modules.values() for each in module.parameters())
 
     def _states(self, names: Iterable[str]) -> dict[str, Any]:
@@ -216,7 +227,7 @@ class Collector:
         return trees.encode(state, is_large)
 
     def _refresh(self) -> bool:
-        """Look up the tensors of modules and optimizers. Return true if they are the same as before."""
+        """Look up the tensors of modules and optimizers. Return true if they are still the same objects."""
         self._age += 1
         if self._watch and self._age % _RECHECKED:
             now = [each for watched in self._watch for each in watched()]
@@ -224,7 +235,7 @@ class Collector:
                 return True
         self._watch, self._volatile, self._skeletons = [], {}, {}
         self._large, self._of_optimizers = [], []
-        # Ask all, because each fills these tables.
+        # Call this for each object, even after a false result, because each call adds to the lists above.
         are_cacheable = [self._take_module(name, each) for name, each in self.modules.items()]
         are_cacheable += [self._take_optimizer(name, each) for name, each in self.optimizers.items()]
         if not all(are_cacheable):
@@ -233,13 +244,16 @@ class Collector:
         return False
 
     def _take_module(self, name: str, module: torch.nn.Module) -> bool:
-        """Take the state of a module. Return true if it stays the same while its tensors are the same."""
+        """Add the state of a module to the lists of tensors. Return true if these lists stay right until the
+        module gets another tensor.
+        """
         state = module.state_dict(keep_vars=True) if _is_plain(module) else module.state_dict()
         leaves: Leaves = []
         self._skeletons[name] = trees.take_apart(state, (name,), leaves)
         for path, leaf in leaves:
-            # The optimizer changes parameters, and only before the end of the step. Forward changes buffers.
-            # A `DTensor` is large in any case, because only the large part says where a shard belongs.
+            # Parameters can be copied after the end of a step, because only the optimizer of the next step
+            # changes them. The next forward pass may change buffers, so small buffers are copied at once.
+            # A `DTensor` is copied later in any case, because only then the place of its part is stored.
             if isinstance(leaf, torch.nn.Parameter) or is_large(leaf) or hasattr(leaf, "placements"):
                 self._large.append((path, leaf))
             else:
@@ -249,27 +263,28 @@ class Collector:
         return is_live(module, state)
 
     def _take_optimizer(self, name: str, optimizer: torch.optim.Optimizer) -> bool:
-        """Take the state of an optimizer. Return as :meth:`_take_module`."""
+        """Add the state of an optimizer to the lists of tensors. Return a value like :meth:`_take_module`."""
         state = optimizer.state_dict()
         params = [group["params"] for group in state.pop("param_groups")]
         leaves: Leaves = []
         skeleton = trees.take_apart(state, (name,), leaves)
         self._skeletons[name] = {**skeleton, "params": params, "names": self._names(optimizer)}
         self._of_optimizers += leaves
-        # Ask the optimizer for its tables each time, because it makes new ones when it loads a state.
+        # Read these attributes of the optimizer each time, because it replaces them when it loads a state.
         self._watch += [
             lambda: [each for entry in optimizer.state.values() for each in entry.values()],
             lambda: [group["params"] for group in optimizer.param_groups],
         ]
         is_plain = type(optimizer).state_dict is torch.optim.Optimizer.state_dict
-        # LBFGS appends to lists, which stay the same object.
+        # A state with values of other types, such as the lists of LBFGS, must be looked up in each step. The
+        # optimizer appends to such a list, which stays the same object, so the change would not be seen.
         scalars = (torch.Tensor, int, float, type(None))
         return is_plain and all(
             isinstance(v, scalars) for entry in optimizer.state.values() for v in entry.values()
         )
 
     def _names(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-        """Return the names of an optimizer's parameters, by group; empty names for those of other modules."""
+        """Return the names of an optimizer's parameters by group; empty names for those of no kept module."""
         found = {
             id(each): name for module in self.modules.values() for name, each in module.named_parameters()
         }
@@ -307,7 +322,7 @@ def _is_common(each: Any) -> bool:
 
 
 def is_large(leaf: Any) -> bool:
-    """Return true if a leaf is held by reference."""
+    """Return true if a value is a tensor that is too large to be copied at the end of each step."""
     return isinstance(leaf, torch.Tensor) and leaf.numel() * leaf.element_size() > SMALL
 
 
@@ -328,7 +343,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Set the generators of random numbers."""
+    """Set the generators of random numbers to the states that :func:`random_state` has returned."""
     torch.set_rng_state(state["torch"])
     version, numbers, gauss = state["random"]
     random.setstate((version, tuple(array("I", numbers)), gauss))
@@ -341,9 +356,9 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def renew_random_state(step: int) -> None:
-    """Seed the generators of random numbers by their first seed and a step, because their state is lost.
+    """Seed the generators of random numbers from torch's first seed and ``step``. Their kept states are lost.
 
-    If they began anew, the program would draw the numbers of its first steps again.
+    With the first seed alone, the program would draw the random numbers of its first steps again.
     """
     seed = (torch.initial_seed() + 1_000_003 * step) % (1 << 63)
     torch.manual_seed(seed)
@@ -353,16 +368,16 @@ def renew_random_state(step: int) -> None:
 
 
 def join_index(parts: list[bytes]) -> bytes:
-    """Return the parts of a slot's index as one, each after its length, and behind their checksum."""
+    """Return the parts of a copy's index as one: a checksum, then the length and the content of each part."""
     joined = b"".join(piece for part in parts for piece in (layout.pack([len(part)]), part))
     return layout.pack([crc32(joined)]) + joined
 
 
 def split_index(index: bytes) -> list[bytes]:
-    """Reverse :func:`join_index`.
+    """Return the parts that :func:`join_index` has joined.
 
     Raises:
-        ValueError: the checksum is wrong.
+        ValueError: the checksum of the parts is wrong.
     """
     if layout.unpack(index[: layout.WORD]) != (crc32(index[layout.WORD :]),):
         raise ValueError("its checksum is wrong")

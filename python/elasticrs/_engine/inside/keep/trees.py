@@ -30,14 +30,15 @@ _PROTOCOL = 2
 
 
 _PLAIN = frozenset((int, float, complex, str, bool, type(None), torch.dtype, torch.device, torch.Size))
-"""Types that need no check."""
+"""Types of values that torch always loads safely, so that no trial is needed."""
 
 
 def take_apart(value: Any, path: Path, leaves: Leaves) -> Any:
-    """Return the skeleton of a state, and append its leaves with their paths.
+    """Return the skeleton of a state: the state with ``None`` in place of each tensor, numpy array and bytes.
+    Append these to ``leaves``, each with its path (the keys that lead to it).
 
     Raises:
-        OffError: there is a value of a type that torch does not load safely.
+        OffError: the state has a value of a type that torch does not load safely.
     """
     kind = type(value)
     if kind in (int, float, str, bool, type(None)):
@@ -59,16 +60,16 @@ def take_apart(value: Any, path: Path, leaves: Leaves) -> Any:
 
 
 def _check(value: Any, path: Path) -> None:
-    """Check that a value can be loaded again.
+    """Check that torch can load a value of a state safely, without running code that comes with it.
 
     Raises:
-        OffError: it is of a type that torch does not load safely.
+        OffError: the value is of a type that torch does not load safely.
     """
     if type(value) in _PLAIN:
         return
     try:
         load(dump(value))
-    # A method of the value may raise anything.
+    # Pickle calls methods of the value, which may raise any exception.
     except Exception as error:
         kind = type(value)
         name = f"{kind.__module__}.{kind.__qualname__}"
@@ -76,7 +77,7 @@ def _check(value: Any, path: Path) -> None:
 
 
 def put_together(skeleton: Any, leaves: Mapping[Path, Any], path: Path = ()) -> Any:
-    """Return the state of which ``skeleton`` and ``leaves`` are parts. Reverses :func:`take_apart`."""
+    """Return the state that :func:`take_apart` has split into ``skeleton`` and ``leaves``, below ``path``."""
     if skeleton is None:
         return leaves.get(path)
     if isinstance(skeleton, dict):
@@ -94,12 +95,12 @@ def _is_of_numpy(value: object) -> bool:
 
 
 def spell(path: Path) -> str:
-    """Return a path as text for the user."""
+    """Return a path (the keys that lead to a value of a state) as text for the user, with dots between."""
     return ".".join(map(str, path))
 
 
 def encode(state: Any, is_separate: Callable[[Any], bool] = lambda _leaf: False) -> bytes:
-    """Return a state as bytes. Leave out the leaves that ``is_separate`` selects."""
+    """Return a state as bytes, without the tensors and other leaves for which ``is_separate`` is true."""
     leaves: Leaves = []
     skeleton = take_apart(state, (), leaves)
     entries, parts, at = [], [], 0
@@ -114,7 +115,7 @@ def encode(state: Any, is_separate: Callable[[Any], bool] = lambda _leaf: False)
 
 
 def decode(data: bytes, separate: Mapping[Path, Any] | None = None) -> Any:
-    """Return the state in ``data``. ``separate`` has the leaves that were left out."""
+    """Return the state that :func:`encode` has turned into ``data``. ``separate`` has what was left out."""
     length = layout.unpack(data[: layout.WORD])[0]
     base = layout.WORD + length
     skeleton, entries = load(data[layout.WORD : base])
@@ -125,14 +126,14 @@ def decode(data: bytes, separate: Mapping[Path, Any] | None = None) -> Any:
 
 
 def lay_out(data: torch.Tensor, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
-    """Return bytes as a tensor. ``strides`` is empty if it is contiguous."""
+    """Return a tensor of bytes as one of another type and shape. Empty ``strides`` mean a contiguous one."""
     found = data.view(getattr(torch, dtype))
     return found.as_strided(shape, strides) if strides else found.view(shape)
 
 
 def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of a tensor that fills its memory in another order, such as ``channels_last``.
-    Return an empty tuple for all others.
+    """Return the strides of a tensor whose numbers fill its memory without gaps, but not in the usual order,
+    such as ``channels_last``. Return an empty tuple for any other tensor.
     """
     if tensor.is_contiguous():
         return ()
@@ -170,12 +171,12 @@ def _leaf(kind: str, dtype: str, shape: tuple[int, ...], data: bytes) -> Any:
 
 
 def plain(leaf: Any, path: Path) -> torch.Tensor:
-    """Return the tensor that holds the data of a leaf on this rank.
+    """Return the plain tensor with the data of a tensor ``leaf``. Of a ``DTensor``, it is this rank's part.
 
     Raises:
-        OffError: its data cannot be copied.
+        OffError: the tensor is of a kind whose data cannot be copied.
     """
-    leaf = getattr(leaf, "_local_tensor", leaf)  # of a `DTensor`
+    leaf = getattr(leaf, "_local_tensor", leaf)  # Only a `DTensor` has this attribute.
     if type(leaf) not in (torch.Tensor, torch.nn.Parameter):
         raise OffError(f"{spell(path)} is a {type(leaf).__qualname__}, which cannot be copied")
     tensor: torch.Tensor = leaf
@@ -186,8 +187,8 @@ def plain(leaf: Any, path: Path) -> torch.Tensor:
 
 
 def place_of(leaf: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return the shape of the whole tensor of which a ``DTensor`` is this rank's part, and the offset of that
-    part in it; ``None`` for another tensor.
+    """Return where this rank's part of a ``DTensor`` belongs: the shape of the whole tensor, and the offset
+    of the part in it. Return ``None`` for any other tensor.
     """
     if not hasattr(leaf, "placements"):
         return None
@@ -199,7 +200,7 @@ def place_of(leaf: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
 
 
 def is_shard(leaf: Any) -> bool:
-    """Return true if a leaf is a ``DTensor`` of which this rank has only a part."""
+    """Return true if a value is a ``DTensor`` of which this rank has only a part."""
     placements = getattr(leaf, "placements", ())
     return any(
         not each.is_replicate() and leaf.device_mesh.size(dimension) > 1
@@ -208,20 +209,21 @@ def is_shard(leaf: Any) -> bool:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a type of numbers in the module ``torch``."""
+    """Return the name of a ``dtype`` without that of its module, such as ``float32``."""
     return str(dtype).rpartition(".")[2]
 
 
 def dump(value: Any) -> bytes:
-    """Return plain values as bytes."""
+    """Return plain values (numbers, text, and lists and dictionaries of them) as bytes, for :func:`load`."""
     return pickle.dumps(value, protocol=_PROTOCOL)
 
 
 def load(data: bytes) -> Any:
-    """Read plain values by the rules of ``torch.load(weights_only=True)``, which runs no foreign code.
+    """Return the plain values that :func:`dump` has turned into bytes. Read them by the rules of
+    ``torch.load(weights_only=True)``, which run no code from the data.
 
     Raises:
-        pickle.UnpicklingError: there is an object of another type.
+        pickle.UnpicklingError: the data has an object of a type that these rules forbid.
     """
     from torch._weights_only_unpickler import load as load_safely
 
