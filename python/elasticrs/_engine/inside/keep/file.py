@@ -1,4 +1,4 @@
-"""Access of a worker to the file that keeps its state. :mod:`.layout` describes the file."""
+"""Worker's access to the file in memory into which it copies its training state. See :mod:`.layout`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from typing import Any
 
 _CHUNK = 1 << 25
-"""Bytes that are given back to the kernel at a time, because the call holds the GIL."""
+"""Number of bytes to give back to the kernel in one call. More would hold the GIL for too long."""
 
 
 class OffError(Exception):
-    """Nothing can be kept. The text is the reason for the user, without a full stop."""
+    """Raised if ``Keep`` cannot work. The text is the reason for the user, without a full stop."""
 
 
 class KeepFile:
-    """The file of this rank, or of another one, whose state this rank restores.
+    """The file with copies of a rank's training state: of this rank, or of a rank whose copy it restores.
 
     Args:
         where: ``{mark}:{path}``, as in the variable :data:`.layout.VARIABLE`.
@@ -52,16 +52,16 @@ class KeepFile:
 
     @cached_property
     def ring(self) -> Ring:
-        """The latest records of small state."""
+        """The latest records of the rank's random numbers and the like."""
         return Ring(self)
 
     @cached_property
     def slots(self) -> list[SlotRegion]:
-        """The slots."""
+        """The slots, each of which can hold one copy of parameters and optimizer state."""
         return [SlotRegion(self, number) for number in range(layout.SLOTS)]
 
     def close(self) -> None:
-        """Remove the mappings. The file must not be used any more."""
+        """Unmap the file. This object must not be used afterwards."""
         self.words.release()
         self._head.close()
         used = vars(self)
@@ -81,7 +81,7 @@ class KeepFile:
         return descriptor
 
     def plan(self) -> dict[str, Any]:
-        """Return what the agent has decided for this attempt."""
+        """Return the plan, in which the agent tells this rank what to restore in this attempt."""
         descriptor = self._open()
         try:
             data = os.pread(descriptor, layout.REGIONS_AT - layout.PLAN_AT, layout.PLAN_AT)
@@ -95,7 +95,7 @@ class KeepFile:
         return plan
 
     def join(self, rank: int, world: int, attempt: int, mode: int) -> None:
-        """Write that this process uses the file.
+        """Record in the file that this process uses it.
 
         Raises:
             OffError: another process uses it.
@@ -103,15 +103,15 @@ class KeepFile:
         owner, own = self.words[Head.PID], os.getpid()
         if owner not in (0, own) and os.path.exists(f"/proc/{owner}"):
             raise OffError(f"process {owner} of this rank already keeps its state")
-        for word in (*range(Head.RANK, Head.TABLE), *range(Head.RESTORED, Head.COUNT)):
+        for word in (*range(Head.RANK, Head.TABLE), *range(Head.RESTORED, Head.ENDED_AT + 1)):
             self.words[word] = 0
         self.words[Head.RANK], self.words[Head.WORLD] = rank + 1, world
         self.words[Head.MODE], self.words[Head.ATTEMPT] = mode, attempt
         self.words[Head.PID] = own
 
     def drop_from(self, step: int) -> None:
-        """Delete copies of ``step`` and of later steps, and records of later ones. They are of an attempt
-        that this one does not continue.
+        """Delete the copies of ``step`` and of later steps, and the records of later steps. They are from an
+        earlier attempt, and the current attempt has not restored them.
         """
         self.ring.drop_after(step)
         for slot in self.slots:
@@ -119,7 +119,9 @@ class KeepFile:
                 slot.drop()
 
     def has_copy(self, step: int) -> bool:
-        """Return true if a slot now has a complete copy of a step. Another process may write the file."""
+        """Return true if the file now has a complete copy of this step. Look at the file again each time,
+        because another process may be writing it.
+        """
         found = [SlotRegion(self, number) for number in range(layout.SLOTS)]
         has_copy = any(slot.complete_step == step for slot in found)
         for slot in found:
@@ -127,7 +129,9 @@ class KeepFile:
         return has_copy
 
     def region(self, number: int) -> tuple[int, int]:
-        """Return offset and capacity of the ring (0) or a slot (1, 2), as far as they are in the file."""
+        """Return offset and size of a region: the ring (``number`` is 0) or a slot (1 or 2). Return zeros if
+        the region is empty or not within the file.
+        """
         offset, capacity = self.words[Head.TABLE + 2 * number : Head.TABLE + 2 * number + 2]
         descriptor = self._open()
         size = os.fstat(descriptor).st_size
@@ -136,7 +140,9 @@ class KeepFile:
         return (offset, capacity) if fits else (0, 0)
 
     def map(self, number: int, *, is_private: bool = False) -> mmap | None:
-        """Map a region. Return ``None`` if it is empty. Changes of a private mapping stay in this process."""
+        """Map a region into memory; ``None`` if the region is empty. If the mapping is private, this process
+        can change it without changing the file.
+        """
         offset, capacity = self.region(number)
         if not capacity:
             return None
@@ -149,13 +155,14 @@ class KeepFile:
             os.close(descriptor)
 
     def replace(self, number: int, old: mmap | None, capacity: int) -> mmap:
-        """Give a region new memory, and the old one back to the kernel. The content is lost.
+        """Move a region to the end of the file, with another size. Its content is lost, and its old memory is
+        given back to the kernel.
 
         Raises:
             OSError: there is not enough memory.
         """
         word = Head.TABLE + 2 * number
-        self.words[word + 1] = 0  # From here on, the region is empty for a reader.
+        self.words[word + 1] = 0  # Other processes now regard the region as empty.
         if old is not None:
             for start in range(0, len(old), _CHUNK):
                 old.madvise(MADV_REMOVE, start, min(_CHUNK, len(old) - start))
@@ -174,13 +181,15 @@ class KeepFile:
 
 
 class Ring:
-    """The latest records of small state. A torn record does not have its checksum."""
+    """The latest records of a rank's random numbers, data loader and the like. A record that was not
+    completely written is recognized by its wrong checksum.
+    """
 
     def __init__(self, file: KeepFile) -> None:
         self._file, self._map = file, file.map(0)
 
     def put(self, step: int, is_end: bool, data: bytes) -> None:
-        """Write a record. ``is_end`` is false before the optimizer of the step.
+        """Write a record of a step. ``is_end`` is false if the optimizer of this step has not run yet.
 
         Raises:
             OSError: there is not enough memory.
@@ -202,7 +211,7 @@ class Ring:
             self.put(step, is_end, data)
 
     def records(self) -> dict[tuple[int, bool], bytes]:
-        """Return the whole records by step and ``is_end``."""
+        """Return the records with a correct checksum, by step and ``is_end``."""
         found: dict[tuple[int, bool], bytes] = {}
         if self._map is None:
             return found
@@ -220,21 +229,23 @@ class Ring:
         return found
 
     def drop_after(self, step: int) -> None:
-        """Delete records of later steps than ``step``. -1 stands for the time before all steps."""
+        """Delete the records of all steps after ``step``. If it is -1, delete all records."""
         for found, is_end in self.records():
             if found > step and self._map is not None:
                 at = layout.record_at(layout.record_number(found, is_end), len(self._map))
                 self._map[at : at + layout.WORD] = bytes(layout.WORD)
 
     def close(self) -> None:
-        """Remove the mapping."""
+        """Unmap the region."""
         if self._map is not None:
             self._map.close()
             self._map = None
 
 
 class SlotRegion:
-    """A slot. It holds one copy of the state: a head, an index of bytes, and the data of the tensors."""
+    """A region of the file for one copy of parameters and optimizer state. It has a head, an index that names
+    the tensors, and the data of the tensors.
+    """
 
     def __init__(self, file: KeepFile, number: int) -> None:
         self._file, self._number = file, number + 1
@@ -243,12 +254,12 @@ class SlotRegion:
 
     @property
     def capacity(self) -> int:
-        """Bytes of the slot."""
+        """Size of the slot in bytes."""
         return 0 if self.map is None else len(self.map)
 
     @property
     def complete_step(self) -> int | None:
-        """Step of the copy; ``None`` if there is none that is complete."""
+        """Step of the copy in this slot; ``None`` if the slot has no complete copy."""
         words = self.words
         if words is None or words[Slot.MAGIC] != layout.SLOT_MAGIC:
             return None
@@ -256,11 +267,12 @@ class SlotRegion:
 
     @property
     def sequence(self) -> int:
-        """Number of the copy among all of the file; 0 if there is none."""
+        """Number of the copy in this slot among all copies of the file; 0 if the slot has no copy."""
         return 0 if self.words is None or self.complete_step is None else self.words[Slot.SEQUENCE]
 
     def reserve(self, capacity: int) -> bool:
-        """Have at least so many bytes. Return true if the memory is new: it is zero, and its content lost.
+        """Enlarge the slot to at least ``capacity`` bytes. Return true if that was necessary. The content of
+        the slot is then lost, and all its bytes are zero.
 
         Raises:
             OSError: there is not enough memory.
@@ -273,7 +285,7 @@ class SlotRegion:
         return True
 
     def begin(self, index: bytes, data_at: int, facts: dict[int, int]) -> None:
-        """Begin a copy, which is ignored until :meth:`complete`."""
+        """Begin to write a copy into the slot. Readers ignore it until :meth:`complete` is called."""
         assert self.words is not None
         assert self.map is not None
         words = self.words
@@ -285,29 +297,30 @@ class SlotRegion:
         self.map[layout.HEAD_SIZE : layout.HEAD_SIZE + len(index)] = index
 
     def complete(self, digest: int, sequence: int) -> None:
-        """Make the copy valid."""
+        """Mark the copy in the slot as complete, so that readers use it."""
         assert self.words is not None
         words = self.words
         words[Slot.DIGEST], words[Slot.SEQUENCE], words[Slot.WALL_NS] = digest, sequence, time_ns()
         words[Slot.STATE] = SlotState.COMPLETE
 
     def drop(self) -> None:
-        """Make the slot empty, but keep its memory."""
+        """Mark the slot as empty, but do not free its memory."""
         if self.words is not None:
             self.words[Slot.STATE] = SlotState.EMPTY
 
     def close(self) -> None:
-        """Remove the mapping."""
+        """Unmap the slot."""
         if self.words is not None and self.map is not None:
             self.words.release()
             self.map.close()
         self.map = self.words = None
 
     def read_only(self) -> tuple[mmap, tuple[int, ...], bytes]:
-        """Map the copy privately. Return the mapping, the words of the head, and the index.
+        """Map the slot so that changes stay in this process. Return the mapping, the words of its head,
+        and the index that names the tensors.
 
         Raises:
-            ValueError: the lengths in the head do not fit.
+            ValueError: the lengths in the head are larger than the slot.
         """
         private = self._file.map(self._number, is_private=True)
         if private is None:
