@@ -40,7 +40,7 @@ impl Home {
         }
     }
 
-    /// Same as [`Stores::close`].
+    /// Same as [`crate::stores::Stores::close`].
     pub(crate) fn close(&self, py: Python<'_>, end: impl FnOnce() + Send) -> PyResult<()> {
         match self {
             Self::Stores(stores) => stores.close(py, end),
