@@ -177,6 +177,12 @@ def test_the_end_of_an_epoch_of_transformers_is_not_left_out(calm, train, moment
     ends_as_without(calm, train, "with_transformers", die, options=options)
 
 
+@pytest.mark.parametrize("program", ["with_lightning", "with_transformers"])
+def test_a_training_that_has_ended_is_not_repeated(calm, train, program):
+    _, hurt = ends_as_without(calm, train, program, [[0, 1, "done", 24, "SIGKILL"]])
+    assert hurt.first_steps() == {0: 0}
+
+
 def test_manual_optimization_of_lightning_goes_on(calm, train):
     die = [[0, 1, "forward", 14, "SIGKILL"]]
     _, hurt = ends_as_without(calm, train, "with_lightning", die, manual=True, options={"max_steps": 40})

@@ -171,6 +171,7 @@ def main(folder):
             digest([*module.parameters(), *averages(module)]),
             counts.batches,
         )
+        moment("done", trainer.global_step)
         trainer.fit_loop.epoch_loop.max_steps += options["max_steps"]
 
 

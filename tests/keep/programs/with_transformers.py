@@ -108,8 +108,7 @@ def main(folder):
             resume = transformers.trainer_utils.get_last_checkpoint(arguments.output_dir) is not None
         result = trainer.train(resume_from_checkpoint=resume)
         note("trained", result.global_step, fit, digest(model.parameters()), trainer.state.epoch)
-        if setting("evaluate"):
-            trainer.evaluate()
+        moment("done", result.global_step)
 
 
 main(setting("folder"))

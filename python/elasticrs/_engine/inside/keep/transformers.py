@@ -95,7 +95,7 @@ def patch(module: ModuleType) -> None:
         if fit.progress is not None:
             path, step = _checkpoint(module, self, resume_from_checkpoint)
             is_kept = fit.choose(self.model, path, step, fit.progress["state"]["global_step"])
-            resume_from_checkpoint = None if is_kept else path
+            resume_from_checkpoint = None if is_kept else resume_from_checkpoint
         with _Training(self, fit):
             return plain(self, resume_from_checkpoint, trial, *args, **others)
 
