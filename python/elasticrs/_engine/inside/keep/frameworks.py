@@ -107,7 +107,7 @@ class Fit:
         now = {("module", name): tuple(each.shape) for name, each in state.items() if hasattr(each, "shape")}
         was = {path: shape for path, shape in self._kept.shapes.items() if path[0] == "module"}
         if is_chosen and now != was:
-            changed = ", ".join(sorted(path[1] for path, _ in now.items() ^ was.items())[:3])
+            changed = ", ".join(sorted({path[1] for path, _ in now.items() ^ was.items()})[:3])
             say(f"step {kept} is not restored: the module has other tensors now ({changed})")
             is_chosen = False
         if not is_chosen:
