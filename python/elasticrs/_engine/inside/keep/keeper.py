@@ -1,4 +1,4 @@
-"""Keeps the state of this process: from the ends of its steps to its last copy."""
+"""Follows the steps of a training, has its state copied into the agent's memory, and restores it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from elasticrs._engine.inside.keep.trees import Path
 
 _EXIT_LIMIT = 10.0
-"""Seconds for which the exit of the program waits for a copy that runs."""
+"""Maximum seconds for which the program, when it exits, waits for a copy that is being made."""
 
 
 def say(text: str) -> None:
-    """Tell the user something about the state of this rank."""
+    """Write a line about the kept state of this rank to standard error, for the user."""
     rank = os.environ.get("RANK", "?")
     try:
         print(f"elasticrs: keep: rank {rank}: {text}", file=sys.stderr, flush=True)
@@ -42,15 +42,15 @@ def say(text: str) -> None:
 
 
 _active: Keeper | None = None
-"""The keeper of this process."""
+"""The object that keeps the state of this process; ``None`` without one."""
 _is_used = False
-"""True if a step has ended in this process. The agent's choice is out of date from then on."""
+"""True once a step has ended in this process. Then it no longer restores the copy that the agent chose."""
 _agreement: nodes.Agreement | None = None
-"""What the nodes of a job of several nodes have agreed on."""
+"""The agreement of the job's nodes on the step to restore; ``None`` before it is made."""
 
 
 def begin(objects: Mapping[str, Any], values: dict[str, Any], every: int | None, mode: int) -> Keeper | None:
-    """Begin to keep the state of this process, as :class:`Keeper`. Return ``None`` if nothing can be kept."""
+    """Return a new :class:`Keeper` of this process. If that fails, tell the user why, and return ``None``."""
     global _active  # noqa: PLW0603 -- one for each process
     try:
         if _active is not None and not _active.is_closed and _active.is_of_this_process():
@@ -61,7 +61,7 @@ def begin(objects: Mapping[str, Any], values: dict[str, Any], every: int | None,
         if nodes.is_job_of_several_nodes():
             nodes.tell_off(str(error))
         return None
-    # Keep must not end the training, whatever goes wrong.
+    # A failure to keep the state must not end the training, whatever went wrong.
     except Exception as error:
         say(f"off: the agent's memory cannot be used: {error!r}")
         return None
@@ -69,7 +69,7 @@ def begin(objects: Mapping[str, Any], values: dict[str, Any], every: int | None,
 
 
 def close() -> None:
-    """Let this process make another keeper, and forget the program's objects."""
+    """Close the keeper of this process, and forget it. The process can then make another one."""
     global _active  # noqa: PLW0603 -- one for each process
     if _active is not None:
         _active.close()
@@ -77,14 +77,15 @@ def close() -> None:
 
 
 def keep_own() -> None:
-    """Copy the state of this process, because an error ends its program. Return soon."""
+    """Copy the state of this process, because an error ends its program. Wait for that a limited time."""
     if _active is not None and _active.is_of_this_process() and not _active.is_closed:
         _active.keep_own()
 
 
 class Peeked:
-    """What :func:`peek` has found: the kept step, the states of the objects that are neither modules nor
-    optimizers, without large tensors, and the shapes of the tensors of the others, by their paths.
+    """What :func:`peek` has read of a copy of the state: ``step`` is the step to which the training returns.
+    ``objects`` are the states of the objects that are neither modules nor optimizers, without large tensors.
+    ``shapes`` are the shapes of tensors, by the keys under which these are in the state.
     """
 
     def __init__(self, kept: restore.Kept) -> None:
@@ -96,7 +97,8 @@ class Peeked:
 
 
 def peek() -> Peeked | None:
-    """Look at the state that :meth:`Keeper.restore` would load. Return ``None`` if there is none.
+    """Read parts of the state that :meth:`Keeper.restore` would load, but load nothing. Return ``None`` if
+    there is no such state.
 
     Raises:
         RuntimeError: the nodes of the job could not agree on a step.
@@ -112,16 +114,17 @@ def peek() -> Peeked | None:
         large = plan["large"]
         kept = restore.Kept(KeepFile(large["file"]), large["slot"], plan["step"], large["sequence"])
     except (OffError, restore.DamagedError):
-        return None  # `restore` says why.
+        return None  # `Keeper.restore` will tell the user why.
     return Peeked(kept)
 
 
 def _agreed_plan(file: KeepFile, plan: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the agent's plan. On several nodes, agree with the others what is restored, once per process.
+    """Return the plan, in which the agent tells this worker what to restore. On several nodes, the workers
+    first agree on a step, once per process.
 
     Raises:
-        OffError: the nodes have no store in which they could meet.
-        RuntimeError: another node did not come here in time, or no node could send a copy.
+        OffError: the nodes have no key-value store for their agreement.
+        RuntimeError: a worker of another node did not take part in time, or no node could send a copy.
     """
     global _agreement  # noqa: PLW0603 -- one for each process
     if plan["off"] or "holdings" not in plan:
@@ -132,13 +135,13 @@ def _agreed_plan(file: KeepFile, plan: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _places(plan: Mapping[str, Any]) -> list[str]:
-    """Return the files of all ranks; an empty list if some are on other nodes."""
+    """Return where the files with the copies of all ranks are; an empty list on several nodes."""
     places: list[str] = [] if nodes.is_job_of_several_nodes() else plan.get("files", [])
     return places
 
 
 def _notice_backward(notice: Callable[[], None]) -> Callable[[], None]:
-    """Have ``notice`` called before each ``backward``. Return a function that ends this."""
+    """Have ``notice`` called before each backward pass of torch. Return a function that ends this."""
     real = torch.autograd.backward
 
     @wraps(real)
@@ -156,7 +159,7 @@ def _notice_backward(notice: Callable[[], None]) -> Callable[[], None]:
 
 
 class Restored:
-    """What :meth:`Keeper.restore` has loaded. ``from_rank`` made the copy of the large state."""
+    """What :meth:`Keeper.restore` has loaded. ``from_rank`` is the rank whose copy it has loaded."""
 
     def __init__(self, plan: Mapping[str, Any], *, is_exact: bool, at_death: bool) -> None:
         self.step: int = plan["step"]
@@ -168,17 +171,17 @@ class Restored:
 
 
 class Keeper:
-    """Keeps the state of the objects of a program.
+    """Keeps the training state of a program: has it copied at the ends of steps, and restores it.
 
     Args:
-        objects: the objects by name.
+        objects: the objects with the state, such as modules and optimizers, by name.
         values: further plain values of the program.
-        every: number of steps from one periodic copy to the next; 0 for none; ``None`` for as many as the
-            costs suggest.
-        mode: a code of :class:`.Mode`.
+        every: number of steps from one periodic copy to the next; 0 for none; ``None`` for a number that
+            depends on how long copies block the training.
+        mode: a code of :class:`.Mode`: whether all ranks have the same state.
 
     Raises:
-        OffError: nothing can be kept.
+        OffError: the state cannot be kept.
     """
 
     def __init__(
@@ -200,7 +203,7 @@ class Keeper:
         self._copier = Copier(self._file, facts, self._plan["memory"], notices, self._schedule, say)
         self._at: int | None = None
         self._read: tuple[int, int | None] | None = None
-        """Step of the copies that the program has read itself, and that of this rank's slots it came from."""
+        """Step of the copies that :meth:`reader` has opened, and this rank's slot that has one of them."""
         self._stride = 1
         self._boundary: Boundary | None = None
         self._has_changed = self._has_told_gradients = self._are_starts_equal = False
@@ -213,11 +216,11 @@ class Keeper:
         atexit.register(self.close)
 
     def is_of_this_process(self) -> bool:
-        """Return false in a child that has been forked from the process that keeps its state."""
+        """Return true in the process that made this object, and false in a child forked from it."""
         return os.getpid() == self._pid
 
     def close(self) -> None:
-        """Keep no further step. Wait for a copy that runs, but not for long."""
+        """Copy no further step. Wait for a copy that is being made, but only for a limited time."""
         if self.is_of_this_process() and not self.is_closed:
             self.is_closed = True
             self._close_handover()
@@ -229,16 +232,16 @@ class Keeper:
                 sys.excepthook = self._previous
 
     def _close_handover(self) -> None:
-        """Serve this rank's copy no longer. All ranks have restored theirs when a step has ended."""
+        """Stop serving this rank's copy to other nodes. None needs it when all ranks have ended a step."""
         if _agreement is not None and _agreement.handover is not None:
             _agreement.handover.close()
             _agreement.handover = None
 
     def restore(self) -> Restored | None:
-        """Load the state that the agent has chosen. Return ``None`` if there is none.
+        """Load the copy that the agent has chosen into the program's objects. Return ``None`` without one.
 
         Raises:
-            RuntimeError: the chosen copy is damaged, while the other ranks may go on from theirs.
+            RuntimeError: the copy is damaged. The attempt must end, because other ranks may load theirs.
         """
         if _is_used or not self.is_of_this_process():
             return None
@@ -265,7 +268,7 @@ class Keeper:
         large = plan["large"]
         own = os.environ[layout.VARIABLE]
         try:
-            # An earlier job has saved this rank's small state in another file, on a disk.
+            # If an earlier job has saved the state on a disk, the plan names its file of this rank `home`.
             home = KeepFile(plan["home"]) if "home" in plan else self._file
             file = home if large["file"] == plan.get("home", own) else KeepFile(large["file"])
             kept = restore.Kept(file, large["slot"], step, large["sequence"])
@@ -274,7 +277,7 @@ class Keeper:
         except (restore.DamagedError, OffError) as error:
             text = f"the copy of step {step} of rank {large['rank']} is damaged: {error}"
             if self._world > 1:
-                # If this rank went on from another step than the others, the result would be wrong.
+                # If this rank went on from another step than the others, the training would go wrong.
                 raise RuntimeError(f"elasticrs: keep: {text}. The next attempt goes on without it") from error
             say(f"{text}. Nothing is restored")
             return None
@@ -283,7 +286,7 @@ class Keeper:
         except (restore.DifferentError, OffError) as error:
             say(f"step {step} is not restored: {error}")
             return None
-        # The objects are the program's, and raise what they want.
+        # The program's own objects load their states here, and may raise any exception.
         except Exception as error:
             say(f"step {step} is not restored: {error!r}")
             return None
@@ -305,17 +308,17 @@ class Keeper:
         return found
 
     def reader(self) -> Reader | None:
-        """Return what reads the copies of all ranks; ``None`` if there are none, or if a step has ended.
+        """Return a reader of the copies of all ranks; ``None`` without copies, or if a step has ended.
 
         Raises:
-            RuntimeError: a copy is damaged, while the other ranks may go on from theirs.
+            RuntimeError: a copy is damaged. The attempt must end, because other ranks may load theirs.
         """
         if _is_used or not self.is_of_this_process():
             return None
         found = self._plan.get("reader")
         if not found:
             return None
-        # Few programs need this, and it imports much of torch.
+        # Import this module only when it is needed, because it imports much of torch.
         from elasticrs._engine.inside.keep.reader import Reader, open_copies
 
         copies = open_copies(found, self._file)
@@ -324,7 +327,7 @@ class Keeper:
         return Reader(copies, int(os.environ["RANK"]))
 
     def begin_at(self, step: int) -> None:
-        """Take note of the step after which the program goes on."""
+        """Note that the training goes on after ``step``, which the program has restored or begun with."""
         if self.is_of_this_process():
             self._guarded(lambda: self._begin_at(step))
 
@@ -337,16 +340,16 @@ class Keeper:
             self._copier.source = self._read[1]
 
     def before_change(self) -> None:
-        """Say that the state is about to change, from now to the end of the step."""
+        """Note that the program changes its state from now until the end of the step."""
         if not self.is_of_this_process():
             return
         self._guarded(self._before_change)
 
     def before_exchange(self) -> None:
-        """Say that the gradients of a step are about to be sent to the other ranks.
+        """Save the random numbers and the like, because gradients are about to be sent to the other ranks.
 
-        They can then end the step without this rank. If it dies, they are a step ahead. Its random numbers
-        and its position in the data are already those of that step.
+        With these, the others can end the step even if this process dies. Its next process then restores
+        their step, and needs random numbers and a position in the data of that step, as they are now.
         """
         if self.is_of_this_process():
             self._guarded(self._put_next)
@@ -354,7 +357,8 @@ class Keeper:
     def _before_backward(self) -> None:
         if self.is_of_this_process():
             self._backwards += 1
-            # If there were more in the last step, more random numbers are drawn before the last one.
+            # Save the random numbers only before the last backward pass of a step (going by their number in
+            # the step before), because the program draws more of them until then.
             if self._backwards >= self._usual_backwards:
                 self._guarded(self._put_next)
 
@@ -366,15 +370,15 @@ class Keeper:
         self._has_changed = True
         self._copier.change()
         if not self._backwards:
-            # The program computes its gradients without `backward`.
+            # No backward pass has saved them, because the program computes its gradients without any.
             self._put_next()
 
     def _before_optimizer(self, _optimizer: object, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run before each step of an optimizer. A closure runs forward and backward inside the step, so the
-        state changes only when it has returned.
+        """Note that an optimizer is about to change the state. If its step gets a closure, which computes the
+        loss and gradients, the change begins only when the closure has returned.
         """
         if torch.compiler.is_compiling():
-            return None  # The compiler cannot trace what follows. The versions of tensors tell of the change.
+            return None  # The compiler cannot trace what follows. So `_step` notices the change later.
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self.before_change()
@@ -390,10 +394,10 @@ class Keeper:
         return args, {**kwargs, "closure": wrapped}
 
     def step(self, step: int) -> None:
-        """Say that a step has ended.
+        """Note that ``step`` has ended, and have its state copied if a copy is due.
 
         Raises:
-            RuntimeError: another rank has gone on from another step than this one.
+            RuntimeError: another rank has restored another step than this rank, so the training is wrong.
         """
         if self.is_of_this_process():
             self._guarded(lambda: self._step(step))
@@ -447,7 +451,7 @@ class Keeper:
         self._copier.end_step(boundary, is_due=is_due, is_check=is_check)
 
     def _has_only_gradients(self, before: Boundary | None) -> bool:
-        """Return true if a step has added to the gradients, which are not kept, and changed nothing else."""
+        """Return true if a step has changed only the gradients, which are not copied."""
         if self._has_changed or not self._backwards or not self._collector.has_gradients():
             return False
         if before is None:
@@ -455,7 +459,7 @@ class Keeper:
         return before.parts.changed(before.versions) is None
 
     def end_training(self) -> None:
-        """Say that no step follows. Copy the last one, and wait until the program may change its state."""
+        """Copy the state of the last step, because no step follows. Wait until the program may change it."""
         if self.is_of_this_process():
             self._guarded(self._copy_last)
 
@@ -465,7 +469,7 @@ class Keeper:
             self._copier.change()
 
     def _guarded(self, action: Callable[[], None]) -> None:
-        """Do something that must not end the training, whatever goes wrong."""
+        """Call ``action``. If it fails, turn the keeping of the state off, so that the training goes on."""
         if self._copier.is_off or self.is_closed:
             return
         try:
@@ -480,11 +484,11 @@ class Keeper:
     def _excepthook(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        # The previous hook tells the agent first, so that the other ranks are stopped at once.
+        # First call the previous hook, which tells the agent, so that it stops the other ranks at once.
         self._previous(kind, error, trace)
         if self.is_of_this_process():
             self.keep_own()
 
     def keep_own(self) -> None:
-        """Copy the state, because an error ends the program. Wait for it, but not for long."""
+        """Copy the state, because an error ends the program. Wait for that a limited time."""
         self._copier.keep_own(self._plan.get("grace", 0))
