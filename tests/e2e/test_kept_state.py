@@ -326,6 +326,22 @@ def test_sharded_state_is_saved_for_a_reader_with_any_number_of_ranks(run, savin
         assert [Path(place.partition(":")[2]).name for place, *_ in copies] == ["rank0", "rank1"]
 
 
+def test_saved_state_that_makes_two_attempts_fail_alike_is_set_aside(run, saving, tmp_path):
+    folder = tmp_path / "saved"
+    saving("fail", f"--keep-save={folder}").wait()
+    fails = """
+    if attempt < 2:
+        join(ended=13)
+        raise ValueError("nan")
+"""
+    job, plans = run(fails, f"--keep-save={folder}", "--max-same-failures=0")
+    # One rank may be stopped before it has shown its plan.
+    steps = [{plan["step"] for plan in plans[attempt].values()} for attempt in (0, 1, 2)]
+    assert steps == [{12}, {12}, {None}]
+    assert "step 12 in " in job.stderr
+    assert " is set aside" in job.stderr
+
+
 def test_job_whose_state_cannot_be_saved_ends_as_usual(saving, launch, worker_script, tmp_path):
     (tmp_path / "file").write_text("")
     job = saving("fail", f"--keep-save={tmp_path / 'file'}", "--exit-codes=worker")

@@ -7,6 +7,7 @@ from helpers.keep_agent import KeepAgent, Programs
 
 from elasticrs._engine.inside.keep import saved
 from elasticrs._engine.inside.keep.choice import choose
+from elasticrs._engine.inside.keep.layout import Head, Mode
 
 pytestmark = pytest.mark.torch
 
@@ -78,6 +79,7 @@ def test_sharded_state_is_read_with_any_number_of_ranks(programs, tmp_path):
         agent.begin()
         save = f"found = whole(); rank or torch.save(found, {str(reference)!r})"
         run(agent, "keep.restore(); train(1); train(2)", save, "train(3)")
+        assert agent.file().words[Head.MODE] == Mode.SHARDED
         holdings = {rank: agent.files.holding(rank, rank, 2) for rank in (0, 1)}
         choice = choose(holdings, 2)
         assert (choice.step, choice.is_replicated) == (2, False)
