@@ -32,11 +32,13 @@ _ORDER = b"keep"
 """Datagram that the agent sends: copy the state now, because this process is about to be stopped."""
 
 _RESERVE, _PERIODIC, _OWN, _END = b"reserve", b"periodic", b"own", b"end"
-"""Datagrams to the copying thread: allocate memory, copy periodically, copy after an exception, and end."""
+"""Datagrams that ask the copying thread to allocate memory, copy periodically or after an error, or end."""
 
 _CREDENTIALS = socket.CMSG_SPACE(12)
 _PATIENCE = 0.3
-"""Minimum seconds for which an ordered copy waits until the step ends; slow optimizers get longer."""
+"""Minimum seconds for which a copy that the agent has ordered waits for the end of the current step. It waits
+longer if the optimizer took long in the step before.
+"""
 
 _LIMIT = 300.0
 """Seconds after which the training no longer waits for a copy of its state, and no more copies are made."""
@@ -47,7 +49,9 @@ _PACE = 1_000_000_000
 _LEAST_PACE_MS = 10
 
 _INDEX_ROOM = 16384
-"""Minimum spare bytes behind the index of a copy (what it has beside the tensors), for a longer next one."""
+"""Minimum bytes that are left free behind the index of a copy (random numbers and the like, and descriptions
+of the tensors), so that the index of the next copy may be longer.
+"""
 
 
 class _Target:
@@ -101,7 +105,7 @@ class Copier:
         self._boundary: Boundary | None = None
         self._is_changing = True
         self._changed_ns = self._change_ns = 0
-        """Begin of the present change of the state (0 if there is none), and duration of the last, in ns."""
+        """Time at which the present change of the state began (0 without one), and duration of the last."""
         self._is_copied = threading.Event()
         """Set while no periodic copy reads the tensors of the program."""
         self._is_copied.set()
@@ -118,7 +122,7 @@ class Copier:
         about to stop this process, and the training waits while a periodic copy reads the tensors.
         """
         self.source: int | None = None
-        """Slot of this rank's file with the restored step. The first copy goes into the other slot."""
+        """Slot of this rank's file with the copy that was restored. The next goes into the other slot."""
         self._sequence = max(slot.sequence for slot in file.slots)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
@@ -201,7 +205,7 @@ class Copier:
             self._notify(b"keep left")
 
     def finish(self, limit: float) -> None:
-        """Have the copying thread end after a copy that it may be making. Wait at most ``limit`` seconds."""
+        """End the copying thread, after the copy that it is making. Wait at most ``limit`` seconds for it."""
         self.leave()
         if self._ask(_END):
             self._has_ended.wait(limit)
@@ -222,7 +226,7 @@ class Copier:
             return False
         return True
 
-    # What the thread runs.
+    # What the copying thread runs.
 
     def _run(self) -> None:
         own, users = os.getpid(), (0, os.geteuid())
@@ -292,7 +296,7 @@ class Copier:
             if self._is_changing:
                 return Answer.CHANGING
             if self._ranks.do_starts_differ():
-                # The ranks have restored different steps. Their copies would be a mixture of two trainings.
+                # Ranks may have restored different steps. Their copies would be a mixture of two trainings.
                 return Answer.NOTHING
             if why == Why.AT_DEATH and self._would_lose_common_step(boundary.step):
                 return Answer.KEPT
@@ -347,7 +351,7 @@ class Copier:
         return path is not None
 
     def _free_slot(self) -> int:
-        """Return the number of the slot for the next copy: the slot without the newest copy."""
+        """Return the slot of this rank's file the next copy may overwrite, so that the newest stays."""
         slots = self._file.slots
         if self._last is None:
             empty = [number for number, slot in enumerate(slots) if slot.complete_step is None]
@@ -390,7 +394,8 @@ class Copier:
         assert words is not None
         if (words[Slot.LAYOUT], words[Slot.DATA_AT]) != (parts.layout, data_at):
             slot.drop()
-            # The checksum includes the gaps between tensors. With zeros there, equal states have equal ones.
+            # Fill the gaps between the tensors with zeros, because the checksum includes the gaps, and equal
+            # states must have equal checksums.
             target.data.zero_()
         return target
 

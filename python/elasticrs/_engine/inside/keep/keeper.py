@@ -203,7 +203,7 @@ class Keeper:
         self._copier = Copier(self._file, facts, self._plan["memory"], notices, self._schedule, say)
         self._at: int | None = None
         self._read: tuple[int, int | None] | None = None
-        """Step of the copies that :meth:`reader` has opened, and this rank's slot that has one of them."""
+        """Step of the copies that :meth:`reader` has opened, and the slot of this rank's file among them."""
         self._stride = 1
         self._boundary: Boundary | None = None
         self._has_changed = self._has_told_gradients = self._are_starts_equal = False
@@ -370,7 +370,7 @@ class Keeper:
         self._has_changed = True
         self._copier.change()
         if not self._backwards:
-            # No backward pass has saved them, because the program computes its gradients without any.
+            # Save the random numbers now, because no backward pass was seen before which to save them.
             self._put_next()
 
     def _before_optimizer(self, _optimizer: object, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -378,7 +378,7 @@ class Keeper:
         loss and gradients, the change begins only when the closure has returned.
         """
         if torch.compiler.is_compiling():
-            return None  # The compiler cannot trace what follows. So `_step` notices the change later.
+            return None  # The compiler cannot trace what follows. Leave it to `_step` to notice the change.
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self.before_change()
@@ -484,7 +484,7 @@ class Keeper:
     def _excepthook(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        # First call the previous hook, which tells the agent, so that it stops the other ranks at once.
+        # First call the hook set before: it tells the agent, so that the other ranks are stopped at once.
         self._previous(kind, error, trace)
         if self.is_of_this_process():
             self.keep_own()

@@ -33,7 +33,9 @@ at only one of the two copies.
 """
 
 _REPLICATED_NS = 60_000_000_000
-"""Minimum nanoseconds between copies if all ranks have the same state, which any survivor can still copy."""
+"""Minimum nanoseconds between two periodic copies if all ranks have the same state. Few are needed then,
+because any rank that survives a failure can still copy the newest state.
+"""
 
 _FIXED = 10
 """Number of steps between two copies if this process cannot read the announcements in rank 0's file."""
@@ -139,15 +141,15 @@ class Schedule:
         return any(each[Head.PID] and each[Head.RESTORED] != own for each in self._others())
 
     def ranks_from_elsewhere(self) -> tuple[list[int], bool]:
-        """Return the ranks that have restored another step than this rank. Also return whether all ranks are
-        known to have restored what they will, because each has ended a step.
+        """Return the ranks that have restored another step than this rank. Also return whether the list is
+        complete, because each rank has ended a step since it restored its state.
         """
         own, heads = self._words[Head.RESTORED], self._others()
         ended = [rank for rank, each in enumerate(heads) if each[Head.ENDED]]
         return [rank for rank in ended if heads[rank][Head.RESTORED] != own], len(ended) == len(heads)
 
     def close(self) -> None:
-        """Remove the mappings of the other ranks' files."""
+        """Remove the mappings of all ranks' files from the memory of this process."""
         for each in self._peers or ():
             each.close()
         self._peers = []
@@ -157,7 +159,7 @@ class Schedule:
         return heads[0] if heads else None
 
     def _others(self) -> list[memoryview]:
-        """Return the heads of the files in which ranks keep their states; nothing if they cannot be read."""
+        """Return the heads (with the progress) of the files of all ranks; nothing if they cannot be read."""
         if self._peers is None:
             try:
                 self._peers = [KeepFile(place) for place in self._places]

@@ -34,7 +34,7 @@ _ALIGNMENT = 64
 """Bytes to which the data of each tensor in a copy is aligned."""
 
 _RECHECKED = 256
-"""Number of steps after which the program's tensors are looked up again, even if none has been replaced."""
+"""Number of steps after which the program's tensors are looked up again, even if none seems replaced."""
 
 _COMMON = ("torch.optim.lr_scheduler", "torch.amp.grad_scaler")
 """Python modules of torch that define classes (such as schedulers) whose state is the same on all ranks."""
@@ -79,7 +79,7 @@ class Parts:
         self._versioned = [each for each in self.tensors if id(each) not in own and not each.is_inference()]
 
     def versions(self) -> list[int]:
-        """Return torch's version numbers of the watched tensors, which grow with most changes of the data."""
+        """Return torch's version numbers of all tensors but the optimizers' own. Most changes raise them."""
         return list(map(_version, self._versioned))
 
     def changed(self, versions: list[int]) -> Path | None:
@@ -235,7 +235,7 @@ class Collector:
                 return True
         self._watch, self._volatile, self._skeletons = [], {}, {}
         self._large, self._of_optimizers = [], []
-        # Call this for each object, even after a false result, because each call adds to the lists above.
+        # Call this for each object, even after a false result, because each call adds to the lists.
         are_cacheable = [self._take_module(name, each) for name, each in self.modules.items()]
         are_cacheable += [self._take_optimizer(name, each) for name, each in self.optimizers.items()]
         if not all(are_cacheable):
@@ -253,7 +253,8 @@ class Collector:
         for path, leaf in leaves:
             # Parameters can be copied after the end of a step, because only the optimizer of the next step
             # changes them. The next forward pass may change buffers, so small buffers are copied at once.
-            # A `DTensor` is copied later in any case, because only then the place of its part is stored.
+            # A `DTensor` is copied later in any case, because only for such tensors is it stored where this
+            # rank's part belongs in the whole.
             if isinstance(leaf, torch.nn.Parameter) or is_large(leaf) or hasattr(leaf, "placements"):
                 self._large.append((path, leaf))
             else:
@@ -263,7 +264,9 @@ class Collector:
         return is_live(module, state)
 
     def _take_optimizer(self, name: str, optimizer: torch.optim.Optimizer) -> bool:
-        """Add the state of an optimizer to the lists of tensors. Return a value like :meth:`_take_module`."""
+        """Add the state of an optimizer to the lists of tensors. Return true if these lists stay right until
+        the optimizer gets another tensor.
+        """
         state = optimizer.state_dict()
         params = [group["params"] for group in state.pop("param_groups")]
         leaves: Leaves = []
@@ -356,7 +359,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def renew_random_state(step: int) -> None:
-    """Seed the generators of random numbers from torch's first seed and ``step``. Their kept states are lost.
+    """Seed the generators of random numbers from torch's first seed and ``step``, as their states are lost.
 
     With the first seed alone, the program would draw the random numbers of its first steps again.
     """
@@ -368,7 +371,9 @@ def renew_random_state(step: int) -> None:
 
 
 def join_index(parts: list[bytes]) -> bytes:
-    """Return the parts of a copy's index as one: a checksum, then the length and the content of each part."""
+    """Return the parts of a copy's index (what a copy has beside the data of the tensors) as one: a checksum,
+    then the length and the content of each part.
+    """
     joined = b"".join(piece for part in parts for piece in (layout.pack([len(part)]), part))
     return layout.pack([crc32(joined)]) + joined
 

@@ -30,7 +30,7 @@ _PROTOCOL = 2
 
 
 _PLAIN = frozenset((int, float, complex, str, bool, type(None), torch.dtype, torch.device, torch.Size))
-"""Types of values that torch always loads safely, so that no trial is needed."""
+"""Types of values that torch is known to load safely, so that :func:`_check` does not try it."""
 
 
 def take_apart(value: Any, path: Path, leaves: Leaves) -> Any:
@@ -77,7 +77,9 @@ def _check(value: Any, path: Path) -> None:
 
 
 def put_together(skeleton: Any, leaves: Mapping[Path, Any], path: Path = ()) -> Any:
-    """Return the state that :func:`take_apart` has split into ``skeleton`` and ``leaves``, below ``path``."""
+    """Return the state that :func:`take_apart` has split into ``skeleton`` and ``leaves``. The paths of these
+    leaves begin with ``path``.
+    """
     if skeleton is None:
         return leaves.get(path)
     if isinstance(skeleton, dict):
@@ -115,7 +117,7 @@ def encode(state: Any, is_separate: Callable[[Any], bool] = lambda _leaf: False)
 
 
 def decode(data: bytes, separate: Mapping[Path, Any] | None = None) -> Any:
-    """Return the state that :func:`encode` has turned into ``data``. ``separate`` has what was left out."""
+    """Return the state that :func:`encode` has turned into ``data``. ``separate`` has the leaves left out."""
     length = layout.unpack(data[: layout.WORD])[0]
     base = layout.WORD + length
     skeleton, entries = load(data[layout.WORD : base])
