@@ -351,7 +351,7 @@ class Copier:
         return path is not None
 
     def _free_slot(self) -> int:
-        """Return the slot of this rank's file the next copy may overwrite, so that the newest stays."""
+        """Return the slot of this rank's file for the next copy. The other slot keeps the newest copy."""
         slots = self._file.slots
         if self._last is None:
             empty = [number for number, slot in enumerate(slots) if slot.complete_step is None]
