@@ -284,11 +284,11 @@ class Keeper:
         try:
             restore.apply(self._collector, kept, small, self._values)
         except (restore.DifferentError, OffError) as error:
-            say(f"step {step} is not restored: {error}")
+            self._refuse(f"step {step} is not restored: {error}", error)
             return None
         # The program's own objects load their states here, and may raise any exception.
         except Exception as error:
-            say(f"step {step} is not restored: {error!r}")
+            self._refuse(f"step {step} is not restored: {error!r}", error)
             return None
         is_exact = plan["exact"] and small is not None and not stale
         found = Restored(plan, is_exact=is_exact, at_death=kept.is_at_death)
@@ -306,6 +306,24 @@ class Keeper:
             text += f"; from the middle of the step are: {', '.join(stale)}"
         say(f"{text}; {plan['why']}" if plan["why"] else text)
         return found
+
+    def _refuse(self, text: str, error: Exception) -> None:
+        """Say that this rank does not go on from the kept step.
+
+        Raises:
+            RuntimeError: the ranks of other nodes may go on from it. Those of this node compare their starts.
+        """
+        if nodes.is_job_of_several_nodes():
+            self._drop_all()
+            raise RuntimeError(
+                f"elasticrs: keep: {text}. The ranks of other nodes may go on from it"
+            ) from error
+        say(text)
+
+    def _drop_all(self) -> None:
+        self._file.ring.drop_after(-1)
+        for slot in self._file.slots:
+            slot.drop()
 
     def reader(self) -> Reader | None:
         """Return a reader of the copies of all ranks; ``None`` without copies, or if a step has ended.
@@ -408,9 +426,7 @@ class Keeper:
         ranks, self._are_starts_equal = self._schedule.ranks_from_elsewhere()
         if ranks:
             self._are_starts_equal = False
-            self._file.ring.drop_after(-1)
-            for slot in self._file.slots:
-                slot.drop()
+            self._drop_all()
             begun = self._file.words[Head.RESTORED]
             own = f"restored step {begun - 1}" if begun else "restored no state"
             others = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

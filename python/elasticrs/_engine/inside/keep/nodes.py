@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 PATIENCE = 600.0
 """Seconds for which a rank waits until the workers of all nodes have called ``Keep.restore``."""
 
+_QUIET = 15.0
+"""Seconds after which a rank says that it waits."""
+
 _CHOICE = "choice"
 
 
@@ -63,7 +66,7 @@ def agree(plan: Mapping[str, Any], file: KeepFile, say: Callable[[str], None]) -
         RuntimeError: a node has not called ``Keep.restore`` in time, or no node could send a copy.
     """
     facts = {name: plan[name] for name in ("holdings", "barred_from", "ranks_before", "was_replicated")}
-    store = _Store() if is_job_of_several_nodes() else None
+    store = _Store(say) if is_job_of_several_nodes() else None
     own = int(os.environ["GROUP_RANK"]), int(os.environ["LOCAL_RANK"])
     try:
         choice = _choice(store, own, facts)
@@ -93,9 +96,12 @@ _FACTS = ("step", "exact", "behind", "why", "kept_by", "ranks", "at_death", "los
 
 
 class _Store:
-    """The store through which the process groups of this attempt connect. Values are stored as JSON."""
+    """The store through which the process groups of this attempt connect. Values are stored as JSON.
+    ``say`` tells the user about a long wait.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], None] | None = None) -> None:
+        self._say = say
         from torch import distributed
 
         torch_distributed: Any = distributed  # Its annotations lack the names of its stores.
@@ -122,6 +128,15 @@ class _Store:
 
     def get_all(self, keys: Sequence[str]) -> list[Any]:
         """Wait until all keys exist, and return their values."""
+        from torch.distributed import DistStoreError
+
+        if self._say is not None:
+            try:
+                self._store.wait(list(keys), timedelta(seconds=_QUIET))
+            except DistStoreError:
+                self._say(
+                    "waiting for the other nodes, because the ranks of all nodes must call Keep.restore()"
+                )
         self._store.wait(list(keys), timedelta(seconds=PATIENCE))
         return [json.loads(each) for each in self._store.multi_get(list(keys))]
 

@@ -1,0 +1,85 @@
+"""Ranks of several nodes that do not restore what the others restore."""
+
+import signal
+
+import pytest
+from helpers import ports
+from helpers.procs import wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
+TRAINS = """
+    import os, signal, sys, torch, torch.distributed as dist
+    from elasticrs import Keep
+
+    class Odd:
+        def state_dict(self):
+            return {}
+        def load_state_dict(self, state):
+            if sys.argv[1] == "refuses" and rank == 1:
+                raise ValueError("another loader")
+
+    dist.init_process_group("gloo")
+    model, rank = torch.nn.Linear(16, 4), dist.get_rank()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    keep = Keep(model=model, optimizer=optimizer, odd=Odd(), replicated=True, every=0)
+    step, number = 0, os.environ["ELASTICRS_ROUND"]
+    if not (sys.argv[1] == "waits" and rank == 1):
+        step = keep.restore()
+    print(f"BEGIN {number} {rank} {step}", flush=True)
+    while step < 20:
+        optimizer.zero_grad()
+        model(torch.ones(4, 16)).square().mean().backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+        step += 1
+        keep.step(step)
+        if (number, rank, step) == ("1", 1, 9):
+            os.kill(os.getpid(), signal.SIGKILL)
+    dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def agents(launch, worker_script):
+    script, port = worker_script(TRAINS), ports.free()
+    options = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}")
+    more = ("--rdzv-id=k", "--max-restarts=3", "--warm=torch", script)
+
+    def start(how):
+        host = launch(*options, *more, how)
+        wait_until(lambda: not ports.is_free(port))
+        return [host, launch(*options, *more, how)]
+
+    return start
+
+
+def test_a_rank_that_cannot_load_the_kept_state_does_not_train_from_another_step(agents):
+    job = agents("refuses")
+    assert [agent.wait() for agent in job] == [0, 0]
+    begun = [match.group(1).split() for agent in job for match in agent._matches("BEGIN (.*)", "stdout")]
+    # The state is set aside when it has been refused twice.
+    assert sorted(begun) == [
+        ["1", "0", "0"],
+        ["1", "1", "0"],
+        ["2", "0", "9"],
+        ["3", "0", "9"],
+        ["4", "0", "0"],
+        ["4", "1", "0"],
+    ]
+    assert any("ValueError('another loader')" in agent.stderr for agent in job)
+
+
+def test_a_rank_that_waits_for_nodes_that_do_not_restore_says_so(agents):
+    job = agents("waits")
+
+    def with_line():
+        for agent in job:
+            agent.read_for(0.05)
+        return any("must call Keep.restore()" in agent.stderr for agent in job)
+
+    wait_until(with_line)
+    for agent in job:
+        agent.signal(signal.SIGTERM)
+        agent.wait()
