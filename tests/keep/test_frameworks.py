@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
+from helpers.nodes import meeting
 from helpers.procs import HANG
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -58,9 +59,9 @@ class Run:
 
 @pytest.fixture
 def train(launch, tmp_path):
-    """Return a function that runs a program to completion."""
+    """Return a function that runs a program to completion, on one node or on more."""
 
-    def train(program, *options, name="run", die=(), code=0, **settings):
+    def train(program, *options, name="run", die=(), nodes=1, **settings):
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
         environment = {
@@ -71,10 +72,11 @@ def train(launch, tmp_path):
             "HF_HUB_OFFLINE": "1",
             "HF_HOME": str(tmp_path),
         }
-        options = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "3", "--warm", "auto", *options)
-        launched = launch(*options, PROGRAMS / f"{program}.py", env=environment)
-        ended = launched.exits(code, timeout=5 * HANG)
-        return Run(folder, ended.stdout + ended.stderr)
+        place = ("--standalone",) if nodes == 1 else meeting(str(nodes))
+        common = (*place, f"--nproc-per-node={2 // nodes}", "--max-restarts=3", "--warm=auto", *options)
+        launched = [launch(*common, PROGRAMS / f"{program}.py", env=environment) for _ in range(nodes)]
+        ended = [each.exits(0, timeout=5 * HANG) for each in launched]
+        return Run(folder, "".join(each.stdout + each.stderr for each in ended))
 
     return train
 
@@ -181,6 +183,13 @@ def test_the_end_of_an_epoch_of_transformers_is_not_left_out(calm, train, moment
 def test_a_training_that_has_ended_is_not_repeated(calm, train, program):
     _, hurt = ends_as_without(calm, train, program, [[0, 1, "done", 24, "SIGKILL"]])
     assert hurt.first_steps() == {0: 0}
+
+
+@pytest.mark.parametrize("program", ["with_lightning", "with_transformers"])
+def test_training_on_two_nodes_goes_on(calm, train, program):
+    die = [[0, 1, "forward", 9, "SIGKILL"]]
+    _, hurt = ends_as_without(calm, train, program, die, nodes=2)
+    assert hurt.first_steps() == {0: 0, 1: 9}
 
 
 def test_manual_optimization_of_lightning_goes_on(calm, train):

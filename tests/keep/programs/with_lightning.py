@@ -145,7 +145,8 @@ def main(folder):
     options = {"max_steps": 24, **setting("options", {})}
     trainer = lightning.Trainer(
         accelerator="cpu",
-        devices=int(os.environ["WORLD_SIZE"]),
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
         strategy=setting("strategy", "ddp"),
         logger=False,
         enable_checkpointing=bool(setting("checkpoints")),
