@@ -1,7 +1,8 @@
-"""Reads the copies of all ranks as one checkpoint of ``torch.distributed.checkpoint``.
+"""Presents the copies of all ranks' training states as one checkpoint of ``torch.distributed.checkpoint``
+(``dcp``).
 
-Its planner cuts and joins the tensors for any number of ranks. No rank writes a file, and no collective is
-needed but those of ``dcp.load``.
+When ``dcp.load`` reads it, torch's planner cuts and joins the tensors for any number of ranks. The checkpoint
+is never written to a file, and only ``dcp.load`` itself calls collectives.
 """
 
 from __future__ import annotations
@@ -41,15 +42,17 @@ __all__ = ["Reader"]
 
 
 class Reader(StorageReader):
-    """Reads the kept state of all ranks: ``dcp.load(state, storage_reader=reader)``.
+    """Reads the kept training state of all ranks: ``dcp.load(state, storage_reader=reader)``.
 
-    The names are those of ``{name: state}`` with the names of the objects of ``Keep``. The state of an
-    optimizer has the names of the parameters, as in ``torch.distributed.checkpoint.state_dict``.
+    The checkpoint is a dictionary with the state of each object under the name that the object has in
+    ``Keep``. In the state of an optimizer, parameters have names instead of numbers, as in
+    ``torch.distributed.checkpoint.state_dict``.
 
     Args:
-        copies: the copies of a step, by the ranks that made them; a single one if the state is replicated.
-        rank: this rank. It reads what belongs to single ranks from the copy of the rank with its number; rank
-            0 serves if there is none.
+        copies: the copies of one step, in the order of the ranks that made them; a single copy if all ranks
+            have the same state.
+        rank: number of this rank. It reads the states that are different on each rank, such as ``values``,
+            from the copy of the rank with this number, or from that of rank 0 if there is none.
     """
 
     def __init__(self, copies: Sequence[Kept], rank: int) -> None:
@@ -67,20 +70,22 @@ class Reader(StorageReader):
 
     @property
     def values(self) -> dict[str, Any]:
-        """What ``Keep.values`` was."""
+        """The content of ``Keep.values`` when the state was copied."""
         values: dict[str, Any] = self._small["values"]
         return values
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003
-        """Return true: a name of the checkpoint is not used."""
+        """Return true for any name of a checkpoint, because the name is not used."""
         return True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: a name of the checkpoint is not used."""
+        """Do nothing, because the name of the checkpoint is not used."""
 
     def read_metadata(self, *_args: Any, **_options: Any) -> Metadata:
-        """Return the names, shapes and shards of the tensors, and the names of other values."""
+        """Return the names and shapes of the tensors in the copies, the parts of each tensor that single
+        ranks have copied, and the names of other values.
+        """
         found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         for kept in self._copies:
             tensors = kept.tensors()
@@ -100,7 +105,9 @@ class Reader(StorageReader):
         return Metadata(state_dict_metadata=found)
 
     def _state(self, kept: Kept, tensors: dict[Path, torch.Tensor]) -> dict[str, Any]:
-        """Return the states of the objects of the rank that made a copy."""
+        """Return the states of the objects, by name, from the copy of one rank. In those of optimizers, give
+        the parameters names instead of numbers.
+        """
         leaves = {**tensors, **self._small["volatile"]}
         parts = {**kept.skeletons, **kept.common, **(self._small["objects"] if kept is self._own else {})}
         state = {name: trees.put_together(each, leaves, (name,)) for name, each in parts.items()}
@@ -122,18 +129,18 @@ class Reader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **options: Any
     ) -> None:
-        """Do nothing: the copies have been found already."""
+        """Do nothing, because the copies have been found already."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan as it is."""
+        """Return the plan, by which torch loads the checkpoint on this rank, as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans as they are."""
+        """Return the plans, by which torch loads the checkpoint on all ranks, as they are."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy what this rank needs into its tensors.
+        """Copy what this rank needs, by torch's plan, from the copies of all ranks into its tensors.
 
         Raises:
             RuntimeError: a copy is damaged.
@@ -169,7 +176,8 @@ class Reader(StorageReader):
 
 
 def open_copies(readable: Mapping[str, Any], own: KeepFile | None = None) -> list[Kept]:
-    """Open the copies that a plan names in ``reader``. ``own`` is a file that is open already.
+    """Open the copies that the agent's plan (what a worker is to restore) names under ``reader``. ``own`` is
+    this worker's file, which is open already.
 
     Raises:
         RuntimeError: a copy is damaged.
@@ -185,12 +193,14 @@ def open_copies(readable: Mapping[str, Any], own: KeepFile | None = None) -> lis
 
 
 def export_saved(folder: str, out: str) -> int:
-    """Make a checkpoint of the newest state that is saved in a folder. Return its step.
+    """Write a checkpoint of ``torch.distributed.checkpoint`` into the new folder ``out``. Make it from the
+    newest training state that a job has saved in ``folder`` (``--keep-save``). Return the step of that state.
 
     Raises:
-        FileNotFoundError: nothing is saved in the folder.
+        FileNotFoundError: nothing is saved in ``folder``.
         FileExistsError: ``out`` exists.
-        ValueError: the saved state is damaged, as with ``RuntimeError``.
+        ValueError: the saved state is damaged.
+        RuntimeError: a copy in the saved state is damaged.
         OSError: the checkpoint cannot be written.
     """
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
@@ -205,7 +215,7 @@ def export_saved(folder: str, out: str) -> int:
         raise FileExistsError(f"{out} exists")
     reader = Reader(open_copies(found.readable()), 0)
     state: dict[str, Any] = {}
-    make_planner: Any = _EmptyStateDictLoadPlanner  # It has no annotations.
+    make_planner: Any = _EmptyStateDictLoadPlanner  # The class has no annotations.
     _load_state_dict(state, reader, planner=make_planner(), no_dist=True)
     save(state, storage_writer=FileSystemWriter(out), no_dist=True)
     return found.step

@@ -1,4 +1,4 @@
-"""Restores the state that the agent has chosen for this attempt."""
+"""Restores the copy of the training state that the agent has chosen for this attempt of the workers."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
 
 
 class DamagedError(Exception):
-    """The copy that the agent has chosen cannot be read. Other ranks may go on from their copies."""
+    """The copy of the training state that the agent has chosen is damaged, or has been overwritten."""
 
 
 class DifferentError(Exception):
-    """The program's objects are not those of which a state was kept."""
+    """The program's objects do not match the kept state. For example, a layer has another size now."""
 
 
 class Kept:
-    """A copy of the state. It is read from the file of the rank that made it.
+    """A copy of a rank's training state, read from the file in which that rank made it.
 
     Args:
         file: the file.
-        number: the slot.
-        step: the expected step.
-        sequence: the expected number of the copy.
+        number: number of the slot (a region of the file) that has the copy.
+        step: the training step that the copy must be of.
+        sequence: the number that the copy must have among all copies ever written into the file.
 
     Raises:
-        DamagedError: the copy is not there, or has been damaged.
+        DamagedError: the copy is damaged, or the slot has another copy or none.
     """
 
     def __init__(self, file: KeepFile, number: int, step: int, sequence: int) -> None:
@@ -51,12 +51,16 @@ class Kept:
             self.skeletons, self.entries = trees.load(parts)
             self.groups: dict[str, list[dict[str, Any]]] = trees.decode(groups)
             self.common: dict[str, Any] = trees.decode(common)
-            """States of the objects that are the same on all ranks, by their names."""
+            """States of the objects, such as schedulers, that are the same on all ranks, by the names of the
+            objects in ``Keep``.
+            """
             self.step_before = layout.unpack(before[: layout.WORD])[0] if before else step - 1
             self.small_before = before[layout.WORD :]
-            """The holder's small state at the end of the step before; empty if it is not known."""
+            """Small state (random numbers and the like) of the rank that made the copy, at the end of the
+            step before the copy's step; empty if it is not known.
+            """
         except (ValueError, pickle.UnpicklingError, LookupError) as error:
-            self._slot.drop()  # No rank must try this copy again.
+            self._slot.drop()  # Mark the copy as deleted, so that no rank tries it again.
             raise DamagedError(f"its index is damaged ({error})") from error
         self.is_at_death = self._words[Slot.WHY] == Why.AT_DEATH
 
@@ -65,18 +69,20 @@ class Kept:
         return torch.frombuffer(self._map, dtype=torch.uint8)[at : at + length]
 
     def check(self) -> None:
-        """Compare the data with its checksum.
+        """Check the data of the copy's tensors against the checksum that was stored with them.
 
         Raises:
             DamagedError: the data is not what was written.
         """
         if digest_of(self._data()) != self._words[Slot.DIGEST]:
-            # No rank must try this copy again.
+            # Mark the copy as deleted, so that no rank tries it again.
             self._slot.drop()
             raise DamagedError("its checksum is wrong")
 
     def tensors(self) -> dict[Path, torch.Tensor]:
-        """Return the tensors by their paths, as views of a private mapping."""
+        """Return the copy's tensors by their paths (the keys that lead to each in the state). They use the
+        memory of the file, but their changes do not reach the file.
+        """
         data = self._data()
         return {
             path: trees.lay_out(data[offset : offset + size], dtype, shape, strides)
@@ -87,16 +93,20 @@ class Kept:
 
 
 def small_state(file: KeepFile, kept: Kept, own: int | None) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return this rank's small state at the step of ``kept``; ``None`` if this rank has none. Also return the
-    names of those parts that are probably not of the step's end.
+    """Return this rank's small state (random numbers and the like) at the step of ``kept``; ``None`` if its
+    file has none. Also return the names of those parts that are probably older than the end of the step.
 
-    A record that was written in the middle of a step lacks what the program did after it. So parts that the
-    holder of the copy has as well are taken from the holder if they were equal at the end of the step before.
+    If this rank did not reach the end of the step, its last record is from the middle of the step, and lacks
+    what the program did after that. So a part of it is replaced by the same part of the rank that made the
+    copy, if these parts of both ranks were equal at the end of the step before.
 
     Args:
         file: the file of this rank.
-        kept: the copy of the large state.
-        own: slot of this file in which this rank itself has copied the step; ``None`` if there is none.
+        kept: the copy of parameters and optimizer states that this rank restores. Any rank may have made it.
+        own: slot of ``file`` in which this rank itself has copied the step; ``None`` if there is none.
+
+    Raises:
+        DamagedError: this rank's own copy of the step is damaged.
     """
     step = kept.step
     of_holder = _decoded(kept.small)
@@ -131,7 +141,9 @@ def small_state(file: KeepFile, kept: Kept, own: int | None) -> tuple[dict[str, 
 
 
 def _encoded_parts(record: bytes) -> dict[tuple[str, Any], bytes]:
-    """Return the parts of a record, by section and name, so that they can be compared."""
+    """Return the parts of an encoded small state (random numbers and the like) by section and name. Each part
+    is encoded, so that it can be compared with that of another rank.
+    """
     if not record:
         return {}
     return {
@@ -147,13 +159,14 @@ def _decoded(record: bytes) -> dict[str, Any]:
 
 
 def apply(collector: Collector, kept: Kept, small: dict[str, Any] | None, values: dict[str, Any]) -> None:
-    """Load a state into the objects of the program. If that fails, those that were loaded are as before.
+    """Load a copy of the training state into the objects of the program, and its further values into
+    ``values``. If an object does not load its state, the objects loaded before it get their old states again.
 
-    ``small`` is this rank's small state. Without it, the rank takes the state of the rank that made the copy,
-    but new random numbers.
+    ``small`` is this rank's small state (random numbers and the like). Without it, use that of the rank that
+    made the copy. Then do not use its random numbers, but seed the generators anew.
 
     Raises:
-        DifferentError: the objects are not those of which the state was kept.
+        DifferentError: the program's objects do not match the copy.
     """
     used = small or trees.decode(kept.small)
     states, tensors = {**used["objects"], **kept.common}, kept.tensors()
@@ -189,7 +202,12 @@ def apply(collector: Collector, kept: Kept, small: dict[str, Any] | None, values
 def _matched(
     collector: Collector, kept: Kept, small: dict[str, Any], tensors: Mapping[Path, torch.Tensor]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the live tensors of the modules, each with the kept one. Check that the objects are the same."""
+    """Return pairs of a tensor of the program's modules and the kept tensor that replaces its content. First
+    check that the program's objects match the copy.
+
+    Raises:
+        DifferentError: objects, tensors or shapes differ from those of the copy.
+    """
     skeletons, large, volatile = collector.layout()
     _compare("objects", {*kept.skeletons, *small["objects"], *kept.common}, {*skeletons, *collector.others})
     for name in collector.optimizers:
@@ -230,7 +248,7 @@ def _compare(what: str, kept: set[Any], now: set[Any]) -> None:
 
 
 def _of_other(name: str, states: dict[str, Any], tensors: Mapping[Path, torch.Tensor]) -> Any:
-    """Return the state of an object that is neither a module nor an optimizer."""
+    """Return the kept state of an object that is neither a module nor an optimizer, as it is to be loaded."""
     own = {path[1:]: each.clone() for path, each in tensors.items() if path[0] == name}
     return trees.put_together(states[name], own)
 
@@ -238,7 +256,7 @@ def _of_other(name: str, states: dict[str, Any], tensors: Mapping[Path, torch.Te
 def _of_optimizer(
     name: str, optimizer: torch.optim.Optimizer, kept: Kept, tensors: Mapping[Path, torch.Tensor]
 ) -> dict[str, Any]:
-    # The optimizer keeps the tensors that it is given, and would change the kept ones.
+    # Clone the kept tensors, because the optimizer will use and change the tensors that it loads.
     own = {path: each.clone() for path, each in tensors.items() if path[0] == name}
     params = [each for group in optimizer.param_groups for each in group["params"]]
     for path, *_, place in kept.entries:
@@ -254,7 +272,9 @@ def _of_optimizer(
 
 
 def _distributed(local: torch.Tensor, like: Any) -> Any:
-    """Return a ``DTensor`` with the data of this rank, laid out as a parameter."""
+    """Return a ``DTensor`` (a tensor that is spread over several ranks) that is spread in the same way as the
+    parameter ``like``. ``local`` is this rank's part of it.
+    """
     return type(like.data).from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
