@@ -224,3 +224,20 @@ def test_rank_that_goes_on_from_another_step_ends_the_attempt(programs):
             first.send("train(4)")
             assert "this rank has restored step 2, but rank 1" in first.end()[1]
         assert steps(agent, 0) | steps(agent, 1) == set()
+
+
+def test_a_scheduler_with_milestones_can_go_on_by_epochs(agent):
+    program = linear() + "scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])"
+    program = program.replace("keep = Keep(", "keep = lambda: Keep(scheduler=scheduler, ")
+    program += "; keep = keep()"
+    agent.begin()
+    with agent.worker(preamble=program) as worker:
+        worker.run("keep.restore()")
+        worker.run("train(1); train(2)")
+        assert agent.order(agent.joined()) == Answer.KEPT
+        worker.kill()
+    agent.begin(step=2)
+    with agent.worker(preamble=program) as worker:
+        assert worker.run("keep.restore()") == 2
+        worker.run("scheduler.step(4)")
+        assert worker.run("optimizer.param_groups[0]['lr']") == pytest.approx(0.0001)

@@ -10,7 +10,7 @@ import ctypes
 import io
 import pickle
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 import torch
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
     Path: TypeAlias = tuple[Any, ...]
     Leaves: TypeAlias = list[tuple[Path, Any]]
+
+_DICTS: tuple[type[dict[Any, Any]], ...] = (OrderedDict, Counter)
+"""Kinds of ``dict`` that stay what they are, because programs use their methods. Others become a ``dict``."""
 
 _PROTOCOL = 2
 """The only protocol of pickle that torch's unpickler for untrusted data reads."""
@@ -52,7 +55,8 @@ def take_apart(value: Any, path: Path, leaves: Leaves) -> Any:
             if type(key) is not str:
                 _check(key, path)
             made[key] = take_apart(each, (*path, key), leaves)
-        return OrderedDict(made) if isinstance(value, OrderedDict) else made
+        kept = next((each for each in _DICTS if isinstance(value, each)), dict)
+        return kept(made)
     if kind in (list, tuple):
         return kind([take_apart(each, (*path, at), leaves) for at, each in enumerate(value)])
     _check(value, path)
