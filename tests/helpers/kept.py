@@ -1,5 +1,6 @@
 """What the program `workers/kept_training.py` has logged: its attempts, its steps, its end."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,7 +65,9 @@ class KeptTraining:
         Raises:
             AssertionError: the launcher has exited, or there is no such line in time.
         """
-        for _ in range(int(HANG * 100)):
+        # All modules of torch may have to be read from the disk first.
+        deadline = time.monotonic() + 3 * HANG
+        while time.monotonic() < deadline:
             if found := self.logged(event, **fields):
                 return found[0]
             assert not launched.has_exited, launched.stderr
