@@ -1,7 +1,9 @@
-"""Saves the kept state of a job that ends without success in a folder, for the next job (`--keep-save`).
+"""Saves the workers' training states on a disk when a job fails or is stopped, so that the next job can go on
+from them (``--keep-save``).
 
-A saved state is a folder with a copy of each rank's file, in the format of :mod:`.layout`, and a record that
-says how they belong together. The agent copies bytes: it reads no tensor.
+A saved state is a folder. For each rank, it has a copy of the file in memory into which the rank copied its
+state, in the format of :mod:`.layout`. A record in ``kept.json`` says which copy each rank restores. The
+agent copies the bytes of the files without interpreting tensors.
 """
 
 from __future__ import annotations
@@ -32,18 +34,19 @@ _RECORD = "kept.json"
 _VERSION = 1
 _PREFIX = "kept-"
 _CHUNK = 1 << 24
-"""Bytes that are copied at a time, so that a stop of the job does not wait for more."""
+"""Bytes that one system call copies. There are not more, because a stop of the job waits for the call."""
 
 
 class Saved(Value):
-    """A saved state.
+    """A training state that a job has saved in a folder. The fields after ``own`` are as in :class:`.Choice`.
 
     Args:
-        folder: where it is.
-        step: the step that had ended.
-        places: the file of each rank, as in the variable of the workers.
-        sources: rank, slot and sequence number of the copy that each rank restores, by rank.
-        own: slot of each rank's file with its own copy of that step, or ``None``.
+        folder: path of the folder.
+        step: the training step after which the state was copied.
+        places: for each rank, its file in the folder, in the form of the workers' variable ELASTICRS_KEEP.
+        sources: for each rank, the copy that it restores: the rank that made the copy, the slot (a region of
+            that rank's file), and the number of the copy.
+        own: for each rank, the slot of its file that has its own copy of this step; ``None`` without one.
     """
 
     folder: str
@@ -57,7 +60,9 @@ class Saved(Value):
     is_at_death: bool
 
     def choice(self, world: int) -> Choice:
-        """Return the choice of an attempt with ``world`` ranks that goes on from here."""
+        """Return what the ranks of an attempt with ``world`` ranks restore if it goes on from this state. If
+        each rank saved only its part, and the number of ranks has changed, this is no step, but the reason.
+        """
         from elasticrs._engine.inside.keep.choice import Choice
 
         old = len(self.places)
@@ -75,13 +80,15 @@ class Saved(Value):
         )
 
     def readable(self) -> dict[str, Any]:
-        """Return step and places of the copies that together are the whole state: of all ranks, or of one."""
+        """Return what ``Keep.reader`` needs: the step, and where the copies are that together have the whole
+        state: those of all ranks, or that of one rank if all ranks have the same state.
+        """
         holders = self.sources[: 1 if self.is_replicated else None]
         copies = [[self.places[rank], slot, sequence] for rank, slot, sequence in holders]
         return {"step": self.step, "copies": copies}
 
     def plan_of(self, rank: int) -> dict[str, Any]:
-        """Return a rank's part of the plan."""
+        """Return the part of the agent's plan (what a worker is to restore) that differs between ranks."""
         is_new = rank >= len(self.places)
         holder, slot, sequence = self.sources[0 if is_new else rank]
         place = {"file": self.places[holder], "slot": slot, "rank": holder, "sequence": sequence}
@@ -92,18 +99,18 @@ class Saved(Value):
 def save(
     files: Files, choice: Choice, holdings: Mapping[int, Holding], ranks: Mapping[int, int], parent: str
 ) -> str:
-    """Save the chosen step in a new folder. Return the folder.
+    """Save the training state of the chosen step in a new folder. Return the path of the folder.
 
     Args:
-        files: the files of the workers.
-        choice: the step, and where each rank would restore it from.
-        holdings: what each rank has kept.
-        ranks: the rank of each file, by local rank.
-        parent: where to make the folder.
+        files: the files in memory into which the workers have copied their state.
+        choice: the step, and the copy from which each rank would restore it.
+        holdings: for each global rank, which copies its file has.
+        ranks: global rank of each worker, by local rank.
+        parent: the folder of ``--keep-save``, in which the new folder is made.
 
     Raises:
-        OSError: a file cannot be written. The folder has been removed.
-        ValueError: a process of the workers still writes to their files.
+        OSError: a file cannot be written. The new folder has been removed.
+        ValueError: a copy is gone, because a leftover process of a worker still writes to its file.
     """
     assert choice.step is not None
     os.makedirs(parent, exist_ok=True)
@@ -114,7 +121,7 @@ def save(
     os.mkdir(unfinished, 0o700)
     try:
         for local_rank, rank in sorted(ranks.items(), key=lambda pair: pair[1]):
-            # If the state is replicated, one copy of the tensors is enough.
+            # If all ranks have the same state, it is enough to save the tensors of one rank.
             holder = choice.sources[0 if choice.is_replicated else rank][0]
             slot = holdings[holder].slot_of(choice.step)
             mine = holdings[rank].slot_of(choice.step)
@@ -152,11 +159,11 @@ def save(
 
 
 def newest(parent: str) -> Saved | None:
-    """Return the newest saved state in a folder; ``None`` if there is none.
+    """Return the newest training state that is saved in the folder of ``--keep-save``; ``None`` without one.
 
     Raises:
         OSError: the folder or its files cannot be read.
-        ValueError: the newest one is damaged.
+        ValueError: the newest saved state is damaged.
     """
     try:
         number = max(_numbers(parent), default=None)
@@ -166,7 +173,7 @@ def newest(parent: str) -> Saved | None:
 
 
 def load(folder: str) -> Saved:
-    """Return the state that is saved in a folder. Raises as :func:`newest`."""
+    """Read one saved training state from its folder. Raises the errors of :func:`newest`."""
     with open(os.path.join(folder, _RECORD), encoding="utf-8") as file:
         record: dict[str, Any] = json.load(file)
     try:
@@ -228,10 +235,11 @@ def _sync(folder: str) -> None:
 
 
 def copy(source: int, target: int, at: int, length: int) -> None:
-    """Copy a part of a file to the same place of another one. Leave out what the first one does not have.
+    """Copy ``length`` bytes at the offset ``at`` of a file to the same offset of another file. Skip the holes
+    of the first file (ranges without data). ``source`` and ``target`` are file descriptors.
 
     Raises:
-        OSError: the other file cannot be written.
+        OSError: the target cannot be written.
     """
     end = at + length
     while at < end:
@@ -239,7 +247,7 @@ def copy(source: int, target: int, at: int, length: int) -> None:
             at = os.lseek(source, at, os.SEEK_DATA)
         except OSError as error:
             if error.errno == errno.ENXIO:
-                return  # There is nothing but a hole.
+                return  # The rest of the file has no data.
             raise
         if at >= end:
             return

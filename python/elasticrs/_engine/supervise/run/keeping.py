@@ -1,7 +1,8 @@
-"""Agent's side of ``elasticrs.Keep``: keeps the training state of this node's workers between attempts.
+"""Agent's side of ``elasticrs.Keep``: keeps the training state of this node's workers from one attempt (a
+start of all workers) to the next.
 
-The agent owns the files in which the workers keep their state, and tells each new attempt, in a *plan* in
-these files, from which step it goes on.
+The agent owns the files in memory into which the workers copy their state. Before each attempt, it writes a
+*plan* into each worker's file, which tells the worker which training step to restore, and from which copy.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
 
 class Keeping:
-    """The kept state of one agent's workers. It never fails the training: if something is missing, nothing is
-    kept, and a line says why.
+    """Keeps the training states of one agent's workers. Its errors never fail the training: if it cannot
+    work, no state is kept, and a line tells the user why.
     """
 
     def __init__(self, job: JobSpec, say: Callable[[str], None]) -> None:
@@ -53,9 +54,14 @@ class Keeping:
             self._give_up(error)
 
     def begin(self, number: int, plan: Plan, history: FailureHistory) -> Choice | None:
-        """Prepare the next attempt, after all workers of the last one have exited. Return the step from
-        which it goes on; ``None`` if no worker has used ``Keep``. ``number`` is that of the attempt, or of
-        the round of several nodes.
+        """Prepare the next attempt, after all workers of the last one have exited: choose the step that its
+        workers restore, and write that into their files. Return the choice; ``None`` if no worker has used
+        ``Keep``, or if the job may have several nodes, whose workers choose the step themselves.
+
+        Args:
+            number: number of the attempt; of the round (an attempt of all nodes) if there are several nodes.
+            plan: ranks and addresses of the workers in the next attempt.
+            history: the failures of the job.
         """
         if self.files is None:
             return None
@@ -94,7 +100,8 @@ class Keeping:
             shared["folder"] = choice.folder
         newest = None if choice is None else choice.step
         if self._may_have_several_nodes:
-            # The workers of all nodes choose together, when they restore their state.
+            # The workers of all nodes choose the step together, when they restore their state. So delete no
+            # copies, and tell the workers which steps the files of this node have.
             newest = ALL_STEPS
             rank_of = {place: rank for place, rank in before.items() if rank in holdings}
             shared["holdings"] = [
@@ -113,11 +120,13 @@ class Keeping:
         return choice
 
     def _look(self, files: KeepFiles, history: FailureHistory) -> Mapping[int, Holding]:
-        """Return what the ranks of the attempt that has failed have kept; nothing if none uses ``Keep``."""
+        """Return which steps the file of each rank has after the attempt that has ended, by global rank;
+        nothing if no worker has used ``Keep``.
+        """
         ranks = self._ranks
         if not self._is_used and not any(map(files.has_joined, ranks)):
             return {}
-        # Few jobs need this code, and only at a restart.
+        # Import this module here, because few jobs need it, and only at a restart.
         from elasticrs._engine.inside.keep.choice import Loop, failed_soon
 
         holdings = {rank: files.holding(place, rank, self._world) for place, rank in ranks.items()}
@@ -136,21 +145,24 @@ class Keeping:
         self._choice = choose(holdings, world, barred_from=barred, was_replicated=was_replicated)
 
     def at_end(self, history: FailureHistory) -> Choice | None:
-        """Return the step from which another attempt would go on; ``None`` if no worker has used ``Keep``, or
-        if the job may have several nodes.
+        """Choose the step that another attempt would restore, after the job's last attempt has ended. Return
+        ``None`` if no worker has used ``Keep``, or if the job may have several nodes.
         """
         if self.files is None or self._may_have_several_nodes:
             return None
         try:
             holdings = self._look(self.files, history)
         except OSError:
-            return None  # Without a free file descriptor, the report lacks this fact.
+            return None  # No file descriptor is free, so the job's report does not name the kept step.
         if holdings:
             self._choose(holdings, self._world)
         return self._choice
 
     def _saved(self) -> Saved | None:
-        """Return the state that an earlier job has saved."""
+        """Return the newest state that an earlier job has saved in the folder of ``--keep-save``. Return
+        ``None`` if there is none, if it cannot be read, or if two attempts have failed alike soon after
+        restoring it.
+        """
         folder = self._parent
         if folder is None:
             return None
@@ -171,13 +183,14 @@ class Keeping:
         return found
 
     def save(self, choice: Choice | None, limit: float, interrupts: Callable[[int, float], bool]) -> str:
-        """Save a step that another attempt would go on from, for the next job, and say so. Return the folder;
-        an empty text if nothing has been saved.
+        """Save the step that another attempt would restore on a disk (``--keep-save``), so that the next job
+        can go on from it. Tell the user about it. Return the new folder; an empty text if nothing was saved.
 
         Args:
-            choice: the step.
+            choice: the result of :meth:`at_end`: the step, and which copy each rank would restore.
             limit: maximum seconds.
-            interrupts: waits for a file descriptor, for some seconds; true if the user does not want to wait.
+            interrupts: function that waits for a number of seconds until a file descriptor is readable. It
+                returns true if the time has passed, or if the user has asked once more to stop the job.
         """
         parent = self._parent
         if parent is None or self.files is None:
@@ -194,7 +207,8 @@ class Keeping:
             call = BackgroundCall(lambda: save(files, choice, holdings, ranks, parent))
             try:
                 if interrupts(call.fd, limit):
-                    # The thread still reads the files. If they were closed, it could read others.
+                    # Leave the files open, because the thread that saves them still reads them. If they were
+                    # closed, other files could get their descriptors, and the thread would read these.
                     self.files = None
                     raise TimeoutError("it took too long")
                 folder: str = call.take()
@@ -213,15 +227,16 @@ class Keeping:
         self._say(f"keep: off, because the agent cannot use its memory files: {error.strerror or error}")
 
     def close(self) -> None:
-        """Delete the kept state. Idempotent."""
+        """Close the files in memory, so that the kernel deletes the copies in them. Idempotent."""
         if self.files is not None:
             self.files.close()
             self.files = None
 
 
 def _readable(choice: Choice, holdings: Mapping[int, Holding], files: KeepFiles) -> PlanValue:
-    """Return the newest step of which the files have the whole state, and the places of the copies: of all
-    ranks, or of one rank if all ranks have the same state.
+    """Return what ``Keep.reader`` needs: the chosen step, and where the copies are that together have the
+    whole state: those of all ranks, or that of one rank if all ranks have the same state. Return ``None`` if
+    no step can be restored.
     """
     if choice.step is None:
         return None
@@ -235,8 +250,10 @@ def _readable(choice: Choice, holdings: Mapping[int, Holding], files: KeepFiles)
 def _own(
     choice: Choice, rank: int, holdings: Mapping[int, Holding], files: KeepFiles, saved: Saved | None
 ) -> dict[str, PlanValue]:
-    """Return the part of the plan that is different for each rank: where the rank finds its parameters and
-    optimizer state (large), and its random numbers and the like (small).
+    """Return the part of the plan (what a worker is to restore) that is different for each rank: in which
+    file and slot the rank finds its parameters and optimizer state (``large``), whether its own file has a
+    record of its random numbers and the like (``small``), and the slot with its own copy of the step
+    (``own``).
     """
     if choice.step is None:
         return {"large": None, "small": False, "own": None}
@@ -266,10 +283,12 @@ _FILES = {
     "memory.events": ("memory.max", "memory.current", "inactive_file"),
     "memory.oom_control": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-"""Files with limit and usage of a memory cgroup, and the part of the usage that can be freed, by the name of
-the file with the OOM counter (v2, v1)."""
+"""Names for a memory cgroup: its file with the limit, its file with the usage, and the line of its file
+``memory.stat`` with the part of the usage that can be freed. The keys are the names of the file that counts
+out-of-memory kills, which tell cgroups of version 2 (first entry) from those of version 1.
+"""
 _NO_LIMIT = 1 << 60
-"""Limits from this number of bytes on mean none (v1)."""
+"""A memory cgroup of version 1 whose limit is this number of bytes or more has no limit."""
 
 
 def _text(path: str) -> str:
@@ -281,20 +300,24 @@ def _text(path: str) -> str:
 
 
 def memory_budget(setting: str) -> int:
-    """Return how many bytes of memory the workers of this node may use together for copies of their state."""
+    """Return how many bytes of memory all workers of this node together may use for copies of their training
+    state. ``setting`` is the value of ``--keep-memory``.
+    """
     share, number = keep_memory(setting)
     return number if not share else int(share * available_memory())
 
 
 def available_memory(read: Callable[[str], str] = _text) -> int:
-    """Return the bytes that new processes can use: of the machine, and within the limits of our cgroups.
-    ``read`` returns the text of a file; an empty text if it cannot be read.
+    """Return how many bytes of memory new processes can use: what is available on the machine, but no more
+    than the limits of this process's cgroups allow. ``read`` returns the text of a file; an empty text if the
+    file cannot be read.
     """
     found = [1024 * _number(read("/proc/meminfo"), "MemAvailable:")]
     for path in memory_counters(read("/proc/self/cgroup"), read("/proc/self/mountinfo")):
         folder, name = os.path.split(path)
         limit, usage, freeable = _FILES[name]
-        # A limit may be set on any of the groups above, too. The root of the hierarchy has none.
+        # The limits of all cgroups above this one apply, too. The loop ends at a folder that has no file with
+        # a limit.
         while most := read(f"{folder}/{limit}").strip():
             used = read(f"{folder}/{usage}").strip()
             if most.isdecimal() and int(most) < _NO_LIMIT and used.isdecimal():
@@ -305,6 +328,8 @@ def available_memory(read: Callable[[str], str] = _text) -> int:
 
 
 def _number(text: str, name: str) -> int:
-    """Return the number after ``name`` in a text with a name and a number in each line; 0 without one."""
+    """Return the number after ``name`` in a text with a name and a number in each line; 0 if no line has this
+    name.
+    """
     words = (line.split() for line in text.splitlines())
     return next((int(word[1]) for word in words if len(word) > 1 and word[0] == name), 0)
