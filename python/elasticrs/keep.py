@@ -1,6 +1,6 @@
-"""Keeps the state of a training program in memory, so that a restart loses no step.
+"""Keeps the state of a training program in memory, so that a restart loses no training step.
 
-Under ``elasticrun``, the state survives the processes of the program::
+Under ``elasticrun``, the kept state survives the processes of the program::
 
     keep = Keep(model=model, optimizer=optimizer, scheduler=scheduler)
     step = keep.restore(default=0)
@@ -10,8 +10,9 @@ Under ``elasticrun``, the state survives the processes of the program::
         step += 1
         keep.step(step)
 
-When a worker fails, the others copy their state into the agent's memory before they are stopped, and the next
-attempt goes on from it. Periodic copies serve if they cannot. Without ``elasticrun``, nothing is kept.
+When a worker fails, the other workers copy their state into memory of the agent (the launcher's process)
+before they are stopped. The restarted workers load these copies, and go on from there. If the state could not
+be copied at the failure, they load the last periodic copies. Without ``elasticrun``, nothing is kept.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ class Source(NamedTuple):
     """Where a restored state comes from.
 
     Attributes:
-        step: the step that had ended when the state was copied.
-        tier: kind of the place where the copy was: ``"memory"`` is that of the agent, and ``"disk"`` the
-            folder of ``--keep-save``, in which an earlier job has saved it.
-        exact: true if all parts of this rank's state are of that step.
+        step: number of the training step after which the state was copied.
+        tier: where the copy was: ``"memory"`` is the memory of the agent, and ``"disk"`` is the folder of
+            ``--keep-save``, in which an earlier job has saved the copy.
+        exact: true if all parts of this rank's state are from the end of that step.
         behind: ranks whose random numbers and other small state are of another step, or were lost.
-        at_death: true if the copy was made because of a failure, false if it was a periodic one.
+        at_death: true if the copy was made because of a failure, false if it was a periodic copy.
         from_rank: the rank that made the copy.
     """
 
@@ -55,11 +56,11 @@ class Source(NamedTuple):
 
 
 class Keep:
-    """Keeps the state of objects.
+    """Keeps the training state of a program's objects, so that a restarted program goes on from it.
 
     The tensors of modules and optimizers are copied when a failure is about to end this process, and
-    periodically. The states of all other objects should be small, because they are saved in each step. So are
-    the random numbers of torch, CUDA, NumPy and :mod:`random`.
+    periodically. The states of all other objects, and those of the random number generators of torch, CUDA,
+    NumPy and :mod:`random`, are copied in each step. So the states of these other objects should be small.
 
     An error of ``Keep`` itself does not end the training. A line on standard error tells what is not kept,
     and why.
@@ -67,8 +68,8 @@ class Keep:
     Args:
         every: number of steps from one periodic copy to the next; 0 for none. ``"auto"`` copies as often as
             possible while the copies delay the training by at most 1 %.
-        replicated: whether each rank has the whole state, as in data parallel training. ``"auto"`` finds out
-            by comparing the copies of the second step.
+        replicated: true if each rank has the whole state, as in data parallel training, and false if each has
+            a part. ``"auto"`` finds out by comparing the copies that all ranks make of the second step.
         objects: the objects by name, each with ``state_dict()`` and ``load_state_dict()``.
 
     Raises:
@@ -112,23 +113,24 @@ class Keep:
 
     @property
     def source(self) -> Source | None:
-        """Where the restored state comes from; ``None`` if none has been restored."""
+        """Where the restored state comes from; ``None`` if no state has been restored."""
         return self._source
 
     def restore(self, default: int | Callable[[], int] = 0) -> int:
-        """Load the kept state into the objects, and into :attr:`values`.
+        """Load the kept state into the objects that were given to ``Keep``, and into :attr:`values`.
 
-        If objects have changed since, such as by another size of a layer, nothing is loaded.
+        If the objects do not match the kept state, for example because a layer has another size now, nothing
+        is loaded.
 
         Args:
-            default: the result if nothing is kept, or a function that returns it, for example after loading a
-                checkpoint from a disk.
+            default: the result if nothing is loaded, or a function that returns it, for example after loading
+                a checkpoint from a disk.
 
         Returns:
-            The step after which all ranks go on.
+            Number of the training step after which all ranks go on.
 
         Raises:
-            RuntimeError: the copy is damaged, while the other ranks may go on from theirs.
+            RuntimeError: this rank cannot load its copy, but the other ranks may go on from theirs.
         """
         found: Restored | None = None if self._keeper is None else self._keeper.restore()
         if found is not None:
@@ -144,8 +146,10 @@ class Keep:
     def reader(self) -> Reader | None:
         """Return a reader of the kept state of all ranks, for ``torch.distributed.checkpoint``.
 
-        It serves where :meth:`restore` loads nothing, because the number of ranks has changed and each rank
-        kept only its part of the state (FSDP2, ``DTensor``). DCP cuts and joins the tensors::
+        If the number of ranks has changed, and each rank kept only its part of the state (FSDP2,
+        ``DTensor``), :meth:`restore` loads nothing. With the reader, ``torch.distributed.checkpoint``
+        (``dcp``) can load the state instead, because it cuts and joins the tensors for the new number of
+        ranks::
 
             def resharded():
                 reader = keep.reader()
@@ -161,27 +165,27 @@ class Keep:
 
             step = keep.restore(default=resharded)
 
-        The keys of ``state`` are the names that the objects have in this ``Keep``.
+        The keys of ``state`` are the names under which the objects were given to this ``Keep``.
 
         Returns:
-            A ``StorageReader`` whose ``step`` is the kept step, and whose ``values`` are the kept
-            :attr:`values`; ``None`` if there are no copies that this process can read, or if it has already
-            ended a step.
+            A ``StorageReader`` whose ``step`` is the training step after which the state was copied, and
+            whose ``values`` are the kept :attr:`values`; ``None`` if there are no copies that this process
+            can read, or if this process has already completed a step.
 
         Raises:
-            RuntimeError: a copy is damaged, while the other ranks may go on from theirs.
+            RuntimeError: a copy is damaged, but the other ranks may go on from theirs.
         """
         return None if self._keeper is None else self._keeper.reader()
 
     def step(self, step: int) -> None:
-        """Say that a step has ended: call this after the last change of the state in each step.
+        """Note that a training step has ended. Call this in each step, after the last change of the state.
 
         Args:
-            step: number of the steps that have ended. It grows with each call.
+            step: number of training steps that have ended. It must be larger in each call.
 
         Raises:
-            TypeError: the step is not an integer.
-            ValueError: the step is negative, or not above the one before.
+            TypeError: ``step`` is not an integer.
+            ValueError: ``step`` is negative, or not larger than in the call before.
         """
         if _whole(step, "step") < 0 or (self._last is not None and step <= self._last):
             before = "" if self._last is None else f" and above {self._last}, the one before"
@@ -191,8 +195,8 @@ class Keep:
             self._keeper.step(step)
 
     def before_change(self) -> None:
-        """Say that the state is about to change. This is needed only if no optimizer of torch changes it, or
-        if the optimizer's step is compiled or part of a CUDA graph.
+        """Note that the program is about to change the state. Call this only if the change is not made by an
+        optimizer of torch, or if the optimizer's step is compiled or part of a CUDA graph.
         """
         if self._keeper is not None:
             self._keeper.before_change()

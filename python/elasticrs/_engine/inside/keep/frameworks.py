@@ -1,8 +1,10 @@
-"""Lets unmodified scripts of Lightning and transformers go on at the kept step (``elasticrun --keep``).
+"""Keeps the training state of unmodified scripts that use Lightning or transformers (``elasticrun --keep``),
+so that after a restart, they go on at the step to which the kept state belongs.
 
 A *fit* is one call of a framework's training method: ``Trainer.fit`` or ``Trainer.train``. The fits of a
 process are counted, because a script may train more than once. The steps of all fits are numbered in one
-sequence: the first step of a fit follows the last one of the fit before (``base``).
+sequence: if the last step of a fit has the number 10 (the ``base`` of the next fit), the next fit begins with
+step 11.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ if TYPE_CHECKING:
 
 
 class UnknownVersionError(Exception):
-    """A framework lacks what a patch uses. The text says what, without a full stop."""
+    """A framework lacks a part that a patch here uses. The error's text names it, without a full stop."""
 
 
 def patch(module: ModuleType) -> None:
-    """Patch the module of a framework's trainer, which has just been imported. If this version of the
-    framework is unknown, say so in one line, and leave the module as it is.
+    """Patch a framework's module that defines its ``Trainer``, so that the state of its training is kept. If
+    the patch does not fit this version of the framework, tell the user so, and leave the module as it is.
     """
     package = module.__name__.partition(".")[0]
     try:
@@ -44,7 +46,8 @@ def patch(module: ModuleType) -> None:
 
 
 def require(owner: Any, needed: Mapping[str, tuple[str, ...]]) -> None:
-    """Check that a class has methods, and that each has the parameters that a patch relies on.
+    """Check that the class ``owner`` of a framework has the methods that a patch replaces or calls, and that
+    they have the needed parameters. ``needed`` has the names of the parameters by the names of the methods.
 
     Raises:
         UnknownVersionError: a method or a parameter is missing.
@@ -60,13 +63,13 @@ def require(owner: Any, needed: Mapping[str, tuple[str, ...]]) -> None:
 
 
 class _Process:
-    """What the fits of this process have in common."""
+    """What all fits (calls of a framework's training method) of this process share."""
 
     fits = 0
     step = 0
-    """The last step of all fits."""
+    """Number of the last step that has ended, in the sequence of the steps of all fits."""
     keeper: Keeper | None = None
-    """Keeps the state of the last fit."""
+    """The object that keeps the state of the last fit; ``None`` if that is not kept."""
 
 
 class Fit:
@@ -74,35 +77,37 @@ class Fit:
 
     Args:
         framework: ``"lightning"`` or ``"transformers"``.
-        base: the number that is added to this fit's own steps.
-        kept: the state of a step of this fit; ``None`` if none is kept.
-        is_refused: whether the state of another fit is kept, which must not be restored.
+        base: number that is added to the framework's step numbers in this fit, so that the steps of all fits
+            are numbered in one sequence.
+        kept: what was read of the kept state, if that is the state of this fit; otherwise ``None``.
+        is_refused: true if the kept state is that of another fit. Then it must not be restored.
     """
 
     def __init__(self, framework: str, base: int, kept: Peeked | None, *, is_refused: bool) -> None:
         self.framework, self.number, self.base = framework, _Process.fits, base
         self._kept, self._is_refused = kept, is_refused
         self.progress: Mapping[str, Any] | None = None
-        """What was kept of the framework's progress; ``None`` if this fit begins anew."""
+        """The kept progress of the framework, such as its step counts; ``None`` if the fit begins anew."""
         if kept is not None:
             self.progress = kept.objects[framework]["progress"]
 
     def choose(self, module: Any, path: Any, step: int, kept: int) -> bool:
-        """Return whether to go on from the kept state, and not from the checkpoint that the script asks for.
-        If not, nothing of the kept state is used, and a line says why.
+        """Decide whether this fit goes on from the kept state. Return false if the checkpoint that the script
+        asks for is newer, or if the module has changed. Then tell the user so, and use no kept state at all.
 
         Args:
             module: the module that is trained.
-            path: where the checkpoint is; ``None`` if the script asks for none.
-            step: the checkpoint's step.
-            kept: the kept step, by the framework's count.
+            path: path of the checkpoint; ``None`` if the script asks for none.
+            step: number of the training step that the checkpoint was written after.
+            kept: number of the training step that the kept state belongs to, as the framework counts.
         """
         assert self._kept is not None
         is_chosen = path is None or step <= kept
         if path is not None and os.environ["RANK"] == "0":
             used = "kept state" if is_chosen else "checkpoint"
             say(f"the checkpoint {path} is of step {step}, and step {kept} is kept: using the {used}")
-        # Compare here, because the framework cannot start anew when it has begun at the kept step.
+        # Compare the module's tensors with the kept ones already here. Once the framework has begun at the
+        # kept step, it cannot start anew.
         state = module.state_dict()
         now = {("module", name): tuple(each.shape) for name, each in state.items() if hasattr(each, "shape")}
         was = {path: shape for path, shape in self._kept.shapes.items() if path[0] == "module"}
@@ -115,36 +120,43 @@ class Fit:
         return is_chosen
 
     def open(self, progress: Any, **objects: Any) -> None:
-        """Begin to keep the state of objects, and restore it if it was kept."""
+        """Begin to keep the state of ``objects`` and of the framework's ``progress``. If the state of this
+        fit was kept before a restart, load it into the objects.
+
+        Raises:
+            RuntimeError: the kept state does not match the objects.
+        """
         self.close()
         everything = {**objects, self.framework: _Common(self, progress)}
         _Process.keeper = keeper.begin(everything, {}, None, Mode.AUTO)
         if _Process.keeper is None or self._is_refused:
             return
         if _Process.keeper.restore() is None and self.progress is not None:
-            # The framework goes on at the kept step, but with objects that are not of this step.
+            # The framework already counts on from the kept step, but the state of this step was not loaded.
             raise RuntimeError("elasticrs: keep: the kept state does not fit the optimizer or the schedule")
 
     def step(self, number: int) -> None:
-        """Tell that a step of this fit has ended."""
+        """Note that a step of this fit has ended. ``number`` is the framework's count of steps."""
         _Process.step = self.base + number
         if _Process.keeper is not None:
             _Process.keeper.step(_Process.step)
 
     def end(self) -> None:
-        """Tell that the last step has ended, and that the framework may change the state now."""
+        """Note that the last step of this fit has ended, so that the framework may change the state now."""
         if _Process.keeper is not None:
             _Process.keeper.end_training()
 
     def close(self) -> None:
-        """Forget the objects, so that the script can free their memory."""
+        """Stop keeping the state of this fit, and forget its objects, so that their memory can be freed."""
         if _Process.keeper is not None:
             keeper.close()
             _Process.keeper = None
 
 
 class _Common:
-    """The progress of a fit, with the fit's number. It is equal on all ranks."""
+    """The framework's progress in a fit, and the number and ``base`` of the fit. The keeper of the state
+    treats it as one of the objects. It is equal on all ranks.
+    """
 
     keep_common = True
 
@@ -155,15 +167,19 @@ class _Common:
         return {"fit": self._fit.number, "base": self._fit.base, "progress": self._progress.state_dict()}
 
     def load_state_dict(self, state: Any) -> None:
-        """Do nothing, because the framework needs its progress before the optimizer exists."""
+        """Do nothing, because the progress has been loaded already: the framework needs it before the
+        optimizer exists, and the state of the objects is loaded only afterwards.
+        """
 
 
 def begin(framework: str, unsupported: Callable[[], str | None]) -> Fit | None:
-    """Begin a fit. Return ``None`` if its steps are not kept; a line says why.
+    """Begin a fit (a call of the framework's training method). If the state of its steps cannot be kept, tell
+    the user why, and return ``None``.
 
     Args:
         framework: ``"lightning"`` or ``"transformers"``.
-        unsupported: returns what --keep does not know in this training; ``None`` if there is nothing.
+        unsupported: function that returns the name of a feature in use for which the state cannot be kept,
+            and ``None`` if there is no such feature.
     """
     _Process.fits += 1
     reason = unsupported()
