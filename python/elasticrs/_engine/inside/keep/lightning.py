@@ -1,7 +1,8 @@
-"""Keeps the state of Lightning's ``Trainer``, and lets ``Trainer.fit`` go on from it.
+"""Keeps the training state of Lightning's ``Trainer``, so that ``Trainer.fit`` goes on from it after a
+restart.
 
-What is kept is what Lightning writes into a checkpoint at the end of a batch, and is restored by the code
-that restores a checkpoint. So training goes on as from a checkpoint of the kept step.
+The kept state is what Lightning would write into a checkpoint at the end of a batch, and Lightning's own code
+for checkpoints restores it. So training goes on as from a checkpoint of the step that was kept.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ _NEEDED_OF_CONNECTOR = {
     "dump_checkpoint": ("weights_only",),
     "_get_lightning_module_state_dict": (),
 }
-"""Methods of the checkpoint connector that are replaced or called, with the parameters that matter."""
+"""Methods of Lightning's checkpoint connector (which writes and restores checkpoints) that this module
+replaces or calls, with the names of the parameters that it uses.
+"""
 
 _NEEDED_ATTRIBUTES = (
     "_checkpoint_connector._loaded_checkpoint",
@@ -37,19 +40,21 @@ _NEEDED_ATTRIBUTES = (
     "fit_loop._combined_loader_states_to_load",
     "strategy.optimizer_state",
 )
-"""Further parts of a Trainer that are used here and are not public."""
+"""Further attributes of a Trainer, or of its parts, that this module uses although they are not public."""
 
 _OVERRIDDEN = ("resume_start", "resume_end", "restore_optimizers")
 
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
-"""Strategies in which the module and the optimizers of each rank have the whole state."""
+"""Lightning's strategies in which the module and the optimizers of each rank have the whole state. With other
+strategies, no state is kept.
+"""
 
 
 def patch(module: ModuleType) -> None:
-    """Replace ``Trainer.fit`` in a module ``….trainer.trainer`` of Lightning.
+    """Replace ``Trainer.fit`` in the module of Lightning that defines ``Trainer``, so that the state is kept.
 
     Raises:
-        UnknownVersionError: Lightning lacks something that is used here.
+        UnknownVersionError: this version of Lightning lacks a method or parameter that is used here.
     """
     package = module.__name__.removesuffix(".trainer.trainer")
     frameworks.require(module.Trainer, {"fit": ("ckpt_path",)})
@@ -69,7 +74,9 @@ def patch(module: ModuleType) -> None:
 
 
 def _unsupported(trainer: Any) -> str | None:
-    """Return why the state of this training cannot be kept."""
+    """Return the name of a feature that this training uses, and for which its state cannot be kept. Return
+    ``None`` if it uses no such feature.
+    """
     strategy = type(trainer.strategy).__name__
     if strategy not in _STRATEGIES:
         return f"strategy {strategy}"
@@ -81,9 +88,11 @@ def _unsupported(trainer: Any) -> str | None:
 
 
 class _Fitting:
-    """Keeps the state of one call of ``Trainer.fit``, and makes it go on at the kept step.
+    """Keeps the training state during one call of ``Trainer.fit``, and makes that call go on at the kept
+    step.
 
-    While this context is entered, some methods of the Trainer's connectors are replaced.
+    While this context is entered, its methods replace some methods of the Trainer's connectors (helper
+    objects for checkpoints and logs).
     """
 
     def __init__(self, lightning: ModuleType, trainer: Any, fit: Fit) -> None:
@@ -93,7 +102,9 @@ class _Fitting:
         self.random: Any = None
         self.steps, self.global_step = 0, 0
         self.is_late = False
-        """Whether a step ends after the module's ``on_train_batch_end``, which may change the state."""
+        """True if the module has a hook ``on_train_batch_end``. The hook may change the state, so a step ends
+        only after it.
+        """
 
     def __enter__(self) -> None:
         for name in _OVERRIDDEN:
@@ -102,7 +113,8 @@ class _Fitting:
         self.plain_on_batch_end, logger.on_batch_end = logger.on_batch_end, self.on_late_batch_end
         callbacks = self.trainer.callbacks
         self.callback = _callback(self.lightning, self)
-        # Callbacks that save checkpoints are the last ones. A step ends before them, because saving can fail.
+        # Put the callback that notes the ends of steps before the callbacks that save checkpoints, which come
+        # last. A step has ended before a checkpoint is saved, because saving can fail.
         checkpoints = [each for each in callbacks if isinstance(each, self.lightning.callbacks.Checkpoint)]
         callbacks.insert(len(callbacks) - len(checkpoints), self.callback)
 
@@ -112,7 +124,7 @@ class _Fitting:
         del self.trainer._logger_connector.__dict__["on_batch_end"]
         if self.callback in self.trainer.callbacks:
             self.trainer.callbacks.remove(self.callback)
-        if error is None:  # Otherwise, the state is kept when the exception has ended the program.
+        if error is None:  # After an exception, the state can still be copied when the program ends.
             self.fit.close()
 
     def resume_start(self, checkpoint_path: Any = None, *args: Any, **named: Any) -> None:
@@ -127,7 +139,8 @@ class _Fitting:
             self.progress = None
             return
         self.connector._ckpt_path = None
-        # The kept weights are loaded when the optimizers exist. Until then, hooks find those of now.
+        # The kept weights are loaded later, when the optimizers exist. Until then, hooks that look at the
+        # checkpoint find the module's present weights.
         self.connector._loaded_checkpoint = {
             **_hyperparameters(self.trainer),
             "state_dict": module.state_dict(),
@@ -141,7 +154,8 @@ class _Fitting:
 
     def resume_end(self) -> None:
         trainer = self.trainer
-        # A later fit of the same Trainer counts on.
+        # If a Trainer is used for a second fit, it counts on from the first one, so subtract the steps
+        # before.
         steps = max(trainer.global_step - self.fit.base, 0)
         self.steps = steps if self.progress is None else self.progress["steps"]
         self.global_step = trainer.global_step
@@ -158,13 +172,15 @@ class _Fitting:
         self.plain["resume_end"]()
 
     def on_late_batch_end(self) -> None:
-        """Run after all hooks of the end of a batch."""
+        """Note that a step has ended, after Lightning has called all hooks of the end of a batch. This method
+        replaces one that Lightning calls at that time.
+        """
         self.plain_on_batch_end()
         if self.is_late and self.trainer.training:
             self.end_step()
 
     def end_step(self) -> None:
-        """Tell that a step has ended, if the optimizer has run since the last one."""
+        """Note that a training step has ended, if an optimizer has run since the end of the last step."""
         if self.trainer.global_step != self.global_step:
             self.global_step = self.trainer.global_step
             self.steps += 1
@@ -172,7 +188,9 @@ class _Fitting:
 
 
 def _callback(lightning: ModuleType, fitting: _Fitting) -> Any:
-    """Return a callback that tells when a step has ended."""
+    """Return a callback for Lightning that notes the ends of steps. When training starts, it also sets the
+    restored states of the random number generators.
+    """
 
     class KeepSteps(lightning.Callback):  # type: ignore[misc, name-defined]
         def on_train_start(self, *_: Any) -> None:
@@ -191,7 +209,9 @@ def _callback(lightning: ModuleType, fitting: _Fitting) -> Any:
 
 
 class _Progress:
-    """What Lightning writes into a checkpoint, without the tensors of the module and the optimizers."""
+    """An object whose state is kept. Its state is what Lightning writes into a checkpoint, without the
+    tensors of the module and the optimizers.
+    """
 
     def __init__(self, fitting: _Fitting) -> None:
         self._fitting = fitting
@@ -205,7 +225,7 @@ class _Progress:
         module = trainer.lightning_module
         owners = (module, *trainer.callbacks)
         is_changed = any(_has_hook(fitting.lightning, each, "on_save_checkpoint") for each in owners)
-        # The state of a module takes long, so ask for it only if a hook may look at it.
+        # Collecting the module's state takes long, so do it only if a hook may look at it in the checkpoint.
         weights = module.state_dict() if is_changed else {}
         connector._get_lightning_module_state_dict = lambda: dict(weights)
         trainer.strategy.optimizer_state = lambda _optimizer: {}
@@ -225,7 +245,7 @@ class _Progress:
 
 
 class _Loaders:
-    """The positions of the data loaders of this rank that have a state."""
+    """An object whose state is kept: how far this rank's data loaders have come, if they have a state."""
 
     def __init__(self, trainer: Any) -> None:
         self._loop = trainer.fit_loop
@@ -235,18 +255,20 @@ class _Loaders:
         return {"loaders": [] if loader is None else loader._state_dicts()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # In a checkpoint, there are only the positions of rank 0.
+        # Set the loaders' positions here, because Lightning's checkpoints have only those of rank 0.
         self._loop._combined_loader_states_to_load = state["loaders"]
 
 
 def _has_hook(lightning: ModuleType, owner: Any, name: str) -> bool:
-    """Return whether the class of a module or callback has defined a hook."""
+    """Return true if the class of a module or callback defines the hook ``name``, and does not only inherit
+    Lightning's own, which does nothing.
+    """
     plain = (getattr(lightning.LightningModule, name), getattr(lightning.Callback, name))
     return getattr(type(owner), name, None) not in plain
 
 
 def _hyperparameters(trainer: Any) -> dict[str, Any]:
-    """Return the hyperparameters of module and data, as they are in a checkpoint."""
+    """Return the hyperparameters of the Trainer's module and data module, in the form of a checkpoint."""
     return {
         each.CHECKPOINT_HYPER_PARAMS_KEY: dict(each.hparams)
         for each in (trainer.lightning_module, trainer.datamodule)

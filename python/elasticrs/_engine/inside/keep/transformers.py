@@ -1,8 +1,10 @@
-"""Keeps the state of ``transformers.Trainer``, and lets ``Trainer.train`` go on from it.
+"""Keeps the training state of ``transformers.Trainer``, so that ``Trainer.train`` goes on from it after a
+restart.
 
-A step is kept when the callbacks of its end have run, before the Trainer logs, evaluates and saves. These are
-done, or done again, when training goes on from the step: an evaluation draws random numbers, on which the
-next step depends.
+The state of a step is taken when the callbacks of the step's end have run, but before the Trainer logs,
+evaluates and saves. When training goes on from a kept step, the Trainer first logs, evaluates and saves after
+this step (perhaps for the second time), because an evaluation draws random numbers, on which the next step
+depends.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ _NEEDED = {
         "learning_rate",
     ),
 }  # fmt: skip
-"""Methods of the Trainer that are replaced or called, with the parameters that matter."""
+"""Methods of the Trainer that this module replaces or calls, with the parameters that matter for that."""
 
 _OVERRIDDEN = (
     "_inner_training_loop",
@@ -63,19 +65,21 @@ _PROGRESS = (
     "best_global_step",
     "best_model_checkpoint",
 )
-"""Fields of the Trainer's state that change while it trains, without ``log_history``."""
+"""Fields of the Trainer's ``TrainerState`` that change while it trains. ``log_history`` is not among them,
+because it is kept in another form.
+"""
 
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
 _RESUMED = "the state that elasticrs has kept"
-"""Stands for the path of a checkpoint in the Trainer's messages."""
+"""Text that the Trainer's messages show in place of a checkpoint's path when a kept state is restored."""
 
 
 def patch(module: ModuleType) -> None:
-    """Replace ``Trainer.train`` in the module ``transformers.trainer``.
+    """Replace ``Trainer.train`` in the module ``transformers.trainer``, so that the training state is kept.
 
     Raises:
-        UnknownVersionError: the Trainer lacks something that is used here.
+        UnknownVersionError: this version of the Trainer lacks a method, parameter or field that is used here.
     """
     trainer_class = module.Trainer
     frameworks.require(trainer_class, _NEEDED)
@@ -103,7 +107,9 @@ def patch(module: ModuleType) -> None:
 
 
 def _unsupported(trainer: Any, trial: Any) -> str | None:
-    """Return why the state of this training cannot be kept."""
+    """Return the name of a feature that this training uses, and for which its state cannot be kept. Return
+    ``None`` if it uses no such feature.
+    """
     reasons = {
         "a hyperparameter search": trial is not None,
         "DeepSpeed": trainer.is_deepspeed_enabled,
@@ -115,7 +121,9 @@ def _unsupported(trainer: Any, trial: Any) -> str | None:
 
 
 def _checkpoint(module: ModuleType, trainer: Any, wanted: Any) -> tuple[str | None, int]:
-    """Return the checkpoint that the script asks for, and its step; ``None`` if there is none."""
+    """Return the path of the checkpoint that the script asks for, and the number of its step. Return ``None``
+    and 0 if the script asks for none, or if the checkpoint cannot be read.
+    """
     path = module.get_last_checkpoint(trainer.args.output_dir) if wanted is True else wanted
     if not path:
         return None, 0
@@ -123,14 +131,15 @@ def _checkpoint(module: ModuleType, trainer: Any, wanted: Any) -> tuple[str | No
         with open(f"{path}/trainer_state.json", encoding="utf-8") as file:
             return path, int(json.load(file)["global_step"])
     except (OSError, ValueError, KeyError):
-        return None, 0  # The kept state is used instead.
+        return None, 0  # The checkpoint cannot be read, so the kept state is used.
 
 
 class _Training:
-    """Keeps the state of one call of ``Trainer.train``, and makes it go on at the kept step.
+    """Keeps the training state during one call of ``Trainer.train``, and makes that call go on at the kept
+    step.
 
-    While this context is entered, some methods of the Trainer are replaced. A progress that was kept is
-    loaded in the order in which the Trainer would load a checkpoint.
+    While this context is entered, its methods replace some methods of the Trainer. They load the kept state
+    in the order in which the Trainer would load a checkpoint.
     """
 
     def __init__(self, trainer: Any, fit: Fit) -> None:
@@ -154,13 +163,15 @@ class _Training:
         for name in _OVERRIDDEN:
             del self.trainer.__dict__[name]
         self.trainer.remove_callback(self.callback)
-        if error is None:  # Otherwise, the state is kept when the exception has ended the program.
+        if error is None:  # After an exception, the state can still be copied when the program ends.
             self.fit.close()
 
     def open(self) -> None:
-        """Create the object that keeps the state. Restore the state if it was kept."""
+        """Begin to keep the states of the Trainer's model, optimizer, scheduler and the like. If they were
+        kept before a restart, load them.
+        """
         trainer = self.trainer
-        # The optimizer that is in Accelerate's.
+        # Take torch's optimizer, which the library Accelerate may have wrapped.
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         scaler = getattr(trainer.accelerator, "scaler", None)
         self.is_open = True
@@ -228,7 +239,9 @@ class _Training:
         self.plain["_run_epoch"](**named)
 
     def _finish_step(self, named: dict[str, Any]) -> bool:
-        """Do what was to be done after the kept step. Return true if the epoch is over."""
+        """Log, evaluate and save after the kept step, as the Trainer would have done without the restart.
+        Return true if the epoch is over.
+        """
         trainer, progress = self.trainer, self.progress
         assert progress is not None
         self.progress = None
@@ -261,12 +274,14 @@ class _Training:
         return self.grad_norm
 
     def _finalize_training(self, *args: Any, **named: Any) -> Any:
-        self.fit.end()  # The Trainer may load the weights of its best step now.
+        self.fit.end()  # Keep the last step now, because the Trainer may load the weights of its best step.
         return self.plain["_finalize_training"](*args, **named)
 
 
 class _Steps(TrainerCallback):  # type: ignore[misc]
-    """Tells when a step has ended. It is the last callback, so that it sees what the others have decided."""
+    """A callback that notes the end of each step. It is the last callback, so that the decisions of the
+    others, such as to stop the training, are kept with the step.
+    """
 
     def __init__(self, training: _Training) -> None:
         self._training = training
@@ -285,7 +300,9 @@ class _Steps(TrainerCallback):  # type: ignore[misc]
 
 
 class _Progress:
-    """How far the Trainer has come."""
+    """An object whose state is kept. Its state is the Trainer's progress: counts of steps, the log, the
+    states of callbacks, and the like.
+    """
 
     def __init__(self, training: _Training) -> None:
         self._training = training
@@ -294,7 +311,8 @@ class _Progress:
         training = self._training
         trainer = training.trainer
         grad_norm = training.grad_norm
-        # Reading it from a GPU takes time, so do it only if it is logged in this step.
+        # Reading the norm of the gradients from a GPU takes time, so do it only if the Trainer logs it in
+        # this step.
         is_read = grad_norm is not None and (trainer.control.should_log or getattr(grad_norm, "is_cpu", True))
         return {
             "state": {name: getattr(trainer.state, name) for name in _PROGRESS},
@@ -313,7 +331,9 @@ class _Progress:
 
 
 def _set_callbacks(trainer: Any, states: list[list[str]]) -> None:
-    """Set the attributes of the callbacks that have a state. Each callback is of the same class as before."""
+    """Load kept states into those callbacks of the Trainer that have a state. Leave out a callback if another
+    class of callback was in its place when the states were kept.
+    """
     callbacks = [each for each in trainer.callback_handler.callbacks if isinstance(each, ExportableState)]
     for callback, (name, attributes) in zip(callbacks, states, strict=False):
         if type(callback).__qualname__ == name:
@@ -322,13 +342,15 @@ def _set_callbacks(trainer: Any, states: list[list[str]]) -> None:
 
 
 class _History:
-    """Encodes ``log_history``, which only grows, so that each entry is encoded once."""
+    """Encodes the entries of the Trainer's ``log_history``. This list only grows, so the text of the entries
+    is remembered, and each entry is encoded only once.
+    """
 
     def __init__(self) -> None:
         self._count, self._text = 0, ""
 
     def dump(self, entries: list[dict[str, float]]) -> str:
-        """Return all entries, one per line."""
+        """Return all entries as text, one in each line."""
         if len(entries) < self._count:
             self._count, self._text = 0, ""
         self._text += "".join(json.dumps(entry) + "\n" for entry in entries[self._count :])
@@ -336,12 +358,12 @@ class _History:
         return self._text
 
     def load(self, text: str) -> list[dict[str, float]]:
-        """Return the entries in ``text``."""
+        """Return the entries that :meth:`dump` has turned into ``text``."""
         return [json.loads(line) for line in text.splitlines()]
 
 
 class _Losses:
-    """The losses of this rank since the last log entry."""
+    """An object whose state is kept: the sum of this rank's losses since the Trainer has last logged."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -351,7 +373,7 @@ class _Losses:
         trainer = self._trainer
         if not hasattr(trainer, "_tr_loss"):  # The training has not begun.
             return {}
-        is_on_cpu = trainer._tr_loss.device.type == "cpu"  # Otherwise, reading it would wait for the GPU.
+        is_on_cpu = trainer._tr_loss.device.type == "cpu"  # Reading it from a GPU would wait for the GPU.
         return {
             "loss": trainer._tr_loss.item() if is_on_cpu else None,
             "logged_at": trainer._globalstep_last_logged,
@@ -362,8 +384,10 @@ class _Losses:
         self._loaded = state
 
     def apply(self) -> None:
-        """Load the state when the Trainer has set its losses to zero. The Trainer's average loss of a
-        training is of the steps since it was resumed, so do not count the earlier ones there.
+        """Set the Trainer's losses to the kept ones. Call this after the Trainer has set its losses to zero.
+
+        At its end, the Trainer reports the average loss of all steps since it was resumed. So subtract the
+        kept losses, which are of earlier steps, from the sum for this average.
         """
         trainer, state = self._trainer, self._loaded
         if state.get("loss") is not None:
