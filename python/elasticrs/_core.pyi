@@ -89,8 +89,8 @@ class GroupSpec:
             SIGKILL, the whole group fails. Each worker is a child subreaper, so that its orphaned descendants
             become its children.
         keep_grace: longest time in seconds for which a stop waits until the workers that use
-            ``elasticrs.Keep`` have copied their state. :class:`StateKept` follows. 0, the default, means
-            that the workers are not asked for copies.
+            ``elasticrs.Keep`` have copied their training state. :class:`StateKept` then reports the copies.
+            0, the default, means that the workers are not asked for copies.
     """
 
     def __new__(
@@ -193,19 +193,20 @@ class FailureSeen:
 
 @final
 class StateKept:
-    """The workers that use ``elasticrs.Keep`` have copied their state, or the time limit for that has
-    passed. They have just been signalled. Reported at most once for each group.
+    """The workers that use ``elasticrs.Keep`` have copied their training state because they are about to be
+    stopped, or the time limit for that has passed. The stop signal has just been sent to them. Reported at
+    most once for each group.
     """
 
     @property
     def asked(self) -> list[int]:
-        """Local ranks of the workers that were ordered to copy their state."""
+        """Local ranks of the workers that were ordered to copy their training state."""
     @property
     def answered(self) -> list[int]:
         """Local ranks of the workers that answered in time. An answer may be that a copy was impossible."""
     @property
     def begun_ns(self) -> int:
-        """Time of the order, in nanoseconds of the monotonic clock."""
+        """Time at which the workers were ordered to copy, in nanoseconds of the monotonic clock."""
     @property
     def ended_ns(self) -> int: ...
 
@@ -626,8 +627,9 @@ class Supervisor:
         owns_process: true if the process belongs to the launcher alone (the command line). The process then
             becomes a child subreaper, so that no processes remain even if the nursery is lost. False in a
             host application, whose own children the supervisor never touches.
-        in_interpreter: true to run the nursery in a Python interpreter that loads the extension. By default,
-            that happens only if the nursery's program in the extension cannot be executed from memory.
+        in_interpreter: true to run the nursery (the process that starts the workers) in a Python interpreter
+            that loads this extension. By default, the nursery is a program that is embedded in the extension,
+            and the interpreter is used only if that program cannot be executed from memory.
         warm: nursery that imports modules first; preferred over the other nurseries. Groups wait until its
             imports have finished, and :class:`Warmed` reports the result.
 

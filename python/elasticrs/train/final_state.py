@@ -105,7 +105,7 @@ def _take_seat(store: Store, rank: int, content: memoryview | None, near: tuple[
 
 
 _handovers: list[Handover] = []
-"""What serves this process's copy of the final state, if it has one."""
+"""The server from which other workers get this process's copy of the final state; empty if there is none."""
 
 
 def _serve(content: memoryview, near: tuple[str, int]) -> dict[str, Any]:

@@ -280,6 +280,7 @@ def _stopped_how(failure: ProcessFailure) -> str:
     sent = failure.sent_signal or 0
     if failure.signal_number() != sent:
         return f"{describe_exit(failure.exitcode)} after {signal_name(sent)}"
-    # A worker with a cause of its own, such as a hang, was killed for that, and not because it was slow.
+    # If the failure has a known cause, such as a hang, the worker was killed for that, and not because it had
+    # not stopped in time.
     is_overdue = sent == signal.SIGKILL and failure.cause is None
     return "SIGKILL at the stop deadline" if is_overdue else signal_name(sent)

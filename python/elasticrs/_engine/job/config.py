@@ -85,11 +85,13 @@ class WorkerSettings:
             another attempt would fail in the same way, 193 if this node is unfit, otherwise 1.
             ``"verdict:PERMANENT,UNFIT"`` uses other codes than 93 and 193. ``"worker"``: the exit code of the
             worker that failed first, or 128 plus the number of the signal that killed it.
-        keep: true to keep the state of programs that use Lightning or the Hugging Face Trainer, too, without
-            a change to the program; see ``elasticrs.Keep``.
-        keep_memory: memory in which all workers of this node keep their state: a share of the available
-            memory, such as ``"40%"``, or a number of bytes, such as ``"20G"``. ``"0"`` keeps nothing.
-        keep_grace: maximum seconds for which a stop of the workers waits until they have kept their state.
+        keep: true to keep the training state of programs that use Lightning or the Hugging Face Trainer, even
+            if they do not use ``elasticrs.Keep``.
+        keep_memory: maximum memory for copies of the training states of all workers of this node: a share of
+            the available memory, such as ``"40%"``, or a number of bytes, such as ``"20G"``. ``"0"`` keeps
+            nothing.
+        keep_grace: maximum seconds for which a stop of the workers waits until they have copied their
+            training state.
         keep_save: folder in which the kept state of a job on one node is saved when the job fails or is
             stopped. A later job with the same folder goes on from there. ``None``: not saved.
         log_prefix: ``"time"`` adds the time to the prefix of elasticrs's own lines, ``"none"`` does not, and
@@ -572,8 +574,8 @@ _BYTES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def keep_memory(text: str) -> tuple[float, int]:
-    """Parse a share of memory, such as ``40%``, or a number of bytes, such as ``20G``. Return both; the one
-    that is not given is 0.
+    """Parse the option ``--keep-memory``: a share of memory, such as ``40%``, or a number of bytes, such as
+    ``20G``. Return two values: the share, such as 0.4, and the number of bytes. One of them is always 0.
     """
     number, unit = text[:-1], text[-1:].upper()
     try:

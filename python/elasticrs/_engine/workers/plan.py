@@ -26,11 +26,14 @@ TOKEN_VARIABLE = "ELASTICRS_TOKEN"
 """Environment variable with the token, a secret that a job's agents share, unless a setting has it."""
 
 KEEP = "ELASTICRS_KEEP"
-"""Environment variable with the place of the worker's file for kept state. The module that describes the file
-has the same constant, but is imported later, while the first nursery starts.
+"""Environment variable that tells a worker where the file is into which it copies its training state. The
+module ``inside/keep/layout.py`` has the same constant, but is imported later, while the first nursery (the
+process that starts the workers) is starting.
 """
 KEEP_FRAMEWORKS = "ELASTICRS_KEEP_FRAMEWORKS"
-"""Environment variable that tells the hook in the workers to keep the state of frameworks (``--keep``)."""
+"""Environment variable that tells the hook in the workers to keep the training state of Lightning and
+transformers (``--keep``).
+"""
 
 _HERE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "inside")
 _HOOK = os.path.join(_HERE, "hook")
@@ -110,7 +113,8 @@ class Plan(Record):
     """Ranks and addresses of the workers in an attempt. ``port`` reserves the port of the workers' store; it
     is ``None`` if another agent does so. ``members`` are the names under which the workers register in a
     rendezvous of their own, by local rank; ``None`` if they have none. A worker that is replaced keeps its
-    name until its replacement has been started. ``keep`` are the files in which the workers keep their state.
+    name until its replacement has been started. ``keep`` has the files into which the workers copy their
+    training state.
     """
 
     ranks: Sequence[WorkerRanks]
@@ -177,8 +181,9 @@ def virtual_local_rank(local_rank: int, inherited: Mapping[str, str]) -> dict[st
 
 
 def inherited_environment() -> dict[str, str]:
-    """Return the environment that workers inherit: without the job's token, a secret of the agents, and
-    without what another job has told this process, if it is a worker, about its kept state.
+    """Return the environment of this process as its workers inherit it. Leave out the job's token, because it
+    is a secret of the agents. If this process is itself a worker of another job, also leave out that job's
+    variables about kept training state.
     """
     own = (TOKEN_VARIABLE, KEEP, KEEP_FRAMEWORKS)
     return {name: value for name, value in os.environ.items() if name not in own}

@@ -32,7 +32,7 @@ def check_limits(
     pages = 2 * nproc if hang_timeout is not None else 0
     # Torch's timers need two descriptors for a FIFO, and one per process with a timer: assume all workers.
     timers = nproc + 2 if environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1" else 0
-    # Each worker also has a file in which it can keep its state.
+    # Each worker also needs one descriptor for the file into which it can copy its training state.
     _core.check_limits(nproc, followed, pages + timers + nproc)
 
 

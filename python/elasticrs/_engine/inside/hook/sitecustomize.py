@@ -9,9 +9,10 @@
 - **HOOK-3** the previous ``sys.excepthook`` still prints the exception. The new one only writes the error
   file, and only in the process in which it was installed, not in forked children.
 - **HOOK-4** modules that are needed only after a failure are imported only then.
-- **HOOK-5** this hook adds a finder to ``sys.meta_path`` only if the agent watches heartbeats or keeps the
-  state of frameworks, and removes it after the modules that it follows are imported. These are
-  ``torch.optim.optimizer`` and the trainers of frameworks. The finder delegates to the other finders.
+- **HOOK-5** this hook adds a finder to ``sys.meta_path`` only if the agent watches heartbeats, or keeps the
+  training state of Lightning and transformers (``--keep``). The finder delegates to the other finders. It
+  waits for the imports of ``torch.optim.optimizer`` and of the modules with the ``Trainer`` classes, and is
+  removed after these imports.
 - **HOOK-6** SIGUSR1 and SIGUSR2 are ignored during shutdown if the program handles them, because the
   interpreter restores the default action, which would kill a worker that is about to exit with 0.
 - **HOOK-7** a program that an uncaught exception has ended exits after its ``atexit`` callbacks, without the
@@ -346,7 +347,9 @@ def keep_stacks(path: str) -> "int | None":
 
 
 class _Imports:
-    """Import finder that calls a function with a module after its import, for each module in ``actions``."""
+    """Import finder that waits for the imports of some modules. ``actions`` has a function for the name of
+    each of these modules, which is called with the module after its import.
+    """
 
     def __init__(self, actions: "dict[str, Callable[[Any], None]]") -> None:
         self._actions = actions
@@ -392,13 +395,13 @@ def _keep_framework(module: "Any") -> None:
     try:
         from elasticrs._engine.inside.keep.frameworks import patch
     except ImportError:
-        return  # This Python lacks elasticrs. Nothing is kept, and the agent says so.
+        return  # This Python lacks elasticrs, so the training state is not kept. The agent says so.
     patch(module)
 
 
 def _follow_imports() -> None:
-    """Call functions with some modules once they are imported. If this worker is a fork of a process with
-    preloaded modules, they may be among these.
+    """Have this hook's functions called with some modules after the imports of these modules. If this worker
+    was forked from a process with preloaded modules, and they are among these, call the functions at once.
     """
     actions: dict[str, Callable[[Any], None]] = {}
     if "ELASTICRS_HEARTBEAT" in os.environ:

@@ -51,7 +51,7 @@ class Attempt(EventLog):
         warm: true if the workers were forked from a preloaded process; ``None`` without ``--warm``.
         after: attempt whose end led to this one; ``None`` for the first start of the workers.
         delay: seconds by which the restart policy delayed the next attempt.
-        kept: the kept step from which the workers go on; ``None`` if no worker has used ``Keep``.
+        kept: the kept training step that the workers restore; ``None`` if no worker has used ``Keep``.
     """
 
     def __init__(
@@ -254,8 +254,9 @@ def phases(failed: Attempt, running: Attempt) -> dict[str, float]:
     end:
 
     - ``exiting``: when the failure was seen. Only after an exception.
-    - ``signalling``: when the other workers have been signalled, except those that keep their state first.
-    - ``keeping``: when these workers have kept their state and been signalled. Only if there were any.
+    - ``signalling``: when the other workers have been signalled, except those that first copy their training
+      state (``Keep``).
+    - ``keeping``: when these workers have copied it and been signalled. Only if there were such workers.
     - ``stopping``: when all processes have exited.
     - ``freeing``: when their device memory is free, if it was not free immediately.
     - ``delay``: when the restart policy's delay is over.

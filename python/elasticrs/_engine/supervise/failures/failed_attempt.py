@@ -292,8 +292,8 @@ def evidence(attempt: Attempt, fatal_exit_codes: Collection[int]) -> Evidence:
 
 
 def _reached(attempt: Attempt) -> dict[str, Any]:
-    """Return the highest training step of any worker, and whether all workers count across restarts. Steps
-    of workers that keep their state are counted so.
+    """Return the highest training step of any worker, and whether all workers go on counting steps after a
+    restart. Workers that use ``elasticrs.Keep`` do.
     """
     kept = None if attempt.plan.keep is None else attempt.plan.keep.standing()
     if kept is not None and isinstance(step := kept["ended_step"], int):

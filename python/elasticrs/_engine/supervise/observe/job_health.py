@@ -259,7 +259,9 @@ class HealthObserver(Observer):
         self._publish()
 
     def _measure_kept(self) -> None:
-        """Read what the workers keep. They write it into memory without an event for the agent."""
+        """Read which training steps the workers have kept, and show that on the status page. Read it again
+        each time, because the workers copy their state into memory without notice to the agent.
+        """
         files = None if self._attempt is None else self._attempt.plan.keep
         kept = None if files is None else files.standing()
         if kept is None and self._kept is None:

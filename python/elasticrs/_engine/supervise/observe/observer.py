@@ -61,7 +61,9 @@ class Observer:
         """Handle an attempt's first failure. The node's other workers have already been signalled."""
 
     def kept(self, attempt: Attempt, event: _core.StateKept) -> None:
-        """Called when workers have copied their state before they are stopped, or were too slow to do so."""
+        """Called when the workers that use ``Keep`` have copied their training state because they are about
+        to be stopped, or when the time limit for that has passed.
+        """
 
     def exited(self, attempt: Attempt, worker: _core.WorkerExited) -> None:
         """Handle the exit of a worker."""
@@ -284,7 +286,8 @@ class TerminalReporter(Observer):
         exited, raised = attempt.exits.get(first), attempt.raised.get(first)
         has_failed = exited is not None and (exited.exitcode or 0) > 0
         left = early_leavers(attempt, lambda _: has_failed)
-        # The exception may report a lost peer, whose exit has not been noticed yet.
+        # The worker's exception may only report that the connection to another worker was lost, whose exit
+        # has not been noticed yet.
         is_unknown = has_failed if raised is None else raised.origin != "own"
         if attempt.is_undecided:
             # One of the other ranks may be to blame, so do not call their errors side effects.

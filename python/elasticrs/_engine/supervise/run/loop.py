@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _NEVER = float("inf")
 
 _SAVE_LIMIT = 600.0
-"""Seconds in which the kept state of a job that has failed must be saved. Nothing but the user waits."""
+"""Maximum seconds for saving the kept training state of a failed job. Only the user waits for that."""
 
 
 def _import_for_cause() -> None:
@@ -47,7 +47,8 @@ def _import_for_cause() -> None:
 
         import elasticrs._engine.supervise.failures.failed_attempt  # noqa: F401
     except OSError:
-        # No file descriptor is free. Later imports of these modules handle that.
+        # No file descriptor is free for these imports. The code that imports these modules later handles
+        # that.
         return
 
 
@@ -118,7 +119,8 @@ class Agent:
                 self._tracker.open(None if self._signals is None else self._signals.fd)
                 self._decisions.open(self._tracker.supervisor)
                 self._open_checkpoints()
-                # Import this here, while the nursery is starting, so that it does not delay the workers.
+                # Import this module while the nursery (the process that starts the workers) is starting, so
+                # that the import does not delay the workers.
                 from elasticrs._engine.supervise.run.keeping import Keeping
 
                 self._keeping = Keeping(self._job, self._console.say)
@@ -355,7 +357,9 @@ class Agent:
             self._end_keeping(self._keeping, is_failure=self.result.phase is machine.Phase.FAILED)
 
     def _end_keeping(self, keeping: Keeping, *, is_failure: bool) -> None:
-        """Report what is kept, and save it for the next job."""
+        """Save the kept training state for the next job (``--keep-save``). If the job has failed, have its
+        report say which step is kept.
+        """
         kept = keeping.at_end(self._decisions.read_history()) if is_failure or self._job.keep_save else None
         limit = _SAVE_LIMIT if is_failure else self._job.shutdown_timeout
         folder = keeping.save(kept, limit, self._is_interrupted)
@@ -363,7 +367,9 @@ class Agent:
             self.result.kept = kept and kept.replaced(folder=folder)
 
     def _is_interrupted(self, fd: int, seconds: float) -> bool:
-        """Wait until a file descriptor is readable. Return true on timeout, or at the second stop request."""
+        """Wait until a file descriptor is readable. Return true if it is not after ``seconds``, or if the
+        user has asked a second time to stop the job.
+        """
         poll, until = select.poll(), time.monotonic() + seconds
         is_asked = self.result.phase is machine.Phase.STOPPED
         poll.register(fd, select.POLLIN)

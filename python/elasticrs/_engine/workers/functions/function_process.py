@@ -199,7 +199,8 @@ def call_and_return(function: Callable[..., Any], arguments: tuple[Any, ...], re
 
         give_notice(os.environ.get("ELASTICRS_NOTICES", ""), error)
         keep_flight_record(error)
-        # Such a process calls no `sys.excepthook`.
+        # Copy the training state here, because a process that runs a function does not call `sys.excepthook`,
+        # which does that in scripts.
         keep_own()
         if fast_exit.is_enabled():
             fast_exit.leave_after_callbacks(1)
