@@ -308,10 +308,11 @@ class Keeper:
         return found
 
     def _refuse(self, text: str, error: Exception) -> None:
-        """Say that this rank does not go on from the kept step.
+        """Tell the user that this rank cannot load the copy of the step to which the training returns.
 
         Raises:
-            RuntimeError: the ranks of other nodes may go on from it. Those of this node compare their starts.
+            RuntimeError: the job has several nodes. Ranks of other nodes may have loaded their copies, which
+                this rank cannot see, as it would in the files of the ranks of one node.
         """
         if nodes.is_job_of_several_nodes():
             self._drop_all()

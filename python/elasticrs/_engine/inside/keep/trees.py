@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     Leaves: TypeAlias = list[tuple[Path, Any]]
 
 _DICTS: tuple[type[dict[Any, Any]], ...] = (OrderedDict, Counter)
-"""Kinds of ``dict`` that stay what they are, because programs use their methods. Others become a ``dict``."""
+"""Subclasses of ``dict`` that a restored state has again, because programs use their methods. Others become a
+plain ``dict``.
+"""
 
 _PROTOCOL = 2
 """The only protocol of pickle that torch's unpickler for untrusted data reads."""
