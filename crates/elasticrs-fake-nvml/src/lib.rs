@@ -150,7 +150,8 @@ fn enter(function: &str) -> c_int {
     chosen("fails", function).unwrap_or(SUCCESS)
 }
 
-/// Returns the number that the test chose for a function in a file of lines `FUNCTION NUMBER`.
+/// Returns the number that a test has chosen for a function of NVML, from a file with lines `FUNCTION NUMBER`. Returns
+/// `None` if the file has no line for the function.
 fn chosen<N: FromStr>(file: &str, function: &str) -> Option<N> {
     let line = lines(file).into_iter().find(|line| line.first().is_some_and(|name| name == function))?;
     line.get(1)?.parse().ok()

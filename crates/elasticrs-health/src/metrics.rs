@@ -301,7 +301,7 @@ fn render_streams(page: &mut Page, name: &str, help: &str, counts: &BTreeMap<Str
     }
 }
 
-/// Name and value of a label.
+/// Name and value of a label of a metric.
 pub(crate) type Label<'a> = (&'static str, &'a dyn Display);
 
 struct Page(String);
@@ -312,7 +312,7 @@ impl Page {
         let _ = writeln!(self.0, "# HELP {name} {help}\n# TYPE {name} {kind}");
     }
 
-    /// Adds a family that consists of one value without labels.
+    /// Adds a metric (a "family" in Prometheus) that has one value, without labels, to the page.
     fn value(&mut self, name: &str, kind: &str, help: &str, value: f64) {
         self.family(name, kind, help);
         self.sample(name, &[], value);

@@ -90,9 +90,9 @@ pub struct Handle {
 }
 
 impl Handle {
-    /// Starts a server that answers requests. The server listens on `host`, which it also accepts in the `Host` header
-    /// of requests. `limit` is the time limit for an answer from the agent (HEALTH-4). The server calls `tell` with a
-    /// message for the user if there is a problem.
+    /// Starts a server that answers HTTP requests about the job's health. The server listens on `host`, and accepts
+    /// this name in the `Host` header of requests. `limit` is the time limit for an answer from the agent (HEALTH-4).
+    /// If there is a problem, the server calls `tell` with a message for the user.
     pub fn start(host: &str, port: u16, limit: Duration, tell: Tell) -> Result<Self, ListenError> {
         let port = Port::from(port);
         let failed = |source: io::Error| ListenError { host: Some(host.to_owned()), port, source };

@@ -1,5 +1,6 @@
-//! What a store's client needs of the agent: its thread, the destination of its messages to the user, and the nursery,
-//! which guards its lease because the nursery outlives a killed agent.
+//! What the client of a store gets from the agent: a thread to run on, the place for its messages to the user, and the
+//! nursery (the process that starts the workers) as the guard of its lease, because the nursery outlives a killed
+//! agent.
 //!
 //! An agent's client runs on the supervisor's thread. Other clients share a thread with the agents' stores of this
 //! process. The supervisor has its own thread, because a busy store could delay its signals and keep-alives.
@@ -40,7 +41,8 @@ impl Home {
         }
     }
 
-    /// Same as [`crate::stores::Stores::close`].
+    /// Calls `end` to close a client. If the client's thread is not the supervisor's, then also releases that thread,
+    /// and raises an exception in a forked child.
     pub(crate) fn close(&self, py: Python<'_>, end: impl FnOnce() + Send) -> PyResult<()> {
         match self {
             Self::Stores(stores) => stores.close(py, end),
@@ -71,18 +73,19 @@ pub(crate) fn teller(supervisor: Option<&Py<Supervisor>>, list: &Arc<List>) -> T
     Box::new(move |line| list.add(line))
 }
 
-/// Passes a session's connections and deadline to the nursery.
+/// Guard of a client's session in a store. It passes the session's connections, and the deadline of its lease, to the
+/// nursery (the process that starts the workers).
 struct NurseryGuard {
     keeper: Keeper,
-    /// True if the nursery holds a second connection, to which the session may move.
+    /// True if the nursery holds a second connection of the session, to which the session may move.
     has_two: Arc<AtomicBool>,
 }
 
 impl Guard for NurseryGuard {
     fn connected(&self, socket: BorrowedFd<'_>) {
-        // The nursery (the process that supervises the workers) keeps a duplicate of the socket open, so that the
-        // session lasts until the workers are dead. If the socket cannot be duplicated, the supervisor reports the
-        // error to the user. The nursery still kills the workers at the lease's deadline.
+        // The nursery keeps a duplicate of the socket open, so that the session lasts until the workers are dead, even
+        // if the agent is killed. If the socket cannot be duplicated, the supervisor reports the error to the user. The
+        // nursery still kills the workers at the lease's deadline.
         self.keeper.hold(socket);
     }
 
@@ -98,8 +101,9 @@ impl Guard for NurseryGuard {
     }
 
     fn linked(&self, socket: BorrowedFd<'_>, word: [u8; 32], is_first: bool) {
-        // The nursery uses a duplicate of the socket to announce this agent's death to the peer. If the socket cannot
-        // be duplicated, the supervisor reports an error, and the peer waits until the lease expires.
+        // If this agent dies, the nursery announces that to another agent (the peer) on a duplicate of this socket. If
+        // the socket cannot be duplicated, the supervisor reports an error, and the peer notices the death only when
+        // the lease of this agent expires.
         self.keeper.hold_link(socket, word, is_first);
     }
 
@@ -118,7 +122,8 @@ impl Guard for NurseryGuard {
     }
 }
 
-/// Returns a guard that lets the nursery keep a client's socket open. Without a supervisor, returns [`NoGuard`].
+/// Returns a guard that lets the nursery keep a client's socket open if this agent dies. Returns [`NoGuard`] without a
+/// supervisor, because there is no nursery then.
 pub(crate) fn guard(supervisor: Option<&Py<Supervisor>>) -> Box<dyn Guard> {
     match supervisor {
         Some(supervisor) => Box::new(NurseryGuard { keeper: supervisor.get().inner.keeper(), has_two: Arc::default() }),

@@ -21,9 +21,9 @@ static IMAGE: &[u8] = include_bytes!(env!("ELASTICRS_NURSERY_IMAGE"));
 
 /// Returns the programs to try for the nursery process, in order.
 ///
-/// The first program is the embedded one, unless `in_interpreter` is true. The second is a plain Python interpreter,
-/// because some systems cannot execute a file in memory. The interpreter takes 10 ms instead of 1 ms to start, and uses
-/// 10 MB instead of 2 MB of memory.
+/// The first program is the one that is embedded in this extension; it is left out if `in_interpreter` is true. The
+/// second is a plain Python interpreter, because some systems cannot execute a program from a file in memory, as the
+/// first one is. The interpreter takes 10 ms instead of 1 ms to start, and uses 10 MB instead of 2 MB of memory.
 pub(crate) fn images(py: Python<'_>, in_interpreter: bool) -> PyResult<Vec<NurseryImage>> {
     let embedded = (!in_interpreter).then_some(NurseryImage::Embedded(IMAGE));
     Ok(embedded.into_iter().chain(interpreter(py)?).collect())

@@ -1,5 +1,6 @@
 //! The two threads on which the stores of a process run. One runs the agents' stores, and the other runs the workers'
-//! stores. They are separate, because any program that can connect to a workers' store can keep its thread busy.
+//! stores. The two threads are separate, because any program that can connect to a workers' store can keep the thread
+//! of that store busy, and the agents' stores must still answer in time.
 //!
 //! A thread exits when its last store is closed. An agent keeps the thread of its workers' stores running until its
 //! supervisor is closed, so that the next attempt can use the same thread. A forked child does not have these threads

@@ -1,4 +1,5 @@
-//! Accepts connections, but leaves enough file descriptors for the rest of the process. Also closes connections.
+//! Accepts connections of clients, but leaves enough file descriptors for the rest of the process. Also has a function
+//! that closes a connection without losing the last bytes sent.
 //!
 //! A store runs in an agent, which must also watch and restart workers. Connections to the store may use only a part of
 //! the descriptors, even if there are many unknown clients or the job is very large. The rest is reserved for the agent
@@ -132,8 +133,8 @@ pub async fn part(stream: &mut TcpStream, most: usize) -> io::Result<()> {
             0 => break,
             count => left = left.saturating_sub(count),
         }
-        // Yield after each read. The peer may never stop sending, and other tasks and the caller's timeout need their
-        // turn.
+        // Let other tasks of the thread run after each read, because the peer may never stop sending. The caller's
+        // timeout can pass only while other tasks run.
         yield_now().await;
     }
     Ok(())

@@ -14,8 +14,8 @@ use crate::threads;
 /// never leaves that thread.
 pub type Task = Box<dyn FnOnce() -> Pin<Box<dyn Future<Output = ()>>> + Send>;
 
-/// Function that passes a task to another thread, which it may start first. Returns `false` if the thread does not
-/// exist. The task then never runs.
+/// Function that passes a task to another thread, and may start that thread first. Returns `false` if the thread does
+/// not exist. The task then never runs.
 pub type HandOver = Box<dyn Fn(Task) -> bool + Send>;
 
 /// A thread that runs tasks for other threads.

@@ -2,8 +2,8 @@
 //!
 //! The agents use the store [`coordination`], and torch's workers use the store [`worker`]. These two stores share only
 //! the code in [`elasticrs_runtime`]. [`etcd`] is a client that uses an existing etcd cluster instead of
-//! [`coordination`]. These three module trees do not know each other. The clients in [`coordination`] and [`etcd`]
-//! share what is below both: [`session`], the [`types`] of requests and answers, and `secrets`.
+//! [`coordination`]. These three modules do not use each other. The clients in [`coordination`] and [`etcd`] both use
+//! [`session`], the [`types`] of requests and answers, and `secrets`.
 //!
 //! Decisions are pure functions, separate from I/O: `coordination::state`, `coordination::leases`, [`worker::map`] and
 //! `etcd::mapping` are the modules to read first. The page of each module lists its files and states its invariants.

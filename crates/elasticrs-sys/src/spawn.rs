@@ -34,7 +34,7 @@ const STACK: usize = 256 * 1024;
 const GUARD: usize = 64 * 1024;
 const SIGNALS: c_int = 64;
 
-/// Flags with which the files of standard output and standard error are opened.
+/// Flags with which the child opens the files for its standard output and standard error.
 const OUTPUT: c_int = libc::O_WRONLY | libc::O_CREAT | libc::O_APPEND;
 
 /// Program that the child executes.
@@ -56,8 +56,8 @@ pub struct Command<'fd> {
     /// Working directory of the child. Relative [`Program::Paths`] are resolved in this directory. `None` for the
     /// parent's working directory.
     pub cwd: Option<CString>,
-    /// Files of the standard streams, relative to the parent's working directory. Standard input is opened for reading,
-    /// and the others for appending. `None` for the parent's stream.
+    /// Paths of the files for the child's standard streams, relative to the parent's working directory. Standard input
+    /// is opened for reading, the other two for appending. If a path is `None`, the child uses the parent's stream.
     pub stdio: [Option<CString>; 3],
     /// Descriptors to pass to the child, each with its number in the child. The child's program inherits no other
     /// descriptor above 2.
@@ -148,7 +148,7 @@ pub struct Failure {
 }
 
 impl Failure {
-    /// Returns a function that converts the error number of a stage.
+    /// Returns a function that turns an error number into the failure of this stage of starting a child.
     pub fn at(stage: Stage) -> impl Fn(Errno) -> Self {
         move |errno| Self { stage, errno, descriptor: 0 }
     }

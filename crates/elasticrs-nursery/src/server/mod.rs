@@ -476,12 +476,13 @@ impl NurseryServer {
 
     // --- connections and deadline of the agent ---------------------------------------------------------------
 
-    // The nursery keeps a dead agent's connections open until all of the agent's processes have exited. It also kills
-    // all processes if the agent does not renew its lease before a deadline.
+    // If the agent dies, the nursery keeps the agent's connections to a store open until all workers and their
+    // descendants have exited. It also kills these if the agent does not renew its lease in the store before a
+    // deadline.
 
     fn hold(&mut self, fds: Vec<OwnedFd>, beside: bool, word: Option<LastWord>) {
-        // `fds` is empty if this process has reached its limit on open files. `hold` is not expected to fail, because
-        // the agent enforces the same limit on the number of connections.
+        // `fds` is empty if this process has reached its limit on open files. `self.held.hold` is not expected to fail,
+        // because it limits the number of held connections, and the agent keeps to the same limit.
         let is_held =
             fds.into_iter().next().is_some_and(|socket| self.held.hold(HeldSocket { socket, word }, beside).is_ok());
         if !is_held {
@@ -489,12 +490,12 @@ impl NurseryServer {
         }
     }
 
-    /// Closes the connections that are held for a dead agent, so that the agent's session ends.
+    /// Closes the connections to a store that are held for a dead agent, so that the agent's session there ends.
     ///
-    /// Called when all workers and their descendants have exited, except processes that unlink shared memory.
+    /// Called when all workers and their descendants have exited. Processes that only unlink shared memory may remain.
     fn end_session(&mut self) {
-        // First handle the agent's last requests. They may say that the session has moved to another connection, or
-        // that the agent is alive.
+        // First handle the last requests that the agent has sent to this nursery. They may say that the agent's session
+        // has moved to another connection, or that the agent is alive.
         while let Ok(Some((request, fds))) = self.link.receive() {
             match request {
                 Request::Hold { beside, word } => self.hold(fds, beside, word),
@@ -506,8 +507,8 @@ impl NurseryServer {
     }
 
     fn set_activity(&mut self, fds: Vec<OwnedFd>) {
-        // Ignore an error, because it only means that the process that guards the nursery has to kill all processes
-        // when the agent dies.
+        // Ignore an error in getting this page of memory. Without the page, the process that guards the nursery has to
+        // kill all processes when the agent dies, instead of the nursery.
         self.activity = ActivityPage::from_descriptors(fds).ok();
         if let Some(activity) = &mut self.activity {
             activity.wait();
@@ -524,8 +525,8 @@ impl NurseryServer {
         }
     }
 
-    /// Starts killing all workers and their descendants if the fence deadline has passed, because the other nodes may
-    /// then consider this agent dead. Returns true if the deadline has passed.
+    /// Starts killing all workers and their descendants if the deadline of the agent's lease (the fence) has passed,
+    /// because the other nodes may then consider this agent dead. Returns true if the deadline has passed.
     fn check_fence(&mut self) -> bool {
         match self.fence.as_ref().map(Fence::look) {
             None | Some(Ok(FenceState::Unset | FenceState::At(_))) => false,

@@ -28,8 +28,8 @@ pub(super) enum Direction {
 
 fn mac(token: &[u8], challenge: &Digest, run_id: &str, direction: Direction) -> Hmac<Sha256> {
     let mut mac = keyed(token);
-    // Hash a constant first, because the peer chooses the challenge. Without the constant, the peer could choose one
-    // for which the proof is the token of a scope.
+    // Hash a constant before the challenge. Without it, the peer, which chooses the challenge, could choose one for
+    // which the proof is equal to the token of a scope.
     mac.update(b"proof\0");
     mac.update(challenge);
     mac.update(run_id.as_bytes());
@@ -40,12 +40,12 @@ fn mac(token: &[u8], challenge: &Digest, run_id: &str, direction: Direction) -> 
     mac
 }
 
-/// Returns the MAC that answers a challenge and proves knowledge of the token.
+/// Returns the keyed hash (MAC) that answers a peer's challenge, and so proves that this side knows the token.
 pub(super) fn proof(token: &[u8], challenge: &Digest, run_id: &str, direction: Direction) -> Digest {
     mac(token, challenge, run_id, direction).finalize().into_bytes().into()
 }
 
-/// Returns true if the proof was made with this token. Compares in constant time.
+/// Returns true if the peer's answer to a challenge was made with this token. Compares in constant time.
 pub(super) fn is_proof(answer: &Digest, token: &[u8], challenge: &Digest, run_id: &str, direction: Direction) -> bool {
     mac(token, challenge, run_id, direction).verify_slice(answer).is_ok()
 }

@@ -33,7 +33,7 @@ pub fn connect(runtime: &dyn Spawn, options: Options, guard: Box<dyn Guard>) -> 
 fn encode(request: &mut Request, resume: bool) -> Result<Vec<u8>, Unsendable> {
     let frame = encode_request(request, resume);
     if !resume && let Request::Txn { txn, .. } = request {
-        // Free the transaction on this thread, because freeing it on the runtime thread takes longer.
+        // Free the transaction on the thread that makes the request, because that takes longer on the session's thread.
         *txn = Txn::default();
     }
     match frame.len() - 4 {

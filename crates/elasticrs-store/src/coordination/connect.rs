@@ -143,8 +143,8 @@ async fn open_within(options: &Options, stage: &Cell<Stage>) -> Result<Opened, S
     Ok(Opened { stream, frames, local, met })
 }
 
-/// Resumes the session with this ID and secret on a new connection. Fails if that takes longer than `patience`, or if
-/// the store is not `met`.
+/// Resumes a session on a new connection to the store. `session` is its ID and its secret. Fails if that takes longer
+/// than `patience`, or if it is another store than `met`, to which the client was connected before.
 pub(super) async fn reopen(
     options: &Options,
     guard: &dyn Guard,

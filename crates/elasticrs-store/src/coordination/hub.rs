@@ -124,7 +124,7 @@ pub(super) struct Hub {
     pub(super) notices: Notices,
     pub(super) sessions: Arc<AtomicUsize>,
     pub(super) tasks: RefCell<JoinSet<()>>,
-    /// Semaphore that grants a long turn to one connection at a time.
+    /// Semaphore that gives one connection at a time a long turn (a longer time on the server's thread).
     pub(super) turns: Semaphore,
     /// Connections that have not completed the handshake.
     pub(super) unproven: RefCell<Unproven<AbortHandle>>,
@@ -214,8 +214,8 @@ impl Hub {
         self
     }
 
-    /// Opens a new session or resumes an existing one. Returns the ID of the session and the answer to the client.
-    /// `proof` answers the client's challenge.
+    /// Opens a new session for a client, or resumes an existing one. Returns the ID of the session and the answer to
+    /// the client. `proof` goes into this answer, and shows the client that the store knows the token.
     pub(super) fn enter(
         &self,
         outbox: &Rc<Outbox>,

@@ -18,9 +18,10 @@ use super::protocol::Answer;
 use super::wire::MAGIC;
 use crate::types::LostKind;
 
-/// Bytes of memory for a connection without its messages: its task, its socket, and its entries in the tables.
+/// Bytes of memory that a connection uses without its messages: for its task, its socket, and its entries in the tables
+/// of the server.
 pub(super) const CONNECTION_COST: usize = 2048;
-/// Bytes that a message takes in addition to its contents.
+/// Bytes of memory that a message uses in addition to its contents.
 const MESSAGE_COST: usize = 96;
 
 /// Counts the bytes of memory that a server uses for all its connections and their messages.

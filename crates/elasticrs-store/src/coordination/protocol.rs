@@ -117,7 +117,7 @@ pub enum Answer {
 
 /// Kind byte of [`Request::Hello`]. It is the same in all versions.
 const HELLO: u8 = 0x01;
-/// Kind byte of [`Request::Txn`].
+/// The byte at the start of a [`Request::Txn`], which says of which kind the request is.
 const TXN: u8 = 0x03;
 /// Kind byte of [`Answer::Changes`].
 const CHANGES: u8 = 0x85;
@@ -155,8 +155,9 @@ impl Answer {
     }
 }
 
-/// Encodes a user's request. With `resume`, a watch always requests a snapshot of the watched entries. After a
-/// reconnect, the client finds missed changes by comparing this snapshot with a new one.
+/// Encodes a request of the client's user. If the session can be resumed on another connection (`resume`), a request
+/// for a watch always asks for a snapshot of the watched entries. After a reconnect, the client finds the changes that
+/// it has missed by comparing this snapshot with a new one.
 pub(super) fn encode_request(request: &client::Request, resume: bool) -> Vec<u8> {
     match request {
         // Encode the borrowed transaction, so that it does not have to be copied.

@@ -59,8 +59,8 @@ impl<'a> Turn<'a> {
         }
     }
 
-    /// Ends this turn and waits for a long turn. The semaphore has one permit, which the connection with the long turn
-    /// holds.
+    /// Ends this turn (a time in which a connection may use the server's thread), and waits until this connection gets
+    /// a long turn. The semaphore has one permit, which the connection with the long turn holds.
     pub(super) async fn renew(&mut self, turns: &'a Semaphore) {
         std::mem::replace(self, Self::Short(0)).end().await;
         let permit = turns.acquire().await.expect("the semaphore is never closed");

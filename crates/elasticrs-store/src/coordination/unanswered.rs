@@ -90,9 +90,9 @@ impl Unanswered {
         Ok(AnswerEffect::Reply(results))
     }
 
-    /// Removes requests to stop watches from the front of the queue. The store does not answer them. They need not be
-    /// sent again, because a new connection does not restore stopped watches. A stop request behind another request
-    /// stays, because that request may start the same watch.
+    /// Removes requests to stop watches from the front of the queue of unanswered requests, because the store does not
+    /// answer them. On a new connection, they need not be sent again, because stopped watches are not restored there. A
+    /// stop request behind another request stays in the queue, because that request may start the same watch.
     fn forget_ends(&mut self) {
         while self.asked.front().is_some_and(|asked| matches!(asked.request, Request::Unwatch(_))) {
             self.asked.pop_front();

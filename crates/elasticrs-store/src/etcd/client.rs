@@ -31,7 +31,8 @@ pub fn connect(runtime: &dyn Spawn, options: Options, guard: Box<dyn Guard>) -> 
     })
 }
 
-/// Checks the size of a request. Returns no encoded form, because the session encodes a request when it executes it.
+/// Fails if a request is too large for etcd. Otherwise returns an empty encoded form, because a session of etcd encodes
+/// a request only when it executes it.
 fn check_size(request: &Request) -> Result<Vec<u8>, Unsendable> {
     match request {
         Request::Txn { txn, .. } if size(txn) > MAX_REQUEST => Err(Unsendable::TooLarge(size(txn))),

@@ -36,7 +36,8 @@ pub(super) enum Job {
     },
 }
 
-/// Result of a job. `has_written` is true if the job wrote the session's marker key, at `revision`.
+/// Result of a job (work that sends requests to etcd). `has_written` is true if the job has written the session's
+/// marker key, and `revision` is then the revision of etcd at which this happened.
 #[derive(Debug)]
 pub(super) enum Done {
     Looked,
@@ -70,7 +71,7 @@ fn lease_is_gone() -> Failure {
 }
 
 impl Desk {
-    /// Executes a job, which is a unit of work that sends requests to etcd.
+    /// Executes a job, which is work that sends requests to etcd.
     pub(super) async fn carry_out(self, job: Job) -> Result<Done, Failure> {
         match job {
             Job::Look => self.look().await.map(|()| Done::Looked),
@@ -210,9 +211,9 @@ impl Desk {
         Ok(found)
     }
 
-    /// Fails if an answer's revision is lower than the highest known revision. Another member may then have newer data:
-    /// a member that was paused can return stale data until it has caught up (etcd issue 20418, fixed in the 2026
-    /// releases).
+    /// Fails if the revision in an answer is lower than the highest revision that this client has seen. The member of
+    /// the cluster that has answered then has old data: a member that was paused can return such data until it has
+    /// caught up (etcd issue 20418, fixed in the 2026 releases).
     fn check_revision(&self, revision: i64) -> Result<(), Failure> {
         not_behind(self.known, revision).map_err(Failure::Retryable)
     }

@@ -169,8 +169,8 @@ impl Links {
         self.called.borrow_mut().remove(&peer.lease);
     }
 
-    /// Stays connected to another session, the peer, until the peer sends its [`LastWord`]. Reconnects if the
-    /// connection breaks.
+    /// Stays connected to another session (the peer) until the peer announces its end with its [`LastWord`]. Reconnects
+    /// if the connection breaks.
     async fn until_over(&self, peer: &Card) {
         let mut met = None;
         let mut pause = PAUSES.0;

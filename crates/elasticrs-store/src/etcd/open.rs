@@ -106,8 +106,8 @@ async fn attempt(
     }
 }
 
-/// Requests a lease and puts the session's marker key. Returns etcd's answer to the request for the lease, the
-/// session's keys, and the revision at which the marker key was written.
+/// Requests a lease from etcd and writes the session's marker key. Returns etcd's answer to the request for the lease,
+/// the session's keys, and the revision of etcd at which the marker key was written.
 async fn begin(
     options: &Options,
     channel: &Channel,

@@ -29,7 +29,7 @@ use crate::session::{Backend, Dialing, Session};
 use crate::types::LostKind;
 
 type Boxed<T> = Pin<Box<dyn Future<Output = T>>>;
-/// Result of a task that sends requests to etcd.
+/// Result of a job (work that sends requests to etcd): what it has done, or why it failed.
 type JobResult = Result<Done, Failure>;
 
 /// A connection of the session, and the calls in progress on it.

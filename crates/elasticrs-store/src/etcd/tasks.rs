@@ -21,7 +21,7 @@ use crate::types::Watch;
 /// that was interrupted.
 const MOST_ATTEMPTED: usize = 2;
 
-/// Minimum time between the first attempt of a request and a notice to the user, in nanoseconds.
+/// Time in nanoseconds after the first attempt of a request in which the user gets no notice of its failures.
 const UNNOTICED: u64 = 1_000_000_000;
 /// Time without a failure after which a watch is considered to be working again, in nanoseconds.
 const CALM: u64 = 30_000_000_000;
@@ -81,7 +81,8 @@ pub(super) struct Retries {
     limit: Duration,
     /// Start of the request's time limit, in nanoseconds of the boot clock. Initially the time of the first attempt.
     ///
-    /// Each outage moves the start forward, because outages do not count toward the limit.
+    /// Each outage (a time without a connection to etcd) moves the start forward, because outages do not count toward
+    /// the limit.
     since: u64,
     /// Time and reason of the last failure. `None` if there was none.
     failed: Option<(u64, String)>,
@@ -98,7 +99,8 @@ impl Retries {
         self.since.saturating_add(nanoseconds(self.limit))
     }
 
-    /// Records a failed attempt. If the request keeps failing, returns a message for the user, but only once.
+    /// Records a failed attempt of the request. If the request keeps failing, returns a message for the user. Returns
+    /// such a message only once for each request.
     pub(super) fn fail(&mut self, now: u64, why: &str) -> Option<String> {
         self.failed = Some((now, why.to_owned()));
         if self.is_reported || now.saturating_sub(self.since) < UNNOTICED {
@@ -108,8 +110,9 @@ impl Retries {
         Some(format!("a request to etcd keeps failing and is retried for up to {} s: {why}", self.limit.as_secs_f64()))
     }
 
-    /// Extends the request's deadline by the duration of an outage. The pause before the first reconnect is not added,
-    /// because a request that breaks every connection would otherwise never reach its deadline.
+    /// Extends the request's deadline by the duration of an outage (a time without a connection to etcd). Does not add
+    /// the pause before the first reconnect, because a request that breaks every connection would otherwise never reach
+    /// its deadline.
     pub(super) fn skip(&mut self, outage: PastOutage) {
         let begun = outage.begun.max(self.since).saturating_add(outage.pause);
         let skipped = outage.ended.saturating_sub(begun);

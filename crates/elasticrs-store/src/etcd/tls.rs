@@ -128,7 +128,7 @@ fn out_of_time(identity: &Identity) -> Option<String> {
     Some(format!("it refused this client, whose certificate {} {what}, or this host's clock is wrong", cert.display()))
 }
 
-/// Says when a certificate is valid, if the error is that it is not valid now.
+/// Returns `has expired` or `is not valid yet` if the error is that a certificate is not valid at present.
 fn time_problem(error: &Error) -> Option<&'static str> {
     match error {
         Error::InvalidCertificate(CertificateError::Expired | CertificateError::ExpiredContext { .. }) => {

@@ -34,18 +34,18 @@ pub(crate) enum Request {
     Unwatch(Watch),
 }
 
-/// A command from a caller to the client's background task.
+/// A command from a thread that uses the client to the session's task (the task that talks to the store).
 #[derive(Debug)]
 pub(crate) enum Command {
-    /// A request and its encoded form, which is empty for etcd.
+    /// A request, and its encoded form. The latter is empty for etcd, whose session encodes the request later.
     Request(Request, Vec<u8>),
     Close(SyncSender<()>),
 }
 
 pub(crate) type Inbox = UnboundedReceiver<Command>;
 
-/// Function that encodes a request, and drops what the session does not need of it besides the encoded form. Fails if
-/// the request is too large.
+/// Function that returns the encoded form of a request. It also clears the parts of the request that the session does
+/// not need any more once they are encoded. Fails if the request is too large.
 type Encode = Box<dyn Fn(&mut Request) -> Result<Vec<u8>, Unsendable> + Send + Sync>;
 
 /// A session with a store. Dropping the client closes the session.
@@ -82,8 +82,8 @@ impl Client {
         &self.events
     }
 
-    /// Sends a request to the session's task. A request after the end of the session is ignored, because the user is
-    /// notified of the end by an event.
+    /// Encodes a request and passes it to the session's task. After the end of the session, a request is ignored,
+    /// because an event notifies the user of the end.
     fn request(&self, mut request: Request) -> Result<(), Unsendable> {
         let frame = (self.encode)(&mut request)?;
         let _ = self.commands.send(Command::Request(request, frame));
@@ -109,8 +109,8 @@ impl Client {
     /// pending requests. Blocks until the session has ended, or until `CLOSE_LIMIT` elapses. Reports no events
     /// afterwards.
     pub fn close(&self) {
-        // Ignore a missing answer. It means that the session has already ended, or that it hangs and will end when its
-        // lease expires.
+        // Ignore it if the session's task does not answer. Then the session has already ended, or its task hangs, and
+        // the session will end when its lease expires.
         ask_within(&self.commands, Command::Close, CLOSE_LIMIT);
         self.events.finish();
     }
@@ -135,7 +135,8 @@ impl Drop for EndReporter {
 }
 
 impl ConnectionEnd {
-    /// Reports the end of the session.
+    /// Reports the end of the session: by an event if the session was lost, or to the caller of `close` if the user has
+    /// closed it.
     pub(crate) fn report(self, events: &Events, guard: &dyn Guard) {
         match self {
             Self::Broken(StoreError { kind, message }) | Self::Lost(StoreError { kind, message }) => {

@@ -51,7 +51,8 @@ pub(crate) trait Backend<'a> {
     /// An event on the connection.
     type Event;
 
-    /// Adds a request, to be executed after all earlier ones. `frame` is its encoded form, which is empty for etcd.
+    /// Takes a request, to be executed after all earlier ones. `frame` is its encoded form. It is empty for etcd, whose
+    /// session encodes the request later.
     fn request(&mut self, request: Request, frame: Vec<u8>);
 
     /// Sends the requests and keep-alives that are due. Returns the time at which this method must be called again if

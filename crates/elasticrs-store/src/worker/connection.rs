@@ -171,8 +171,9 @@ impl Connection {
         Ok(used > 0)
     }
 
-    /// Executes the requests at the start of `bytes`. Stops early if there are too many unsent bytes of replies, or
-    /// when the turn ends. Returns the length of the executed requests in bytes.
+    /// Executes the requests at the start of `bytes`, which a client has sent. Stops early if too many bytes of replies
+    /// are unsent, or when this connection's turn on the thread ends. Returns the length of the executed requests in
+    /// bytes.
     fn work_off(&mut self, bytes: &[u8], turn: Instant) -> Result<usize, Closed> {
         let mut hub = self.hub.borrow_mut();
         let mut out = self.peer.out.borrow_mut();
