@@ -4,10 +4,10 @@
 //! lease. When a session ends, the store deletes the keys that are attached to its lease. The pure functions of
 //! `state`, `watches` and [`leases`] make the decisions; [`server`] and [`client`] do the I/O. [`protocol`] and
 //! [`wire`] define the messages between them. On the server, `connection`, `hub` and `outbox` serve the clients,
-//! `turns` shares the thread among them, `unproven` limits connections that have
-//! not completed the handshake, and `journal` and [`durable`] keep the state on disk. On the client, `session` and
-//! `unanswered` implement [`crate::session`] for this store. [`access`] checks tokens, and
-//! restricts a session to a key prefix. `relay` forwards the connections of workers to the workers' store.
+//! `turns` shares the server's thread among their connections, `unproven` limits connections that have not completed
+//! the handshake, and `journal` and [`durable`] keep the state on disk. On the client, `session` and `unanswered`
+//! implement [`crate::session`] for this store. [`access`] checks tokens, and restricts a session to a key prefix.
+//! `relay` forwards the connections of workers to the workers' store.
 //!
 //! A server's hub owns the keys, watches and leases. A connection's task owns its socket and shares only its unsent
 //! messages with the hub. A client's task owns its socket and its deadline, and the client's user owns the list of

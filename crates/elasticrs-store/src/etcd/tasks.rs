@@ -122,7 +122,7 @@ impl Retries {
         }
     }
 
-    /// Returns true if the last failure is so old that a new failure would be unrelated to it.
+    /// Returns true if the last failure of the request is so old that a new failure would be unrelated to it.
     pub(super) fn is_over(&self, now: u64) -> bool {
         self.failed.as_ref().is_some_and(|(failed, _)| now.saturating_sub(*failed) > CALM)
     }

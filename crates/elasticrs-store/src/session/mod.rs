@@ -1,9 +1,10 @@
 //! The session of a client with a store: executes requests, keeps the lease alive, and moves to a new connection when
 //! one breaks. `Backend` is the part that depends on the kind of store.
 //!
-//! [`client`] is the user's handle, and lets another process hold the connections. [`events`] is the event queue, and
-//! estimates the store's clock. `lease`, `outage` and `watched` make the decisions (pure), and `core` keeps their
-//! state. `network` opens connections, and `error` defines the errors and outcomes of calls, connections and sessions.
+//! [`client`] is the object that the user calls, and lets another process hold the session's connections open.
+//! [`events`] is the queue of events for the user, and estimates the store's clock. The pure functions of `lease`,
+//! `outage` and `watched` make the session's decisions, and `core` keeps the state for them. `network` opens
+//! connections, and `error` defines the errors and outcomes of calls, connections and sessions.
 //!
 //! - **SESSION-1** the session checks the deadline of the lease before it handles a message, because this process or
 //!   the machine may have been stopped in the meantime. Messages that arrive after the deadline do not count;

@@ -61,7 +61,8 @@ class Saved(Value):
 
     def choice(self, world: int) -> Choice:
         """Return what the ranks of an attempt with ``world`` ranks restore if it goes on from this state. If
-        each rank saved only its part, and the number of ranks has changed, this is no step, but the reason.
+        each rank saved only its part, and the number of ranks has changed, the result has no step, but says
+        why.
         """
         from elasticrs._engine.inside.keep.choice import Choice
 
