@@ -105,7 +105,7 @@ def test_the_workers_go_on_from_the_copy_of_a_survivor(run, options, tmp_path):
         assert plan["large"]["file"] == plan["files"][0]
         assert (plan["small"], plan["own"]) == (True, 1 if rank == 0 else None)
     assert "attempt 1 is running, " in job.stderr
-    assert ", continues at step 12, kept at death by 1 of 2 ranks, 0 steps lost" in job.stderr
+    assert ", can continue at step 12, kept at death by 1 of 2 ranks, 0 steps lost" in job.stderr
 
 
 ORDERED = """
@@ -135,7 +135,7 @@ def test_survivors_are_asked_to_keep_their_state_before_they_are_stopped(run, tm
     assert plans[1][1]["step"] == 7
     line = re.search(r"attempt 1 is running.*", job.stderr)[0]
     assert re.search(r", keeping [\d.]+, stopping", line)
-    assert line.endswith("continues at step 7, kept at death by 1 of 2 ranks, 0 steps lost")
+    assert line.endswith("can continue at step 7, kept at death by 1 of 2 ranks, 0 steps lost")
     found = [json.loads(each) for each in events.read_text().splitlines()]
     told = {each["name"]: each["metadata"] for each in found}
     kept, began = told["state kept"], json.loads(told["attempt running"]["metadata"])
@@ -183,7 +183,7 @@ LOOPS = """
 def test_a_restored_state_that_fails_twice_is_set_aside(run, options):
     job, plans = run(LOOPS, *options, nproc=1)
     assert [plans[attempt][0]["step"] for attempt in range(4)] == [None, 50, 50, 40]
-    assert "continues at step 40" in job.stderr
+    assert "can continue at step 40" in job.stderr
     assert "steps from 50 on are set aside" in job.stderr
 
 

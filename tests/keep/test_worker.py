@@ -352,7 +352,7 @@ def picture():
 
 
 OFF = {
-    "MiB": (["train(1); train(2)"], {"memory": 100_000}),
+    "bytes": (["train(1); train(2)"], {"memory": 100_000}),
     "not enough memory": (
         [
             "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, 1 << 18))",

@@ -10,7 +10,7 @@ import os
 import re
 from typing import NamedTuple
 
-from elasticrs._engine.job.failure_cause import LIBRARIES
+from elasticrs._engine.job.failure_cause import LIBRARIES, OWN_PACKAGE
 from elasticrs._engine.job.phrases import printable
 
 TYPE_CHECKING = False
@@ -137,7 +137,8 @@ def place(frames: Sequence[Frame]) -> str:
 
 
 def is_library(frame: Frame) -> bool:
-    return any(part in frame.file for part in LIBRARIES)
+    """Return true unless the frame is of the user's program. This package may be installed from a clone."""
+    return frame.file.startswith(OWN_PACKAGE) or any(part in frame.file for part in LIBRARIES)
 
 
 def short(frame: Frame) -> str:

@@ -125,7 +125,8 @@ NO_CAUSE = Cause()
 LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ")
 """Path fragments that identify files outside the user's own code."""
 
-_OWN_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + "/"
+OWN_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + "/"
+"""Start of the paths of the files of this package, which may be installed from a clone."""
 
 _LIMIT = 300
 """Maximum number of characters of the exception's text."""
@@ -301,7 +302,7 @@ def _frame(line: str) -> tuple[str, str] | None:
 def _own_place(frames: Sequence[tuple[str, str]]) -> str | None:
     for frame in reversed(frames):
         path = frame[0]
-        if not path.startswith(_OWN_PACKAGE) and not any(part in path for part in LIBRARIES):
+        if not path.startswith(OWN_PACKAGE) and not any(part in path for part in LIBRARIES):
             return _place(frame)
     return None
 

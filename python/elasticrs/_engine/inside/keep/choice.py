@@ -159,11 +159,13 @@ class Choice(Value):
         }
 
     def line(self) -> str:
-        """Describe this choice after ``attempt 1 is running,``."""
+        """Describe this choice after ``attempt 1 is running,``. A worker may still refuse to restore it."""
         if self.step is None:
             return f"continues from no kept step{self._reason}"
         saved = f", saved in {self.folder}" if self.folder else ""
-        return f"continues at step {self.step}, kept{' at death' * self.is_at_death} {self._by_whom}{saved}"
+        return (
+            f"can continue at step {self.step}, kept{' at death' * self.is_at_death} {self._by_whom}{saved}"
+        )
 
     def at_end(self) -> str:
         """Describe this choice in the report of a job that has failed."""

@@ -385,8 +385,10 @@ class Copier:
         slot = self._file.slots[number]
         data_at = round_up(layout.HEAD_SIZE + len(index) + len(index) // 4 + _INDEX_ROOM, layout.PAGE)
         if layout.SLOTS * (data_at + parts.size) > self._budget:
-            need, budget = ((n + (1 << 20) - 1) >> 20 for n in (layout.SLOTS * parts.size, self._budget))
-            raise OffError(f"two copies need {need} MiB, and --keep-memory allows this rank {budget} MiB")
+            need = layout.SLOTS * (data_at + parts.size)
+            unit, size = ("MiB", 1 << 20) if min(need, self._budget) >> 20 else ("bytes", 1)
+            allowed = f"--keep-memory allows this rank {self._budget // size} {unit}"
+            raise OffError(f"two copies need {-(-need // size)} {unit}, and {allowed}")
         self._targets.pop(number, None)
         slot.reserve(data_at + parts.size)
         target = self._targets[number] = _Target(slot, parts, data_at)

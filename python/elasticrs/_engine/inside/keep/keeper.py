@@ -47,6 +47,8 @@ _is_used = False
 """True once a step has ended in this process. Then it no longer restores the copy that the agent chose."""
 _agreement: nodes.Agreement | None = None
 """The agreement of the job's nodes on the step to restore; ``None`` before it is made."""
+_has_asked = False
+"""True if the program has asked for a kept state, by :meth:`Keeper.restore` or :func:`peek`."""
 
 
 def begin(objects: Mapping[str, Any], values: dict[str, Any], every: int | None, mode: int) -> Keeper | None:
@@ -103,6 +105,8 @@ def peek() -> Peeked | None:
     Raises:
         RuntimeError: the nodes of the job could not agree on a step.
     """
+    global _has_asked  # noqa: PLW0603 -- one for each process
+    _has_asked = True
     place = os.environ.get(layout.VARIABLE)
     if place is None or _is_used:
         return None
@@ -243,6 +247,8 @@ class Keeper:
         Raises:
             RuntimeError: the copy is damaged. The attempt must end, because other ranks may load theirs.
         """
+        global _has_asked  # noqa: PLW0603 -- one for each process
+        _has_asked = True
         if _is_used or not self.is_of_this_process():
             return None
         try:
@@ -446,6 +452,8 @@ class Keeper:
             return
         boundary = self._collector.boundary(step)
         if before is None:
+            if self._plan["step"] is not None and not _has_asked:
+                say(f"step {self._plan['step']} is not restored, because Keep.restore is not called")
             self._close_handover()
             self._file.drop_from(step)
             if boundary.parts.is_sharded:

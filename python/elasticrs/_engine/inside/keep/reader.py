@@ -114,6 +114,7 @@ class Reader(StorageReader):
         for name, groups in kept.groups.items():
             optimizer = state[name]
             numbers, names = optimizer.pop("params"), optimizer.pop("names")
+            del optimizer["class"]
             name_of = {
                 number: found or str(number)
                 for pair in zip(numbers, names, strict=True)

@@ -211,6 +211,9 @@ def _matched(
     skeletons, large, volatile = collector.layout()
     _compare("objects", {*kept.skeletons, *small["objects"], *kept.common}, {*skeletons, *collector.others})
     for name in collector.optimizers:
+        kept_class, own_class = (each[name]["class"] for each in (kept.skeletons, skeletons))
+        if kept_class != own_class:
+            raise DifferentError(f"{name} is of the class {own_class}, and {kept_class} was kept")
         kept_params, params = (
             [len(group) for group in each[name]["params"]] for each in (kept.skeletons, skeletons)
         )
@@ -262,7 +265,7 @@ def _of_optimizer(
     for path, *_, place in kept.entries:
         if path[0] == name and place is not None:
             own[path] = _distributed(own[path], params[path[2]])
-    skeleton = {key: each for key, each in kept.skeletons[name].items() if key != "names"}
+    skeleton = {key: each for key, each in kept.skeletons[name].items() if key not in ("names", "class")}
     numbers = skeleton.pop("params")
     loaded: dict[str, Any] = trees.put_together(skeleton, own, (name,))
     loaded["param_groups"] = [

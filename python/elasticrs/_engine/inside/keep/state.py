@@ -271,7 +271,8 @@ class Collector:
         params = [group["params"] for group in state.pop("param_groups")]
         leaves: Leaves = []
         skeleton = trees.take_apart(state, (name,), leaves)
-        self._skeletons[name] = {**skeleton, "params": params, "names": self._names(optimizer)}
+        kind = {"class": type(optimizer).__qualname__}
+        self._skeletons[name] = {**skeleton, **kind, "params": params, "names": self._names(optimizer)}
         self._of_optimizers += leaves
         # Read these attributes of the optimizer each time, because it replaces them when it loads a state.
         self._watch += [
