@@ -55,7 +55,7 @@ def test_1_a_normal_run_completes_all_steps_without_errors(job_of, how):
     for told in ends(job, *"abcd"):
         assert told["done"] == [1, 2, 3, 4, 5]
         assert told["straggler"] is False
-        assert set(told["threads"]) <= {"MainThread", "elasticrs-final-state"}
+        assert set(told["threads"]) <= {"MainThread", "elasticrs-handover"}
     # All four workers meet once at the start and once at the end.
     assert len(job.of("met")) == 8
     if how == BY_HAND:
