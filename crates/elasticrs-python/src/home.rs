@@ -83,9 +83,9 @@ struct NurseryGuard {
 
 impl Guard for NurseryGuard {
     fn connected(&self, socket: BorrowedFd<'_>) {
-        // The nursery keeps a duplicate of the socket open, so that the session lasts until the workers are dead, even
-        // if the agent is killed. If the socket cannot be duplicated, the supervisor reports the error to the user. The
-        // nursery still kills the workers at the lease's deadline.
+        // Pass a duplicate of the connection's socket to the nursery (the process that starts the workers). If the agent
+        // is killed, the session then lasts until the nursery has killed the workers. If the socket cannot be
+        // duplicated, the supervisor reports the error to the user.
         self.keeper.hold(socket);
     }
 

@@ -481,8 +481,8 @@ impl NurseryServer {
     // deadline.
 
     fn hold(&mut self, fds: Vec<OwnedFd>, beside: bool, word: Option<LastWord>) {
-        // `fds` is empty if this process has reached its limit on open files. `self.held.hold` is not expected to fail,
-        // because it limits the number of held connections, and the agent keeps to the same limit.
+        // `fds` is empty if this process has reached its limit on open files. `self.held.hold` fails if there are too many
+        // connections, which is not expected, because the agent respects the same limit.
         let is_held =
             fds.into_iter().next().is_some_and(|socket| self.held.hold(HeldSocket { socket, word }, beside).is_ok());
         if !is_held {

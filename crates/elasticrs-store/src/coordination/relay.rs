@@ -61,7 +61,7 @@ pub enum Target {
 /// Forwards connections to the workers' store.
 pub(crate) struct Relay {
     pub(super) target: watch::Receiver<Target>,
-    /// Function that runs a task on the thread of the workers' stores.
+    /// Function that runs a task on the thread that serves the stores in which workers meet.
     run: HandOver,
     /// Each forwarded connection holds a clone, so the number of references tells how many connections are forwarded.
     forwarded: Arc<()>,

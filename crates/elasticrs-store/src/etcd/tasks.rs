@@ -21,7 +21,7 @@ use crate::types::Watch;
 /// that was interrupted.
 const MOST_ATTEMPTED: usize = 2;
 
-/// Time in nanoseconds after the first attempt of a request in which the user gets no notice of its failures.
+/// Time in nanoseconds. Failures of a request are reported to the user only if they last longer than this.
 const UNNOTICED: u64 = 1_000_000_000;
 /// Time without a failure after which a watch is considered to be working again, in nanoseconds.
 const CALM: u64 = 30_000_000_000;

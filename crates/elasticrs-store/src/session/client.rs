@@ -34,7 +34,7 @@ pub(crate) enum Request {
     Unwatch(Watch),
 }
 
-/// A command from a thread that uses the client to the session's task (the task that talks to the store).
+/// A command that a user of the client sends to the session's task, which is the task that talks to the store.
 #[derive(Debug)]
 pub(crate) enum Command {
     /// A request, and its encoded form. The latter is empty for etcd, whose session encodes the request later.
@@ -109,8 +109,8 @@ impl Client {
     /// pending requests. Blocks until the session has ended, or until `CLOSE_LIMIT` elapses. Reports no events
     /// afterwards.
     pub fn close(&self) {
-        // Ignore it if the session's task does not answer. Then the session has already ended, or its task hangs, and
-        // the session will end when its lease expires.
+        // Ignore a missing answer. Either the session has already ended, or its task hangs. In the second case, the
+        // session ends when its lease expires.
         ask_within(&self.commands, Command::Close, CLOSE_LIMIT);
         self.events.finish();
     }

@@ -31,7 +31,8 @@ pub(super) enum Order {
         asked: Vec<u32>,
         /// Local ranks of the workers that have answered.
         answered: Vec<u32>,
-        /// Effects that are held back: the stop signals to these workers, and the deadlines for their exits.
+        /// Actions that are delayed until the workers have copied their states: sending the stop signals to the workers
+        /// in `asked`, and setting the deadlines for the exits of all workers.
         held: Vec<Effect>,
     },
     Done,
@@ -100,15 +101,15 @@ impl Group {
         now
     }
 
-    /// Returns true if a worker that got the order is running and has not answered.
+    /// Returns true if a worker was ordered to copy its state, is still running, and has not answered.
     fn awaits_copies(&self) -> bool {
         let Order::Given { asked, answered, .. } = &self.order else { return false };
         let is_awaited = |m: &Member| m.runs() && asked.contains(&m.local_rank) && !answered.contains(&m.local_rank);
         self.members.iter().any(is_awaited)
     }
 
-    /// Holds back the stop signals to the running workers that got the order, and the deadlines for the exits of all
-    /// workers. Returns the remaining effects.
+    /// Delays some of these actions until the workers have copied their states: sending stop signals to the workers that
+    /// are copying, and setting the deadlines for the exits of all workers. Returns the actions to carry out now.
     fn hold(&mut self, effects: Vec<Effect>) -> Vec<Effect> {
         let Order::Given { asked, held, .. } = &mut self.order else { return effects };
         let mut others = Vec::new();

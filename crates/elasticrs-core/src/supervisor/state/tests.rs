@@ -467,7 +467,7 @@ struct Seen {
     is_frozen: bool,
     takes_evidence: bool,
     records: Records,
-    /// Number of orders to copy states (0 or 1) whose end has not been reported.
+    /// 1 while workers are copying their states after an order of the group, otherwise 0.
     open_orders: u32,
     /// Pids of all exited workers, whether or not their exits have been reported.
     gone: BTreeSet<i32>,

@@ -103,7 +103,7 @@ class Holding(Value):
         return max(found, key=lambda slot: slot.sequence, default=None)
 
     def has_small(self, step: int) -> bool:
-        """Return true if the rank's random numbers and the like at a step are in a record or in a copy."""
+        """Return true if the file has the rank's random numbers and data loader position at this step."""
         return step in self.small or self.slot_of(step) is not None
 
 
@@ -147,7 +147,7 @@ class Choice(Value):
         return not self.behind
 
     def shown(self) -> dict[str, object]:
-        """Return the facts for the status page and for events."""
+        """Return what the status page and events show about this choice."""
         return {
             "step": self.step,
             "lost": self.lost,

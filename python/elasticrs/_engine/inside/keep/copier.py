@@ -340,7 +340,9 @@ class Copier:
         return Answer.KEPT
 
     def _is_ending_step(self) -> bool:
-        """Return true if this rank is about to end a step: it changes the state, or another rank is ahead."""
+        """Return true if this rank will soon complete a step. That is so if its optimizer is changing the
+        state, or if another rank has already completed the step.
+        """
         boundary = self._boundary
         return self._is_changing or (boundary is not None and boundary.step < self._ranks.newest_ended())
 
@@ -402,7 +404,9 @@ class Copier:
         return target
 
     def _reserve(self) -> None:
-        """Allocate and map the memory of both slots, so that no copy waits for it. Keep complete copies."""
+        """Allocate memory for two copies of the state in advance, because that takes long. Do not touch the
+        copies that exist.
+        """
         boundary = self._boundary
         if boundary is None or self.is_off:
             return
@@ -437,8 +441,8 @@ class Copier:
             try:
                 self._sender.sendto(message, f"\0{self._notices}")
             except OSError as error:
-                # Without this message, the agent orders no copy of this process, or it waits for the answer
-                # to its order until the end of its grace (--keep-grace).
+                # If the message was `keep joined`, the agent will not order this process to copy its state.
+                # If it was an answer to such an order, the agent waits until the end of --keep-grace.
                 self._say(f"the agent does not answer ({error.strerror})")
 
 

@@ -132,7 +132,7 @@ class Fit:
         if _Process.keeper is None or self._is_refused:
             return
         if _Process.keeper.restore() is None and self.progress is not None:
-            # The framework already counts on from the kept step, but the state of this step was not loaded.
+            # The framework's step counter already has the value of the kept step, but no state was loaded.
             raise RuntimeError("elasticrs: keep: the kept state does not fit the optimizer or the schedule")
 
     def step(self, number: int) -> None:

@@ -274,7 +274,7 @@ class Keeper:
         large = plan["large"]
         own = os.environ[layout.VARIABLE]
         try:
-            # If an earlier job has saved the state on a disk, the plan names its file of this rank `home`.
+            # If an earlier job has saved its state on a disk, `home` in the plan is this rank's saved file.
             home = KeepFile(plan["home"]) if "home" in plan else self._file
             file = home if large["file"] == plan.get("home", own) else KeepFile(large["file"])
             kept = restore.Kept(file, large["slot"], step, large["sequence"])
@@ -403,7 +403,8 @@ class Keeper:
         loss and gradients, the change begins only when the closure has returned.
         """
         if torch.compiler.is_compiling():
-            return None  # The compiler cannot trace what follows. Leave it to `_step` to notice the change.
+            # torch's compiler cannot trace the following calls. `_step` notices that the state has changed.
+            return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self.before_change()

@@ -244,8 +244,8 @@ class Collector:
         return False
 
     def _take_module(self, name: str, module: torch.nn.Module) -> bool:
-        """Add the state of a module to the lists of tensors. Return true if these lists stay right until the
-        module gets another tensor.
+        """Add the tensors of a module to the lists of tensors to copy. Return true if these lists stay valid
+        as long as the module has the same tensors.
         """
         state = module.state_dict(keep_vars=True) if _is_plain(module) else module.state_dict()
         leaves: Leaves = []

@@ -3,8 +3,8 @@
 use super::exits::{failed_by_itself, raised};
 use super::*;
 
-/// Returns the notice that a worker keeps its state, and needs `pace` seconds for a copy. Without `pace`, it no longer
-/// keeps its state.
+/// Returns the input for a worker that can copy its state in `pace` seconds. If `pace` is `None`, the worker can no longer
+/// copy its state.
 pub(super) fn keeper(local_rank: u32, pace: Option<u64>) -> Input {
     Input::Keeper { local_rank, pace: pace.map(Duration::from_secs) }
 }
@@ -138,8 +138,8 @@ fn only_workers_that_can_answer_get_an_order() {
 }
 
 proptest! {
-    /// Compares a group whose workers keep their states with one whose workers do not. Both send the same signals in
-    /// the end, and no worker is signalled before it has answered.
+    /// Compares a group whose workers can copy their states with a group whose workers cannot. In the end, both groups
+    /// have sent the same signals. No worker is signalled before it has copied its state.
     #[test]
     fn the_same_signals_are_sent_after_the_copies(
         stops in prop::collection::vec(prop::sample::select(vec![0, 1, 2]), 1..3),
