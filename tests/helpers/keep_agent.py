@@ -13,6 +13,7 @@ from typing import Any
 
 from elasticrs._engine.inside.keep import layout
 from elasticrs._engine.inside.keep.file import KeepFile
+from elasticrs._engine.inside.keep.layout import Head
 from elasticrs._engine.workers.keep_files import KeepFiles
 
 LIMIT = 60
@@ -143,8 +144,10 @@ class KeepAgent:
 
     def _slot(self, place: str, step: int) -> tuple[int, int]:
         """Return number and sequence of the slot with a step."""
-        slots = KeepFile(place).slots
-        number = next(at for at, slot in enumerate(slots) if slot.complete_step == step)
+        file = KeepFile(place)
+        slots, steps = file.slots, [slot.complete_step for slot in file.slots]
+        assert step in steps, f"the file has the steps {steps}, and the head {list(file.words[: Head.COUNT])}"
+        number = steps.index(step)
         return number, slots[number].sequence
 
     @contextmanager

@@ -378,6 +378,22 @@ OFF = {
 }
 
 
+def test_the_end_of_a_copy_does_not_let_the_program_change_what_the_next_one_reads(agent):
+    """The checksum of a copy is computed while the training goes on, and the next copy may be due then."""
+    agent.begin()
+    with agent.worker(preamble=model(every=4)) as worker:
+        worker.run("import threading; from elasticrs._engine.inside.keep import copier, keeper")
+        worker.run("gate, real = threading.Event(), copier.digest_of")
+        worker.run("copier.digest_of = lambda data: (gate.wait(), real(data))[1]")
+        worker.run("train(1); train(2); train(3); train(4)")
+        worker.run("it = keeper._active._copier; it._live.acquire(); gate.set()")
+        assert not worker.run("it._is_copied.wait(0.3)")
+        worker.run("it._live.release(); train(5)")
+        with closing(agent.file()) as file:
+            assert {slot.complete_step for slot in file.slots} >= {4}
+        worker.kill()
+
+
 @pytest.mark.parametrize("said", OFF)
 def test_what_cannot_be_kept_is_said_once(agent, said):
     lines, plan = OFF[said]

@@ -109,6 +109,7 @@ class Copier:
         self._is_copied = threading.Event()
         """Set while no periodic copy reads the tensors of the program."""
         self._is_copied.set()
+        self._is_released = True
         self._own_copy = threading.Event()
         self._has_ended = threading.Event()
         self._targets: dict[int, _Target] = {}
@@ -198,6 +199,13 @@ class Copier:
             if self._ask(_OWN):
                 self._own_copy.wait(min(limit, max(0.5, 3 * self._told_pace / 1000)))
 
+    def wait_until_complete(self, limit: float) -> None:
+        """Wait until the copy that was begun last can be restored, at most ``limit`` seconds."""
+        self._own_copy.clear()
+        # The copying thread handles this request after the copy, and finds nothing left to copy.
+        if self._ask(_OWN):
+            self._own_copy.wait(limit)
+
     def leave(self) -> None:
         """Tell the agent to order no more copies of this process before it stops the process."""
         if self._is_joined:
@@ -256,14 +264,23 @@ class Copier:
         if message == _RESERVE:
             self._reserve()
         elif message == _PERIODIC:
+            self._is_released = False
             try:
                 self._try_copy(Why.PERIODIC, 0)
             finally:
-                self._is_copied.set()
+                self._release()
             self._reserve()
         elif message == _OWN:
             self._file.words[Head.ANSWER] = self._try_copy(Why.AT_DEATH, 0)
             self._own_copy.set()
+
+    def _release(self) -> None:
+        """Let the program change its tensors, because a periodic copy has been made. Do so only once for each
+        copy, because the program may already wait for the next one.
+        """
+        if not self._is_released:
+            self._is_released = True
+            self._is_copied.set()
 
     def _try_copy(self, why: int, patience: float) -> int:
         """Copy the state, if that is possible now. Return the result as a code of :class:`.Answer`."""
@@ -327,7 +344,7 @@ class Copier:
                 slot.drop()
                 return Answer.TENSOR_CHANGED
         if why == Why.PERIODIC:
-            self._is_copied.set()
+            self._release()
         # From here on, this thread reads only the copy, so the training may change its tensors.
         digest = digest_of(target.data)
         self._sequence += 1

@@ -493,6 +493,7 @@ class Keeper:
         if self._boundary is not None and not self._has_changed:
             self._copier.end_step(self._boundary, is_due=True, is_check=False)
             self._copier.change()
+            self._copier.wait_until_complete(_EXIT_LIMIT)
 
     def _guarded(self, action: Callable[[], None]) -> None:
         """Call ``action``. If it fails, turn the keeping of the state off, so that the training goes on."""
