@@ -3,23 +3,11 @@
 from contextlib import closing
 
 import pytest
-from helpers.keep_agent import KeepAgent, Programs
+from helpers.keep_agent import KeepAgent
 
 from elasticrs._engine.inside.keep.layout import Answer
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch]
-
-
-@pytest.fixture(scope="module")
-def programs():
-    with closing(Programs()) as made:
-        yield made
-
-
-@pytest.fixture
-def agent(programs):
-    with closing(KeepAgent(programs)) as made:
-        yield made
 
 
 LINEAR = """

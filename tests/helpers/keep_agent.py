@@ -8,8 +8,10 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
+
+import pytest
 
 from elasticrs._engine.inside.keep import layout
 from elasticrs._engine.inside.keep.file import KeepFile
@@ -236,3 +238,17 @@ class Worker:
             self.kill()
         self._answers.close()
         self._said.close()
+
+
+@pytest.fixture(scope="module")
+def programs() -> Iterator[Programs]:
+    """Yield the process that has imported torch, and forks the workers of a file of tests."""
+    with closing(Programs()) as made:
+        yield made
+
+
+@pytest.fixture
+def agent(programs: Programs) -> Iterator[KeepAgent]:
+    """Yield an agent with one worker."""
+    with closing(KeepAgent(programs)) as made:
+        yield made

@@ -3,7 +3,6 @@
 from contextlib import closing
 
 import pytest
-from helpers.keep_agent import KeepAgent, Programs
 
 from elasticrs._engine.inside.keep.layout import SlotState
 
@@ -41,18 +40,6 @@ class Training:
     def weight(self): return self.net.weight.double().sum().item()
 a = Training()
 """
-
-
-@pytest.fixture(scope="module")
-def programs():
-    with closing(Programs()) as made:
-        yield made
-
-
-@pytest.fixture
-def agent(programs):
-    with closing(KeepAgent(programs)) as made:
-        yield made
 
 
 def first_attempt(agent, *lines):

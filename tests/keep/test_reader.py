@@ -3,7 +3,7 @@
 from contextlib import ExitStack, closing
 
 import pytest
-from helpers.keep_agent import KeepAgent, Programs
+from helpers.keep_agent import KeepAgent
 
 from elasticrs._engine.inside.keep import saved
 from elasticrs._engine.inside.keep.choice import choose
@@ -52,12 +52,6 @@ def differing(path):
     same = lambda one, other: torch.equal(one, other) if torch.is_tensor(one) else one == other
     return [name for name, each in kept.items() if not same(each, found[name])]
 """
-
-
-@pytest.fixture(scope="module")
-def programs():
-    with closing(Programs()) as made:
-        yield made
 
 
 def test_sharded_state_is_read_with_any_number_of_ranks(programs, tmp_path):

@@ -4,7 +4,7 @@ import socket
 from contextlib import closing
 
 import pytest
-from helpers.keep_agent import KeepAgent, Programs
+from helpers.keep_agent import KeepAgent
 
 from elasticrs._engine.inside.keep import layout
 from elasticrs._engine.inside.keep.layout import Answer, Head, Slot, Why
@@ -38,18 +38,6 @@ def picture():
 
 def model(every=0, replicated="auto"):
     return MODEL.replace("EVERY", str(every)).replace("REPLICATED", repr(replicated))
-
-
-@pytest.fixture(scope="module")
-def programs():
-    with closing(Programs()) as made:
-        yield made
-
-
-@pytest.fixture
-def agent(programs):
-    with closing(KeepAgent(programs)) as made:
-        yield made
 
 
 def test_state_that_is_copied_at_an_order_is_restored_exactly(agent):
