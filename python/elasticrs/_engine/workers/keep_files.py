@@ -73,11 +73,11 @@ class KeepFiles:
 
     def was_replicated(self, local_rank: int) -> bool:
         """Return true if the ranks of several nodes have found that they all have the same state."""
-        return self._head(self._fds[local_rank])[Head.WAS_REPLICATED] == 1
+        return self._word(self._fds[local_rank], Head.WAS_REPLICATED) == 1
 
     def has_joined(self, local_rank: int) -> bool:
         """Return true if the program of this worker has used ``Keep`` in the current attempt."""
-        return bool(self._fds) and self._head(self._fds[local_rank])[Head.PID] != 0
+        return bool(self._fds) and self._word(self._fds[local_rank], Head.PID) != 0
 
     def standing(self) -> dict[str, int | float | str | None] | None:
         """Return what the workers have kept so far, for the status page; ``None`` if no worker uses ``Keep``.
@@ -163,6 +163,10 @@ class KeepFiles:
             os.close(fd)
 
     @staticmethod
+    def _word(fd: int, index: int) -> int:
+        return _words(fd, layout.WORD * index, 1)[0]
+
+    @staticmethod
     def _head(fd: int) -> tuple[int, ...]:
         return _words(fd, 0, Head.COUNT)
 
@@ -235,6 +239,8 @@ def _json(value: PlanValue | Mapping[str, PlanValue]) -> str:
         return "null"
     if isinstance(value, str):
         shown = value
+        if not value.isprintable():
+            shown = value
         if not value.isprintable():
             shown = "".join(each if each.isprintable() else "?" for each in value)
         return '"' + shown.replace("\\", "\\\\").replace('"', '\\"') + '"'
