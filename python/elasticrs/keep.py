@@ -17,6 +17,7 @@ be copied at the failure, they load the last periodic copies. Without ``elasticr
 
 from __future__ import annotations
 
+import operator
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -88,7 +89,7 @@ class Keep:
             if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
                 kind = type(each).__qualname__
                 raise TypeError(f"{name} must have state_dict() and load_state_dict(), got {kind}")
-        if every != "auto" and _whole(every, "every") < 0:
+        if every != "auto" and (every := _whole(every, "every")) < 0:
             raise ValueError(f"every must be 0 or more steps, or 'auto', got {every!r}")
         if replicated not in _MODES:
             raise ValueError(f"replicated must be True, False or 'auto', got {replicated!r}")
@@ -116,29 +117,40 @@ class Keep:
         """Where the restored state comes from; ``None`` if no state has been restored."""
         return self._source
 
-    def restore(self, default: int | Callable[[], int] = 0) -> int:
+    def restore(self, default: int | Callable[[], int] = 0, *, default_step: int | None = None) -> int:
         """Load the kept state into the objects that were given to ``Keep``, and into :attr:`values`.
 
         If the objects do not match the kept state, for example because a layer has another size now, nothing
         is loaded.
 
         Args:
-            default: the result if nothing is loaded, or a function that returns it, for example after loading
-                a checkpoint from a disk.
+            default: the step to begin after if nothing is loaded. It can be a function that returns this
+                step, for example after loading a checkpoint from a disk.
+            default_step: step of the checkpoint that the function loads. If this step is newer than the kept
+                one, the kept state is not loaded, and the function is called. All ranks must give the same
+                number. Without it, the function is called only if there is no kept state. If ``default`` is
+                a number, it is compared with the kept step, and this argument is not needed.
 
         Returns:
             Number of the training step after which all ranks go on.
 
         Raises:
+            TypeError: an argument, or the result of the function, is not an integer.
             RuntimeError: this rank cannot load its copy, but the other ranks may go on from theirs.
         """
-        found: Restored | None = None if self._keeper is None else self._keeper.restore()
+        if not callable(default):
+            default = _whole(default, "default (a step, or a function that returns one)")
+        if default_step is not None:
+            default_step = _whole(default_step, "default_step")
+        elif not callable(default):
+            default_step = default
+        found: Restored | None = None if self._keeper is None else self._keeper.restore(default_step)
         if found is not None:
             behind = tuple(found.behind)
             tier: Literal["memory", "disk"] = "disk" if found.is_from_disk else "memory"
             self._source = Source(found.step, tier, found.exact, behind, found.at_death, found.from_rank)
             return found.step
-        step = default() if callable(default) else default
+        step = _whole(default(), "the result of default()") if callable(default) else default
         if self._keeper is not None:
             self._keeper.begin_at(step)
         return step
@@ -181,13 +193,15 @@ class Keep:
         """Note that a training step has ended. Call this in each step, after the last change of the state.
 
         Args:
-            step: number of training steps that have ended. It must be larger in each call.
+            step: number of training steps that have ended, as an integer (also of NumPy, or a tensor with one
+                integer). It must be larger in each call.
 
         Raises:
             TypeError: ``step`` is not an integer.
             ValueError: ``step`` is negative, or not larger than in the call before.
         """
-        if _whole(step, "step") < 0 or (self._last is not None and step <= self._last):
+        step = _whole(step, "step")
+        if step < 0 or (self._last is not None and step <= self._last):
             before = "" if self._last is None else f" and above {self._last}, the one before"
             raise ValueError(f"the step must be 0 or more{before}, got {step}")
         self._last = step
@@ -202,10 +216,14 @@ class Keep:
             self._keeper.before_change()
 
 
-def _whole(number: object, name: str) -> int:
-    if not isinstance(number, int) or isinstance(number, bool):
-        raise TypeError(f"{name} must be an integer, got {number!r}")
-    return number
+def _whole(number: Any, name: str) -> int:
+    """Convert an integer, also one of NumPy or in a tensor, to an ``int``."""
+    is_truth_value = isinstance(number, bool) or str(getattr(number, "dtype", "")) in ("bool", "torch.bool")
+    value: Any = None if is_truth_value else number
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise TypeError(f"{name} must be an integer, got {number!r}") from error
 
 
 def _keeper(objects: dict[str, Any], values: dict[str, Any], every: int | None, mode: int) -> Keeper | None:

@@ -1,6 +1,8 @@
-"""Ranks of several nodes that do not restore what the others restore."""
+"""Ranks of several nodes that do not restore what the others restore, and launchers inside of workers."""
 
 import signal
+import sys
+import textwrap
 
 import pytest
 from helpers import ports
@@ -83,3 +85,28 @@ def test_a_rank_that_waits_for_nodes_that_do_not_restore_says_so(agents):
     for agent in job:
         agent.signal(signal.SIGTERM)
         agent.wait()
+
+
+INNER = """
+    import os, torch
+    from elasticrs import Keep
+    weight = torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    keep = Keep(optimizer=optimizer, replicated=True)
+    step = keep.restore()
+    for step in range(step + 1, 4):
+        weight.grad = torch.ones(3)
+        optimizer.step()
+        keep.step(step)
+    print("DONE", step, flush=True)
+"""
+
+
+def test_a_torchrun_inside_a_worker_keeps_nothing(launch, worker_script, tmp_path):
+    (tmp_path / "inner.py").write_text(textwrap.dedent(INNER))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command.append(str(tmp_path / "inner.py"))
+    script = worker_script(f"import subprocess; subprocess.run({command}, check=True)")
+    job = launch("--standalone", script).exits(0)
+    assert job.stdout.count("DONE 3") == 2
+    assert job.stderr.count("off: another launcher has started this process") == 2

@@ -118,6 +118,7 @@ class KeepAgent:
             large = {"slot": number, "sequence": sequence}
             large |= {"file": self.files.places[holder], "rank": holder}
         newest = step
+        world = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self.world))
         if readable := plan.pop("readable", None):
             newest, ranks = readable
             copies = [[place, *self._slot(place, newest)] for place in self.files.places[:ranks]]
@@ -126,6 +127,7 @@ class KeepAgent:
             own = [at for at, slot in enumerate(self.file(rank).slots) if slot.complete_step == step]
             made = {
                 "attempt": self._attempt,
+                "worker": {"RANK": str(rank), **world, "TORCHELASTIC_RUN_ID": "a"},
                 "off": None,
                 "step": step,
                 "exact": True,
@@ -195,6 +197,8 @@ class Worker:
             "ELASTICRS_NOTICES": agent.notices.getsockname()[1:].decode(),
             "RANK": str(rank),
             "WORLD_SIZE": str(agent.world),
+            "LOCAL_WORLD_SIZE": str(agent.world),
+            "TORCHELASTIC_RUN_ID": "a",
         }
         self._programs = agent.programs
         self._code: int | None = None

@@ -75,6 +75,22 @@ def test_a_node_without_keep_lets_no_node_restore():
 
 
 @pytest.mark.parametrize(
+    ("others", "step"),
+    [((8, 8), None), ((7, 7), 7), ((8, 9), 7), ((8, None), 7), ((None, None), 7)],
+)
+def test_a_newer_checkpoint_is_used_only_if_all_nodes_have_it(others, step):
+    holding = Holding((KeptSlot(0, 7),), ended=7, mode=Mode.REPLICATED).to_json()
+    facts = {"barred_from": None, "was_replicated": False, "ranks_before": 2}
+    found = [
+        {"first_rank": rank, "holdings": [{"rank": rank, "holding": holding}], "other": other, **facts}
+        for rank, other in enumerate(others)
+    ]
+    choice = nodes.chosen(found, 2)
+    assert choice["step"] == step
+    assert ("newer step 8" in choice["why"]) is (step is None)
+
+
+@pytest.mark.parametrize(
     "wrong",
     [
         {"slots": [[1, 2]]},

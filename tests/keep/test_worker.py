@@ -174,6 +174,86 @@ def is_alive(name):
         return sender.connect_ex(name) == 0
 
 
+@pytest.mark.parametrize(
+    ("how", "step", "is_kept"),
+    [
+        ("default=5", 5, False),
+        ("default=lambda: 5, default_step=5", 5, False),
+        ("default=np.int64(4)", 4, False),
+        ("default=3", 3, True),
+        ("default=lambda: 5, default_step=2", 3, True),
+        ("default=lambda: 5", 3, True),
+    ],
+)
+def test_the_newer_of_kept_state_and_checkpoint_is_used(agent, how, step, is_kept):
+    agent.begin()
+    with agent.worker(preamble=model(replicated=True)) as worker:
+        worker.run("train(1); train(2); train(3)")
+        assert agent.order(agent.joined()) == Answer.KEPT
+        expected = worker.run("picture()")
+        worker.kill()
+    agent.begin(step=3)
+    with agent.worker(preamble=model(replicated=True)) as worker:
+        start = worker.run("picture()")
+        assert worker.run(f"keep.restore({how})") == step
+        assert worker.run("keep.source is not None") is is_kept
+        assert worker.run("picture()")[0] == (expected if is_kept else start)[0]
+        worker.run(f"train({step + 1}); train({step + 2})")
+        assert agent.order(agent.joined()) == Answer.KEPT
+        assert step_of(agent) == step + 2
+        _, said = worker.kill()
+    assert said.count("\n") == 1
+    assert ("step 3 is not restored" in said) is not is_kept
+
+
+def test_steps_may_be_integers_of_other_libraries_but_nothing_else(agent):
+    agent.begin()
+    with agent.worker(preamble=model()) as worker:
+        worker.run("keep.restore(default=torch.tensor(0))")
+        for number, step in enumerate(("np.int64(1)", "torch.tensor(2)", "np.array(3)"), 1):
+            worker.run(f"keep.step({step})")
+            assert worker.run("[type(keep._last).__name__, keep._last]") == ["int", number]
+        refused = """
+def refused(call, *args, **kwargs):
+    try: call(*args, **kwargs)
+    except TypeError as error: return str(error)
+"""
+        worker.run(refused)
+        for wrong in ("True", "5.0", "None", "'5'", "torch.tensor(5.)", "torch.tensor(True)", "np.bool_(1)"):
+            for call in ("keep.step, {}", "keep.restore, {}", "keep.restore, lambda: {}"):
+                assert "must be an integer, got" in worker.run(f"refused({call.format(wrong)})"), (
+                    call,
+                    wrong,
+                )
+        assert worker.end() == (0, "")
+
+
+@pytest.mark.parametrize(
+    "changed", [{"RANK": "1"}, {"WORLD_SIZE": "3"}, {"LOCAL_WORLD_SIZE": "3"}, {"TORCHELASTIC_RUN_ID": "b"}]
+)
+def test_worker_of_another_launcher_that_inherits_the_variables_keeps_nothing(agent, changed):
+    agent.begin()
+    with agent.worker(preamble=f"os.environ |= {changed}" + model()) as worker:
+        worker.run("keep.restore(); train(1); train(2)")
+        code, said = worker.end()
+    assert (code, said.count("\n")) == (0, 1)
+    assert "off: another launcher has started this process" in said
+    with closing(agent.file()) as file:
+        assert (file.words[Head.PID], file.words[Head.ENDED], step_of(agent)) == (0, 0, None)
+
+
+def test_only_the_first_program_of_a_rank_keeps_its_state(agent):
+    agent.begin()
+    with agent.worker(preamble=model(replicated=True)) as worker:
+        worker.run("train(1); train(2)")
+        assert agent.order(agent.joined()) == Answer.KEPT
+        worker.kill()
+    with agent.worker(preamble=model(replicated=True)) as other:
+        other.run("train(1); train(2); train(3); train(4)")
+        assert "has kept its state" in other.end()[1]
+    assert step_of(agent) == 2
+
+
 @pytest.mark.parametrize("part", ["index", "data"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_damaged_copy_is_not_restored(programs, world, part):
@@ -189,7 +269,7 @@ def test_damaged_copy_is_not_restored(programs, world, part):
         agent.begin(step=1)
         with agent.worker(preamble=model()) as worker:
             if world == 1:
-                assert worker.run("keep.restore(default=9)") == 9
+                assert worker.run("keep.restore(default=lambda: 9)") == 9
             else:
                 # The other ranks go on from their copies, so this one must not begin anew.
                 worker.send("keep.restore()")
@@ -225,7 +305,7 @@ def test_changed_objects_are_left_as_they_are(agent):
             worker.run(f"{before}{change}\n{construct}")
             worker.run("def picture(): return str((list(net.buffers()), optimizer.state_dict()))")
             start = worker.run("picture()")
-            assert worker.run("keep.restore(default=77)") == 77
+            assert worker.run("keep.restore(default=lambda: 77)") == 77
             assert worker.run("keep.source") is None
             assert worker.run("picture()") == start
             worker.run("keeper.close()")
@@ -361,7 +441,7 @@ OFF = {
         ["train(1)", "import types; keep.values['a'] = [types.SimpleNamespace()]", "train(2)"],
         {},
     ),
-    "another Keep": (["train(1)", "Keep(net=net)", "train(2)"], {}),
+    "give all objects to that one": (["train(1)", "Keep(net=net)", "train(2)"], {}),
     "not visible": ([], {}),
 }
 

@@ -347,6 +347,15 @@ class Loop(Value):
         return Loop(first if barred is None else min(first, barred))
 
 
+def why_other(step: int | None, other: int | None) -> str:
+    """Return why the kept state of ``step`` is not restored if the program has that of the step ``other``,
+    for example in a checkpoint on a disk. Return an empty text if the kept state is restored.
+    """
+    if step is None or other is None or other <= step:
+        return ""
+    return f"step {step} is not restored from memory, because the script has the newer step {other}"
+
+
 def failed_soon(holdings: Sequence[Holding], step: int | None) -> tuple[int | None, int | None]:
     """Return the step that the attempt restored, and the last step that it completed; ``None`` for none."""
     began = step if any(each.has_joined and each.restored == step for each in holdings) else None

@@ -25,6 +25,10 @@ class OffError(Exception):
     """Raised if ``Keep`` cannot work. The text is the reason for the user, without a full stop."""
 
 
+class ForeignError(OffError):
+    """Raised if this process, or this ``Keep``, is not the one whose state the agent's file is for."""
+
+
 class KeepFile:
     """The file with copies of a rank's training state: of this rank, or of a rank whose copy it restores.
 
@@ -81,7 +85,13 @@ class KeepFile:
         return descriptor
 
     def plan(self) -> dict[str, Any]:
-        """Return the plan, in which the agent tells this rank what to restore in this attempt."""
+        """Return the plan, in which the agent tells this rank what to restore in this attempt.
+
+        Raises:
+            ForeignError: another launcher has started this process. If a worker is itself a launcher, such as
+                torchrun, its workers inherit the variable that names the worker's file.
+            OffError: the plan is damaged.
+        """
         descriptor = self._open()
         try:
             data = os.pread(descriptor, layout.REGIONS_AT - layout.PLAN_AT, layout.PLAN_AT)
@@ -92,17 +102,24 @@ class KeepFile:
             plan: dict[str, Any] = json.loads(data[layout.WORD : layout.WORD + length])
         except ValueError as error:
             raise OffError("the agent's plan is damaged") from error
+        for name, value in plan["worker"].items():
+            if (found := os.environ.get(name, value)) != value:
+                raise ForeignError(
+                    f"another launcher has started this process ({name} is {found}, and elasticrun had set it"
+                    f" to {value}); start this program with elasticrun to keep its state"
+                )
         return plan
 
     def join(self, rank: int, world: int, attempt: int, mode: int) -> None:
         """Record in the file that this process uses it.
 
         Raises:
-            OffError: another process uses it.
+            ForeignError: another process of this rank has used it in this attempt. The copies in the file are
+                those of its program.
         """
         owner, own = self.words[Head.PID], os.getpid()
-        if owner not in (0, own) and os.path.exists(f"/proc/{owner}"):
-            raise OffError(f"process {owner} of this rank already keeps its state")
+        if owner not in (0, own):
+            raise ForeignError(f"process {owner} of this rank has kept its state in this attempt already")
         for word in (*range(Head.RANK, Head.TABLE), *range(Head.RESTORED, Head.ENDED_AT + 1)):
             self.words[word] = 0
         self.words[Head.RANK], self.words[Head.WORLD] = rank + 1, world

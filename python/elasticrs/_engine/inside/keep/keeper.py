@@ -12,8 +12,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elasticrs._engine.inside.keep import layout, nodes, restore, trees
+from elasticrs._engine.inside.keep.choice import why_other
 from elasticrs._engine.inside.keep.copier import Copier
-from elasticrs._engine.inside.keep.file import KeepFile, OffError
+from elasticrs._engine.inside.keep.file import ForeignError, KeepFile, OffError
 from elasticrs._engine.inside.keep.layout import Head, Slot
 from elasticrs._engine.inside.keep.schedule import Schedule
 from elasticrs._engine.inside.keep.state import Collector
@@ -56,8 +57,13 @@ def begin(objects: Mapping[str, Any], values: dict[str, Any], every: int | None,
     global _active  # noqa: PLW0603 -- one for each process
     try:
         if _active is not None and not _active.is_closed and _active.is_of_this_process():
-            raise OffError("this process has another Keep object already")
+            raise ForeignError(
+                "this process already has a Keep object, which goes on; give all objects to that one"
+            )
         _active = Keeper(objects, values, every, mode)
+    except ForeignError as error:
+        say(f"off: {error}")
+        return None
     except OffError as error:
         say(f"off: {error}")
         if nodes.is_job_of_several_nodes():
@@ -112,7 +118,7 @@ def peek() -> Peeked | None:
         return None
     try:
         file = KeepFile(place)
-        plan = _agreed_plan(file, file.plan())
+        plan = _agreed_plan(file, file.plan(), None)
         if plan["off"] or plan["step"] is None:
             return None
         large = plan["large"]
@@ -122,20 +128,24 @@ def peek() -> Peeked | None:
     return Peeked(kept)
 
 
-def _agreed_plan(file: KeepFile, plan: Mapping[str, Any]) -> Mapping[str, Any]:
+def _agreed_plan(file: KeepFile, plan: Mapping[str, Any], other: int | None) -> Mapping[str, Any]:
     """Return the plan, in which the agent tells this worker what to restore. On several nodes, the workers
-    first agree on a step, once per process.
+    first agree on a step, once per process. If the program has a newer state, that of step ``other``, the
+    plan has no step.
 
     Raises:
         OffError: the nodes have no key-value store for their agreement.
         RuntimeError: a worker of another node did not take part in time, or no node could send a copy.
     """
     global _agreement  # noqa: PLW0603 -- one for each process
-    if plan["off"] or "holdings" not in plan:
+    if plan["off"]:
         return plan
-    if _agreement is None:
-        _agreement = nodes.agree(plan, file, say)
-    return _agreement.plan
+    if "holdings" in plan:
+        if _agreement is None:
+            _agreement = nodes.agree(plan, file, other, say)
+        return _agreement.plan
+    why = why_other(plan["step"], other)
+    return {**plan, "step": None, "why": why, "reader": None} if why else plan
 
 
 def _places(plan: Mapping[str, Any]) -> list[str]:
@@ -241,8 +251,9 @@ class Keeper:
             _agreement.handover.close()
             _agreement.handover = None
 
-    def restore(self) -> Restored | None:
-        """Load the copy that the agent has chosen into the program's objects. Return ``None`` without one.
+    def restore(self, other: int | None = None) -> Restored | None:
+        """Load the copy that the agent has chosen into the program's objects. Return ``None`` without one, or
+        if the program has a newer state: that of step ``other``.
 
         Raises:
             RuntimeError: the copy is damaged. The attempt must end, because other ranks may load theirs.
@@ -252,7 +263,7 @@ class Keeper:
         if _is_used or not self.is_of_this_process():
             return None
         try:
-            plan = self._plan = _agreed_plan(self._file, self._plan)
+            plan = self._plan = _agreed_plan(self._file, self._plan, other)
         except OffError as error:
             self._copier.turn_off(str(error))
             return None

@@ -20,7 +20,7 @@ from datetime import timedelta
 
 from elasticrs._engine.inside.handover import Handover, Offer, take
 from elasticrs._engine.inside.keep import layout
-from elasticrs._engine.inside.keep.choice import Holding, choose
+from elasticrs._engine.inside.keep.choice import Holding, choose, why_other
 from elasticrs._engine.inside.keep.file import OffError, round_up
 from elasticrs._engine.inside.keep.layout import Head, Slot
 
@@ -58,14 +58,20 @@ class Agreement:
         self.plan, self.handover = plan, handover
 
 
-def agree(plan: Mapping[str, Any], file: KeepFile, say: Callable[[str], None]) -> Agreement:
+def agree(
+    plan: Mapping[str, Any], file: KeepFile, other: int | None, say: Callable[[str], None]
+) -> Agreement:
     """Agree with the other nodes on the step to restore, and download a copy of it if this node has none.
+
+    ``other`` is the step of which the program has another state, such as a checkpoint. If it is newer, and
+    all nodes have it, no node restores any copy.
 
     Raises:
         OffError: the nodes have no store in which they could meet.
         RuntimeError: a node has not called ``Keep.restore`` in time, or no node could send a copy.
     """
     facts = {name: plan[name] for name in ("holdings", "barred_from", "ranks_before", "was_replicated")}
+    facts["other"] = other
     store = _Store(say) if is_job_of_several_nodes() else None
     own = int(os.environ["GROUP_RANK"]), int(os.environ["LOCAL_RANK"])
     try:
@@ -198,8 +204,10 @@ def chosen(found: Sequence[Mapping[str, Any]], world: int) -> dict[str, Any]:
         barred_from=min(bars, default=None),
         was_replicated=any(each["was_replicated"] for each in found),
     )
-    if choice.step is None:
-        return {**nothing, "why": choice.why, "replicated": choice.is_replicated}
+    others = {each.get("other") for each in found}
+    why = why_other(choice.step, others.pop()) if len(others) == 1 else ""
+    if choice.step is None or why:
+        return {**nothing, "why": why or choice.why, "replicated": choice.is_replicated}
     ranks = max(each["ranks_before"] for each in found)
     now = {  # Ranks in this attempt, by node and local rank.
         (group_rank, local_rank): each["first_rank"] + local_rank

@@ -113,7 +113,10 @@ class Keeping:
             shared["barred_from"] = None if self._loop is None else self._loop.barred_from
             shared["ranks_before"] = world_before
             shared["was_replicated"] = any(map(files.was_replicated, self._ranks))
+        world = {"WORLD_SIZE": str(self._world), "LOCAL_WORLD_SIZE": str(plan.ranks[0].local_world_size)}
+        world["TORCHELASTIC_RUN_ID"] = self._job.run_id
         for place, rank in self._ranks.items():
+            shared["worker"] = {"RANK": str(rank), **world}
             own = {} if choice is None else _own(choice, rank, holdings, files, saved)
             files.begin(place, {**shared, **own}, newest)
         plan.keep = files
