@@ -56,7 +56,7 @@ ifeq ($(wildcard $(EXTENSION)),)
 REBUILD := force
 endif
 
-.PHONY: help setup build demo demo-keep demo-train demo-hang demo-etcd demo-multinode check nightly test test-rust test-python test-gpu attack soak soak-store soak-train interop lint lint-rust lint-python docs bench wheel release try-release rebuild clean force
+.PHONY: help setup build demo demo-keep demo-train demo-hang demo-etcd demo-multinode check nightly test test-rust test-python test-gpu attack soak soak-store soak-train interop lint lint-rust lint-python collect docs bench wheel release try-release rebuild clean force
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -185,6 +185,10 @@ lint-python:
 	@$(PY) tools/picture.py --check
 	@$(PY) tools/circles.py
 	@$(PY) tools/check_tree.py
+
+# pytest rewrites the assertions of each file once, and keeps the result. Without this, all of its processes would do so at once.
+collect: build
+	@$(PY) -m pytest -n0 --collect-only -q >$(VENV)/collected.log || { tail -n 40 $(VENV)/collected.log; exit 1; }
 
 docs: build ## the documentation site in site/; a warning, a broken link or an outside resource is an error
 	@$(PY) tools/docs.py

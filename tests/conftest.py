@@ -7,6 +7,8 @@ for those marked ``beyond_torchrun``: so that a test of compatibility is known t
 """
 
 import importlib.util
+import itertools
+import json
 import os
 import signal
 import textwrap
@@ -21,6 +23,7 @@ from helpers.host_programs import host_program
 from helpers.launcher import LAUNCHERS, NO_TIME, Launched, clean_environment, write_at_once
 from helpers.leaks import no_leaks
 from helpers.network_fixtures import formed, hosts, impair, multinode, network
+from helpers.procs import INTERPRETERS, interpreters
 from helpers.torch_programs import TorchPrograms
 
 __all__ = ["formed", "golden", "host_program", "hosts", "impair", "multinode", "network", "no_leaks"]
@@ -55,12 +58,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite the files in tests/golden")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Set the environment and the signal handlers that the tests and their child processes inherit.
 
     A shell's background job, or ``nohup``, ignores signals, and so would all that a test starts.
     """
     os.environ.update(NO_TIME)
+    if getattr(config.option, "numprocesses", None):
+        # All processes of pytest need this list, and asking all interpreters takes a second.
+        os.environ[INTERPRETERS] = json.dumps(interpreters())
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -72,19 +78,34 @@ def may_take(item: pytest.Item) -> float:
     return float(timeout.args[0]) if timeout else 10.0 * (item.get_closest_marker("slow") is not None)
 
 
+SHARED = ("torch_programs", "programs", "trainers", "torch_clients", "etcd_program")
+"""Fixtures that take long to start and serve all tests of a pytest process: torch's import, etcd's start."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """If the tests run in several processes, distribute the slow tests evenly and run them first, so that no
-    process finishes long after the others.
+    process finishes long after the others. Tests that use the same fixture of `SHARED` run in the same
+    process, so that it is started only once for them.
     """
     processes = getattr(config, "workerinput", {}).get("workercount", 1)
     if processes == 1:
         return
-    long = sorted(filter(may_take, items), key=may_take, reverse=True)
-    others = [item for item in items if not may_take(item)]
+    items.sort(key=may_take, reverse=True)
+    first: list[list[pytest.Item]] = [[] for _ in range(processes)]
+    others: list[pytest.Item] = []
+    turns = itertools.cycle(first)
+    for item in items:
+        used = [number for number, name in enumerate(SHARED) if name in getattr(item, "fixturenames", ())]
+        if used:
+            first[used[0] % processes].append(item)
+        elif may_take(item):
+            next(turns).append(item)
+        else:
+            others.append(item)
     ordered: list[pytest.Item] = []
-    for number in range(processes):
+    for number, mine in enumerate(first):
         share = (len(items) - len(ordered)) // (processes - number)
-        ordered += (mine := long[number::processes])
+        ordered += mine
         room = max(0, share - len(mine))
         ordered += others[:room]
         others = others[room:]

@@ -282,12 +282,19 @@ def kill_adopted(keep: Iterable[int] = ()) -> None:
             kill_and_reap(orphan)
 
 
+INTERPRETERS = "ELASTICRS_TEST_INTERPRETERS"
+"""Variable with the list of :func:`interpreters`, for the processes of one test run."""
+
+
 @cache
 def interpreters() -> list[str]:
     """Return the Python interpreters on this machine, one of each release.
 
     Return the interpreters themselves, because a program on PATH may be a slow script that runs one.
     """
+    if INTERPRETERS in os.environ:
+        known: list[str] = json.loads(os.environ[INTERPRETERS])
+        return known
     found = {sys.version: sys.executable}
     shows = "import json, sys; print(json.dumps([sys.version, sys.executable]))"
     names = [*(f"python3.{minor}" for minor in range(8, 15)), "/usr/bin/python3"]
