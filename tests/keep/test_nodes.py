@@ -170,7 +170,15 @@ TRAINS = """
     keep = Keep(model=model, optimizer=optimizer, replicated=True, every=10)
     step, number = keep.restore(), os.environ["ELASTICRS_ROUND"]
     print(f"BEGIN {number} {rank} {step} {keep.source is not None and keep.source.exact}", flush=True)
-    while step < steps:
+    # Each rank writes its last step into this file.
+    log = os.open(f"ended.{number}.{rank}", os.O_WRONLY | os.O_CREAT)
+    is_stopped = False
+    def stop(*_):
+        global is_stopped
+        is_stopped = True
+    if sys.argv[3:] == ["gracefully"]:
+        signal.signal(signal.SIGTERM, stop)
+    while step < steps or victim.startswith(f"{number}:drain"):
         optimizer.zero_grad()
         model(torch.randn(4, 16)).square().mean().backward()
         for parameter in model.parameters():
@@ -178,6 +186,12 @@ TRAINS = """
         optimizer.step()
         step += 1
         keep.step(step)
+        os.pwrite(log, b"%20d" % step, 0)
+        if is_stopped:
+            sys.exit()
+        agent = os.environ["ELASTICRS_KEEP"].split("/")[2]
+        if victim == f"{number}:drain:{step}" and agent != open("host").read():
+            os.kill(int(agent), signal.SIGTERM)
         if victim == f"{number}:{rank}:{step}":
             os.kill(os.getpid(), signal.SIGKILL)
         if victim == f"{number}:all:{step}":
@@ -190,7 +204,7 @@ TRAINS = """
 
 
 @pytest.fixture
-def agents(launch, worker_script):
+def agents(launch, worker_script, tmp_path):
     """Start agents of a job with two nodes. The first agent hosts the store, and a third one is a spare."""
     script, port = worker_script(TRAINS), ports.free()
     options = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}")
@@ -198,6 +212,7 @@ def agents(launch, worker_script):
 
     def start(count, *arguments):
         job = [launch(*options, *more, *arguments)]
+        (tmp_path / "host").write_text(str(job[0].pid))
         wait_until(lambda: not ports.is_free(port))
         return job + [launch(*options, *more, *arguments) for _ in range(count - 1)]
 
@@ -243,3 +258,15 @@ def test_a_lost_node_costs_no_step_because_a_spare_takes_the_copy_of_another_nod
     assert [line.split()[2] for line in begun if line.startswith("2 ")] == ["17", "17"]
     assert len(set(said([host, spare], "END"))) == 1
     assert "took the copy of step 17 from node" in spare.stderr
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["at once", "gracefully"])
+def test_a_drained_node_costs_no_step(agents, tmp_path, how):
+    job = agents(3, "30", "1:drain:17", how)
+    assert sorted(agent.wait() for agent in job) == [0, 0, 1]
+    begun = {int(line.split()[2]) for line in said(job, "BEGIN") if line.startswith("2 ")}
+    ended = [int((tmp_path / f"ended.1.{rank}").read_text()) for rank in (0, 1)]
+    assert begun == {max(ended)}
+    assert len(set(said(job, "END"))) == 1

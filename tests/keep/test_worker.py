@@ -74,12 +74,50 @@ def test_order_while_the_optimizer_writes_waits_for_the_end_of_the_step(agent):
         worker.run("import threading; t = threading.Timer(0.05, keep.step, (3,)); t.start()")
         assert agent.order(name) == Answer.KEPT
         assert step_of(agent) == 3
-        # The training goes on after an order that turns out to be needless.
+        # The training goes on if the signals do not come in time, and what it does then is kept as well.
         worker.run("train(4); train(5)")
-        assert agent.order(name) == Answer.KEPT
         assert step_of(agent) == 5
+        assert agent.order(name) == Answer.KEPT
         assert worker.end() == (0, "")
         assert agent.notice() == ["keep", "left"]
+
+
+def test_after_an_order_the_training_waits_for_its_stop_so_that_it_does_not_end_steps_that_are_lost(agent):
+    agent.begin()
+    with agent.worker(preamble=model(replicated=True)) as worker:
+        worker.run("train(1)")
+        assert agent.order(agent.joined()) == Answer.KEPT
+        worker.run("import time; begun = time.monotonic(); train(2)")
+        assert worker.run("time.monotonic() - begun") > 0.4
+        assert step_of(agent) == 2
+
+
+def test_program_that_handles_sigterm_is_not_delayed_and_the_step_with_which_it_ends_is_kept(agent):
+    agent.begin()
+    with agent.worker(preamble=model(replicated=True)) as worker:
+        worker.run("signal.signal(signal.SIGTERM, lambda *_: None); train(1)")
+        assert agent.order(agent.joined()) == Answer.KEPT
+        worker.run("import time; begun = time.monotonic(); train(2); ended = time.monotonic()")
+        assert worker.run("ended - begun") < 0.4
+        assert step_of(agent) == 2
+
+
+@pytest.mark.parametrize(("nodes", "answer", "step"), [(1, Answer.KEPT, 2), (2, Answer.CHANGING, None)])
+def test_rank_of_several_nodes_ends_the_step_whose_gradients_it_has(agent, nodes, answer, step):
+    """Ranks of other nodes, which nobody sees here, may have ended the step already."""
+    agent.begin()
+    with agent.worker(preamble=f"os.environ['GROUP_WORLD_SIZE'] = '{nodes}'") as worker:
+        worker.run(model(replicated=True))
+        worker.run("train(1); train(2)")
+        name = agent.joined()
+        worker.run("train(3, until='backward')")
+        worker.run("import threading; t = threading.Timer(0.02, lambda: optimizer.step()); t.start()")
+        assert agent.order(name) == answer
+        assert step_of(agent) == step
+        worker.run("t.join()")
+        if nodes == 2:
+            worker.run("keep.step(3)")
+            assert step_of(agent) == 3
 
 
 def step_of(agent, rank=0):
@@ -409,14 +447,16 @@ def picture():
     with agent.worker(preamble=program + picture) as worker:
         worker.run("train(1); train(2)")
         assert agent.order(agent.joined()) == Answer.KEPT
-        worker.run("train(3); train(4)")
-        expected = worker.run("picture()")
         assert worker.kill()[1] == ""
     agent.begin(step=2)
     with agent.worker(preamble=program + picture) as worker:
         assert worker.run("keep.restore()") == 2
         worker.run("train(3); train(4)")
-        assert worker.run("picture()") == expected
+        found = worker.run("picture()")
+    agent.begin()
+    with agent.worker(preamble=program + picture) as worker:
+        worker.run("train(1); train(2); train(3); train(4)")
+        assert worker.run("picture()") == found
 
 
 OFF = {

@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from _thread import start_new_thread
 from time import monotonic_ns
 
@@ -39,6 +40,9 @@ _PATIENCE = 0.3
 """Minimum seconds for which a copy that the agent has ordered waits for the end of the current step. It waits
 longer if the optimizer took long in the step before.
 """
+
+_CHANGE_PATIENCE = 0.1
+"""Seconds for which such a copy waits for the optimizer to begin, if the backward pass has ended."""
 
 _LIMIT = 300.0
 """Seconds after which the training no longer waits for a copy of its state, and no more copies are made."""
@@ -83,6 +87,7 @@ class Copier:
         file: the file, in the agent's memory, in which this rank keeps copies of its state.
         facts: words in the head of a slot that are the same for all copies, by their numbers.
         budget: bytes that both slots may take together.
+        grace: maximum seconds for which the agent waits for a copy before it stops this process.
         notices: abstract name of the socket on which the agent gets messages of this process.
         ranks: knows from the files of other ranks what they have ended, copied and restored.
         say: writes a line to the user.
@@ -93,11 +98,12 @@ class Copier:
         file: KeepFile,
         facts: dict[int, int],
         budget: int,
+        grace: float,
         notices: str,
         ranks: Schedule,
         say: Callable[[str], None],
     ) -> None:
-        self._file, self._facts, self._budget = file, facts, budget
+        self._file, self._facts, self._budget, self._grace = file, facts, budget, grace
         self._notices, self._ranks, self._say = notices, ranks, say
         self._live = threading.Lock()
         """Held while a copy reads the program's tensors, and while the training says that they change."""
@@ -106,6 +112,12 @@ class Copier:
         self._is_changing = True
         self._changed_ns = self._change_ns = 0
         """Time at which the present change of the state began (0 without one), and duration of the last."""
+        self.has_exchanged = False
+        """True if the step can end without the ranks of other nodes: the gradients have been added up."""
+        self.is_ordered = self._awaits_stop = False
+        """The first is true from the agent's first order on, which it gives because it is about to stop this
+        process. The second is true from the copy after an order until the training has waited for its stop.
+        """
         self._is_copied = threading.Event()
         """Set while no periodic copy reads the tensors of the program."""
         self._is_copied.set()
@@ -145,9 +157,26 @@ class Copier:
     def change(self) -> None:
         """Wait until no periodic copy reads the state. Then note that the program is about to change it."""
         self._wait_for_copy()
-        with self._live:
-            self._is_changing = True
+        while not self._begin_change():
+            self.await_stop()
         self._changed_ns = monotonic_ns()
+
+    def _begin_change(self) -> bool:
+        with self._live:
+            if not self._awaits_stop:
+                self._is_changing = True
+                self._ended.notify_all()
+            return self._is_changing
+
+    def await_stop(self) -> None:
+        """Wait until this process is stopped, if the agent has ordered a copy for that. Otherwise, the
+        training would end steps that are lost. Do not wait longer than the agent waits for copies. Do not
+        wait at all if the program handles SIGTERM, because it may want to end its step before it exits.
+        """
+        if self._awaits_stop:
+            if not callable(signal.getsignal(signal.SIGTERM)):
+                time.sleep(self._limit())
+            self._awaits_stop = False
 
     def end_step(self, boundary: Boundary, *, is_due: bool, is_check: bool) -> None:
         """Note that a step has ended with the state ``boundary``, and begin a periodic copy if ``is_due``. By
@@ -160,7 +189,7 @@ class Copier:
         if self._changed_ns:
             self._change_ns, self._changed_ns = monotonic_ns() - self._changed_ns, 0
         with self._live:
-            self._boundary, self._is_changing = boundary, False
+            self._boundary, self._is_changing, self.has_exchanged = boundary, False, False
             self._ended.notify_all()
         if is_first:
             self._ask(_RESERVE)
@@ -173,6 +202,9 @@ class Copier:
                 self._file.words[Head.FAILED_COPIES] += 1
             elif self.is_blind:
                 self._wait_for_copy()
+        if self.is_ordered:
+            # The program goes on although it is being stopped. Keep each step with which it may end.
+            self.keep_own()
 
     def go_blind(self, reason: str) -> None:
         """Make no copy any more when the agent is about to stop this process. Tell the user the reason."""
@@ -192,12 +224,16 @@ class Copier:
         """Return true if no periodic copy is reading the tensors of the program."""
         return self._is_copied.is_set()
 
-    def keep_own(self, limit: float) -> None:
-        """Copy the state, because an exception ends this process. Wait for that at most ``limit`` seconds."""
-        if self._is_joined and limit > 0:
+    def keep_own(self) -> None:
+        """Copy the state, because this process is about to end. Wait for that a limited time."""
+        if self._is_joined and self._grace > 0:
             self._own_copy.clear()
             if self._ask(_OWN):
-                self._own_copy.wait(min(limit, max(0.5, 3 * self._told_pace / 1000)))
+                self._own_copy.wait(self._limit())
+
+    def _limit(self) -> float:
+        """Return how many seconds the agent waits for this process's copy before it stops the process."""
+        return min(self._grace, max(0.5, 3 * self._told_pace / 1000))
 
     def wait_until_complete(self, limit: float) -> None:
         """Wait until the copy that was begun last can be restored, at most ``limit`` seconds."""
@@ -256,6 +292,7 @@ class Copier:
             self.turn_off(f"the socket for the agent's orders is lost ({error.strerror})")
 
     def _obey(self) -> None:
+        self.is_ordered = True
         patience = max(_PATIENCE, 1.5 * self._change_ns / 1e9)
         self._file.words[Head.ANSWER] = self._try_copy(Why.AT_DEATH, patience)
         self._notify(b"keep answered")
@@ -304,7 +341,9 @@ class Copier:
         words = self._file.words
         with self._live:
             if patience and self._boundary is not None:
+                self._ended.wait_for(lambda: self._is_changing or not self.has_exchanged, _CHANGE_PATIENCE)
                 self._ended.wait_for(lambda: not self._is_ending_step(), patience)
+                self._awaits_stop = not self._is_changing
             boundary = self._boundary
             if boundary is None or self.is_off or (why == Why.AT_DEATH and self.is_blind):
                 return Answer.NOTHING

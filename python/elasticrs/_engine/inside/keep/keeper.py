@@ -154,15 +154,18 @@ def _places(plan: Mapping[str, Any]) -> list[str]:
     return places
 
 
-def _notice_backward(notice: Callable[[], None]) -> Callable[[], None]:
-    """Have ``notice`` called before each backward pass of torch. Return a function that ends this."""
+def _notice_backward(before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+    """Have two functions called around each backward pass of torch. Return a function that ends this."""
     real = torch.autograd.backward
 
     @wraps(real)
     def backward(*args: Any, **kwargs: Any) -> None:
-        if not torch.compiler.is_compiling():
-            notice()
+        is_seen = not torch.compiler.is_compiling()
+        if is_seen:
+            before()
         real(*args, **kwargs)
+        if is_seen:
+            after()
 
     def end() -> None:
         if torch.autograd.backward is backward:
@@ -214,7 +217,8 @@ class Keeper:
         self._schedule = Schedule(self._file.words, _places(self._plan), rank, every, mode)
         facts = {Slot.RANK: rank, Slot.WORLD: self._world, Slot.ATTEMPT: attempt}
         notices = os.environ.get("ELASTICRS_NOTICES", "")
-        self._copier = Copier(self._file, facts, self._plan["memory"], notices, self._schedule, say)
+        memory, grace = self._plan["memory"], self._plan["grace"]
+        self._copier = Copier(self._file, facts, memory, grace, notices, self._schedule, say)
         self._at: int | None = None
         self._read: tuple[int, int | None] | None = None
         """Step of the copies that :meth:`reader` has opened, and the slot of this rank's file among them."""
@@ -224,7 +228,7 @@ class Keeper:
         self._versions = self._collector.versions()
         self._backwards = self._usual_backwards = 0
         self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
-        self._backward = _notice_backward(self._before_backward)
+        self._backward = _notice_backward(self._before_backward, self._after_backward)
         self._previous = sys.excepthook
         sys.excepthook = self._excepthook
         atexit.register(self.close)
@@ -392,11 +396,18 @@ class Keeper:
 
     def _before_backward(self) -> None:
         if self.is_of_this_process():
+            self._copier.await_stop()
+            self._copier.has_exchanged = False
             self._backwards += 1
             # Save the random numbers only before the last backward pass of a step (going by their number in
             # the step before), because the program draws more of them until then.
             if self._backwards >= self._usual_backwards:
                 self._guarded(self._put_next)
+
+    def _after_backward(self) -> None:
+        if self.is_of_this_process() and self._backwards >= self._usual_backwards:
+            # On one node, the ranks see each other's steps instead.
+            self._copier.has_exchanged = nodes.is_job_of_several_nodes()
 
     def _put_next(self) -> None:
         if self._at is not None:
@@ -529,4 +540,4 @@ class Keeper:
 
     def keep_own(self) -> None:
         """Copy the state, because an error ends the program. Wait for that a limited time."""
-        self._copier.keep_own(self._plan.get("grace", 0))
+        self._copier.keep_own()
