@@ -882,20 +882,49 @@ class HealthServer:
 
     Args:
         host: address to listen on.
-        port: port to listen on; 0 for any free port.
+        port: port to listen on; 0 for any free port; ``None`` for none. The server then answers only over the
+            sockets of :meth:`serve_control`, and has no metrics.
         limit: seconds after which an agent that does not respond or makes no progress counts as dead.
+        age: seconds since the agent began.
 
     Raises:
         OSError: the address cannot be used, or there are no more file descriptors or threads.
     """
 
-    def __new__(cls, host: str, port: int, limit: float) -> HealthServer: ...
+    def __new__(cls, host: str, port: int | None, limit: float, age: float = 0.0) -> HealthServer: ...
     @property
     def port(self) -> int:
-        """Port on which the server listens."""
+        """Port on which the server listens; 0 if it has none."""
     @property
     def fd(self) -> int:
-        """File descriptor that is readable while a request waits for :meth:`answer`."""
+        """File descriptor that is readable while a request waits for :meth:`answer`, or an order for
+        :meth:`take_orders`.
+        """
+    def serve_control(self, fd: int) -> None:
+        """Also answer over a Unix socket that listens. Over it, programs of this user, and of root, can send
+        orders to the agent.
+
+        Args:
+            fd: descriptor of the socket, which is duplicated.
+
+        Raises:
+            OSError: ``fd`` is not open, or there are no more file descriptors.
+        """
+    def take_orders(self) -> list[tuple[int, int, int | None, str]]:
+        """Return the orders that have arrived since the last call, in order.
+
+        Returns:
+            the number of each order, the user id and the pid of the program that has sent it (``None`` if
+            that program is in another pid namespace), and the text of the order.
+        """
+    def reply(self, number: int, line: str, *, is_last: bool = False) -> None:
+        """Send a line to the program that has sent the order with this number, unless it has gone.
+
+        Args:
+            number: number of the order.
+            line: line of text, without a newline.
+            is_last: true for the last line of the answer.
+        """
     def answer(self, age: float, supervisor: Supervisor | None = None, doing: str | None = None) -> None:
         """Report that the agent's loop is alive.
 

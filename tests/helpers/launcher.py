@@ -1,11 +1,14 @@
 """A launcher in a separate process and session, with methods that wait for its output and exit."""
 
+import atexit
 import os
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +24,9 @@ FOREIGN = re.compile(
 """Variables of the surrounding environment that would change a launcher, or tear the lines of workers."""
 
 NO_TIME = {"PET_LOG_PREFIX": "none"}
+CONTROL = {"ELASTICRS_CONTROL_DIR": f"{tempfile.gettempdir()}/control-of-test-{os.getpid()}"}
+"""Folder of the control sockets of all launchers of this process, because killed ones leave theirs behind."""
+atexit.register(shutil.rmtree, CONTROL["ELASTICRS_CONTROL_DIR"], ignore_errors=True)
 
 
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -29,7 +35,7 @@ def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     The launcher's lines have no time, because many tests compare whole lines.
     """
     kept = {name: value for name, value in os.environ.items() if not FOREIGN.match(name)}
-    return {**kept, **NO_TIME, **(extra or {})}
+    return {**kept, **NO_TIME, **CONTROL, **(extra or {})}
 
 
 def _in_line(pattern: str, line: str) -> list[re.Match[str]]:

@@ -1,5 +1,5 @@
-//! Minimal HTTP/1.1 for the health server: one `GET` or `HEAD` request per connection. Ignores request bodies and
-//! most headers.
+//! Minimal HTTP/1.1 for the health server: one request per connection. Ignores most headers, and the bodies of `GET`
+//! and `HEAD`.
 
 /// Maximum length of a request head in bytes.
 pub(crate) const MAX_HEAD: usize = 8 * 1024;
@@ -11,7 +11,17 @@ pub struct Request {
     pub path: String,
     /// Value of the `Host` header. `None` if the request has none.
     pub host: Option<String>,
-    pub head_only: bool,
+    pub method: Method,
+    /// Length of the body in bytes, from the `Content-Length` header. 0 if there is no such header.
+    pub length: usize,
+}
+
+/// Method of a request. Only a control socket accepts [`Method::Post`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Method {
+    Get,
+    Head,
+    Post,
 }
 
 /// An HTTP response.
@@ -26,6 +36,8 @@ pub struct Response {
 pub const TEXT: &str = "text/plain; charset=utf-8";
 /// Content type of JSON.
 pub const JSON: &str = "application/json";
+/// Content type of replies to an order: lines of JSON.
+const LINES: &str = "application/x-ndjson";
 /// Content type of Prometheus' text format.
 pub(crate) const METRICS: &str = "text/plain; version=0.0.4; charset=utf-8";
 
@@ -53,11 +65,18 @@ impl Response {
     }
 }
 
+/// Returns the head of a response whose lines follow one by one, until the server closes the connection.
+pub(crate) fn head_of_lines() -> String {
+    format!("HTTP/1.1 200 OK\r\nContent-Type: {LINES}\r\nCache-Control: no-store\r\nConnection: close\r\n\r\n")
+}
+
 fn reason(status: u16) -> &'static str {
     match status {
         200 => "OK",
+        403 => "Forbidden",
         404 => "Not Found",
         405 => "Method Not Allowed",
+        413 => "Content Too Large",
         421 => "Misdirected Request",
         431 => "Request Header Fields Too Large",
         503 => "Service Unavailable",
@@ -66,16 +85,19 @@ fn reason(status: u16) -> &'static str {
     }
 }
 
-/// Returns true if the request head is complete, including the empty line after the headers.
-pub fn is_whole(bytes: &[u8]) -> bool {
-    let mut lines = bytes.split_inclusive(|&byte| byte == b'\n');
+/// Returns the length of the request head, including the empty line after the headers. `None` if it is not complete.
+pub fn head_length(bytes: &[u8]) -> Option<usize> {
     // Skip empty lines before the request line, as RFC 9112 recommends.
-    let mut begun = false;
-    lines.any(|line| {
+    let (mut begun, mut length) = (false, 0);
+    for line in bytes.split_inclusive(|&byte| byte == b'\n') {
         let is_empty = matches!(line, b"\n" | b"\r\n");
+        length += line.len();
         begun |= !is_empty;
-        begun && is_empty
-    })
+        if begun && is_empty {
+            return Some(length);
+        }
+    }
+    None
 }
 
 /// Parses a complete request head. The error is the response to send if the request is invalid or not supported.
@@ -94,18 +116,24 @@ pub fn parse(head: &[u8]) -> Result<Request, Response> {
     if !version.starts_with("HTTP/1.") {
         return Err(Response::text(505, "HTTP/1.1, please"));
     }
-    let head_only = match method {
-        "GET" => false,
-        "HEAD" => true,
+    let method = match method {
+        "GET" => Method::Get,
+        "HEAD" => Method::Head,
+        "POST" => Method::Post,
         _ => return Err(Response::text(405, "only GET and HEAD")),
     };
     let path = target.split(['?', '#']).next().unwrap_or_default();
-    Ok(Request { path: path.to_owned(), host: host(head)?, head_only })
+    let length = match field(head, b"Content-Length")? {
+        None => 0,
+        Some(number) => number.parse().map_err(|_| Response::text(400, "Content-Length is no number"))?,
+    };
+    Ok(Request { path: path.to_owned(), host: field(head, b"Host")?, method, length })
 }
 
-fn host(head: &[u8]) -> Result<Option<String>, Response> {
+/// Returns the value of a header field. `None` if it is missing.
+fn field(head: &[u8], wanted: &[u8]) -> Result<Option<String>, Response> {
     let fields = head.split(|&byte| byte == b'\n').skip_while(|line| line.trim_ascii().is_empty()).skip(1);
-    let mut host = None;
+    let mut found = None;
     for line in fields {
         let Some(at) = line.iter().position(|&byte| byte == b':') else { continue };
         let (name, value) = (&line[..at], line[at + 1..].trim_ascii());
@@ -113,12 +141,13 @@ fn host(head: &[u8]) -> Result<Option<String>, Response> {
         if name.iter().any(u8::is_ascii_whitespace) {
             return Err(Response::text(400, "white space in the name of a field"));
         }
-        let is_host = name.eq_ignore_ascii_case(b"host");
-        if is_host && host.replace(String::from_utf8_lossy(value).into_owned()).is_some() {
-            return Err(Response::text(400, "more than one Host"));
+        let is_wanted = name.eq_ignore_ascii_case(wanted);
+        if is_wanted && found.replace(String::from_utf8_lossy(value).into_owned()).is_some() {
+            let name = String::from_utf8_lossy(wanted);
+            return Err(Response::text(400, &format!("more than one {name}")));
         }
     }
-    Ok(host)
+    Ok(found)
 }
 
 #[cfg(test)]
@@ -129,20 +158,24 @@ mod tests {
 
     #[test]
     fn a_request_head_is_complete_after_its_empty_line() {
-        assert!(!is_whole(b""));
-        assert!(!is_whole(b"\r\n\r\n"));
-        assert!(!is_whole(b"GET / HTTP/1.1\r\nHost: x\r\n"));
-        assert!(is_whole(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"));
-        assert!(is_whole(b"\r\nGET / HTTP/1.1\n\n"));
+        assert_eq!(head_length(b""), None);
+        assert_eq!(head_length(b"\r\n\r\n"), None);
+        assert_eq!(head_length(b"GET / HTTP/1.1\r\nHost: x\r\n"), None);
+        assert_eq!(head_length(b"GET / HTTP/1.1\r\nHost: x\r\n\r\nbody"), Some(27));
+        assert_eq!(head_length(b"\r\nGET / HTTP/1.1\n\n"), Some(18));
     }
 
     #[test]
     fn a_request_line_is_parsed_or_refused_with_a_status() {
         let of = |head: &[u8]| parse(head).map_err(|response| response.status);
-        let request = |path: &str, head_only| Ok(Request { path: path.into(), host: None, head_only });
-        assert_eq!(of(b"GET /healthz?verbose=1 HTTP/1.1\r\n\r\n"), request("/healthz", false));
-        assert_eq!(of(b"\r\nHEAD / HTTP/1.0\n\n"), request("/", true));
-        assert_eq!(of(b"POST /healthz HTTP/1.1\r\n\r\n"), Err(405));
+        let request = |path: &str, method, length| Ok(Request { path: path.into(), host: None, method, length });
+        assert_eq!(of(b"GET /healthz?verbose=1 HTTP/1.1\r\n\r\n"), request("/healthz", Method::Get, 0));
+        assert_eq!(of(b"\r\nHEAD / HTTP/1.0\n\n"), request("/", Method::Head, 0));
+        assert_eq!(of(b"POST /do HTTP/1.1\ncontent-length: 12\n\n"), request("/do", Method::Post, 12));
+        assert_eq!(of(b"PUT /healthz HTTP/1.1\r\n\r\n"), Err(405));
+        for length in [&b"-1"[..], b"1 2", b"", b"99999999999999999999999", b"1\r\nContent-Length: 1"] {
+            assert_eq!(of(&[b"POST /do HTTP/1.1\r\nContent-Length: ", length, b"\r\n\r\n"].concat()), Err(400));
+        }
         assert_eq!(of(b"GET /healthz HTTP/2\r\n\r\n"), Err(505));
         for bad in [&b"GET\r\n\r\n"[..], b"GET  / HTTP/1.1\r\n\r\n", b"GET / FTP\n\n", b"\xff / HTTP/1.1\n\n", b""] {
             assert_eq!(of(bad), Err(400));
@@ -172,7 +205,7 @@ mod tests {
     proptest! {
         #[test]
         fn random_bytes_are_parsed_or_refused_with_an_error_status(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
-            is_whole(&bytes);
+            head_length(&bytes);
             if let Err(response) = parse(&bytes) {
                 prop_assert!(response.status >= 400);
             }

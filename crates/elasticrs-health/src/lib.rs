@@ -17,12 +17,14 @@
 //! | --- | --- |
 //! | [`server`] | [`Handle`], the thread of the server, and the response to each path |
 //! | [`http`], [`names`] | the part of HTTP that is needed, and the check of the host name in a request |
+//! | [`orders`] | requests to act, over the control socket, for the agent's loop |
 //! | [`liveness`] | decides whether the agent is alive (pure) |
 //! | [`metrics`] | counts the metrics that the agent reports, and renders the page of all metrics; time of the job by activity |
 //! | [`processes`], [`log_sizes`] | values read at a scrape: from `/proc` and log files |
 //!
 //! - **HEALTH-1** A client has limited time for sending its request and for reading the response.
-//! - **HEALTH-2** There are at most [`server::MAX_CONNECTIONS`] connections. A new connection replaces the oldest one.
+//! - **HEALTH-2** There are at most [`server::MAX_CONNECTIONS`] connections over TCP, and
+//!   [`server::MAX_CONTROLLERS`] to the control socket. A new connection replaces the oldest one of its kind.
 //! - **HEALTH-3** Requests that arrive while the loop has not answered yet share one question to the loop.
 //! - **HEALTH-4** The agent counts as dead only in three cases: it has not answered a question in time, its loop has
 //!   been busy with one event for too long, or according to its last answer, its last progress was too long ago. All
@@ -35,10 +37,12 @@ pub mod liveness;
 pub mod log_sizes;
 pub mod metrics;
 pub mod names;
+pub mod orders;
 pub mod processes;
 pub mod server;
 
 pub use metrics::{Activity, Cause, Job, Spans, State};
+pub use orders::Order;
 pub use processes::Worker;
 pub use server::Handle;
 

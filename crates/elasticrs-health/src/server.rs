@@ -2,7 +2,8 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixListener;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -15,21 +16,23 @@ use elasticrs_runtime::runtime::{Runtime, Spawn, Task};
 use elasticrs_runtime::threads::WakeFd;
 use elasticrs_sys::clock::Stamp;
 use serde_json::{Value, json};
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpStream;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::sync::watch;
 use tokio::task::{AbortHandle, JoinSet};
-use tokio::time::{timeout, timeout_at};
+use tokio::time::{sleep, timeout, timeout_at};
 
-use crate::http::{self, JSON, MAX_HEAD, METRICS, Request, Response};
+use crate::http::{self, JSON, MAX_HEAD, METRICS, Method, Request, Response};
 use crate::liveness::{Liveness, LivenessReport, NextStep};
 use crate::log_sizes::{LogFile, LogSizes};
 use crate::metrics::{Moment, Registry, State, usages};
 use crate::names;
+use crate::orders::{Caller, MAX_ORDER, Order, Orders};
 use crate::processes::Worker;
 
 /// Maximum number of simultaneous connections. See HEALTH-2.
 pub const MAX_CONNECTIONS: usize = 64;
+/// Like [`MAX_CONNECTIONS`], for the control socket, which only programs of the same user can reach.
+pub const MAX_CONTROLLERS: usize = 16;
 /// Time limit for receiving a client's request. The same limit applies to sending the response (HEALTH-1).
 pub(crate) const CLIENT_LIMIT: Duration = Duration::from_secs(2);
 /// Time limit for the agent's loop to answer. If no answer arrives in time, the response is based on the previous
@@ -39,6 +42,8 @@ pub(crate) const ANSWER_LIMIT: Duration = Duration::from_secs(1);
 const MAX_DROPPED: usize = 256 * 1024;
 /// How long a page of metrics is reused.
 const PAGE_FRESH: Duration = Duration::from_millis(100);
+/// Delay before the next attempt to accept a connection to the control socket after an error.
+const PAUSE: Duration = Duration::from_millis(100);
 
 /// Job status that the agent last passed to [`Handle::publish`].
 #[derive(Debug)]
@@ -51,7 +56,9 @@ struct Published {
 /// State that the handle and the server thread share.
 struct Shared {
     began: Instant,
-    host: String,
+    /// Host on which the server listens. `None` if it has no port.
+    host: Option<String>,
+    orders: Orders,
     wake: WakeFd,
     liveness: Mutex<Liveness>,
     answered: watch::Sender<()>,
@@ -90,18 +97,26 @@ pub struct Handle {
 }
 
 impl Handle {
-    /// Starts a server that answers HTTP requests about the job's health. The server listens on `host`, and accepts
-    /// this name in the `Host` header of requests. `limit` is the time limit for an answer from the agent (HEALTH-4).
-    /// If there is a problem, the server calls `tell` with a message for the user.
-    pub fn start(host: &str, port: u16, limit: Duration, tell: Tell) -> Result<Self, ListenError> {
-        let port = Port::from(port);
-        let failed = |source: io::Error| ListenError { host: Some(host.to_owned()), port, source };
-        let listener = listen(Some(host), port)?;
-        let bound = listener.local_addr().map_err(failed)?.port();
+    /// Starts a server that answers HTTP requests about the job's health. The server listens on the host and port of
+    /// `place`, and accepts this host in the `Host` header of requests. Without a `place`, it serves only the sockets
+    /// of [`Self::serve_control`]. `limit` is the time limit for an answer from the agent (HEALTH-4). `age` is how
+    /// long the agent has been running. If there is a problem, the server calls `tell` with a message for the user.
+    pub fn start(
+        place: Option<(&str, u16)>,
+        limit: Duration,
+        age: Duration,
+        tell: Tell,
+    ) -> Result<Self, ListenError> {
+        let host = place.map(|(host, _)| host.to_owned());
+        let port = Port::from(place.map_or(0, |(_, port)| port));
+        let failed = |source: io::Error| ListenError { host: host.clone(), port, source };
+        let listener = place.map(|(host, _)| listen(Some(host), port)).transpose()?;
+        let bound = listener.as_ref().map(std::net::TcpListener::local_addr).transpose().map_err(failed)?;
         let now = Instant::now();
         let shared = Arc::new(Shared {
-            began: now,
-            host: host.to_owned(),
+            began: now.checked_sub(age).unwrap_or(now),
+            host: host.clone(),
+            orders: Orders::default(),
             wake: WakeFd::new().map_err(failed)?,
             liveness: Mutex::new(Liveness::new(limit)),
             answered: watch::Sender::default(),
@@ -113,17 +128,43 @@ impl Handle {
             page: Mutex::default(),
         });
         let runtime = Runtime::new("elasticrs-health").map_err(failed)?;
-        let served = Arc::clone(&shared);
-        runtime.spawn(Box::new(move || Box::pin(run(listener, served, Notices::new(tell)))));
-        Ok(Self { port: bound, shared, runtime: Mutex::new(Some(runtime)), owner: std::process::id() })
+        if let Some(listener) = listener {
+            let served = Arc::clone(&shared);
+            runtime.spawn(Box::new(move || Box::pin(run(listener, served, Notices::new(tell)))));
+        }
+        let port = bound.map_or(0, |bound| bound.port());
+        Ok(Self { port, shared, runtime: Mutex::new(Some(runtime)), owner: std::process::id() })
     }
 
-    /// Returns the port on which the server listens.
+    /// Also serves the connections to a Unix socket that listens. Programs of this user and of root can send orders
+    /// over it, see [`Self::take_orders`].
+    pub fn serve_control(&self, socket: OwnedFd) -> io::Result<()> {
+        let listener = UnixListener::from(socket);
+        listener.set_nonblocking(true)?;
+        let shared = Arc::clone(&self.shared);
+        if let Some(runtime) = &*lock(&self.runtime) {
+            runtime.spawn(Box::new(move || Box::pin(run_control(listener, shared))));
+        }
+        Ok(())
+    }
+
+    /// Returns the orders that have arrived, in order. When there are new ones, [`Self::fd`] is readable.
+    pub fn take_orders(&self) -> Vec<Order> {
+        self.shared.orders.take()
+    }
+
+    /// Sends a line of text to the program that has sent an order. `is_last` ends the answer.
+    pub fn reply(&self, number: u64, line: String, is_last: bool) {
+        self.shared.orders.reply(number, line, is_last);
+    }
+
+    /// Returns the port on which the server listens. 0 if it has none.
     pub fn port(&self) -> u16 {
         self.port
     }
 
-    /// Returns a file descriptor that is readable while a client is waiting for the agent to call [`Self::answer`].
+    /// Returns a file descriptor that is readable while a client is waiting for the agent to call [`Self::answer`] or
+    /// [`Self::take_orders`].
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.shared.wake.as_fd()
     }
@@ -205,79 +246,187 @@ impl Drop for Handle {
     }
 }
 
+/// The connections to one listener (HEALTH-2).
+struct Clients {
+    tasks: JoinSet<()>,
+    oldest: VecDeque<AbortHandle>,
+    most: usize,
+}
+
+impl Clients {
+    fn new(most: usize) -> Self {
+        Self { tasks: JoinSet::new(), oldest: VecDeque::new(), most }
+    }
+
+    /// Waits for the end of a connection. Cancel-safe. Never ends while there is none.
+    async fn ended(&mut self) {
+        match self.tasks.join_next().await {
+            Some(_) => self.oldest.retain(|client| !client.is_finished()),
+            None => std::future::pending().await,
+        }
+    }
+
+    fn admit(&mut self, client: impl Future<Output = ()> + 'static) {
+        if self.oldest.len() >= self.most
+            && let Some(client) = self.oldest.pop_front()
+        {
+            client.abort();
+        }
+        self.oldest.push_back(self.tasks.spawn_local(client));
+    }
+}
+
 async fn run(listener: std::net::TcpListener, shared: Arc<Shared>, notices: Notices) {
     let mut door = match Door::new(listener, Purpose::Health) {
         Ok(door) => door,
         Err(error) => return notices.say(format!("the health check server cannot be served: {error}")),
     };
-    let mut clients = JoinSet::new();
-    let mut oldest: VecDeque<AbortHandle> = VecDeque::new();
+    let mut clients = Clients::new(MAX_CONNECTIONS);
     loop {
         tokio::select! {
             biased;
-            Some(_) = clients.join_next() => oldest.retain(|client| !client.is_finished()),
+            () = clients.ended() => {}
             (mut stream, _) = door.accept(&notices, "the health check server") => {
-                if oldest.len() >= MAX_CONNECTIONS && let Some(client) = oldest.pop_front() {
-                    client.abort();
-                }
                 let shared = Arc::clone(&shared);
-                oldest.push_back(clients.spawn_local(async move { serve(&mut stream, &shared).await }));
+                clients.admit(async move { serve(&mut stream, &shared, None).await });
             }
         }
     }
 }
 
-/// Serves one client, within the time limits of HEALTH-1. An error affects only this client.
-async fn serve(stream: &mut TcpStream, shared: &Shared) {
-    let (response, head_only) = match timeout(CLIENT_LIMIT, read_head(stream)).await {
-        Err(_) | Ok(Err(_)) => return,
-        Ok(Ok(None)) => (Response::text(431, "the request is too long"), false),
-        Ok(Ok(Some(head))) => match http::parse(&head) {
-            Err(refusal) => (refusal, false),
-            Ok(request) => (respond(&request, shared).await, request.head_only),
-        },
+async fn run_control(listener: UnixListener, shared: Arc<Shared>) {
+    // This fails only if the process has no descriptor left. A program that connects then gets no answer.
+    let Ok(listener) = tokio::net::UnixListener::from_std(listener) else { return };
+    let mut clients = Clients::new(MAX_CONTROLLERS);
+    loop {
+        tokio::select! {
+            biased;
+            () = clients.ended() => {}
+            accepted = listener.accept() => {
+                let Ok((mut stream, _)) = accepted else {
+                    sleep(PAUSE).await;
+                    continue;
+                };
+                let Ok(peer) = stream.peer_cred() else { continue };
+                let caller = Caller { uid: peer.uid(), pid: peer.pid().filter(|&pid| pid > 0) };
+                let shared = Arc::clone(&shared);
+                clients.admit(async move { serve(&mut stream, &shared, Some(caller)).await });
+            }
+        }
+    }
+}
+
+/// A connection: over TCP, or to the control socket.
+trait Stream: AsyncRead + AsyncWrite + AsRawFd + Unpin {}
+
+impl<S: AsyncRead + AsyncWrite + AsRawFd + Unpin> Stream for S {}
+
+/// Serves one client, within the time limits of HEALTH-1. An error affects only this client. `caller` is the process
+/// that has connected to the control socket; `None` over TCP, where the job can only be read.
+async fn serve(stream: &mut impl Stream, shared: &Shared, caller: Option<Caller>) {
+    let Ok(Ok(received)) = timeout(CLIENT_LIMIT, receive(stream)).await else { return };
+    let (response, head_only) = match (received, caller) {
+        (_, Some(Caller { uid, .. })) if uid != 0 && uid != nix::unistd::geteuid().as_raw() => {
+            (Response::text(403, "this job belongs to another user"), false)
+        }
+        (Err(refusal), _) => (refusal, false),
+        (Ok((Request { method: Method::Post, path, .. }, order)), Some(caller)) if path == "/do" => {
+            return carry_out(stream, shared, caller, order).await;
+        }
+        (Ok((Request { method: Method::Post, .. }, _)), _) => (Response::text(405, "only GET and HEAD"), false),
+        (Ok((request, _)), _) => {
+            (respond(&request, shared, caller.is_some()).await, request.method == Method::Head)
+        }
     };
     let bytes = response.bytes(head_only);
     // Ignore errors and timeouts: the client has disconnected or does not read the response in time.
     let _ = timeout(CLIENT_LIMIT, send(stream, &bytes)).await;
 }
 
-/// Reads the head of a request. `None` if the head is too long.
-async fn read_head(stream: &mut TcpStream) -> io::Result<Option<Vec<u8>>> {
-    let mut head = Vec::new();
+/// Reads a request, and the body of a `POST`. The inner error is the response to send if the request is refused.
+async fn receive(stream: &mut impl Stream) -> io::Result<Result<(Request, String), Response>> {
+    let mut bytes = Vec::new();
     let mut block = [0; 1024];
-    loop {
-        match stream.read(&mut block).await? {
-            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
-            count => head.extend_from_slice(&block[..count]),
+    let mut next = async |bytes: &mut Vec<u8>| match stream.read(&mut block).await? {
+        0 => Err(io::Error::from(io::ErrorKind::UnexpectedEof)),
+        count => {
+            bytes.extend_from_slice(&block[..count]);
+            Ok(())
         }
-        if http::is_whole(&head) {
-            return Ok(Some(head));
+    };
+    let length = loop {
+        next(&mut bytes).await?;
+        match http::head_length(&bytes) {
+            Some(length) => break length,
+            None if bytes.len() > MAX_HEAD => return Ok(Err(Response::text(431, "the request is too long"))),
+            None => {}
         }
-        if head.len() > MAX_HEAD {
-            return Ok(None);
-        }
+    };
+    let request = match http::parse(&bytes[..length]) {
+        Ok(request) if request.method == Method::Post => request,
+        Ok(request) => return Ok(Ok((request, String::new()))),
+        Err(refusal) => return Ok(Err(refusal)),
+    };
+    if request.length > MAX_ORDER {
+        return Ok(Err(Response::text(413, "the request is too long")));
     }
+    let end = length.saturating_add(request.length);
+    while bytes.len() < end {
+        next(&mut bytes).await?;
+    }
+    let body = String::from_utf8_lossy(&bytes[length..end]).into_owned();
+    Ok(Ok((request, body)))
+}
+
+/// Passes an order to the agent's loop, and sends the lines of its replies as they come, until the last one, or until
+/// the client disconnects.
+async fn carry_out(stream: &mut impl Stream, shared: &Shared, caller: Caller, order: String) {
+    let mut replies = shared.orders.put(caller, order);
+    shared.wake.set();
+    let mut bytes = http::head_of_lines().into_bytes();
+    let mut ignored = [0; 512];
+    loop {
+        // A client that does not read is treated as one that has disconnected.
+        if !matches!(timeout(CLIENT_LIMIT, stream.write_all(&bytes)).await, Ok(Ok(()))) {
+            return;
+        }
+        bytes = tokio::select! {
+            line = replies.next() => match line {
+                Some(line) => format!("{line}\n").into_bytes(),
+                None => break,
+            },
+            read = stream.read(&mut ignored) => match read {
+                Ok(0) | Err(_) => return,
+                Ok(_) => Vec::new(),
+            },
+        };
+    }
+    // Ignore errors and timeouts: the client has received all lines or has disconnected.
+    let _ = timeout(CLIENT_LIMIT, part(stream, MAX_DROPPED)).await;
 }
 
 /// Sends the response. Then reads and discards further bytes from the client, up to a limit. Closing a connection
 /// that has unread bytes would reset it, and the client could lose the response.
-async fn send(stream: &mut TcpStream, bytes: &[u8]) -> io::Result<()> {
+async fn send(stream: &mut impl Stream, bytes: &[u8]) -> io::Result<()> {
     stream.write_all(bytes).await?;
     part(stream, MAX_DROPPED).await
 }
 
-async fn respond(request: &Request, shared: &Shared) -> Response {
+async fn respond(request: &Request, shared: &Shared, is_control: bool) -> Response {
     // Do not check the `Host` header of health probes. Their responses reveal almost nothing, and rejecting a probe
     // could cause a restart of a healthy agent.
     let is_private = matches!(request.path.as_str(), "/metrics" | "/status");
-    if is_private && !names::is_ours(request.host.as_deref(), &shared.host) {
+    let host = shared.host.as_deref().unwrap_or_default();
+    if is_private && !is_control && !names::is_ours(request.host.as_deref(), host) {
         let said = "only by an address or a name of this machine, or the name that is given as --health-check-host";
         return Response::text(421, said);
     }
     match request.path.as_str() {
         "/healthz" => shared.health(shared.ask().await),
         "/readyz" => shared.ready(),
+        // A server without a port was started for the first connection to the control socket, and has not counted what
+        // happened before.
+        "/metrics" if shared.host.is_none() => Response::text(404, "metrics need a job with --health-check-port"),
         "/metrics" => shared.metrics().await,
         "/status" => {
             // Wake the agent's loop before reading the status, because the loop updates parts of the status only on
@@ -437,7 +586,7 @@ mod tests {
     #[test]
     fn a_liveness_request_is_answered_even_if_the_runtime_drops_its_task() {
         let limit = Duration::from_secs(60);
-        let handle = Handle::start("127.0.0.1", 0, limit, Box::new(|_| ())).unwrap();
+        let handle = Handle::start(Some(("127.0.0.1", 0)), limit, Duration::ZERO, Box::new(|_| ())).unwrap();
         // A stopping runtime may drop a task before starting it, or drop the task's future before polling the future.
         // The agent's answer must be recorded in both cases.
         let ends: [fn(Task); 2] = [drop, |task| drop(task())];

@@ -6,9 +6,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use elasticrs_health::log_sizes::LogFile;
-use elasticrs_health::{Activity, Cause, Handle, Job, State, Worker};
+use elasticrs_health::{Activity, Cause, Handle, Job, Order, State, Worker};
 use elasticrs_runtime::notices::List;
 use elasticrs_runtime::readings::Dest;
+use elasticrs_sys::fds::duplicate;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -27,13 +28,28 @@ pub(crate) struct HealthServer {
 #[pymethods]
 impl HealthServer {
     #[new]
-    #[pyo3(signature = (host, port, limit))]
-    fn new(py: Python<'_>, host: &str, port: u16, limit: f64) -> PyResult<Self> {
-        let limit = duration(limit, "limit")?;
+    #[pyo3(signature = (host, port, limit, age=0.0))]
+    fn new(py: Python<'_>, host: &str, port: Option<u16>, limit: f64, age: f64) -> PyResult<Self> {
+        let (limit, age) = (duration(limit, "limit")?, duration(age, "age")?);
         let notices = Arc::default();
         let tell = teller(None, &notices);
-        let handle = py.detach(|| Handle::start(host, port, limit, tell)).map_err(|error| listen_error(&error))?;
+        let place = port.map(|port| (host, port));
+        let handle = py.detach(|| Handle::start(place, limit, age, tell)).map_err(|error| listen_error(&error))?;
         Ok(Self { handle, notices })
+    }
+
+    fn serve_control(&self, fd: i32) -> PyResult<()> {
+        Ok(self.handle.serve_control(duplicate(fd)?)?)
+    }
+
+    fn take_orders(&self) -> Vec<(u64, u32, Option<i32>, String)> {
+        let orders = self.handle.take_orders().into_iter();
+        orders.map(|Order { number, caller, text }| (number, caller.uid, caller.pid, text)).collect()
+    }
+
+    #[pyo3(signature = (number, line, *, is_last=false))]
+    fn reply(&self, number: u64, line: String, is_last: bool) {
+        self.handle.reply(number, line, is_last);
     }
 
     #[getter]

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use nix::sys::resource::{Resource, getrlimit};
 use nix::sys::socket::{Shutdown, shutdown};
-use tokio::io::AsyncReadExt;
+use tokio::io::{AsyncRead, AsyncReadExt};
 use tokio::net::TcpStream;
 use tokio::task::yield_now;
 
@@ -124,7 +124,7 @@ fn kept(soft: u64, purpose: Purpose) -> u64 {
 /// Shuts down the sending side, then reads and discards up to `most` bytes until the peer closes the connection.
 /// Without this, closing a socket that has unread bytes would reset the connection, and the peer could lose the
 /// last bytes sent to it.
-pub async fn part(stream: &mut TcpStream, most: usize) -> io::Result<()> {
+pub async fn part(stream: &mut (impl AsyncRead + AsRawFd + Unpin), most: usize) -> io::Result<()> {
     shutdown(stream.as_raw_fd(), Shutdown::Write)?;
     let mut block = vec![0; 4096];
     let mut left = most;

@@ -238,9 +238,10 @@ class GroupEnded(Event):
 
 
 class SignalReceived(Event):
-    """The agent received a request to stop."""
+    """The agent received a request to stop. ``ends_job``: on all nodes, whatever ``drain`` says."""
 
     signum: int
+    ends_job: bool = False
 
 
 class Action(Value):

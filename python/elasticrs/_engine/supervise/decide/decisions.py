@@ -41,6 +41,7 @@ class Decisions(ABC):
             and a function that opens the round's store, or ``None`` on a single node.
         kept: state that an agent of a multi-node job keeps from one run of the agent to the next.
         failed_elsewhere: true if this node's workers were stopped because workers on another node failed.
+        can_end_job: true if a request to stop can also end the job on the other nodes.
     """
 
     phase = machine.Phase.INIT
@@ -52,6 +53,7 @@ class Decisions(ABC):
     planned: Callable[[Plan, Callable[[], Store] | None], None] | None = None
     kept: KeptState | None = None
     failed_elsewhere = False
+    can_end_job = True
     _supervisor: _core.Supervisor
     _call: BackgroundCall | None = None
     _take: Callable[[BackgroundCall], list[machine.Action]]

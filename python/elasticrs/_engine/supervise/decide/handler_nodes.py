@@ -65,6 +65,8 @@ class HandlerNodes(OneAgent):
 
     keeps_handler = False
 
+    can_end_job = False
+
     def __init__(self, job: JobSpec, make_handler: Callable[[], Any], console: Console) -> None:
         super().__init__(job)
         self._make_handler = make_handler

@@ -152,7 +152,7 @@ class SeveralNodes(Decisions):
         if self.phase.is_terminal:
             return []
         if isinstance(event, machine.SignalReceived):
-            return self._on_signal(event.signum)
+            return self._on_signal(event.signum, ends_job=event.ends_job)
         if isinstance(event, machine.Begin):
             self.phase = machine.Phase.RENDEZVOUS
             # Continue once the host names have been resolved.
@@ -183,7 +183,7 @@ class SeveralNodes(Decisions):
             return self._on_group_ended(event)
         return []
 
-    def _on_signal(self, signum: int) -> list[machine.Action]:
+    def _on_signal(self, signum: int, *, ends_job: bool) -> list[machine.Action]:
         if self._driver is None:
             self.phase, self.signum = machine.Phase.STOPPED, signum
             return [machine.Exit(1)]
@@ -194,7 +194,9 @@ class SeveralNodes(Decisions):
         self.signum = signum
         name = phrases.signal_name(signum)
         reason, ends_the_job = name, True
-        if self._rendezvous.settings.drain == "job":
+        if ends_job:
+            what, reason = "the job ends", f"{name} on node {node_name()} (elasticctl stop)"
+        elif self._rendezvous.settings.drain == "job":
             what, reason = "the job ends (drain=job)", f"{name} to node {node_name()} (drain=job)"
         elif self._driver.store.hosts:
             what = "this node hosts the rendezvous store, so the job ends"

@@ -34,7 +34,7 @@ class HealthCheckServer:
     Args:
         alive_callback: returns the time of the last progress, in seconds since 1970. The process counts as
             dead if that is more than ``timeout`` seconds ago, or if the callback takes longer than that.
-        port: port to listen on; 0 for any free port.
+        port: port to listen on; 0 for any free port; ``None`` for none, so that only ``elasticctl`` can ask.
         timeout: seconds without progress after which the process counts as dead.
         host: address; ``ELASTICRS_HEALTH_CHECK_HOST`` or the loopback address if ``None``. Not in torch.
 
@@ -45,7 +45,7 @@ class HealthCheckServer:
     """
 
     def __init__(
-        self, alive_callback: Callable[[], float], port: int, timeout: float, host: str | None = None
+        self, alive_callback: Callable[[], float], port: int | None, timeout: float, host: str | None = None
     ) -> None:
         self._alive_callback = alive_callback
         self._port = port
@@ -65,21 +65,24 @@ class HealthCheckServer:
     @property
     def port(self) -> int:
         """Port on which the server listens, or the configured port if the server is not open."""
-        return self._port if self._server is None else self._server.port
+        return self._port or 0 if self._server is None else self._server.port
 
     @property
     def address(self) -> str:
         """Address of the server, as ``HOST:PORT``."""
         return f"[{self._host}]:{self.port}" if ":" in self._host else f"{self._host}:{self.port}"
 
-    def open(self) -> _core.HealthServer:
+    def open(self, age: float = 0.0) -> _core.HealthServer:
         """Open the port, for a caller that answers the requests. Idempotent. Torch has no such method.
+
+        Args:
+            age: seconds since the start of the process whose progress is reported.
 
         Raises:
             OSError: the address cannot be used.
         """
         if self._server is None:
-            self._server = _core.HealthServer(self._host, self._port, float(self._timeout))
+            self._server = _core.HealthServer(self._host, self._port, float(self._timeout), age)
         return self._server
 
     def start(self) -> None:
@@ -109,7 +112,8 @@ class HealthCheckServer:
                 os.close(self._stop_fd)
         server, self._server = self._server, None
         if server is not None:
-            self._port = server.port
+            if self._port is not None:
+                self._port = server.port
             server.close()
 
     def answer(self) -> None:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
     from elasticrs._engine.supervise.attempts.state_machine import Action
     from elasticrs._engine.supervise.observe.health_check_server import HealthCheckServer
+    from elasticrs._engine.supervise.observe.orders import Orders
     from elasticrs._engine.workers.node_page import Standing
     from elasticrs._engine.workers.plan import Plan
 
@@ -48,12 +49,19 @@ class HealthObserver(Observer):
     """
 
     def __init__(
-        self, job: JobSpec, server: HealthCheckServer, say: Callable[[str], None], *, is_asked: bool = True
+        self,
+        job: JobSpec,
+        server: HealthCheckServer,
+        say: Callable[[str], None],
+        *,
+        is_asked: bool = True,
+        age: float = 0.0,
     ) -> None:
         self._job = job
         self._is_asked = is_asked
         self._server = server
-        self._native = server.open()
+        self._native = server.open(age)
+        self._orders: Orders | None = None
         self._say = say
         self._state: _core.WorkersState = "INIT"
         self._attempt: Attempt | None = None
@@ -84,6 +92,27 @@ class HealthObserver(Observer):
         if self._job.is_multi_node:
             self._native.enter("waiting_for_nodes")
 
+    def catch_up(self, supervisor: _core.Supervisor, result: JobResult) -> None:
+        """Learn what has happened so far, because this observer was created in the middle of the job."""
+        self.opened(supervisor)
+        self._result = result
+        begun = [attempt for attempt in result.attempts if "started" in attempt.stamps]
+        for self._attempt in begun:
+            if self._attempt.first_failure in self._attempt.exits:
+                self._note_failure(self._attempt)
+        if begun and begun[-1] is result.attempts[-1] and not begun[-1].has_ended:
+            self.running(result)
+            if begun[-1].first_failure is not None:
+                self._enter_state("UNHEALTHY")
+        elif begun:
+            self._ranks = begun[-1].shown_ranks()
+            self._enter_state("STOPPED")
+
+    def serve_control(self, fd: int, orders: Orders) -> bool:
+        self._native.serve_control(fd)
+        self._orders = orders
+        return True
+
     def fd_ready(self, fd: int) -> bool:
         if not self._is_asked or fd != self._native.fd:
             return False
@@ -113,6 +142,8 @@ class HealthObserver(Observer):
             self._publish()
         for line in self._native.take_notices():
             self._say(line)
+        if self._orders is not None:
+            self._orders.take(self._native)
         return True
 
     def _who_waits(self, attempt: Attempt, since_ns: int) -> str | None:
@@ -247,7 +278,7 @@ class HealthObserver(Observer):
             "exception": headline(raised.text) if raised is not None else None,
             # Do not check that the file exists, which may be slow. The worker that told the error writes it.
             "error_file": None if raised is None else attempt.paths.error_files.get(local_rank) or None,
-            "time_ms": time.time_ns() // 1_000_000,
+            "time_ms": _wall_ms(attempt.stamps.get("failure_seen")),
             "round": attempt.round,
         }
 
@@ -377,6 +408,12 @@ def no_progress(
     told = [f"{phrases.ranks_text(sorted(places[key]), 8)} {key[1]}" for key in sorted(places)[:8]]
     told += [f"{exited} exited"] if exited else []
     return {"seconds": round(seconds, 3), "what": f"no progress for {seconds:.1f} s: {', '.join(told)}"}
+
+
+def _wall_ms(monotonic_ns: int | None) -> int:
+    """Return a time in milliseconds since 1970; the current time for ``None``."""
+    age_ns = 0 if monotonic_ns is None else time.monotonic_ns() - monotonic_ns
+    return (time.time_ns() - age_ns) // 1_000_000
 
 
 def _slowest(standings: Sequence[Standing]) -> dict[str, Any] | None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
     from elasticrs._engine.supervise.attempts.state_machine import Action
+    from elasticrs._engine.supervise.observe.orders import Orders
     from elasticrs._engine.workers.node_page import Standing
     from elasticrs._engine.workers.plan import Plan
 
@@ -37,6 +38,12 @@ class Observer:
 
     def fd_ready(self, fd: int) -> bool:  # noqa: ARG002 -- subclasses use it
         """Handle a readable file descriptor. Return true if the descriptor belongs to this observer."""
+        return False
+
+    def serve_control(self, fd: int, orders: Orders) -> bool:  # noqa: ARG002 -- a subclass uses it
+        """Serve the control socket ``fd``, and pass what arrives there to ``orders``. Return false if this
+        observer has no server.
+        """
         return False
 
     def acting(self, action: Action, plan: Plan | None) -> None:
@@ -106,8 +113,14 @@ class Observers(Observer):
         self._say = say
         self._broken: set[int] = set()
 
+    def add(self, observer: Observer) -> None:
+        self._observers += (observer,)
+
     def fd_ready(self, fd: int) -> bool:
         return any(self._tell("fd_ready", fd))
+
+    def serve_control(self, fd: int, orders: Orders) -> bool:
+        return any(self._tell("serve_control", fd, orders))
 
     def _tell(self, name: str, *args: object) -> list[object]:
         answers = []

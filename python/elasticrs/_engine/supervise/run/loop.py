@@ -5,6 +5,7 @@ Its :class:`.AttemptTracker` records what happens to the workers. Only the track
 
 from __future__ import annotations
 
+import os
 import select
 import signal
 import time
@@ -15,6 +16,7 @@ from elasticrs._engine.job import phrases
 from elasticrs._engine.job.failure_cause import Verdict
 from elasticrs._engine.process.background_call import FileAccess
 from elasticrs._engine.process.console import END_PATIENCE, Console
+from elasticrs._engine.process.control_socket import ControlSocket, folder_of
 from elasticrs._engine.process.signals import StopRequests, suspend
 from elasticrs._engine.supervise.attempts import state_machine as machine
 from elasticrs._engine.supervise.run.tracker import AttemptTracker
@@ -70,6 +72,9 @@ class Agent:
         self._workers = workers
         self._decisions = decisions
         self._signals = signals
+        self._owns_process = owns_process
+        self._begun_ns = time.monotonic_ns()
+        self._control: ControlSocket | None = None
         self._console = console or Console()
         self._tracker = AttemptTracker(
             self, job, workers, self._console, observers, owns_process=owns_process
@@ -124,8 +129,11 @@ class Agent:
                 from elasticrs._engine.supervise.run.keeping import Keeping
 
                 self._keeping = Keeping(self._job, self._console.say)
+                self._open_control()
                 self._drive()
         finally:
+            if self._control is not None:
+                self._control.close()
             if self._checking is not None:
                 self._checking[0].cancel()
                 self._checking[0].finish()
@@ -285,6 +293,66 @@ class Agent:
                 self._console.say(phrases.CHECKPOINT_NOT_MADE)
             checkpoints.close()
 
+    def _open_control(self) -> None:
+        """Open the socket for ``elasticctl``, unless another program runs this agent."""
+        folder = folder_of(os.environ)
+        if not self._owns_process or not folder:
+            return
+        try:
+            self._control = ControlSocket(folder)
+        except OSError as error:
+            why = error.strerror or error
+            self._console.say(f"no control socket in {folder}: {why}; elasticctl cannot reach this job")
+            return
+        self._tracker.supervisor.watch_fd(self._control.fd)
+
+    def _serve_control(self, control: ControlSocket) -> None:
+        """Serve the control socket, because a program has connected: by the health check server if there is
+        one, otherwise by a server without a port, which is started now.
+        """
+        from elasticrs._engine.supervise.observe.orders import Orders
+
+        self._tracker.supervisor.unwatch_fd(control.fd)
+        observers, orders = self._tracker.observers, Orders(self, self._console.say)
+        if observers.serve_control(control.fd, orders):
+            return
+        from elasticrs._engine.supervise.observe.health_check_server import HealthCheckServer
+        from elasticrs._engine.supervise.observe.job_health import HealthObserver
+
+        server = HealthCheckServer(time.time, None, self._job.health_check_timeout)
+        age = (time.monotonic_ns() - self._begun_ns) / 1e9
+        try:
+            observer = HealthObserver(self._job, server, self._console.say, age=age)
+            observer.catch_up(self._tracker.supervisor, self.result)
+            observer.serve_control(control.fd, orders)
+        except OSError as error:
+            self._console.say(f"elasticctl cannot reach this job any more: {error.strerror or error}")
+            server.stop()
+            control.close()
+            return
+        observers.add(observer)
+
+    def stop_on_order(self, *, is_now: bool) -> str:
+        """Stop the job, as :class:`.orders.Agent` says."""
+        from elasticrs._engine.supervise.observe.orders import Refused
+
+        is_stopping = self._decisions.signum is not None
+        if is_stopping and not is_now:
+            raise Refused("the job is being stopped already; --now kills the workers at once")
+        for _ in range(1 if is_stopping or not is_now else 2):
+            self._ask_to_stop(machine.SignalReceived(signal.SIGTERM, ends_job=True))
+        what = "the job" if self._decisions.can_end_job else "this node's part of the job"
+        how = "its workers are being killed"
+        if not is_now:
+            how = f"SIGTERM to its workers, SIGKILL in {self._job.shutdown_timeout:g} s"
+        return f"stopping {what}: {how}"
+
+    def _ask_to_stop(self, event: machine.SignalReceived) -> None:
+        self._events.append(event)
+        self._tracker.stop_waiting()
+        if self._checking is not None:
+            self._checking[0].cancel()
+
     def _look_for_sleepers(self, sleepers: Sleepers) -> float:
         """Stop the job if a worker hangs in the kernel; see :mod:`.worker_states`."""
         tracker, attempt = self._tracker, self._tracker.attempt
@@ -394,6 +462,9 @@ class Agent:
         if self.checkpoints is not None and fd == self.checkpoints.fd:
             self.checkpoints.take()
             return True
+        if self._control is not None and fd == self._control.fd:
+            self._serve_control(self._control)
+            return True
         if self._checking is not None and fd == self._checking[0].fd:
             self._take_check(*self._checking)
             return True
@@ -417,7 +488,4 @@ class Agent:
                 are_running = supervisor is not None and self._decisions.phase in phases
                 self._tracker.forward(signum, are_running=are_running)
             elif self._requests.is_new(signum, time.monotonic()):
-                self._events.append(machine.SignalReceived(signum))
-                self._tracker.stop_waiting()
-                if self._checking is not None:
-                    self._checking[0].cancel()
+                self._ask_to_stop(machine.SignalReceived(signum))

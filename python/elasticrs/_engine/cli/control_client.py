@@ -1,0 +1,157 @@
+"""The client side of the control socket: finds the agents of jobs on this machine, and asks them."""
+
+from __future__ import annotations
+
+import errno
+import http.client
+import json
+import os
+import socket
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from elasticrs._engine.process.control_socket import PLACE, PREFIX, SUFFIX, check_folder, folder_of
+from elasticrs._engine.supervise.observe.orders import FAILED, NO_JOB, REFUSED, USAGE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+ANSWER_LIMIT = 5.0
+"""Seconds to wait for an agent's answer. It needs its loop only for the first connection."""
+
+_MAX_ANSWER = 64 << 20
+
+
+class Problem(Exception):  # noqa: N818 -- it is a line for the user
+    """Ends the command with an exit code. The text is for the user."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class Connection(http.client.HTTPConnection):
+    """HTTP over a Unix socket."""
+
+    def __init__(self, path: str, timeout: float | None) -> None:
+        super().__init__("localhost", timeout=timeout)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+class Agent(NamedTuple):
+    """An agent that has a socket. ``status`` is its answer to ``GET /status``; ``None`` if it is silent."""
+
+    pid: int
+    path: str
+    status: dict[str, Any] | None
+
+    @property
+    def names(self) -> set[str]:
+        """Names by which a user can choose this agent's job."""
+        job = (self.status or {}).get("job") or {}
+        name = str(job.get("name") or "")
+        return {str(self.pid), str(job.get("run_id")), name, os.path.basename(name)} - {"", "None"}
+
+    @property
+    def title(self) -> str:
+        job = (self.status or {}).get("job") or {}
+        return f"{os.path.basename(str(job.get('name', '')))} (job {job.get('run_id')}, pid {self.pid})"
+
+    def ask(self, order: dict[str, Any], timeout: float | None = ANSWER_LIMIT) -> Iterator[dict[str, Any]]:
+        """Send an order, and iterate over the lines of the answer. Raise :class:`Problem` without one."""
+        try:
+            with closing(Connection(self.path, timeout)) as connection:
+                connection.request("POST", "/do", json.dumps(order))
+                response = connection.getresponse()
+                if response.status != 200:
+                    raise Problem(REFUSED, response.read(1000).decode(errors="replace").strip())
+                for line in response:
+                    yield json.loads(line)
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            raise Problem(FAILED, f"{self.title}: no answer from the agent: {_why(error)}") from None
+
+
+def read_status(path: str, timeout: float = ANSWER_LIMIT) -> dict[str, Any]:
+    """Return the answer to ``GET /status``. Raises ``OSError``, ``ValueError`` and ``HTTPException``."""
+    with closing(Connection(path, timeout)) as connection:
+        connection.request("GET", "/status")
+        response = connection.getresponse()
+        content = response.read(_MAX_ANSWER)
+        if response.status != 200:
+            raise ValueError(content[:1000].decode(errors="replace").strip())
+        status = json.loads(content)
+    if not isinstance(status, dict):
+        raise ValueError("its status is no JSON object")
+    return status
+
+
+def _why(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+
+
+def find(tell: Callable[[str], object]) -> list[Agent]:
+    """Return the agents on this machine, by pid. Remove the sockets of agents that were killed, and ``tell``
+    so. Raises :class:`Problem` if the folder of the sockets belongs to another user.
+    """
+    folder = folder_of(os.environ)
+    try:
+        if os.geteuid() != 0:
+            check_folder(folder)
+        names = sorted(name for name in os.listdir(folder) if name.endswith(SUFFIX)) if folder else []
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise Problem(REFUSED, f"{folder}: {error.strerror}") from None
+    found = [_agent(os.path.join(folder, name), tell) for name in names]
+    return sorted(agent for agent in found if agent is not None)
+
+
+def _agent(path: str, tell: Callable[[str], object]) -> Agent | None:
+    name = os.path.basename(path).removesuffix(SUFFIX)
+    if not name.isdecimal():
+        return None
+    pid = int(name)
+    try:
+        return Agent(pid, path, read_status(path))
+    except OSError as error:
+        if error.errno == errno.ENOENT:
+            return None  # The job has just ended.
+        if error.errno == errno.ECONNREFUSED:
+            os.unlink(path)
+            tell(f"agent {pid} was killed: removed the socket that it has left, {path}")
+            return None
+        return Agent(pid, path, None)
+    except (ValueError, http.client.HTTPException):
+        return Agent(pid, path, None)
+
+
+def choose(agents: Sequence[Agent], wanted: str | None) -> Agent:
+    """Return the agent of the job that is ``wanted`` (run id, script, or pid of the agent), or of the only
+    job. Raises :class:`Problem` unless there is exactly one.
+    """
+    found = [agent for agent in agents if wanted is None or wanted in agent.names]
+    if len(found) == 1:
+        return found[0]
+    shown = [agent.title if agent.status is not None else f"pid {agent.pid}" for agent in found or agents]
+    listed = "; ".join(shown[:20]) + ("" if len(shown) <= 20 else f"; and {len(shown) - 20} more")
+    if found:
+        raise Problem(USAGE, f"{len(found)} jobs on this machine, choose one with --job PID: {listed}")
+    if agents:
+        raise Problem(NO_JOB, f"no job {wanted!r} on this machine; there is {listed}")
+    raise Problem(NO_JOB, no_jobs())
+
+
+def no_jobs() -> str:
+    """Say that this user has no job on this machine, and which other users may have some."""
+    mine, own = "no job of this user on this machine", f"{PREFIX}{os.geteuid()}"
+    names = [name for name in os.listdir(PLACE) if name.startswith(PREFIX) and name != own]
+    uids = sorted(int(uid) for uid in (name.removeprefix(PREFIX) for name in names) if uid.isdecimal())
+    if not uids:
+        return mine
+    whose = f"user{'s' if len(uids) > 1 else ''} {', '.join(map(str, uids[:10]))}"
+    return f"{mine}; there may be jobs of {whose}, which only they and root can reach"

@@ -1,0 +1,155 @@
+"""Turns the status of a job into text for a terminal. Pure."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from elasticrs._engine.job.phrases import duration, printable, ranks_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from typing import Any
+
+_STATES = {
+    "INIT": "starting",
+    "HEALTHY": "running",
+    "NO_PROGRESS": "no progress",
+    "UNHEALTHY": "failing",
+    "STOPPED": "between attempts",
+    "SUCCEEDED": "succeeded",
+    "FAILED": "failed",
+}
+MAX_SHOWN = 16
+"""Maximum number of ranks to look at, and of rows of the table of ranks."""
+
+UNKNOWN = "-"
+
+
+def state_of(status: Mapping[str, Any]) -> str:
+    state = str(status.get("state"))
+    return _STATES.get(state, state)
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Align the columns of ``rows``, the first of which has the titles."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return [line.rstrip() for line in lines]
+
+
+TITLES = ("JOB", "SCRIPT", "STATE", "NODES", "RANKS", "STEP", "LAST STEP", "RUNNING", "RESTARTS", "PID")
+
+
+def row(pid: int, status: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """Return a job's row in the table of all jobs."""
+    if status is None:
+        return (*(UNKNOWN,) * 2, "does not answer", *(UNKNOWN,) * 6, str(pid))
+    job, group = status["job"], status["group"] or {}
+    step, age = last_step(status)
+    return (
+        printable(str(job["run_id"]), 40),
+        printable(os.path.basename(str(job["name"])), 40),
+        state_of(status),
+        str(group.get("world_size", UNKNOWN)),
+        str(group.get("workers", UNKNOWN)),
+        UNKNOWN if step is None else f"{step:,}",
+        UNKNOWN if age is None else duration(age),
+        duration(status["agent"]["uptime_seconds"]),
+        f"{status['restarts']} of {job['max_restarts']}",
+        str(pid),
+    )
+
+
+def last_step(status: Mapping[str, Any]) -> tuple[int | None, float | None]:
+    """Return the last step that a rank has begun, and the seconds since the last heartbeat of any rank."""
+    beats = [worker["heartbeat"] for worker in status["workers"] if worker.get("heartbeat")]
+    steps = [beat["step"] for beat in beats if beat["step"] is not None]
+    return max(steps, default=None), min((beat["age_seconds"] for beat in beats), default=None)
+
+
+def sentence(status: Mapping[str, Any]) -> str:
+    """Say in one sentence how the job is."""
+    group, job = status["group"] or {}, status["job"]
+    parts = [state_of(status)]
+    if group:
+        nodes, ranks = group["world_size"], group["workers"]
+        parts[0] += f" with {ranks} rank{'s' if ranks != 1 else ''}"
+        parts[0] += f" on {nodes} nodes" if nodes != 1 else ""
+    step, age = last_step(status)
+    if age is not None:
+        parts.append(f"step {step:,}, {duration(age)} ago" if step is not None else "before its first step")
+    parts.append(f"for {duration(status['agent']['uptime_seconds'])}")
+    parts.append(f"{status['restarts']} of {job['max_restarts']} restarts used")
+    name, run_id = printable(os.path.basename(str(job["name"]))), printable(str(job["run_id"]))
+    return f"{name} (job {run_id}): {', '.join(parts)}"
+
+
+def remarks(status: Mapping[str, Any]) -> list[str]:
+    """Return what a user should look at, most important first, each with the command that helps."""
+    found = []
+    agent = status["agent"]
+    if not agent["alive"]:
+        found.append(f"the agent does not work: {agent['reason']} (its pid is {agent['pid']})")
+    if status["no_progress"]:
+        found.append(printable(str(status["no_progress"]["what"]), 1000))
+    found += _odd_ranks(status["workers"])
+    slowest = status["slowest"]
+    if slowest:
+        rates = f"{slowest['rate']:.2f} steps/s (median {slowest['median']:.2f})"
+        found.append(f"slowest: rank {slowest['rank']}, {rates}")
+    if status["last_failure"]:
+        found.append(f"last failure: {_failure(status['last_failure'])}")
+    if status["log_folder"]:
+        found.append(f"logs in {printable(str(status['log_folder']), 1000)}")
+    return found
+
+
+def _failure(failure: Mapping[str, Any]) -> str:
+    what = ": ".join(str(part) for part in (failure["what"], failure["exception"]) if part)
+    who = f"rank {failure['rank']} (pid {failure['pid']}) in attempt {failure['round']}"
+    return f"{who}: {printable(what, 300)}"
+
+
+def _odd_ranks(workers: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Describe the ranks that do not run, or are behind the others."""
+    by_what: dict[str, list[int]] = {}
+    steps = {worker["rank"]: (worker.get("heartbeat") or {}).get("step") for worker in workers}
+    known = [step for step in steps.values() if step is not None]
+    for worker in workers:
+        rank, state = worker["rank"], worker["state"]
+        what = ""
+        if state == "EXITED":
+            what = f"exited with code {worker['exitcode']}"
+        elif state == "PAUSED":
+            what = f"stopped by a signal; kill -CONT {worker['pid']} continues it"
+        elif steps[rank] is not None and steps[rank] < max(known) - 1:
+            what = f"{max(known) - steps[rank]:,} steps behind the others"
+        if what and rank is not None:
+            by_what.setdefault(what, []).append(rank)
+    lines = [f"{ranks_text(sorted(ranks), 8)}: {what}" for what, ranks in by_what.items()]
+    return lines[:MAX_SHOWN]
+
+
+def ranks_table(status: Mapping[str, Any]) -> list[str]:
+    """Return a table of this node's ranks, those with the lowest steps first if not all can be shown."""
+    workers = list(status["workers"])
+    if not workers:
+        return []
+    rows = [("RANK", "PID", "STATE", "STEP", "LAST STEP")]
+    if len(workers) > MAX_SHOWN:
+        workers.sort(key=lambda worker: (worker.get("heartbeat") or {}).get("step") or 0)
+    for worker in workers[:MAX_SHOWN]:
+        beat = worker.get("heartbeat") or {}
+        step, age = beat.get("step"), beat.get("age_seconds")
+        rows.append((
+            UNKNOWN if worker["rank"] is None else str(worker["rank"]),
+            str(worker["pid"]),
+            str(worker["state"]).lower(),
+            UNKNOWN if step is None else f"{step:,}",
+            UNKNOWN if age is None else duration(age),
+        ))  # fmt: skip
+    lines = table(rows)
+    if len(workers) > MAX_SHOWN:
+        lines.append(f"and {len(workers) - MAX_SHOWN} more ranks on this node")
+    return lines

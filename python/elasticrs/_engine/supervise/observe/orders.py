@@ -1,0 +1,62 @@
+"""Orders that ``elasticctl`` sends to the agent over the control socket: reads them, and writes the answers.
+
+An order is a JSON object, such as ``{"do": "stop", "now": true}``. The answer is lines of JSON objects. The
+last one has the exit code of ``elasticctl`` (``code``), and a text for the user (``message``).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from elasticrs._engine.job.phrases import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any, Protocol
+
+    from elasticrs import _core
+
+    class Agent(Protocol):
+        """The agent, which carries out the orders. Its methods do not block."""
+
+        def stop_on_order(self, *, is_now: bool) -> str:
+            """Stop the job. Return what follows. Raise :class:`Refused` if that is not possible."""
+
+
+DONE, FAILED, USAGE, NOT_AGREED, NO_JOB, REFUSED = range(6)
+"""Exit codes of ``elasticctl``, which the documentation lists."""
+
+
+class Refused(Exception):  # noqa: N818 -- it is an answer
+    """Raised if the agent cannot carry out an order now. The text tells the user why, and what to do."""
+
+
+class Orders:
+    """Carries out the orders to ``agent``. ``say`` prints a line on its console."""
+
+    def __init__(self, agent: Agent, say: Callable[[str], None]) -> None:
+        self._agent, self._say = agent, say
+
+    def take(self, server: _core.HealthServer) -> None:
+        """Carry out the orders that have arrived at the server."""
+        for number, uid, pid, text in server.take_orders():
+            answer = self._answer_to(text, f"user {uid}" if pid is None else f"user {uid}, pid {pid}")
+            server.reply(number, json.dumps(answer), is_last=True)
+
+    def _answer_to(self, text: str, who: str) -> dict[str, Any]:
+        try:
+            order = json.loads(text)
+            what = order["do"]
+        except (ValueError, TypeError, LookupError, RecursionError):
+            return {"code": USAGE, "message": "the order is no JSON object with a field 'do'"}
+        if what != "stop":
+            said = f"this agent does not know the order {printable(str(what)[:40])!r}; it may be older"
+            return {"code": USAGE, "message": f"{said} than elasticctl"}
+        is_now = order.get("now") is True
+        self._say(f"elasticctl ({who}): stop{' --now' if is_now else ''}")
+        try:
+            return {"code": DONE, "message": self._agent.stop_on_order(is_now=is_now)}
+        except Refused as reason:
+            self._say(f"elasticctl: refused, because {reason}")
+            return {"code": REFUSED, "message": str(reason)}

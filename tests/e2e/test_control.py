@@ -1,0 +1,279 @@
+"""``elasticctl``: finds the jobs on this machine, says how they are, and stops them."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import stat
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from helpers import procs
+from helpers.http_client import get_json, port_of
+from helpers.nodes import meeting
+from helpers.procs import wait_gone, wait_state, wait_until
+
+from elasticrs import ctl
+from elasticrs._engine.cli.control_client import Connection
+
+WAITS = """
+import os, signal
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+os.write(1, f"here {os.environ['RANK']} {os.getpid()}.\\n".encode())
+signal.sigwait([signal.SIGUSR1])
+"""
+STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAITS
+FAILS_ONCE = """
+import os
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    raise ValueError("the first attempt")
+""" + WAITS  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The folder of the sockets, which only the jobs of this test use."""
+    monkeypatch.setenv("ELASTICRS_CONTROL_DIR", str(tmp_path / "c"))
+    return tmp_path / "c"
+
+
+@pytest.fixture
+def start(launch, worker_script, folder):
+    """Return a function that starts a job whose workers wait, and waits until they all run."""
+
+    def start(*options, source=WAITS, nproc=2, name="worker.py"):
+        env = {"ELASTICRS_CONTROL_DIR": str(folder)}
+        job = launch(f"--nproc-per-node={nproc}", *options, worker_script(source, name), env=env)
+        job.wait_for_lines(r"here (\d+) (\d+)\.", nproc)
+        return job
+
+    return start
+
+
+@pytest.fixture
+def asked(capsys):
+    """Return a function that runs ``elasticctl``, and returns its exit code and what it wrote."""
+
+    def ask(*args):
+        code = ctl.main(args)
+        written = capsys.readouterr()
+        return code, written.out + written.err
+
+    return ask
+
+
+def threads_of(job):
+    return len(os.listdir(f"/proc/{job.pid}/task"))
+
+
+def socket_of(folder, job):
+    return folder / f"{job.pid}.sock"
+
+
+def status_of(folder, job):
+    with closing(Connection(str(socket_of(folder, job)), procs.HANG)) as connection:
+        connection.request("GET", "/status")
+        return json.loads(connection.getresponse().read())
+
+
+def test_the_first_question_starts_the_server_and_only_the_user_can_reach_it(start, folder, asked):
+    job = start("--rdzv-id=a-job", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(socket_of(folder, job).stat().st_mode) == 0o600
+    before = threads_of(job)
+    wait_until(lambda: asked("ps")[1], lambda text: " running " in text)
+    assert threads_of(job) == before + 1
+    code, text = asked("ps")
+    assert code == 0
+    assert text.splitlines()[-1].split()[:5] == ["a-job", "worker.py", "running", "1", "2"]
+    assert text.split()[-1] == str(job.pid)
+    status = json.loads(asked("status", "--json", "--job=a-job")[1])
+    assert status["agent"]["pid"] == job.pid
+    assert status["agent"]["uptime_seconds"] > 0
+    assert [worker["state"] for worker in status["workers"]] == ["RUNNING"] * 2
+    code, text = asked("status")
+    assert code == 0
+    assert text.startswith("worker.py (job a-job): running with 2 ranks")
+    assert asked("stop")[0] == 0
+    assert job.wait() == 1
+    assert not any(folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "source", "killed"), [((), WAITS, False), (("--now",), STUBBORN, True)], ids=["stop", "now"]
+)
+def test_stop_ends_the_job_and_waits_for_its_end(start, asked, options, source, killed):
+    job = start(source=source)
+    code, text = asked("stop", *options)
+    assert (code, wait_gone(job.pid)) == (0, True)
+    assert ("are being killed" in text) == killed
+    assert job.wait() == 1
+    assert f"elasticctl (user {os.geteuid()}, pid {os.getpid()}): stop" in job.stderr
+    assert asked("status") == (4, "elasticctl: no job of this user on this machine\n") or "other" in text
+
+
+def test_a_second_stop_is_refused_and_one_with_now_kills(start, asked):
+    job = start("--shutdown-timeout=600", source=STUBBORN)
+    assert asked("stop", "--no-wait")[0] == 0
+    code, text = asked("stop")
+    assert (code, "already" in text) == (5, True)
+    assert asked("stop", "--now")[0] == 0
+    assert job.wait() == 1
+
+
+def test_a_failure_before_the_first_question_is_known(start, folder):
+    job = start("--max-restarts=3", source=FAILS_ONCE)
+    status = wait_until(lambda: status_of(folder, job), lambda status: status["state"] == "HEALTHY")
+    assert (status["restarts"], status["restarts_left"]) == (1, 2)
+    assert status["last_failure"]["exception"].startswith("ValueError: the first attempt")
+    assert status["round"] == 2
+    assert ctl.main(["stop", "--now"]) == 0
+
+
+def test_a_job_with_a_health_port_has_one_server_with_two_doors(start, folder, asked):
+    job = start("--health-check-port=0")
+    port = port_of(job)
+    before = threads_of(job)
+    over_socket, over_port = status_of(folder, job), get_json(port, "/status")[1]
+    assert over_socket["workers"] == over_port["workers"]
+    assert threads_of(job) == before
+    with closing(http.client.HTTPConnection("127.0.0.1", port)) as connection:
+        connection.request("POST", "/do", json.dumps({"do": "stop"}))
+        assert connection.getresponse().status == 405
+    with closing(Connection(str(socket_of(folder, job)), procs.HANG)) as connection:
+        connection.request("GET", "/metrics")
+        assert b"elasticrs_restarts_left" in connection.getresponse().read()
+    assert asked("stop", "--now")[0] == 0
+
+
+def test_several_jobs_are_named_and_none_is_guessed(start, asked):
+    first, second = start(), start(name="other.py")
+    code, text = asked("stop")
+    assert code == 2
+    assert str(first.pid) in text
+    assert str(second.pid) in text
+    assert asked("status", "--job=nothing")[0] == 4
+    assert asked("stop", "--job=other.py")[0] == 0
+    assert second.wait() == 1
+    assert asked("stop", f"--job={first.pid}")[0] == 0
+    assert first.wait() == 1
+
+
+def test_the_socket_of_a_killed_agent_is_removed(start, folder, asked):
+    job = start()
+    os.kill(job.pid, signal.SIGKILL)
+    job.wait()
+    procs.reap_adopted()
+    (left,) = folder.iterdir()
+    code, text = asked("status")
+    assert code == 4
+    assert f"agent {job.pid} was killed: removed the socket" in text
+    assert not left.exists()
+
+
+def test_a_stopped_agent_does_not_answer_and_is_listed(start, asked, monkeypatch):
+    monkeypatch.setattr("elasticrs._engine.cli.control_client.ANSWER_LIMIT", 0.2)
+    job = start()
+    os.kill(job.pid, signal.SIGSTOP)
+    wait_state(job.pid, "T")
+    code, text = asked("ps")
+    assert (code, "does not answer" in text) == (0, True)
+    assert asked("status")[0] == 1
+    os.kill(job.pid, signal.SIGCONT)
+    wait_until(lambda: asked("stop", "--now")[0], (0).__eq__)
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda path: path.mkdir(mode=0o755), "other users can open the folder"),
+        (lambda path: path.write_text(""), "not a folder"),
+        (lambda path: path.symlink_to("/"), "not a folder"),
+    ],
+    ids=["open", "file", "link"],
+)
+def test_a_folder_that_others_can_use_is_not_used_and_the_job_runs(launch, folder, make, why):
+    make(folder)
+    job = launch("--no-python", "true", env={"ELASTICRS_CONTROL_DIR": str(folder)})
+    assert job.wait() == 0
+    assert f"no control socket in {folder}: {why}" in job.stderr
+
+
+@pytest.mark.parametrize("length", [107, 108])
+def test_a_path_of_107_bytes_is_the_longest(launch, worker_script, tmp_path, length):
+    longest = len("/4194304.sock")
+    path = Path(f"{tmp_path}/".ljust(length - longest, "x"))
+    job = launch(worker_script(WAITS), env={"ELASTICRS_CONTROL_DIR": str(path)})
+    pid = int(job.wait_for_line(r"here 0 (\d+)\.")[1])
+    names = [entry.name for entry in path.iterdir()]
+    fits = len(f"{path}/{job.pid}.sock") <= 107
+    assert names == ([f"{job.pid}.sock"] if fits else [])
+    assert ("no control socket" in job.stderr) != fits
+    os.kill(pid, signal.SIGUSR1)
+    assert job.wait() == 0
+
+
+def test_without_a_folder_there_is_no_socket(launch, asked, monkeypatch):
+    monkeypatch.setenv("ELASTICRS_CONTROL_DIR", "")
+    job = launch("--no-python", "true", env={"ELASTICRS_CONTROL_DIR": ""})
+    assert job.wait() == 0
+    assert "socket" not in job.stderr
+    assert asked("ps")[0] == 0
+
+
+def test_stop_on_one_node_ends_the_job_on_all(launch, worker_script, folder, asked):
+    options = (*meeting("2"), "--shutdown-timeout=20", worker_script(WAITS))
+    env = {"ELASTICRS_CONTROL_DIR": str(folder)}
+    agents = [launch(*options, env=env) for _ in range(2)]
+    for agent in agents:
+        agent.wait_for_line(r"here (\d+) (\d+)\.")
+    status = wait_until(lambda: status_of(folder, agents[0]), lambda status: status["group"] is not None)
+    assert status["group"]["world_size"] == 2
+    assert asked("stop", f"--job={agents[1].pid}")[0] == 0
+    assert [agent.wait() for agent in agents] == [1, 1]
+
+
+@pytest.mark.privileged
+def test_another_user_is_refused(start, folder, asked):
+    job = start()
+    program = (
+        "import http.client, socket, sys\n"
+        "sock = socket.socket(socket.AF_UNIX)\n"
+        "sock.connect(sys.argv[1])\n"
+        'sock.sendall(b\'POST /do HTTP/1.1\\r\\nContent-Length: 13\\r\\n\\r\\n{"do":"stop"}\')\n'
+        "print(sock.recv(4096).decode())\n"
+    )
+    # Open the way for another user, to reach the check of the peer's user id.
+    for path in (folder, *folder.parents):
+        if path == Path("/tmp"):
+            break
+        path.chmod(0o755)
+    socket_of(folder, job).chmod(0o666)
+    command = ["setpriv", "--reuid=65534", "--clear-groups", "/usr/bin/python3", "-c", program]
+    done = procs.run_program([*command, str(socket_of(folder, job))], check=True)
+    assert done.stdout.startswith("HTTP/1.1 403 ")
+    folder.chmod(0o700)
+    assert asked("stop", "--now")[0] == 0
+
+
+def test_orders_that_are_wrong_get_an_answer(start, folder, asked):
+    job = start()
+    for body, status, code in (
+        (b"{}", 200, 2),
+        (b"[" * 4000, 200, 2),
+        (b'{"do": "dance"}', 200, 2),
+        (b"\xff", 200, 2),
+        (b"x" * 4097, 413, None),
+    ):
+        with closing(Connection(str(socket_of(folder, job)), procs.HANG)) as connection:
+            connection.request("POST", "/do", body)
+            response = connection.getresponse()
+            assert response.status == status
+            assert code is None or json.loads(response.read())["code"] == code
+    # A request that ends in the middle does not disturb the next one.
+    with closing(socket.socket(socket.AF_UNIX)) as sock:
+        sock.connect(str(socket_of(folder, job)))
+        sock.sendall(b"POST /do HTTP/1.1\r\nContent-Length: 100\r\n\r\n{")
+    assert asked("stop", "--now")[0] == 0
