@@ -33,7 +33,7 @@ class Problem(Exception):  # noqa: N818 -- it is a line for the user
 class Connection(http.client.HTTPConnection):
     """HTTP over a Unix socket."""
 
-    def __init__(self, path: str, timeout: float | None) -> None:
+    def __init__(self, path: str, timeout: float) -> None:
         super().__init__("localhost", timeout=timeout)
         self._path = path
 
@@ -62,10 +62,10 @@ class Agent(NamedTuple):
         job = (self.status or {}).get("job") or {}
         return f"{os.path.basename(str(job.get('name', '')))} (job {job.get('run_id')}, pid {self.pid})"
 
-    def ask(self, order: dict[str, Any], timeout: float | None = ANSWER_LIMIT) -> Iterator[dict[str, Any]]:
+    def ask(self, order: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Send an order, and iterate over the lines of the answer. Raise :class:`Problem` without one."""
         try:
-            with closing(Connection(self.path, timeout)) as connection:
+            with closing(Connection(self.path, ANSWER_LIMIT)) as connection:
                 connection.request("POST", "/do", json.dumps(order))
                 response = connection.getresponse()
                 if response.status != 200:
@@ -76,9 +76,9 @@ class Agent(NamedTuple):
             raise Problem(FAILED, f"{self.title}: no answer from the agent: {_why(error)}") from None
 
 
-def read_status(path: str, timeout: float = ANSWER_LIMIT) -> dict[str, Any]:
+def read_status(path: str) -> dict[str, Any]:
     """Return the answer to ``GET /status``. Raises ``OSError``, ``ValueError`` and ``HTTPException``."""
-    with closing(Connection(path, timeout)) as connection:
+    with closing(Connection(path, ANSWER_LIMIT)) as connection:
         connection.request("GET", "/status")
         response = connection.getresponse()
         content = response.read(_MAX_ANSWER)

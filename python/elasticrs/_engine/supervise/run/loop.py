@@ -16,7 +16,6 @@ from elasticrs._engine.job import phrases
 from elasticrs._engine.job.failure_cause import Verdict
 from elasticrs._engine.process.background_call import FileAccess
 from elasticrs._engine.process.console import END_PATIENCE, Console
-from elasticrs._engine.process.control_socket import ControlSocket, folder_of
 from elasticrs._engine.process.signals import StopRequests, suspend
 from elasticrs._engine.supervise.attempts import state_machine as machine
 from elasticrs._engine.supervise.run.tracker import AttemptTracker
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from elasticrs import _core
     from elasticrs._engine.gpus.node_check import NodeCheck, NodeCheckResult
     from elasticrs._engine.job.config import JobSpec
+    from elasticrs._engine.process.control_socket import ControlSocket
     from elasticrs._engine.process.signals import SignalPipe
     from elasticrs._engine.supervise.attempts.attempt import JobResult
     from elasticrs._engine.supervise.decide.decisions import Decisions
@@ -295,6 +295,8 @@ class Agent:
 
     def _open_control(self) -> None:
         """Open the socket for ``elasticctl``, unless another program runs this agent."""
+        from elasticrs._engine.process.control_socket import ControlSocket, folder_of
+
         folder = folder_of(os.environ)
         if not self._owns_process or not folder:
             return
