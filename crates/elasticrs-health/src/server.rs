@@ -101,12 +101,7 @@ impl Handle {
     /// `place`, and accepts this host in the `Host` header of requests. Without a `place`, it serves only the sockets
     /// of [`Self::serve_control`]. `limit` is the time limit for an answer from the agent (HEALTH-4). `age` is how
     /// long the agent has been running. If there is a problem, the server calls `tell` with a message for the user.
-    pub fn start(
-        place: Option<(&str, u16)>,
-        limit: Duration,
-        age: Duration,
-        tell: Tell,
-    ) -> Result<Self, ListenError> {
+    pub fn start(place: Option<(&str, u16)>, limit: Duration, age: Duration, tell: Tell) -> Result<Self, ListenError> {
         let host = place.map(|(host, _)| host.to_owned());
         let port = Port::from(place.map_or(0, |(_, port)| port));
         let failed = |source: io::Error| ListenError { host: host.clone(), port, source };
@@ -334,9 +329,7 @@ async fn serve(stream: &mut impl Stream, shared: &Shared, caller: Option<Caller>
             return carry_out(stream, shared, caller, order).await;
         }
         (Ok((Request { method: Method::Post, .. }, _)), _) => (Response::text(405, "only GET and HEAD"), false),
-        (Ok((request, _)), _) => {
-            (respond(&request, shared, caller.is_some()).await, request.method == Method::Head)
-        }
+        (Ok((request, _)), _) => (respond(&request, shared, caller.is_some()).await, request.method == Method::Head),
     };
     let bytes = response.bytes(head_only);
     // Ignore errors and timeouts: the client has disconnected or does not read the response in time.
