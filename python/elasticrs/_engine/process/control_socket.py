@@ -94,4 +94,4 @@ class ControlSocket:
         try:
             os.unlink(self.path)
         except OSError:
-            return  # Somebody has removed it.
+            return  # The file is gone already.
