@@ -123,8 +123,9 @@ class KeepAgent:
             newest, ranks = readable
             copies = [[place, *self._slot(place, newest)] for place in self.files.places[:ranks]]
             plan["reader"] = {"step": newest, "copies": copies}
+        own: dict[int, dict[str, Any]] = {}
         for rank in range(self.world):
-            own = [at for at, slot in enumerate(self.file(rank).slots) if slot.complete_step == step]
+            slots = [at for at, slot in enumerate(self.file(rank).slots) if slot.complete_step == step]
             made = {
                 "attempt": self._attempt,
                 "worker": {"RANK": str(rank), **world, "TORCHELASTIC_RUN_ID": "a"},
@@ -134,7 +135,7 @@ class KeepAgent:
                 "behind": [],
                 "why": "",
                 "large": large,
-                "own": own[0] if own and step is not None else None,
+                "own": slots[0] if slots and step is not None else None,
                 "files": self.files.places,
                 "kept_by": [holder],
                 "ranks": self.world,
@@ -143,7 +144,8 @@ class KeepAgent:
                 "memory": 1 << 30,
                 "grace": 10,
             }
-            self.files.begin(rank, {**made, **plan}, newest)
+            own[rank] = {**made, **plan}
+        self.files.begin({}, own, newest)
         self._attempt += 1
 
     def _slot(self, place: str, step: int) -> tuple[int, int]:

@@ -129,15 +129,16 @@ def test_a_new_attempt_gets_a_plan_and_no_copy_of_an_abandoned_step(files, worke
     worker.put(0, dict.fromkeys(range(Head.PID, Head.COUNT), 5) | dict(enumerate(TABLE, Head.TABLE)))
     worker.keep(FIRST, 12)
     worker.keep(SECOND, 10)
-    wanted = {"step": None, "why": 'a "quoted" \\ text\n', "grace": 1.5, "files": ["a"], "large": {"slot": 1}}
-    files.begin(1, wanted, 11)
-    assert worker.plan == {**wanted, "why": 'a "quoted" \\ text?'}
+    shared = {"step": None, "why": 'a "quoted" \\ text\n', "grace": 1.5, "files": ["a"]}
+    own = {"large": {"slot": 1}}
+    files.begin(shared, {1: own}, 11)
+    assert worker.plan == {**shared, "why": 'a "quoted" \\ text?', **own}
     assert holding(files) == Holding((KeptSlot(1, 10),), has_joined=False)
     head = worker.words(0, Head.COUNT)
     assert not any(head[Head.PID : Head.CHECK_DIGEST + 1])
     assert not any(head[Head.RESTORED : Head.ENDED_AT + 1])
     assert not files.was_replicated(1)
-    files.begin(1, {}, None)
+    files.begin({}, {1: {}}, None)
     assert (holding(files).slots, worker.plan) == ((), {})
 
 
@@ -145,16 +146,19 @@ scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False,
 texts = st.text(st.characters(exclude_categories=("C", "Z")))
 
 
-@given(st.dictionaries(texts, scalars | texts | st.lists(st.integers()) | st.dictionaries(texts, scalars)))
-def test_a_plan_is_json(wanted):
+plans = st.dictionaries(texts, scalars | texts | st.lists(st.integers()) | st.dictionaries(texts, scalars))
+
+
+@given(plans, plans)
+def test_a_plan_is_json(shared, own):
     with closing(KeepFiles(1)) as files, closing(Worker(files.places[0])) as worker:
-        files.begin(0, wanted, None)
-        assert worker.plan == wanted
+        files.begin(shared, {0: own}, None)
+        assert worker.plan == {**shared, **own}
 
 
 def test_a_plan_that_is_too_long_is_refused(files):
     with pytest.raises(OSError, match="too long"):
-        files.begin(0, {"why": "x" * layout.REGIONS_AT}, None)
+        files.begin({"why": "x" * layout.REGIONS_AT}, {0: {}}, None)
 
 
 edges = [0, 1, 2, 4096, RING, FIRST, SECOND, SECOND + 16384, MAX_RECORD, 2**62, 2**63 - 1, 2**63, 2**64 - 1]
@@ -183,7 +187,8 @@ def test_hostile_words_cause_no_error_and_no_large_read(data):
         assert bytes_read() - before < (layout.RECORDS * MAX_RECORD) + layout.REGIONS_AT
         assert all(0 <= step < 2**62 for step in [*found.small, *(slot.step for slot in found.slots)])
         json.dumps(files.standing(), allow_nan=False)
-        files.begin(0, {}, 3)
+        worker.put(0, {Head.PID: 1})
+        files.begin({}, {0: {}}, 3)
         assert all(slot.step <= 3 for slot in files.holding(0, 4, 8).slots)
 
 

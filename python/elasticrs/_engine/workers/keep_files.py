@@ -42,6 +42,7 @@ class KeepFiles:
     def __init__(self, workers: int) -> None:
         self._fds: list[int] = []
         self.places: list[str] = []
+        self._is_used = False
         mark = int.from_bytes(os.urandom(7), "big")
         try:
             for _ in range(workers):
@@ -55,21 +56,42 @@ class KeepFiles:
             self.close()
             raise
 
-    def begin(self, local_rank: int, plan: Mapping[str, PlanValue], newest: int | None) -> None:
-        """Prepare a worker's file for an attempt: write the plan (what the worker is to restore), and delete
-        the copies of steps after ``newest``, or all copies if it is ``None``. No worker of an earlier attempt
-        may be running. Raises ``OSError``.
+    def begin(
+        self, shared: Mapping[str, PlanValue], own: Mapping[int, Mapping[str, PlanValue]], newest: int | None
+    ) -> None:
+        """Prepare the workers' files for an attempt: write each worker's plan (what it is to restore), and
+        delete the copies of steps after ``newest``, or all copies if it is ``None``. No worker of an earlier
+        attempt may be running. Raises ``OSError``.
+
+        Args:
+            shared: the part of the plan that is the same for all workers.
+            own: by local rank, the part that is different for each worker.
+            newest: newest step whose copies stay.
         """
-        fd = self._fds[local_rank]
+        begin_of_all, is_used = _json(shared)[:-1], self.is_used()
+        for local_rank, members in own.items():
+            fd = self._fds[local_rank]
+            if is_used:
+                self._clear(fd, newest)
+            end = _json(members)[1:]
+            text = (begin_of_all + (", " if shared and members else "") + end).encode()
+            if len(text) > layout.MAX_PLAN:
+                raise OSError(errno.EMSGSIZE, f"the plan of {len(text)} bytes is too long")
+            os.pwrite(fd, layout.pack([len(text)]) + text, layout.PLAN_AT)
+
+    def _clear(self, fd: int, newest: int | None) -> None:
         for first, last in _CLEARED:
             os.pwrite(fd, bytes(layout.WORD * (last + 1 - first)), layout.WORD * first)
         for _, at, words in self._slots(fd, self._head(fd)):
             if newest is None or words[Slot.STEP] > newest:
                 os.pwrite(fd, layout.pack([SlotState.EMPTY]), at + layout.WORD * Slot.STATE)
-        text = _json(plan).encode()
-        if len(text) > layout.MAX_PLAN:
-            raise OSError(errno.EMSGSIZE, f"the plan of {len(text)} bytes is too long")
-        os.pwrite(fd, layout.pack([len(text)]) + text, layout.PLAN_AT)
+
+    def is_used(self) -> bool:
+        """Return true if a program has used ``Keep`` in the current attempt or in an earlier one."""
+        # A worker writes its process id last when it begins to use its file, so a file without one has nothing
+        # to clear.
+        self._is_used = self._is_used or any(map(self.has_joined, range(len(self._fds))))
+        return self._is_used
 
     def was_replicated(self, local_rank: int) -> bool:
         """Return true if the ranks of several nodes have found that they all have the same state."""
@@ -83,7 +105,7 @@ class KeepFiles:
         """Return what the workers have kept so far, for the status page; ``None`` if no worker uses ``Keep``.
         The counters begin anew in each attempt.
         """
-        heads = [(fd, head) for fd in self._fds if (head := self._head(fd))[Head.PID]]
+        heads = [(fd, self._head(fd)) for fd in self._fds if self._word(fd, Head.PID)]
         if not heads:
             return None
         slots = [words for fd, head in heads for _, _, words in self._slots(fd, head)]
@@ -239,8 +261,6 @@ def _json(value: PlanValue | Mapping[str, PlanValue]) -> str:
         return "null"
     if isinstance(value, str):
         shown = value
-        if not value.isprintable():
-            shown = value
         if not value.isprintable():
             shown = "".join(each if each.isprintable() else "?" for each in value)
         return '"' + shown.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -21,6 +21,15 @@ _CHUNK = 1 << 25
 """Number of bytes to give back to the kernel in one call. More would hold the GIL for too long."""
 
 
+_OF_LAUNCHER = {
+    "RANK": "rank",
+    "WORLD_SIZE": "world",
+    "LOCAL_WORLD_SIZE": "local_world",
+    "TORCHELASTIC_RUN_ID": "run_id",
+}
+"""Variables that each launcher sets for its workers, and the members of the plan that have the same value."""
+
+
 class OffError(Exception):
     """Raised if ``Keep`` cannot work. The text is the reason for the user, without a full stop."""
 
@@ -102,7 +111,8 @@ class KeepFile:
             plan: dict[str, Any] = json.loads(data[layout.WORD : layout.WORD + length])
         except ValueError as error:
             raise OffError("the agent's plan is damaged") from error
-        for name, value in plan["worker"].items():
+        for name, key in _OF_LAUNCHER.items():
+            value = plan[key]
             if (found := os.environ.get(name, value)) != value:
                 raise ForeignError(
                     f"another launcher has started this process ({name} is {found}, and elasticrun had set it"

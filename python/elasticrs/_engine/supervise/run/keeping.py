@@ -37,7 +37,6 @@ class Keeping:
         self._loop: Loop | None = None
         self._ranks: dict[int, int] = {}
         self._world = 0
-        self._is_used = False
         is_one_node = job.is_multi_node and job.rendezvous.max_nodes == 1
         self._may_have_several_nodes = job.make_handler is not None or (job.is_multi_node and not is_one_node)
         self.files: KeepFiles | None = None
@@ -91,6 +90,9 @@ class Keeping:
             "memory": self._memory,
             "grace": self._job.keep_grace,
             "files": [files.places[place] for place in self._ranks],
+            "world": str(self._world),
+            "local_world": str(plan.ranks[0].local_world_size),
+            "run_id": self._job.run_id,
         }
         if choice is not None:
             shared |= {"step": choice.step, "exact": choice.is_exact, "behind": list(choice.behind)}
@@ -113,12 +115,14 @@ class Keeping:
             shared["barred_from"] = None if self._loop is None else self._loop.barred_from
             shared["ranks_before"] = world_before
             shared["was_replicated"] = any(map(files.was_replicated, self._ranks))
-        world = {"WORLD_SIZE": str(self._world), "LOCAL_WORLD_SIZE": str(plan.ranks[0].local_world_size)}
-        world["TORCHELASTIC_RUN_ID"] = self._job.run_id
-        for place, rank in self._ranks.items():
-            shared["worker"] = {"RANK": str(rank), **world}
-            own = {} if choice is None else _own(choice, rank, holdings, files, saved)
-            files.begin(place, {**shared, **own}, newest)
+        own: dict[int, dict[str, PlanValue]] = {
+            place: {
+                "rank": str(rank),
+                **({} if choice is None else _own(choice, rank, holdings, files, saved)),
+            }
+            for place, rank in self._ranks.items()
+        }
+        files.begin(shared, own, newest)
         plan.keep = files
         return choice
 
@@ -127,7 +131,7 @@ class Keeping:
         nothing if no worker has used ``Keep``.
         """
         ranks = self._ranks
-        if not self._is_used and not any(map(files.has_joined, ranks)):
+        if not ranks or not files.is_used():
             return {}
         # Import this module here, because few jobs need it, and only at a restart.
         from elasticrs._engine.inside.keep.choice import Loop, failed_soon
@@ -137,7 +141,6 @@ class Keeping:
         began, reached = failed_soon([*holdings.values()], max(restored, default=None))
         cause = None if history.last is None else history.last[:2]
         self._loop = (self._loop or Loop()).after(began, reached, cause)
-        self._is_used = True
         return holdings
 
     def _choose(self, holdings: Mapping[int, Holding], world: int) -> None:
