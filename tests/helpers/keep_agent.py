@@ -17,6 +17,7 @@ from elasticrs._engine.inside.keep import layout
 from elasticrs._engine.inside.keep.file import KeepFile
 from elasticrs._engine.inside.keep.layout import Head
 from elasticrs._engine.workers.keep_files import KeepFiles
+from elasticrs._engine.workers.plan import MemoryFiles
 
 LIMIT = 60
 """Seconds after which a test gives up."""
@@ -89,19 +90,29 @@ class Programs:
         self._process.wait(LIMIT)
 
 
+@contextmanager
+def keep_files(workers: int) -> Iterator[KeepFiles]:
+    """Files that the agent has prepared for the first attempt."""
+    with closing(MemoryFiles(workers)) as memory:
+        files = KeepFiles(memory)
+        files.begin({}, {}, None)
+        yield files
+
+
 class KeepAgent:
     """Owns the files of ``world`` ranks, and the socket to which workers send notices."""
 
     def __init__(self, programs: Programs, world: int = 1) -> None:
         self.programs, self.world = programs, world
-        self.files = KeepFiles(world)
+        self.files = KeepFiles(MemoryFiles(world))
+        self.files.begin({}, {}, None)
         self.notices = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.notices.bind("")
         self.notices.settimeout(LIMIT)
         self._attempt = 0
 
     def close(self) -> None:
-        self.files.close()
+        self.files.memory.close()
         self.notices.close()
 
     def file(self, rank: int = 0) -> KeepFile:
@@ -118,7 +129,6 @@ class KeepAgent:
             large = {"slot": number, "sequence": sequence}
             large |= {"file": self.files.places[holder], "rank": holder}
         newest = step
-        world = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self.world))
         if readable := plan.pop("readable", None):
             newest, ranks = readable
             copies = [[place, *self._slot(place, newest)] for place in self.files.places[:ranks]]
@@ -128,7 +138,10 @@ class KeepAgent:
             slots = [at for at, slot in enumerate(self.file(rank).slots) if slot.complete_step == step]
             made = {
                 "attempt": self._attempt,
-                "worker": {"RANK": str(rank), **world, "TORCHELASTIC_RUN_ID": "a"},
+                "rank": str(rank),
+                "world": str(self.world),
+                "local_world": str(self.world),
+                "run_id": "a",
                 "off": None,
                 "step": step,
                 "exact": True,

@@ -2,9 +2,13 @@
 
 import os
 import zlib
+from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager
+from threading import Thread
 
 import pytest
+from helpers.keep_agent import keep_files
+from helpers.procs import HANG
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,17 +17,18 @@ from elasticrs._engine.inside.keep.file import ForeignError, KeepFile, OffError
 from elasticrs._engine.inside.keep.layout import Head, Mode, Slot
 from elasticrs._engine.inside.keep.schedule import Schedule
 from elasticrs._engine.workers.keep_files import KeepFiles
+from elasticrs._engine.workers.plan import MemoryFiles
 
 
 @pytest.fixture
 def files():
-    with closing(KeepFiles(2)) as made:
+    with keep_files(2) as made:
         yield made
 
 
 @pytest.fixture
 def file(files):
-    files.begin(0, {"step": None}, None)
+    files.begin({"step": None}, {0: {}}, None)
     with closing(KeepFile(files.places[0])) as made:
         yield made
 
@@ -51,7 +56,7 @@ def test_ring_keeps_two_steps_and_grows(files, file):
 def test_torn_record_is_ignored(written):
     """The head of a record is written after its data."""
     whole = layout.pack([4 + 1, len("torn"), zlib.crc32(b"torn")]) + b"torn"
-    with closing(KeepFiles(1)) as files, closing(KeepFile(files.places[0])) as file:
+    with keep_files(1) as files, closing(KeepFile(files.places[0])) as file:
         file.ring.put(3, True, b"whole")
         offset, capacity = file.region(0)
         at = offset + layout.record_at(layout.record_number(4, True), capacity)
@@ -99,6 +104,23 @@ def test_file_of_another_agent_is_refused(files):
             KeepFile(place)
 
 
+def test_a_worker_waits_for_its_first_plan():
+    with closing(MemoryFiles(2)) as memory:
+        files, read = KeepFiles(memory), Future()
+
+        def open_file():
+            with closing(KeepFile(memory.places[1])) as file:
+                return file.plan()
+
+        waiting = Thread(target=lambda: read.set_result(open_file()))
+        waiting.start()
+        assert not read.done()
+        shared = {"world": "2", "local_world": "2", "run_id": "a"}
+        files.begin(shared, {0: {"rank": "0"}, 1: {"rank": "1"}}, None)
+        waiting.join(HANG)
+        assert read.result(0) == {**shared, "rank": "1"}
+
+
 def test_only_one_process_joins_in_an_attempt(files, file):
     file.join(0, 1, 0, Mode.AUTO)
     assert files.has_joined(0)
@@ -113,7 +135,7 @@ def test_only_one_process_joins_in_an_attempt(files, file):
 def schedules(every, mode=Mode.AUTO):
     """Yield the heads and the schedules of two ranks."""
     with ExitStack() as stack:
-        agents = stack.enter_context(closing(KeepFiles(2)))
+        agents = stack.enter_context(keep_files(2))
         files = [stack.enter_context(closing(KeepFile(place))) for place in agents.places]
         heads = [file.words for file in files]
         both = [Schedule(heads[rank], agents.places, rank, every, mode) for rank in (0, 1)]

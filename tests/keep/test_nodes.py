@@ -6,6 +6,7 @@ from contextlib import closing, contextmanager
 
 import pytest
 from helpers import ports
+from helpers.keep_agent import keep_files
 from helpers.procs import reap_adopted, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +15,6 @@ from elasticrs._engine.inside.keep import layout, nodes
 from elasticrs._engine.inside.keep.choice import Holding, KeptSlot
 from elasticrs._engine.inside.keep.file import KeepFile, OffError
 from elasticrs._engine.inside.keep.layout import Mode, Slot
-from elasticrs._engine.workers.keep_files import KeepFiles
 
 MOST = 5
 modes = st.sampled_from((Mode.AUTO, Mode.REPLICATED, Mode.SHARDED))
@@ -131,7 +131,7 @@ def near(monkeypatch):
 @contextmanager
 def offered_copy():
     """Yield the files of two ranks, of which the first has a copy, and what it offers to other nodes."""
-    with closing(KeepFiles(2)) as files:
+    with keep_files(2) as files:
         holder, taker, said = KeepFile(files.places[0]), KeepFile(files.places[1]), []
         keep(holder, 7, os.urandom(3 << 20))
         with closing(nodes._offer(Store(), (0, 0), holder, said.append)) as handover:

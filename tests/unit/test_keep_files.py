@@ -6,6 +6,7 @@ import zlib
 from contextlib import closing
 
 import pytest
+from helpers.keep_agent import keep_files
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +14,7 @@ from elasticrs._engine.inside.keep import layout
 from elasticrs._engine.inside.keep.choice import Holding, KeptSlot
 from elasticrs._engine.inside.keep.layout import Answer, Head, Mode, Slot, SlotState, Why
 from elasticrs._engine.workers import plan
-from elasticrs._engine.workers.keep_files import MAX_RECORD, KeepFiles
+from elasticrs._engine.workers.keep_files import MAX_RECORD
 
 RING, FIRST, SECOND = layout.REGIONS_AT, layout.REGIONS_AT + 4096, layout.REGIONS_AT + 4096 + 16384
 TABLE = [RING, 4096, FIRST, 16384, SECOND, 16384]
@@ -56,7 +57,7 @@ class Worker:
 
 @pytest.fixture
 def files():
-    with closing(KeepFiles(2)) as found:
+    with keep_files(2) as found:
         yield found
 
 
@@ -151,7 +152,7 @@ plans = st.dictionaries(texts, scalars | texts | st.lists(st.integers()) | st.di
 
 @given(plans, plans)
 def test_a_plan_is_json(shared, own):
-    with closing(KeepFiles(1)) as files, closing(Worker(files.places[0])) as worker:
+    with keep_files(1) as files, closing(Worker(files.places[0])) as worker:
         files.begin(shared, {0: own}, None)
         assert worker.plan == {**shared, **own}
 
@@ -172,7 +173,7 @@ def bytes_read():
 
 @given(st.data())
 def test_hostile_words_cause_no_error_and_no_large_read(data):
-    with closing(KeepFiles(1)) as files, closing(Worker(files.places[0])) as worker:
+    with keep_files(1) as files, closing(Worker(files.places[0])) as worker:
         os.ftruncate(worker.fd, data.draw(st.sampled_from([0, 100, RING, SECOND + 100, 1 << 40])))
         places = [(0, Head.COUNT), (FIRST, Slot.COUNT), (SECOND, Slot.COUNT), (RING, 3), (RING + 1024, 3)]
         for at, count in places:
@@ -193,7 +194,7 @@ def test_hostile_words_cause_no_error_and_no_large_read(data):
 
 
 def test_closed_files_give_their_memory_back(files, worker):
-    files.close()
-    files.close()
+    files.memory.close()
+    files.memory.close()
     assert not files.has_joined(1)
     assert not os.path.exists(files.places[1].partition(":")[2])

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from typing import TypeAlias
 
     from elasticrs._engine.inside.keep.choice import Holding
+    from elasticrs._engine.workers.plan import MemoryFiles
 
     PlanValue: TypeAlias = "bool | int | float | str | Sequence[PlanValue] | Mapping[str, PlanValue] | None"
 
@@ -34,27 +35,24 @@ ALL_STEPS = _MAX_STEP = 1 << 62
 
 
 class KeepFiles:
-    """The files into which one agent's workers copy their training state. ``places`` has the value of each
-    worker's environment variable ``ELASTICRS_KEEP``, by local rank. Raises ``OSError`` if the files cannot be
-    created.
+    """Access to the files in memory into which one agent's workers copy their training state.
+
+    Args:
+        memory: the files. If they are closed, nothing is kept.
+
+    Raises:
+        OSError: the kernel has no memory for the files' first pages.
     """
 
-    def __init__(self, workers: int) -> None:
-        self._fds: list[int] = []
-        self.places: list[str] = []
-        self._is_used = False
-        mark = int.from_bytes(os.urandom(7), "big")
-        try:
-            for _ in range(workers):
-                fd = os.memfd_create("elasticrs-keep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-                self._fds.append(fd)
-                os.ftruncate(fd, layout.REGIONS_AT)
-                os.pwrite(fd, layout.pack([layout.MAGIC, mark]), 0)
-                # In another pid namespace, the path may lead to another file, so workers compare the mark.
-                self.places.append(f"{mark}:/proc/{os.getpid()}/fd/{fd}")
-        except OSError:
-            self.close()
-            raise
+    def __init__(self, memory: MemoryFiles) -> None:
+        self.memory, self.places = memory, memory.places
+        self._is_used = self._is_marked = False
+        for fd in memory.fds:
+            os.ftruncate(fd, layout.REGIONS_AT)
+
+    @property
+    def _fds(self) -> Sequence[int]:
+        return self.memory.fds
 
     def begin(
         self, shared: Mapping[str, PlanValue], own: Mapping[int, Mapping[str, PlanValue]], newest: int | None
@@ -78,6 +76,11 @@ class KeepFiles:
             if len(text) > layout.MAX_PLAN:
                 raise OSError(errno.EMSGSIZE, f"the plan of {len(text)} bytes is too long")
             os.pwrite(fd, layout.pack([len(text)]) + text, layout.PLAN_AT)
+        if not self._is_marked:
+            # Workers that wait for the first plan read it as soon as the mark is there.
+            for fd in self._fds:
+                os.pwrite(fd, layout.pack([layout.MAGIC, self.memory.mark]), 0)
+            self._is_marked = True
 
     def _clear(self, fd: int, newest: int | None) -> None:
         for first, last in _CLEARED:
@@ -88,8 +91,7 @@ class KeepFiles:
 
     def is_used(self) -> bool:
         """Return true if a program has used ``Keep`` in the current attempt or in an earlier one."""
-        # A worker writes its process id last when it begins to use its file, so a file without one has nothing
-        # to clear.
+        # A worker writes its process id last when it joins, so a file without one has nothing to clear.
         self._is_used = self._is_used or any(map(self.has_joined, range(len(self._fds))))
         return self._is_used
 
@@ -177,12 +179,6 @@ class KeepFiles:
             at, capacity = region
             data_at = _words(fd, at, Slot.COUNT)[Slot.DATA_AT]
             copy(fd, target, at, capacity if with_data else min(capacity, data_at))
-
-    def close(self) -> None:
-        """Close the files, so that the kernel deletes them with all copies. Idempotent."""
-        fds, self._fds = self._fds, []
-        for fd in fds:
-            os.close(fd)
 
     @staticmethod
     def _word(fd: int, index: int) -> int:

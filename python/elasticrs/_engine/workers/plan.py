@@ -27,9 +27,10 @@ TOKEN_VARIABLE = "ELASTICRS_TOKEN"
 
 KEEP = "ELASTICRS_KEEP"
 """Environment variable that tells a worker where the file is into which it copies its training state. The
-module ``inside/keep/layout.py`` has the same constant, but is imported later, while the first nursery (the
-process that starts the workers) is starting.
+module ``inside/keep/layout.py`` has the same constant, but is imported later, after the first start of the
+workers.
 """
+KEEP_OFF = "keep: off, because the agent cannot use its memory files: {}"
 KEEP_FRAMEWORKS = "ELASTICRS_KEEP_FRAMEWORKS"
 """Environment variable that tells the hook in the workers to keep the training state of Lightning and
 transformers (``--keep``).
@@ -41,6 +42,46 @@ _NURSERY = os.path.join(_HERE, "nursery")
 
 NCCL_ENDS_PROCESSES = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """Variable that lets NCCL's watchdog kill the process when a collective fails."""
+
+
+class MemoryFiles:
+    """Files in memory (memfds), one for each of a node's workers, into which the workers copy their training
+    state. The kernel deletes them when the agent exits. They are empty until the agent has written the first
+    plan, which it does after the first start of the workers; a worker that opens its file earlier waits.
+
+    Args:
+        workers: number of workers.
+
+    Raises:
+        OSError: the files cannot be created.
+
+    Attributes:
+        mark: random number with which each file begins.
+        fds: file descriptors, by local rank.
+        places: value of each worker's environment variable ``ELASTICRS_KEEP``, by local rank.
+        stay_open: whether :meth:`close` does nothing, because a thread still reads the files.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self.mark = int.from_bytes(os.urandom(7), "big")
+        self.fds: list[int] = []
+        self.stay_open = False
+        try:
+            for _ in range(workers):
+                self.fds.append(os.memfd_create("elasticrs-keep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        except OSError:
+            self.close()
+            raise
+        # In another pid namespace, the path may lead to another file, so workers compare the mark.
+        self.places = [f"{self.mark}:/proc/{os.getpid()}/fd/{fd}" for fd in self.fds]
+
+    def close(self) -> None:
+        """Close the files, so that the kernel deletes them with all copies. Idempotent."""
+        if self.stay_open:
+            return
+        fds, self.fds = self.fds, []
+        for fd in fds:
+            os.close(fd)
 
 
 class NodeShare(Value):
@@ -114,7 +155,7 @@ class Plan(Record):
     is ``None`` if another agent does so. ``members`` are the names under which the workers register in a
     rendezvous of their own, by local rank; ``None`` if they have none. A worker that is replaced keeps its
     name until its replacement has been started. ``keep`` has the files into which the workers copy their
-    training state.
+    training state, and ``keep_places`` the names of these files, by local rank.
     """
 
     ranks: Sequence[WorkerRanks]
@@ -127,6 +168,7 @@ class Plan(Record):
     members: dict[int, str] | None = None
     member_prefix: str = ""
     page: AgentPage | None = None
+    keep_places: Sequence[str] = ()
     keep: KeepFiles | None = None
 
     def close(self) -> None:

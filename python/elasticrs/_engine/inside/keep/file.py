@@ -8,7 +8,7 @@ import zlib
 from fcntl import F_ADD_SEALS, F_SEAL_SHRINK, fcntl
 from functools import cached_property
 from mmap import ACCESS_COPY, MADV_REMOVE, mmap
-from time import time_ns
+from time import monotonic, sleep, time_ns
 
 from elasticrs._engine.inside.keep import layout
 from elasticrs._engine.inside.keep.layout import Head, Slot, SlotState
@@ -28,6 +28,9 @@ _OF_LAUNCHER = {
     "TORCHELASTIC_RUN_ID": "run_id",
 }
 """Variables that each launcher sets for its workers, and the members of the plan that have the same value."""
+
+_PATIENCE, _PAUSE = 5.0, 0.001
+"""Maximum seconds to wait for the first plan, and between two looks for it."""
 
 
 class OffError(Exception):
@@ -83,15 +86,21 @@ class KeepFile:
 
     def _open(self) -> int:
         # Open the file each time, because the program may close descriptors that it does not know.
-        try:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise OffError(f"the agent's memory cannot be opened ({error.strerror})") from error
-        head = layout.unpack(os.pread(descriptor, 2 * layout.WORD, 0))
-        if head != (layout.MAGIC, self._mark) or os.fstat(descriptor).st_size < layout.REGIONS_AT:
+        give_up_at = monotonic() + _PATIENCE
+        while True:
+            try:
+                descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+            except OSError as error:
+                raise OffError(f"the agent's memory cannot be opened ({error.strerror})") from error
+            head = layout.unpack(os.pread(descriptor, 2 * layout.WORD, 0))
+            found = os.fstat(descriptor)
+            if head == (layout.MAGIC, self._mark) and found.st_size >= layout.REGIONS_AT:
+                return descriptor
             os.close(descriptor)
-            raise OffError("the agent's memory is not visible in this container")
-        return descriptor
+            # The agent writes the first plan, and then the head, while the workers are starting.
+            if any(head) or found.st_nlink or monotonic() > give_up_at:
+                raise OffError("the agent's memory is not visible in this container")
+            sleep(_PAUSE)
 
     def plan(self) -> dict[str, Any]:
         """Return the plan, in which the agent tells this rank what to restore in this attempt.

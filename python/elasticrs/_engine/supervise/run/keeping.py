@@ -13,6 +13,7 @@ from elasticrs._engine.job.config import keep_memory
 from elasticrs._engine.process.background_call import BackgroundCall, FileAccess
 from elasticrs._engine.supervise.attempts.evidence import memory_counters
 from elasticrs._engine.workers.keep_files import ALL_STEPS, KeepFiles
+from elasticrs._engine.workers.plan import KEEP_OFF
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.job.restart_policy import FailureHistory
     from elasticrs._engine.workers.keep_files import PlanValue
-    from elasticrs._engine.workers.plan import Plan
+    from elasticrs._engine.workers.plan import MemoryFiles, Plan
 
 
 class Keeping:
@@ -31,8 +32,8 @@ class Keeping:
     work, no state is kept, and a line tells the user why.
     """
 
-    def __init__(self, job: JobSpec, say: Callable[[str], None]) -> None:
-        self._job, self._say = job, say
+    def __init__(self, job: JobSpec, memory: MemoryFiles, say: Callable[[str], None]) -> None:
+        self._job, self._memory_files, self._say = job, memory, say
         self._choice: Choice | None = None
         self._loop: Loop | None = None
         self._ranks: dict[int, int] = {}
@@ -48,7 +49,7 @@ class Keeping:
             say(f"keep: nothing is saved, because {self._off or 'the job may have several nodes'}")
         self._memory = 0 if self._off else memory_budget(job.keep_memory) // job.nproc
         try:
-            self.files = KeepFiles(job.nproc)
+            self.files = KeepFiles(memory)
         except OSError as error:
             self._give_up(error)
 
@@ -215,7 +216,7 @@ class Keeping:
                 if interrupts(call.fd, limit):
                     # Leave the files open, because the thread that saves them still reads them. If they were
                     # closed, other files could get their descriptors, and the thread would read these.
-                    self.files = None
+                    self._memory_files.stay_open = True
                     raise TimeoutError("it took too long")
                 folder: str = call.take()
             finally:
@@ -229,14 +230,9 @@ class Keeping:
         return folder
 
     def _give_up(self, error: OSError) -> None:
-        self.close()
-        self._say(f"keep: off, because the agent cannot use its memory files: {error.strerror or error}")
-
-    def close(self) -> None:
-        """Close the files in memory, so that the kernel deletes the copies in them. Idempotent."""
-        if self.files is not None:
-            self.files.close()
-            self.files = None
+        self.files = None
+        self._memory_files.close()
+        self._say(KEEP_OFF.format(error.strerror or error))
 
 
 def _readable(choice: Choice, holdings: Mapping[int, Holding], files: KeepFiles) -> PlanValue:

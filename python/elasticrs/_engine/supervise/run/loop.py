@@ -19,6 +19,7 @@ from elasticrs._engine.process.console import END_PATIENCE, Console
 from elasticrs._engine.process.signals import StopRequests, suspend
 from elasticrs._engine.supervise.attempts import state_machine as machine
 from elasticrs._engine.supervise.run.tracker import AttemptTracker
+from elasticrs._engine.workers.plan import KEEP_OFF, MemoryFiles
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 
     from elasticrs import _core
     from elasticrs._engine.gpus.node_check import NodeCheck, NodeCheckResult
+    from elasticrs._engine.inside.keep.choice import Choice
     from elasticrs._engine.job.config import JobSpec
+    from elasticrs._engine.job.restart_policy import FailureHistory
     from elasticrs._engine.process.control_socket import ControlSocket
     from elasticrs._engine.process.signals import SignalPipe
     from elasticrs._engine.supervise.attempts.attempt import JobResult
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.supervise.run.keeping import Keeping
     from elasticrs._engine.supervise.run.worker_states import Sleepers
     from elasticrs._engine.supervise.run.workers import Workers
+    from elasticrs._engine.workers.plan import Plan
 
 _NEVER = float("inf")
 
@@ -86,6 +90,7 @@ class Agent:
         self._actions: deque[machine.Action] = deque()
         self._requests = StopRequests()
         self.checkpoints: CheckpointRequests | None = None
+        self._memory: MemoryFiles | None = None
         self._keeping: Keeping | None = None
         self._error: Exception | None = None
         self._delayed_until = _NEVER
@@ -124,11 +129,7 @@ class Agent:
                 self._tracker.open(None if self._signals is None else self._signals.fd)
                 self._decisions.open(self._tracker.supervisor)
                 self._open_checkpoints()
-                # Import this module while the nursery (the process that starts the workers) is starting, so
-                # that the import does not delay the workers.
-                from elasticrs._engine.supervise.run.keeping import Keeping
-
-                self._keeping = Keeping(self._job, self._console.say)
+                self._open_memory()
                 self._open_control()
                 self._drive()
         finally:
@@ -144,8 +145,8 @@ class Agent:
                     self._tracker.close()
                 finally:
                     self._close_checkpoints()
-                    if self._keeping is not None:
-                        self._keeping.close()
+                    if self._memory is not None:
+                        self._memory.close()
                     self._decisions.close()
         self._console.flush(END_PATIENCE)
         if self._error is not None:
@@ -400,19 +401,41 @@ class Agent:
         if self.checkpoints is not None:
             plan.variables = {**plan.variables, **self.checkpoints.variables}
             plan.page = self.checkpoints.page
+        if self._memory is not None:
+            plan.keep_places = self._memory.places
         history = self._decisions.read_history()
-        kept = None if self._keeping is None else self._keeping.begin(action.round, plan, history)
+        # At the first start, there is nothing to restore unless an earlier job has saved its state. So write
+        # the plans while the workers are starting.
+        is_fresh = self._keeping is None and not self._job.keep_save
         attempt = self._tracker.begin(action, plan)
-        attempt.kept = kept
+        attempt.kept = None if is_fresh else self._keep(action, plan, history)
         self._decisions.observe(attempt)
         try:
             self._tracker.start(attempt)
+            if is_fresh:
+                self._keep(action, plan, history)
         except Exception as error:
             if not self._job.has_peers:
                 raise
             # Report the failure to the other nodes first, and raise the exception after the loop.
             self._error = error
             self._tracker.not_started(f"{type(error).__name__}: {error}")
+
+    def _open_memory(self) -> None:
+        try:
+            self._memory = MemoryFiles(self._job.nproc)
+        except OSError as error:
+            self._console.say(KEEP_OFF.format(error.strerror or error))
+
+    def _keep(self, action: machine.Start, plan: Plan, history: FailureHistory) -> Choice | None:
+        """Tell the workers of an attempt which of the kept training states to restore. Return the choice."""
+        if self._memory is None:
+            return None
+        if self._keeping is None:
+            from elasticrs._engine.supervise.run.keeping import Keeping
+
+            self._keeping = Keeping(self._job, self._memory, self._console.say)
+        return self._keeping.begin(action.round, plan, history)
 
     def _finish(self, action: machine.Exit) -> None:
         self._decisions.release_plan()

@@ -214,8 +214,8 @@ def prepare_group(
     attempt.variables = variables
     for local_rank, own in variables.items():
         own["ELASTICRS_NOTICES"] = notices
-        if attempt.plan.keep is not None:
-            own[KEEP] = attempt.plan.keep.places[local_rank]
+        if attempt.plan.keep_places:
+            own[KEEP] = attempt.plan.keep_places[local_rank]
         if are_watched and not any(name in environ for name in _DUMPS):
             own[_DUMPS[0]] = flight_dumps(paths.error_files[local_rank])
         own.update(_member(attempt.plan, local_rank))
