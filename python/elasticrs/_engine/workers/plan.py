@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from elasticrs import _core
     from elasticrs._engine.job.config import JobSpec, Preload
-    from elasticrs._engine.workers.keep_files import KeepFiles
     from elasticrs._engine.workers.node_page import AgentPage
 
 TOKEN_VARIABLE = "ELASTICRS_TOKEN"
@@ -154,8 +153,8 @@ class Plan(Record):
     """Ranks and addresses of the workers in an attempt. ``port`` reserves the port of the workers' store; it
     is ``None`` if another agent does so. ``members`` are the names under which the workers register in a
     rendezvous of their own, by local rank; ``None`` if they have none. A worker that is replaced keeps its
-    name until its replacement has been started. ``keep`` has the files into which the workers copy their
-    training state, and ``keep_places`` the names of these files, by local rank.
+    name until its replacement has been started. ``keep_places`` names the files into which the workers
+    copy their training state, by local rank.
     """
 
     ranks: Sequence[WorkerRanks]
@@ -169,7 +168,6 @@ class Plan(Record):
     member_prefix: str = ""
     page: AgentPage | None = None
     keep_places: Sequence[str] = ()
-    keep: KeepFiles | None = None
 
     def close(self) -> None:
         if self.port is not None:

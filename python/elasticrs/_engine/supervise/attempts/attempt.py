@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.inside.keep.choice import Choice
     from elasticrs._engine.job.failure_cause import Cause
     from elasticrs._engine.job.restart_policy import RestartSettings
+    from elasticrs._engine.workers.keep_files import KeepFiles
     from elasticrs._engine.workers.node_page import Met
     from elasticrs._engine.workers.plan import Plan
 
@@ -52,6 +53,7 @@ class Attempt(EventLog):
         after: attempt whose end led to this one; ``None`` for the first start of the workers.
         delay: seconds by which the restart policy delayed the next attempt.
         kept: the kept training step that the workers restore; ``None`` if no worker has used ``Keep``.
+        keep_files: the files into which the workers copy their training state.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Attempt(EventLog):
         self.after: Attempt | None = None
         self.delay = 0.0
         self.kept: Choice | None = None
+        self.keep_files: KeepFiles | None = None
 
     @property
     def world_size(self) -> int:

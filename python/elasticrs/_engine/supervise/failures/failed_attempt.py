@@ -295,7 +295,7 @@ def _reached(attempt: Attempt) -> dict[str, Any]:
     """Return the highest training step of any worker, and whether all workers go on counting steps after a
     restart. Workers that use ``elasticrs.Keep`` do.
     """
-    kept = None if attempt.plan.keep is None else attempt.plan.keep.standing()
+    kept = None if attempt.keep_files is None else attempt.keep_files.standing()
     if kept is not None and isinstance(step := kept["ended_step"], int):
         return {"reached": step, "is_global": True}
     found = [(beat.step, beat.is_global) for beat in attempt.heartbeats if beat.step is not None]

@@ -293,7 +293,7 @@ class HealthObserver(Observer):
         """Read which training steps the workers have kept, and show that on the status page. Read it again
         each time, because the workers copy their state into memory without notice to the agent.
         """
-        files = None if self._attempt is None else self._attempt.plan.keep
+        files = None if self._attempt is None else self._attempt.keep_files
         kept = None if files is None else files.standing()
         if kept is None and self._kept is None:
             return

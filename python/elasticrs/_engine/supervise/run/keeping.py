@@ -124,7 +124,6 @@ class Keeping:
             for place, rank in self._ranks.items()
         }
         files.begin(shared, own, newest)
-        plan.keep = files
         return choice
 
     def _look(self, files: KeepFiles, history: FailureHistory) -> Mapping[int, Holding]:

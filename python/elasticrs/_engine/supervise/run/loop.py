@@ -27,19 +27,16 @@ if TYPE_CHECKING:
 
     from elasticrs import _core
     from elasticrs._engine.gpus.node_check import NodeCheck, NodeCheckResult
-    from elasticrs._engine.inside.keep.choice import Choice
     from elasticrs._engine.job.config import JobSpec
-    from elasticrs._engine.job.restart_policy import FailureHistory
     from elasticrs._engine.process.control_socket import ControlSocket
     from elasticrs._engine.process.signals import SignalPipe
-    from elasticrs._engine.supervise.attempts.attempt import JobResult
+    from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
     from elasticrs._engine.supervise.decide.decisions import Decisions
     from elasticrs._engine.supervise.observe.observer import Observer
     from elasticrs._engine.supervise.run.checkpoint_requests import CheckpointRequests
     from elasticrs._engine.supervise.run.keeping import Keeping
     from elasticrs._engine.supervise.run.worker_states import Sleepers
     from elasticrs._engine.supervise.run.workers import Workers
-    from elasticrs._engine.workers.plan import Plan
 
 _NEVER = float("inf")
 
@@ -403,17 +400,17 @@ class Agent:
             plan.page = self.checkpoints.page
         if self._memory is not None:
             plan.keep_places = self._memory.places
-        history = self._decisions.read_history()
         # At the first start, there is nothing to restore unless an earlier job has saved its state. So write
         # the plans while the workers are starting.
         is_fresh = self._keeping is None and not self._job.keep_save
         attempt = self._tracker.begin(action, plan)
-        attempt.kept = None if is_fresh else self._keep(action, plan, history)
+        if not is_fresh:
+            self._keep(action, attempt)
         self._decisions.observe(attempt)
         try:
             self._tracker.start(attempt)
             if is_fresh:
-                self._keep(action, plan, history)
+                self._keep(action, attempt)
         except Exception as error:
             if not self._job.has_peers:
                 raise
@@ -427,15 +424,16 @@ class Agent:
         except OSError as error:
             self._console.say(KEEP_OFF.format(error.strerror or error))
 
-    def _keep(self, action: machine.Start, plan: Plan, history: FailureHistory) -> Choice | None:
-        """Tell the workers of an attempt which of the kept training states to restore. Return the choice."""
+    def _keep(self, action: machine.Start, attempt: Attempt) -> None:
+        """Tell the workers of an attempt which of the kept training states to restore."""
         if self._memory is None:
-            return None
+            return
         if self._keeping is None:
             from elasticrs._engine.supervise.run.keeping import Keeping
 
             self._keeping = Keeping(self._job, self._memory, self._console.say)
-        return self._keeping.begin(action.round, plan, history)
+        attempt.kept = self._keeping.begin(action.round, attempt.plan, self._decisions.read_history())
+        attempt.keep_files = self._keeping.files
 
     def _finish(self, action: machine.Exit) -> None:
         self._decisions.release_plan()
