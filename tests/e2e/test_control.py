@@ -6,6 +6,8 @@ import os
 import signal
 import socket
 import stat
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -224,14 +226,140 @@ def test_without_a_folder_there_is_no_socket(launch, asked, monkeypatch):
 
 
 def test_stop_on_one_node_ends_the_job_on_all(launch, worker_script, folder, asked):
-    options = (*meeting("2"), "--shutdown-timeout=20", worker_script(WAITS))
-    env = {"ELASTICRS_CONTROL_DIR": str(folder)}
-    agents = [launch(*options, env=env) for _ in range(2)]
-    for agent in agents:
-        agent.wait_for_line(r"here (\d+) (\d+)\.")
-    status = wait_until(lambda: status_of(folder, agents[0]), lambda status: status["group"] is not None)
-    assert status["group"]["world_size"] == 2
+    agents = on_nodes(launch, worker_script, folder, "2", 2)
     assert asked("stop", f"--job={agents[1].pid}")[0] == 0
+    assert [agent.wait() for agent in agents] == [1, 1]
+
+
+TELLS = """
+import os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+for number in range(20):
+    print(f"out {number} of attempt {os.environ['ELASTICRS_ROUND']}", flush=True)
+print("an error", file=sys.stderr, flush=True)
+open(os.environ["HERE"] + os.environ["RANK"] + "." + os.environ["ELASTICRS_ROUND"], "w").close()
+signal.sigwait([signal.SIGUSR1])
+print("the end", flush=True)
+"""
+
+
+def test_logs_prints_the_last_lines_of_each_rank(launch, worker_script, folder, tmp_path, asked):
+    job = tells(launch, worker_script, folder, tmp_path, "--redirects=3")
+    code, text = asked("logs", "-n", "2")
+    assert code == 0
+    for rank in "01":
+        own = [line for line in text.splitlines() if line.startswith(f"[{rank}]")]
+        assert own == [f"[{rank}] out 18 of attempt 1", f"[{rank}] out 19 of attempt 1", f"[{rank}] an error"]
+    assert asked("logs", "-n", "1", "--rank=1") == (0, "out 19 of attempt 1\nan error\n")
+    assert asked("logs", "--rank=2")[0] == 2
+    assert asked("logs", "--events")[0] == 1
+    assert asked("stop", "--now")[0] == 0
+    assert job.wait() == 1
+
+
+def tells(launch, worker_script, folder, tmp_path, *options):
+    env = {"ELASTICRS_CONTROL_DIR": str(folder), "HERE": f"{tmp_path}/here"}
+    script = worker_script(TELLS)
+    job = launch("--nproc-per-node=2", *options, script, env=env)
+    wait_until(lambda: len(list(tmp_path.glob("here*.1"))), (2).__eq__)
+    return job
+
+
+def test_followed_logs_go_on_with_the_next_attempt_until_the_job_ends(
+    launch, worker_script, folder, tmp_path
+):
+    job = tells(launch, worker_script, folder, tmp_path, "--redirects=3", "--max-restarts=1")
+    pids = {each["rank"]: each["pid"] for each in status_of(folder, job)["workers"]}
+    environ = {**os.environ, "ELASTICRS_CONTROL_DIR": str(folder)}
+    command = [sys.executable, "-m", "elasticrs.ctl", "logs", "-f", "-r", "0", "-n", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environ, text=True) as client:
+        assert client.stdout is not None
+        assert client.stdout.readline() == "out 19 of attempt 1\n"
+        os.kill(pids[1], signal.SIGKILL)
+        wait_until(lambda: len(list(tmp_path.glob("here*.2"))), (2).__eq__)
+        lines = iter(client.stdout.readline, "out 19 of attempt 2\n")
+        assert "out 0 of attempt 2\n" in list(lines)
+        pids = {each["rank"]: each["pid"] for each in status_of(folder, job)["workers"]}
+        for pid in pids.values():
+            os.kill(pid, signal.SIGUSR1)
+        assert client.stdout.read().splitlines()[-1] == "the end"
+        assert client.wait(procs.HANG) == 0
+    assert job.wait() == 0
+
+
+def test_events_are_followed_without_a_rank(launch, worker_script, folder, tmp_path, asked):
+    path = tmp_path / "events.jsonl"
+    job = tells(launch, worker_script, folder, tmp_path, f"--event-log-handler=file:{path}")
+    code, text = asked("logs", "--events", "-n", "1000")
+    assert code == 0
+    assert [json.loads(line) for line in text.splitlines()]
+    assert asked("logs")[0] == 1
+    assert asked("stop", "--now")[0] == 0
+    assert job.wait() == 1
+
+
+def test_restart_costs_no_restart_and_waits_for_the_next_attempt(start, folder, asked):
+    job = start()
+    before = status_of(folder, job)
+    code, text = asked("restart")
+    assert code == 0
+    assert "attempt 0_r2 runs, after" in text
+    after = status_of(folder, job)
+    assert (after["round"], after["restarts"]) == (before["round"] + 1, 0)
+    assert {each["pid"] for each in after["workers"]}.isdisjoint(each["pid"] for each in before["workers"])
+    for each in after["workers"]:
+        os.kill(each["pid"], signal.SIGUSR1)
+    assert job.wait() == 0
+
+
+def on_nodes(launch, worker_script, folder, nnodes, count):
+    """Start agents, and wait until the workers of all run in one attempt."""
+    options = (*meeting(nnodes), "--shutdown-timeout=20", worker_script(WAITS))
+    env = {"ELASTICRS_CONTROL_DIR": str(folder)}
+    agents = [launch(*options, env=env) for _ in range(count)]
+    wait_until(
+        lambda: [sizes(folder, agent) for agent in agents],
+        lambda found: found == [("HEALTHY", count)] * count,
+    )
+    return agents
+
+
+def sizes(folder, agent):
+    """Return the state and the number of nodes, as an agent tells them."""
+    if not socket_of(folder, agent).exists():
+        return None
+    status = status_of(folder, agent)
+    return status["state"], (status["group"] or {}).get("world_size")
+
+
+def test_drain_leaves_the_other_nodes_running_and_never_goes_below_the_minimum(
+    launch, worker_script, folder, asked
+):
+    agents, own = on_nodes(launch, worker_script, folder, "2:3", 3), os.uname().nodename
+    code, text = asked("drain", "elsewhere", f"--job={agents[0].pid}")
+    assert (code, own in text) == (5, True)
+    for drained in agents:
+        code, text = asked("drain", own, f"--job={drained.pid}")
+        if code == 0:
+            break
+        # The first agent may host the store.
+        assert (code, "hosts the store" in text) == (5, True)
+    assert drained.wait() == 1
+    left = [agent for agent in agents if agent is not drained]
+    wait_until(lambda: {sizes(folder, agent) for agent in left}, ({("HEALTHY", 2)}).__eq__)
+    for agent in left:
+        code, text = asked("drain", own, f"--job={agent.pid}")
+        assert (code, "needs 2 (--nnodes)" in text or "hosts" in text) == (5, True)
+    assert asked("stop", f"--job={left[0].pid}")[0] == 0
+    assert [agent.wait() for agent in left] == [1, 1]
+
+
+def test_restart_on_one_node_restarts_all_nodes(launch, worker_script, folder, asked):
+    agents = on_nodes(launch, worker_script, folder, "2", 2)
+    assert asked("restart", f"--job={agents[1].pid}")[0] == 0
+    rounds = wait_until(lambda: [status_of(folder, each)["round"] for each in agents], ([2, 2]).__eq__)
+    assert rounds == [2, 2]
+    assert asked("stop", f"--job={agents[0].pid}")[0] == 0
     assert [agent.wait() for agent in agents] == [1, 1]
 
 

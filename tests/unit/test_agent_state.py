@@ -28,6 +28,7 @@ from elasticrs._engine.supervise.attempts.state_machine import (
     Replace,
     ReplaceFailed,
     ReportFailure,
+    RestartRequested,
     SignalReceived,
     Start,
     Started,
@@ -315,6 +316,7 @@ events = st.one_of(
     st.just(RendezvousCompleted()),
     st.builds(RendezvousFailed, st.just("why")),
     st.just(MembershipChanged()),
+    st.just(RestartRequested("a user")),
     st.just(NotNeeded()),
     st.just(Started()),
     st.builds(StartFailed, st.just("why"), st.booleans()),
@@ -356,7 +358,7 @@ def test_invariants_hold_for_every_event_sequence(sequence, max_restarts, replac
             assert (state, actions) == (before, []), "AGENT-3"
             continue
         signalled |= isinstance(event, SignalReceived)
-        changes += isinstance(event, MembershipChanged)
+        changes += isinstance(event, (MembershipChanged, RestartRequested))
         if isinstance(event, GroupEnded) and group_exists:
             group_exists = False
             stuck |= bool(event.stuck_ranks or event.unfit)

@@ -7,18 +7,25 @@ import json
 import os
 import select
 import sys
+import time
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
 from elasticrs._engine.cli.control_client import Problem, choose, find, no_jobs
 from elasticrs._engine.cli.status_text import TITLES, ranks_table, remarks, row, sentence, table
+from elasticrs._engine.job.phrases import duration
 from elasticrs._engine.process.console import visible
 from elasticrs._engine.supervise.observe.orders import DONE, FAILED, NO_JOB
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from typing import Any
 
     from elasticrs._engine.cli.control_client import Agent
+
+
+_LOOK = 0.2
+"""Seconds between two looks at log files, or at the status during a restart."""
 
 
 def run(args: Sequence[str]) -> int:
@@ -57,9 +64,18 @@ def _parser() -> argparse.ArgumentParser:
     lists.add_argument("--json", action="store_true", help="print the status of each as a line of JSON")
     status = of_job("status", _status, "say how a job is, and which ranks need a look")
     status.add_argument("--json", action="store_true", help="print all of it as JSON")
+    logs = of_job("logs", _logs, "print the last lines of the workers' log files")
+    logs.add_argument("-f", "--follow", action="store_true", help="go on with new lines, until the job ends")
+    logs.add_argument("-r", "--rank", metavar="RANK", type=int, help="of this rank only")
+    logs.add_argument("-n", "--lines", metavar="N", type=int, default=10, help="of each file (default: 10)")
+    logs.add_argument("--events", action="store_true", help="the events of --event-log-handler file:PATH")
+    restart = of_job("restart", _restart, "restart all workers of a job, which costs none of its restarts")
+    drain = of_job("drain", _drain, "have this node leave a job; the other nodes continue")
+    drain.add_argument("node", metavar="NODE", help="name of this node, so that nobody drains another one")
     stop = of_job("stop", _stop, "stop a job: SIGTERM to its workers, so that they can save")
     stop.add_argument("--now", action="store_true", help="kill the workers at once")
-    stop.add_argument("--no-wait", action="store_true", help="do not wait for the end of the job")
+    for each in (restart, drain, stop):
+        each.add_argument("--no-wait", action="store_true", help="do not wait until it is done")
     return parser
 
 
@@ -100,20 +116,68 @@ def _status(options: argparse.Namespace) -> int:
     return DONE
 
 
-def _stop(options: argparse.Namespace) -> int:
-    agent, _ = _chosen(options)
+def _logs(options: argparse.Namespace) -> int:
+    from elasticrs._engine.cli.log_lines import LogLines
+
+    agent, status = _chosen(options)
+    lines = LogLines(agent, status, rank=options.rank, events=options.events, count=options.lines)
+    with closing(lines):
+        lines.print_new()
+        if options.follow:
+            with _agent_end(agent) as end:
+                while not select.select([end], [], [], 0 if lines.print_new() else _LOOK)[0]:
+                    lines.follow_attempts()
+            while lines.print_new():
+                continue
+    return DONE
+
+
+@contextmanager
+def _agent_end(agent: Agent) -> Iterator[int]:
+    """Open a descriptor that is readable once the agent has ended."""
     try:
         pidfd = os.pidfd_open(agent.pid)
     except ProcessLookupError:
         raise Problem(NO_JOB, f"{agent.title} has just ended") from None
     try:
-        code = _obey(agent, {"do": "stop", "now": options.now})
-        if code == DONE and not options.no_wait:
-            select.select([pidfd], [], [])
-            _print([f"{agent.title} has ended"])
-        return code
+        yield pidfd
     finally:
         os.close(pidfd)
+
+
+def _stop(options: argparse.Namespace) -> int:
+    return _end(options, {"do": "stop", "now": options.now})
+
+
+def _drain(options: argparse.Namespace) -> int:
+    return _end(options, {"do": "drain", "node": options.node})
+
+
+def _end(options: argparse.Namespace, order: dict[str, Any]) -> int:
+    """Send an order that ends the agent, and wait for its end."""
+    agent, _ = _chosen(options)
+    with _agent_end(agent) as end:
+        code = _obey(agent, order)
+        if code == DONE and not options.no_wait:
+            select.select([end], [], [])
+            _print([f"{agent.title} has ended"])
+        return code
+
+
+def _restart(options: argparse.Namespace) -> int:
+    agent, before = _chosen(options)
+    with _agent_end(agent) as end:
+        begun = time.monotonic()
+        code = _obey(agent, {"do": "restart"})
+        while code == DONE and not options.no_wait:
+            if select.select([end], [], [], _LOOK)[0]:
+                raise Problem(FAILED, f"{agent.title} has ended instead")
+            now = agent.asked_again()
+            if now["round"] != before["round"] and now["state"] == "HEALTHY":
+                took = duration(time.monotonic() - begun)
+                _print([f"{agent.title}: attempt {now['attempt']} runs, after {took}"])
+                break
+        return code
 
 
 def _obey(agent: Agent, order: dict[str, Any]) -> int:

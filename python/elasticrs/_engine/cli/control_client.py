@@ -62,6 +62,13 @@ class Agent(NamedTuple):
         job = (self.status or {}).get("job") or {}
         return f"{os.path.basename(str(job.get('name', '')))} (job {job.get('run_id')}, pid {self.pid})"
 
+    def asked_again(self) -> dict[str, Any]:
+        """Return the job's status now. Raises :class:`Problem` if the agent does not answer."""
+        try:
+            return read_status(self.path)
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            raise Problem(FAILED, f"{self.title}: no answer from the agent: {_why(error)}") from None
+
     def ask(self, order: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Send an order, and iterate over the lines of the answer. Raise :class:`Problem` without one."""
         try:

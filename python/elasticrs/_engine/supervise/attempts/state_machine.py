@@ -86,7 +86,8 @@ class AgentState(Value):
         worker_failed: true if a worker of the current group has failed.
         group_exists: true if a group of workers may have processes: from :class:`Start` until the start fails
             or the group ends.
-        regroups: true if the workers are being stopped because the nodes that take part have changed.
+        regroups: true if the workers are being stopped because the nodes that take part have changed, or
+            because a user wants a restart.
         lost: reason why the rendezvous failed while workers were running.
         leaves: true if the workers are being stopped because the rendezvous does not need this node any more.
         replaces: true if a failed worker is replaced while the others continue.
@@ -238,10 +239,16 @@ class GroupEnded(Event):
 
 
 class SignalReceived(Event):
-    """The agent received a request to stop. ``ends_job``: on all nodes, whatever ``drain`` says."""
+    """The agent received a request to stop. ``ends_job``: on all nodes; ``None``: as configured."""
 
     signum: int
-    ends_job: bool = False
+    ends_job: bool | None = None
+
+
+class RestartRequested(Event):
+    """A user wants all workers of the job to be restarted. This costs no restart of the budget."""
+
+    reason: str
 
 
 class Action(Value):
@@ -339,10 +346,11 @@ def step(state: AgentState, event: Event) -> tuple[AgentState, list[Action]]:
 
 
 def _on_rendezvous(state: AgentState, event: Event) -> tuple[AgentState, list[Action]]:
-    if state.phase is Phase.RUNNING and isinstance(event, (MembershipChanged, RendezvousFailed, NotNeeded)):
+    ends = (MembershipChanged, RestartRequested, RendezvousFailed, NotNeeded)
+    if state.phase is Phase.RUNNING and isinstance(event, ends):
         stopping = state.replaced(
             phase=Phase.STOPPING,
-            regroups=isinstance(event, MembershipChanged),
+            regroups=isinstance(event, (MembershipChanged, RestartRequested)),
             lost=event.message if isinstance(event, RendezvousFailed) else None,
             leaves=isinstance(event, NotNeeded),
         )

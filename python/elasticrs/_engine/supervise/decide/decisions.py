@@ -84,6 +84,11 @@ class Decisions(ABC):
         """Return the nodes' names by group rank; ``None`` if unknown. With ``asks``, then request them."""
         return (os.uname().nodename,)
 
+    @property
+    def hosts_store(self) -> bool:
+        """True if this process hosts the store in which the nodes meet."""
+        return False
+
     def find_overdue(self) -> tuple[float, str | None]:
         """Return how long the agent has waited for code that should not wait, in seconds, and its name."""
         return 0.0, None

@@ -101,6 +101,10 @@ class SeveralNodes(Decisions):
     def node_names(self, *, asks: bool = False) -> Sequence[str] | None:
         return None if self._driver is None else self._driver.node_names(asks=asks)
 
+    @property
+    def hosts_store(self) -> bool:
+        return self._driver is not None and self._driver.store.hosts
+
     def read_history(self) -> FailureHistory:
         head = None if self._driver is None else self._driver.last_head
         if head is None:
@@ -153,6 +157,8 @@ class SeveralNodes(Decisions):
             return []
         if isinstance(event, machine.SignalReceived):
             return self._on_signal(event.signum, ends_job=event.ends_job)
+        if isinstance(event, machine.RestartRequested):
+            return self._tell(messages.AskForRound(event.reason))
         if isinstance(event, machine.Begin):
             self.phase = machine.Phase.RENDEZVOUS
             # Continue once the host names have been resolved.
@@ -183,7 +189,7 @@ class SeveralNodes(Decisions):
             return self._on_group_ended(event)
         return []
 
-    def _on_signal(self, signum: int, *, ends_job: bool) -> list[machine.Action]:
+    def _on_signal(self, signum: int, *, ends_job: bool | None) -> list[machine.Action]:
         if self._driver is None:
             self.phase, self.signum = machine.Phase.STOPPED, signum
             return [machine.Exit(1)]
@@ -196,9 +202,9 @@ class SeveralNodes(Decisions):
         reason, ends_the_job = name, True
         if ends_job:
             what, reason = "the job ends", f"{name} on node {node_name()} (elasticctl stop)"
-        elif self._rendezvous.settings.drain == "job":
+        elif ends_job is None and self._rendezvous.settings.drain == "job":
             what, reason = "the job ends (drain=job)", f"{name} to node {node_name()} (drain=job)"
-        elif self._driver.store.hosts:
+        elif self.hosts_store:
             what = "this node hosts the rendezvous store, so the job ends"
             reason = f"{name} to node {node_name()}, which hosts the rendezvous store"
         else:

@@ -61,6 +61,8 @@ class HealthObserver(Observer):
         self._is_asked = is_asked
         self._server = server
         self._native = server.open(age)
+        kind, _, path = job.event_log_handler.partition(":")
+        self._event_log = os.path.abspath(path) if kind == "file" else None
         self._orders: Orders | None = None
         self._say = say
         self._state: _core.WorkersState = "INIT"
@@ -317,6 +319,7 @@ class HealthObserver(Observer):
         return {
             "schema": SCHEMA,
             "host": os.uname().nodename,
+            "event_log": self._event_log,
             "log_folder": None if attempt is None else attempt.paths.run_folder or None,
             "job": {
                 **{name: getattr(job, name) for name in shown},

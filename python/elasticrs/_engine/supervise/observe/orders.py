@@ -7,6 +7,7 @@ last one has the exit code of ``elasticctl`` (``code``), and a text for the user
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import TYPE_CHECKING
 
 from elasticrs._engine.job.phrases import printable
@@ -22,6 +23,12 @@ if TYPE_CHECKING:
 
         def stop_on_order(self, *, is_now: bool) -> str:
             """Stop the job. Return what follows. Raise :class:`Refused` if that is not possible."""
+
+        def restart_on_order(self) -> str:
+            """Restart all workers of the job, and otherwise as :meth:`stop_on_order`."""
+
+        def drain_on_order(self, node: str) -> str:
+            """Have this node leave the job, and otherwise as :meth:`stop_on_order`."""
 
 
 DONE, FAILED, USAGE, NOT_AGREED, NO_JOB, REFUSED = range(6)
@@ -50,13 +57,19 @@ class Orders:
             what = order["do"]
         except (ValueError, TypeError, LookupError, RecursionError):
             return {"code": USAGE, "message": "the order is no JSON object with a field 'do'"}
-        if what != "stop":
+        is_now, node = order.get("now") is True, str(order.get("node"))
+        carry_out: dict[str, Callable[[], str]] = {
+            "stop": partial(self._agent.stop_on_order, is_now=is_now),
+            "restart": self._agent.restart_on_order,
+            "drain": partial(self._agent.drain_on_order, node),
+        }
+        if type(what) is not str or what not in carry_out:
             said = f"this agent does not know the order {printable(str(what)[:40])!r}; it may be older"
             return {"code": USAGE, "message": f"{said} than elasticctl"}
-        is_now = order.get("now") is True
-        self._say(f"elasticctl ({who}): stop{' --now' if is_now else ''}")
+        words = what, *(("--now",) if is_now else ()), *((printable(node),) if what == "drain" else ())
+        self._say(f"elasticctl ({who}): {' '.join(words)}")
         try:
-            return {"code": DONE, "message": self._agent.stop_on_order(is_now=is_now)}
+            return {"code": DONE, "message": carry_out[what]()}
         except Refused as reason:
             self._say(f"elasticctl: refused, because {reason}")
             return {"code": REFUSED, "message": str(reason)}

@@ -347,6 +347,48 @@ class Agent:
             how = f"SIGTERM to its workers, SIGKILL in {self._job.shutdown_timeout:g} s"
         return f"stopping {what}: {how}"
 
+    def _running_attempt(self) -> Attempt:
+        """Return the attempt whose workers run. Raise :class:`.Refused` if there is none."""
+        from elasticrs._engine.supervise.observe.orders import Refused
+
+        attempt = self._tracker.attempt
+        if attempt is None or self._decisions.phase is not machine.Phase.RUNNING:
+            raise Refused("no workers are running now; try again when elasticctl status says so")
+        return attempt
+
+    def restart_on_order(self) -> str:
+        """Restart all workers, as :class:`.orders.Agent` says."""
+        from elasticrs._engine.supervise.observe.orders import Refused
+
+        if self._job.on_failure == "replace":
+            raise Refused("workers are replaced one by one (--on-failure replace)")
+        if self._job.make_handler is not None:
+            raise Refused("a rendezvous handler of another package decides when attempts begin")
+        attempt = self._running_attempt()
+        self._events.append(machine.RestartRequested(f"elasticctl restart on node {os.uname().nodename}"))
+        how = f"SIGTERM to its {attempt.world_size} workers, SIGKILL in {self._job.shutdown_timeout:g} s"
+        return f"restarting the job: {how}; no restart is charged"
+
+    def drain_on_order(self, node: str) -> str:
+        """Have this node leave the job, as :class:`.orders.Agent` says."""
+        from elasticrs._engine.supervise.observe.orders import Refused
+
+        own, rendezvous = os.uname().nodename, self._job.rendezvous
+        if node != own:
+            raise Refused(f"this agent runs on {own}: run the command on node {node}")
+        if rendezvous is None:
+            raise Refused("this job has no other node that could continue; use elasticctl stop")
+        if self._decisions.hosts_store:
+            raise Refused(f"{own} hosts the store in which the nodes meet, so the job would end with it")
+        left = self._running_attempt().plan.ranks[0].group_world_size - 1
+        if left < rendezvous.min_nodes:
+            raise Refused(
+                f"{left} node{'s' if left != 1 else ''} would be left, and the job needs"
+                f" {rendezvous.min_nodes} (--nnodes)"
+            )
+        self._ask_to_stop(machine.SignalReceived(signal.SIGTERM, ends_job=False))
+        return f"{own} leaves the job: SIGTERM to the workers; {left} nodes continue"
+
     def _ask_to_stop(self, event: machine.SignalReceived) -> None:
         self._events.append(event)
         self._tracker.stop_waiting()
