@@ -289,7 +289,9 @@ def test_help_rdzv_has_a_row_for_every_setting():
 def test_help_names_every_option_in_at_most_80_lines():
     text = help_text("elasticrun")
     assert all(option.flag in text for option in OPTIONS)
-    assert {f"--{name}" for name in COMMON} < set(heads_in(text))
+    shown = set(heads_in(text))
+    assert {f"--{name}" for name in COMMON} < shown
+    assert {"--warm", "--keep", "--keep-save", "--hang-timeout"} <= shown
     assert len(text.splitlines()) <= 80
 
 

@@ -38,7 +38,7 @@ _EXAMPLES = (
 
 COMMON = frozenset(
     (
-        *("nproc-per-node", "max-restarts", "on-failure", "warm"),
+        *("nproc-per-node", "max-restarts", "on-failure", "warm", "keep", "keep-save"),
         *("nnodes", "standalone", "rdzv-backend", "rdzv-endpoint", "rdzv-id"),
         *("log-dir", "redirects", "tee"),
         *("shutdown-timeout", "hang-timeout"),

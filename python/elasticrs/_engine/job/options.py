@@ -248,25 +248,25 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
                  NODE_CHECK, group=OURS, repeats=True),
         _setting("node-check-timeout", "seconds after which a check is killed (default {default})",
                  INTERVAL, group=OURS),
-        _setting("on-failure", "action after a worker failed: restart all workers (the default), or replace "
-                 "only this worker (for scripts that use elasticrs.train)", ON_FAILURE, group=OURS),
+        _setting("on-failure", "after a failure, restart all workers (the default), or replace only the failed "
+                 "one (for elasticrs.train)", ON_FAILURE, group=OURS),
         Option("module", "run the script as a module, as python -m does", False, short="m"),
         Option("no-python", "run the script as a program, without Python", False),
         Option("run-path", "run the script with runpy.run_path in a function worker", False),
         Option("start-method", "with --run-path, how workers are started: spawn (the default), fork or "
                "forkserver", "spawn", START_METHOD),
-        _setting("warm", "import modules once and fork the workers from that process: auto (the modules of "
-                 "the script), or names (default off)", WARM, group=OURS),
+        _setting("warm", "import modules once, and then fork the workers: auto (the modules of the script), "
+                 "or names (default off)", WARM, group=OURS),
         _setting("warm-timeout", "seconds after which the workers start without these imports "
                  "(default {default})", INTERVAL, group=OURS),
-        _setting("keep", "keep the state of scripts that use Lightning or the Hugging Face Trainer as well, "
-                 "which then go on at the step of a failure; other scripts use elasticrs.Keep", group=OURS),
+        _setting("keep", "Lightning and Hugging Face scripts go on at the step of the failure; others use "
+                 "elasticrs.Keep", group=OURS),
         _setting("keep-memory", "memory for kept state on this node: a share of the available memory, or "
                  "bytes such as 20G (default 40%; 0: keep nothing)", KEEP_MEMORY, group=OURS),
         _setting("keep-grace", "seconds for which a stop waits until the workers have kept their state "
                  "(default {default}; 0: do not wait)", SECONDS, group=OURS),
-        _setting("keep-save", "folder in which the kept state is saved when a job on one node fails or is "
-                 "stopped; the next job with this folder goes on from there",
+        _setting("keep-save", "folder for the kept state of a failed or stopped job on one node; the next job "
+                 "goes on from there",
                  Kind(str, "FOLDER", "the path of a folder"), group=OURS),
         _setting("role", 'role of the workers, in their environment and in log lines (default "default")',
                  NAME),
@@ -279,8 +279,8 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
         Option("standalone", "run on this node alone, with a free port and a random job id", False),
         Option("rdzv-backend", "how nodes meet: c10d (also called elasticrs), etcd, static (the default), or "
                "a backend of a package", "static", NAME),
-        Option("rdzv-endpoint", "HOST[:PORT] of the node that hosts the rendezvous store (port 29400); for "
-               "etcd those of its members, separated by commas (port 2379); the same on all nodes", "",
+        Option("rdzv-endpoint", "HOST[:PORT] of the node with the rendezvous store (port 29400), or those of "
+               "etcd's members (port 2379), separated by commas; the same on all nodes", "",
                Kind(str, "ENDPOINT")),
         Option("rdzv-id", "name of the job, the same on all nodes", "none", Kind(str, "ID")),
         Option("rdzv-conf", "rendezvous settings; --help rdzv lists them", {}, PAIRS, typed=""),
