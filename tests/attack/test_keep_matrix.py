@@ -215,7 +215,7 @@ def test_without_enough_memory_the_training_goes_on_unkept(job, calm, limits):
     hurt = job("hurt", *arguments, *faults("kill:0:1:33"), **limits)
     assert hurt.ends() == calm(*arguments)
     assert hurt.training.lost() == [32]
-    assert re.search(r"keep: rank 0: off: .*memory", hurt.launched.stderr)
+    assert re.search(r"keep: rank 0: Keep is off: .*memory", hurt.launched.stderr)
 
 
 @pytest.mark.parametrize("step", range(30, 36))
@@ -228,7 +228,7 @@ def test_a_worker_that_writes_random_words_into_its_file_harms_no_training(job, 
 def test_with_replaced_workers_a_line_says_that_nothing_is_kept(job):
     replaced = job("replaced", "--steps", "5", options=("--on-failure", "replace"))
     replaced.ends()
-    assert len(re.findall(r"keep: rank \d: off: .*replace", replaced.launched.stderr)) == 2
+    assert len(re.findall(r"keep: Keep is off: .*replace", replaced.launched.stderr)) == 1
 
 
 def test_under_torchrun_nothing_is_kept_and_nothing_is_said(launch, tmp_path, calm):

@@ -109,4 +109,4 @@ def test_a_torchrun_inside_a_worker_keeps_nothing(launch, worker_script, tmp_pat
     script = worker_script(f"import subprocess; subprocess.run({command}, check=True)")
     job = launch("--standalone", script).exits(0)
     assert job.stdout.count("DONE 3") == 2
-    assert job.stderr.count("off: another launcher has started this process") == 2
+    assert job.stderr.count("Keep is off: another launcher has started this process") == 2

@@ -105,7 +105,7 @@ def test_the_workers_go_on_from_the_copy_of_a_survivor(run, options, tmp_path):
         assert plan["large"]["file"] == plan["files"][0]
         assert (plan["small"], plan["own"]) == (True, 1 if rank == 0 else None)
     assert "attempt 1 is running, " in job.stderr
-    assert ", can continue at step 12, kept at death by 1 of 2 ranks, 0 steps lost" in job.stderr
+    assert ", can continue at step 12, copied at the failure by 1 of 2 ranks, 0 steps lost" in job.stderr
 
 
 ORDERED = """
@@ -135,7 +135,7 @@ def test_survivors_are_asked_to_keep_their_state_before_they_are_stopped(run, tm
     assert plans[1][1]["step"] == 7
     line = re.search(r"attempt 1 is running.*", job.stderr)[0]
     assert re.search(r", keeping [\d.]+, stopping", line)
-    assert line.endswith("can continue at step 7, kept at death by 1 of 2 ranks, 0 steps lost")
+    assert line.endswith("can continue at step 7, copied at the failure by 1 of 2 ranks, 0 steps lost")
     found = [json.loads(each) for each in events.read_text().splitlines()]
     told = {each["name"]: each["metadata"] for each in found}
     kept, began = told["state kept"], json.loads(told["attempt running"]["metadata"])
@@ -160,11 +160,22 @@ def test_a_program_that_keeps_nothing_gets_no_word_about_it(run):
     assert "kept" not in job.stderr
 
 
-def test_the_line_says_why_nothing_is_kept(run):
-    body = "    join(ended=3)\n    if attempt == 0: raise SystemExit(3)"
-    job, plans = run(body, nproc=1)
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("ended=3", "step 3 was not copied"),
+        ("ended=3, ANSWER=4", "step 3 was not copied: memory was short (rank 0)"),
+        ("ended=-1", "the failure came before the end of the first step"),
+        ("ended=-1, CHANGES=2", "the script had not called keep.step"),
+        ("ended=3, REASON_LENGTH=6", "step 3 was not copied: a?b c\ufffd (rank 0)"),
+        ("ended=-1, REASON_LENGTH=1 << 60", "Keep was off: a?b c\ufffd"),
+    ],
+)
+def test_the_line_says_why_nothing_is_kept(run, words, why):
+    text = 'os.pwrite(fd, b"a\\nb c\\xff", layout.REASON_AT)'
+    job, plans = run(f"    join({words}); {text}\n    if attempt == 0: raise SystemExit(3)", nproc=1)
     assert plans[1][0]["step"] is None
-    assert "continues from no kept step (no rank had kept its state yet)" in job.stderr
+    assert f"without kept state ({why}" in job.stderr
     assert plans[1][0]["why"] in job.stderr
 
 
@@ -216,8 +227,11 @@ def test_the_status_page_and_the_report_tell_what_is_kept(launch, worker_script)
     assert first["continued"] is None
     assert (second["continued"]["step"], second["continued"]["lost"]) == (7, 0)
     assert second["kept"]["ended_step"] == 8
-    kept = "kept: step 7, by 1 of 1 ranks, 1 step lost (no rank had copied step 8); it has ended"
-    assert kept in job.stderr
+    lost = "1 step lost (step 8 was not copied) was kept in memory"
+    assert (
+        f"step 7, copied at the failure by 1 of 1 ranks, {lost}; it has ended with the job (with --keep-save"
+        in job.stderr
+    )
 
 
 PROGRESSES = """

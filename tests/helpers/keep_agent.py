@@ -143,6 +143,7 @@ class KeepAgent:
                 "local_world": str(self.world),
                 "run_id": "a",
                 "off": None,
+                "has_time": False,
                 "step": step,
                 "exact": True,
                 "behind": [],
@@ -212,6 +213,7 @@ class Worker:
             "ELASTICRS_NOTICES": agent.notices.getsockname()[1:].decode(),
             "RANK": str(rank),
             "WORLD_SIZE": str(agent.world),
+            "LOCAL_RANK": str(rank),
             "LOCAL_WORLD_SIZE": str(agent.world),
             "TORCHELASTIC_RUN_ID": "a",
         }

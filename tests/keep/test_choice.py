@@ -114,17 +114,17 @@ def test_survivors_of_a_replicated_job_hand_their_copy_on():
     chosen = choose(found, 3)
     assert (chosen.step, chosen.sources) == (12, {0: (0, 1), 1: (2, 1), 2: (2, 1)})
     assert (chosen.lost, chosen.is_exact, chosen.why) == (0, True, "")
-    assert chosen.line() == "can continue at step 12, kept at death by 2 of 3 ranks, 0 steps lost"
+    assert chosen.line() == "can continue at step 12, copied at the failure by 2 of 3 ranks, 0 steps lost"
 
 
 def test_without_a_small_state_of_the_newest_step_an_older_exact_step_is_chosen():
     found = {0: replicated([10, 12], ended=12), 1: replicated([10], [11], ended=11)}
     chosen = choose(found, 2)
     assert (chosen.step, chosen.lost, chosen.is_exact) == (10, 2, True)
-    assert "rank 1 had no small state of step 12" in chosen.line()
+    assert "rank 1 had no random numbers of step 12" in chosen.line()
     only = choose({0: replicated([12], ended=12), 1: replicated([], [11], ended=11)}, 2)
     assert (only.step, only.behind, only.is_exact) == (12, (1,), False)
-    assert "rank 1 without its small state" in only.line()
+    assert "rank 1 draws new random numbers" in only.line()
 
 
 def test_sharded_state_needs_the_copy_of_each_rank():
@@ -187,7 +187,7 @@ def test_steps_of_an_abandoned_attempt_are_not_chosen():
     [
         (Answer.NO_MEMORY, "memory was short"),
         (Answer.CHANGING, "changing"),
-        (Answer.NONE, "no rank had copied"),
+        (Answer.NONE, "step 9 was not copied"),
     ],
 )
 def test_why_the_last_step_is_not_kept(answer, text):
@@ -198,9 +198,27 @@ def test_why_the_last_step_is_not_kept(answer, text):
 
 def test_nothing_is_missing_without_keep():
     assert choose({0: Holding(has_joined=False)}, 1) == Choice(ranks=1)
-    assert choose({0: Holding(ended=3)}, 1).line() == (
-        "continues from no kept step (no rank had kept its state yet)"
-    )
+
+
+@pytest.mark.parametrize(
+    ("found", "why"),
+    [
+        ([{"ended": 3}, {}], "step 3 was not copied"),
+        ([{}, {}], "the failure came before the end of the first step"),
+        ([{"changes": 1}, {"has_joined": False}], "the failure came before the end of the first step"),
+        ([{"changes": 2}, {}], "the script had not called keep.step, although its optimizer had run"),
+        ([{"off": "no memory"}, {"off": "no memory"}], "Keep was off: no memory (ranks 0, 1)"),
+        ([{"off": "no memory"}, {"off": "lazy"}], "Keep was off: no memory (rank 0); lazy (rank 1)"),
+        (
+            [{"off": "no memory", "ended": 4}, {"answer": Answer.CHANGING, "ended": 4}],
+            "step 4 was not copied: no memory (rank 0); the optimizer was changing the state (rank 1)",
+        ),
+    ],
+)
+def test_why_nothing_is_kept(found, why):
+    chosen = choose({rank: Holding(**each) for rank, each in enumerate(found)}, len(found))
+    assert chosen.step is None
+    assert chosen.why.startswith(why)
 
 
 CAUSE, OTHER = ("builtins.ValueError", "train.py:8"), ("builtins.OSError", "train.py:9")

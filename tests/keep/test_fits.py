@@ -89,7 +89,7 @@ def test_a_kept_state_waits_for_the_training_of_which_it_is(agent):
         worker.run("c.train(1)")
         lines = worker.kill()[1].splitlines()
     assert len(lines) == 2
-    assert "training 1 of the script begins anew, and its steps are not kept" in lines[0]
+    assert "training 1 of the script is done again, and its steps are not kept" in lines[0]
     assert "continues at step 7" in lines[1]
     with closing(agent.file()) as file:
         assert (
@@ -103,7 +103,7 @@ def test_a_kept_state_waits_for_the_training_of_which_it_is(agent):
         ("Training()", "resume='old.ckpt', step=2", 5, ["using the kept state", "continues at step 5"]),
         ("Training()", "resume='new.ckpt', step=9", 9, ["using the checkpoint"]),
         ("Training(50)", "", 0, ["the module has other tensors now (bias, weight)"]),
-        ("Training()", "unknown='searches'", None, ["--keep does not know searches"]),
+        ("Training()", "unknown='searches'", None, ["--keep does not support searches"]),
     ],
 )
 def test_the_kept_state_is_used_if_it_fits_and_is_the_newest(agent, training, arguments, step, said):

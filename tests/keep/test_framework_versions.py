@@ -77,7 +77,7 @@ for connector in (Connector, Renamed, Empty, None):
 def test_an_unknown_version_is_left_alone_with_one_line():
     done = run(UNKNOWN)
     assert done.stdout.split() == ["False", "True", "True", "True"]
-    said = "elasticrs: keep: rank 7: off, because pytorch_lightning 9.9 is not known to work: "
+    said = "elasticrs: keep: rank 7: Keep is off, because pytorch_lightning 9.9 is not known to work: "
     problems = [line.partition(said)[2].partition(";")[0] for line in done.stderr.splitlines()]
     assert problems[:2] == [
         "Renamed.resume_start has no parameter checkpoint_path",

@@ -257,7 +257,7 @@ def test_a_lost_node_costs_no_step_because_a_spare_takes_the_copy_of_another_nod
     begun = said([host, spare], "BEGIN")
     assert [line.split()[2] for line in begun if line.startswith("2 ")] == ["17", "17"]
     assert len(set(said([host, spare], "END"))) == 1
-    assert "took the copy of step 17 from node" in spare.stderr
+    assert "step 17 is downloaded from node" in spare.stderr
 
 
 @pytest.mark.torch

@@ -1,5 +1,6 @@
 """What :class:`elasticrs.Keep` does in a worker. The tests play the agent; the workers are real processes."""
 
+import re
 import socket
 from contextlib import closing
 
@@ -7,6 +8,7 @@ import pytest
 from helpers.keep_agent import KeepAgent
 
 from elasticrs._engine.inside.keep import layout
+from elasticrs._engine.inside.keep.choice import choose
 from elasticrs._engine.inside.keep.layout import Answer, Head, Slot, Why
 
 pytestmark = pytest.mark.torch
@@ -275,7 +277,7 @@ def test_worker_of_another_launcher_that_inherits_the_variables_keeps_nothing(ag
         worker.run("keep.restore(); train(1); train(2)")
         code, said = worker.end()
     assert (code, said.count("\n")) == (0, 1)
-    assert "off: another launcher has started this process" in said
+    assert "Keep is off: another launcher has started this process" in said
     with closing(agent.file()) as file:
         assert (file.words[Head.PID], file.words[Head.ENDED], step_of(agent)) == (0, 0, None)
 
@@ -516,6 +518,32 @@ def test_what_cannot_be_kept_is_said_once(agent, said):
     assert code == 0
     assert told.count("\n") == 1
     assert said in told
+
+
+def test_a_line_that_holds_for_several_ranks_is_written_once(programs):
+    with closing(KeepAgent(programs, 2)) as agent:
+        for plan, said in (
+            ({"off": "no need"}, "elasticrs: keep: Keep is off: no need\n"),
+            ({"why": "no copies"}, "elasticrs: keep: no kept state is restored: no copies\n"),
+            ({"memory": 100_000}, "elasticrs: keep: rank 0: Keep is off: two copies need "),
+        ):
+            agent.begin(**plan)
+            with agent.worker(0, model()) as first, agent.worker(1, model()) as second:
+                for worker in (first, second):
+                    worker.run("keep.restore(); train(1); train(2)")
+                    worker.run("import gc; gc.collect()")
+                (_, line), (_, nothing) = first.end(), second.end()
+            assert line.startswith(said)
+            assert (line.count("\n"), nothing) == (1, "")
+            holdings = {rank: agent.files.holding(rank, rank, 2) for rank in (0, 1)}
+            is_off = "memory" in plan
+            assert [("--keep-memory" in each.off) for each in holdings.values()] == [is_off] * 2
+            assert ("--keep-memory" in choose(holdings, 2).why) is is_off
+        agent.begin(why="no copies", has_time=True)
+        with agent.worker(0, model()) as worker:
+            worker.run("keep.restore()")
+            line = worker.end()[1]
+        assert re.match(r"elasticrs\[\d{4}-\d\d-\d\dT[\d:.]+(Z|[+-][\d:]+)\]: keep: no kept state", line)
 
 
 def test_large_buffer_that_forward_changes_turns_copies_at_death_off(agent):

@@ -9,8 +9,8 @@ from helpers.procs import HANG
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from elasticrs._engine.job.phrases import local_time
-from elasticrs._engine.process.console import Console, prefix
+from elasticrs._engine.job.phrases import local_time, prefix
+from elasticrs._engine.process.console import Console
 
 
 @pytest.fixture

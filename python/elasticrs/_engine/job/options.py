@@ -248,8 +248,8 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
                  NODE_CHECK, group=OURS, repeats=True),
         _setting("node-check-timeout", "seconds after which a check is killed (default {default})",
                  INTERVAL, group=OURS),
-        _setting("on-failure", "after a failure, restart all workers (the default), or replace only the failed "
-                 "one (for elasticrs.train)", ON_FAILURE, group=OURS),
+        _setting("on-failure", "after a failure, restart all workers (the default), or replace only the "
+                 "failed one (for elasticrs.train)", ON_FAILURE, group=OURS),
         Option("module", "run the script as a module, as python -m does", False, short="m"),
         Option("no-python", "run the script as a program, without Python", False),
         Option("run-path", "run the script with runpy.run_path in a function worker", False),
@@ -265,8 +265,8 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
                  "bytes such as 20G (default 40%; 0: keep nothing)", KEEP_MEMORY, group=OURS),
         _setting("keep-grace", "seconds for which a stop waits until the workers have kept their state "
                  "(default {default}; 0: do not wait)", SECONDS, group=OURS),
-        _setting("keep-save", "folder for the kept state of a failed or stopped job on one node; the next job "
-                 "goes on from there",
+        _setting("keep-save", "folder for the kept state of a failed or stopped job on one node; the next "
+                 "job goes on from there",
                  Kind(str, "FOLDER", "the path of a folder"), group=OURS),
         _setting("role", 'role of the workers, in their environment and in log lines (default "default")',
                  NAME),

@@ -13,6 +13,19 @@ if TYPE_CHECKING:
 
 NAME = "elasticrs"
 
+
+def prefix(time_ns: int | None = None, node: str = "", group_rank: int | None = None) -> str:
+    """Return ``elasticrs: ``, or ``elasticrs[time node:pid group rank]: `` with the parts that are known."""
+    parts = []
+    if time_ns is not None:
+        parts.append(local_time(time_ns, "T", has_milliseconds=True))
+    if node:
+        parts.append(node)
+    if group_rank is not None:
+        parts.append(f"group {group_rank}")
+    return f"{NAME}[{' '.join(parts)}]: " if parts else f"{NAME}: "
+
+
 AGAIN = " (send it again to kill them at once)"
 
 NOT_STARTED = "the workers could not be started"

@@ -16,7 +16,7 @@ import sys
 import time
 from collections import deque
 
-from elasticrs._engine.job.phrases import NAME, local_time
+from elasticrs._engine.job.phrases import prefix
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -65,18 +65,6 @@ def descriptors(std: str) -> set[int]:
         return {usual, int(getattr(sys, std).fileno())}
     except (AttributeError, OSError, ValueError):
         return {usual}
-
-
-def prefix(time_ns: int | None = None, node: str = "", group_rank: int | None = None) -> str:
-    """Return ``elasticrs: ``, or ``elasticrs[time node:pid group rank]: `` with the parts that are known."""
-    parts = []
-    if time_ns is not None:
-        parts.append(local_time(time_ns, "T", has_milliseconds=True))
-    if node:
-        parts.append(node)
-    if group_rank is not None:
-        parts.append(f"group {group_rank}")
-    return f"{NAME}[{' '.join(parts)}]: " if parts else f"{NAME}: "
 
 
 def wants_colour(fd: int, environ: Mapping[str, str]) -> bool:

@@ -29,7 +29,7 @@ MAX_RECORD = 64 << 20
 """Maximum size in bytes of a record of random numbers and the like. The agent ignores longer records."""
 
 _CHUNK = 1 << 20
-_CLEARED = ((Head.PID, Head.CHECK_DIGEST), (Head.RESTORED, Head.ENDED_AT))
+_CLEARED = ((Head.PID, Head.CHECK_DIGEST), (Head.RESTORED, Head.REASON_LENGTH))
 """First and last index of the words in a file's head that the agent clears before each attempt."""
 ALL_STEPS = _MAX_STEP = 1 << 62
 
@@ -156,6 +156,8 @@ class KeepFiles:
             check=None if check is None else (check, head[Head.CHECK_DIGEST]),
             restored=_step(head[Head.RESTORED]),
             answer=head[Head.ANSWER],
+            off=_text(fd, layout.REASON_AT, min(head[Head.REASON_LENGTH], layout.MAX_REASON)),
+            changes=head[Head.CHANGES],
         )
 
     def copy_to(self, local_rank: int, target: int, slot: int | None, *, with_data: bool) -> None:
@@ -233,6 +235,17 @@ def _words(fd: int, at: int, count: int) -> tuple[int, ...]:
     return layout.unpack(os.pread(fd, size, at).ljust(size, b"\0"))
 
 
+def _text(fd: int, at: int, length: int) -> str:
+    """Read a worker's text, which can be any bytes."""
+    return _printable(os.pread(fd, length, at).decode(errors="replace")) if length else ""
+
+
+def _printable(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else "?" for each in text)
+
+
 def _step(word: int) -> int | None:
     return word - 1 if 0 < word <= _MAX_STEP else None
 
@@ -256,10 +269,7 @@ def _json(value: PlanValue | Mapping[str, PlanValue]) -> str:
     if value is None:
         return "null"
     if isinstance(value, str):
-        shown = value
-        if not value.isprintable():
-            shown = "".join(each if each.isprintable() else "?" for each in value)
-        return '"' + shown.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        return '"' + _printable(value).replace("\\", "\\\\").replace('"', '\\"') + '"'
     if isinstance(value, (bool, int, float)):
         return repr(value).lower()
     if not isinstance(value, dict):

@@ -29,7 +29,7 @@ KEEP = "ELASTICRS_KEEP"
 module ``inside/keep/layout.py`` has the same constant, but is imported later, after the first start of the
 workers.
 """
-KEEP_OFF = "keep: off, because the agent cannot use its memory files: {}"
+KEEP_OFF = "keep: no state is kept, because the agent cannot use its files in memory: {}"
 KEEP_FRAMEWORKS = "ELASTICRS_KEEP_FRAMEWORKS"
 """Environment variable that tells the hook in the workers to keep the training state of Lightning and
 transformers (``--keep``).

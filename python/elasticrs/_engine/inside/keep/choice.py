@@ -29,8 +29,8 @@ NEAR = 20
 """Number of steps. If an attempt fails within so many steps, the state that it restored may be why."""
 
 _ANSWERS = {
-    Answer.CHANGING: "the optimizer was changing it",
-    Answer.NOTHING: "it cannot be copied at that time",
+    Answer.CHANGING: "the optimizer was changing the state",
+    Answer.NOTHING: "the state could not be copied at that time",
     Answer.NO_MEMORY: "memory was short",
     Answer.TENSOR_CHANGED: "a tensor changed during the copy",
     Answer.FAILED: "the copy failed",
@@ -63,6 +63,8 @@ class Holding(Value):
         check: step and checksum of a copy by which the ranks' states are compared.
         restored: step that the rank restored at the start of this attempt.
         answer: a code of :class:`.Answer`: the rank's answer when the agent ordered it to copy its state.
+        off: why the rank did not keep its state any more; empty if it did.
+        changes: number of times that an optimizer changed the state before the rank had completed a step.
     """
 
     slots: tuple[KeptSlot, ...] = ()
@@ -75,6 +77,8 @@ class Holding(Value):
     check: tuple[int, int] | None = None
     restored: int | None = None
     answer: int = Answer.NONE
+    off: str = ""
+    changes: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as values of JSON."""
@@ -92,7 +96,8 @@ class Holding(Value):
             index, step, attempt, layout, digest, sequence = map(_whole, numbers)
             slots.append(KeptSlot(index, step, attempt, layout, digest, sequence, bool(is_at_death)))
         check, small = fields["check"], frozenset(map(_whole, fields["small"]))
-        for name in ("attempt", "ended", "mode", "restored", "answer"):
+        fields["off"] = str(fields["off"])
+        for name in ("attempt", "ended", "mode", "restored", "answer", "changes"):
             fields[name] = None if fields[name] is None else _whole(fields[name])
         pair = None if check is None else (_whole(check[0]), _whole(check[1]))
         return Holding(**{**fields, "slots": tuple(slots), "small": small, "check": pair})
@@ -161,29 +166,51 @@ class Choice(Value):
     def line(self) -> str:
         """Describe this choice after ``attempt 1 is running,``. A worker may still refuse to restore it."""
         if self.step is None:
-            return f"continues from no kept step{self._reason}"
-        saved = f", saved in {self.folder}" if self.folder else ""
-        return (
-            f"can continue at step {self.step}, kept{' at death' * self.is_at_death} {self._by_whom}{saved}"
-        )
+            return f"without kept state{self._reason}"
+        return f"can continue at {self._described(self.folder)}"
 
     def at_end(self) -> str:
         """Describe this choice in the report of a job that has failed."""
         if self.step is None:
-            return f"kept: no step{self._reason}"
-        where = f"it is saved in {self.folder}" if self.folder else "it has ended with the job"
-        return f"kept: step {self.step}, {self._by_whom}; {where}"
+            return f"no state is kept{self._reason}"
+        where = f"it is saved in {self.folder}"
+        if not self.folder:
+            where = "it has ended with the job (with --keep-save FOLDER, the next job can go on from it)"
+        return f"the state of {self._described()} was kept in memory; {where}"
 
     @property
     def _reason(self) -> str:
         return f" ({self.why})" if self.why else ""
 
-    @property
-    def _by_whom(self) -> str:
-        lost = f"{self.lost} step{'s' if self.lost != 1 else ''} lost"
-        whose = "its" if len(self.behind) == 1 else "their"
-        lacks = f", {phrases.ranks_text(self.behind, 4)} without {whose} small state" if self.behind else ""
-        return f"by {len(self.kept_by)} of {self.ranks} ranks, {lost}{lacks}{self._reason}"
+    def _described(self, folder: str = "") -> str:
+        assert self.step is not None
+        by = len(self.kept_by), self.ranks
+        return describe(
+            self.step, self.lost, by, self.behind, is_at_death=self.is_at_death, folder=folder, why=self.why
+        )
+
+
+def describe(
+    step: int,
+    lost: int,
+    kept_by: tuple[int, int],
+    behind: Sequence[int],
+    *,
+    is_at_death: bool,
+    folder: str,
+    why: str,
+) -> str:
+    """Describe a chosen step for the user. ``kept_by`` is how many ranks have copied it, and how many there
+    were. The other arguments are as in :class:`Choice`.
+    """
+    when = " at the failure" if is_at_death else ""
+    saved = f" and saved in {folder}" if folder else ""
+    text = f"step {step}, copied{when} by {kept_by[0]} of {kept_by[1]} ranks{saved}"
+    text += f", {lost} step{'s' if lost != 1 else ''} lost"
+    if behind:
+        verb = "draws" if len(behind) == 1 else "draw"
+        text += f", {phrases.ranks_text(behind, 4)} {verb} new random numbers"
+    return f"{text} ({why})" if why else text
 
 
 def choose(
@@ -219,7 +246,7 @@ def choose(
             continue
         if best is not None:
             refused = (
-                refused or f"{phrases.ranks_text(best.behind, 4)} had no small state of step {best.step}"
+                refused or f"{phrases.ranks_text(best.behind, 4)} had no random numbers of step {best.step}"
             )
         kept = {rank: slot for rank in found if (slot := found[rank].slot_of(step)) is not None}
         best = Choice(
@@ -235,7 +262,7 @@ def choose(
         if not behind:
             break
     if best is None:
-        why = refused or ("no rank had kept its state yet" if is_used else "")
+        why = refused or (_why_nothing(holdings, ended) if is_used else "")
         best = Choice(ranks=ranks, is_replicated=is_replicated)
     else:
         why = refused or (_why_not_newer(holdings, ended) if best.lost and ended is not None else "")
@@ -296,8 +323,8 @@ def _sources(
         takes = {rank: rank if rank in kept else holders[rank % len(holders)] for rank in range(world)}
         return {rank: (holder, kept[holder].index) for rank, holder in takes.items()}, ""
     if world != len(found):
-        of = "belongs to single ranks, or is not known to be equal on all of them"
-        return None, f"{len(found)} ranks kept step {step}, now there are {world}, and the state {of}"
+        part = "each rank may have kept only a part of the state"
+        return None, f"{len(found)} ranks kept step {step}, now there are {world}, and {part}"
     if lacking := [rank for rank in range(world) if rank not in kept]:
         return None, f"{phrases.ranks_text(lacking, 4)} had no copy of step {step}"
     return {rank: (rank, slot.index) for rank, slot in kept.items()}, ""
@@ -305,14 +332,27 @@ def _sources(
 
 def _why_not_newer(holdings: Mapping[int, Holding], ended: int) -> str:
     """Return the reason why no rank has a copy of ``ended``, the last step that a rank has completed."""
+    reasons = _by_reason({rank: each.off or _ANSWERS.get(each.answer, "") for rank, each in holdings.items()})
+    return f"step {ended} was not copied{': ' * bool(reasons)}{reasons}"
+
+
+def _why_nothing(holdings: Mapping[int, Holding], ended: int | None) -> str:
+    """Return the reason why no rank has copied any step, although a rank uses ``Keep``."""
+    if ended is not None:
+        return _why_not_newer(holdings, ended)
+    if reasons := _by_reason({rank: each.off for rank, each in holdings.items()}):
+        return f"Keep was off: {reasons}"
+    if max(each.changes for each in holdings.values()) > 1:
+        return "the script had not called keep.step, although its optimizer had run more than once"
+    return "the failure came before the end of the first step"
+
+
+def _by_reason(reasons: Mapping[int, str]) -> str:
     said: dict[str, list[int]] = {}
-    for rank, holding in sorted(holdings.items()):
-        if holding.answer in _ANSWERS:
-            said.setdefault(_ANSWERS[holding.answer], []).append(rank)
-    if not said:
-        return f"no rank had copied step {ended}"
-    reasons = (f"{phrases.ranks_text(ranks, 4)}: {reason}" for reason, ranks in said.items())
-    return f"step {ended} was not copied; {'; '.join(reasons)}"
+    for rank, reason in sorted(reasons.items()):
+        if reason:
+            said.setdefault(reason, []).append(rank)
+    return "; ".join(f"{reason} ({phrases.ranks_text(ranks, 4)})" for reason, ranks in said.items())
 
 
 class Loop(Value):

@@ -207,17 +207,23 @@ class Copier:
             self.keep_own()
 
     def go_blind(self, reason: str) -> None:
-        """Make no copy any more when the agent is about to stop this process. Tell the user the reason."""
+        """Make no copy any more when the agent is about to stop this process. Tell the user the reason, of
+        which the subject is the state.
+        """
         if not self.is_blind:
             self.is_blind = True
-            self._say(f"no copies at death: {reason}; the periodic copies go on")
+            self._say(
+                f"this rank cannot copy its state at a failure: {reason}. Periodic copies go on, so a failure"
+                " may cost the steps since the last one"
+            )
             self.leave()
 
     def turn_off(self, reason: str) -> None:
         """Make no copies of any kind from now on, and tell the user the reason."""
         if not self.is_off:
             self.is_off = True
-            self._say(f"off: {reason}")
+            self._say(f"Keep is off: {reason}")
+            self._file.tell_off(reason)
             self.leave()
 
     def is_idle(self) -> bool:
@@ -405,7 +411,7 @@ class Copier:
     def _has_changed(self, boundary: Boundary) -> bool:
         path = boundary.parts.changed(boundary.versions)
         if path is not None:
-            self.go_blind(f"{trees.spell(path)} changes outside the optimizer's step")
+            self.go_blind(f"{trees.spell(path)} also changes outside the steps of its optimizer")
         return path is not None
 
     def _free_slot(self) -> int:
@@ -499,7 +505,7 @@ class Copier:
             except OSError as error:
                 # If the message was `keep joined`, the agent will not order this process to copy its state.
                 # If it was an answer to such an order, the agent waits until the end of --keep-grace.
-                self._say(f"the agent does not answer ({error.strerror})")
+                self._say(f"the agent cannot be told about copies of this rank ({error.strerror})")
 
 
 def digest_of(data: torch.Tensor) -> int:

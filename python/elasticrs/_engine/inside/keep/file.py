@@ -139,11 +139,17 @@ class KeepFile:
         owner, own = self.words[Head.PID], os.getpid()
         if owner not in (0, own):
             raise ForeignError(f"process {owner} of this rank has kept its state in this attempt already")
-        for word in (*range(Head.RANK, Head.TABLE), *range(Head.RESTORED, Head.ENDED_AT + 1)):
+        for word in (*range(Head.RANK, Head.TABLE), *range(Head.RESTORED, Head.REASON_LENGTH + 1)):
             self.words[word] = 0
         self.words[Head.RANK], self.words[Head.WORLD] = rank + 1, world
         self.words[Head.MODE], self.words[Head.ATTEMPT] = mode, attempt
         self.words[Head.PID] = own
+
+    def tell_off(self, reason: str) -> None:
+        """Record in the file why this rank does not keep its state any more."""
+        text = reason.encode(errors="replace")[: layout.MAX_REASON]
+        self._head[layout.REASON_AT : layout.REASON_AT + len(text)] = text
+        self.words[Head.REASON_LENGTH] = len(text)
 
     def drop_from(self, step: int) -> None:
         """Delete the copies of ``step`` and of later steps, and the records of later steps. They are from an

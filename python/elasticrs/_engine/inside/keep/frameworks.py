@@ -10,12 +10,11 @@ step 11.
 from __future__ import annotations
 
 import inspect
-import os
 import sys
 from importlib import import_module
 
 from elasticrs._engine.inside.keep import keeper
-from elasticrs._engine.inside.keep.keeper import say
+from elasticrs._engine.inside.keep.keeper import say, say_for_all
 from elasticrs._engine.inside.keep.layout import Mode
 
 TYPE_CHECKING = False
@@ -42,7 +41,10 @@ def patch(module: ModuleType) -> None:
     except Exception as error:
         problem = str(error) if isinstance(error, UnknownVersionError) else repr(error)
         version = getattr(sys.modules[package], "__version__", "of unknown version")
-        say(f"off, because {package} {version} is not known to work: {problem}; use Keep in the script")
+        say(
+            f"Keep is off, because {package} {version} is not known to work: {problem}; use elasticrs.Keep in"
+            " the script"
+        )
 
 
 def require(owner: Any, needed: Mapping[str, tuple[str, ...]]) -> None:
@@ -103,9 +105,9 @@ class Fit:
         """
         assert self._kept is not None
         is_chosen = path is None or step <= kept
-        if path is not None and os.environ["RANK"] == "0":
+        if path is not None:
             used = "kept state" if is_chosen else "checkpoint"
-            say(f"the checkpoint {path} is of step {step}, and step {kept} is kept: using the {used}")
+            say_for_all(f"the checkpoint {path} is of step {step}, and step {kept} is kept: using the {used}")
         # Compare the module's tensors with the kept ones already here. Once the framework has begun at the
         # kept step, it cannot start anew.
         state = module.state_dict()
@@ -113,7 +115,7 @@ class Fit:
         was = {path: shape for path, shape in self._kept.shapes.items() if path[0] == "module"}
         if is_chosen and now != was:
             changed = ", ".join(sorted({path[1] for path, _ in now.items() ^ was.items()})[:3])
-            say(f"step {kept} is not restored: the module has other tensors now ({changed})")
+            say(f"step {kept} is not restored: the module has other tensors now ({changed}); it begins anew")
             is_chosen = False
         if not is_chosen:
             self.progress, self._is_refused = None, True
@@ -184,7 +186,7 @@ def begin(framework: str, unsupported: Callable[[], str | None]) -> Fit | None:
     _Process.fits += 1
     reason = unsupported()
     if reason is not None:
-        say(f"off for this training: --keep does not know {reason}")
+        say_for_all(f"the state of this training is not kept: --keep does not support {reason}")
         return None
     kept = keeper.peek()
     if kept is None:
@@ -192,8 +194,10 @@ def begin(framework: str, unsupported: Callable[[], str | None]) -> Fit | None:
     state = kept.objects.get(framework, {"fit": 0})
     number, other = _Process.fits, state["fit"]
     if number < other:
-        of_other = f"step {kept.step}, which belongs to training {other}"
-        say(f"training {number} of the script begins anew, and its steps are not kept; kept is {of_other}")
+        say_for_all(
+            f"training {number} of the script is done again, and its steps are not kept, because the kept"
+            f" step {kept.step} belongs to training {other}, which continues there"
+        )
         return None
     if number > other:
         return Fit(framework, kept.step, None, is_refused=True)

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import os
+import socket
 import sys
 from functools import wraps
-from time import monotonic_ns
+from time import monotonic_ns, time_ns
+from zlib import crc32
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from elasticrs._engine.inside.keep import layout, nodes, restore, trees
-from elasticrs._engine.inside.keep.choice import why_other
+from elasticrs._engine.inside.keep import choice, layout, nodes, restore, trees
 from elasticrs._engine.inside.keep.copier import Copier
 from elasticrs._engine.inside.keep.file import ForeignError, KeepFile, OffError
 from elasticrs._engine.inside.keep.layout import Head, Slot
 from elasticrs._engine.inside.keep.schedule import Schedule
 from elasticrs._engine.inside.keep.state import Collector
+from elasticrs._engine.job import phrases
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -33,13 +36,49 @@ _EXIT_LIMIT = 10.0
 """Maximum seconds for which the program, when it exits, waits for a copy that is being made."""
 
 
+_has_time = False
+"""True if the lines on standard error begin with the time, as those of the agent do."""
+
+
 def say(text: str) -> None:
-    """Write a line about the kept state of this rank to standard error, for the user."""
-    rank = os.environ.get("RANK", "?")
+    """Write a line about this rank to standard error, for the user. If another rank of this node has written
+    the same text in this attempt, write nothing.
+    """
+    if _is_first_to_say(text):
+        _write(f"rank {os.environ.get('RANK', '?')}: {text}")
+
+
+def say_for_all(text: str, number: str = "RANK") -> None:
+    """Write a line about all ranks of the job to standard error, for the user. Only rank 0 writes it. If
+    ``number`` is ``"LOCAL_RANK"``, the line is about all ranks of this node.
+    """
+    if os.environ.get(number, "0") == "0":
+        _write(text)
+
+
+def _write(text: str) -> None:
     try:
-        print(f"elasticrs: keep: rank {rank}: {text}", file=sys.stderr, flush=True)
+        print(f"{phrases.prefix(time_ns() if _has_time else None)}keep: {text}", file=sys.stderr, flush=True)
     except (OSError, ValueError):
         return  # The program has closed its standard error.
+
+
+def _is_first_to_say(text: str) -> bool:
+    """Return true if no process of this node has called this with the same text in this attempt."""
+    mark = os.environ.get(layout.VARIABLE, "").partition(":")[0]
+    key = f"{mark} {os.environ.get('ELASTICRS_ROUND')} {text}"
+    try:
+        name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+    except OSError:
+        return True  # No file descriptor is free.
+    with name:
+        try:
+            # Only one process can have this name. It has the name until it exits.
+            name.bind(f"\0elasticrs-keep-{crc32(key.encode()):08x}")
+        except OSError as error:
+            return error.errno != errno.EADDRINUSE
+        name.detach()
+    return True
 
 
 _active: Keeper | None = None
@@ -60,20 +99,26 @@ def begin(objects: Mapping[str, Any], values: dict[str, Any], every: int | None,
             raise ForeignError(
                 "this process already has a Keep object, which goes on; give all objects to that one"
             )
-        _active = Keeper(objects, values, every, mode)
+        file = KeepFile(os.environ[layout.VARIABLE])
+        plan = _read_plan(file)
+        if not plan["off"]:
+            _active = Keeper(file, plan, objects, values, every, mode)
+            return _active
+        off = plan["off"]
+        say_for_all(f"Keep is off: {off}", "LOCAL_RANK")
     except ForeignError as error:
-        say(f"off: {error}")
+        say(f"Keep is off: {error}")
         return None
     except OffError as error:
-        say(f"off: {error}")
-        if nodes.is_job_of_several_nodes():
-            nodes.tell_off(str(error))
-        return None
+        off = str(error)
+        say(f"Keep is off: {off}")
     # A failure to keep the state must not end the training, whatever went wrong.
     except Exception as error:
-        say(f"off: the agent's memory cannot be used: {error!r}")
+        say(f"Keep is off: the agent's memory cannot be used: {error!r}")
         return None
-    return _active
+    if nodes.is_job_of_several_nodes():
+        nodes.tell_off(off)
+    return None
 
 
 def close() -> None:
@@ -118,7 +163,7 @@ def peek() -> Peeked | None:
         return None
     try:
         file = KeepFile(place)
-        plan = _agreed_plan(file, file.plan(), None)
+        plan = _agreed_plan(file, _read_plan(file), None)
         if plan["off"] or plan["step"] is None:
             return None
         large = plan["large"]
@@ -126,6 +171,13 @@ def peek() -> Peeked | None:
     except (OffError, restore.DamagedError):
         return None  # `Keeper.restore` will tell the user why.
     return Peeked(kept)
+
+
+def _read_plan(file: KeepFile) -> Mapping[str, Any]:
+    global _has_time  # noqa: PLW0603 -- one for each process
+    plan = file.plan()
+    _has_time = plan["has_time"]
+    return plan
 
 
 def _agreed_plan(file: KeepFile, plan: Mapping[str, Any], other: int | None) -> Mapping[str, Any]:
@@ -144,7 +196,7 @@ def _agreed_plan(file: KeepFile, plan: Mapping[str, Any], other: int | None) -> 
         if _agreement is None:
             _agreement = nodes.agree(plan, file, other, say)
         return _agreement.plan
-    why = why_other(plan["step"], other)
+    why = choice.why_other(plan["step"], other)
     return {**plan, "step": None, "why": why, "reader": None} if why else plan
 
 
@@ -191,6 +243,8 @@ class Keeper:
     """Keeps the training state of a program: has it copied at the ends of steps, and restores it.
 
     Args:
+        file: the agent's file for the state of this rank.
+        plan: what the agent tells this rank to restore.
         objects: the objects with the state, such as modules and optimizers, by name.
         values: further plain values of the program.
         every: number of steps from one periodic copy to the next; 0 for none; ``None`` for a number that
@@ -202,14 +256,17 @@ class Keeper:
     """
 
     def __init__(
-        self, objects: Mapping[str, Any], values: dict[str, Any], every: int | None, mode: int
+        self,
+        file: KeepFile,
+        plan: Mapping[str, Any],
+        objects: Mapping[str, Any],
+        values: dict[str, Any],
+        every: int | None,
+        mode: int,
     ) -> None:
         self._pid = os.getpid()
         self.is_closed = False
-        self._file = KeepFile(os.environ[layout.VARIABLE])
-        self._plan: Mapping[str, Any] = self._file.plan()
-        if self._plan["off"]:
-            raise OffError(self._plan["off"])
+        self._file, self._plan = file, plan
         self._world = int(os.environ["WORLD_SIZE"])
         rank, attempt = int(os.environ["RANK"]), self._plan["attempt"]
         self._file.join(rank, self._world, attempt, mode)
@@ -276,7 +333,7 @@ class Keeper:
         if step is None and plan["why"]:
             readable = plan.get("reader")
             hint = f"; keep.reader() can load step {readable['step']}" if readable else ""
-            say(f"nothing is restored: {plan['why']}{hint}")
+            say_for_all(f"no kept state is restored: {plan['why']}{hint}")
         self._file.ring.drop_after(-1 if found is None else found.step)
         if found is not None:
             self.begin_at(found.step)
@@ -296,39 +353,40 @@ class Keeper:
             small, stale = restore.small_state(home, kept, plan.get("own"))
             kept.check()
         except (restore.DamagedError, OffError) as error:
-            text = f"the copy of step {step} of rank {large['rank']} is damaged: {error}"
+            text = f"rank {large['rank']}'s copy of step {step} cannot be restored: {error}"
             if self._world > 1:
                 # If this rank went on from another step than the others, the training would go wrong.
-                raise RuntimeError(f"elasticrs: keep: {text}. The next attempt goes on without it") from error
-            say(f"{text}. Nothing is restored")
+                raise RuntimeError(
+                    f"elasticrs: keep: {text}. This attempt ends, and the next one goes on without this copy"
+                ) from error
+            say(f"{text}; the script begins with its default")
             return None
         try:
             restore.apply(self._collector, kept, small, self._values)
         except (restore.DifferentError, OffError) as error:
-            self._refuse(f"step {step} is not restored: {error}", error)
+            self._refuse(step, str(error), error)
             return None
         # The program's own objects load their states here, and may raise any exception.
         except Exception as error:
-            self._refuse(f"step {step} is not restored: {error!r}", error)
+            self._refuse(step, repr(error), error)
             return None
         is_exact = plan["exact"] and small is not None and not stale
         found = Restored(plan, is_exact=is_exact, at_death=kept.is_at_death)
-        how = "at death" if found.at_death else "in a periodic copy"
-        lost = f"{plan['lost']} step{'s' if plan['lost'] != 1 else ''} lost"
-        text = (
-            f"continues at step {step}, kept {how} by {len(plan['kept_by'])} of {plan['ranks']} ranks, {lost}"
+        text = choice.describe(
+            step,
+            plan["lost"],
+            (len(plan["kept_by"]), plan["ranks"]),
+            found.behind,
+            is_at_death=found.at_death,
+            folder=plan.get("folder", ""),
+            why=plan["why"],
         )
-        if found.is_from_disk:
-            text += f", saved in {plan['folder']}"
-        if found.behind:
-            behind = ", ".join(map(str, found.behind))
-            text += f"; random numbers and the like are not of this step on the ranks {behind}"
+        say_for_all(f"the training continues at {text}")
         if stale:
-            text += f"; from the middle of the step are: {', '.join(stale)}"
-        say(f"{text}; {plan['why']}" if plan["why"] else text)
+            say(f"this rank had not reached the end of step {step}; older than that is: {', '.join(stale)}")
         return found
 
-    def _refuse(self, text: str, error: Exception) -> None:
+    def _refuse(self, step: int, why: str, error: Exception) -> None:
         """Tell the user that this rank cannot load the copy of the step to which the training returns.
 
         Raises:
@@ -338,9 +396,10 @@ class Keeper:
         if nodes.is_job_of_several_nodes():
             self._drop_all()
             raise RuntimeError(
-                f"elasticrs: keep: {text}. The ranks of other nodes may go on from it"
+                f"elasticrs: keep: step {step} is not restored: {why}. This attempt ends, because ranks of"
+                " other nodes may go on from that step"
             ) from error
-        say(text)
+        say(f"step {step} is not restored: {why}; the script begins with its default")
 
     def _drop_all(self) -> None:
         self._file.ring.drop_after(-1)
@@ -415,6 +474,8 @@ class Keeper:
 
     def _before_change(self) -> None:
         self._has_changed = True
+        if self._boundary is None:
+            self._file.words[Head.CHANGES] += 1
         self._copier.change()
         if not self._backwards:
             # Save the random numbers now, because no backward pass was seen before which to save them.
@@ -462,7 +523,7 @@ class Keeper:
             others = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
             raise RuntimeError(
                 f"elasticrs: keep: this rank has {own}, but {others} did not do the same, so the result would"
-                " be wrong. The next attempt goes on without the kept state"
+                " be wrong. This attempt ends, and the next one goes on without the kept state"
             )
 
     def _step(self, step: int) -> None:
@@ -471,21 +532,26 @@ class Keeper:
         if self._has_only_gradients(before):
             if not self._has_told_gradients:
                 self._has_told_gradients = True
-                say(f"step {step} and all others that end with gradients, but without a change, are not kept")
+                say(
+                    f"step {step} is not kept, nor are other steps that only add up gradients; call keep.step"
+                    " after the step of the optimizer"
+                )
             return
         boundary = self._collector.boundary(step)
         if before is None:
             if self._plan["step"] is not None and not _has_asked:
-                say(f"step {self._plan['step']} is not restored, because Keep.restore is not called")
+                kept = self._plan["step"]
+                say(f"the kept step {kept} is not restored, because the script does not call keep.restore()")
             self._close_handover()
             self._file.drop_from(step)
             if boundary.parts.is_sharded:
                 self._schedule.declare_sharded()
             if not boundary.parts.is_on_cpu:
-                self._copier.go_blind("the state is on a GPU")
+                self._copier.go_blind("it is on a GPU")
         elif not self._has_changed and before.parts.changed(before.versions):
             self._copier.go_blind(
-                "the optimizer's step is not visible, unless keep.before_change() is called"
+                "no step of an optimizer of torch was seen that changed it; call keep.before_change() before"
+                " each change"
             )
         self._stride = step - self._at if self._at is not None and step > self._at else 1
         self._at, self._boundary, self._has_changed = step, boundary, False

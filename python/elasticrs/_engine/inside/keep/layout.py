@@ -32,6 +32,12 @@ SLOT_MAGIC = 0x45504C53534C4F54
 SLOTS = 2
 
 
+REASON_AT = 2048
+"""Offset of the reason why the worker does not keep its state any more, as text."""
+
+MAX_REASON = 512
+
+
 class Head:
     """Indices of the words in the head of the file. A step is stored as its number plus 1; 0 is no step."""
 
@@ -71,9 +77,13 @@ class Head:
     ATTEMPT = 23
     ENDED_AT = 24
     """Time at which the last step was completed, in nanoseconds of the monotonic clock."""
-    WAS_REPLICATED = 25
+    CHANGES = 25
+    """Number of times that an optimizer has changed the state before the first step was completed."""
+    REASON_LENGTH = 26
+    """Length in bytes of the text at :data:`REASON_AT`."""
+    WAS_REPLICATED = 27
     """1 if the ranks of several nodes have found that they all have the same state. Never reset."""
-    COUNT = 26
+    COUNT = 28
 
 
 class Mode:

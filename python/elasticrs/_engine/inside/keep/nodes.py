@@ -275,7 +275,7 @@ def _with_copy(
         record = store.get(f"offer/{node}/{local}")
         offer = Offer((str(record["host"]), int(record["port"])), str(record["secret"]))
         taken = _take(offer, slot, file, int(plan["memory"]))
-        say(f"took the copy of step {choice['step']} from node {node}")
+        say(f"step {choice['step']} is downloaded from node {node}")
         store.set(f"taken/{group_rank}/{taker}", [taken, file.slots[taken].sequence])
     slot, sequence = store.get(f"taken/{group_rank}/{taker}")
     plan["large"] = {"file": plan["files"][taker], "slot": slot, "rank": holder, "sequence": sequence}
@@ -308,7 +308,7 @@ def _offer(store: _Store, own: tuple[int, int], file: KeepFile, say: Callable[[s
         yield pieces[part]
 
     near = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    handover = Handover(parts, near, lambda why: say(f"a copy could not be sent to {why}"))
+    handover = Handover(parts, near, lambda why: say(f"another node could not download a copy: {why}"))
     host, port = handover.offer.address
     record = {"host": host, "port": port, "secret": handover.offer.secret}
     store.set(f"offer/{own[0]}/{own[1]}", record)

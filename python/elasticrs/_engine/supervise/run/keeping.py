@@ -11,6 +11,7 @@ import os
 
 from elasticrs._engine.job.config import keep_memory
 from elasticrs._engine.process.background_call import BackgroundCall, FileAccess
+from elasticrs._engine.process.console import has_time
 from elasticrs._engine.supervise.attempts.evidence import memory_counters
 from elasticrs._engine.workers.keep_files import ALL_STEPS, KeepFiles
 from elasticrs._engine.workers.plan import KEEP_OFF
@@ -88,6 +89,7 @@ class Keeping:
             "step": None,
             "why": "",
             "frameworks": self._job.keep,
+            "has_time": has_time(self._job.log_prefix, 2),
             "memory": self._memory,
             "grace": self._job.keep_grace,
             "files": [files.places[place] for place in self._ranks],
