@@ -6,6 +6,7 @@ nightly``). ``pytest tests/e2e --launcher torchrun`` runs the same black-box tes
 for those marked ``beyond_torchrun``: so that a test of compatibility is known to be one.
 """
 
+import functools
 import importlib.util
 import itertools
 import json
@@ -182,6 +183,14 @@ def launch(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Launch]:
     yield start
     running = [each for each in started if not each.close()]
     assert not running, f"the test ended before its launcher: {[each.pid for each in running]}"
+
+
+@pytest.fixture
+def launch_with_torch(launch: Launch, torch_programs: TorchPrograms) -> Launch:
+    """Start the launcher as a fork of a process that has imported torch. The workers are forks of the launcher
+    (``--run-path --start-method=fork``), so none of them imports torch.
+    """
+    return functools.partial(launch, start=torch_programs.launcher)
 
 
 @pytest.fixture

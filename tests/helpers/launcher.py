@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,8 @@ class Launched:
 
     The pipes are read only while something waits here: a launcher that writes more than a pipe holds needs
     :meth:`wait_for_line` or :meth:`wait`, and a test of back-pressure simply does not wait.
+
+    ``start`` is what starts the process: :class:`subprocess.Popen`, or what takes its arguments.
     """
 
     def __init__(
@@ -59,12 +61,13 @@ class Launched:
         cwd: Path,
         stdin: int = subprocess.DEVNULL,
         ignore: Sequence[signal.Signals] = (),
+        start: Callable[..., Any] = subprocess.Popen,
     ) -> None:
         # The launcher inherits signals that this process ignores. subprocess offers no other way to pass
         # them.
         previous = {signum: signal.signal(signum, signal.SIG_IGN) for signum in ignore}
         try:
-            self._process = subprocess.Popen(
+            self._process = start(
                 [os.fspath(each) for each in argv],
                 stdin=stdin,
                 stdout=subprocess.PIPE,

@@ -4,11 +4,29 @@ import os
 import signal
 import subprocess
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO, Any
 
 from helpers import procs
 from helpers.forker import Forker
+from helpers.launcher import LAUNCHERS
 from helpers.procs import HANG
+
+
+class ForkedLauncher:
+    """The part of :class:`subprocess.Popen` that `Launched` uses."""
+
+    stdin = None
+
+    def __init__(self, pid: int, stdout: IO[bytes], stderr: IO[bytes]) -> None:
+        self.pid, self.stdout, self.stderr = pid, stdout, stderr
+        self._code: int | None = None
+
+    def wait(self) -> int:
+        if self._code is None:
+            self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._code
 
 
 class TorchPrograms(Forker):
@@ -41,6 +59,23 @@ class TorchPrograms(Forker):
             code = int(self._take_line(timeout, "the program hangs"))
             output = (files[name].read_text(encoding="utf-8") for name in ("stdout", "stderr"))
             return subprocess.CompletedProcess([program, *arguments], code, *output)
+
+    def launcher(self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, **how: Any) -> Any:
+        """Start a launcher in place of :class:`subprocess.Popen`. It is a fork of the process that has imported
+        torch, and its workers are forks of it, so none of them imports torch.
+        """
+        if tuple(argv[:3]) != LAUNCHERS["elasticrs"]:
+            return subprocess.Popen(argv, env=env, cwd=cwd, **how)
+        arguments = ("--run-path", "--start-method=fork", *argv[3:])
+        program = "import sys; from elasticrs.launch import main; sys.exit(main())"
+        pipes = {"stdout": os.pipe(), "stderr": os.pipe()}
+        files = {name: f"/proc/{os.getpid()}/fd/{writer}" for name, (_, writer) in pipes.items()}
+        order = {"program": program, "arguments": arguments, "stdin": os.devnull, **files}
+        self.order({**order, "env": dict(env), "cwd": str(cwd)})
+        pid = int(self._take_line(HANG, "the launcher does not start"))
+        for _, writer in pipes.values():
+            os.close(writer)
+        return ForkedLauncher(pid, *(open(reader, "rb") for reader, _ in pipes.values()))
 
     def _take_line(self, timeout: float, trouble: str) -> str:
         in_time = procs.wait_readable(self.answers.fileno(), timeout)

@@ -35,18 +35,13 @@ def step(of_rank_1, others=REDUCE):
 
 
 @pytest.fixture
-def run(launch, worker_script, tmp_path):
+def run(launch_with_torch, worker_script, tmp_path):
     """Return a function that launches three workers with this source and a hang timeout of two seconds."""
 
-    def run(source, *options, nproc=3, warm="torch"):
-        options = (
-            f"--nproc-per-node={nproc}",
-            "--hang-timeout=2",
-            f"--log-dir={tmp_path / 'logs'}",
-            *options,
-        )
-        # The nursery imports torch once for all workers, unless `warm` is "off".
-        return launch(f"--warm={warm}", *options, worker_script(source), env={"OMP_NUM_THREADS": "1"})
+    def run(source, *options, nproc=3, limit=2):
+        watch = [f"--hang-timeout={limit}"] if limit else []
+        options = (f"--nproc-per-node={nproc}", f"--log-dir={tmp_path / 'logs'}", *watch, *options)
+        return launch_with_torch(*options, worker_script(source), env={"OMP_NUM_THREADS": "1"})
 
     return run
 
@@ -101,11 +96,10 @@ def test_no_rank_is_named_if_the_records_do_not_decide(run, tmp_path):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize(("how", "limit"), [("sys.exit(0)", ()), ("os._exit(0)", ("--hang-timeout=600",))])
-def test_a_rank_that_exits_early_with_code_0_is_the_root_cause(launch, worker_script, how, limit):
+@pytest.mark.parametrize(("how", "limit"), [("sys.exit(0)", None), ("os._exit(0)", 600)])
+def test_a_rank_that_exits_early_with_code_0_is_the_root_cause(run, how, limit):
     source = step(how).replace("import os,", "import os, sys,")
-    options = ("--warm=torch", "--nproc-per-node=3", *limit)
-    launched = launch(*options, worker_script(source), env={"OMP_NUM_THREADS": "1"}).exits(1)
+    launched = run(source, limit=limit).exits(1)
     says(launched.stderr, "rank 1 of 3: exited with code 0 at ", "while others still waited for it")
     root = launched.stderr[launched.stderr.index("Root Cause") :]
     assert "rank      : 1 (local_rank: 1)" in root
@@ -114,18 +108,19 @@ def test_a_rank_that_exits_early_with_code_0_is_the_root_cause(launch, worker_sc
 
 @pytest.mark.torch
 def test_a_rank_that_holds_the_gil_has_no_record(run):
-    launched = run(step(HOLDS_THE_GIL), nproc=2, warm="off").exits(1)
+    launched = run(step(HOLDS_THE_GIL), nproc=2).exits(1)
     says(launched.stderr, "rank 0 waits in all_reduce #2", "rank 1", "no answer in time")
 
 
-def test_the_report_contains_no_flight_record_diagnosis_without_torch(run, tmp_path):
+def test_the_report_contains_no_flight_record_diagnosis_without_torch(launch, worker_script, tmp_path):
     source = """
         import threading
         from elasticrs.timer import heartbeat
         heartbeat(7)
         threading.Event().wait()
     """
-    launched = run(source, nproc=2, warm="off").exits(1)
+    options = ("--nproc-per-node=2", "--hang-timeout=2", f"--log-dir={tmp_path / 'logs'}")
+    launched = launch(*options, worker_script(source)).exits(1)
     says(launched.stderr, "hung: ", "stopped at step 7", "it is in wait (threading.py:")
     assert "record" not in launched.stderr
     assert not list(tmp_path.glob("logs/*/attempt_0/*/*.flight*"))

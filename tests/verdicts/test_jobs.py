@@ -22,7 +22,7 @@ LIMIT = 192 << 20
 def run(launch, worker_script, tmp_path):
     """Return a function that runs a script and returns its outcome."""
 
-    def run(source, *options, nproc=2, **how):
+    def run(source, *options, nproc=2, launch=launch, **how):
         report = tmp_path / "report.json"
         options = ("--exit-codes=verdict", f"--report=file:{report}", f"--nproc-per-node={nproc}", *options)
         return Ended(launch(*options, worker_script(source), **how), report)
@@ -105,8 +105,8 @@ DIES = """
 
 @pytest.mark.torch
 @pytest.mark.parametrize("how", ["os.kill(os.getpid(), signal.SIGKILL)", "raise KeyError('batch')"])
-def test_ranks_that_lose_a_peer_are_not_blamed(run, how):
-    ended = run(DIES.format(how=how), "--warm=torch", nproc=4, env={"OMP_NUM_THREADS": "1"})
+def test_ranks_that_lose_a_peer_are_not_blamed(run, launch_with_torch, how):
+    ended = run(DIES.format(how=how), nproc=4, launch=launch_with_torch, env={"OMP_NUM_THREADS": "1"})
     assert (ended.code, ended.report["verdict"], ended.report["root_cause"]) == (1, "failed", 2)
     says(ended.report["headline"], "rank 2 of 4", "KeyError" if "KeyError" in how else "SIGKILL")
 

@@ -1,7 +1,7 @@
 """Imports torch once, and runs each program in a fork of this process; see `helpers/torch_programs.py`.
 
 Writes a line when torch is there. Takes one JSON object per line, and writes the exit code of each program as
-one line.
+one line; of a program that goes on, the pid.
 """
 
 import json
@@ -17,8 +17,9 @@ main = sys.modules["__main__"] = types.ModuleType("__main__")
 
 def run(order):
     for number, name in enumerate(("stdin", "stdout", "stderr")):
-        flags = os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT
-        os.dup2(os.open(order[name], flags), number)
+        file = os.open(order[name], os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, number)
+        os.close(file)
     sys.argv[:] = ["-c", *order["arguments"]]
     code = 0
     try:
@@ -34,9 +35,36 @@ def run(order):
     os._exit(code)
 
 
+def start(order):
+    """Run a program in a grandchild of this process, and return its pid. It becomes a child of the tests, which
+    adopt orphans.
+    """
+    reader, writer = os.pipe()
+    between = os.fork()
+    if not between:
+        if pid := os.fork():
+            os.write(writer, b"%d" % pid)
+            os._exit(0)
+        os.close(reader)
+        os.close(writer)
+        os.setsid()
+        os.chdir(order["cwd"])
+        os.environ.clear()
+        os.environ.update(order["env"])
+        run(order)
+    os.waitpid(between, 0)
+    os.close(writer)
+    with open(reader, "rb") as file:
+        return int(file.read())
+
+
 print("torch is there", flush=True)
 for line in sys.stdin:
+    order = json.loads(line)
+    if "cwd" in order:
+        print(start(order), flush=True)
+        continue
     pid = os.fork()
     if not pid:
-        run(json.loads(line))
+        run(order)
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
