@@ -51,7 +51,7 @@ def test_the_workers_of_several_nodes_meet_at_a_store_of_its_own(launch, tmp_pat
 
 
 @pytest.mark.torch
-def test_torchs_own_process_group_forms_at_the_endpoint(launch, tmp_path):
+def test_torchs_own_process_group_forms_at_the_endpoint(launch_with_torch, tmp_path):
     port = str(ports.free())
     script = tmp_path / "train.py"
     script.write_text(
@@ -65,8 +65,6 @@ def test_torchs_own_process_group_forms_at_the_endpoint(launch, tmp_path):
         "dist.destroy_process_group()\n"
     )
     options = ("--nnodes=1", "--nproc-per-node=2", "--rdzv-backend=c10d")
-    # With elasticrun, torch is imported once for both workers.
-    env = {"PET_WARM": "torch"}
-    launched = launch(*options, f"--rdzv-endpoint=localhost:{port}", script, "localhost", port, env=env)
+    launched = launch_with_torch(*options, f"--rdzv-endpoint=localhost:{port}", script, "localhost", port)
     assert launched.wait() == 0, launched.stderr
     assert launched.stdout.count("SUM 2") == 2

@@ -331,15 +331,16 @@ def test_run_path_works_with_a_custom_backend(backend, worker_script):
     assert sorted(launched.stdout.splitlines())[:2] == ["0 2 0 0", "1 2 0 0"]
 
 
-# The nodes use torch's own rendezvous, so these tests are slow: importing torch takes most of the time.
+# The nodes use torch's own rendezvous.
 @pytest.fixture
-def in_file(launch, tmp_path):
+def in_file(launch_with_torch, tmp_path):
     """Return a function that starts two nodes that meet in a file."""
 
     def start(script):
         meeting = ("--rdzv-backend=c10d", "--rdzv-conf=store_type=file", "--rdzv-id=job")
         endpoint = f"--rdzv-endpoint={tmp_path / 'meeting'}"
-        return [launch("--nnodes=2", "--nproc-per-node=1", *meeting, endpoint, script) for _ in range(2)]
+        options = ("--nnodes=2", "--nproc-per-node=1", *meeting, endpoint)
+        return [launch_with_torch(*options, script) for _ in range(2)]
 
     return start
 

@@ -199,8 +199,8 @@ def test_rdzv_endpoint_can_replace_master_addr_and_master_port(launch):
 
 
 @pytest.mark.torch
-def test_a_process_group_forms_over_the_given_address(launch, worker_script):
-    nodes = Nodes(launch, 2, worker_script(GLOO))
+def test_a_process_group_forms_over_the_given_address(launch_with_torch, worker_script):
+    nodes = Nodes(launch_with_torch, 2, worker_script(GLOO))
     for rank in (1, 0):
         nodes.start(rank)
     assert nodes.codes() == [0, 0]
@@ -300,8 +300,8 @@ def test_one_of_two_nodes_with_the_same_rank_is_refused(launch):
 
 @pytest.mark.torch
 @pytest.mark.beyond_torchrun
-def test_a_surplus_node_is_refused_with_the_reason(launch, worker_script):
-    nodes = Nodes(launch, 2, worker_script(STORE), conf=QUICK)
+def test_a_surplus_node_is_refused_with_the_reason(launch_with_torch, worker_script):
+    nodes = Nodes(launch_with_torch, 2, worker_script(STORE), conf=QUICK)
     agents = [nodes.start(rank) for rank in (0, 1)]
     pids = [int(agent.wait_for_line(r"^READY (\d+)$")[1]) for agent in agents]
     late = nodes.start(1, conf={"join_timeout": 2})

@@ -157,10 +157,8 @@ LOADS = """
 """
 
 
-def test_all_ranks_save_while_their_data_loaders_run(launch, worker_script, tmp_path):
-    # The nursery imports torch once for both ranks.
-    options = ("--nproc-per-node", "2", "--warm=torch")
-    launched = launch(*options, worker_script(LOADS), str(tmp_path))
+def test_all_ranks_save_while_their_data_loaders_run(launch_with_torch, worker_script, tmp_path):
+    launched = launch_with_torch("--nproc-per-node", "2", worker_script(LOADS), str(tmp_path))
     launched.wait_for_lines("TRAINS", 2)
     launched.signal(signal.SIGTERM)
     launched.exits(1)

@@ -38,7 +38,7 @@ TRAINING = """
 
 @pytest.fixture
 def two_nodes(launch, worker_script):
-    def start(source):
+    def start(source, launch=launch):
         options, script = (*meeting(), "--max-restarts=1"), worker_script(source)
         confs = [f"--rdzv-conf=order_hint={node},is_host={1 - node}" for node in (0, 1)]
         env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -59,8 +59,8 @@ def test_rank_0_hosts_the_store_on_a_new_port_in_each_round(two_nodes):
 
 @pytest.mark.beyond_torchrun
 @pytest.mark.torch
-def test_torch_workers_train_with_the_store_of_rank_0(two_nodes):
-    started = two_nodes(TRAINING)
+def test_torch_workers_train_with_the_store_of_rank_0(two_nodes, launch_with_torch):
+    started = two_nodes(TRAINING, launch_with_torch)
     assert [each.wait(60) for each in started] == [0, 0], started[0].stderr
     for each in started:
         each.wait_for_line("^SUM 2$")

@@ -43,7 +43,7 @@ def test_each_example_starts_with_a_valid_command_line(example):
 def train(launch, tmp_path):
     """Return a function that runs an example to completion and returns its output."""
 
-    def train(example, *options, epochs=EPOCHS, accident="-1:0", checkpoints="checkpoints", code=0):
+    def train(example, *options, epochs=EPOCHS, accident="-1:0", checkpoints="checkpoints", code=0, **how):
         script = tmp_path / f"{example}.py"
         script.write_text("import accident\n" + (EXAMPLES / script.name).read_text(encoding="utf-8"))
         environment = {
@@ -55,27 +55,34 @@ def train(launch, tmp_path):
             "HF_HOME": str(tmp_path),
         }
         arguments = ("--checkpoints", tmp_path / checkpoints, "--epochs", str(epochs))
-        launched = launch(*options, script, *arguments, env=environment)
+        launched = launch(*options, script, *arguments, env=environment, **how)
         return launched.exits(code, timeout=3 * HANG).stdout
 
     return train
 
 
+@pytest.fixture
+def forked(torch_programs):
+    """Let an example run in forks of a process that has imported what all ranks import until their first step."""
+    torch_programs.preload(
+        "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp"
+    )
+    return {"start": torch_programs.launcher}
+
+
 @pytest.mark.timeout(180)
-def test_fsdp2_resumes_with_another_number_of_ranks(train):
-    # Import once what all ranks import, also during their first steps.
-    modules = "torch._dynamo,torch.distributed.checkpoint,torch.distributed.fsdp"
-    options = ("--standalone", "--warm", modules, "--nproc-per-node")
-    train("fsdp2", *options, "2", epochs=2, accident="1:24", code=1)
-    output = train("fsdp2", *options, "3", epochs=2)
+def test_fsdp2_resumes_with_another_number_of_ranks(train, forked):
+    options = ("--standalone", "--nproc-per-node")
+    train("fsdp2", *options, "2", epochs=2, accident="1:24", code=1, **forked)
+    output = train("fsdp2", *options, "3", epochs=2, **forked)
     assert "resumed after epoch 1\n" in output
     assert "done: 3 ranks" in output
 
 
 @pytest.mark.timeout(180)
-def test_a_killed_data_loader_fails_its_rank_and_no_loader_remains(train):
-    options = ("--standalone", "--warm", "auto", "--nproc-per-node", "2", "--max-restarts", "1")
-    output = train("data_loaders", *options, epochs=2, accident="1:24:loader")
+def test_a_killed_data_loader_fails_its_rank_and_no_loader_remains(train, forked):
+    options = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
+    output = train("data_loaders", *options, epochs=2, accident="1:24:loader", **forked)
     assert "resumed after epoch 1\n" in output
     (pids,) = re.findall(r"accident of \d+, loaders \[(.*)\]$", output, re.MULTILINE)
     assert [process(int(pid)) for pid in pids.split(", ")] == [None, None]

@@ -77,6 +77,12 @@ class TorchPrograms(Forker):
             os.close(writer)
         return ForkedLauncher(pid, *(open(reader, "rb") for reader, _ in pipes.values()))
 
+    def preload(self, *modules: str) -> None:
+        """Import modules that all programs from now on inherit."""
+        for module in modules:
+            self.order({"import": module})
+            assert self._take_line(HANG, f"the import of {module} hangs")
+
     def _take_line(self, timeout: float, trouble: str) -> str:
         in_time = procs.wait_readable(self.answers.fileno(), timeout)
         if not in_time:

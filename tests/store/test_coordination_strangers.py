@@ -4,8 +4,6 @@ import contextlib
 import errno
 import os
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 
@@ -136,24 +134,11 @@ def test_another_program_on_the_port_is_recognised(answer, is_closed, kind, toke
 
 
 @pytest.mark.torch
-def test_a_torch_tcpstore_is_recognised_as_another_program():
-    script = (
-        "import sys, torch.distributed as dist\n"
-        "options = {'is_master': True, 'wait_for_workers': False}\n"
-        "stores = [dist.TCPStore('127.0.0.1', 0, use_libuv=each, **options) for each in (True, False)]\n"
-        "print(*(store.port for store in stores), flush=True)\n"
-        "sys.stdin.read()\n"
-    )
-    command = [sys.executable, "-c", script]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    ) as torch:
-        assert torch.stdout is not None
-        ports = torch.stdout.readline().split()
-        assert len(ports) == 2
-        for port in ports:
-            refused(int(port), "not_ours", "TCPStore")
-        torch.communicate()
+@pytest.mark.parametrize("use_libuv", [True, False])
+def test_a_torch_tcpstore_is_recognised_as_another_program(fork, use_libuv):
+    (server,) = fork(1)
+    server.ask("connect", 0, {"is_master": True, "wait_for_workers": False, "use_libuv": use_libuv})
+    refused(server.ask("port"), "not_ours", "TCPStore")
 
 
 def test_a_refused_connection_is_reported_with_the_endpoint():

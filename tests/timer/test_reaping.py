@@ -42,17 +42,15 @@ BY_HAND = """
 def run(launch, worker_script):
     """Return a function that launches workers with this source and with timers enabled."""
 
-    def run(source, *options, nproc=1, env=None, **how):
+    def run(source, *options, nproc=1, env=None, launch=launch, **how):
         env = {**ENABLED, **(env or {})}
         return launch(f"--nproc-per-node={nproc}", *options, worker_script(source), env=env, **how)
 
     return run
 
 
-def test_a_rank_whose_torch_timer_expired_is_restarted(run):
-    # The nursery imports torch once for both workers and both attempts.
-    warm = "--warm=torch.distributed.elastic.timer"
-    launched = run(TORCH_CLIENT, warm, "--max-restarts=1", nproc=2).exits(0)
+def test_a_rank_whose_torch_timer_expired_is_restarted(run, launch_with_torch):
+    launched = run(TORCH_CLIENT, "--max-restarts=1", nproc=2, launch=launch_with_torch).exits(0)
     assert launched.stdout.count("DONE\n") >= 2
     line = r"rank 1 \(pid \d+\): timer expired: scope 'epoch', deadline [\d:]{8}\.\d{3}, 1 other timer live"
     assert re.search(line + r"(; 1 other stopped)?; restarting\D* 1 of 1\b", launched.stderr)

@@ -182,8 +182,6 @@ def launch(shape, kind, guilty, nproc, logs):
     from elasticrs.multiprocessing import DefaultLogsSpecs
     from elasticrs.multiprocessing.errors import ChildFailedError
 
-    # Create an optimizer before the forks, so that torch's modules for it are imported only once.
-    torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
     limits = {"hang_timeout": 3, "shutdown_timeout": 5, "max_restarts": 0}
     logs_specs = DefaultLogsSpecs(log_dir=logs)
     config = LaunchConfig(1, 1, int(nproc), start_method="fork", logs_specs=logs_specs, **limits)

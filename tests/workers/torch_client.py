@@ -48,6 +48,9 @@ class Own:
     def can(self, method):
         return hasattr(self.store, method)
 
+    def port(self):
+        return self.store.port
+
     def clone(self):
         self.store = self.store.clone()
 

@@ -15,11 +15,14 @@ import torch.distributed  # noqa: F401
 main = sys.modules["__main__"] = types.ModuleType("__main__")
 
 
-def run(order):
+def redirect(order):
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         file = os.open(order[name], os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT)
         os.dup2(file, number)
         os.close(file)
+
+
+def run(order):
     sys.argv[:] = ["-c", *order["arguments"]]
     code = 0
     try:
@@ -42,6 +45,8 @@ def start(order):
     reader, writer = os.pipe()
     between = os.fork()
     if not between:
+        # Before the tests, which wait for the pid, close their ends of the pipes.
+        redirect(order)
         if pid := os.fork():
             os.write(writer, b"%d" % pid)
             os._exit(0)
@@ -51,6 +56,7 @@ def start(order):
         os.chdir(order["cwd"])
         os.environ.clear()
         os.environ.update(order["env"])
+        sys.path[1:1] = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
         run(order)
     os.waitpid(between, 0)
     os.close(writer)
@@ -61,10 +67,14 @@ def start(order):
 print("torch is there", flush=True)
 for line in sys.stdin:
     order = json.loads(line)
+    if "import" in order:
+        print(bool(__import__(order["import"])), flush=True)
+        continue
     if "cwd" in order:
         print(start(order), flush=True)
         continue
     pid = os.fork()
     if not pid:
+        redirect(order)
         run(order)
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
