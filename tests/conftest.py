@@ -187,8 +187,8 @@ def launch(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Launch]:
 
 @pytest.fixture
 def launch_with_torch(launch: Launch, torch_programs: TorchPrograms) -> Launch:
-    """Start the launcher as a fork of a process that has imported torch. The workers are forks of the launcher
-    (``--run-path --start-method=fork``), so none of them imports torch.
+    """Start the launcher as a fork of a process that has imported torch. The workers are forks of the
+    launcher (``--run-path --start-method=fork``), so none of them imports torch.
     """
     return functools.partial(launch, start=torch_programs.launcher)
 

@@ -67,7 +67,7 @@ class Launched:
         # them.
         previous = {signum: signal.signal(signum, signal.SIG_IGN) for signum in ignore}
         try:
-            self._process = start(
+            self._process: subprocess.Popen[bytes] = start(
                 [os.fspath(each) for each in argv],
                 stdin=stdin,
                 stdout=subprocess.PIPE,
@@ -79,7 +79,7 @@ class Launched:
         finally:
             for signum, handler in previous.items():
                 signal.signal(signum, handler)
-        self.pid = self._process.pid
+        self.pid: int = self._process.pid
         self.pidfd = os.pidfd_open(self.pid)
         assert self._process.stdout is not None
         assert self._process.stderr is not None

@@ -61,8 +61,8 @@ class TorchPrograms(Forker):
             return subprocess.CompletedProcess([program, *arguments], code, *output)
 
     def launcher(self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, **how: Any) -> Any:
-        """Start a launcher in place of :class:`subprocess.Popen`. It is a fork of the process that has imported
-        torch, and its workers are forks of it, so none of them imports torch.
+        """Start a launcher in place of :class:`subprocess.Popen`. It is a fork of the process that has
+        imported torch, and its workers are forks of it, so none of them imports torch.
         """
         if tuple(argv[:3]) != LAUNCHERS["elasticrs"]:
             return subprocess.Popen(argv, env=env, cwd=cwd, **how)

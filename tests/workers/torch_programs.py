@@ -39,8 +39,8 @@ def run(order):
 
 
 def start(order):
-    """Run a program in a grandchild of this process, and return its pid. It becomes a child of the tests, which
-    adopt orphans.
+    """Run a program in a grandchild of this process, and return its pid. It becomes a child of the tests,
+    which adopt orphans.
     """
     reader, writer = os.pipe()
     between = os.fork()
