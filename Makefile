@@ -82,7 +82,7 @@ $(BUILT): $(RUST_SOURCES) pyproject.toml $(REBUILD) | $(SETUP)
 demo: build ## train a real model with 4 workers; one is killed midway, and the job recovers
 	@$(PY) examples/ddp_digits/demo.py
 
-demo-keep: build ## train with kept state; a worker is killed, raises, hangs: steps lost, beside torchrun with checkpoints
+demo-keep: build ## kept state; a worker is killed, raises, hangs, a node leaves, is lost: steps lost, beside torchrun
 	@$(PY) examples/keep/demo.py
 
 demo-train: build ## train as steps over a state; one worker is killed, the other three keep their processes, one step is repeated

@@ -1,37 +1,56 @@
-"""Kills a worker, raises an exception, and lets a worker hang; tells how many steps each of them costs.
+"""Has accidents happen to a training; tells how many steps each of them costs.
 
-Runs `train.py` three times: undisturbed, under torchrun, where it continues from a checkpoint of every 25
-steps, and under `python -m elasticrs.launch`, where it continues from the state that `Keep` has kept. Exits
-with 1 when anything is not as promised: a step was lost with `Keep`, or its training ended differently from
-the undisturbed one.
+A worker is killed, raises an exception, or hangs; a node is drained (SIGTERM to its agent), or lost. The
+training is `train.py`. It runs under torchrun, where it continues from a checkpoint of every 25 steps, and
+under `python -m elasticrs.launch`, where it continues from the state that `Keep` has kept: first on one node,
+then on three (agents on the loopback interface), of which two leave. Exits with 1 when anything is not as
+promised: a step was lost with `Keep`, or its training on one node ended differently from an undisturbed one.
 """
 
 import os
 import re
+import select
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 WORKERS = 2
-ACCIDENTS = {"kill": 65, "raise": 120, "hang": 190}
-"""Steps in which they happen."""
-WORDS = {"kill": "SIGKILL of a worker", "raise": "exception in a worker", "hang": "hang of a worker"}
+NODES = 3
+ON_ONE_NODE = {"kill": 65, "raise": 120, "hang": 190}
+ON_NODES = {"drain": 90, "lose": 165}
+"""Steps in which accidents happen."""
+WORDS = {
+    "kill": "SIGKILL of a worker",
+    "raise": "exception in a worker",
+    "hang": "hang of a worker",
+    "drain": "SIGTERM to a node",
+    "lose": "loss of a node",
+}
+LIMIT = 200.0
+"""Seconds after which a job is ended."""
 
-STAMP = re.compile(
-    r"stamp (?P<what>\w+) rank=(?P<rank>\d+) attempt=(?P<attempt>\d+) step=(?P<step>\d+) ns=(?P<ns>\d+)"
-)
+STAMP = re.compile(r"stamp (?P<what>\w+) rank=\d+ step=(?P<step>\d+) ns=(?P<ns>\d+) pid=(?P<pid>\d+)")
 DONE = re.compile(r"done: accuracy ([\d.]+%), sum of the parameters (\S+)")
+
+TORCHRUN = [str(Path(sys.executable).parent / "torchrun"), "--max-restarts", "6"]
+OURS = [sys.executable, "-m", "elasticrs.launch", "--max-restarts", "3", "--warm", "auto"]
+SHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""Variable of torchrun. Without it, a restarted rank often finds the addresses of the attempt before, and
+fails (torchrun 2.15).
+"""
 
 
 class Stamp(NamedTuple):
     """A line that a worker prints when it continues, has ended a step, or has an accident."""
 
     what: str
-    rank: int
-    attempt: int
     step: int
     ns: int
 
@@ -42,7 +61,7 @@ class Cost(NamedTuple):
     lost: int
     """Steps that had ended before the accident and were run again."""
     seconds: float
-    """Time from the accident until all ranks had ended a step that no rank had ended before."""
+    """Time from the accident until a rank had ended a step that no rank had ended before."""
 
 
 class Story(NamedTuple):
@@ -52,60 +71,135 @@ class Story(NamedTuple):
     broken: list[str]
 
 
+class Job:
+    """The agents of a job, which run `train.py`, and what they print. Also the accidents of nodes.
+
+    Args:
+        launcher: command of an agent, with the options that all agents have.
+        checkpoint: file of the checkpoints.
+        accidents: those that happen, with their steps.
+    """
+
+    def __init__(self, launcher: Sequence[str], checkpoint: Path, accidents: dict[str, int]) -> None:
+        program = [str(Path(__file__).with_name("train.py")), "--checkpoint", str(checkpoint), "--stamps"]
+        if accidents:
+            program += ["--accidents", *(f"{kind}:{step}" for kind, step in accidents.items())]
+        self.command = [*launcher, *program]
+        self.output = ""
+        self._agents: list[subprocess.Popen[bytes]] = []
+        self._rest: dict[int, bytes] = {}
+        """Start of a line, by the number of the agent whose output is open."""
+        self._ends = time.monotonic() + LIMIT
+
+    def start(self, *options: str, node: int | None = None) -> None:
+        """Start the next agent. Its options are followed by those of all agents."""
+        variables = {"OMP_NUM_THREADS": "1", SHARED: "1"} | ({} if node is None else {"DEMO_NODE": str(node)})
+        split = next(at for at, word in enumerate(self.command) if word.startswith("--"))
+        agent = subprocess.Popen(
+            [*self.command[:split], *options, *self.command[split:]],
+            env={**os.environ, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        assert agent.stdout is not None
+        os.set_blocking(agent.stdout.fileno(), False)
+        self._rest[len(self._agents)] = b""
+        self._agents.append(agent)
+
+    def read(self) -> None:
+        """Read what the agents print until all of them have ended, or the time is over."""
+        while self._rest and time.monotonic() < self._ends:
+            number_of = {agent.stdout: number for number, agent in enumerate(self._agents)}
+            for pipe in select.select([self._agents[each].stdout for each in self._rest], [], [], 1.0)[0]:
+                self._read(number_of[pipe])
+
+    def _read(self, number: int) -> None:
+        pipe = self._agents[number].stdout
+        assert pipe is not None
+        chunk = os.read(pipe.fileno(), 1 << 16)
+        *lines, rest = (self._rest.pop(number) + chunk).split(b"\n")
+        if chunk:
+            self._rest[number] = rest
+        for line in (each.decode(errors="replace") + "\n" for each in lines):
+            self.output += line
+            stamp = STAMP.search(line)
+            if stamp is None:
+                sys.stdout.write(line)
+                sys.stdout.flush()
+            elif stamp["what"] == "drain":
+                self._agents[number].terminate()
+            elif stamp["what"] == "lose":
+                # torchrun's worker would outlive its agent.
+                self._agents[number].kill()
+                with suppress(ProcessLookupError):
+                    os.kill(int(stamp["pid"]), signal.SIGKILL)
+
+    def close(self) -> bool:
+        """End the agents that still run. Return true if the first one has succeeded."""
+        for agent in self._agents:
+            with suppress(subprocess.TimeoutExpired):
+                agent.wait(max(0.0, self._ends - time.monotonic()))
+            agent.kill()
+            agent.wait()
+            assert agent.stdout is not None
+            agent.stdout.close()
+        return self._agents[0].returncode == 0
+
+
 def main() -> int:
-    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--max-restarts", "6"]
-    ours = [sys.executable, "-m", "elasticrs.launch", "--standalone", "--max-restarts", "3", "--warm", "auto"]
-    ours += ["--hang-timeout", "2"]
+    alone = ["--standalone", "--nproc-per-node", str(WORKERS)]
+    ours = [*OURS, *alone, "--hang-timeout", "2"]
     with tempfile.TemporaryDirectory(prefix="keep_") as name:
         folder = Path(name)
-        undisturbed = run("Undisturbed", ours, folder / "undisturbed.pt", ())
-        # Leave the hang out, because torchrun does not notice it. Without the variable, a restarted rank
-        # often finds the addresses of the attempt before, and fails (torchrun 2.15).
-        theirs = run(
-            "torchrun, a checkpoint every 25 steps",
-            torchrun,
-            folder / "torchrun.pt",
-            ("kill", "raise"),
-            TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
-        )
-        kept = run("elasticrun, the state is kept", ours, folder / "kept.pt", tuple(ACCIDENTS))
-    story = tell(undisturbed, theirs, kept)
+        undisturbed = run("Undisturbed", ours, folder / "undisturbed.pt", {})
+        # Leave the hang out, because torchrun does not notice it.
+        noticed = {kind: step for kind, step in ON_ONE_NODE.items() if kind != "hang"}
+        title = "torchrun, a checkpoint every 25 steps"
+        theirs = run(title, [*TORCHRUN, *alone], folder / "torchrun.pt", noticed)
+        kept = run("elasticrun, the state is kept", ours, folder / "kept.pt", ON_ONE_NODE)
+        theirs_on_nodes = run_on_nodes(title, TORCHRUN, folder / "torchrun_nodes.pt")
+        kept_on_nodes = run_on_nodes("elasticrun, the state is kept", OURS, folder / "kept_nodes.pt")
+    story = tell(undisturbed, [theirs, theirs_on_nodes], [kept, kept_on_nodes])
     print("\n".join(["", *story.account, *(f"NOT AS PROMISED: {each}" for each in story.broken)]), flush=True)
     return 1 if story.broken else 0
 
 
-def run(
-    title: str, launcher: Sequence[str], checkpoint: Path, accidents: Sequence[str], **variables: str
-) -> str:
-    """Run the training and return its output. If the job fails, return an empty string."""
-    program = [str(Path(__file__).with_name("train.py")), "--checkpoint", str(checkpoint), "--stamps"]
-    if accidents:
-        program += ["--accidents", *(f"{kind}:{ACCIDENTS[kind]}" for kind in accidents)]
-    command = [*launcher, "--nproc-per-node", str(WORKERS), *program]
-    print(f"\n{title}:\n$ {' '.join(command)}", flush=True)
-    env = {"OMP_NUM_THREADS": "1", **os.environ, **variables}
-    with subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as job:
-        assert job.stdout is not None
-        lines = []
-        for line in job.stdout:
-            lines.append(line)
-            if not STAMP.search(line):
-                sys.stdout.write(line)
-                sys.stdout.flush()
-    return "".join(lines) if job.returncode == 0 else ""
+def run(title: str, launcher: Sequence[str], checkpoint: Path, accidents: dict[str, int]) -> str:
+    """Run the training on one node, and return its output. If the job fails, return an empty string."""
+    job = Job(launcher, checkpoint, accidents)
+    print(f"\n{title}:\n$ {' '.join(job.command)}", flush=True)
+    job.start()
+    job.read()
+    return job.output if job.close() else ""
 
 
-def tell(undisturbed: str, theirs: str, kept: str) -> Story:
+def run_on_nodes(title: str, launcher: Sequence[str], checkpoint: Path) -> str:
+    """Run the training on several nodes, of which two leave, and return the output of all agents. If the
+    first agent fails, return an empty string.
+    """
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "demo"]
+    options = ["--nnodes", f"1:{NODES}", "--nproc-per-node", "1", *where]
+    job = Job([*launcher, *options], checkpoint, ON_NODES)
+    print(f"\n{title}, {NODES} nodes:\n$ {' '.join(job.command)}", flush=True)
+    for node in range(NODES):
+        job.start("--rdzv-conf", f"is_host={int(node == 0)},last_call_timeout=3", node=node)
+        while socket.socket().connect_ex(("localhost", port)):
+            time.sleep(0.05)
+    job.read()
+    return job.output if job.close() else ""
+
+
+def tell(undisturbed: str, theirs: Sequence[str], kept: Sequence[str]) -> Story:
     """Describe the runs from their output, and list the broken promises.
 
     Args:
         undisturbed: output of the run without accidents.
-        theirs: output of torchrun's.
-        kept: output of the run with `Keep`.
+        theirs: outputs of torchrun's runs: on one node, and on several nodes.
+        kept: outputs of the runs with `Keep`.
     """
-    costs = [costs_of(text) for text in (theirs, kept)]
+    costs = [{**costs_of(alone), **costs_of(on_nodes)} for alone, on_nodes in (theirs, kept)]
     account = [f"{'What it cost':24}{'torchrun and torch.save':>32}{'elasticrun and Keep':>32}"]
     broken = []
     for kind, words in WORDS.items():
@@ -116,8 +210,8 @@ def tell(undisturbed: str, theirs: str, kept: str) -> Story:
         ours = costs[1].get(kind)
         if ours is None or ours.lost:
             broken.append(f"{words}: {describe(ours)} with Keep")
-    ends = [DONE.search(text) for text in (undisturbed, kept)]
-    if ends[0] is None or ends[1] is None:
+    ends = [DONE.search(text) for text in (undisturbed, kept[0])]
+    if ends[0] is None or ends[1] is None or not DONE.search(kept[1]):
         return Story(account, [*broken, "a job failed"])
     account += [
         f"{text}: accuracy {end[1]}, sum of the parameters {end[2]}"
@@ -134,23 +228,21 @@ def describe(cost: Cost | None) -> str:
 
 def costs_of(output: str) -> dict[str, Cost]:
     """Return the cost of each accident from which the job recovered, by kind."""
-    stamps = [
-        Stamp(found["what"], *(int(found[name]) for name in ("rank", "attempt", "step", "ns")))
-        for found in STAMP.finditer(output)
-    ]
+    stamps = sorted(
+        (Stamp(found["what"], int(found["step"]), int(found["ns"])) for found in STAMP.finditer(output)),
+        key=lambda stamp: stamp.ns,
+    )
     costs = {}
-    for accident in (each for each in stamps if each.what in ACCIDENTS):
-        before = max(
-            (each.step for each in stamps if each.what == "ended" and each.attempt == accident.attempt),
-            default=0,
-        )
-        later = [each for each in stamps if each.attempt > accident.attempt]
+    for at, accident in enumerate(stamps):
+        starts = [number for number in range(at, len(stamps)) if stamps[number].what == "continues"]
+        if accident.what not in WORDS or not starts:
+            continue
+        before = max((each.step for each in stamps[: starts[0]] if each.what == "ended"), default=0)
+        later = stamps[starts[0] :]
         new = [each.ns for each in later if (each.what, each.step) == ("ended", before + 1)]
-        starts = [
-            each.step for each in later if each.what == "continues" and each.attempt == later[0].attempt
-        ]
-        if starts and len(new) >= WORKERS:
-            costs[accident.what] = Cost(max(0, before - min(starts)), (new[WORKERS - 1] - accident.ns) / 1e9)
+        if new:
+            back = min(each.step for each in later if each.what == "continues" and each.ns < new[0])
+            costs[accident.what] = Cost(max(0, before - back), (new[0] - accident.ns) / 1e9)
     return costs
 
 

@@ -1,7 +1,8 @@
 """Handwritten digits with `elasticrs.Keep`: after a failure, no step is trained again.
 
 Run: elasticrun --standalone --nproc-per-node 4 --max-restarts 3 --hang-timeout 3 examples/keep/train.py
-Try: add --accidents kill:60 raise:120 hang:180. `make demo-keep` does that, and compares it with torchrun.
+Try: add --accidents kill:60 raise:120 hang:180. `make demo-keep` does that, also drains and loses nodes, and
+compares it with torchrun.
 
 The lines marked with `keep` are all that a script needs. Under torchrun they do nothing, and the job
 continues from its last checkpoint instead.
@@ -36,7 +37,7 @@ def parse_arguments() -> argparse.Namespace:
         "--checkpoint", type=Path, default=Path("digits.pt"), help="file to load and to write"
     )
     parser.add_argument("--steps", type=int, default=240)
-    parser.add_argument("--accidents", nargs="*", default=[], help="rank 1 does this once: KIND:STEP")
+    parser.add_argument("--accidents", nargs="*", default=[], help="a rank does this once: KIND:STEP")
     parser.add_argument("--stamps", action="store_true", help="print the monotonic time of each step")
     return parser.parse_args()
 
@@ -113,10 +114,16 @@ def save(path: Path, objects: dict[str, Any], step: int) -> None:
 
 
 def have_accident(arguments: argparse.Namespace, step: int) -> None:
-    """Fail in this step if the command line says so, but only in the first attempt that reaches it."""
+    """Fail in this step if the command line says so, but only in the first attempt that reaches it.
+
+    The demo sends SIGTERM to the agent of the worker that stamps `drain`. It kills the worker that stamps
+    `lose`, and its agent.
+    """
+    rank, node = dist.get_rank(), os.environ.get("DEMO_NODE")
+    kinds = {"1": ("drain",), "2": ("lose",)}.get(node or "", ("kill", "raise", "hang") if rank == 1 else ())
     for accident in arguments.accidents:
         kind, _, at = accident.partition(":")
-        if dist.get_rank() != 1 or int(at) != step:
+        if int(at) != step or kind not in kinds:
             continue
         mark = arguments.checkpoint.with_name(f"{arguments.checkpoint.name}.{kind}")
         if mark.exists():
@@ -127,15 +134,14 @@ def have_accident(arguments: argparse.Namespace, step: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         elif kind == "raise":
             raise ValueError("a bad batch")
-        else:
+        elif kind in ("hang", "lose"):
             never_filled: queue.Queue[Any] = queue.Queue()
             never_filled.get()
 
 
 def stamp(arguments: argparse.Namespace, what: str, step: int) -> None:
     if arguments.stamps:
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        line = f"stamp {what} rank={dist.get_rank()} attempt={attempt} step={step} ns={time.monotonic_ns()}\n"
+        line = f"stamp {what} rank={dist.get_rank()} step={step} ns={time.monotonic_ns()} pid={os.getpid()}\n"
         # Write with a single call, because the workers share this descriptor, and `print` may need two.
         os.write(1, line.encode())
 

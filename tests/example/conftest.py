@@ -22,9 +22,9 @@ def demo(request):
 def run_demo():
     """Return a function that runs a demo, asserts that it succeeds, and returns its output."""
 
-    def run(program, *arguments):
+    def run(program, *arguments, timeout=280):
         command = [sys.executable, EXAMPLES / program, *arguments]
-        done = run_program(command, timeout=280, env=clean_environment())
+        done = run_program(command, timeout=timeout, env=clean_environment())
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
