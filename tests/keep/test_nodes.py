@@ -122,6 +122,25 @@ def keep(file, step, data, index=b"index"):
     slot.complete(99, 3)
 
 
+def test_the_agent_reads_on_which_step_the_nodes_have_agreed():
+    facts = {"step": 17, "exact": False, "behind": [1], "why": "because\n", "kept_by": [0], "ranks": 2}
+    facts |= {"at_death": True, "lost": 0}
+    with keep_files(1) as files:
+        files.begin({}, {0: {"rank": "0"}}, None)
+        assert files.agreed() is None
+        with closing(KeepFile(files.places[0])) as file:
+            file.tell_agreed({"rank": "0"}, facts)
+            found = files.agreed()
+            assert (found.step, found.behind, found.kept_by, found.why) == (17, (1,), (0,), "because?")
+            assert set(nodes.FACTS) == set(facts)
+            for wrong in ({"step": -1}, {"behind": 3}, {"lost": "x"}):
+                file.tell_agreed({"rank": "0"}, {**facts, **wrong})
+                assert files.agreed() is None
+            file.words[layout.Head.PID] = 1
+        files.begin({}, {0: {"rank": "0"}}, None)
+        assert files.agreed() is None
+
+
 @pytest.fixture
 def near(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -270,3 +289,5 @@ def test_a_drained_node_costs_no_step(agents, tmp_path, how):
     ended = [int((tmp_path / f"ended.1.{rank}").read_text()) for rank in (0, 1)]
     assert begun == {max(ended)}
     assert len(set(said(job, "END"))) == 1
+    told = [line for agent in job for line in agent.stderr.splitlines() if "can continue at step" in line]
+    assert [f"step {max(ended)}," in line for line in told] == [True]

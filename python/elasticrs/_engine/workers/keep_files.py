@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from typing import TypeAlias
 
-    from elasticrs._engine.inside.keep.choice import Holding
+    from elasticrs._engine.inside.keep.choice import Choice, Holding
     from elasticrs._engine.workers.plan import MemoryFiles
 
     PlanValue: TypeAlias = "bool | int | float | str | Sequence[PlanValue] | Mapping[str, PlanValue] | None"
@@ -29,7 +29,7 @@ MAX_RECORD = 64 << 20
 """Maximum size in bytes of a record of random numbers and the like. The agent ignores longer records."""
 
 _CHUNK = 1 << 20
-_CLEARED = ((Head.PID, Head.CHECK_DIGEST), (Head.RESTORED, Head.REASON_LENGTH))
+_CLEARED = ((Head.PID, Head.CHECK_DIGEST), (Head.RESTORED, Head.IS_AGREED))
 """First and last index of the words in a file's head that the agent clears before each attempt."""
 ALL_STEPS = _MAX_STEP = 1 << 62
 
@@ -98,6 +98,26 @@ class KeepFiles:
     def was_replicated(self, local_rank: int) -> bool:
         """Return true if the ranks of several nodes have found that they all have the same state."""
         return self._word(self._fds[local_rank], Head.WAS_REPLICATED) == 1
+
+    def agreed(self) -> Choice | None:
+        """Return the step on which the workers of several nodes have agreed; ``None`` before that, or if the
+        first worker of this node has written something else.
+        """
+        if not self._fds:
+            return None
+        fd = self._fds[0]
+        if self._word(fd, Head.IS_AGREED) != 1:
+            return None
+        import json
+
+        from elasticrs._engine.inside.keep.choice import Choice
+
+        data = os.pread(fd, layout.REGIONS_AT - layout.PLAN_AT, layout.PLAN_AT)
+        length = layout.unpack(data[: layout.WORD])[0]
+        try:
+            return Choice.of_facts(json.loads(data[layout.WORD : layout.WORD + length])["agreed"])
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return None
 
     def has_joined(self, local_rank: int) -> bool:
         """Return true if the program of this worker has used ``Keep`` in the current attempt."""

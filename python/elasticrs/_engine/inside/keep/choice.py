@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 NEAR = 20
 """Number of steps. If an attempt fails within so many steps, the state that it restored may be why."""
 
+_MAX_WHY = 1000
+
 _ANSWERS = {
     Answer.CHANGING: "the optimizer was changing the state",
     Answer.NOTHING: "the state could not be copied at that time",
@@ -146,6 +148,22 @@ class Choice(Value):
     is_replicated: bool = False
     why: str = ""
     folder: str = ""
+
+    @staticmethod
+    def of_facts(facts: Mapping[str, Any]) -> Choice:
+        """Return the choice that the workers of several nodes have made, without ``sources``. Raises
+        ``ValueError``, ``TypeError`` or ``KeyError`` if a worker has written something else.
+        """
+        step = facts["step"]
+        return Choice(
+            None if step is None else _whole(step),
+            behind=tuple(map(_whole, facts["behind"])),
+            kept_by=tuple(map(_whole, facts["kept_by"])),
+            ranks=_whole(facts["ranks"]),
+            lost=_whole(facts["lost"]),
+            is_at_death=bool(facts["at_death"]),
+            why=phrases.printable(str(facts["why"]), _MAX_WHY),
+        )
 
     @property
     def is_exact(self) -> bool:

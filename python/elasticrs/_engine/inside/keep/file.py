@@ -15,6 +15,7 @@ from elasticrs._engine.inside.keep.layout import Head, Slot, SlotState
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from typing import Any
 
 _CHUNK = 1 << 25
@@ -128,6 +129,18 @@ class KeepFile:
                     f" to {value}); start this program with elasticrun to keep its state"
                 )
         return plan
+
+    def tell_agreed(self, plan: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        """Add to the plan on which step the nodes have agreed, for the agent."""
+        text = json.dumps({**plan, "agreed": facts}).encode()
+        if len(text) > layout.MAX_PLAN:
+            return  # The agent will not tell the user, but rank 0 does.
+        descriptor = self._open()
+        try:
+            os.pwrite(descriptor, layout.pack([len(text)]) + text, layout.PLAN_AT)
+        finally:
+            os.close(descriptor)
+        self.words[Head.IS_AGREED] = 1
 
     def join(self, rank: int, world: int, attempt: int, mode: int) -> None:
         """Record in the file that this process uses it.

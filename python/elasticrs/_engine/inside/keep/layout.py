@@ -81,9 +81,11 @@ class Head:
     """Number of times that an optimizer has changed the state before the first step was completed."""
     REASON_LENGTH = 26
     """Length in bytes of the text at :data:`REASON_AT`."""
-    WAS_REPLICATED = 27
+    IS_AGREED = 27
+    """1 if the workers of several nodes have agreed on a step, and the plan says on which."""
+    WAS_REPLICATED = 28
     """1 if the ranks of several nodes have found that they all have the same state. Never reset."""
-    COUNT = 28
+    COUNT = 29
 
 
 class Mode:

@@ -79,7 +79,9 @@ def agree(
         step, is_replicated = choice["step"], choice["replicated"]
         _drop_newer(file, step)
         file.words[Head.WAS_REPLICATED] = int(is_replicated)
-        done = {**plan, **{name: choice[name] for name in _FACTS}, "large": None, "own": None}
+        if own[1] == 0:
+            file.tell_agreed(plan, {name: choice[name] for name in FACTS})
+        done = {**plan, **{name: choice[name] for name in FACTS}, "large": None, "own": None}
         if step is None:
             return Agreement(done, None)
         return _with_copy(store, done, choice, own, file, say)
@@ -97,7 +99,7 @@ def tell_off(reason: str) -> None:
         return  # Ignore the error: the other nodes will report that they have waited for this node.
 
 
-_FACTS = ("step", "exact", "behind", "why", "kept_by", "ranks", "at_death", "lost")
+FACTS = ("step", "exact", "behind", "why", "kept_by", "ranks", "at_death", "lost")
 """Fields of the plan whose values are the same for all ranks."""
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.inside.keep.saved import Saved
     from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.job.restart_policy import FailureHistory
+    from elasticrs._engine.supervise.attempts.attempt import Attempt
     from elasticrs._engine.workers.keep_files import PlanValue
     from elasticrs._engine.workers.plan import MemoryFiles, Plan
 
@@ -39,6 +40,7 @@ class Keeping:
         self._loop: Loop | None = None
         self._ranks: dict[int, int] = {}
         self._world = 0
+        self._awaits_agreement = False
         is_one_node = job.is_multi_node and job.rendezvous.max_nodes == 1
         self._may_have_several_nodes = job.make_handler is not None or (job.is_multi_node and not is_one_node)
         self.files: KeepFiles | None = None
@@ -104,6 +106,7 @@ class Keeping:
             shared["reader"] = saved.readable() if saved else _readable(choice, holdings, files)
             shared["folder"] = choice.folder
         newest = None if choice is None else choice.step
+        self._awaits_agreement = bool(holdings) and self._may_have_several_nodes
         if self._may_have_several_nodes:
             # The workers of all nodes choose the step together, when they restore their state. So delete no
             # copies, and tell the workers which steps the files of this node have.
@@ -151,6 +154,20 @@ class Keeping:
         barred = None if self._loop is None else self._loop.barred_from
         was_replicated = self._choice is not None and self._choice.is_replicated
         self._choice = choose(holdings, world, barred_from=barred, was_replicated=was_replicated)
+
+    def take_agreed(self, attempt: Attempt) -> bool:
+        """After a restart on several nodes, find out which step the workers restore, because they choose it
+        themselves. Return true if they may not have chosen it yet, so that this is to be called again.
+        """
+        if not self._awaits_agreement or self.files is None or attempt.has_ended:
+            return False
+        found = self.files.agreed()
+        if found is not None:
+            self._awaits_agreement = False
+            attempt.kept = found
+            if 0 in self._ranks.values():
+                self._say(f"keep: the job {found.line()}")
+        return found is None
 
     def at_end(self, history: FailureHistory) -> Choice | None:
         """Choose the step that another attempt would restore, after the job's last attempt has ended. Return

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from elasticrs._engine.supervise.run.workers import Workers
 
 _NEVER = float("inf")
+_AGREEMENT_TICK = 0.25
+"""Seconds between two looks at what the workers of several nodes have agreed on, after a restart."""
 
 _SAVE_LIMIT = 600.0
 """Maximum seconds for saving the kept training state of a failed job. Only the user waits for that."""
@@ -474,8 +476,13 @@ class Agent:
             from elasticrs._engine.supervise.run.keeping import Keeping
 
             self._keeping = Keeping(self._job, self._memory, self._console.say)
+            self._duties.append(partial(self._look_for_agreement, self._keeping))
         attempt.kept = self._keeping.begin(action.round, attempt.plan, self._decisions.read_history())
         attempt.keep_files = self._keeping.files
+
+    def _look_for_agreement(self, keeping: Keeping) -> float:
+        attempt = self._tracker.attempt
+        return _AGREEMENT_TICK if attempt is not None and keeping.take_agreed(attempt) else _NEVER
 
     def _finish(self, action: machine.Exit) -> None:
         self._decisions.release_plan()
