@@ -196,5 +196,6 @@ def test_hostile_words_cause_no_error_and_no_large_read(data):
 def test_closed_files_give_their_memory_back(files, worker):
     files.memory.close()
     files.memory.close()
+    assert not files.memory.places
     assert not files.has_joined(1)
     assert not os.path.exists(files.places[1].partition(":")[2])

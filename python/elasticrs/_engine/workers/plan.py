@@ -64,6 +64,7 @@ class MemoryFiles:
     def __init__(self, workers: int) -> None:
         self.mark = int.from_bytes(os.urandom(7), "big")
         self.fds: list[int] = []
+        self.places: list[str] = []
         self.stay_open = False
         try:
             for _ in range(workers):
@@ -78,7 +79,7 @@ class MemoryFiles:
         """Close the files, so that the kernel deletes them with all copies. Idempotent."""
         if self.stay_open:
             return
-        fds, self.fds = self.fds, []
+        fds, self.fds, self.places = self.fds, [], []
         for fd in fds:
             os.close(fd)
 

@@ -30,7 +30,7 @@ _OF_LAUNCHER = {
 }
 """Variables that each launcher sets for its workers, and the members of the plan that have the same value."""
 
-_PATIENCE, _PAUSE = 5.0, 0.001
+_PATIENCE, _PAUSE = 60.0, 0.001
 """Maximum seconds to wait for the first plan, and between two looks for it."""
 
 
@@ -99,8 +99,10 @@ class KeepFile:
                 return descriptor
             os.close(descriptor)
             # The agent writes the first plan, and then the head, while the workers are starting.
-            if any(head) or found.st_nlink or monotonic() > give_up_at:
+            if any(head) or found.st_nlink:
                 raise OffError("the agent's memory is not visible in this container")
+            if monotonic() > give_up_at:
+                raise OffError(f"the agent did not prepare its memory within {_PATIENCE:.0f} s")
             sleep(_PAUSE)
 
     def plan(self) -> dict[str, Any]:
