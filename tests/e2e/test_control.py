@@ -3,6 +3,8 @@
 import http.client
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import stat
@@ -361,6 +363,60 @@ def test_restart_on_one_node_restarts_all_nodes(launch, worker_script, folder, a
     assert rounds == [2, 2]
     assert asked("stop", f"--job={agents[0].pid}")[0] == 0
     assert [agent.wait() for agent in agents] == [1, 1]
+
+
+WORKS = """
+import ctypes, os, signal
+from elasticrs._engine.inside.flight import answer_with_record
+
+def load():
+    os.write(1, f"here {os.environ['RANK']} {os.getpid()}.\\n".encode())
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    signal.sigwait([signal.SIGUSR1])
+
+def hold():
+    os.write(1, f"here {os.environ['RANK']} {os.getpid()}.\\n".encode())
+    ctypes.PyDLL(None).pause()  # keeps the GIL
+
+if os.environ["RANK"] != "3":
+    answer_with_record()
+hold() if os.environ["RANK"] == "2" else load()
+"""
+
+
+def test_stacks_are_merged_and_ranks_without_an_answer_are_named(start, asked, monkeypatch):
+    job = start(source=WORKS, nproc=4)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    code, text = asked("stacks")
+    assert code == 0
+    text = re.sub(r"signal.py:\d+", "signal.py:82", text)
+    assert text.splitlines() == [
+        "ranks 0, 1  sigwait (signal.py:82) <- load (worker.py:8) <- <module> (worker.py:16)",
+        "rank 2: no answer within a second, so in C code that holds the GIL; install py-spy to see it",
+        "rank 3: nothing in it can answer, because it has not imported torch.optim; install py-spy to see it",
+    ]
+    whole = asked("stacks", "--all")[1].splitlines()
+    assert whole[0] == "ranks 0, 1, the most recent call first:"
+    assert whole[2].endswith('/worker.py", line 8 in load')
+    answer = json.loads(asked("stacks", "--json")[1])
+    assert [each["can_answer"] for each in answer["silent"]] == [True, False]
+    assert "elasticctl" not in job.stderr
+    assert asked("stop", "--now")[0] == 0
+    assert job.wait() == 1
+
+
+@pytest.mark.skipif(shutil.which("py-spy", path=os.path.dirname(sys.executable)) is None, reason="no py-spy")
+def test_py_spy_reads_the_stacks_of_silent_ranks(start, asked):
+    job = start(source=WORKS, nproc=4)
+    code, text = asked("stacks")
+    assert code == 0
+    if "py-spy could not" not in text:  # Some kernels do not let it look.
+        shown = [line.split("  ")[0] for line in text.splitlines()]
+        assert shown == ["ranks 0, 1, 3", "rank 2"]
+        assert "hold (worker.py:12)" in text
+    assert asked("stop", "--now")[0] == 0
+    assert job.wait() == 1
 
 
 @pytest.mark.privileged

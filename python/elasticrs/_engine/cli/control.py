@@ -69,6 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     logs.add_argument("-r", "--rank", metavar="RANK", type=int, help="of this rank only")
     logs.add_argument("-n", "--lines", metavar="N", type=int, default=10, help="of each file (default: 10)")
     logs.add_argument("--events", action="store_true", help="the events of --event-log-handler file:PATH")
+    stacks = of_job("stacks", _stacks, "say where each rank of this node is, and who waits for whom")
+    stacks.add_argument("--all", action="store_true", help="print whole stacks")
+    stacks.add_argument("--json", action="store_true", help="print all of it as JSON")
     restart = of_job("restart", _restart, "restart all workers of a job, which costs none of its restarts")
     drain = of_job("drain", _drain, "have this node leave a job; the other nodes continue")
     drain.add_argument("node", metavar="NODE", help="name of this node, so that nobody drains another one")
@@ -162,6 +165,18 @@ def _end(options: argparse.Namespace, order: dict[str, Any]) -> int:
             select.select([end], [], [])
             _print([f"{agent.title} has ended"])
         return code
+
+
+def _stacks(options: argparse.Namespace) -> int:
+    from elasticrs._engine.cli.stacks_text import spied, text
+
+    agent, _ = _chosen(options)
+    (answer,) = agent.ask({"do": "stacks"})
+    if answer["code"] != DONE:
+        raise Problem(int(answer["code"]), f"{agent.title}: {answer['message']}")
+    answer = spied(answer)
+    _print([json.dumps(answer)] if options.json else text(answer, is_whole=options.all))
+    return DONE
 
 
 def _restart(options: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from _thread import get_ident, get_native_id
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -28,17 +29,21 @@ MAX_FRAMES = 48
 _owner = 0
 """Pid of the process that has started the thread. Differs from the own pid in a forked child."""
 
+_main: int | None = None
+"""Identity of the main thread, if it has started the thread that answers."""
+
 
 def answer_with_record() -> None:
-    """Start the thread that writes torch's logs of collectives when the agent asks for them. Do nothing if
-    the agent does not monitor this worker's heartbeats.
+    """Start the thread that writes torch's logs of collectives, and the main thread's stack, when the agent
+    asks for them.
     """
-    global _owner  # noqa: PLW0603 -- one thread for each process
+    global _owner, _main  # noqa: PLW0603 -- one thread for each process
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    is_off = "ELASTICRS_HEARTBEAT" not in os.environ or os.environ.get("ELASTICRS_TRACEBACKS") == "0"
+    is_off = os.environ.get("ELASTICRS_TRACEBACKS") == "0"
     if not path or is_off or _owner == os.getpid():
         return
     _owner = os.getpid()
+    _main = get_ident() if get_native_id() == _owner else None
     from elasticrs._engine.inside.error_file import may_be_replaced
 
     if not may_be_replaced(path):
@@ -120,17 +125,20 @@ def flight_document() -> str:
 
     In the header, ``is_waiting`` is true if a collective is not complete, ``groups`` has the global ranks of
     each process group by its name, and ``stack`` is the main thread's. If there is no log, the header has
-    only ``no_record``, the reason (a :class:`.NoRecord`).
+    ``no_record`` instead of the other two, the reason (a :class:`.NoRecord`).
     """
     import json
 
+    def without(reason: str) -> str:
+        return json.dumps({"no_record": reason, "stack": _stack()})
+
     c10d: Any = sys.modules.get("torch._C._distributed_c10d")
     if c10d is None:
-        return json.dumps({"no_record": "no_torch"})
+        return without("no_torch")
     dumps = [getattr(c10d, name) for name in _DUMPS if hasattr(c10d, name)]
     size = next((os.environ[name] for name in _SIZES if name in os.environ), None)
     if not dumps or size == "0":
-        return json.dumps({"no_record": "off"})
+        return without("off")
     try:
         records = [json.loads(dump(includeCollectives=True, onlyActive=False)) for dump in dumps]
         for record in records:
@@ -145,14 +153,17 @@ def flight_document() -> str:
         return "\n".join(json.dumps(line) for line in (header, *used))
     # Catch every exception, because these private functions of torch may change.
     except Exception:
-        return json.dumps({"no_record": "damaged"})
+        return without("damaged")
 
 
 def _stack() -> list[tuple[str, int, str]]:
     """Return file, line and function of the main thread's frames, innermost first; empty if it is unknown."""
+    main = _main
     # Do not import `threading`: it takes the thread that first imports it for the main thread.
     threading: Any = sys.modules.get("threading")
-    frame = None if threading is None else sys._current_frames().get(threading.main_thread().ident)
+    if main is None and threading is not None:
+        main = threading.main_thread().ident
+    frame = None if main is None else sys._current_frames().get(main)
     stack: list[tuple[str, int, str]] = []
     while frame is not None and len(stack) < MAX_FRAMES:
         code = frame.f_code

@@ -6,6 +6,7 @@ a job whose workers sent heartbeats.
 
 from __future__ import annotations
 
+import _thread
 import json
 import os
 import signal
@@ -26,13 +27,14 @@ from elasticrs._engine.hangs.culprits import decide, decide_failure, shows_waiti
 from elasticrs._engine.hangs.diagnose import RankEvidence, observe, telling
 from elasticrs._engine.hangs.flight_record import MAX_BYTES, MAX_NAME, NoRecord
 from elasticrs._engine.hangs.node_evidence import encode
-from elasticrs._engine.hangs.stacks import MAX_TEXT, Frame, abort, frame_of, short, threads
+from elasticrs._engine.hangs.stacks import MAX_TEXT, Frame, abort, frame_of, merge, short, threads
 from elasticrs._engine.inside.flight import MAX_ENTRIES
 from elasticrs._engine.job.phrases import how_it_ended, printable, ranks_text
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
+    from typing import Any
 
     from elasticrs._core import Heartbeat, RankSeen, WorkerExited, WorkerHung
     from elasticrs._engine.hangs.culprits import Blame, Diagnosis
@@ -53,7 +55,9 @@ _RAISING_NS = 1_000_000_000
 the collective as retired before Python raises the exception, and the record may be written in between.
 """
 
-_PAUSE = 0.01
+_FIRST_PAUSE, _PAUSE = 0.001, 0.01
+"""Seconds between the first two looks for the answers of workers, and the most between later ones."""
+
 _TIME_LIMIT = 1.0
 """Maximum number of seconds to spend on reading flight records. The remaining records are skipped."""
 
@@ -147,16 +151,56 @@ def _stopped_with(event: WorkerHung, left_ns: int) -> bool:
 
 def diagnose_running(attempt: Attempt, seconds: float) -> Diagnosis | None:
     """Find the ranks that other ranks of a running job wait for; ``None`` if unknown, or if no rank waits.
-    Blocks until the workers whose heartbeats are watched have written their flight records, at most
-    ``seconds``. Does not use stacks, because the signal that requests a stack would interrupt the program's
-    system calls. A rank that is waiting is not necessarily stuck, because every collective takes some time.
+    Blocks for at most ``seconds``. A rank that is waiting is not necessarily stuck, because every collective
+    takes some time.
     """
-    paths = attempt.paths.error_files.values()
-    requested = [flight_record_file(path) for path in paths if path and _is_requested(path)]
-    deadline = time.monotonic() + seconds
-    while not all(map(os.path.lexists, requested)) and time.monotonic() < deadline:
-        time.sleep(_PAUSE)
-    return _telling(attempt, _facts(attempt, has_stacks=False))
+    return _telling(attempt, facts_of_running(attempt, seconds))
+
+
+_asking = _thread.allocate_lock()
+"""Held while the workers are asked, because each request replaces the file with the answer to another one."""
+
+
+def facts_of_running(attempt: Attempt, seconds: float) -> list[RankFacts]:
+    """Ask this node's workers for their flight records, and for the stacks of their main threads. Blocks
+    until all that can answer have answered, at most ``seconds``.
+
+    A thread of each worker answers. The signal on which ``faulthandler`` writes stacks is only for workers
+    that are killed anyway: it interrupts system calls, and in one of some thousand cases it crashes a busy
+    process, because its handler reads frames while the interpreter changes them.
+    """
+    with _asking:
+        files = attempt.paths.error_files.items()
+        paths = [path for local_rank, path in files if path and local_rank not in attempt.exits]
+        requested = [flight_record_file(path) for path in paths if _is_requested(path)]
+        deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE
+        while not all(map(os.path.lexists, requested)) and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, _PAUSE)
+        return _facts(attempt, has_stacks=False)
+
+
+def where_running(attempt: Attempt, seconds: float) -> dict[str, Any]:
+    """Tell where the ranks on this node are, as fields for ``elasticctl``: the merged ``stacks`` of their
+    main threads (ranks, and frames, innermost first), the ranks that are ``silent`` and why, and who waits
+    for whom (``message``). Blocks like :func:`facts_of_running`.
+    """
+    facts = facts_of_running(attempt, seconds)
+    running = {attempt.global_ranks()[local_rank]: local_rank for local_rank in attempt.running()}
+    silent = []
+    for rank in sorted(running.keys() - {each.rank for each in facts if each.frames}):
+        error_file = attempt.paths.error_files.get(running[rank], "")
+        can_answer = bool(error_file) and os.path.lexists(flight_requests_file(error_file))
+        silent.append({"rank": rank, "pid": attempt.pids[running[rank]], "can_answer": can_answer})
+    diagnosis = _telling(attempt, facts)
+    stacks = merge({each.rank: each.frames for each in facts})
+    return {
+        "message": None if diagnosis is None else diagnosis.summary,
+        "stacks": [{"ranks": stack.ranks, "frames": stack.frames} for stack in stacks],
+        "silent": silent,
+        "ranks": len(running),
+        "world_size": attempt.world_size,
+    }
 
 
 def _is_requested(error_file: str) -> bool:
@@ -201,7 +245,7 @@ def limits(nodes: int, world_size: int) -> dict[str, int]:
 def _facts(attempt: Attempt, stopped_ns: int | None = None, *, has_stacks: bool = True) -> list[RankFacts]:
     """Read the flight records and stacks of the workers. There are none from workers that exited before
     ``stopped_ns``, the monotonic time at which all were stopped (``None`` if they were not). Without
-    ``has_stacks``, ignore the stack files, because they are outdated.
+    ``has_stacks``, ignore the stack files, because they are outdated, and use the stacks in the records.
     """
     deadline = time.monotonic() + _TIME_LIMIT
     facts = []
@@ -213,7 +257,7 @@ def _facts(attempt: Attempt, stopped_ns: int | None = None, *, has_stacks: bool 
         found = _evidence(rank, error_file, has_exited=has_exited, is_late=is_late)
         if found.records is NoRecord.LATE:
             found = found._replace(records=_why_late(attempt, local_rank))
-        facts.append(observe(found if has_stacks else found._replace(stacks=None)))
+        facts.append(observe(found._replace(frames=()) if has_stacks else found._replace(stacks=None)))
     return facts
 
 
@@ -282,6 +326,7 @@ def _evidence(rank: int, error_file: str, *, has_exited: bool, is_late: bool) ->
         None if stacks is None else stacks[:MAX_TEXT].decode("utf-8", "replace"),
         written.groups,
         (_age(error_file, flight_record_file(error_file)) or 0) > 0,
+        written.frames,
     )
 
 
@@ -311,17 +356,19 @@ def _document(path: str, error_file: str) -> _Written:
         header = None
     if type(header) is not dict:
         return _Written(NoRecord.DAMAGED)
-    if "no_record" in header:
-        known = {reason.value: reason for reason in (NoRecord.NO_TORCH, NoRecord.OFF)}
-        reason = header["no_record"]
-        return _Written(known.get(reason, NoRecord.DAMAGED) if type(reason) is str else NoRecord.DAMAGED)
-    groups = header.get("groups")
-    if type(groups) is not dict or not all(map(_is_group, groups.items())):
-        return _Written(NoRecord.DAMAGED)
     stack = header.get("stack", [])
     if type(stack) is not list or not all(map(_is_frame, stack)):
         return _Written(NoRecord.DAMAGED)
-    return _Written(tuple(records), groups, tuple(Frame(*frame) for frame in stack[:_MAX_FRAMES]))
+    frames = tuple(Frame(*frame) for frame in stack[:_MAX_FRAMES])
+    if "no_record" in header:
+        known = {reason.value: reason for reason in (NoRecord.NO_TORCH, NoRecord.OFF)}
+        reason = header["no_record"]
+        is_known = type(reason) is str and reason in known
+        return _Written(known[reason] if is_known else NoRecord.DAMAGED, frames=frames)
+    groups = header.get("groups")
+    if type(groups) is not dict or not all(map(_is_group, groups.items())):
+        return _Written(NoRecord.DAMAGED)
+    return _Written(tuple(records), groups, frames)
 
 
 def _is_frame(frame: object) -> bool:

@@ -14,7 +14,7 @@ from elasticrs._engine.job.phrases import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any, Protocol
+    from typing import Any, Protocol, TypeAlias
 
     from elasticrs import _core
 
@@ -29,6 +29,12 @@ if TYPE_CHECKING:
 
         def drain_on_order(self, node: str) -> str:
             """Have this node leave the job, and otherwise as :meth:`stop_on_order`."""
+
+        def stacks_on_order(self, answer: Answer) -> None:
+            """Find out where the ranks are. ``answer`` is called later, by another thread."""
+
+    Answer: TypeAlias = Callable[[dict[str, Any]], None]
+    """Sends a line of an answer to ``elasticctl``. The line with ``code`` is the last one."""
 
 
 DONE, FAILED, USAGE, NOT_AGREED, NO_JOB, REFUSED = range(6)
@@ -48,15 +54,27 @@ class Orders:
     def take(self, server: _core.HealthServer) -> None:
         """Carry out the orders that have arrived at the server."""
         for number, uid, pid, text in server.take_orders():
-            answer = self._answer_to(text, f"user {uid}" if pid is None else f"user {uid}, pid {pid}")
-            server.reply(number, json.dumps(answer), is_last=True)
+            who = f"user {uid}" if pid is None else f"user {uid}, pid {pid}"
+            self._carry_out(text, who, partial(_reply, server, number))
 
-    def _answer_to(self, text: str, who: str) -> dict[str, Any]:
+    def _carry_out(self, text: str, who: str, answer: Answer) -> None:
         try:
             order = json.loads(text)
             what = order["do"]
         except (ValueError, TypeError, LookupError, RecursionError):
-            return {"code": USAGE, "message": "the order is no JSON object with a field 'do'"}
+            answer({"code": USAGE, "message": "the order is no JSON object with a field 'do'"})
+            return
+        try:
+            if what == "stacks":
+                # Changes nothing, so it is not worth a line on the console.
+                self._agent.stacks_on_order(answer)
+            else:
+                answer(self._acted(order, what, who))
+        except Refused as reason:
+            self._say(f"elasticctl ({who}): refused, because {reason}")
+            answer({"code": REFUSED, "message": str(reason)})
+
+    def _acted(self, order: dict[str, Any], what: object, who: str) -> dict[str, Any]:
         is_now, node = order.get("now") is True, str(order.get("node"))
         carry_out: dict[str, Callable[[], str]] = {
             "stop": partial(self._agent.stop_on_order, is_now=is_now),
@@ -68,8 +86,8 @@ class Orders:
             return {"code": USAGE, "message": f"{said} than elasticctl"}
         words = what, *(("--now",) if is_now else ()), *((printable(node),) if what == "drain" else ())
         self._say(f"elasticctl ({who}): {' '.join(words)}")
-        try:
-            return {"code": DONE, "message": carry_out[what]()}
-        except Refused as reason:
-            self._say(f"elasticctl: refused, because {reason}")
-            return {"code": REFUSED, "message": str(reason)}
+        return {"code": DONE, "message": carry_out[what]()}
+
+
+def _reply(server: _core.HealthServer, number: int, fields: dict[str, Any]) -> None:
+    server.reply(number, json.dumps(fields), is_last="code" in fields)

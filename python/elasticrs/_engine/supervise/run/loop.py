@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
     from elasticrs._engine.supervise.decide.decisions import Decisions
     from elasticrs._engine.supervise.observe.observer import Observer
+    from elasticrs._engine.supervise.observe.orders import Answer
     from elasticrs._engine.supervise.run.checkpoint_requests import CheckpointRequests
     from elasticrs._engine.supervise.run.keeping import Keeping
     from elasticrs._engine.supervise.run.worker_states import Sleepers
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
 _NEVER = float("inf")
 _AGREEMENT_TICK = 0.25
 """Seconds between two looks at what the workers of several nodes have agreed on, after a restart."""
+
+_STACKS_LIMIT = 1.0
+"""Seconds within which a running worker has to tell its stack. A worker that does not is in C code."""
 
 _SAVE_LIMIT = 600.0
 """Maximum seconds for saving the kept training state of a failed job. Only the user waits for that."""
@@ -55,6 +59,18 @@ def _import_for_cause() -> None:
         # No file descriptor is free for these imports. The code that imports these modules later handles
         # that.
         return
+
+
+def _tell_stacks(attempt: Attempt, answer: Answer) -> None:
+    from elasticrs._engine.supervise.observe.orders import DONE, FAILED
+
+    try:
+        from elasticrs._engine.supervise.failures.hang_diagnosis import where_running
+
+        found = {"code": DONE, **where_running(attempt, _STACKS_LIMIT)}
+    except Exception as error:
+        found = {"code": FAILED, "message": f"the stacks could not be read: {error!r}"}
+    answer(found)
 
 
 class Agent:
@@ -370,6 +386,12 @@ class Agent:
         self._events.append(machine.RestartRequested(f"elasticctl restart on node {os.uname().nodename}"))
         how = f"SIGTERM to its {attempt.world_size} workers, SIGKILL in {self._job.shutdown_timeout:g} s"
         return f"restarting the job: {how}; no restart is charged"
+
+    def stacks_on_order(self, answer: Answer) -> None:
+        """Find out where the ranks of this node are, as :class:`.orders.Agent` says."""
+        attempt = self._running_attempt()
+        # On another thread, because this waits for the workers and reads files.
+        FileAccess().begin(partial(_tell_stacks, attempt, answer))
 
     def drain_on_order(self, node: str) -> str:
         """Have this node leave the job, as :class:`.orders.Agent` says."""

@@ -1,0 +1,88 @@
+"""Shows where the ranks of a job are, for ``elasticctl stacks``."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from elasticrs._engine.hangs.stacks import Frame, is_library, main_thread, merge, short
+from elasticrs._engine.job.phrases import printable, ranks_text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+_SPY_LIMIT = 5.0
+"""Seconds within which ``py-spy`` has to read the stack of one process."""
+
+MAX_SPIED = 8
+"""Maximum number of silent ranks whose stacks ``py-spy`` reads, one after the other."""
+
+MAX_SHOWN = 5
+"""Maximum number of the program's own frames that are shown of a stack, besides the innermost frame."""
+
+
+def spied(answer: dict[str, Any]) -> dict[str, Any]:
+    """Add the stacks of silent ranks to an agent's answer, read by ``py-spy`` if it is installed."""
+    beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
+    py_spy = beside if os.access(beside, os.X_OK) else shutil.which("py-spy")
+    answer["has_py_spy"] = py_spy is not None
+    if py_spy is None:
+        return answer
+    found: dict[int, tuple[Frame, ...]] = {}
+    for each in answer["silent"][:MAX_SPIED]:
+        # Do not stop the process, because it is at work.
+        command = [py_spy, "dump", "--nonblocking", "--full-filenames", "--pid", str(each["pid"])]
+        try:
+            done = subprocess.run(command, capture_output=True, timeout=_SPY_LIMIT, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            continue
+        found[each["rank"]] = main_thread(done.stdout.decode("utf-8", "replace"))
+    answer["silent"] = [each for each in answer["silent"] if not found.get(each["rank"])]
+    own = {rank: _frames(stack) for stack in answer["stacks"] for rank in stack["ranks"]}
+    answer["stacks"] = [stack._asdict() for stack in merge({**own, **found})]
+    return answer
+
+
+def _frames(stack: dict[str, Any]) -> tuple[Frame, ...]:
+    return tuple(Frame(*frame) for frame in stack["frames"])
+
+
+def text(answer: dict[str, Any], *, is_whole: bool) -> list[str]:
+    """Return lines about an answer: who waits, and a line for each stack, or all of its frames."""
+    lines = [answer["message"]] if answer["message"] else []
+    rows = [(_who(stack["ranks"]), _frames(stack)) for stack in answer["stacks"]]
+    width = max((len(who) for who, _ in rows), default=0)
+    for who, frames in rows:
+        if is_whole:
+            lines += [f"{who}, the most recent call first:"]
+            lines += [f'  File "{frame.file}", line {frame.line} in {frame.function}' for frame in frames]
+        else:
+            lines.append(f"{who.ljust(width)}  {chain(frames)}")
+    stuck = [each["rank"] for each in answer["silent"] if each["can_answer"]]
+    if stuck:
+        spy = "py-spy could not read it" if answer["has_py_spy"] else "install py-spy to see it"
+        lines.append(f"{_who(stuck)}: no answer within a second, so in C code that holds the GIL; {spy}")
+    mute = [each["rank"] for each in answer["silent"] if not each["can_answer"]]
+    if mute:
+        spy = "py-spy could not read it either" if answer["has_py_spy"] else "install py-spy to see it"
+        lines.append(
+            f"{_who(mute)}: nothing in it can answer, because it has not imported torch.optim; {spy}"
+        )
+    if answer["ranks"] < answer["world_size"]:
+        others = answer["world_size"] - answer["ranks"]
+        lines.append(f"{others} ranks run on other nodes, or have ended: run this command there, too")
+    return lines
+
+
+def _who(ranks: Sequence[int]) -> str:
+    return ranks_text(ranks, 8)
+
+
+def chain(frames: Sequence[Frame]) -> str:
+    """Return the innermost frame, and the program's own frames that led to it."""
+    own = [frame for frame in frames[1:] if not is_library(frame)]
+    return printable(" <- ".join(short(frame) for frame in (*frames[:1], *own[:MAX_SHOWN])), 2000)
