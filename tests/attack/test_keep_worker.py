@@ -4,8 +4,9 @@ from contextlib import closing
 
 import pytest
 from helpers.keep_agent import KeepAgent
+from helpers.procs import wait_until
 
-from elasticrs._engine.inside.keep.layout import Answer
+from elasticrs._engine.inside.keep.layout import Answer, Head
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch]
 
@@ -159,16 +160,20 @@ def test_step_that_leaves_gradients_behind_is_not_kept(agent):
     assert max(steps(agent)) == 8
 
 
-@pytest.mark.parametrize("every", ["auto", 7])
-def test_steps_may_be_numbers_of_samples(agent, every):
+@pytest.mark.parametrize(("every", "copied"), [("auto", {5}), (7, {4, 6})])
+def test_steps_may_be_numbers_of_samples(agent, every, copied):
+    """With ``auto``, rank 0 announces each copy three or more steps ahead: the first one in the second step."""
     agent.begin()
     with agent.worker(preamble=linear(every, replicated=False)) as worker:
         worker.run("keep.restore()")
-        for step in range(1, 400):
+        for step in range(1, 7):
             worker.run(f"train({step * 512})")
-        worker.run("optimizer.step()")  # It waits for a copy.
+        with closing(agent.file()) as file:
+            wait_until(lambda: file.words[Head.COPIES] == (1 if every == "auto" else 3))
+            announced = file.words[Head.NEXT]
         worker.kill()
-    assert max(steps(agent)) > 300 * 512
+    assert steps(agent) == {step * 512 for step in copied}
+    assert (announced % 512, announced > 6 * 512) == ((1, True) if every == "auto" else (0, False))
 
 
 def test_copies_are_never_of_two_consecutive_steps(agent):
