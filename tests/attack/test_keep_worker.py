@@ -162,7 +162,7 @@ def test_step_that_leaves_gradients_behind_is_not_kept(agent):
 
 @pytest.mark.parametrize(("every", "copied"), [("auto", {5}), (7, {4, 6})])
 def test_steps_may_be_numbers_of_samples(agent, every, copied):
-    """With ``auto``, rank 0 announces each copy three or more steps ahead: the first one in the second step."""
+    """With ``auto``, rank 0 announces each copy some steps ahead: in the second step, that of the fifth."""
     agent.begin()
     with agent.worker(preamble=linear(every, replicated=False)) as worker:
         worker.run("keep.restore()")

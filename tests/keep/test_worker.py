@@ -6,6 +6,7 @@ from contextlib import closing
 
 import pytest
 from helpers.keep_agent import KeepAgent
+from helpers.procs import wait_until
 
 from elasticrs._engine.inside.keep import layout
 from elasticrs._engine.inside.keep.choice import choose
@@ -175,6 +176,29 @@ def test_periodic_copies_alternate_between_the_slots_and_the_survivors_copy_repl
         worker.end()
     with closing(agent.file()) as file:
         assert {each.complete_step for each in file.slots} == {6, 8}
+
+
+@pytest.mark.parametrize(("replicated", "early"), [(True, {4, 10}), (False, {8, 10})])
+def test_the_copy_before_a_restored_one_stays_until_that_one_has_proved_good(agent, replicated, early):
+    """If the restored state makes the next attempts fail, they go on from the older copy."""
+    agent.begin()
+    with agent.worker(preamble=model(2, replicated)) as worker:
+        for step in range(1, 8):
+            worker.run(f"train({step})")
+        worker.end()
+    agent.begin(step=6)
+    with agent.worker(preamble=model(2, replicated)) as worker:
+        assert worker.run("keep.restore()") == 6
+
+        def steps_after(first, last):
+            for step in range(first, last + 1):
+                worker.run(f"train({step})")
+            wait_until(lambda: step_of(agent) == last)
+            with closing(agent.file()) as file:
+                return {each.complete_step for each in file.slots}
+
+        assert steps_after(7, 10) == early
+        assert steps_after(11, 28) == {26, 28}
 
 
 @pytest.mark.parametrize("until", ["backward", "optimizer"])

@@ -17,6 +17,7 @@ from time import monotonic_ns
 import torch
 
 from elasticrs._engine.inside.keep import layout, trees
+from elasticrs._engine.inside.keep.choice import NEAR
 from elasticrs._engine.inside.keep.file import OffError, round_up
 from elasticrs._engine.inside.keep.layout import Answer, Head, Slot, Why
 
@@ -136,6 +137,9 @@ class Copier:
         """
         self.source: int | None = None
         """Slot of this rank's file with the copy that was restored. The next goes into the other slot."""
+        self._older: tuple[int, int] | None = None
+        """Step and slot of the copy of :meth:`protect_older_than`."""
+        self._is_young_until = 0
         self._sequence = max(slot.sequence for slot in file.slots)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
@@ -366,7 +370,7 @@ class Copier:
             if self._has_changed(boundary):
                 return Answer.TENSOR_CHANGED
             index = boundary.index()
-            number = self._free_slot()
+            number = self._free_slot(boundary.step)
             target = self._target(number, boundary.parts, index)
             parts, slot = boundary.parts, target.slot
             slot.begin(
@@ -414,9 +418,27 @@ class Copier:
             self.go_blind(f"{trees.spell(path)} also changes outside the steps of its optimizer")
         return path is not None
 
-    def _free_slot(self) -> int:
-        """Return the slot of this rank's file for the next copy. The other slot keeps the newest copy."""
+    def protect_older_than(self, restored: int) -> None:
+        """Do not overwrite the newest copy of a step before ``restored`` in the next :data:`NEAR` steps. If
+        the restored state makes the training fail again, all ranks go on from that older copy.
+        """
+        older = [
+            (step, number)
+            for number, slot in enumerate(self._file.slots)
+            if (step := slot.complete_step) is not None and step < restored
+        ]
+        self._older, self._is_young_until = max(older, default=None), restored + NEAR
+
+    def _free_slot(self, step: int) -> int:
+        """Return the slot of this rank's file for the next copy, which is of ``step``. The other slot keeps
+        the newest copy, or the one of :meth:`protect_older_than`. The latter is not done if each rank has
+        only a part of the state: if a rank died during its copy, all would then have to go back that far.
+        """
         slots = self._file.slots
+        if self._older is not None and step < self._is_young_until and self._ranks.is_replicated():
+            kept, number = self._older
+            if slots[number].complete_step == kept:
+                return (number + 1) % layout.SLOTS
         if self._last is None:
             empty = [number for number, slot in enumerate(slots) if slot.complete_step is None]
             if empty:

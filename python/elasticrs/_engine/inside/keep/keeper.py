@@ -340,6 +340,7 @@ class Keeper:
             self._file.words[Head.RESTORED] = found.step + 1
             if "home" not in plan:
                 self._copier.source = plan.get("own")
+                self._copier.protect_older_than(found.step)
         return found
 
     def _restore(self, plan: Mapping[str, Any], step: int) -> Restored | None:
