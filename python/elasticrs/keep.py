@@ -40,7 +40,8 @@ class Source(NamedTuple):
 
     Attributes:
         step: number of the training step after which the state was copied.
-        tier: where the copy was: ``"memory"`` is the memory of the agent, and ``"disk"`` is the folder of
+        tier: where the copy was: ``"memory"`` is the memory of the agent, ``"peer"`` is that of a partner
+            node, which had taken a copy before this rank's node was lost, and ``"disk"`` is the folder of
             ``--keep-save``, in which an earlier job has saved the copy.
         exact: true if all parts of this rank's state are from the end of that step.
         behind: ranks whose random numbers and other small state are of another step, or were lost.
@@ -49,7 +50,7 @@ class Source(NamedTuple):
     """
 
     step: int
-    tier: Literal["memory", "disk"]
+    tier: Literal["memory", "peer", "disk"]
     exact: bool
     behind: tuple[int, ...]
     at_death: bool
@@ -147,7 +148,9 @@ class Keep:
         found: Restored | None = None if self._keeper is None else self._keeper.restore(default_step)
         if found is not None:
             behind = tuple(found.behind)
-            tier: Literal["memory", "disk"] = "disk" if found.is_from_disk else "memory"
+            tier: Literal["memory", "peer", "disk"] = "disk" if found.is_from_disk else "memory"
+            if found.partner is not None:
+                tier = "peer"
             self._source = Source(found.step, tier, found.exact, behind, found.at_death, found.from_rank)
             return found.step
         step = _whole(default(), "the result of default()") if callable(default) else default

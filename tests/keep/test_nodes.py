@@ -38,6 +38,13 @@ def published(draw):
             record = {"rank": ranks[group_rank * per_node + local_rank], "holding": holding.to_json()}
             holdings.append(draw(st.sampled_from((record, None))))
         facts = {"holdings": holdings, "barred_from": None, "was_replicated": False, "ranks_before": 9}
+        facts |= {"has_peers": draw(st.booleans()), "partners": [[] for _ in range(per_node)]}
+        for records in facts["partners"]:
+            steps = draw(st.lists(st.integers(0, MOST), max_size=2, unique=True))
+            for index, step in enumerate(steps):
+                slots = (KeptSlot(layout.SLOTS + index, step, 1, 3, step, sequence=index + 1),)
+                copies = Holding(slots, has_joined=False).to_json()
+                records.append({"rank": draw(st.integers(0, 8)), "holding": copies})
         found.append({"first_rank": group_rank * per_node, **facts})
     return found
 
@@ -54,6 +61,12 @@ def test_every_rank_finds_a_copy_of_the_chosen_step(found):
             rank = each["first_rank"] + local_rank
             holder, (node, local, index, sequence) = nodes.source_of(choice, group_rank, local_rank, rank)
             record = found[node]["holdings"][local]
+            if index >= layout.SLOTS:
+                record = next(
+                    each
+                    for each in found[node]["partners"][local]
+                    if each["rank"] == holder and Holding.of_json(each["holding"]).slots[0].index == index
+                )
             assert record["rank"] == holder
             kept = Holding.of_json(record["holding"]).slot_of(choice["step"])
             assert (kept.index, kept.sequence) == (index, sequence)
@@ -61,9 +74,10 @@ def test_every_rank_finds_a_copy_of_the_chosen_step(found):
             # A node takes a copy from another node only if it has none.
             has_own = any(place[0] == group_rank for place in choice["where"].values())
             assert node == group_rank or not choice["replicated"] or not has_own
-            has_small = each["holdings"][local_rank] is not None and Holding.of_json(
-                each["holdings"][local_rank]["holding"]
-            ).has_small(choice["step"])
+            has_small = not choice["replicated"] or (
+                each["holdings"][local_rank] is not None
+                and Holding.of_json(each["holdings"][local_rank]["holding"]).has_small(choice["step"])
+            )
             assert has_small or rank in choice["behind"]
 
 
@@ -80,7 +94,13 @@ def test_a_node_without_keep_lets_no_node_restore():
 )
 def test_a_newer_checkpoint_is_used_only_if_all_nodes_have_it(others, step):
     holding = Holding((KeptSlot(0, 7),), ended=7, mode=Mode.REPLICATED).to_json()
-    facts = {"barred_from": None, "was_replicated": False, "ranks_before": 2}
+    facts = {
+        "barred_from": None,
+        "was_replicated": False,
+        "ranks_before": 2,
+        "partners": [],
+        "has_peers": False,
+    }
     found = [
         {"first_rank": rank, "holdings": [{"rank": rank, "holding": holding}], "other": other, **facts}
         for rank, other in enumerate(others)
@@ -153,14 +173,14 @@ def offered_copy():
     with keep_files(2) as files:
         holder, taker, said = KeepFile(files.places[0]), KeepFile(files.places[1]), []
         keep(holder, 7, os.urandom(3 << 20))
-        with closing(nodes._offer(Store(), (0, 0), holder, said.append)) as handover:
+        with closing(nodes._offer(Store(), (0, 0), [holder], 0, said.append)) as handover:
             yield holder, taker, handover.offer
         assert said == []
 
 
 def test_a_copy_from_another_node_is_the_same(near):
     with offered_copy() as (holder, taker, offer):
-        number = nodes._take(offer, 0, taker, 1 << 30)
+        number = nodes.take_copy(offer, "0", taker, 1 << 30)
         source, words, index = holder.slots[0].read_only()
         copy, taken, taken_index = taker.slots[number].read_only()
         data = slice(words[Slot.DATA_AT], words[Slot.DATA_AT] + words[Slot.DATA_LENGTH])
@@ -172,7 +192,7 @@ def test_a_copy_from_another_node_is_the_same(near):
 def test_a_copy_that_does_not_fit_is_refused(near):
     with offered_copy() as (_, taker, offer):
         with pytest.raises(OffError):
-            nodes._take(offer, 0, taker, 1 << 20)
+            nodes.take_copy(offer, "0", taker, 1 << 20)
         assert [slot.complete_step for slot in taker.slots] == [None, None]
 
 

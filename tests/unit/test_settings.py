@@ -39,6 +39,8 @@ VALUES = {
     "keep": True,
     "keep_memory": "20G",
     "keep_grace": 6.0,
+    "keep_peers": 1,
+    "keep_bandwidth": "500M",
     "keep_save": "/saved",
     "log_prefix": "time",
 }

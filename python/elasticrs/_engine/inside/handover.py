@@ -1,7 +1,8 @@
 """Transfers training state from one worker to another over TCP. One worker serves it, others download it.
 
 A client sends a line with a secret and the name of the part that it wants, and receives the bytes of that
-part. It has to know their number in advance.
+part. It has to know their number in advance. For a transfer in the background of a training, the bytes are
+sent in chunks with a checksum (:func:`in_chunks`), and not faster than a :class:`Pace` allows.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+import zlib
 from contextlib import suppress
 from socketserver import StreamRequestHandler, ThreadingTCPServer
 from typing import TYPE_CHECKING
@@ -21,7 +23,7 @@ from typing import TYPE_CHECKING
 from elasticrs._engine.job.value import Value
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from typing import Any
 
 CONNECT_TIMEOUT = 3.0
@@ -33,6 +35,10 @@ TRANSFER_TIMEOUT = 30.0
 MIN_RATE = 1 << 20
 """Minimum rate in bytes per second. A transfer's time limit is size / rate + :data:`TRANSFER_TIMEOUT`."""
 
+CHUNK = 4 << 20
+"""Number of bytes of a chunk, which is sent after its CRC-32."""
+
+_CRC = 4
 _MAX_LINE = 256
 
 
@@ -126,23 +132,85 @@ def _address_towards(near: tuple[str, int]) -> tuple[int, str]:
         return family, probe.getsockname()[0]
 
 
-def take(offer: Offer, part: str, into: memoryview) -> None:
-    """Fill ``into`` with a part of the state that another worker offers. Raise ``OSError`` if that worker
-    does not send all of it in time.
+class Pace:
+    """Limits the bytes per second that the threads of this process send.
+
+    Args:
+        rate: maximum bytes per second; 0 for no limit.
+        now: clock in seconds.
+    """
+
+    def __init__(self, rate: float, now: Callable[[], float] = time.monotonic) -> None:
+        self._rate, self._now, self._lock = rate, now, threading.Lock()
+        self._free_at = now()
+        self.piece = min(CHUNK, max(1 << 16, int(rate / 50))) if rate else CHUNK
+        """Number of bytes to send at once, so that the pauses at a low rate are short."""
+
+    def delay(self, size: int) -> float:
+        """Return for how many seconds the calling thread must wait before it sends ``size`` bytes."""
+        if not self._rate:
+            return 0
+        with self._lock:
+            begin = max(self._free_at, self._now())
+            self._free_at = begin + size / self._rate
+            return begin - self._now()
+
+
+def in_chunks(data: memoryview, pace: Pace) -> Iterator[memoryview]:
+    """Yield a part of a state as :func:`take` receives it if ``is_checked`` is true. Hold the rate of
+    ``pace`` by sleeping.
+    """
+    for at in range(0, len(data), CHUNK):
+        chunk = data[at : at + CHUNK]
+        yield memoryview(zlib.crc32(chunk).to_bytes(_CRC, "little"))
+        for start in range(0, len(chunk), pace.piece):
+            piece = chunk[start : start + pace.piece]
+            if (delay := pace.delay(len(piece))) > 0:
+                time.sleep(delay)
+            yield piece
+
+
+def take(
+    offer: Offer, part: str, into: memoryview, *, is_checked: bool = False, least_rate: float = MIN_RATE
+) -> None:
+    """Fill ``into`` with a part of the state that another worker offers.
+
+    Args:
+        offer: what the other worker has published.
+        part: name of the part.
+        into: memory of the size of the part.
+        is_checked: true if the other worker sends this part in chunks with a checksum.
+        least_rate: minimum bytes per second.
+
+    Raises:
+        OSError: the other worker does not send all of the part in time, or a checksum is wrong.
     """
     # Limit the whole transfer, because the socket's own timeout restarts with each received byte.
-    deadline = time.monotonic() + TRANSFER_TIMEOUT + len(into) / MIN_RATE
+    deadline = time.monotonic() + TRANSFER_TIMEOUT + len(into) / least_rate
     with socket.create_connection(offer.address, CONNECT_TIMEOUT) as connection:
         connection.sendall(f"{offer.secret} {part}\n".encode())
-        at = 0
-        while at < len(into):
-            if (left := deadline - time.monotonic()) <= 0:
-                raise TimeoutError("the transfer was too slow")
-            connection.settimeout(min(TRANSFER_TIMEOUT, left))
-            received = connection.recv_into(into[at:])
-            if not received:
-                raise ConnectionError("the connection ended too early")
-            at += received
+        if not is_checked:
+            _receive(connection, into, deadline)
+            return
+        crc = memoryview(bytearray(_CRC))
+        for at in range(0, len(into), CHUNK):
+            _receive(connection, crc, deadline)
+            chunk = into[at : at + CHUNK]
+            _receive(connection, chunk, deadline)
+            if zlib.crc32(chunk) != int.from_bytes(crc, "little"):
+                raise ConnectionError("a chunk was damaged on its way")
+
+
+def _receive(connection: socket.socket, into: memoryview, deadline: float) -> None:
+    at = 0
+    while at < len(into):
+        if (left := deadline - time.monotonic()) <= 0:
+            raise TimeoutError("the transfer was too slow")
+        connection.settimeout(min(TRANSFER_TIMEOUT, left))
+        received = connection.recv_into(into[at:])
+        if not received:
+            raise ConnectionError("the connection ended too early")
+        at += received
 
 
 def _after_fork_in_child() -> None:

@@ -92,6 +92,10 @@ class WorkerSettings:
             nothing.
         keep_grace: maximum seconds for which a stop of the workers waits until they have copied their
             training state.
+        keep_peers: 1 to copy sharded training state to a partner node as well, so that the loss of one node
+            costs only the steps since that copy; 0 not to do so.
+        keep_bandwidth: maximum bytes per second that this node sends to its partner, such as ``"500M"``;
+            ``"0"`` for no limit.
         keep_save: folder in which the kept state of a job on one node is saved when the job fails or is
             stopped. A later job with the same folder goes on from there. ``None``: not saved.
         log_prefix: ``"time"`` adds the time to the prefix of elasticrs's own lines, ``"none"`` does not, and
@@ -115,6 +119,8 @@ class WorkerSettings:
     keep: bool = False
     keep_memory: str = "40%"
     keep_grace: float = 10.0
+    keep_peers: int = 0
+    keep_bandwidth: str = "0"
     keep_save: str | None = None
     log_prefix: str | None = None
 
@@ -587,6 +593,17 @@ def keep_memory(text: str) -> tuple[float, int]:
     except ValueError:
         pass
     raise ValueError("a share of memory from 0% to 90%, a number of bytes such as 20G, or 0")
+
+
+def keep_bandwidth(text: str) -> int:
+    """Parse the option ``--keep-bandwidth``: bytes per second, such as ``500M``; 0 for no limit."""
+    try:
+        share, rate = keep_memory(text)
+        if not share and (not rate or rate >= _BYTES["M"]):
+            return rate
+    except ValueError:
+        pass
+    raise ValueError("bytes per second such as 500M, at least 1M, or 0 for no limit")
 
 
 class ExitCodes(Value):

@@ -187,6 +187,8 @@ MAX_RESTARTS = Kind(config.MaxRestarts.parse, "N|N/DURATION")
 RESTART_DELAY = Kind(_text_of(config.delays), "FIRST..LONGEST")
 REPORT = Kind(config.report_path, "PATH")
 NODE_CHECK = Kind(_node_check, "COMMAND|SOURCE")
+KEEP_PEERS = Kind(config.whole(0, 1, expected="0 or 1"), "0|1")
+KEEP_BANDWIDTH = Kind(_text_of(config.keep_bandwidth), "BYTES")
 FATAL_EXIT_CODES = Kind(_text_of(config.exit_codes), "CODES")
 KEEP_MEMORY = Kind(_text_of(config.keep_memory), "SHARE%|BYTES")
 EXIT_CODES = Kind(_text_of(config.ExitCodes.parse), "torchrun|verdict|worker")
@@ -265,6 +267,10 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
                  "bytes such as 20G (default 40%; 0: keep nothing)", KEEP_MEMORY, group=OURS),
         _setting("keep-grace", "seconds for which a stop waits until the workers have kept their state "
                  "(default {default}; 0: do not wait)", SECONDS, group=OURS),
+        _setting("keep-peers", "1: also copy sharded state to a partner node, so that the loss of one node "
+                 "costs only the steps since that copy (default {default})", KEEP_PEERS, group=OURS),
+        _setting("keep-bandwidth", "bytes per second that a node sends to its partner, such as 500M "
+                 "(default 0: no limit)", KEEP_BANDWIDTH, group=OURS),
         _setting("keep-save", "folder for the kept state of a failed or stopped job on one node; the next "
                  "job goes on from there",
                  Kind(str, "FOLDER", "the path of a folder"), group=OURS),

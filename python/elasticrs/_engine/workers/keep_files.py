@@ -1,9 +1,10 @@
 """The agent's files in memory (memfds) into which workers copy their training state. The kernel deletes the
 files when the agent exits.
 
-There is one file for each local rank; :mod:`elasticrs._engine.inside.keep.layout` describes it. Workers write
-whatever they want into it, so the agent never maps it, checks each number that it reads, and reads only what
-the file has. The workers, who map it, seal its size against shrinking.
+There is one file for each local rank, and with ``--keep-peers`` a second one, into which the worker takes
+copies that a rank of another node has made. :mod:`elasticrs._engine.inside.keep.layout` describes them.
+Workers write whatever they want into a file, so the agent never maps it, checks each number that it reads,
+and reads only what the file has. The workers, who map it, seal its size against shrinking.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from typing import TypeAlias
 
-    from elasticrs._engine.inside.keep.choice import Choice, Holding
+    from elasticrs._engine.inside.keep.choice import Choice, Holding, KeptSlot
     from elasticrs._engine.workers.plan import MemoryFiles
 
     PlanValue: TypeAlias = "bool | int | float | str | Sequence[PlanValue] | Mapping[str, PlanValue] | None"
@@ -29,7 +30,7 @@ MAX_RECORD = 64 << 20
 """Maximum size in bytes of a record of random numbers and the like. The agent ignores longer records."""
 
 _CHUNK = 1 << 20
-_CLEARED = ((Head.PID, Head.CHECK_DIGEST), (Head.RESTORED, Head.IS_AGREED))
+_CLEARED = ((Head.PID, Head.CHECK_DIGEST), (Head.RESTORED, Head.SECURED))
 """First and last index of the words in a file's head that the agent clears before each attempt."""
 ALL_STEPS = _MAX_STEP = 1 << 62
 
@@ -39,16 +40,22 @@ class KeepFiles:
 
     Args:
         memory: the files. If they are closed, nothing is kept.
+        partners: files with copies of another node's ranks, by local rank; ``None`` without ``--keep-peers``.
 
     Raises:
         OSError: the kernel has no memory for the files' first pages.
     """
 
-    def __init__(self, memory: MemoryFiles) -> None:
+    def __init__(self, memory: MemoryFiles, partners: MemoryFiles | None = None) -> None:
         self.memory, self.places = memory, memory.places
+        self._partner_fds = [] if partners is None else partners.fds
         self._is_used = self._is_marked = False
         for fd in memory.fds:
             os.ftruncate(fd, layout.REGIONS_AT)
+        if partners is not None:
+            for fd in partners.fds:
+                os.ftruncate(fd, layout.REGIONS_AT)
+                os.pwrite(fd, layout.pack([layout.MAGIC, partners.mark]), 0)
 
     @property
     def _fds(self) -> Sequence[int]:
@@ -138,7 +145,7 @@ class KeepFiles:
             "step": None if newest is None else newest[Slot.STEP],
             "age_seconds": None if newest is None else max(0.0, time.time() - newest[Slot.WALL_NS] / 1e9),
             "ended_step": max(ended, default=None),
-            "bytes": sum(512 * os.fstat(fd).st_blocks for fd in self._fds),
+            "bytes": sum(512 * os.fstat(fd).st_blocks for fd in (*self._fds, *self._partner_fds)),
             "copies": sum(head[Head.COPIES] for _, head in heads),
             "failed_copies": sum(head[Head.FAILED_COPIES] for _, head in heads),
             "blocked_seconds": sum(head[Head.BLOCKED_NS] for _, head in heads) / 1e9,
@@ -146,20 +153,12 @@ class KeepFiles:
 
     def holding(self, local_rank: int, rank: int, world: int) -> Holding:
         """Return which steps a file contains. Call this after all processes of the attempt have exited."""
-        from elasticrs._engine.inside.keep.choice import Holding, KeptSlot
+        from elasticrs._engine.inside.keep.choice import Holding
 
         fd = self._fds[local_rank]
         head = self._head(fd)
         slots = tuple(
-            KeptSlot(
-                index=index,
-                step=words[Slot.STEP],
-                attempt=words[Slot.ATTEMPT],
-                layout=words[Slot.LAYOUT],
-                digest=words[Slot.DIGEST],
-                sequence=words[Slot.SEQUENCE],
-                is_at_death=words[Slot.WHY] == layout.Why.AT_DEATH,
-            )
+            _kept_slot(index, words)
             for index, _, words in self._slots(fd, head)
             if (words[Slot.RANK], words[Slot.WORLD]) == (rank, world)
         )
@@ -179,6 +178,22 @@ class KeepFiles:
             off=_text(fd, layout.REASON_AT, min(head[Head.REASON_LENGTH], layout.MAX_REASON)),
             changes=head[Head.CHANGES],
         )
+
+    def partner_holdings(self, local_rank: int, world: int) -> dict[int, Holding]:
+        """Return the copies that this worker has taken from ranks of other nodes, by these ranks. Their slots
+        are numbered from :data:`.layout.SLOTS` on.
+        """
+        found: dict[int, Holding] = {}
+        for fd in self._partner_fds[local_rank : local_rank + 1]:
+            for index, _, words in self._slots(fd, self._head(fd)):
+                rank = words[Slot.RANK]
+                if words[Slot.WORLD] == world and rank < world:
+                    from elasticrs._engine.inside.keep.choice import Holding
+
+                    before = found[rank].slots if rank in found else ()
+                    slot = _kept_slot(layout.SLOTS + index, words)
+                    found[rank] = Holding((*before, slot), has_joined=False)
+        return found
 
     def copy_to(self, local_rank: int, target: int, slot: int | None, *, with_data: bool) -> None:
         """Copy a rank's small state, and one of its slots, to another file. The other slot is empty there.
@@ -247,6 +262,20 @@ class KeepFiles:
             is_there = 0 < step <= _MAX_STEP and 0 < length <= min(room, MAX_RECORD)
             if is_there and _crc(fd, at + layout.RECORD_HEAD, length) == crc:
                 yield step - 1
+
+
+def _kept_slot(index: int, words: tuple[int, ...]) -> KeptSlot:
+    from elasticrs._engine.inside.keep.choice import KeptSlot
+
+    return KeptSlot(
+        index=index,
+        step=words[Slot.STEP],
+        attempt=words[Slot.ATTEMPT],
+        layout=words[Slot.LAYOUT],
+        digest=words[Slot.DIGEST],
+        sequence=words[Slot.SEQUENCE],
+        is_at_death=words[Slot.WHY] == layout.Why.AT_DEATH,
+    )
 
 
 def _words(fd: int, at: int, count: int) -> tuple[int, ...]:

@@ -466,7 +466,7 @@ def _policy_without_effect(spec: WorkerSpec) -> list[str]:
     """
     names = (
         *("restart_delay", "max_same_failures", "fatal_exit_codes", "exit_codes", "max_excluded_nodes"),
-        *("keep", "keep_memory", "keep_save"),
+        *("keep", "keep_memory", "keep_peers", "keep_bandwidth", "keep_save"),
     )
     found = [
         name

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from _thread import start_new_thread
+from contextlib import contextmanager
 from time import monotonic_ns
 
 import torch
@@ -23,7 +24,7 @@ from elasticrs._engine.inside.keep.layout import Answer, Head, Slot, Why
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from mmap import mmap
 
     from elasticrs._engine.inside.keep.file import KeepFile, SlotRegion
@@ -57,6 +58,19 @@ _INDEX_ROOM = 16384
 """Minimum bytes that are left free behind the index of a copy (random numbers and the like, and descriptions
 of the tensors), so that the index of the next copy may be longer.
 """
+
+
+@contextmanager
+def without_signals() -> Iterator[None]:
+    """Let threads that are started here block all signals except those of faults. Otherwise, they could get a
+    signal for which the program waits with ``sigwait``.
+    """
+    faults = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - faults)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Target:
@@ -147,14 +161,8 @@ class Copier:
         self._name: bytes = self._socket.getsockname()
         self._sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
         self._sender.settimeout(1)
-        # Let the new thread block all signals except those of faults. Otherwise, it could get a signal for
-        # which the program waits with `sigwait`.
-        faults = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - faults)
-        try:
+        with without_signals():
             start_new_thread(self._run, ())
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     # What the training thread calls.
 
@@ -202,6 +210,7 @@ class Copier:
         if is_due:
             self._is_copied.clear()
             if not self._ask(_PERIODIC):
+                self._note_copy(boundary, is_kept=False)
                 self._is_copied.set()
                 self._file.words[Head.FAILED_COPIES] += 1
             elif self.is_blind:
@@ -312,14 +321,21 @@ class Copier:
             self._reserve()
         elif message == _PERIODIC:
             self._is_released = False
+            boundary = self._boundary
             try:
-                self._try_copy(Why.PERIODIC, 0)
+                answer = self._try_copy(Why.PERIODIC, 0)
             finally:
                 self._release()
+            if boundary is not None:
+                self._note_copy(boundary, is_kept=answer == Answer.KEPT)
             self._reserve()
         elif message == _OWN:
             self._file.words[Head.ANSWER] = self._try_copy(Why.AT_DEATH, 0)
             self._own_copy.set()
+
+    def _note_copy(self, boundary: Boundary, *, is_kept: bool) -> None:
+        if self._ranks.generations is not None:
+            self._ranks.generations.note_copy(boundary.step, is_kept=is_kept)
 
     def _release(self) -> None:
         """Let the program change its tensors, because a periodic copy has been made. Do so only once for each
@@ -371,6 +387,8 @@ class Copier:
                 return Answer.TENSOR_CHANGED
             index = boundary.index()
             number = self._free_slot(boundary.step)
+            if number is None:
+                return Answer.KEPT
             target = self._target(number, boundary.parts, index)
             parts, slot = boundary.parts, target.slot
             slot.begin(
@@ -429,12 +447,19 @@ class Copier:
         ]
         self._older, self._is_young_until = max(older, default=None), restored + NEAR
 
-    def _free_slot(self, step: int) -> int:
-        """Return the slot of this rank's file for the next copy, which is of ``step``. The other slot keeps
-        the newest copy, or the one of :meth:`protect_older_than`. The latter is not done if each rank has
-        only a part of the state: if a rank died during its copy, all would then have to go back that far.
+    def _free_slot(self, step: int) -> int | None:
+        """Return the slot of this rank's file for the next copy, which is of ``step``; ``None`` if both slots
+        have to be kept.
+
+        The other slot keeps the newest copy, that of which all nodes have a copy, or the one of
+        :meth:`protect_older_than`. The latter is not done if each rank has only a part of the state: if a
+        rank died during its copy, all would then have to go back that far.
         """
         slots = self._file.slots
+        if self._ranks.generations is not None:
+            protected = self._ranks.generations.protected()
+            free = [each for each, slot in enumerate(slots) if slot.complete_step not in protected - {None}]
+            return min(free, key=lambda each: slots[each].sequence, default=None)
         if self._older is not None and step < self._is_young_until and self._ranks.is_replicated():
             kept, number = self._older
             if slots[number].complete_step == kept:
@@ -459,8 +484,8 @@ class Copier:
         newest = max(
             (found for slot in self._file.slots if (found := slot.complete_step) is not None), default=None
         )
-        if newest is None or self._ranks.is_replicated():
-            return False
+        if newest is None or self._ranks.generations is not None or self._ranks.is_replicated():
+            return False  # With generations, :meth:`_free_slot` decides.
         have_all = self._ranks.have_all_copied(newest)
         return step < newest + 2 if have_all is None else not have_all
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import zlib
@@ -154,7 +155,8 @@ class KeepFile:
         owner, own = self.words[Head.PID], os.getpid()
         if owner not in (0, own):
             raise ForeignError(f"process {owner} of this rank has kept its state in this attempt already")
-        for word in (*range(Head.RANK, Head.TABLE), *range(Head.RESTORED, Head.REASON_LENGTH + 1)):
+        cleared = (range(Head.RANK, Head.TABLE), range(Head.RESTORED, Head.IS_AGREED), (Head.SECURED,))
+        for word in itertools.chain(*cleared):
             self.words[word] = 0
         self.words[Head.RANK], self.words[Head.WORLD] = rank + 1, world
         self.words[Head.MODE], self.words[Head.ATTEMPT] = mode, attempt

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Any
 
+    from elasticrs._engine.inside.keep.peers import Peers
     from elasticrs._engine.inside.keep.reader import Reader
     from elasticrs._engine.inside.keep.state import Boundary
     from elasticrs._engine.inside.keep.trees import Path
@@ -236,6 +237,8 @@ class Restored:
         self.behind: list[int] = plan["behind"]
         self.at_death = at_death
         self.is_from_disk = bool(plan.get("folder"))
+        self.partner: int | None = plan.get("partner")
+        """The node that had a copy of this rank's state, because the rank's own node was lost."""
         self.from_rank: int = plan["large"]["rank"]
 
 
@@ -264,7 +267,8 @@ class Keeper:
         every: int | None,
         mode: int,
     ) -> None:
-        self._pid = os.getpid()
+        self._pid, self._mode = os.getpid(), mode
+        self._peers: Peers | None = None
         self.is_closed = False
         self._file, self._plan = file, plan
         self._world = int(os.environ["WORLD_SIZE"])
@@ -298,6 +302,8 @@ class Keeper:
         """Copy no further step. Wait for a copy that is being made, but only for a limited time."""
         if self.is_of_this_process() and not self.is_closed:
             self.is_closed = True
+            if self._peers is not None:
+                self._peers.close()
             self._close_handover()
             self._hook.remove()
             self._backward()
@@ -305,6 +311,19 @@ class Keeper:
             atexit.unregister(self.close)
             if sys.excepthook == self._excepthook:
                 sys.excepthook = self._previous
+
+    def _join_peers(self) -> None:
+        """Agree with the ranks of other nodes on the periodic copies, if each node is to keep copies of
+        another one (``--keep-peers``), and the program does not say that all ranks have the same state.
+        """
+        agreement = _agreement
+        if agreement is None or agreement.nodes is None or self._mode == layout.Mode.REPLICATED:
+            return
+        from elasticrs._engine.inside.keep.peers import Peers
+
+        assert agreement.store is not None
+        self._peers = Peers(agreement, agreement.store, agreement.nodes, self._file, say)
+        self._schedule.generations = self._peers.generations
 
     def _close_handover(self) -> None:
         """Stop serving this rank's copy to other nodes. None needs it when all ranks have ended a step."""
@@ -341,6 +360,7 @@ class Keeper:
             if "home" not in plan:
                 self._copier.source = plan.get("own")
                 self._copier.protect_older_than(found.step)
+        self._guarded(self._join_peers)
         return found
 
     def _restore(self, plan: Mapping[str, Any], step: int) -> Restored | None:
@@ -351,7 +371,9 @@ class Keeper:
             home = KeepFile(plan["home"]) if "home" in plan else self._file
             file = home if large["file"] == plan.get("home", own) else KeepFile(large["file"])
             kept = restore.Kept(file, large["slot"], step, large["sequence"])
-            small, stale = restore.small_state(home, kept, plan.get("own"))
+            small, stale = restore.small_state(
+                home, kept, plan.get("own"), is_own=plan.get("has_small", False)
+            )
             kept.check()
         except (restore.DamagedError, OffError) as error:
             text = f"rank {large['rank']}'s copy of step {step} cannot be restored: {error}"
@@ -382,6 +404,9 @@ class Keeper:
             folder=plan.get("folder", ""),
             why=plan["why"],
         )
+        for node, ranks in plan.get("from_partners", {}).items():
+            verb = "restores" if len(ranks) == 1 else "restore"
+            text += f"; {phrases.ranks_text(ranks, 4)} {verb} from the copy on node {node}"
         say_for_all(f"the training continues at {text}")
         if stale:
             say(f"this rank had not reached the end of step {step}; older than that is: {', '.join(stale)}")
@@ -543,7 +568,8 @@ class Keeper:
             if self._plan["step"] is not None and not _has_asked:
                 kept = self._plan["step"]
                 say(f"the kept step {kept} is not restored, because the script does not call keep.restore()")
-            self._close_handover()
+            if self._peers is None:
+                self._close_handover()
             self._file.drop_from(step)
             if boundary.parts.is_sharded:
                 self._schedule.declare_sharded()
@@ -564,6 +590,8 @@ class Keeper:
         if is_due and not boundary.parts.is_on_cpu:
             torch.cuda.synchronize()
         self._copier.end_step(boundary, is_due=is_due, is_check=is_check)
+        if before is None and self._peers is not None:
+            self._peers.begin(self._schedule)
 
     def _has_only_gradients(self, before: Boundary | None) -> bool:
         """Return true if a step has changed only the gradients, which are not copied."""

@@ -83,9 +83,13 @@ class Head:
     """Length in bytes of the text at :data:`REASON_AT`."""
     IS_AGREED = 27
     """1 if the workers of several nodes have agreed on a step, and the plan says on which."""
-    WAS_REPLICATED = 28
+    SECURED = 28
+    """The newest step of which each rank has a copy, and another node has a second copy of each state that is
+    on one node only (``--keep-peers``).
+    """
+    WAS_REPLICATED = 29
     """1 if the ranks of several nodes have found that they all have the same state. Never reset."""
-    COUNT = 29
+    COUNT = 30
 
 
 class Mode:

@@ -17,19 +17,18 @@ from __future__ import annotations
 import json
 import os
 from datetime import timedelta
+from functools import partial
 
-from elasticrs._engine.inside.handover import Handover, Offer, take
+from elasticrs._engine.inside.handover import Handover, Offer, Pace, in_chunks, take
 from elasticrs._engine.inside.keep import layout
 from elasticrs._engine.inside.keep.choice import Holding, choose, why_other
-from elasticrs._engine.inside.keep.file import OffError, round_up
+from elasticrs._engine.inside.keep.file import KeepFile, OffError, round_up
 from elasticrs._engine.inside.keep.layout import Head, Slot
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from typing import Any
-
-    from elasticrs._engine.inside.keep.file import KeepFile
 
 PATIENCE = 600.0
 """Seconds for which a rank waits until the workers of all nodes have called ``Keep.restore``."""
@@ -52,10 +51,14 @@ class Agreement:
         plan: the agent's plan, with the step to restore and the place of the copy.
         handover: server from which other nodes download this rank's copy; ``None`` if no other node needs it.
             It must run until all ranks have completed a training step.
+        store: the store in which the nodes have met; ``None`` if the job has one node.
+        nodes: first rank and number of ranks of each node, if each node is to keep copies of another one.
     """
 
-    def __init__(self, plan: dict[str, Any], handover: Handover | None) -> None:
-        self.plan, self.handover = plan, handover
+    def __init__(self, plan: dict[str, Any], store: Store | None) -> None:
+        self.plan, self.store = plan, store
+        self.handover: Handover | None = None
+        self.nodes: Sequence[Sequence[int]] | None = None
 
 
 def agree(
@@ -70,21 +73,27 @@ def agree(
         OffError: the nodes have no store in which they could meet.
         RuntimeError: a node has not called ``Keep.restore`` in time, or no node could send a copy.
     """
-    facts = {name: plan[name] for name in ("holdings", "barred_from", "ranks_before", "was_replicated")}
-    facts["other"] = other
-    store = _Store(say) if is_job_of_several_nodes() else None
+    facts = {**{name: plan[name] for name in _OF_NODE}, "other": other}
+    store = Store(say) if is_job_of_several_nodes() else None
     own = int(os.environ["GROUP_RANK"]), int(os.environ["LOCAL_RANK"])
     try:
         choice = _choice(store, own, facts)
         step, is_replicated = choice["step"], choice["replicated"]
-        _drop_newer(file, step)
+        files = [file, *map(KeepFile, plan["partner_files"][own[1] : own[1] + 1])]
+        for each in files:
+            _drop_newer(each, step)
         file.words[Head.WAS_REPLICATED] = int(is_replicated)
         if own[1] == 0:
             file.tell_agreed(plan, {name: choice[name] for name in FACTS})
-        done = {**plan, **{name: choice[name] for name in FACTS}, "large": None, "own": None}
-        if step is None:
-            return Agreement(done, None)
-        return _with_copy(store, done, choice, own, file, say)
+        done = {**plan, **{name: choice[name] for name in (*FACTS, "from_partners")}}
+        done |= {"large": None, "own": None}
+        agreement = Agreement(done, store)
+        if store is not None and (choice["has_peers"] or own in _servers(choice)):
+            agreement.handover = _offer(store, own, files, plan["bandwidth"], say)
+            agreement.nodes = choice["nodes"] if choice["has_peers"] else None
+        if step is not None:
+            _add_copy(store, done, choice, own, file, say)
+        return agreement
     except (OSError, KeyError, TypeError, ValueError, RuntimeError, OffError) as error:
         # End the attempt, because a rank that continued from another step would make the training wrong.
         raise RuntimeError(f"elasticrs: keep: the nodes could not agree on a step: {error}") from error
@@ -94,7 +103,7 @@ def tell_off(reason: str) -> None:
     """Tell the other nodes that this node cannot restore any state, so that they do not wait for it."""
     try:
         own = int(os.environ["GROUP_RANK"]), int(os.environ["LOCAL_RANK"])
-        _publish(_Store(), own, {"off": reason})
+        _publish(Store(), own, {"off": reason})
     except (OSError, KeyError, ValueError, RuntimeError, OffError):
         return  # Ignore the error: the other nodes will report that they have waited for this node.
 
@@ -103,7 +112,11 @@ FACTS = ("step", "exact", "behind", "why", "kept_by", "ranks", "at_death", "lost
 """Fields of the plan whose values are the same for all ranks."""
 
 
-class _Store:
+_OF_NODE = ("holdings", "partners", "has_peers", "barred_from", "ranks_before", "was_replicated")
+"""Fields of the plan that are about one node, and that its first worker publishes."""
+
+
+class Store:
     """The store through which the process groups of this attempt connect. Values are stored as JSON.
     ``say`` tells the user about a long wait.
     """
@@ -134,6 +147,16 @@ class _Store:
         (found,) = self.get_all([key])
         return found
 
+    def has(self, key: str) -> bool:
+        """Return true if the key exists. Do not wait for it."""
+        has: bool = self._store.check([key])
+        return has
+
+    def add(self, key: str, number: int) -> int:
+        """Add a number to a counter, and return the sum."""
+        total: int = self._store.add(key, number)
+        return total
+
     def get_all(self, keys: Sequence[str]) -> list[Any]:
         """Wait until all keys exist, and return their values."""
         from torch.distributed import DistStoreError
@@ -149,7 +172,7 @@ class _Store:
         return [json.loads(each) for each in self._store.multi_get(list(keys))]
 
 
-def _choice(store: _Store | None, own: tuple[int, int], facts: Mapping[str, Any]) -> dict[str, Any]:
+def _choice(store: Store | None, own: tuple[int, int], facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return rank 0's choice. With a single node (no ``store``), each rank computes it for itself."""
     if store is None:
         first_rank = int(os.environ["RANK"]) - own[1]
@@ -159,7 +182,7 @@ def _choice(store: _Store | None, own: tuple[int, int], facts: Mapping[str, Any]
     return found
 
 
-def _publish(store: _Store, own: tuple[int, int], facts: Mapping[str, Any]) -> None:
+def _publish(store: Store, own: tuple[int, int], facts: Mapping[str, Any]) -> None:
     """Publish which copies this node has, if this rank is the node's first. If this rank is rank 0, also
     choose a step and publish the choice.
     """
@@ -181,14 +204,25 @@ def chosen(found: Sequence[Mapping[str, Any]], world: int) -> dict[str, Any]:
 
     Returns:
         The fields of the plan that are the same for all ranks, and ``replicated``. With a step also ``where``
-        (node, local rank, slot and sequence number of each copy, by the rank that made it) and ``nodes``
-        (first rank and number of ranks of each node).
+        (node, local rank, slot and sequence number of each copy, by the rank that made it). ``nodes`` has the
+        first rank and the number of ranks of each node, and ``has_peers`` is true if each node keeps copies
+        of another one.
     """
     nothing: dict[str, Any] = {"step": None, "exact": True, "behind": [], "kept_by": [], "ranks": 0}
-    nothing |= {"at_death": False, "lost": 0, "replicated": False}
+    nothing |= {
+        "from_partners": {},
+        "at_death": False,
+        "lost": 0,
+        "replicated": False,
+        "has_peers": False,
+        "nodes": [],
+    }
     for group_rank, each in enumerate(found):
         if "off" in each:
             return {**nothing, "why": f"Keep is off on node {group_rank}: {each['off']}"}
+    nothing["nodes"] = [[each["first_rank"], len(each["holdings"])] for each in found]
+    is_even = len({count for _, count in nothing["nodes"]}) == 1
+    nothing["has_peers"] = is_even and len(found) > 1 and all(each["has_peers"] for each in found)
     holdings: dict[int, Holding] = {}
     places: dict[int, tuple[int, int]] = {}
     for group_rank, each in enumerate(found):
@@ -199,6 +233,7 @@ def chosen(found: Sequence[Mapping[str, Any]], world: int) -> dict[str, Any]:
             # A node that missed a round has older copies, and another node may have its ranks now.
             if rank not in holdings or holdings[rank].attempt < holding.attempt:
                 holdings[rank], places[rank] = holding, (group_rank, local_rank)
+    _add_partners(found, holdings, places)
     bars = [each["barred_from"] for each in found if each["barred_from"] is not None]
     choice = choose(
         holdings,
@@ -217,12 +252,18 @@ def chosen(found: Sequence[Mapping[str, Any]], world: int) -> dict[str, Any]:
         for local_rank in range(len(each["holdings"]))
     }
     own = {now[places[rank]]: rank for rank, holding in holdings.items() if holding.has_small(choice.step)}
+    if not choice.is_replicated:
+        own = {rank: rank for rank in choice.kept_by}  # Each rank's copy contains its small state.
     where = {}
+    from_partners: dict[str, list[int]] = {}
     for rank in choice.kept_by:
         slot = holdings[rank].slot_of(choice.step)
         assert slot is not None
         where[str(rank)] = [*places[rank], slot.index, slot.sequence]
+        if slot.index >= layout.SLOTS and not choice.is_replicated:
+            from_partners.setdefault(str(places[rank][0]), []).append(rank)
     return {
+        **nothing,
         "step": choice.step,
         "exact": world == ranks and all(own.get(rank) == rank for rank in range(world)),
         "behind": [rank for rank in range(world) if rank not in own],
@@ -233,8 +274,26 @@ def chosen(found: Sequence[Mapping[str, Any]], world: int) -> dict[str, Any]:
         "lost": choice.lost,
         "replicated": choice.is_replicated,
         "where": where,
-        "nodes": [[each["first_rank"], len(each["holdings"])] for each in found],
+        "from_partners": from_partners,
     }
+
+
+def _add_partners(
+    found: Sequence[Mapping[str, Any]], holdings: dict[int, Holding], places: dict[int, tuple[int, int]]
+) -> None:
+    """Add the copies that partners have of ranks whose own node is lost, or has missed an attempt."""
+
+    def newest(holding: Holding) -> tuple[int, int]:
+        return max(((slot.attempt, slot.step) for slot in holding.slots), default=(-1, -1))
+
+    for group_rank, each in enumerate(found):
+        for local_rank, records in enumerate(each["partners"]):
+            for record in records:
+                rank, holding = int(record["rank"]), Holding.of_json(record["holding"])
+                known = holdings.get(rank)
+                is_own = known is not None and known.has_joined and known.attempt >= newest(holding)[0]
+                if not is_own and (known is None or newest(known) < newest(holding)):
+                    holdings[rank], places[rank] = holding, (group_rank, local_rank)
 
 
 def source_of(
@@ -254,39 +313,41 @@ def source_of(
     return holder, where[holder]
 
 
-def _with_copy(
-    store: _Store | None,
+def _add_copy(
+    store: Store | None,
     plan: dict[str, Any],
     choice: Mapping[str, Any],
     own: tuple[int, int],
     file: KeepFile,
     say: Callable[[str], None],
-) -> Agreement:
+) -> None:
+    """Add the place of the copy that this rank restores to the plan. Download it if no file here has it."""
     group_rank, local_rank = own
-    handover = None
-    if store is not None and own in _servers(choice):
-        handover = _offer(store, own, file, say)
     holder, (node, local, slot, sequence) = source_of(choice, *own, int(os.environ["RANK"]))
+    plan["partner"] = node if slot >= layout.SLOTS else None
+    plan["has_small"] = not choice["replicated"]
     if store is None or node == group_rank:
-        if local == local_rank:
+        place = plan["files"][local]
+        if slot >= layout.SLOTS:
+            place, slot = plan["partner_files"][local], slot - layout.SLOTS
+        elif local == local_rank:
             plan["own"] = slot
-        plan["large"] = {"file": plan["files"][local], "slot": slot, "rank": holder, "sequence": sequence}
-        return Agreement(plan, handover)
+        plan["large"] = {"file": place, "slot": slot, "rank": holder, "sequence": sequence}
+        return
     taker = 0 if choice["replicated"] else local_rank
     if taker == local_rank:
-        record = store.get(f"offer/{node}/{local}")
-        offer = Offer((str(record["host"]), int(record["port"])), str(record["secret"]))
-        taken = _take(offer, slot, file, int(plan["memory"]))
+        taken = take_copy(offer_of(store.get(f"offer/{node}/{local}")), f"{slot}", file, int(plan["memory"]))
         say(f"step {choice['step']} is downloaded from node {node}")
         store.set(f"taken/{group_rank}/{taker}", [taken, file.slots[taken].sequence])
     slot, sequence = store.get(f"taken/{group_rank}/{taker}")
     plan["large"] = {"file": plan["files"][taker], "slot": slot, "rank": holder, "sequence": sequence}
-    return Agreement(plan, handover)
 
 
 def _servers(choice: Mapping[str, Any]) -> set[tuple[int, int]]:
     """Return node and local rank of each worker whose copy another node needs."""
-    found = set()
+    found: set[tuple[int, int]] = set()
+    if choice["step"] is None:
+        return found
     for group_rank, (first, count) in enumerate(choice["nodes"]):
         for local_rank in range(count):
             _, (node, local, *_) = source_of(choice, group_rank, local_rank, first + local_rank)
@@ -295,19 +356,31 @@ def _servers(choice: Mapping[str, Any]) -> set[tuple[int, int]]:
     return found
 
 
-def _offer(store: _Store, own: tuple[int, int], file: KeepFile, say: Callable[[str], None]) -> Handover:
-    """Start to serve this rank's copy to other nodes, and publish the address."""
+def _offer(
+    store: Store,
+    own: tuple[int, int],
+    files: Sequence[KeepFile],
+    bandwidth: float,
+    say: Callable[[str], None],
+) -> Handover:
+    """Start to serve the copies in this rank's files to other nodes, and publish the address. The slots of
+    the second file, with copies of another node's rank, are numbered from :data:`.layout.SLOTS` on.
+    """
+    pace, slots = Pace(bandwidth), [slot for file in files for slot in file.slots]
 
     def parts(name: str) -> Iterator[memoryview]:
-        part, _, number = name.partition(" ")
-        private, words, index = file.slots[int(number)].read_only()
-        data_at = words[Slot.DATA_AT]
-        pieces = {
-            "head": memoryview(layout.pack(words)),
-            "index": memoryview(index),
-            "data": memoryview(private)[data_at : data_at + words[Slot.DATA_LENGTH]],
-        }
-        yield pieces[part]
+        part, _, copy = name.partition(" ")
+        if is_paced := copy.startswith(_PACED):
+            (slot,) = (slot for slot in files[0].slots if slot.complete_step == int(copy[len(_PACED) :]))
+        else:
+            slot = slots[int(copy)]
+        private, words, index = slot.read_only()
+        data = memoryview(private)[words[Slot.DATA_AT] :][: words[Slot.DATA_LENGTH]]
+        pieces = {"head": memoryview(layout.pack(words)), "index": memoryview(index), "data": data}
+        if is_paced:
+            yield from in_chunks(pieces[part], pace)
+        else:
+            yield pieces[part]
 
     near = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     handover = Handover(parts, near, lambda why: say(f"another node could not download a copy: {why}"))
@@ -317,24 +390,68 @@ def _offer(store: _Store, own: tuple[int, int], file: KeepFile, say: Callable[[s
     return handover
 
 
-def _take(offer: Offer, slot: int, file: KeepFile, memory: int) -> int:
-    """Download a copy into that slot of the file that has the older copy. Return the number of the slot."""
+_PACED = "paced "
+"""Prefix of the name of a copy that is sent in the background. After it comes a step, not a slot's number."""
+
+
+def offer_of(record: Mapping[str, Any]) -> Offer:
+    """Return the offer that another worker has published in the store."""
+    return Offer((str(record["host"]), int(record["port"])), str(record["secret"]))
+
+
+def take_paced(
+    offer: Offer, step: int, file: KeepFile, memory: int, kept: Collection[int], least_rate: float
+) -> int:
+    """Download another rank's own copy of a step in the background; see :func:`take_copy`. ``least_rate`` is
+    the minimum number of bytes per second.
+    """
+    get = partial(take, is_checked=True, least_rate=least_rate)
+    return take_copy(offer, f"{_PACED}{step}", file, memory, kept=kept, get=get)
+
+
+def take_copy(
+    offer: Offer,
+    copy: str,
+    file: KeepFile,
+    memory: int,
+    *,
+    kept: Collection[int] = (),
+    get: Callable[[Offer, str, memoryview], None] = take,
+) -> int:
+    """Download a copy into that slot of the file that has the older copy.
+
+    Args:
+        offer: what the other worker has published.
+        copy: name of the copy there: the number of its slot.
+        file: the file into which the copy is written.
+        memory: maximum bytes of the copy.
+        kept: numbers of slots whose copies are not replaced.
+        get: downloads a part of the copy.
+
+    Returns:
+        The number of the slot.
+
+    Raises:
+        OSError: the copy cannot be downloaded.
+        OffError: the copy is too large.
+    """
     head = bytearray(layout.WORD * Slot.COUNT)
-    take(offer, f"head {slot}", memoryview(head))
+    get(offer, f"head {copy}", memoryview(head))
     words = layout.unpack(bytes(head))
     data_at, length, index_length = words[Slot.DATA_AT], words[Slot.DATA_LENGTH], words[Slot.INDEX_LENGTH]
     if data_at < layout.HEAD_SIZE + index_length or data_at + length > memory:
         raise OffError(f"the copy has {data_at + length} bytes, and this rank may use {memory}")
     index = bytearray(index_length)
-    take(offer, f"index {slot}", memoryview(index))
-    number = min(range(layout.SLOTS), key=lambda each: file.slots[each].complete_step or -1)
+    get(offer, f"index {copy}", memoryview(index))
+    free = [each for each in range(layout.SLOTS) if each not in kept]
+    number = min(free, key=lambda each: file.slots[each].complete_step or -1)
     target = file.slots[number]
     target.reserve(round_up(data_at + length, layout.PAGE))
     facts = {word: words[word] for word in range(Slot.STEP, Slot.COUNT) if word not in _SET_LATER}
     target.begin(bytes(index), data_at, facts)
     assert target.map is not None
     with memoryview(target.map)[data_at : data_at + length] as data:
-        take(offer, f"data {slot}", data)
+        get(offer, f"data {copy}", data)
     target.complete(words[Slot.DIGEST], 1 + max(each.sequence for each in file.slots))
     return number
 

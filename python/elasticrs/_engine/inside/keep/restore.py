@@ -92,7 +92,9 @@ class Kept:
         }
 
 
-def small_state(file: KeepFile, kept: Kept, own: int | None) -> tuple[dict[str, Any] | None, list[str]]:
+def small_state(
+    file: KeepFile, kept: Kept, own: int | None, *, is_own: bool = False
+) -> tuple[dict[str, Any] | None, list[str]]:
     """Return this rank's small state (random numbers and the like) at the step of ``kept``; ``None`` if its
     file has none. Also return the names of those parts that are probably older than the end of the step.
 
@@ -104,13 +106,14 @@ def small_state(file: KeepFile, kept: Kept, own: int | None) -> tuple[dict[str, 
         file: the file of this rank.
         kept: the copy of parameters and optimizer states that this rank restores. Any rank may have made it.
         own: slot of ``file`` in which this rank itself has copied the step; ``None`` if there is none.
+        is_own: true if this rank has made ``kept``, in whatever file it is now.
 
     Raises:
         DamagedError: this rank's own copy of the step is damaged.
     """
     step = kept.step
     of_holder = _decoded(kept.small)
-    if kept.file is file and own is not None:
+    if is_own or (kept.file is file and own is not None):
         return of_holder, []
     records = file.ring.records()
     if (step, True) in records:

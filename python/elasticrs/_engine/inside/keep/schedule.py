@@ -8,6 +8,7 @@ ahead, in its file (memory that the other ranks on the node can read).
 from __future__ import annotations
 
 from math import ceil
+from threading import Condition
 from time import monotonic_ns
 
 from elasticrs._engine.inside.keep.file import KeepFile, OffError
@@ -41,6 +42,68 @@ _FIXED = 10
 """Number of steps between two copies if this process cannot read the announcements in rank 0's file."""
 
 
+class Generations:
+    """The periodic copies on which the ranks of several nodes have agreed (see :mod:`.peers`). The training,
+    the thread that copies, and the thread that talks to the other nodes use this object.
+
+    Args:
+        secured: the newest step of which every rank has a copy, also on another node if it must be there;
+            ``None`` if there is none. Copies of this step stay.
+    """
+
+    def __init__(self, secured: int | None) -> None:
+        self._changed = Condition()
+        self.secured = self._copied = secured
+        self._announced: int | None = None
+        self._ended: int | None = None
+        self._is_done = True
+        self.is_closed = False
+
+    def announce(self, step: int, secured: int | None) -> None:
+        """Have the state copied when ``step`` ends. ``secured`` is the newest secured step by now."""
+        with self._changed:
+            self._announced, self.secured, self._copied = step, secured, None
+            self._is_done = self._ended is not None and self._ended >= step
+
+    def is_due(self, before: int, step: int) -> bool:
+        """Return whether to copy the state at the end of ``step``, which follows ``before``."""
+        with self._changed:
+            self._ended = step
+            is_due = not self._is_done and self._announced is not None and before < self._announced <= step
+            if is_due:
+                self._copied = step
+            return is_due
+
+    def protected(self) -> set[int | None]:
+        """Return the steps whose copies this rank must not overwrite, because after the loss of a node one of
+        them may be the only step of which all ranks have a copy.
+        """
+        with self._changed:
+            return {self.secured, self._copied}
+
+    def note_copy(self, step: int, *, is_kept: bool) -> None:
+        """Note that a periodic copy has been made, or has failed."""
+        with self._changed:
+            if step == self._copied and not self._is_done:
+                self._copied = step if is_kept else None
+                self._is_done = True
+                self._changed.notify_all()
+
+    def wait(self) -> int | None:
+        """Wait until this rank has ended the announced step. Return the step of its copy, which may be
+        larger; ``None`` if it has made none.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_done or self.is_closed)
+            return None if self.is_closed else self._copied
+
+    def close(self) -> None:
+        """Let :meth:`wait` return."""
+        with self._changed:
+            self.is_closed = True
+            self._changed.notify_all()
+
+
 class Schedule:
     """Decides which steps are copied periodically, and reads in the files of all ranks what these have done.
 
@@ -58,8 +121,13 @@ class Schedule:
         self._words, self._places, self._rank = words, places, rank
         self._every, self._mode = every, mode
         self._peers: list[KeepFile] | None = None
+        self.generations: Generations | None = None
+        """If the ranks of several nodes agree on the copies, what they have agreed on."""
+        self.are_all_equal = False
+        """True if the ranks of several nodes have found by their copies that all have the same state."""
         self._count = 0
         self._before: int | None = None
+        self._stride = 1
         self._has_copied = False
         self._announced: int | None = None
         self._began_ns = monotonic_ns()
@@ -70,10 +138,12 @@ class Schedule:
         by this copy if all have the same state. ``is_idle`` is true if no periodic copy is being made.
         """
         before = step - 1 if self._before is None else self._before
-        self._count, self._before = self._count + 1, step
+        self._count, self._before, self._stride = self._count + 1, step, step - before
         if self._count == 1:
             self._began_ns = monotonic_ns()
         is_check = self._mode == Mode.AUTO and self._count == _CHECKED
+        if self.generations is not None:
+            return self.generations.is_due(before, step) or is_check, is_check
         if self._every is not None:
             is_due = self._every > 0 and step // self._every > before // self._every
         elif self._leader() is None:
@@ -100,9 +170,26 @@ class Schedule:
             self._words[Head.NEXT] = self._announced + 1
         return is_due
 
+    def upcoming(self, notice: float) -> int | None:
+        """Return the step of the next copy that rank 0 announces to the ranks of several nodes; ``None`` if
+        the program wants no periodic copies. Rank 0 calls this when the copy before is complete everywhere.
+        All ranks need ``notice`` seconds to learn of it.
+        """
+        if self._before is None or self._every == 0:
+            return None
+        ahead = _AHEAD + ceil(notice * 1e9 / self._step_ns())
+        first = self._before + ahead * self._stride
+        if self._every is not None:
+            return -(-first // self._every) * self._every
+        self._announced = max(first, (self._announced or 0) + self._interval() * self._stride)
+        return self._announced
+
+    def _step_ns(self) -> int:
+        return max(1, (monotonic_ns() - self._began_ns) // max(1, self._count - 1))
+
     def _interval(self) -> int:
         """Return the number of steps to the next copy, from how long the last one blocked the training."""
-        step_ns = max(1, (monotonic_ns() - self._began_ns) // max(1, self._count - 1))
+        step_ns = self._step_ns()
         blocked, self._blocked_ns = (
             self._words[Head.BLOCKED_NS] - self._blocked_ns,
             self._words[Head.BLOCKED_NS],
@@ -112,8 +199,8 @@ class Schedule:
 
     def is_replicated(self) -> bool:
         """Return true if all ranks have the same state. Assume so until the first copies are compared."""
-        if self._mode != Mode.AUTO:
-            return self._mode == Mode.REPLICATED
+        if self._mode != Mode.AUTO or self.are_all_equal:
+            return self._mode != Mode.SHARDED
         if not self._words[Head.CHECK_STEP]:
             return True
         checks = {(each[Head.CHECK_STEP], each[Head.CHECK_DIGEST]) for each in self._others()}

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 
+from elasticrs._engine.job import config
 from elasticrs._engine.job.config import keep_memory
 from elasticrs._engine.process.background_call import BackgroundCall, FileAccess
 from elasticrs._engine.process.console import has_time
 from elasticrs._engine.supervise.attempts.evidence import memory_counters
 from elasticrs._engine.workers.keep_files import ALL_STEPS, KeepFiles
-from elasticrs._engine.workers.plan import KEEP_OFF
+from elasticrs._engine.workers.plan import KEEP_OFF, MemoryFiles
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.job.restart_policy import FailureHistory
     from elasticrs._engine.supervise.attempts.attempt import Attempt
     from elasticrs._engine.workers.keep_files import PlanValue
-    from elasticrs._engine.workers.plan import MemoryFiles, Plan
+    from elasticrs._engine.workers.plan import Plan
 
 
 class Keeping:
@@ -50,9 +51,12 @@ class Keeping:
         if self._parent and (self._off or self._may_have_several_nodes):
             self._parent = None
             say(f"keep: nothing is saved, because {self._off or 'the job may have several nodes'}")
+        self._partners: MemoryFiles | None = None
         self._memory = 0 if self._off else memory_budget(job.keep_memory) // job.nproc
         try:
-            self.files = KeepFiles(memory)
+            if job.keep_peers and self._may_have_several_nodes and not self._off:
+                self._partners = MemoryFiles(job.nproc)
+            self.files = KeepFiles(memory, self._partners)
         except OSError as error:
             self._give_up(error)
 
@@ -120,6 +124,18 @@ class Keeping:
             ]
             shared["barred_from"] = None if self._loop is None else self._loop.barred_from
             shared["ranks_before"] = world_before
+            shared["has_peers"] = self._partners is not None
+            shared["partner_files"] = (
+                [] if self._partners is None else [self._partners.places[each] for each in self._ranks]
+            )
+            shared["partners"] = [
+                [
+                    {"rank": rank, "holding": held.to_json()}
+                    for rank, held in files.partner_holdings(place, world_before).items()
+                ]
+                for place in self._ranks
+            ]
+            shared["bandwidth"] = config.keep_bandwidth(self._job.keep_bandwidth) / self._job.nproc
             shared["was_replicated"] = any(map(files.was_replicated, self._ranks))
         own: dict[int, dict[str, PlanValue]] = {
             place: {
@@ -250,6 +266,8 @@ class Keeping:
     def _give_up(self, error: OSError) -> None:
         self.files = None
         self._memory_files.close()
+        if self._partners is not None:
+            self._partners.close()
         self._say(KEEP_OFF.format(error.strerror or error))
 
 
