@@ -190,7 +190,7 @@ def launch_with_torch(launch: Launch, torch_programs: TorchPrograms) -> Launch:
     """Start the launcher as a fork of a process that has imported torch. The workers are forks of the
     launcher (``--run-path --start-method=fork``), so none of them imports torch.
     """
-    return functools.partial(launch, start=torch_programs.launcher)
+    return functools.partial(launch, start=torch_programs.popen)
 
 
 @pytest.fixture

@@ -354,7 +354,9 @@ def test_nodes_rendezvous_through_a_file(in_file, worker_script):
 
 @pytest.mark.torch
 @pytest.mark.beyond_torchrun  # torchrun has other names for its modules
-def test_the_documented_handler_works_in_a_package_and_in_a_program(launch, worker_script, tmp_path):
+def test_the_documented_handler_works_in_a_package_and_in_a_program(
+    launch_with_torch, worker_script, tmp_path
+):
     page = (Path(__file__).parents[2] / "docs" / "several-nodes.md").read_text(encoding="utf-8")
     module, program = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     ((group, name, function),) = re.findall(
@@ -369,10 +371,8 @@ def test_the_documented_handler_works_in_a_package_and_in_a_program(launch, work
             signal.pause() if os.environ["RANK"] == "1" else sys.exit(3)
         os.write(1, f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']}\\n".encode())
     """)
-    own = launch(
-        *meeting, "--max-restarts=1", script, argv=[sys.executable, tmp_path / "program.py"], env=env
-    )
-    nodes = [own, launch(*meeting, "--max-restarts=1", script, env=env)]
+    options, program = (*meeting, "--max-restarts=1", script), [sys.executable, tmp_path / "program.py"]
+    nodes = [launch_with_torch(*options, env=env, **how) for how in ({"argv": program}, {})]
     assert [node.wait() for node in nodes] == [0, 0], nodes[0].stderr + nodes[1].stderr
     assert sorted(node.stdout for node in nodes) == ["0 of 2\n", "1 of 2\n"]
 

@@ -67,7 +67,7 @@ def forked(torch_programs):
     torch_programs.preload(
         "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp"
     )
-    return {"start": torch_programs.launcher}
+    return {"start": torch_programs.popen}
 
 
 @pytest.mark.timeout(180)

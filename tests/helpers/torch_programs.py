@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,14 +14,19 @@ from helpers.forker import Forker
 from helpers.launcher import LAUNCHERS
 from helpers.procs import HANG
 
+RUN = """
+import os, runpy, sys
+del sys.argv[0]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
-class ForkedLauncher:
+
+class Forked:
     """The part of :class:`subprocess.Popen` that `Launched` uses."""
 
-    stdin = None
-
-    def __init__(self, pid: int, stdout: IO[bytes], stderr: IO[bytes]) -> None:
-        self.pid, self.stdout, self.stderr = pid, stdout, stderr
+    def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes], stderr: IO[bytes]) -> None:
+        self.pid, self.stdin, self.stdout, self.stderr = pid, stdin, stdout, stderr
         self._code: int | None = None
 
     def wait(self) -> int:
@@ -60,22 +66,29 @@ class TorchPrograms(Forker):
             output = (files[name].read_text(encoding="utf-8") for name in ("stdout", "stderr"))
             return subprocess.CompletedProcess([program, *arguments], code, *output)
 
-    def launcher(self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, **how: Any) -> Any:
-        """Start a launcher in place of :class:`subprocess.Popen`. It is a fork of the process that has
-        imported torch, and its workers are forks of it, so none of them imports torch.
+    def popen(self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, stdin: int, **how: Any) -> Any:
+        """Start the launcher or a Python program in place of :class:`subprocess.Popen`. It is a fork of the
+        process that has imported torch. The workers of the launcher are forks of it, so none of them imports
+        torch.
         """
-        if tuple(argv[:3]) != LAUNCHERS["elasticrs"]:
-            return subprocess.Popen(argv, env=env, cwd=cwd, **how)
-        arguments = ("--run-path", "--start-method=fork", *argv[3:])
-        program = "import sys; from elasticrs.launch import main; sys.exit(main())"
-        pipes = {"stdout": os.pipe(), "stderr": os.pipe()}
-        files = {name: f"/proc/{os.getpid()}/fd/{writer}" for name, (_, writer) in pipes.items()}
-        order = {"program": program, "arguments": arguments, "stdin": os.devnull, **files}
-        self.order({**order, "env": dict(env), "cwd": str(cwd)})
-        pid = int(self._take_line(HANG, "the launcher does not start"))
-        for _, writer in pipes.values():
-            os.close(writer)
-        return ForkedLauncher(pid, *(open(reader, "rb") for reader, _ in pipes.values()))
+        arguments: Sequence[str]
+        if tuple(argv[:3]) == LAUNCHERS["elasticrs"]:
+            program = "import sys; from elasticrs.launch import main; sys.exit(main())"
+            arguments = ("--run-path", "--start-method=fork", *argv[3:])
+        elif argv[0] == sys.executable:
+            program, arguments = RUN, argv[1:]
+        else:
+            return subprocess.Popen(argv, env=env, cwd=cwd, stdin=stdin, **how)
+        ours, theirs = zip(*(os.pipe()[:: 1 if name else -1] for name in range(3)), strict=True)
+        names = [f"/proc/{os.getpid()}/fd/{file}" for file in theirs]
+        if stdin == subprocess.DEVNULL:
+            names[0] = os.devnull
+        files = dict(zip(("stdin", "stdout", "stderr"), names, strict=True))
+        self.order({"program": program, "arguments": arguments, **files, "env": dict(env), "cwd": str(cwd)})
+        pid = int(self._take_line(HANG, "the program does not start"))
+        for file in theirs:
+            os.close(file)
+        return Forked(pid, open(ours[0], "wb"), open(ours[1], "rb"), open(ours[2], "rb"))
 
     def preload(self, *modules: str) -> None:
         """Import modules that all programs from now on inherit."""

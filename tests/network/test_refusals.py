@@ -59,7 +59,7 @@ def test_a_taken_port_on_the_store_host_is_named_in_the_error(hosts, multinode):
 
 @pytest.mark.parametrize(
     "server",
-    [HTTP, pytest.param((sys.executable, "-c", TCPSTORE), marks=pytest.mark.torch)],
+    [HTTP, pytest.param((sys.executable, "-c", TCPSTORE), marks=[pytest.mark.torch, pytest.mark.slow])],
     ids=["http", "torch"],
 )
 def test_another_server_at_the_endpoint_is_reported(hosts, multinode, server):

@@ -12,6 +12,8 @@ pytestmark = [pytest.mark.privileged, pytest.mark.beyond_torchrun, pytest.mark.t
 
 KILL, FAIL, SUCCEED = signal.SIGKILL, signal.SIGUSR2, signal.SIGUSR1
 
+SEEDS = pytest.mark.parametrize("seed", [0, *(pytest.param(more, marks=pytest.mark.slow) for more in (1, 2))])
+
 
 def store_on(host):
     return running_on(host, sys.executable, "-m", "elasticrs.store", "--port", str(PORT))
@@ -46,7 +48,7 @@ def test_a_signal_to_the_first_agent_ends_its_node_alone(led, signum):
     job.finish(others, again)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@SEEDS
 def test_the_job_forms_if_the_leader_is_killed_at_a_random_moment(led, seed):
     job, leader, others = led
     leader.launched.read_for(random.Random(seed).uniform(0.0, 1.5))
@@ -56,7 +58,7 @@ def test_the_job_forms_if_the_leader_is_killed_at_a_random_moment(led, seed):
     job.finish(agents, job.formed(*agents))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@SEEDS
 def test_the_job_continues_if_the_leader_is_killed_during_a_restart(led, seed):
     job, leader, others = led
     job.tell(job.formed(leader, *others)[-1:], FAIL)

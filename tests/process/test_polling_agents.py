@@ -166,13 +166,14 @@ KINDS = pytest.mark.parametrize(
 
 
 @pytest.fixture
-def node(launch, tmp_path, kind):
+def node(launch, launch_with_torch, tmp_path, kind):
+    start_program = launch_with_torch if kind == "mine" else launch
     program, endpoint = tmp_path / "agent.py", f"127.0.0.1:{ports.free()}"
     program.write_text(AGENT, encoding="utf-8")
 
     def start(number, nodes="2:2", nproc=1, env=None):
         argv = [sys.executable, program, str(number), endpoint, nodes, str(nproc), kind]
-        return PolledNode(launch(argv=argv, stdin=subprocess.PIPE, env=env))
+        return PolledNode(start_program(argv=argv, stdin=subprocess.PIPE, env=env))
 
     return start
 
