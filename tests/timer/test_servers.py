@@ -22,8 +22,9 @@ from hypothesis import strategies as st
 from elasticrs import timer
 
 TORCH_CLIENT = """
-    import signal, sys
+    import os, signal, sys
     from torch.distributed.elastic import timer
+    print(os.getpid(), flush=True)
     with timer.expires(after=60, scope="outer", client=timer.FileTimerClient(sys.argv[1])):
         with timer.expires(after=0, scope="inner", client=timer.FileTimerClient(sys.argv[1], signal=15)):
             signal.pause()
@@ -221,11 +222,11 @@ def next_of(events, name):
     return event[1]
 
 
-def test_the_timer_client_of_torch_is_served(server, path, events):
-    child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(TORCH_CLIENT), path])
-    assert child.wait(60) == -signal.SIGTERM
+def test_the_timer_client_of_torch_is_served(server, path, events, torch_programs):
+    client = torch_programs.run(textwrap.dedent(TORCH_CLIENT), path)
+    assert client.returncode == -signal.SIGTERM
     request = next_of(events, "kill worker process")
-    assert (request.worker_pid, request.scope_id, request.signal) == (child.pid, "inner", 15)
+    assert (request.worker_pid, request.scope_id, request.signal) == (int(client.stdout), "inner", 15)
 
 
 def test_records_of_other_processes_and_junk_are_refused(server, path, events, caplog):
