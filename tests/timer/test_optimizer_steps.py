@@ -88,9 +88,15 @@ def test_optimizer_steps_do_not_count_after_an_explicit_heartbeat(job):
     says(launched.stderr, "hung", "stopped at step 700;")
 
 
-def test_no_import_finder_is_installed_without_hang_timeout(launch, worker_script):
-    launched = launch(worker_script("\n".join(SHOW_FINDER))).exits(0, timeout=120)
-    assert launched.stdout == "FINDER False False\n"
+def test_steps_are_counted_without_hang_timeout_but_no_heartbeat_is_sent(job):
+    source = [
+        *SHOW_FINDER,
+        "train(2)",
+        "import elasticrs._engine.inside.heartbeats as heartbeats",
+        "print('SENT', heartbeats._count, flush=True)",
+    ]
+    launched = job(source).exits(0, timeout=120)
+    assert launched.stdout == "FINDER False True\nSENT 0\n"
 
 
 COMPILED = """

@@ -160,7 +160,7 @@ def test_too_many_port_conflicts_fail_the_job():
 def test_a_change_of_membership_starts_the_workers_again_without_a_charge():
     state, actions = play([*UP, MembershipChanged(), GroupEnded("stopped"), *AGAIN, *SUCCESS], max_restarts=0)
     assert (state.phase, state.restarts) == (Phase.SUCCEEDED, 0)
-    stop = Stop(SIGTERM, GRACE, is_announced=True)
+    stop = Stop(SIGTERM, GRACE, is_announced=True, is_planned=True)
     assert actions[2:] == [stop, Rendezvous(2), Start(2, 0), Exit(0)]
 
 
@@ -197,6 +197,9 @@ def test_a_node_that_is_no_longer_needed_stops_its_workers_and_succeeds():
 def test_the_first_signal_is_forwarded_with_the_grace_period():
     state, actions = play([*UP, SignalReceived(SIGINT)])
     assert state.phase is Phase.STOPPING
+    assert actions[-1] == Stop(SIGINT, GRACE, is_planned=True)
+    # After a failure, nobody waits for a common step.
+    _, actions = play([*UP, FailureSeen(0), SignalReceived(SIGINT)])
     assert actions[-1] == Stop(SIGINT, GRACE)
 
 

@@ -13,7 +13,6 @@ from time import monotonic_ns
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from types import TracebackType
     from typing import Protocol
 
@@ -226,39 +225,13 @@ def _page(variable: str) -> memoryview | None:
 
 
 def beat_with_steps(optimizers: object) -> None:
-    """Let torch send a heartbeat after each step of an optimizer. Also start the thread that writes torch's
-    logs of collectives when the agent asks for them.
+    """Count the steps of optimizers. If the agent watches heartbeats, send one after each step, and start the
+    thread that writes torch's logs of collectives when the agent asks for them.
     """
+    from elasticrs._engine.inside.boundary import follow_steps
     from elasticrs._engine.inside.flight import answer_with_record
 
     # Start the thread now, because the first collective can hang before the first step.
     answer_with_record()
-    register = getattr(optimizers, "register_optimizer_step_post_hook", None)
-    if register is None or os.environ.get("ELASTICRS_AUTO_HEARTBEAT") == "0":
-        return
-    from weakref import ref
-
-    import torch
-
-    step = -1
-    # Count only the first optimizer that makes a step. After its destruction, count the next that makes one.
-    counted: Callable[[], object] | None = None
-
-    def on_step(optimizer: object, _args: object, _kwargs: object) -> None:
-        nonlocal step, counted
-        try:
-            # Send no heartbeat in a compiled step, because torch would warn that it cannot trace the call.
-            if torch.compiler.is_compiling():
-                return
-        except AttributeError:
-            return  # Send no heartbeats with an old torch. The agent reports that the rank is not watched.
-        first = counted() if counted is not None else None
-        if first is None:
-            counted = ref(optimizer)
-        elif first is not optimizer:
-            automatic_heartbeat(None)
-            return
-        step += 1
-        automatic_heartbeat(step)
-
-    register(on_step)
+    is_watched = "ELASTICRS_HEARTBEAT" in os.environ and os.environ.get("ELASTICRS_AUTO_HEARTBEAT") != "0"
+    follow_steps(optimizers, automatic_heartbeat if is_watched else None)

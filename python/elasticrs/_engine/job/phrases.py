@@ -139,6 +139,18 @@ def passed_on(signum: int, held: Sequence[int]) -> str:
     return line
 
 
+def agreed(signum: int, step: int | None, why: str, waited: float) -> str:
+    """Report that the ranks get a signal at the start of the same step, after ``step`` steps of the optimizer
+    in this attempt; or why they do not. It was held back for ``waited`` seconds.
+    """
+    if step is None:
+        return f"{signal_name(signum)} reaches the ranks at different steps{why and f', because {why}'}"
+    waited_text = milliseconds(int(waited * 1e9))
+    return (
+        f"{signal_name(signum)} reaches all ranks after optimizer step {step} of this attempt ({waited_text})"
+    )
+
+
 def signal_not_passed_on(signum: int) -> str:
     """Report a signal that is not forwarded, because it would kill workers that have no handler."""
     return (
@@ -253,6 +265,10 @@ def printable(text: str, limit: int = 200) -> str:
 def ranks_text(ranks: Sequence[int], most: int = sys.maxsize) -> str:
     """Format ascending ranks as ``rank 3``, ``ranks 0, 1``, or ``ranks 0-6, 8``."""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {ranges_text(ranks, most)}"
+
+
+def local_ranks_text(ranks: Iterable[int]) -> str:
+    return f"local {ranks_text(sorted(ranks))}"
 
 
 def ranges_text(numbers: Sequence[int], most: int = sys.maxsize) -> str:

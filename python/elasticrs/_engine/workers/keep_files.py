@@ -14,7 +14,7 @@ import os
 import time
 
 from elasticrs._engine.inside.keep import layout
-from elasticrs._engine.inside.keep.layout import Head, Slot, SlotState
+from elasticrs._engine.inside.keep.layout import Agreed, Head, Slot, SlotState
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -194,6 +194,16 @@ class KeepFiles:
                     slot = _kept_slot(layout.SLOTS + index, words)
                     found[rank] = Holding((*before, slot), has_joined=False)
         return found
+
+    def steps_of(self, local_rank: int) -> tuple[int, ...]:
+        """Return what a worker has written about its steps: the words from :attr:`.Agreed.OWNER` on."""
+        count = Agreed.END - Agreed.OWNER
+        return _words(self._fds[local_rank], layout.WORD * Agreed.OWNER, count) if self._fds else (0,) * count
+
+    def ask(self, word: int, values: Sequence[int]) -> None:
+        """Write words that ask all workers for an agreed step, from the index ``word`` on."""
+        for fd in self._fds:
+            os.pwrite(fd, layout.pack(values), layout.WORD * word)
 
     def copy_to(self, local_rank: int, target: int, slot: int | None, *, with_data: bool) -> None:
         """Copy a rank's small state, and one of its slots, to another file. The other slot is empty there.

@@ -9,10 +9,9 @@
 - **HOOK-3** the previous ``sys.excepthook`` still prints the exception. The new one only writes the error
   file, and only in the process in which it was installed, not in forked children.
 - **HOOK-4** modules that are needed only after a failure are imported only then.
-- **HOOK-5** this hook adds a finder to ``sys.meta_path`` only if the agent watches heartbeats, or keeps the
-  training state of Lightning and transformers (``--keep``). The finder delegates to the other finders. It
-  waits for the imports of ``torch.optim.optimizer`` and of the modules with the ``Trainer`` classes, and is
-  removed after these imports.
+- **HOOK-5** this hook adds a finder to ``sys.meta_path``, which delegates to the other finders. It waits for
+  the import of ``torch.optim.optimizer``, to count training steps, and with ``--keep`` for the imports of
+  the modules with the ``Trainer`` classes of Lightning and transformers. It is removed after these imports.
 - **HOOK-6** SIGUSR1 and SIGUSR2 are ignored during shutdown if the program handles them, because the
   interpreter restores the default action, which would kill a worker that is about to exit with 0.
 - **HOOK-7** a program that an uncaught exception has ended exits after its ``atexit`` callbacks, without the
@@ -404,7 +403,7 @@ def _follow_imports() -> None:
     was forked from a process with preloaded modules, and they are among these, call the functions at once.
     """
     actions: dict[str, Callable[[Any], None]] = {}
-    if "ELASTICRS_HEARTBEAT" in os.environ:
+    if "ELASTICRS_KEEP" in os.environ or "ELASTICRS_HEARTBEAT" in os.environ:
         actions["torch.optim.optimizer"] = _beat_with_steps
     if "ELASTICRS_KEEP_FRAMEWORKS" in os.environ:
         for name in _TRAINERS:

@@ -92,6 +92,51 @@ class Head:
     COUNT = 30
 
 
+class Agreed:
+    """Indices of the words in the head of the file by which agent and worker agree on the step after which
+    all ranks get a signal. :mod:`elasticrs._engine.inside.boundary` describes how.
+    """
+
+    NUMBER = 64
+    """Number of the agent's request. This and the next words are the agent's."""
+    STATE = 65
+    """A code of :class:`AgreedState`."""
+    STEP = 66
+    """Number of steps after which the ranks get the signal."""
+    SIGNAL = 67
+    UNTIL = 68
+    """Time until which the ranks wait for the signal, in nanoseconds of the monotonic clock."""
+    OWNER = 72
+    """Pid of the process whose steps are counted. This and the next words are the worker's."""
+    STEPS = 73
+    """Number of steps of the optimizer that this process has ended."""
+    TIME = 74
+    """Time at which a step ended, in nanoseconds of the monotonic clock. It is the last step if steps take
+    more than a millisecond.
+    """
+    DURATION = 75
+    """Nanoseconds that a step takes; 0 if that is unknown."""
+    READY = 76
+    """Number of the request for which this rank stands at the start of a step and waits for the signal."""
+    MISSED = 77
+    """Number of the request that this rank could not follow, because it had passed the step already, or
+    because it has waited too long for the agent.
+    """
+    END = 78
+
+
+class AgreedState:
+    """What the ranks are to do at the end of a step."""
+
+    NONE = 0
+    WAIT = 1
+    """Wait until the agents have chosen the step."""
+    ACT = 2
+    """Go on to the chosen step, and wait for the signal at the start of the next one."""
+    SENT = 3
+    """The signal is on its way."""
+
+
 class Mode:
     """Whether all ranks have the same state (replicated), or each a part of it (sharded)."""
 

@@ -676,7 +676,7 @@ def _close_job(member: Member, reason: str) -> None:
         member.exit(Outcome("aborted", reason))
         return
     if member.phase is not Phase.FENCED:
-        member.stop("the job ends")
+        member.stop("the job ends", asked=True)
 
 
 def abort(member: Member, link: Link) -> None:

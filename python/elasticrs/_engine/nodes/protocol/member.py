@@ -363,6 +363,7 @@ class Member:
         hung: Cause | None = None,
         planned: bool = False,
         after_failure: bool = False,
+        asked: bool = False,
     ) -> None:
         """Stop this node's workers, with SIGKILL if ``fenced``. ``why`` is the reason to show to the user."""
         workers = self.workers
@@ -371,7 +372,7 @@ class Member:
         workers.is_stopping = True
         if not fenced:
             self.told_end = workers.round, why
-        self.do(Stop(workers.round, why, fenced, hung, planned, after_failure))
+        self.do(Stop(workers.round, why, fenced, hung, planned, after_failure, asked))
 
     def forget_connection(self) -> None:
         if self.leader is not None:

@@ -146,6 +146,7 @@ class Stop(Value):
         hung: failure of a hung worker on another node, which may be waiting for a worker of this node.
         planned: true if there is no failure, for example because a node joins or leaves.
         after_failure: true if workers failed, usually on another node.
+        asked: true if an agent was asked to end the job.
     """
 
     round: int
@@ -154,6 +155,7 @@ class Stop(Value):
     hung: Cause | None = None
     planned: bool = False
     after_failure: bool = False
+    asked: bool = False
 
 
 class BindStore(Value):

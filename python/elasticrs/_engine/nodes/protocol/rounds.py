@@ -123,7 +123,7 @@ def _closed(member: Member, head: Head) -> None:
     if member.leaving is None or member.leaving.outcome is None:
         # Set the outcome now, because the connection may be lost before the workers have stopped.
         member.set_outcome(outcome_of(member, head))
-    member.stop("the job ends")
+    member.stop("the job ends", asked=head.outcome == "aborted")
 
 
 def _ended(member: Member, head: Head) -> None:

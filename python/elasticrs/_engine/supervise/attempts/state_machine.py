@@ -285,13 +285,15 @@ class HungElsewhere(Value):
 class Stop(Action):
     """Stop the workers. SIGKILL follows after ``grace`` seconds. Answered by :class:`GroupEnded`.
     ``is_announced``: the user knows the reason. ``hung``: a worker on another node that may be waiting for
-    ranks here, so this node first collects evidence.
+    ranks here, so this node first collects evidence. ``is_planned``: nothing has failed, so the workers may
+    first go on to a common step (:mod:`.agreed_step`).
     """
 
     signum: int
     grace: float
     is_announced: bool = False
     hung: HungElsewhere | None = None
+    is_planned: bool = False
 
 
 class AnnounceRestart(Action):
@@ -354,7 +356,8 @@ def _on_rendezvous(state: AgentState, event: Event) -> tuple[AgentState, list[Ac
             lost=event.message if isinstance(event, RendezvousFailed) else None,
             leaves=isinstance(event, NotNeeded),
         )
-        return stopping, [Stop(SIGTERM, state.shutdown_timeout, is_announced=True)]
+        is_planned = stopping.regroups
+        return stopping, [Stop(SIGTERM, state.shutdown_timeout, is_announced=True, is_planned=is_planned)]
     if state.phase is not Phase.RENDEZVOUS or state.is_delayed:
         return state, []
     if isinstance(event, RendezvousCompleted):
@@ -380,7 +383,8 @@ def _on_signal(state: AgentState, event: SignalReceived) -> tuple[AgentState, li
         return state, [Stop(SIGKILL, 0.0)]
     if not state.group_exists:
         return state.replaced(phase=Phase.STOPPED, signum=event.signum), [Exit(1)]
-    stop = Stop(event.signum, state.shutdown_timeout)
+    is_planned = state.phase is Phase.RUNNING and not state.worker_failed
+    stop = Stop(event.signum, state.shutdown_timeout, is_planned=is_planned)
     return state.replaced(phase=Phase.STOPPING, signum=event.signum), [stop]
 
 

@@ -40,6 +40,8 @@ class Decisions(ABC):
         planned: function that may change a round's plan before the workers start. It is called with the plan,
             and a function that opens the round's store, or ``None`` on a single node.
         kept: state that an agent of a multi-node job keeps from one run of the agent to the next.
+        round_store: function that opens a store for the agents of the running round alone. It may block.
+            ``None`` if there is no such store.
         failed_elsewhere: true if this node's workers were stopped because workers on another node failed.
         can_end_job: true if a request to stop can also end the job on the other nodes.
     """
@@ -53,6 +55,7 @@ class Decisions(ABC):
     planned: Callable[[Plan, Callable[[], Store] | None], None] | None = None
     kept: KeptState | None = None
     failed_elsewhere = False
+    round_store: Callable[[], Store] | None = None
     can_end_job = True
     _supervisor: _core.Supervisor
     _call: BackgroundCall | None = None

@@ -323,6 +323,7 @@ class SeveralNodes(Decisions):
         ranks = action.ranks.workers(NodeShare(self._job.role, self._job.nproc))
         plan = Plan(ranks, action.master_addr, action.master_port, use_agent_store=self._use_agent_store)
         self._set_plan(plan, partial(driver.store.open_shared_store, action.round))
+        self.round_store = partial(driver.store.open_agents_store, action.round)
         self.phase, self._group_exists = machine.Phase.STARTING, True
         self._console.group_rank = action.ranks.group_rank
         return [machine.Start(action.round, action.restarts)]
@@ -334,14 +335,15 @@ class SeveralNodes(Decisions):
             then = "" if self._require_driver().is_leaving else ", then joining again"
             self._console.say(f"{action.why}; killing the workers of round {action.round}{then}")
             return [machine.Stop(machine.SIGKILL, 0.0, is_announced=True)]
+        grace, is_planned = self._job.shutdown_timeout, action.planned or action.asked
         if self.signum is not None:
-            return [machine.Stop(self.signum, self._job.shutdown_timeout, is_announced=True)]
+            return [machine.Stop(self.signum, grace, is_announced=True, is_planned=is_planned)]
         self._console.say(f"{action.why}: stopping the workers of round {action.round}")
         hung = None
         if action.hung is not None:
             hung = _hung_elsewhere(action.hung)
             self._gathers_evidence = True
-        return [machine.Stop(signal.SIGTERM, self._job.shutdown_timeout, is_announced=True, hung=hung)]
+        return [machine.Stop(signal.SIGTERM, grace, is_announced=True, hung=hung, is_planned=is_planned)]
 
     def _exit(self, outcome: messages.Outcome) -> list[machine.Action]:
         self.clock = self._clock()

@@ -16,9 +16,11 @@ from elasticrs._engine.job import phrases
 from elasticrs._engine.job.failure_cause import Verdict
 from elasticrs._engine.process.background_call import FileAccess
 from elasticrs._engine.process.console import END_PATIENCE, Console
-from elasticrs._engine.process.signals import StopRequests, suspend
+from elasticrs._engine.process.other_processes import has_own_proc
+from elasticrs._engine.process.signals import KEYBOARD, StopRequests, suspend
 from elasticrs._engine.supervise.attempts import state_machine as machine
 from elasticrs._engine.supervise.run.tracker import AttemptTracker
+from elasticrs._engine.supervise.run.worker_states import can_take
 from elasticrs._engine.workers.plan import KEEP_OFF, MemoryFiles
 
 TYPE_CHECKING = False
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.supervise.decide.decisions import Decisions
     from elasticrs._engine.supervise.observe.observer import Observer
     from elasticrs._engine.supervise.observe.orders import Answer
+    from elasticrs._engine.supervise.run.agreed_step import AgreedSteps, Exchange, Tell
     from elasticrs._engine.supervise.run.checkpoint_requests import CheckpointRequests
     from elasticrs._engine.supervise.run.keeping import Keeping
     from elasticrs._engine.supervise.run.worker_states import Sleepers
@@ -107,6 +110,8 @@ class Agent:
         self.checkpoints: CheckpointRequests | None = None
         self._memory: MemoryFiles | None = None
         self._keeping: Keeping | None = None
+        self._agreed: AgreedSteps | None = None
+        self._tell_stop: Tell | None = None
         self._error: Exception | None = None
         self._delayed_until = _NEVER
         self._is_prepared = False
@@ -249,6 +254,7 @@ class Agent:
             while self._events or self._actions:
                 if not self._actions:
                     event = self._events.popleft()
+                    self._end_hold(event)
                     if not self._is_held_for_check(event):
                         self._actions.extend(self._decisions.step(event))
                     continue
@@ -358,7 +364,7 @@ class Agent:
         if is_stopping and not is_now:
             raise Refused("the job is being stopped already; --now kills the workers at once")
         for _ in range(1 if is_stopping or not is_now else 2):
-            self._ask_to_stop(machine.SignalReceived(signal.SIGTERM, ends_job=True))
+            self.ask_to_stop(machine.SignalReceived(signal.SIGTERM, ends_job=True))
         what = "the job" if self._decisions.can_end_job else "this node's part of the job"
         how = "its workers are being killed"
         if not is_now:
@@ -410,10 +416,17 @@ class Agent:
                 f"{left} node{'s' if left != 1 else ''} would be left, and the job needs"
                 f" {rendezvous.min_nodes} (--nnodes)"
             )
-        self._ask_to_stop(machine.SignalReceived(signal.SIGTERM, ends_job=False))
+        self.ask_to_stop(machine.SignalReceived(signal.SIGTERM, ends_job=False))
         return f"{own} leaves the job: SIGTERM to the workers; {left} nodes continue"
 
-    def _ask_to_stop(self, event: machine.SignalReceived) -> None:
+    def ask_to_stop(self, event: machine.SignalReceived, tell: Tell | None = None) -> None:
+        """Stop the job. A second request kills the workers.
+
+        Args:
+            event: the request.
+            tell: called once when the workers get the signal; not called if no workers run.
+        """
+        self._tell_stop = tell
         self._events.append(event)
         self._tracker.stop_waiting()
         if self._checking is not None:
@@ -449,13 +462,82 @@ class Agent:
                 asked = self._decisions.signum
                 line = phrases.stop_line(asked, action.signum, action.grace, have_exited=have_exited)
                 self._console.say(line)
-            self._tracker.stop(action)
+            self._stop(action)
         elif isinstance(action, machine.Replace):
             self._tracker.replace(action)
         elif isinstance(action, machine.ReportFailure):
             self.result.message = action.message
             self.result.verdict = action.verdict
             self.result.is_outside = action.is_outside
+
+    def _running(self) -> dict[int, int]:
+        attempt = self._tracker.attempt
+        return {} if attempt is None else attempt.running()
+
+    def _can_agree(self) -> bool:
+        """Return true if the ranks of this job can be brought to a common step: if all are on this node, or
+        if this agent can exchange data with those of the other nodes.
+        """
+        plan, has_store = self._decisions.plan, self._decisions.round_store is not None
+        return plan is not None and (has_store or plan.ranks[0].group_world_size == 1)
+
+    def _exchange(self, name: str) -> Exchange | None:
+        """Return the function that asks the other nodes for a common step; ``None`` if there are none."""
+        plan, open_store = self._decisions.plan, self._decisions.round_store
+        if plan is None or open_store is None or plan.ranks[0].group_world_size == 1:
+            return None
+        from elasticrs._engine.supervise.run.agreed_step import exchange
+
+        own = plan.ranks[0]
+        return partial(exchange, open_store, own.group_rank, own.group_world_size, name)
+
+    def _stop(self, action: machine.Stop) -> None:
+        """Stop the workers. If nothing has failed, let all of them first go on to the same step."""
+        agreed, (tell, self._tell_stop) = self._agreed, (self._tell_stop, None)
+        if agreed is None or not action.is_planned or not self._can_agree():
+            if agreed is not None:
+                agreed.end("another request to stop came")
+            self._tracker.stop(action)
+            return
+
+        def send(waited: float) -> None:
+            self._tracker.stop(action.replaced(grace=max(0.0, action.grace - waited)))
+
+        from elasticrs._engine.supervise.run.agreed_step import hold_of_stop
+
+        hold = hold_of_stop(action.grace, by_hand=action.signum in KEYBOARD)
+        agreed.begin(action.signum, hold, send, tell, self._exchange("stop"))
+
+    def pass_on(self, signum: int, tell: Tell | None = None) -> None:
+        """Send a signal to the workers, without stopping the job: to all ranks at the start of the same
+        training step, if they can agree on one. Do nothing if this signal is already being held back for
+        that. ``tell`` is called once when the workers get the signal.
+        """
+        agreed, is_running = self._agreed, self._decisions.phase is machine.Phase.RUNNING
+
+        def send(_waited: float) -> None:
+            phases = (machine.Phase.RUNNING, machine.Phase.STOPPING)
+            self._tracker.forward(signum, are_running=self._decisions.phase in phases)
+
+        if agreed is None or not is_running or not self._can_agree():
+            send(0.0)
+            if tell is not None:
+                from elasticrs._engine.supervise.run.agreed_step import Delivery
+
+                tell(Delivery(signum))
+        elif not agreed.is_held(signum):
+            from elasticrs._engine.supervise.run.agreed_step import SAVE_HOLD
+
+            agreed.begin(signum, SAVE_HOLD, send, tell, self._exchange(f"signal {signum}"))
+
+    def _end_hold(self, event: machine.Event) -> None:
+        """Hold no signal back any longer if this event means that the workers are being stopped anyway."""
+        if self._agreed is None:
+            return
+        if isinstance(event, (machine.GroupEnded, machine.StartFailed)):
+            self._agreed.cancel()
+        elif isinstance(event, (machine.FailureSeen, machine.HangSeen)):
+            self._agreed.end("a rank has failed")
 
     def _start(self, action: machine.Start) -> None:
         plan = self._decisions.plan
@@ -472,17 +554,34 @@ class Agent:
         attempt = self._tracker.begin(action, plan)
         if not is_fresh:
             self._keep(action, attempt)
+        if self._agreed is not None:
+            self._agreed.begin_attempt(None if self._keeping is None else self._keeping.files)
         self._decisions.observe(attempt)
         try:
             self._tracker.start(attempt)
             if is_fresh:
                 self._keep(action, attempt)
+            if self._agreed is None and self.checkpoints is None:
+                self._open_agreed()
         except Exception as error:
             if not self._job.has_peers:
                 raise
             # Report the failure to the other nodes first, and raise the exception after the loop.
             self._error = error
             self._tracker.not_started(f"{type(error).__name__}: {error}")
+
+    def _open_agreed(self) -> None:
+        # Import this module while the workers are starting, so that it does not delay them.
+        from elasticrs._engine.supervise.run.agreed_step import AgreedSteps
+
+        self._agreed = AgreedSteps(
+            lambda: None if self._tracker.attempt is None else self._tracker.attempt.keep_files,
+            self._running,
+            self._job.keep_grace,
+            self._console.say,
+            _handles,
+        )
+        self._duties.append(self._agreed.seconds_left)
 
     def _open_memory(self) -> None:
         try:
@@ -578,8 +677,13 @@ class Agent:
             elif signum == signal.SIGUSR1 and self.checkpoints is not None and signum in self._job.forwarded:
                 self._ask_for_checkpoint(self.checkpoints)
             elif signum in self._job.forwarded:
-                phases = (machine.Phase.RUNNING, machine.Phase.STOPPING)
-                are_running = supervisor is not None and self._decisions.phase in phases
-                self._tracker.forward(signum, are_running=are_running)
+                self.pass_on(signum)
             elif self._requests.is_new(signum, time.monotonic()):
-                self._ask_to_stop(machine.SignalReceived(signum))
+                self.ask_to_stop(machine.SignalReceived(signum))
+
+
+def _handles(pid: int, signum: int) -> bool | None:
+    """Return true if a process handles, ignores or blocks a signal, or if that is unknown; ``None`` if the
+    process has exited.
+    """
+    return can_take(pid, signum) if has_own_proc() else True

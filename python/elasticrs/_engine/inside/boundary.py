@@ -1,0 +1,330 @@
+"""Worker's side of the agreed step: all ranks of a job get a signal at the start of the same training step.
+
+The agent asks through words in the worker's file in memory (:class:`.layout.Agreed`), and sends the signal
+itself. This module counts the steps of optimizers. While nothing is asked, a step costs a store and a load.
+When the agent asks, a rank waits at the end of its step until the agent has chosen a step that no rank has
+passed. After that step, the rank stops once more at the start of the next one, where a script's own counters,
+schedulers and loaders are consistent, says so, and waits for the signal.
+
+- **STEP-1** a rank never waits longer than the limits that are given here and in the file.
+- **STEP-2** what goes wrong here never fails the training: without the file, the signal comes as ever.
+- **STEP-3** forked children do not count, and do not write to the file of their parent.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from _thread import get_ident
+from time import monotonic_ns, sleep
+
+from elasticrs._engine.inside.keep import layout
+from elasticrs._engine.inside.keep.layout import Agreed, AgreedState
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+    from typing import Any
+
+_CHOICE_LIMIT_NS = 5_000_000_000
+"""Nanoseconds for which a rank waits until the agents have chosen the step."""
+
+_SIGNAL_LIMIT_NS = 120_000_000_000
+"""Maximum nanoseconds for which a rank waits for the signal, whatever the agent says."""
+
+_UNNOTICED_NS = 50_000_000
+"""Nanoseconds for which a rank waits after the agent has sent a signal whose arrival this module cannot see,
+because no handler in Python handles it in this thread.
+"""
+
+_LONG_NS, _SHORT_STEPS = 1_000_000, 64
+"""Steps longer than this number of nanoseconds are measured one by one, shorter ones by this number."""
+
+_TRIES = 20
+"""Number of times that a worker tries to open its file."""
+
+_TICK = 0.0001
+
+
+def _map_words() -> memoryview | None:
+    """Map the words of this worker's file; ``None`` if there is no file, or another process uses it."""
+    mark, _, path = os.environ.get(layout.VARIABLE, "").partition(":")
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    from mmap import mmap
+
+    try:
+        head = layout.unpack(os.pread(descriptor, 2 * layout.WORD, 0))
+        if head != (layout.MAGIC, int(mark)) or os.fstat(descriptor).st_size < layout.REGIONS_AT:
+            return None
+        words = memoryview(mmap(descriptor, layout.HEAD_SIZE)).cast("Q")
+    except (OSError, ValueError):
+        return None
+    finally:
+        os.close(descriptor)
+    owner, own = words[Agreed.OWNER], os.getpid()
+    if owner not in (0, own) and os.path.exists(f"/proc/{owner}"):
+        return None
+    words[Agreed.OWNER] = own
+    return words
+
+
+def _private_words() -> memoryview:
+    return memoryview(bytearray(layout.HEAD_SIZE)).cast("Q")
+
+
+def follow_steps(optimizers: Any, beat: Callable[[int | None], None] | None) -> None:
+    """Count the steps of optimizers, and let the agent choose one after which the ranks get a signal.
+
+    The steps of the first optimizer that makes one count. After its destruction, those of the next one count.
+
+    Args:
+        optimizers: module ``torch.optim.optimizer``.
+        beat: function to call with the number of each counted step, and with ``None`` at steps of the other
+            optimizers. ``None`` if the agent does not watch the heartbeats.
+    """
+    register = getattr(optimizers, "register_optimizer_step_post_hook", None)
+    if register is None or not (beat or layout.VARIABLE in os.environ):
+        return
+    words = _map_words() or _private_words()
+    from weakref import ref
+
+    import torch
+
+    boundary = _Boundary(optimizers)
+    steps, state = Agreed.STEPS, Agreed.STATE
+    count = due = counted = 0
+    first: object = None
+    has_others = False
+
+    def forget(_reference: object) -> None:
+        nonlocal counted
+        counted = 0
+
+    def on_other_step(optimizer: object) -> bool:
+        """Handle a step of an optimizer that is not counted so far. Return true if it counts from now on."""
+        nonlocal counted, first, has_others
+        if not counted:
+            counted, first = id(optimizer), ref(optimizer, forget)
+            boundary.counted = counted
+            return True
+        has_others = True
+        boundary.others.add(id(optimizer))
+        if beat is not None:
+            beat(None)
+        return False
+
+    def on_step(optimizer: object, _args: object, _kwargs: object) -> None:
+        nonlocal count, due, words
+        try:
+            # Count no compiled step, because torch would warn that it cannot trace the call.
+            if torch.compiler.is_compiling():
+                return
+        except AttributeError:
+            return  # Count no steps with an old torch. The agent reports that the rank is not watched.
+        if id(optimizer) != counted and not on_other_step(optimizer):
+            return
+        if beat is not None:
+            beat(count)
+        count += 1
+        # The agent first asks, and then reads the number of steps. Here, it is stored before the question is
+        # looked for. So either the agent sees this step, or this rank sees the question.
+        words[steps] = count
+        if count >= due:
+            words = boundary.map_again(words, count)
+            due = boundary.measure(words, count)
+        if has_others:
+            boundary.awaited, boundary.others = boundary.others, set()
+        if words[state]:
+            boundary.reach(words, count)
+
+    def detach() -> None:
+        nonlocal words
+        words, boundary.tries = _private_words(), 0
+
+    register(on_step)
+    os.register_at_fork(after_in_child=detach)
+
+
+class _Boundary:
+    """What a rank does at the end of a step while the agent asks for something.
+
+    Attributes:
+        counted: identity of the optimizer whose steps count.
+        others: identities of other optimizers that have made a step since the last counted step.
+        awaited: those that had done so in the step before. The next step has begun only after their steps.
+        tries: number of further attempts to open the worker's file.
+    """
+
+    def __init__(self, optimizers: Any) -> None:
+        self._optimizers = optimizers
+        self.counted = 0
+        self.others: set[int] = set()
+        self.awaited: set[int] = set()
+        self._done = 0
+        self._thread = 0
+        self._undo: list[Callable[[], object]] = []
+        self._measured = 0
+        self._measured_ns = 0
+        self.tries = _TRIES
+
+    def map_again(self, words: memoryview, step: int) -> memoryview:
+        """Return the words of this worker's file. If they are not mapped yet, try again, because the agent
+        prepares the file while the workers are starting.
+        """
+        if words[Agreed.OWNER] or not self.tries:
+            return words
+        self.tries -= 1
+        if (mapped := _map_words()) is None:
+            return words
+        mapped[Agreed.STEPS] = step
+        return mapped
+
+    def measure(self, words: memoryview, step: int) -> int:
+        """Measure how long the steps take. Return at which step to do so again: at each step if they are
+        long, and rarely if the measurement would cost too much.
+        """
+        now = monotonic_ns()
+        if self._measured:
+            duration = (now - self._measured_ns) // (step - self._measured)
+            words[Agreed.DURATION] = duration
+            self._measured_ns, self._measured, words[Agreed.TIME] = now, step, now
+            return step + (1 if duration > _LONG_NS else _SHORT_STEPS)
+        self._measured_ns, self._measured, words[Agreed.TIME] = now, step, now
+        return step + 1
+
+    def reach(self, words: memoryview, step: int) -> None:
+        """Handle the end of a step while the agent asks for an agreed step."""
+        number = words[Agreed.NUMBER]
+        if number == self._done:
+            return
+        limit = monotonic_ns() + _CHOICE_LIMIT_NS
+        while words[Agreed.STATE] == AgreedState.WAIT and words[Agreed.NUMBER] == number:
+            if monotonic_ns() > limit:
+                self._done = words[Agreed.MISSED] = number
+                return
+            sleep(_TICK)
+        if words[Agreed.STATE] != AgreedState.ACT or words[Agreed.NUMBER] != number:
+            return
+        if step < words[Agreed.STEP]:
+            return
+        self._done = number
+        if step > words[Agreed.STEP]:
+            words[Agreed.MISSED] = number
+        else:
+            self._arm(words, number)
+
+    def _arm(self, words: memoryview, number: int) -> None:
+        """Stop this thread at the start of the next step: when it takes a batch, calls a module, or makes
+        another step of the counted optimizer, whichever comes first.
+        """
+        self._thread = get_ident()
+        from torch.nn.modules.module import register_module_forward_pre_hook
+
+        def on_forward(_module: object, _args: object) -> None:
+            self._begin(words, number)
+
+        def before_step(optimizer: object, _args: object, _kwargs: object) -> None:
+            self._begin(words, number, is_last=id(optimizer) == self.counted)
+
+        self._ignore_warning()
+        self._undo.append(register_module_forward_pre_hook(on_forward).remove)
+        self._undo.append(self._optimizers.register_optimizer_step_pre_hook(before_step).remove)
+        loaders: Any = sys.modules.get("torch.utils.data.dataloader")
+        kind = getattr(loaders, "_BaseDataLoaderIter", None)
+        if kind is None:
+            return
+        original = kind.__next__
+
+        def take(iterator: object) -> Any:
+            self._begin(words, number)
+            return original(iterator)
+
+        def restore() -> None:
+            if kind.__next__ is take:
+                kind.__next__ = original
+
+        kind.__next__ = take
+        self._undo.append(restore)
+
+    def _ignore_warning(self) -> None:
+        """Keep compiled modules from warning about the hook for all modules, which is gone at their call."""
+        from warnings import filters, filterwarnings
+
+        filterwarnings("ignore", message=".*there are global hooks on modules")
+        added: Any = filters[0]
+
+        def remove() -> None:
+            if added in filters:
+                cast_filters: Any = filters
+                cast_filters.remove(added)
+
+        self._undo.append(remove)
+
+    def _disarm(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def _begin(self, words: memoryview, number: int, *, is_last: bool = False) -> None:
+        """Wait for the signal if the next step begins now."""
+        if self._undo and get_ident() == self._thread and (is_last or self.awaited <= self.others):
+            self._disarm()
+            _Stop(words, number).wait()
+
+
+class _Stop:
+    """Waits at the start of a step until the signal has come and its handler may run."""
+
+    def __init__(self, words: memoryview, number: int) -> None:
+        self._words, self._number = words, number
+        self._has_come = False
+
+    def _note(self, _signum: int, _frame: FrameType | None) -> None:
+        self._has_come = True
+
+    def wait(self) -> None:
+        """Wait for the signal. Run the program's handler afterwards, which may raise an exception.
+
+        Meanwhile a handler of this object is installed, because the arrival of a signal is not visible
+        otherwise: if the rank went on before its signal has come, it would be a step ahead of the others.
+        """
+        import signal
+
+        torch: Any = sys.modules["torch"]
+        words = self._words
+        if torch.cuda.is_initialized():
+            # Leave no kernel running whose peer may be gone soon.
+            torch.cuda.synchronize()
+        signum = words[Agreed.SIGNAL]
+        handler = signal.getsignal(signum)
+        is_noticed = callable(handler) and get_ident() == _main_thread()
+        if is_noticed:
+            signal.signal(signum, self._note)
+        words[Agreed.READY] = self._number
+        try:
+            self._wait(is_noticed=is_noticed)
+        finally:
+            if is_noticed and signal.getsignal(signum) == self._note:
+                signal.signal(signum, handler)
+        if self._has_come:
+            signal.raise_signal(signum)
+
+    def _wait(self, *, is_noticed: bool) -> None:
+        words, number = self._words, self._number
+        limit = monotonic_ns() + _SIGNAL_LIMIT_NS
+        while not self._has_come and words[Agreed.NUMBER] == number and words[Agreed.STATE]:
+            now = monotonic_ns()
+            if words[Agreed.STATE] == AgreedState.SENT and not is_noticed:
+                limit, is_noticed = min(limit, now + _UNNOTICED_NS), True
+            if now > min(limit, words[Agreed.UNTIL]):
+                return
+            sleep(_TICK)
+
+
+def _main_thread() -> int | None:
+    # Do not import `threading`: it takes the thread that first imports it for the main thread.
+    threading: Any = sys.modules.get("threading")
+    return None if threading is None else threading.main_thread().ident

@@ -1,0 +1,141 @@
+"""All ranks handle a signal at the same training step: with the usual loops and handlers of scripts, at many
+moments, for requests to save and for stops.
+"""
+
+import random
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from helpers import procs
+from helpers.ports import free
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.torch,
+    pytest.mark.beyond_torchrun,
+    pytest.mark.timeout(600),
+]
+
+PROGRAM = Path(__file__).parents[1] / "workers" / "agreed_training.py"
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+REQUESTS = 30
+STOPS = 5
+
+
+@pytest.fixture
+def job(launch):
+    """Return a function that starts a job and waits until its ranks have made some steps."""
+
+    def start(*arguments, ranks=2):
+        options = (f"--nproc-per-node={ranks}", "--shutdown-timeout=12")
+        launched = launch(*options, PROGRAM, *arguments, env=ENVIRONMENT)
+        launched.wait_for_lines(r"BEGUN \d+", ranks)
+        return launched
+
+    return start
+
+
+def acts(launched, count):
+    """Return what the ranks have done on a signal, by the signal's number: step, place and digest."""
+    lines = launched.wait_for_lines(r"ACTED (\d+) (\d+) (\w+) (\w+)", count)
+    by_rank = {}
+    for line in lines:
+        by_rank.setdefault(line[1], []).append((line[2], line[3], line[4]))
+    return list(zip(*by_rank.values(), strict=True))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("handler", ["note", "flag"])
+@pytest.mark.parametrize("loop", ["plain", "accumulation", "gan", "scaled"])
+def test_all_ranks_act_on_a_request_at_the_same_step(job, loop, handler, ranks):
+    launched = job(loop, handler, ranks=ranks)
+    moments = random.Random(5)
+    for number in range(1, REQUESTS + 1):
+        launched.read_for(moments.uniform(0.005, 0.1))
+        launched.signal(signal.SIGUSR1)
+        found = acts(launched, ranks * number)
+    launched.signal(signal.SIGTERM)
+    launched.exits(1)
+    tally = Counter(len({step for step, _, _ in each}) == 1 for each in found)
+    digests = Counter(len({digest for _, _, digest in each}) == 1 for each in found)
+    places = Counter(place for each in found for _, place, _ in each)
+    assert (tally[False], digests[False]) == (0, 0), (tally, digests, places)
+    assert set(places) == {"end"}
+
+
+@pytest.fixture
+def nodes(launch):
+    """Return a function that starts a job of three nodes with a rank each, and returns their agents."""
+
+    def start(*arguments, options=()):
+        endpoint = f"--rdzv-endpoint=127.0.0.1:{free()}"
+        common = ("--nnodes=2:3", "--rdzv-backend=c10d", "--nproc-per-node=1", "--shutdown-timeout=12")
+        common += (endpoint, "--rdzv-id=agreed")
+        agents = [launch(*common, *options, PROGRAM, *arguments, env=ENVIRONMENT) for _ in range(3)]
+        for each in agents:
+            each.wait_for_line(r"BEGUN \d+")
+        return agents
+
+    return start
+
+
+def acts_of(agents, number):
+    """Return what the rank of each node has done on its newest signal, of which there were ``number``."""
+    found = [each.wait_for_lines(r"ACTED (\d+) (\d+) (\w+) (\w+)", number)[-1] for each in agents]
+    return [(match[2], match[3], match[4]) for match in found]
+
+
+def test_ranks_of_several_nodes_act_on_a_request_at_the_same_step(nodes):
+    agents = nodes("plain", "note", options=("--rdzv-conf=last_call_timeout=2",))
+    moments = random.Random(5)
+    for number in range(1, REQUESTS + 1):
+        agents[0].read_for(moments.uniform(0.005, 0.1))
+        for each in agents:
+            each.signal(signal.SIGUSR1)
+        found = acts_of(agents, number)
+        assert len(set(found)) == 1, agents[0].stderr
+        assert found[0][1] == "end"
+    for each in agents:
+        each.signal(signal.SIGTERM)
+    for each in agents:
+        each.wait(60)
+
+
+def test_a_node_that_leaves_stops_the_ranks_of_all_nodes_at_the_same_step(nodes, tmp_path):
+    agents = nodes("plain", "flag", tmp_path, options=("--rdzv-conf=last_call_timeout=2",))
+    agents[-1].signal(signal.SIGTERM)
+    found = acts_of(agents, 1)
+    assert len(set(found)) == 1, agents[0].stderr
+    for each in agents[:-1]:
+        each.wait_for_lines(r"BEGUN \d+", 2)
+    for each in agents[:-1]:
+        each.signal(signal.SIGTERM)
+    for each in agents:
+        each.wait(60)
+
+
+@pytest.mark.parametrize("handler", ["save", "flag"])
+def test_a_training_that_was_stopped_and_resumed_ends_as_without_the_stop(job, tmp_path, handler):
+    (tmp_path / "calm").mkdir()
+    calm = job("plain", handler, tmp_path / "calm")
+    calm.exits(0)
+    want = {match[2] for match in calm.wait_for_lines(r"END (\d) (\w+)", 2)}
+    assert len(want) == 1
+    moments = random.Random(7)
+    for number in range(STOPS):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        stopped = job("plain", handler, folder)
+        stopped.read_for(moments.uniform(0, 0.1))
+        stopped.signal(signal.SIGTERM)
+        # A rank that waits for another one in a barrier is killed after 12 s.
+        assert stopped.exits(1)
+        ((first, second),) = acts(stopped, 2)
+        assert first == second
+        assert "killed" not in stopped.stderr
+        resumed = job("plain", handler, folder)
+        resumed.exits(0)
+        assert {match[2] for match in resumed.wait_for_lines(r"END (\d) (\w+)", 2)} == want
+    assert procs.children() == []

@@ -1,0 +1,198 @@
+"""The agent chooses the step at which all ranks get a signal, and sends each signal exactly once."""
+
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticrs._engine.inside.keep import layout
+from elasticrs._engine.inside.keep.layout import Agreed, AgreedState
+from elasticrs._engine.supervise.run import agreed_step
+from elasticrs._engine.supervise.run.agreed_step import (
+    AgreedSteps,
+    Delivery,
+    Progress,
+    Send,
+    Standing,
+    common_step,
+    look,
+    progress,
+)
+from elasticrs._engine.workers.keep_files import KeepFiles
+from elasticrs._engine.workers.plan import MemoryFiles
+
+
+@given(newest=st.integers(2, 1 << 40), nodes=st.lists(st.lists(st.booleans(), min_size=1), min_size=1))
+def test_the_chosen_step_is_the_first_that_no_rank_has_passed(newest, nodes):
+    steps = [[newest - is_behind for is_behind in node] for node in nodes]
+    found = [progress({rank: Standing(True, each) for rank, each in enumerate(node)}, 10.0) for node in steps]
+    assert common_step(found) == max(map(max, steps)) + 1
+
+
+@given(nodes=st.lists(st.lists(st.integers(1, 9), min_size=1), min_size=1))
+def test_a_step_is_chosen_if_and_only_if_all_ranks_train_in_step(nodes):
+    found = [progress({rank: Standing(True, each) for rank, each in enumerate(node)}, 10.0) for node in nodes]
+    chosen = common_step(found)
+    assert isinstance(chosen, int) == (max(map(max, nodes)) - min(map(min, nodes)) <= 1)
+    assert isinstance(chosen, int) or chosen.why
+
+
+def test_no_step_is_chosen_if_a_rank_has_made_none_or_a_node_cannot_wait():
+    found = progress({0: Standing(True, 4), 1: Standing(False, 0)}, 10.0)
+    assert isinstance(found, Send)
+    assert "local rank 1" in found.why
+    refused = common_step([Progress(4, 5), None])
+    assert isinstance(refused, Send)
+    assert refused.why
+
+
+@given(at=st.floats(0, 100), duration=st.floats(0, 100), until=st.floats(100, 200))
+def test_no_step_is_chosen_that_cannot_end_in_time(at, duration, until):
+    found = progress({0: Standing(True, 5, at, duration), 1: Standing(True, 5, at, duration)}, until)
+    assert isinstance(found, Progress) == (at + duration <= until)
+
+
+@given(
+    ready=st.lists(st.sampled_from([0, 3, 4]), min_size=1, max_size=8),
+    missed=st.sampled_from([0, 3, 4]),
+    is_over=st.booleans(),
+)
+def test_a_signal_waits_for_all_ranks_but_not_for_ever(ready, missed, is_over):
+    seen = {rank: Standing(True, 5, ready=number) for rank, number in enumerate(ready)}
+    seen[0] = seen[0].replaced(missed=missed)
+    found = look(seen, 4, is_over=is_over)
+    if missed != 4 and set(ready) == {4}:
+        assert found == Send()
+    elif missed == 4 or is_over:
+        assert found is not None
+        assert found.why
+    else:
+        assert found is None
+
+
+def test_nobody_is_awaited_when_all_workers_have_exited():
+    assert progress({}, 10.0) == Send()
+    assert look({}, 4, is_over=False) == Send()
+
+
+class Job:
+    """Workers that are played by the test: it writes their words into the files."""
+
+    def __init__(self, workers):
+        self.files = KeepFiles(MemoryFiles(workers))
+        self.pids = {rank: os.getpid() for rank in range(workers)}
+        self.sent, self.told, self.lines = [], [], []
+        self.handles = True
+        self.agreed = AgreedSteps(
+            lambda: self.files, lambda: self.pids, 1.0, self.lines.append, lambda _pid, _signum: self.handles
+        )
+
+    def begin(self, signum=10, hold=5.0):
+        self.agreed.begin(signum, hold, lambda _waited: self.sent.append(signum), self.told.append)
+
+    def put(self, rank, **words):
+        for name, value in words.items():
+            os.pwrite(self.files.memory.fds[rank], layout.pack([value]), layout.WORD * getattr(Agreed, name))
+
+    def asked(self, rank):
+        """Return number, state and step that the worker reads."""
+        size = 3 * layout.WORD
+        return layout.unpack(os.pread(self.files.memory.fds[rank], size, layout.WORD * Agreed.NUMBER))
+
+    def train(self, steps):
+        for rank in self.pids:
+            self.put(rank, OWNER=os.getpid(), STEPS=steps)
+
+    def let_choose(self):
+        """Look until the step is chosen."""
+        while self.asked(0)[1] == AgreedState.WAIT:
+            assert 0 < self.agreed.seconds_left() < 1
+
+
+@pytest.fixture
+def job():
+    job = Job(2)
+    yield job
+    job.files.memory.close()
+
+
+def test_all_ranks_get_the_signal_after_the_step_that_was_chosen(job):
+    assert job.agreed.seconds_left() == float("inf")
+    job.train(7)
+    job.put(1, STEPS=8)
+    job.begin()
+    assert [job.asked(rank)[:2] for rank in (0, 1)] == [(1, AgreedState.WAIT)] * 2
+    job.let_choose()
+    assert [job.asked(rank) for rank in (0, 1)] == [(1, AgreedState.ACT, 9)] * 2
+    job.put(0, READY=1)
+    assert job.agreed.seconds_left() < 1
+    assert job.sent == []
+    job.put(1, READY=1)
+    job.agreed.seconds_left()
+    assert job.sent == [10]
+    assert job.asked(0)[1] == AgreedState.SENT
+    (told,) = job.told
+    assert (told.signum, told.step, told.why) == (10, 9, "")
+
+
+def test_a_signal_is_sent_at_once_if_its_moment_does_not_matter(job):
+    job.begin()
+    assert (job.sent, job.told[0].why, job.lines) == ([10], "", [])
+    job.train(7)
+    job.handles = False
+    job.begin()
+    assert (job.sent, job.told[1].step, job.lines) == ([10, 10], None, [])
+    assert job.agreed.seconds_left() == float("inf")
+
+
+def test_a_failure_sends_the_signal_that_is_held_back_at_once(job):
+    job.train(7)
+    job.begin()
+    job.let_choose()
+    job.agreed.end("a rank has failed")
+    job.agreed.end("a rank has failed")
+    assert job.sent == [10]
+    assert [(each.step, each.why) for each in job.told] == [(None, "a rank has failed")]
+    assert job.asked(0)[1] == AgreedState.NONE
+
+
+def test_no_signal_is_sent_after_the_workers_have_exited(job):
+    job.train(7)
+    job.begin()
+    job.agreed.cancel()
+    assert job.sent == []
+    assert job.told[0].step is None
+    assert job.told[0].why
+
+
+def test_a_rank_that_does_not_come_gets_the_signal_when_the_hold_is_over(job, monkeypatch):
+    job.train(7)
+    job.begin(hold=0.05)
+    job.let_choose()
+    job.put(0, READY=1)
+    while job.agreed.seconds_left() < 1:
+        pass
+    assert job.sent == [10]
+    assert "local rank 1" in job.told[0].why
+    # A rank that stands still waits for a shorter time.
+    monkeypatch.setattr(agreed_step, "_STALL", 0.01)
+    job.begin()
+    job.let_choose()
+    job.put(0, READY=2)
+    while job.agreed.seconds_left() < 1:
+        pass
+    assert job.sent == [10, 10]
+    assert isinstance(job.told[1], Delivery)
+
+
+def test_files_say_that_nothing_is_asked_some_time_after_the_signal(job, monkeypatch):
+    monkeypatch.setattr(agreed_step, "_RESET", 0.01)
+    job.train(7)
+    job.begin()
+    job.let_choose()
+    for rank in (0, 1):
+        job.put(rank, READY=1)
+    while job.agreed.seconds_left() != float("inf"):
+        pass
+    assert [job.asked(rank)[1] for rank in (0, 1)] == [AgreedState.NONE] * 2

@@ -1,0 +1,165 @@
+"""A training whose script handles signals as usual scripts do, without a line for elasticrs.
+
+Usage: ``agreed_training.py LOOP HANDLER [FOLDER]`` as the program of a job. ``LOOP``: how a step is made.
+``HANDLER``: what the script does with SIGUSR1 and SIGTERM:
+
+- ``note``: print step, place and digest of the state, and go on (the state that a save would have);
+- ``flag``: set a flag, at which the loop looks after each step, and do the same there;
+- ``save``: save the state with barriers, as most scripts do, and end with code 7 (after SIGTERM).
+
+With ``FOLDER``, the training resumes from ``FOLDER/checkpoint``, ends after 60 steps, and prints its end.
+Lines: ``BEGUN RANK`` after three steps, ``ACTED RANK STEP PLACE DIGEST``, ``END RANK DIGEST``.
+"""
+
+import hashlib
+import os
+import random
+import select
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+LOOP, HANDLER = sys.argv[1:3]
+FOLDER = Path(sys.argv[3]) if len(sys.argv) > 3 else None
+LAST = 60 if FOLDER else 1 << 40
+
+
+def say(text):
+    os.write(1, f"{text}\n".encode())
+
+
+class Samples(Dataset):
+    """Samples that depend only on rank and position, so that a resumed training gets the same."""
+
+    def __init__(self, rank, start):
+        self.rank, self.start = rank, start
+
+    def __len__(self):
+        return 1 << 40
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed((self.start + index) * 1000 + self.rank)
+        return torch.randn(8, 16, generator=generator)
+
+
+def network(out):
+    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, out))
+
+
+class Training:
+    def __init__(self):
+        torch.manual_seed(0)
+        self.rank = dist.get_rank()
+        self.step, self.place = 0, "start"
+        self.nets = [network(16), network(1)] if LOOP == "gan" else [network(16)]
+        self.optimizers = [torch.optim.AdamW(net.parameters(), 1e-2) for net in self.nets]
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizers[0], lambda step: 0.97**step)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60, growth_interval=4)
+        if FOLDER and (FOLDER / "checkpoint").exists():
+            self.load(torch.load(FOLDER / "checkpoint"))
+        self.start = self.step
+        self.models = [DistributedDataParallel(net) for net in self.nets]
+        self.jitter = random.Random(os.getpid())
+
+    def parts(self):
+        return [*self.nets, *self.optimizers, self.scheduler, self.scaler]
+
+    def load(self, saved):
+        self.step = saved["step"]
+        for part, state in zip(self.parts(), saved["parts"], strict=True):
+            part.load_state_dict(state)
+
+    def digest(self):
+        tensors = [p.detach().numpy().tobytes() for net in self.nets for p in net.parameters()]
+        learned = [str(self.scheduler.get_last_lr()).encode(), str(self.step).encode()]
+        return hashlib.sha256(b"".join([*tensors, *learned])).hexdigest()[:16]
+
+    def act(self):
+        say(f"ACTED {self.rank} {self.step} {self.place} {self.digest()}")
+
+    def save(self):
+        dist.barrier()
+        if self.rank == 0:
+            parts = [part.state_dict() for part in self.parts()]
+            torch.save({"step": self.step, "parts": parts}, FOLDER / "checkpoint.new")
+            (FOLDER / "checkpoint.new").replace(FOLDER / "checkpoint")
+        dist.barrier()
+
+    def train(self, batches):
+        for batch in batches:
+            self.place = "work"
+            select.select([], [], [], 0.001 + self.jitter.random() * 0.004)
+            self.make_step(batch)
+            self.step += 1
+            self.place = "end"
+            if self.step - self.start == 3:
+                say(f"BEGUN {self.rank}")
+            self.look()
+            if self.step == LAST:
+                return
+
+    def look(self):
+        """Look at the flag."""
+        if flag:
+            signum = flag.pop()
+            flag.clear()
+            self.act()
+            if FOLDER and signum == signal.SIGTERM:
+                self.save()
+                os._exit(7)
+
+    def make_step(self, batch):
+        model, optimizer = self.models[0], self.optimizers[0]
+        if LOOP == "accumulation":
+            for part in batch.chunk(4):
+                (model(part) - part).pow(2).mean().backward()
+                select.select([], [], [], self.jitter.random() * 0.002)
+            optimizer.step()
+        elif LOOP == "gan":
+            judge, other = self.models[1], self.optimizers[1]
+            judge(batch).mean().backward()
+            other.step()
+            other.zero_grad()
+            self.place = "between"
+            judge(model(batch)).mean().backward()
+            optimizer.step()
+        elif LOOP == "scaled":
+            # The scale grows until it overflows, so that the scaler leaves out some steps of the optimizer.
+            self.scaler.scale((model(batch) - batch).pow(2).mean()).backward()
+            self.scaler.step(optimizer)
+            self.scaler.update()
+        else:
+            (model(batch) - batch).pow(2).mean().backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        if LOOP != "scaled":
+            self.scheduler.step()
+
+
+def on_signal(signum, _frame):
+    if HANDLER == "flag":
+        flag.append(signum)
+    elif HANDLER == "save" and signum == signal.SIGTERM:
+        training.act()
+        training.save()
+        os._exit(7)
+    else:
+        training.act()
+
+
+flag = []
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+training = Training()
+signal.signal(signal.SIGUSR1, on_signal)
+if FOLDER:
+    signal.signal(signal.SIGTERM, on_signal)
+training.train(DataLoader(Samples(training.rank, training.step), batch_size=None))
+say(f"END {training.rank} {training.digest()}")
+os._exit(0)
