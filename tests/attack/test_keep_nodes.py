@@ -24,7 +24,7 @@ TRAINS = """
     dist.init_process_group("gloo")
     model, rank = torch.nn.Linear(16, 4), dist.get_rank()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    keep = Keep(model=model, optimizer=optimizer, odd=Odd(), replicated=True, every=0)
+    keep = Keep(model=model, optimizer=optimizer, odd=Odd(), replicated=True, every=int(sys.argv[2]))
     step, number = 0, os.environ["ELASTICRS_ROUND"]
     if not (sys.argv[1] == "waits" and rank == 1):
         step = keep.restore()
@@ -49,28 +49,30 @@ def agents(launch, worker_script):
     options = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}")
     more = ("--rdzv-id=k", "--max-restarts=3", "--warm=torch", script)
 
-    def start(how):
-        host = launch(*options, *more, how)
+    def start(how, every=0):
+        host = launch(*options, *more, how, str(every))
         wait_until(lambda: not ports.is_free(port))
-        return [host, launch(*options, *more, how)]
+        return [host, launch(*options, *more, how, str(every))]
 
     return start
 
 
-def test_a_rank_that_cannot_load_the_kept_state_does_not_train_from_another_step(agents):
-    job = agents("refuses")
+@pytest.mark.parametrize(("every", "second"), [(0, "9"), (2, "8")], ids=["one copy", "an older copy"])
+def test_a_rank_that_cannot_load_the_kept_state_does_not_train_from_another_step(agents, every, second):
+    """The second time, an older step is tried, if it is kept. The third time, the script begins anew."""
+    job = agents("refuses", every)
     assert [agent.wait() for agent in job] == [0, 0]
     begun = [match.group(1).split() for agent in job for match in agent._matches("BEGIN (.*)", "stdout")]
-    # The state is set aside when it has been refused twice.
     assert sorted(begun) == [
         ["1", "0", "0"],
         ["1", "1", "0"],
         ["2", "0", "9"],
-        ["3", "0", "9"],
+        ["3", "0", second],
         ["4", "0", "0"],
         ["4", "1", "0"],
     ]
     assert any("ValueError('another loader')" in agent.stderr for agent in job)
+    assert any("could not be loaded in two attempts" in agent.stderr for agent in job)
 
 
 def test_a_rank_that_waits_for_nodes_that_do_not_restore_says_so(agents):

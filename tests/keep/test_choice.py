@@ -4,7 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs._engine.inside.keep.choice import NEAR, Choice, Holding, KeptSlot, Loop, choose, failed_soon
+from elasticrs._engine.inside.keep.choice import (
+    NEAR,
+    Choice,
+    Holding,
+    KeptSlot,
+    Loop,
+    choose,
+    failed_soon,
+    refused_of,
+)
 from elasticrs._engine.inside.keep.layout import Answer, Mode
 
 MOST = 6
@@ -242,6 +251,30 @@ def test_a_restored_state_that_fails_twice_alike_is_set_aside_until_it_is_passed
 )
 def test_a_restored_state_is_not_set_aside_otherwise(second):
     assert Loop().after(100, 101, CAUSE).after(*second).barred_from is None
+
+
+def test_after_a_step_that_a_rank_cannot_load_an_older_one_is_tried_and_then_none():
+    loop = Loop().after(None, None, CAUSE, refused=12)
+    assert (loop.barred_from, loop.refused) == (None, 12)
+    found = {0: replicated([10, 12], ended=12)}
+    older = choose(found, 1, refused=loop.refused)
+    assert (older.step, older.why) == (10, "a rank could not load step 12")
+    told = {0: found[0].replaced(refused=12, off="no net.1")}
+    assert choose(told, 1, refused=12).why == "the kept state could not be loaded: no net.1 (rank 0)"
+    # Without an older copy, the same step is tried again.
+    assert choose({0: replicated([12], ended=12)}, 1, refused=12).step == 12
+    assert loop.after(12, 13, CAUSE).refused is None
+    again = loop.after(None, None, CAUSE, refused=10)
+    none = choose(found, 1, barred_from=again.barred_from, refused=again.refused)
+    assert (none.step, none.why) == (None, "the kept state could not be loaded in two attempts")
+    assert again.after(None, NEAR, None).barred_from is None
+
+
+def test_a_rank_that_trains_on_without_the_kept_state_has_not_ended_the_attempt():
+    refusing = Holding(ended=None, refused=12)
+    assert refused_of([Holding(restored=12), refusing]) == 12
+    assert refused_of([Holding(restored=12), refusing.replaced(ended=1)]) is None
+    assert refused_of([Holding(restored=12)]) is None
 
 
 @given(

@@ -37,7 +37,13 @@ def published(draw):
             holding = Holding(slots, small, attempt=attempt, ended=MOST, mode=mode, check=check)
             record = {"rank": ranks[group_rank * per_node + local_rank], "holding": holding.to_json()}
             holdings.append(draw(st.sampled_from((record, None))))
-        facts = {"holdings": holdings, "barred_from": None, "was_replicated": False, "ranks_before": 9}
+        facts = {
+            "holdings": holdings,
+            "barred_from": None,
+            "refused": None,
+            "was_replicated": False,
+            "ranks_before": 9,
+        }
         facts |= {"has_peers": draw(st.booleans()), "partners": [[] for _ in range(per_node)]}
         for records in facts["partners"]:
             steps = draw(st.lists(st.integers(0, MOST), max_size=2, unique=True))
@@ -82,7 +88,7 @@ def test_every_rank_finds_a_copy_of_the_chosen_step(found):
 
 
 def test_a_node_without_keep_lets_no_node_restore():
-    facts = {"holdings": [], "barred_from": None, "was_replicated": False, "ranks_before": 0}
+    facts = {"holdings": [], "barred_from": None, "refused": None, "was_replicated": False, "ranks_before": 0}
     choice = nodes.chosen([{"first_rank": 0, **facts}, {"first_rank": 2, "off": "no memory"}], 4)
     assert choice["step"] is None
     assert "no memory" in choice["why"]
@@ -96,6 +102,7 @@ def test_a_newer_checkpoint_is_used_only_if_all_nodes_have_it(others, step):
     holding = Holding((KeptSlot(0, 7),), ended=7, mode=Mode.REPLICATED).to_json()
     facts = {
         "barred_from": None,
+        "refused": None,
         "was_replicated": False,
         "ranks_before": 2,
         "partners": [],

@@ -58,6 +58,7 @@ def lost_nodes(draw):
             partners.append([] if node in lost else [{**rank, "holding": held.to_json()}])
         facts = {
             "barred_from": None,
+            "refused": None,
             "was_replicated": False,
             "has_peers": True,
             "first_rank": node * per_node,

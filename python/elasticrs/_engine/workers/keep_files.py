@@ -177,6 +177,7 @@ class KeepFiles:
             answer=head[Head.ANSWER],
             off=_text(fd, layout.REASON_AT, min(head[Head.REASON_LENGTH], layout.MAX_REASON)),
             changes=head[Head.CHANGES],
+            refused=_step(head[Head.REFUSED]),
         )
 
     def partner_holdings(self, local_rank: int, world: int) -> dict[int, Holding]:

@@ -9,6 +9,8 @@ the script's own values (the *small* state). After the attempt, the agent reads 
 - **CHOOSE-2** Among these steps, the newest one for which each rank also has its small state is chosen. If
   there is no such step, the newest one is chosen, and ``behind`` names the ranks without their small state.
 - **CHOOSE-3** A copy from an abandoned attempt is never chosen; see :func:`_current`.
+- **LOOP-2** If a rank cannot load a step that other ranks may have restored, the next attempt tries an older
+  step, or the same one if there is none. If a rank cannot load that one either, no step is chosen.
 - **LOOP-1** If two attempts in a row restore a step and soon fail with the same cause, this step and all
   later ones are not chosen again until an attempt has got well past it.
 """
@@ -65,8 +67,9 @@ class Holding(Value):
         check: step and checksum of a copy by which the ranks' states are compared.
         restored: step that the rank restored at the start of this attempt.
         answer: a code of :class:`.Answer`: the rank's answer when the agent ordered it to copy its state.
-        off: why the rank did not keep its state any more; empty if it did.
+        off: why the rank did not keep its state any more, or could not load ``refused``; otherwise empty.
         changes: number of times that an optimizer changed the state before the rank had completed a step.
+        refused: step that the rank could not load at the start of this attempt.
     """
 
     slots: tuple[KeptSlot, ...] = ()
@@ -81,6 +84,7 @@ class Holding(Value):
     answer: int = Answer.NONE
     off: str = ""
     changes: int = 0
+    refused: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as values of JSON."""
@@ -99,7 +103,7 @@ class Holding(Value):
             slots.append(KeptSlot(index, step, attempt, layout, digest, sequence, bool(is_at_death)))
         check, small = fields["check"], frozenset(map(_whole, fields["small"]))
         fields["off"] = str(fields["off"])
-        for name in ("attempt", "ended", "mode", "restored", "answer", "changes"):
+        for name in ("attempt", "ended", "mode", "restored", "answer", "changes", "refused"):
             fields[name] = None if fields[name] is None else _whole(fields[name])
         pair = None if check is None else (_whole(check[0]), _whole(check[1]))
         return Holding(**{**fields, "slots": tuple(slots), "small": small, "check": pair})
@@ -236,6 +240,7 @@ def choose(
     world: int,
     *,
     barred_from: int | None = None,
+    refused: int | None = None,
     was_replicated: bool = False,
 ) -> Choice:
     """Choose the training step that all ranks restore in the next attempt.
@@ -243,9 +248,15 @@ def choose(
     Args:
         holdings: what the files of the ranks contain after the attempt that has ended, by global rank.
         world: number of ranks of the next attempt.
-        barred_from: this step and all later ones must not be chosen, because of LOOP-1.
+        barred_from: this step and all later ones must not be chosen, because of LOOP-1 or LOOP-2.
+        refused: step that is not chosen if there is an older one, because of LOOP-2.
         was_replicated: true if all ranks had the same state in an earlier attempt of this job.
     """
+    if refused is not None:
+        bar = min(refused, refused if barred_from is None else barred_from)
+        older = choose(holdings, world, barred_from=bar, was_replicated=was_replicated)
+        if older.step is not None:
+            return older.replaced(why=_why_refused(holdings) or f"a rank could not load step {refused}")
     ranks, found = len(holdings), _current(holdings)
     is_replicated = _is_replicated(holdings, was_replicated)
     is_used = any(holding.has_joined or holding.slots for holding in holdings.values())
@@ -253,18 +264,18 @@ def choose(
     steps = sorted({slot.step for holding in found.values() for slot in holding.slots}, reverse=True)
     allowed = [step for step in steps if barred_from is None or step < barred_from]
     best: Choice | None = None
-    refused = ""
+    why_not = ""
     for step in allowed:
         sources, why = _sources(found, world, step, is_replicated=is_replicated)
         if sources is None:
-            refused = refused or why
+            why_not = why_not or why
             continue
         behind = tuple(rank for rank in range(world) if rank not in found or not found[rank].has_small(step))
         if best is not None and behind:
             continue
         if best is not None:
-            refused = (
-                refused or f"{phrases.ranks_text(best.behind, 4)} had no random numbers of step {best.step}"
+            why_not = (
+                why_not or f"{phrases.ranks_text(best.behind, 4)} had no random numbers of step {best.step}"
             )
         kept = {rank: slot for rank in found if (slot := found[rank].slot_of(step)) is not None}
         best = Choice(
@@ -280,12 +291,14 @@ def choose(
         if not behind:
             break
     if best is None:
-        why = refused or (_why_nothing(holdings, ended) if is_used else "")
+        why = why_not or (_why_nothing(holdings, ended) if is_used else "")
         best = Choice(ranks=ranks, is_replicated=is_replicated)
     else:
-        why = refused or (_why_not_newer(holdings, ended) if best.lost and ended is not None else "")
+        why = why_not or (_why_not_newer(holdings, ended) if best.lost and ended is not None else "")
     if len(allowed) < len(steps):
         why = f"steps from {barred_from} on are set aside: two attempts that went on from there failed alike"
+        if not barred_from:
+            why = "the kept state could not be loaded in two attempts"
     return best.replaced(why=why)
 
 
@@ -356,6 +369,8 @@ def _why_not_newer(holdings: Mapping[int, Holding], ended: int) -> str:
 
 def _why_nothing(holdings: Mapping[int, Holding], ended: int | None) -> str:
     """Return the reason why no rank has copied any step, although a rank uses ``Keep``."""
+    if why := _why_refused(holdings):
+        return why
     if ended is not None:
         return _why_not_newer(holdings, ended)
     if reasons := _by_reason({rank: each.off for rank, each in holdings.items()}):
@@ -363,6 +378,11 @@ def _why_nothing(holdings: Mapping[int, Holding], ended: int | None) -> str:
     if max(each.changes for each in holdings.values()) > 1:
         return "the script had not called keep.step, although its optimizer had run more than once"
     return "the failure came before the end of the first step"
+
+
+def _why_refused(holdings: Mapping[int, Holding]) -> str:
+    reasons = _by_reason({rank: each.off for rank, each in holdings.items() if each.refused is not None})
+    return reasons and f"the kept state could not be loaded: {reasons}"
 
 
 def _by_reason(reasons: Mapping[int, str]) -> str:
@@ -380,21 +400,32 @@ class Loop(Value):
         barred_from: this step and all later ones must not be restored; ``None`` if there is no such step.
         began: step that the last attempt restored, if this attempt failed soon afterwards.
         cause: kind and place of this failure.
+        refused: step that a rank could not load at the start of the last attempt.
     """
 
     barred_from: int | None = None
     began: int | None = None
     cause: tuple[str, str] | None = None
+    refused: int | None = None
 
-    def after(self, began: int | None, reached: int | None, cause: tuple[str, str] | None) -> Loop:
+    def after(
+        self,
+        began: int | None,
+        reached: int | None,
+        cause: tuple[str, str] | None,
+        refused: int | None = None,
+    ) -> Loop:
         """Return a new object that takes a failed attempt into account.
 
         Args:
             began: step that the attempt restored; ``None`` if it restored none.
             reached: last step that the attempt completed; ``None`` if it completed none.
             cause: kind and place of its failure; ``None`` if it cannot be compared with other failures.
+            refused: step that a rank could not load, so that the attempt failed; ``None`` if there was none.
         """
         barred = self.barred_from
+        if refused is not None:
+            return Loop(barred, refused=refused) if self.refused is None else Loop(barred_from=0)
         if barred is not None and reached is not None and reached >= barred + NEAR:
             barred = None
         if began is None or cause is None or (reached is not None and reached >= began + NEAR):
@@ -412,6 +443,11 @@ def why_other(step: int | None, other: int | None) -> str:
     if step is None or other is None or other <= step:
         return ""
     return f"step {step} is not restored from memory, because the script has the newer step {other}"
+
+
+def refused_of(holdings: Sequence[Holding]) -> int | None:
+    """Return the step that a rank could not load, so that it ended the attempt; ``None`` without one."""
+    return next((each.refused for each in holdings if each.refused is not None and each.ended is None), None)
 
 
 def failed_soon(holdings: Sequence[Holding], step: int | None) -> tuple[int | None, int | None]:

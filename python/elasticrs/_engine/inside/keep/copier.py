@@ -236,7 +236,7 @@ class Copier:
         if not self.is_off:
             self.is_off = True
             self._say(f"Keep is off: {reason}")
-            self._file.tell_off(reason)
+            self._file.tell(reason)
             self.leave()
 
     def is_idle(self) -> bool:

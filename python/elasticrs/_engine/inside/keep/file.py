@@ -162,8 +162,8 @@ class KeepFile:
         self.words[Head.MODE], self.words[Head.ATTEMPT] = mode, attempt
         self.words[Head.PID] = own
 
-    def tell_off(self, reason: str) -> None:
-        """Record in the file why this rank does not keep its state any more."""
+    def tell(self, reason: str) -> None:
+        """Record in the file why this rank does not keep its state any more, or could not load it."""
         text = reason.encode(errors="replace")[: layout.MAX_REASON]
         self._head[layout.REASON_AT : layout.REASON_AT + len(text)] = text
         self.words[Head.REASON_LENGTH] = len(text)

@@ -419,18 +419,14 @@ class Keeper:
             RuntimeError: the job has several nodes. Ranks of other nodes may have loaded their copies, which
                 this rank cannot see, as it would in the files of the ranks of one node.
         """
+        self._file.tell(why)
+        self._file.words[Head.REFUSED] = step + 1
         if nodes.is_job_of_several_nodes():
-            self._drop_all()
             raise RuntimeError(
                 f"elasticrs: keep: step {step} is not restored: {why}. This attempt ends, because ranks of"
                 " other nodes may go on from that step"
             ) from error
         say(f"step {step} is not restored: {why}; the script begins with its default")
-
-    def _drop_all(self) -> None:
-        self._file.ring.drop_after(-1)
-        for slot in self._file.slots:
-            slot.drop()
 
     def reader(self) -> Reader | None:
         """Return a reader of the copies of all ranks; ``None`` without copies, or if a step has ended.
@@ -543,7 +539,7 @@ class Keeper:
         ranks, self._are_starts_equal = self._schedule.ranks_from_elsewhere()
         if ranks:
             self._are_starts_equal = False
-            self._drop_all()
+            self._file.drop_from(-1)
             begun = self._file.words[Head.RESTORED]
             own = f"restored step {begun - 1}" if begun else "restored no state"
             others = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -33,7 +33,7 @@ SLOTS = 2
 
 
 REASON_AT = 2048
-"""Offset of the reason why the worker does not keep its state any more, as text."""
+"""Offset of the reason why the worker does not keep its state any more, or could not load it, as text."""
 
 MAX_REASON = 512
 
@@ -81,15 +81,17 @@ class Head:
     """Number of times that an optimizer has changed the state before the first step was completed."""
     REASON_LENGTH = 26
     """Length in bytes of the text at :data:`REASON_AT`."""
-    IS_AGREED = 27
+    REFUSED = 27
+    """The step that the worker could not load in this attempt."""
+    IS_AGREED = 28
     """1 if the workers of several nodes have agreed on a step, and the plan says on which."""
-    SECURED = 28
+    SECURED = 29
     """The newest step of which each rank has a copy, and another node has a second copy of each state that is
     on one node only (``--keep-peers``).
     """
-    WAS_REPLICATED = 29
+    WAS_REPLICATED = 30
     """1 if the ranks of several nodes have found that they all have the same state. Never reset."""
-    COUNT = 30
+    COUNT = 31
 
 
 class Agreed:

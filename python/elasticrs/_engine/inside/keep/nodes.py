@@ -112,7 +112,7 @@ FACTS = ("step", "exact", "behind", "why", "kept_by", "ranks", "at_death", "lost
 """Fields of the plan whose values are the same for all ranks."""
 
 
-_OF_NODE = ("holdings", "partners", "has_peers", "barred_from", "ranks_before", "was_replicated")
+_OF_NODE = ("holdings", "partners", "has_peers", "barred_from", "refused", "ranks_before", "was_replicated")
 """Fields of the plan that are about one node, and that its first worker publishes."""
 
 
@@ -235,10 +235,12 @@ def chosen(found: Sequence[Mapping[str, Any]], world: int) -> dict[str, Any]:
                 holdings[rank], places[rank] = holding, (group_rank, local_rank)
     _add_partners(found, holdings, places)
     bars = [each["barred_from"] for each in found if each["barred_from"] is not None]
+    refused = [each["refused"] for each in found if each["refused"] is not None]
     choice = choose(
         holdings,
         world,
         barred_from=min(bars, default=None),
+        refused=min(refused, default=None),
         was_replicated=any(each["was_replicated"] for each in found),
     )
     others = {each.get("other") for each in found}

@@ -123,6 +123,7 @@ class Keeping:
                 for place in self._ranks
             ]
             shared["barred_from"] = None if self._loop is None else self._loop.barred_from
+            shared["refused"] = None if self._loop is None else self._loop.refused
             shared["ranks_before"] = world_before
             shared["has_peers"] = self._partners is not None
             shared["partner_files"] = (
@@ -155,13 +156,14 @@ class Keeping:
         if not ranks or not files.is_used():
             return {}
         # Import this module here, because few jobs need it, and only at a restart.
-        from elasticrs._engine.inside.keep.choice import Loop, failed_soon
+        from elasticrs._engine.inside.keep.choice import Loop, failed_soon, refused_of
 
         holdings = {rank: files.holding(place, rank, self._world) for place, rank in ranks.items()}
         restored = [each.restored for each in holdings.values() if each.restored is not None]
         began, reached = failed_soon([*holdings.values()], max(restored, default=None))
         cause = None if history.last is None else history.last[:2]
-        self._loop = (self._loop or Loop()).after(began, reached, cause)
+        refused = refused_of([*holdings.values()])
+        self._loop = (self._loop or Loop()).after(began, reached, cause, refused)
         return holdings
 
     def _choose(self, holdings: Mapping[int, Holding], world: int) -> None:
