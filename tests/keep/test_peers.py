@@ -1,18 +1,28 @@
 """Copies of sharded state on a partner node."""
 
+import json
 import os
 import signal
+import socket
+import threading
+import time
+from contextlib import ExitStack, closing
 
 import pytest
 from helpers import ports
-from helpers.procs import reap_adopted, wait_until
+from helpers.procs import HANG, reap_adopted, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elasticrs._engine.inside.handover import Pace, in_chunks
 from elasticrs._engine.inside.keep import layout, nodes
 from elasticrs._engine.inside.keep.choice import Holding, KeptSlot
-from elasticrs._engine.inside.keep.layout import Mode
-from elasticrs._engine.inside.keep.peers import sources, without_second_copy
+from elasticrs._engine.inside.keep.file import KeepFile
+from elasticrs._engine.inside.keep.layout import Head, Mode, Slot
+from elasticrs._engine.inside.keep.peers import Peers, sources, without_second_copy
+from elasticrs._engine.inside.keep.schedule import Schedule
+from elasticrs._engine.workers.keep_files import KeepFiles
+from elasticrs._engine.workers.plan import MemoryFiles
 
 
 @given(st.integers(1, 50))
@@ -83,6 +93,314 @@ def test_the_secured_step_survives_the_loss_of_any_node_whose_partner_is_there(c
                 assert (index >= layout.SLOTS) == (node in lost)
     else:
         assert choice["step"] is None
+
+
+class Store:
+    """The store of an attempt."""
+
+    def __init__(self):
+        self.values, self.lock = {}, threading.Lock()
+
+    def set(self, key, value):
+        self.values[key] = json.loads(json.dumps(value))
+
+    def get(self, key):
+        return self.values[key]
+
+    def get_all(self, keys):
+        return [self.values[key] for key in keys]
+
+    def has(self, key):
+        return key in self.values
+
+    def add(self, key, number):
+        with self.lock:
+            self.values[f"sum {key}"] = self.values.get(f"sum {key}", 0) + number
+            return self.values[f"sum {key}"]
+
+
+class Wire:
+    """Relays one client after the other to a server. ``fault`` changes what the server sends, or returns
+    ``None`` to end the connection.
+    """
+
+    def __init__(self, address, fault):
+        self._address, self._fault = address, fault
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.address = self._server.getsockname()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self):
+        while True:
+            try:
+                client = self._server.accept()[0]
+            except OSError:
+                return
+            with client, socket.create_connection(self._address) as server:
+                client.settimeout(HANG)
+                server.settimeout(HANG)
+                request = client.recv(4096)
+                server.sendall(request)
+                part = request.split()[1]
+                while data := server.recv(1 << 16):
+                    if (data := self._fault(part, data)) is None:
+                        break
+                    try:
+                        client.sendall(data)
+                    except OSError:
+                        break
+
+    def close(self):
+        self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+        self._thread.join(HANG)
+
+
+class Ranks:
+    """One rank on each of several nodes, in this process: their files, and the threads of their peers."""
+
+    def __init__(self, monkeypatch, count, *, restored=None, memory=1 << 30, every=None):
+        self.store, self.said, self.step = Store(), [], restored or 0
+        self.files = [(MemoryFiles(1), MemoryFiles(1)) for _ in range(count)]
+        for own, partners in self.files:
+            KeepFiles(own, partners).begin({}, {}, None)
+        self.own = [KeepFile(own.places[0]) for own, _ in self.files]
+        self.handovers, self.peers, self.schedules = [], [], []
+        shares = [[node, 1] for node in range(count)]
+        near = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "WORLD_SIZE": str(count), "LOCAL_RANK": "0"}
+        for rank, (_, partners) in enumerate(self.files):
+            for name, value in {**near, "RANK": str(rank), "GROUP_RANK": str(rank)}.items():
+                monkeypatch.setenv(name, value)
+            plan = {"step": restored, "memory": memory, "bandwidth": 0, "partner_files": partners.places}
+            theirs = KeepFile(partners.places[0])
+            say, files = self.said.append, [self.own[rank], theirs]
+            self.handovers.append(nodes._offer(self.store, (rank, 0), files, 0, lambda _: None))
+            agreement = nodes.Agreement(plan, self.store)
+            self.peers.append(Peers(agreement, self.store, shares, self.own[rank], say))
+            self.schedules.append(Schedule(self.own[rank].words, [], rank, every, Mode.SHARDED))
+            self.schedules[-1].generations = self.peers[-1].generations
+            if restored is not None:
+                self.copy(rank, restored)
+
+    def copy(self, rank, step, content=None):
+        """Copy the state of a rank: some bytes that are different in each step and on each rank."""
+        kept = self.peers[rank].generations.protected() - {step}
+        slots = [slot for slot in self.own[rank].slots if slot.complete_step not in kept or not kept - {None}]
+        slot = min(slots, key=lambda each: each.sequence)
+        data = content or bytes([step % 251, rank]) * (SIZE // 2)
+        slot.reserve(2 * layout.PAGE + len(data))
+        facts = {Slot.STEP: step, Slot.RANK: rank, Slot.WORLD: len(self.own), Slot.DATA_LENGTH: len(data)}
+        slot.begin(b"index", 2 * layout.PAGE, facts)
+        slot.map[2 * layout.PAGE : 2 * layout.PAGE + len(data)] = data
+        digest = sum(memoryview(data).cast("q")) % (1 << 64)
+        slot.complete(digest, 1 + max(each.sequence for each in self.own[rank].slots))
+
+    def begin(self):
+        for rank, (peers, schedule) in enumerate(zip(self.peers, self.schedules, strict=True)):
+            schedule.next(self.step + 1, is_idle=True)
+            peers.begin(schedule)
+            assert rank < len(self.own)
+
+    def announced(self):
+        """Wait until all ranks know the next step to copy. Return it, and the step that is secured."""
+        wait_until(lambda: all(not peers.generations._is_done for peers in self.peers))
+        (step,) = {peers.generations._announced for peers in self.peers}
+        (secured,) = {peers.generations.secured for peers in self.peers}
+        return step, secured
+
+    def copy_all(self, *, without=(), content=None):
+        """Let all ranks end the announced step, and copy it. Return it."""
+        step, _ = self.announced()
+        for rank, schedule in enumerate(self.schedules):
+            if rank in without:
+                schedule.generations.note_copy(step, is_kept=False)
+            is_due, _ = schedule.next(step, is_idle=True)
+            assert is_due
+            if rank not in without:
+                self.copy(rank, step, content)
+            schedule.generations.note_copy(step, is_kept=rank not in without)
+        return step
+
+    def taken(self, node):
+        """Return the steps of the copies that a node has of another node, and their contents."""
+        file = KeepFile(self.files[node][1].places[0])
+        found = {}
+        for slot in file.slots:
+            if slot.complete_step is not None:
+                private, words, index = slot.read_only()
+                assert index == b"index"
+                data = private[words[Slot.DATA_AT] :][: words[Slot.DATA_LENGTH]]
+                found[slot.complete_step] = words[Slot.RANK], data
+        file.close()
+        return found
+
+    def close(self):
+        for each in (*self.peers, *self.handovers):
+            each.close()
+        for each in self.own:
+            each.close()
+        for pair in self.files:
+            for each in pair:
+                each.close()
+
+
+SIZE = (4 << 20) + 4096
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    """Make the ranks of several nodes."""
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # Its threads would stay.
+    import torch  # Import it here, because it takes seconds, and the other tests do not need it.
+
+    torch.set_num_threads(1)
+    monkeypatch.setattr("elasticrs._engine.inside.keep.peers._END_LIMIT", 0.1)
+    with ExitStack() as stack:
+        yield lambda *args, **named: stack.enter_context(closing(Ranks(monkeypatch, *args, **named)))
+
+
+@pytest.fixture
+def wire():
+    """Put a wire with faults between a node and its source."""
+    with ExitStack() as stack:
+
+        def put(ranks, source, fault):
+            record = ranks.store.get(f"offer/{source}/0")
+            made = stack.enter_context(closing(Wire((record["host"], record["port"]), fault)))
+            ranks.store.set(f"offer/{source}/0", {**record, "host": made.address[0], "port": made.address[1]})
+
+        yield put
+
+
+def content(step, rank):
+    return rank, bytes([step % 251, rank]) * (SIZE // 2)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("count", [2, 3])
+def test_each_node_has_the_copies_of_another_one_and_keeps_the_secured_ones(ranks, count):
+    made, steps = ranks(count), []
+    made.begin()
+    for _ in range(3):
+        steps.append(made.copy_all())
+        assert made.announced()[1] == steps[-1]
+        for node, source in enumerate(sources(count)):
+            expected = {step: content(step, source) for step in steps[-2:]}
+            assert made.taken(node) == expected
+    assert made.said == []
+    assert all(file.words[Head.SECURED] == steps[-1] + 1 for file in made.own)
+
+
+@pytest.mark.torch
+def test_a_restored_step_is_sent_at_once(ranks):
+    made = ranks(2, restored=40)
+    made.begin()
+    assert made.announced()[1] == 40
+    assert made.taken(0) == {40: content(40, 1)}
+
+
+@pytest.mark.torch
+def test_equal_states_are_not_sent(ranks):
+    made = ranks(2)
+    made.begin()
+    step = made.copy_all(content=bytes(4096))
+    assert made.announced()[1] == step
+    assert made.taken(0) == made.taken(1) == {}
+    assert all(schedule.are_all_equal for schedule in made.schedules)
+
+
+@pytest.mark.torch
+def test_without_a_rank_s_copy_the_generation_before_stays(ranks):
+    made = ranks(2)
+    made.begin()
+    first = made.copy_all()
+    second = made.copy_all(without=(1,))
+    assert made.announced()[1] == first
+    assert set(made.taken(0)) == set(made.taken(1)) == {first}
+    third = made.copy_all()
+    assert made.announced()[1] == third
+    assert set(made.taken(0)) == {first, third}
+    assert second not in {slot.complete_step for slot in made.own[0].slots}
+
+
+def flips(part, data):
+    return bytes([data[0] ^ 16]) + data[1:] if part == b"data" else data
+
+
+def cuts(part, data):
+    return None if part == b"data" else data
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(("fault", "why"), [(flips, "damaged on its way"), (cuts, "ended too early")])
+def test_a_faulty_wire_leaves_the_copy_before_and_a_line(ranks, wire, fault, why):
+    made, faults = ranks(2), []
+    made.begin()
+    first = made.copy_all()
+    made.announced()
+    wire(made, 1, lambda part, data: fault(part, data) if faults else data)
+    faults.append(True)
+    second = made.copy_all()
+    assert made.announced()[1] == first
+    assert set(made.taken(0)) == {first}
+    assert set(made.taken(1)) == {first, second}
+    (line,) = made.said
+    assert f"rank 1's copy of step {second}" in line
+    assert why in line
+    faults.clear()
+    third = made.copy_all()
+    assert made.announced()[1] == third
+    assert made.taken(0) == {step: content(step, 1) for step in (first, third)}
+    assert set(made.taken(1)) == {first, third}
+
+
+@pytest.mark.torch
+def test_a_slow_partner_is_given_up_after_three_transfers(ranks, wire, monkeypatch):
+    monkeypatch.setattr("elasticrs._engine.inside.handover.TRANSFER_TIMEOUT", 0.05)
+    stop = threading.Event()
+    made = ranks(2)
+    made.begin()
+    wire(made, 1, lambda part, data: None if part == b"data" and stop.wait(1) else data)
+    secured = []
+    for _ in range(4):
+        made.copy_all()
+        secured.append(made.announced()[1])
+    stop.set()
+    assert secured[:2] == [None, None]
+    assert secured[3] is not None
+    assert len(made.said) == 3
+    assert "too slow" in made.said[0] or "timed out" in made.said[0]
+    assert "not kept here any more" in made.said[2]
+
+
+@pytest.mark.torch
+def test_a_copy_that_does_not_fit_into_the_memory_is_refused_with_numbers(ranks):
+    made = ranks(2, memory=16 << 20)
+    made.begin()
+    step = made.copy_all()
+    assert made.announced()[1] == step
+    assert made.taken(0) == made.taken(1) == {}
+    assert len(made.said) == 2
+    assert "it needs 5 MiB, and --keep-memory leaves 3 for it" in made.said[0]
+
+
+@given(st.lists(st.integers(1, 1 << 22), min_size=1, max_size=50), st.integers(1 << 20, 1 << 30))
+def test_the_pace_holds_the_rate(sizes, rate):
+    now = [100.0]
+    pace = Pace(rate, lambda: now[0])
+    for size in sizes:
+        now[0] += max(0.0, pace.delay(size))
+    # Each piece is sent after the time that those before it need.
+    assert now[0] - 100 == pytest.approx(sum(sizes[:-1]) / rate, rel=0.01)
+
+
+def test_a_transfer_is_not_faster_than_the_limit():
+    data = os.urandom(4 << 20)
+    begun = time.monotonic()
+    sent = b"".join(in_chunks(memoryview(data), Pace(20e6)))
+    assert time.monotonic() - begun >= 0.95 * len(data) / 20e6
+    assert len(sent) == len(data) + 4
 
 
 TRAINS = """

@@ -105,7 +105,7 @@ def test_what_a_worker_has_kept_is_read(files, worker):
     assert 0 < shown.pop("age_seconds") < 1e10
     assert 0 < shown.pop("bytes") <= os.fstat(worker.fd).st_size + layout.REGIONS_AT
     assert (shown.pop("copies"), shown.pop("failed_copies"), shown.pop("blocked_seconds")) == (5, 0, 6e-9)
-    assert shown == {"tier": "memory", "step": 12, "ended_step": 12}
+    assert shown == {"tier": "memory", "step": 12, "ended_step": 12, "secured_step": None}
 
 
 @pytest.mark.parametrize(

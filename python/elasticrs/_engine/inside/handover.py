@@ -11,12 +11,13 @@ import hmac
 import ipaddress
 import os
 import secrets
+import signal
 import socket
 import sys
 import threading
 import time
 import zlib
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from socketserver import StreamRequestHandler, ThreadingTCPServer
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,19 @@ CHUNK = 4 << 20
 
 _CRC = 4
 _MAX_LINE = 256
+
+
+@contextmanager
+def without_signals() -> Iterator[None]:
+    """Let threads that are started here block all signals except those of faults. Otherwise, they could get a
+    signal for which the program waits with ``sigwait``.
+    """
+    faults = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - faults)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Offer(Value):
@@ -102,7 +116,10 @@ class Handover:
         self._server.failed = failed
         _servers.add(self._server)
         self.offer = Offer((shown, self._server.server_address[1]), secret)
-        threading.Thread(target=self._server.serve_forever, name="elasticrs-handover", daemon=True).start()
+        with without_signals():
+            threading.Thread(
+                target=self._server.serve_forever, name="elasticrs-handover", daemon=True
+            ).start()
 
     def close(self) -> None:
         """Accept no further client. Idempotent."""

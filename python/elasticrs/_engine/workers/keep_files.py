@@ -145,6 +145,7 @@ class KeepFiles:
             "step": None if newest is None else newest[Slot.STEP],
             "age_seconds": None if newest is None else max(0.0, time.time() - newest[Slot.WALL_NS] / 1e9),
             "ended_step": max(ended, default=None),
+            "secured_step": _step(min(head[Head.SECURED] for _, head in heads)),
             "bytes": sum(512 * os.fstat(fd).st_blocks for fd in (*self._fds, *self._partner_fds)),
             "copies": sum(head[Head.COPIES] for _, head in heads),
             "failed_copies": sum(head[Head.FAILED_COPIES] for _, head in heads),

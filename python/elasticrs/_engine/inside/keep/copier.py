@@ -12,11 +12,11 @@ import socket
 import threading
 import time
 from _thread import start_new_thread
-from contextlib import contextmanager
 from time import monotonic_ns
 
 import torch
 
+from elasticrs._engine.inside.handover import without_signals
 from elasticrs._engine.inside.keep import layout, trees
 from elasticrs._engine.inside.keep.choice import NEAR
 from elasticrs._engine.inside.keep.file import OffError, round_up
@@ -24,7 +24,7 @@ from elasticrs._engine.inside.keep.layout import Answer, Head, Slot, Why
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from mmap import mmap
 
     from elasticrs._engine.inside.keep.file import KeepFile, SlotRegion
@@ -58,19 +58,6 @@ _INDEX_ROOM = 16384
 """Minimum bytes that are left free behind the index of a copy (random numbers and the like, and descriptions
 of the tensors), so that the index of the next copy may be longer.
 """
-
-
-@contextmanager
-def without_signals() -> Iterator[None]:
-    """Let threads that are started here block all signals except those of faults. Otherwise, they could get a
-    signal for which the program waits with ``sigwait``.
-    """
-    faults = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - faults)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Target:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from typing import Any
 
+    from elasticrs._engine.inside.keep.file import SlotRegion
+
 PATIENCE = 600.0
 """Seconds for which a rank waits until the workers of all nodes have called ``Keep.restore``."""
 
@@ -53,12 +55,15 @@ class Agreement:
             It must run until all ranks have completed a training step.
         store: the store in which the nodes have met; ``None`` if the job has one node.
         nodes: first rank and number of ranks of each node, if each node is to keep copies of another one.
+        is_restored: true when all ranks have restored their state. Nodes that cannot download a copy later
+            tell the user themselves.
     """
 
     def __init__(self, plan: dict[str, Any], store: Store | None) -> None:
         self.plan, self.store = plan, store
         self.handover: Handover | None = None
         self.nodes: Sequence[Sequence[int]] | None = None
+        self.is_restored = False
 
 
 def agree(
@@ -88,8 +93,15 @@ def agree(
         done = {**plan, **{name: choice[name] for name in (*FACTS, "from_partners")}}
         done |= {"large": None, "own": None}
         agreement = Agreement(done, store)
+        if choice["no_peers"] and os.environ["RANK"] == "0":
+            say(f"--keep-peers has no effect: {choice['no_peers']}")
         if store is not None and (choice["has_peers"] or own in _servers(choice)):
-            agreement.handover = _offer(store, own, files, plan["bandwidth"], say)
+
+            def tell(text: str) -> None:
+                if not agreement.is_restored:
+                    say(text)
+
+            agreement.handover = _offer(store, own, files, plan["bandwidth"], tell)
             agreement.nodes = choice["nodes"] if choice["has_peers"] else None
         if step is not None:
             _add_copy(store, done, choice, own, file, say)
@@ -221,8 +233,8 @@ def chosen(found: Sequence[Mapping[str, Any]], world: int) -> dict[str, Any]:
         if "off" in each:
             return {**nothing, "why": f"Keep is off on node {group_rank}: {each['off']}"}
     nothing["nodes"] = [[each["first_rank"], len(each["holdings"])] for each in found]
-    is_even = len({count for _, count in nothing["nodes"]}) == 1
-    nothing["has_peers"] = is_even and len(found) > 1 and all(each["has_peers"] for each in found)
+    nothing["no_peers"] = _why_no_peers(found) if any(each["has_peers"] for each in found) else ""
+    nothing["has_peers"] = not nothing["no_peers"] and bool(found) and found[0]["has_peers"]
     holdings: dict[int, Holding] = {}
     places: dict[int, tuple[int, int]] = {}
     for group_rank, each in enumerate(found):
@@ -278,6 +290,18 @@ def chosen(found: Sequence[Mapping[str, Any]], world: int) -> dict[str, Any]:
         "where": where,
         "from_partners": from_partners,
     }
+
+
+def _why_no_peers(found: Sequence[Mapping[str, Any]]) -> str:
+    """Return why no node keeps copies of another one, although it should (``--keep-peers``)."""
+    lacking = [node for node, each in enumerate(found) if not each["has_peers"]]
+    if lacking:
+        return f"node {lacking[0]} was started without --keep-peers 1"
+    if len(found) == 1:
+        return "the job has only one node now"
+    if len({len(each["holdings"]) for each in found}) > 1:
+        return "the nodes have different numbers of workers"
+    return ""
 
 
 def _add_partners(
@@ -376,6 +400,9 @@ def _offer(
             (slot,) = (slot for slot in files[0].slots if slot.complete_step == int(copy[len(_PACED) :]))
         else:
             slot = slots[int(copy)]
+            if part == "head" and not is_intact(slot):
+                slot.drop()  # The next attempt chooses another copy.
+                raise ValueError("the checksum is wrong")
         private, words, index = slot.read_only()
         data = memoryview(private)[words[Slot.DATA_AT] :][: words[Slot.DATA_LENGTH]]
         pieces = {"head": memoryview(layout.pack(words)), "index": memoryview(index), "data": data}
@@ -394,6 +421,17 @@ def _offer(
 
 _PACED = "paced "
 """Prefix of the name of a copy that is sent in the background. After it comes a step, not a slot's number."""
+
+
+def is_intact(slot: SlotRegion) -> bool:
+    """Return true if the checksum of the copy in a slot is right."""
+    import torch
+
+    from elasticrs._engine.inside.keep.copier import digest_of
+
+    private, words, _ = slot.read_only()
+    at, length = words[Slot.DATA_AT], words[Slot.DATA_LENGTH]
+    return digest_of(torch.frombuffer(private, dtype=torch.uint8)[at : at + length]) == words[Slot.DIGEST]
 
 
 def offer_of(record: Mapping[str, Any]) -> Offer:
@@ -441,8 +479,12 @@ def take_copy(
     get(offer, f"head {copy}", memoryview(head))
     words = layout.unpack(bytes(head))
     data_at, length, index_length = words[Slot.DATA_AT], words[Slot.DATA_LENGTH], words[Slot.INDEX_LENGTH]
-    if data_at < layout.HEAD_SIZE + index_length or data_at + length > memory:
-        raise OffError(f"the copy has {data_at + length} bytes, and this rank may use {memory}")
+    if data_at < layout.HEAD_SIZE + index_length:
+        raise ConnectionError("its head is damaged")
+    if data_at + length > memory:
+        unit, size = ("MiB", 1 << 20) if min(data_at + length, memory) >> 20 else ("bytes", 1)
+        need = -(-(data_at + length) // size)
+        raise OffError(f"it needs {need} {unit}, and --keep-memory leaves {max(0, memory) // size} for it")
     index = bytearray(index_length)
     get(offer, f"index {copy}", memoryview(index))
     free = [each for each in range(layout.SLOTS) if each not in kept]

@@ -9,8 +9,8 @@ nodes agree on each periodic copy (a *generation*) through the store in which th
 - **PEERS-3** When this is done on all nodes, the generation is secured, and rank 0 announces the next one. If
   a rank has made no copy, or a copy could not be taken, the generation before stays the secured one. So at
   any time, the ranks and the partners of lost nodes have a common generation.
-- **PEERS-4** A node whose transfers fail three times in a row is no longer waited for. Errors never fail the
-  training.
+- **PEERS-4** A rank whose transfers fail three times in a row, or whose copies are too large, is no longer
+  waited for. Errors never fail the training.
 """
 
 from __future__ import annotations
@@ -18,14 +18,11 @@ from __future__ import annotations
 import os
 import threading
 
-import torch
-
-from elasticrs._engine.inside.handover import MIN_RATE
+from elasticrs._engine.inside.handover import MIN_RATE, without_signals
 from elasticrs._engine.inside.keep import layout
-from elasticrs._engine.inside.keep.copier import digest_of, without_signals
 from elasticrs._engine.inside.keep.file import KeepFile, OffError
 from elasticrs._engine.inside.keep.layout import Head, Slot, SlotState
-from elasticrs._engine.inside.keep.nodes import offer_of, take_paced
+from elasticrs._engine.inside.keep.nodes import is_intact, offer_of, take_paced
 from elasticrs._engine.inside.keep.schedule import Generations
 
 TYPE_CHECKING = False
@@ -113,7 +110,7 @@ class Peers:
         file: KeepFile,
         say: Callable[[str], None],
     ) -> None:
-        plan = agreement.plan
+        self._agreement, plan = agreement, agreement.plan
         self._store, self._nodes, self._own, self._say = store, nodes, file, say
         self._memory: int = plan["memory"]
         # A slow node must not hold up the others for long, unless the user wants it to be slow.
@@ -134,7 +131,7 @@ class Peers:
 
     def begin(self, schedule: Schedule) -> None:
         """Start the thread at the end of the first step. ``schedule`` knows the steps of this process."""
-        self._schedule = schedule
+        self._schedule, self._agreement.is_restored = schedule, True
         with without_signals():
             threading.Thread(target=self._run, args=(schedule,), name="elasticrs-peers", daemon=True).start()
 
@@ -218,13 +215,14 @@ class Peers:
             # At the end of the training, the other rank may just have ended a little earlier.
             if self._closed.wait(_END_LIMIT):
                 raise _ClosedError from error
-            self._failures += 1
-            follows = "no further ones are taken"
+            # If the copy is too large, so will be the next one.
+            self._failures = _MOST_FAILURES if isinstance(error, OffError) else self._failures + 1
+            follows = "its state is not kept here any more, so a loss of that node loses it"
             if self._failures < _MOST_FAILURES:
                 self._store.add("failed", 1)
-                follows = "the one before stays"
+                follows = "the copy before is kept here, and the next one is tried"
             self._say(
-                f"the copy of step {step} of rank {self._source_rank} could not be taken from node"
+                f"rank {self._source_rank}'s copy of step {step} cannot be downloaded from its node"
                 f" {self._source}: {error}; {follows}"
             )
 
@@ -245,13 +243,9 @@ class Peers:
         kept = self._theirs_of(self.generations.secured)
         number = take_paced(offer, step, self._theirs, room // layout.SLOTS, kept, self._least_rate)
         slot = self._theirs.slots[number]
-        assert slot.map is not None
-        assert slot.words is not None
-        at, length = slot.words[Slot.DATA_AT], slot.words[Slot.DATA_LENGTH]
-        data = torch.frombuffer(slot.map, dtype=torch.uint8)[at : at + length]
-        if number not in self._theirs_of(step) or digest_of(data) != slot.words[Slot.DIGEST]:
+        if number not in self._theirs_of(step) or not is_intact(slot):
             slot.drop()
-            raise OffError("it is not what was announced")
+            raise ConnectionError("its checksum is wrong")
 
     def _await(self, key: str, number: int) -> Any:
         """Return the value of a key for a generation, as soon as rank 0 has set it."""

@@ -52,6 +52,8 @@ class Keeping:
             self._parent = None
             say(f"keep: nothing is saved, because {self._off or 'the job may have several nodes'}")
         self._partners: MemoryFiles | None = None
+        if job.keep_peers and not self._off and not self._may_have_several_nodes:
+            say("keep: --keep-peers has no effect in a job with one node")
         self._memory = 0 if self._off else memory_budget(job.keep_memory) // job.nproc
         try:
             if job.keep_peers and self._may_have_several_nodes and not self._off:
