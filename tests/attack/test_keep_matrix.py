@@ -88,8 +88,10 @@ KILLS = int(os.environ.get("ELASTICRS_KEEP_KILLS", "13"))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_random_kills_change_nothing(job, calm, variant, ranks, record_property):
     rng = random.Random(f"{variant} {ranks}")
-    arguments = ("--variant", variant, "--steps", str(45 * KILLS), "--every", "7")
-    hurt = job("hurt", *arguments, ranks=ranks)
+    arguments = ("--variant", variant, "--steps", str(45 * (KILLS + 1)), "--every", "7")
+    # However late a kill comes, its attempt does not end before it.
+    pauses = faults(*(f"hang:{attempt}:*:{45 * (attempt + 1)}" for attempt in range(KILLS)))
+    hurt = job("hurt", *arguments, *pauses, ranks=ranks)
     for attempt in range(KILLS):
         hurt.reaches(NEAR, attempt)
         pid = hurt.pid(rng.randrange(ranks), attempt)
