@@ -400,8 +400,9 @@ def _offer(
             (slot,) = (slot for slot in files[0].slots if slot.complete_step == int(copy[len(_PACED) :]))
         else:
             slot = slots[int(copy)]
-            if part == "head" and not is_intact(slot):
-                slot.drop()  # The next attempt chooses another copy.
+            is_of_partner = int(copy) >= layout.SLOTS
+            if part == "head" and is_of_partner and not is_intact(slot):
+                slot.drop()  # The rank that made the copy cannot do so. The next attempt chooses another one.
                 raise ValueError("the checksum is wrong")
         private, words, index = slot.read_only()
         data = memoryview(private)[words[Slot.DATA_AT] :][: words[Slot.DATA_LENGTH]]
