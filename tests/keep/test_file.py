@@ -155,6 +155,16 @@ def test_periodic_copies_are_of_multiples_and_of_the_second_step():
         assert not any(schedule.next(step, is_idle=True)[0] for step in range(1, 30))
 
 
+@pytest.mark.parametrize("copies_at_failure", [True, False])
+def test_replicated_state_is_seldom_copied_only_if_survivors_can_copy_it(copies_at_failure):
+    with schedules(None, Mode.REPLICATED) as (heads, (leader, _)):
+        leader.has_copies_at_failure = copies_at_failure
+        due = [step for step in range(1, 12) if leader.next(step, is_idle=True)[0]]
+        announced = heads[0][Head.NEXT] - 1
+    # Copies that never block the training may be of every second step.
+    assert (due, announced > 1000) == (([5], True) if copies_at_failure else ([5, 8, 11], False))
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.integers(0, 10**9), max_size=20), st.randoms(use_true_random=False), st.sampled_from([1, 7])

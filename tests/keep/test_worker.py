@@ -596,6 +596,43 @@ net.forward = lambda x, plain=net.forward: (net.queue.add_(1), plain(x))[1]
         assert worker.run("int(net.queue[0])") >= 3
 
 
+ON_GPU = """
+from elasticrs._engine.inside.keep import keeper, state
+waited, made = [], state.Parts.__init__
+def make(self, *args): made(self, *args); self.is_on_cpu = False
+state.Parts.__init__, torch.cuda.synchronize = make, lambda: waited.append(keeper._active._at)
+"""
+"""Program whose tensors count as being on a GPU, although this machine may have none."""
+
+
+def test_state_on_a_gpu_is_copied_only_periodically_and_while_the_training_waits(agent):
+    agent.begin()
+    with agent.worker(preamble=model(2, replicated=True) + ON_GPU) as worker:
+        for step in range(1, 6):
+            worker.run(f"train({step})")
+            assert worker.run("keeper._active._copier.is_idle()")  # No copy reads tensors any more.
+        # Before each copy, all kernels of the GPU have ended.
+        assert worker.run("waited") == [2, 4]
+        expected = worker.run("picture()[0]")
+        worker.send("1 / 0")
+        code, said = worker.end()
+    assert code == 1
+    assert said.count("elasticrs: keep: ") == 1
+    assert "cannot copy its state at a failure: it is on a GPU" in said
+    # The rank has never told the agent that it can copy its state at a failure.
+    agent.notices.settimeout(0)
+    with pytest.raises(BlockingIOError):
+        agent.notices.recv(4096)
+    with closing(agent.file()) as file:
+        assert {each.complete_step for each in file.slots} == {2, 4}
+        assert {each.words[Slot.WHY] for each in file.slots} == {Why.PERIODIC}
+    agent.begin(step=4)
+    with agent.worker(preamble=model(2, replicated=True) + ON_GPU) as worker:
+        assert worker.run("keep.restore()") == 4
+        worker.run("train(5)")
+        assert worker.run("picture()[0]") == expected
+
+
 def test_rank_that_is_behind_another_copies_the_step_that_it_is_about_to_end(programs):
     with closing(KeepAgent(programs, 2)) as agent:
         agent.begin()

@@ -212,6 +212,7 @@ class Copier:
         """
         if not self.is_blind:
             self.is_blind = True
+            self._ranks.has_copies_at_failure = False
             self._say(
                 f"this rank cannot copy its state at a failure: {reason}. Periodic copies go on, so a failure"
                 " may cost the steps since the last one"

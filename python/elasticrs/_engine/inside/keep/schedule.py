@@ -132,6 +132,8 @@ class Schedule:
         self._announced: int | None = None
         self._began_ns = monotonic_ns()
         self._blocked_ns = 0
+        self.has_copies_at_failure = True
+        """False if this rank makes only periodic copies, for example because its state is on a GPU."""
 
     def next(self, step: int, *, is_idle: bool) -> tuple[bool, bool]:
         """Return two values: whether to copy the state at the end of ``step``, and whether the ranks find out
@@ -194,7 +196,8 @@ class Schedule:
             self._words[Head.BLOCKED_NS] - self._blocked_ns,
             self._words[Head.BLOCKED_NS],
         )
-        least = _REPLICATED_NS / step_ns if self.is_replicated() else 0
+        is_spare = self.has_copies_at_failure and self.is_replicated()
+        least = _REPLICATED_NS / step_ns if is_spare else 0
         return max(_AHEAD, ceil(blocked / (_SHARE * step_ns)), ceil(least))
 
     def is_replicated(self) -> bool:
