@@ -263,6 +263,16 @@ def test_the_plan_says_why_nothing_can_be_kept(run, options, reason):
     assert plans[0][0]["memory"] == 0
 
 
+def test_a_failed_job_of_several_nodes_says_which_step_is_gone(launch, worker_script):
+    options = "--nnodes=1:2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"
+    body = "    join(ended=7); keep(0, 6); keep(1, int(sys.argv[1])); sys.exit(int(sys.argv[1]))"
+    script = worker_script(KEEPS + body)
+    job = launch(*options, "--rdzv-conf=last_call_timeout=0", script, "7").exits(1)
+    assert "keep: step 7, which this node had kept in memory, has ended with the job" in job.stderr
+    job = launch(*options, "--rdzv-conf=last_call_timeout=0", script, "0").exits(0)
+    assert "has ended with the job" not in job.stderr
+
+
 SAVED = """
     if len(sys.argv) > 1:
         join(ended=12, CHECK_STEP=3, CHECK_DIGEST=int(sys.argv[2]) + rank * int(sys.argv[3]))

@@ -203,6 +203,15 @@ class Keeping:
             self._choose(holdings, self._world)
         return self._choice
 
+    def say_what_is_gone(self) -> None:
+        """In a failed job with several nodes, tell the user which step this node had kept in memory. In a job
+        with one node, its report does so.
+        """
+        kept = self.files.standing() if self.files is not None and self._may_have_several_nodes else None
+        if kept is not None and kept["step"] is not None:
+            gone = f"keep: step {kept['step']}, which this node had kept in memory, has ended with the job"
+            self._say(f"{gone}; the next job can go on from a checkpoint, or from --keep-save FOLDER")
+
     def _saved(self) -> Saved | None:
         """Return the newest state that an earlier job has saved in the folder of ``--keep-save``. Return
         ``None`` if there is none, if it cannot be read, or if two attempts have failed alike soon after
