@@ -8,8 +8,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from helpers import procs
+from helpers import kept, procs
 from helpers.ports import free
+
+from elasticrs import ctl
 
 pytestmark = [
     pytest.mark.slow,
@@ -21,7 +23,8 @@ pytestmark = [
 PROGRAM = Path(__file__).parents[1] / "workers" / "agreed_training.py"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 REQUESTS = 30
-STOPS = 5
+STOPS = 3
+RESTARTS = 5
 
 
 @pytest.fixture
@@ -139,3 +142,28 @@ def test_a_training_that_was_stopped_and_resumed_ends_as_without_the_stop(job, t
         resumed.exits(0)
         assert {match[2] for match in resumed.wait_for_lines(r"END (\d) (\w+)", 2)} == want
     assert procs.children() == []
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_restart_goes_on_from_the_step_on_which_all_ranks_agreed(launch, tmp_path, monkeypatch, ranks):
+    folder = str(tmp_path / "control")
+    monkeypatch.setenv("ELASTICRS_CONTROL_DIR", folder)
+    training = kept.KeptTraining(tmp_path / "job", ranks)
+    options = (f"--nproc-per-node={ranks}", kept.PROGRAM, training.folder, "--steps=400")
+    job = launch(*kept.OPTIONS, *options, env={**kept.ENVIRONMENT, "ELASTICRS_CONTROL_DIR": folder})
+    moments = random.Random(3)
+    begin = training.wait_for(job, "restored", rank=0).step
+    for number in range(1, RESTARTS + 1):
+        training.wait_for(job, "ended", rank=0, step=begin + 5)
+        job.read_for(moments.uniform(0, 0.05))
+        assert ctl.main(["restart", "--no-wait"]) == 0
+        line = r"SIGTERM reaches all ranks after optimizer step (\d+) of this attempt"
+        begin += int(job.wait_for_lines(line, number)[-1][1])
+        for rank in range(ranks):
+            training.wait_for(job, "restored", rank=rank, step=begin)
+    job.exits(0, timeout=120)
+    starts = [each.step for each in training.logged("restored", rank=0)]
+    assert len(starts) == RESTARTS + 1
+    # No step was made twice.
+    ended = [each.step for each in training.logged("ended", rank=0)]
+    assert ended == sorted(set(ended))
