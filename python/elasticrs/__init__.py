@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
+    from elasticrs._engine.inside.boundary import checkpoint_requested
     from elasticrs.keep import Keep
     from elasticrs.launcher.api import LaunchConfig, elastic_launch, launch_agent
     from elasticrs.multiprocessing.errors import ChildFailedError, record
@@ -18,12 +19,14 @@ __all__ = [
     "Keep",
     "LaunchConfig",
     "__version__",
+    "checkpoint_requested",
     "elastic_launch",
     "launch_agent",
     "record",
 ]
 
 _HOMES = {
+    "elasticrs._engine.inside.boundary": ("checkpoint_requested",),
     "elasticrs.keep": ("Keep",),
     "elasticrs.launcher.api": ("LaunchConfig", "elastic_launch", "launch_agent"),
     "elasticrs.multiprocessing.errors": ("ChildFailedError", "record"),

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import sys
-from _thread import get_ident
+from _thread import get_ident, get_native_id
 from time import monotonic_ns, sleep
 
 from elasticrs._engine.inside.keep import layout
@@ -94,7 +94,8 @@ def follow_steps(optimizers: Any, beat: Callable[[int | None], None] | None) -> 
 
     import torch
 
-    boundary = _Boundary(optimizers)
+    global _boundary  # noqa: PLW0603 -- one for each process
+    _boundary = boundary = _Boundary(optimizers)
     steps, state = Agreed.STEPS, Agreed.STATE
     count = due = counted = 0
     first: object = None
@@ -141,12 +142,17 @@ def follow_steps(optimizers: Any, beat: Callable[[int | None], None] | None) -> 
         if words[state]:
             boundary.reach(words, count)
 
-    def detach() -> None:
+    def detach() -> int:
         nonlocal words
         words, boundary.tries = _private_words(), 0
+        return count
 
+    boundary.detach = detach
     register(on_step)
     os.register_at_fork(after_in_child=detach)
+
+
+_boundary: _Boundary | None = None
 
 
 class _Boundary:
@@ -157,6 +163,7 @@ class _Boundary:
         others: identities of other optimizers that have made a step since the last counted step.
         awaited: those that had done so in the step before. The next step has begun only after their steps.
         tries: number of further attempts to open the worker's file.
+        detach: function after whose call the steps of optimizers do not count any more. Returns their number.
     """
 
     def __init__(self, optimizers: Any) -> None:
@@ -170,6 +177,7 @@ class _Boundary:
         self._measured = 0
         self._measured_ns = 0
         self.tries = _TRIES
+        self.detach: Callable[[], int] = int
 
     def map_again(self, words: memoryview, step: int) -> memoryview:
         """Return the words of this worker's file. If they are not mapped yet, try again, because the agent
@@ -196,8 +204,10 @@ class _Boundary:
         self._measured_ns, self._measured, words[Agreed.TIME] = now, step, now
         return step + 1
 
-    def reach(self, words: memoryview, step: int) -> None:
-        """Handle the end of a step while the agent asks for an agreed step."""
+    def reach(self, words: memoryview, step: int, *, is_start: bool = False) -> None:
+        """Handle the end of a step while the agent asks for an agreed step. ``is_start``: the next step
+        begins right here.
+        """
         number = words[Agreed.NUMBER]
         if number == self._done:
             return
@@ -214,6 +224,8 @@ class _Boundary:
         self._done = number
         if step > words[Agreed.STEP]:
             words[Agreed.MISSED] = number
+        elif is_start:
+            _Stop(words, number).wait()
         else:
             self._arm(words, number)
 
@@ -293,14 +305,14 @@ class _Stop:
         """
         import signal
 
-        torch: Any = sys.modules["torch"]
+        torch: Any = sys.modules.get("torch")
         words = self._words
-        if torch.cuda.is_initialized():
+        if torch is not None and torch.cuda.is_initialized():
             # Leave no kernel running whose peer may be gone soon.
             torch.cuda.synchronize()
         signum = words[Agreed.SIGNAL]
         handler = signal.getsignal(signum)
-        is_noticed = callable(handler) and get_ident() == _main_thread()
+        is_noticed = callable(handler) and _is_main_thread()
         if is_noticed:
             signal.signal(signum, self._note)
         words[Agreed.READY] = self._number
@@ -324,7 +336,64 @@ class _Stop:
             sleep(_TICK)
 
 
-def _main_thread() -> int | None:
-    # Do not import `threading`: it takes the thread that first imports it for the main thread.
-    threading: Any = sys.modules.get("threading")
-    return None if threading is None else threading.main_thread().ident
+def _is_main_thread() -> bool:
+    return get_native_id() == os.getpid()
+
+
+class _Calls:
+    """The calls of :func:`checkpoint_requested` in this process."""
+
+    def __init__(self) -> None:
+        import signal
+
+        before = _boundary
+        self._boundary = before or _Boundary(None)
+        self._count = 0 if before is None else before.detach()
+        self._words = _map_words() or _private_words()
+        self._wish = ""
+        os.register_at_fork(after_in_child=self._detach)
+        if layout.VARIABLE in os.environ and _is_main_thread():
+            for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+                if signal.getsignal(signum) == signal.SIG_DFL:
+                    signal.signal(signum, self._note)
+
+    def _detach(self) -> None:
+        self._words, self._boundary.tries = _private_words(), 0
+
+    def _note(self, signum: int, _frame: FrameType | None) -> None:
+        from signal import SIGTERM
+
+        self._wish = "stop" if signum == SIGTERM else self._wish or "save"
+
+    def next(self) -> str:
+        boundary = self._boundary
+        words = self._words = boundary.map_again(self._words, self._count)
+        self._count += 1
+        words[Agreed.STEPS] = self._count
+        boundary.measure(words, self._count)
+        if words[Agreed.STATE]:
+            boundary.reach(words, self._count, is_start=True)
+        wish, self._wish = self._wish, ""
+        return wish
+
+
+_calls: _Calls | None = None
+
+
+def checkpoint_requested() -> str:
+    """Return whether to save a checkpoint now. Call this once in each step, at the same place on all ranks.
+
+    All ranks get the same answer in the same step, also on several nodes, without a collective. It is for
+    training loops whose steps elasticrs cannot count, because the optimizer is compiled or is not torch's;
+    and for programs that do not want to handle signals. From the first call on, SIGTERM, SIGUSR1 and SIGUSR2
+    only set the answer if the program has no handlers of its own for them. A call takes some microseconds.
+
+    Returns:
+        An empty text, or ``"save"`` (save a checkpoint and go on), or ``"stop"`` (save a checkpoint and exit,
+        because the agent stops the workers: after ``--shutdown-timeout``, it kills them). Always an empty
+        text in a program that no agent of elasticrs has started.
+    """
+    global _calls  # noqa: PLW0603 -- one for each process
+    if _calls is None:
+        _calls = _Calls()
+    return _calls.next()

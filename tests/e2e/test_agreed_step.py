@@ -1,0 +1,78 @@
+"""All ranks learn in the same step that a checkpoint is wanted, if a program asks for it in each step."""
+
+import os
+import signal
+
+import pytest
+from helpers.said import says
+
+pytestmark = pytest.mark.beyond_torchrun
+
+IN_STEP = """
+    import os, signal, sys
+    from elasticrs import checkpoint_requested
+
+    rank = int(os.environ["RANK"])
+    names = [os.path.join(sys.argv[1], name) for name in ("there", "back")]
+    modes = [os.O_WRONLY, os.O_RDONLY]
+    pipes = [os.open(name, mode) for name, mode in zip(names, modes if rank == 0 else modes[::-1])]
+    to, back = pipes if rank == 0 else pipes[::-1]
+    step = 0
+    while True:
+        # As a collective does, this makes no rank more than one step faster than the other one.
+        os.write(to, b".")
+        os.read(back, 1)
+        step += 1
+        wish = checkpoint_requested()
+        if wish:
+            os.write(1, f"ACTED {rank} {step} {wish}\\n".encode())
+        if wish == "stop":
+            sys.exit(0)
+        if step == 3:
+            os.write(1, b"BEGUN\\n")
+"""
+
+
+@pytest.fixture
+def job(launch, worker_script, tmp_path):
+    """Return a function that starts a job of two ranks that are in step."""
+
+    def start(source, *options):
+        for name in ("there", "back"):
+            os.mkfifo(tmp_path / name)
+        launched = launch("--nproc-per-node=2", *options, worker_script(source), tmp_path)
+        launched.wait_for_lines("BEGUN", 2)
+        return launched
+
+    return start
+
+
+def acted(launched, count):
+    """Return what each rank has done: step and wish, for each signal."""
+    found = {}
+    for match in launched.wait_for_lines(r"ACTED (\d) (\d+) (\w+)", count):
+        found.setdefault(match[1], []).append((match[2], match[3]))
+    return found
+
+
+def test_all_ranks_are_asked_in_the_same_step_to_save_and_to_stop(job):
+    launched = job(IN_STEP)
+    for number in range(1, 6):
+        launched.signal(signal.SIGUSR1)
+        acted(launched, 2 * number)
+    launched.signal(signal.SIGTERM)
+    launched.exits(1)
+    found = acted(launched, 12)
+    assert found["0"] == found["1"]
+    assert [wish for _, wish in found["0"]] == ["save"] * 5 + ["stop"]
+    last = found["0"][-1][0]
+    says(launched.stderr, "SIGTERM reaches all ranks after optimizer step", last)
+
+
+def test_a_rank_that_makes_no_step_does_not_delay_the_others_for_longer_than_the_hold(job):
+    pause = 'if step == 9 and rank == 1: os.write(1, b"PAUSED\\n"), signal.pause()'
+    launched = job(IN_STEP.replace("step += 1", f"step += 1\n        {pause}"), "--shutdown-timeout=3")
+    launched.wait_for_line("PAUSED")
+    launched.signal(signal.SIGTERM)
+    launched.exits(1)
+    says(launched.stderr, "SIGTERM reaches the ranks at different steps", "local rank")
