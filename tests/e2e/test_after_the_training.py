@@ -135,7 +135,7 @@ def test_a_replacement_loads_the_final_checkpoint_if_all_other_workers_exited(jo
     ("order", "reason"),
     [
         ({"everybody_exits": "yes"}, "final checkpoint"),
-        ({"kind": "plain"}, "Plain has neither state_dict nor save"),
+        pytest.param({"kind": "plain"}, "Plain has neither state_dict nor save", marks=pytest.mark.slow),
     ],
 )
 def test_the_job_fails_if_a_replacement_cannot_get_the_final_state(job, order, reason):

@@ -26,7 +26,8 @@ def launch(function, *args, nodes=(2, 2), nproc=2, **how):
     config = LaunchConfig(
         *nodes, nproc, rdzv_backend=how.pop("backend", "c10d"), rdzv_endpoint=ENDPOINT, run_id="job",
         rdzv_configs={**CONFIG, **how.pop("conf", {})}, max_restarts=how.pop("restarts", 0),
-        logs_specs=DefaultLogsSpecs(os.environ["TMPDIR"] + "/logs%d" % NODE), **how,
+        logs_specs=DefaultLogsSpecs(os.environ["TMPDIR"] + "/logs%d" % NODE),
+        start_method=how.pop("start_method", "fork"), **how,
     )
     return elastic_launch(config, function)(*args)
 
@@ -355,7 +356,7 @@ def work():
     return int(state.steps[0]), own("TORCHELASTIC_RESTART_COUNT"), os.getpid()
 """
     main = """
-how = {"nproc": 1, "restarts": 2, "on_failure": "replace", "warm": "torch"}
+how = {"nproc": 1, "restarts": 2, "on_failure": "replace", "start_method": "spawn", "warm": "torch"}
 tell(values=list(launch(work, **how).values()))
 """
     (first,), (second,) = (each["values"] for each in all_told(nodes(functions, main, 0, 1)))

@@ -112,7 +112,7 @@ def test_ranks_that_lose_a_peer_are_not_blamed(run, launch_with_torch, how):
 
 
 PROGRAM = """
-    import multiprocessing.resource_tracker, os, signal, sys
+    import os, signal, sys
     from elasticrs.errors import JobFailedError, NonRetryable
     from elasticrs.launcher import LaunchConfig, elastic_launch
     def marked():
@@ -125,13 +125,12 @@ PROGRAM = """
         os._exit(42)
     if __name__ == "__main__":
         codes, what = sys.argv[1:]
-        config = LaunchConfig(1, 1, 2, rdzv_backend="c10d", max_restarts=5, exit_codes=codes)
+        how = {"max_restarts": 5, "exit_codes": codes, "start_method": "fork"}
+        config = LaunchConfig(1, 1, 2, rdzv_backend="c10d", **how)
         try:
             elastic_launch(config, {"marked": marked, "raises": raises, "exits": exits}.get(what, what))()
         except JobFailedError as error:
             print(error.verdict, error.reason, error, sep="\\n")
-            # The resource tracker of multiprocessing would otherwise exit some time after this program.
-            multiprocessing.resource_tracker._resource_tracker._stop()
             sys.exit(error.exit_code)
 """
 
