@@ -18,25 +18,33 @@ from elasticrs.multiprocessing.api import _UNGUARDED
 
 HOST = """
 import subprocess
-from elasticrs import ChildFailedError, LaunchConfig, elastic_launch
-from elasticrs.agent.server import LocalElasticAgent
-from elasticrs.multiprocessing import DefaultLogsSpecs, SignalException, Std
 
-# Whoever imports this module has the program's arguments.
-LOGS, METHOD, LOOP = sys.argv[1:]
+# The workers, which import this module, need none of this.
+if __name__ == "__main__":
+    from elasticrs import ChildFailedError, LaunchConfig, elastic_launch
+    from elasticrs.agent.server import LocalElasticAgent
+    from elasticrs.multiprocessing import DefaultLogsSpecs, SignalException, Std
 
-if LOOP == "hooks":
-    # Torch's loop, as a hook is replaced.
-    plain = LocalElasticAgent._get_worker_state
-    LocalElasticAgent._get_worker_state = lambda self, *how: plain(self, *how)
+    LOGS, METHOD, LOOP = sys.argv[1:]
 
-def launch(function, *args, specs=DefaultLogsSpecs, **how):
-    config = LaunchConfig(
-        1, 1, how.pop("nproc", 2), rdzv_backend="c10d", run_id="job", role="trainer", start_method=METHOD,
-        logs_specs=specs(LOGS, tee=Std.ALL), max_restarts=how.pop("restarts", 0),
-        monitor_interval=0.05, **how,
-    )
-    return elastic_launch(config, function)(*args)
+    if LOOP == "hooks":
+        # Torch's loop, as a hook is replaced.
+        plain = LocalElasticAgent._get_worker_state
+        LocalElasticAgent._get_worker_state = lambda self, *how: plain(self, *how)
+
+    class Broken(DefaultLogsSpecs):
+        def reify(self, envs):
+            found = super().reify(envs)
+            found.stdouts = dict.fromkeys(envs, os.path.join(LOGS, "no", "such", "directory"))
+            return found
+
+    def launch(function, *args, specs=DefaultLogsSpecs, **how):
+        config = LaunchConfig(
+            1, 1, how.pop("nproc", 2), rdzv_backend="c10d", run_id="job", role="trainer",
+            start_method=METHOD, logs_specs=specs(LOGS, tee=Std.ALL), max_restarts=how.pop("restarts", 0),
+            monitor_interval=0.05, **how,
+        )
+        return elastic_launch(config, function)(*args)
 
 def work(size):
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
@@ -88,8 +96,7 @@ def all_told(launched):
 
 
 def test_functions_return_values_or_their_first_failure_and_leak_nothing(host):
-    launched = host(
-        """
+    launched = host("""
 # multiprocessing's resource tracker comes with the first one, and stays.
 tell(values={rank: len(value) for rank, value in launch(work, 300_000, restarts=1).items()})
 before = possessions()
@@ -105,15 +112,7 @@ try:
 except RuntimeError as error:
     text = str(error)
 tell(text=text, after=possessions())
-""",
-        """
-class Broken(DefaultLogsSpecs):
-    def reify(self, envs):
-        found = super().reify(envs)
-        found.stdouts = dict.fromkeys(envs, os.path.join(LOGS, "no", "such", "directory"))
-        return found
-""",
-    )
+""")
     returned, restarted, failed, cannot_start = all_told(launched)
     assert returned == {"values": {"0": 300_000, "1": 300_000}}
     assert "[trainer1]:here 1" in launched.stdout
