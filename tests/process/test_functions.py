@@ -18,15 +18,18 @@ TESTS = str(Path(__file__).parents[1])
 
 HOST = """
 import multiprocessing, subprocess, threading, time
-from elasticrs import ChildFailedError, LaunchConfig, elastic_launch, metrics
-from elasticrs.multiprocessing import DefaultLogsSpecs
 
-def launch(function, *args, nproc=3, restarts=0, **how):
-    specs = DefaultLogsSpecs(os.environ["TMPDIR"] + "/logs")
-    config = LaunchConfig(
-        1, 1, nproc, rdzv_backend="c10d", run_id="job", max_restarts=restarts, logs_specs=specs, **how
-    )
-    return elastic_launch(config, function)(*args)
+# The workers, which import this module, need none of this.
+if __name__ == "__main__":
+    from elasticrs import ChildFailedError, LaunchConfig, elastic_launch, metrics
+    from elasticrs.multiprocessing import DefaultLogsSpecs
+
+    def launch(function, *args, nproc=3, restarts=0, **how):
+        specs = DefaultLogsSpecs(os.environ["TMPDIR"] + "/logs")
+        config = LaunchConfig(
+            1, 1, nproc, rdzv_backend="c10d", run_id="job", max_restarts=restarts, logs_specs=specs, **how
+        )
+        return elastic_launch(config, function)(*args)
 """
 
 
