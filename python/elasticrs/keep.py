@@ -241,14 +241,19 @@ def _main() -> int:
     parser = ArgumentParser("python -m elasticrs.keep", description="Work with the state of elasticrs.Keep.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     export = commands.add_parser("export", help="make a checkpoint of torch.distributed.checkpoint")
-    export.add_argument("folder", help="folder of --keep-save; its newest state is used")
+    export.add_argument(
+        "folders",
+        nargs="+",
+        metavar="folder",
+        help="folder of --keep-save, whose newest state is used (if each node has its own: those of all)",
+    )
     export.add_argument("out", help="folder for the checkpoint, which must not exist yet")
     arguments = parser.parse_args()
 
     from elasticrs._engine.inside.keep.reader import export_saved
 
     try:
-        step = export_saved(arguments.folder, arguments.out)
+        step = export_saved(arguments.folders, arguments.out)
     except (OSError, ValueError, RuntimeError) as error:
         parser.exit(1, f"elasticrs: keep: nothing is exported: {error}\n")
     print(f"elasticrs: keep: step {step} is exported to {arguments.out}")

@@ -374,12 +374,6 @@ def test_job_whose_state_cannot_be_saved_ends_as_usual(saving, launch, worker_sc
     job = launch(f"--keep-save={tmp_path / 'unused'}", worker_script("raise SystemExit(9)"))
     job.exits(1)
     assert f"nothing is saved in {tmp_path / 'unused'}: no worker has kept its state" in job.stderr
-    nodes = "--nnodes=1:2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"
-    conf = "--rdzv-conf=last_call_timeout=0"
-    job = launch(*nodes, conf, f"--keep-save={tmp_path / 'unused'}", worker_script(""))
-    job.exits(0)
-    assert "nothing is saved, because the job may have several nodes" in job.stderr
-    assert not (tmp_path / "unused").exists()
 
 
 def test_options_reach_the_workers(run, monkeypatch):

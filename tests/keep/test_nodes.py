@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticrs._engine.inside.keep import layout, nodes
-from elasticrs._engine.inside.keep.choice import Holding, KeptSlot
+from elasticrs._engine.inside.keep.choice import Choice, Holding, KeptSlot
 from elasticrs._engine.inside.keep.file import KeepFile, OffError
 from elasticrs._engine.inside.keep.layout import Mode, Slot
 
@@ -44,7 +44,7 @@ def published(draw):
             "was_replicated": False,
             "ranks_before": 9,
         }
-        facts |= {"has_peers": draw(st.booleans()), "partners": [[] for _ in range(per_node)]}
+        facts |= {"saved": None, "has_peers": draw(st.booleans()), "partners": [[] for _ in range(per_node)]}
         for records in facts["partners"]:
             steps = draw(st.lists(st.integers(0, MOST), max_size=2, unique=True))
             for index, step in enumerate(steps):
@@ -89,6 +89,7 @@ def test_every_rank_finds_a_copy_of_the_chosen_step(found):
 
 def test_a_node_without_keep_lets_no_node_restore():
     facts = {"holdings": [], "barred_from": None, "refused": None, "was_replicated": False, "ranks_before": 0}
+    facts["saved"] = None
     choice = nodes.chosen([{"first_rank": 0, **facts}, {"first_rank": 2, "off": "no memory"}], 4)
     assert choice["step"] is None
     assert "no memory" in choice["why"]
@@ -106,6 +107,7 @@ def test_a_newer_checkpoint_is_used_only_if_all_nodes_have_it(others, step):
         "was_replicated": False,
         "ranks_before": 2,
         "partners": [],
+        "saved": None,
         "has_peers": False,
     }
     found = [
@@ -115,6 +117,18 @@ def test_a_newer_checkpoint_is_used_only_if_all_nodes_have_it(others, step):
     choice = nodes.chosen(found, 2)
     assert choice["step"] == step
     assert ("newer step 8" in choice["why"]) is (step is None)
+
+
+@pytest.mark.parametrize(("seen", "step"), [((7, 7), 7), ((7, 8), None), ((7, None), None)])
+def test_saved_state_is_restored_only_if_all_nodes_see_the_same(seen, step):
+    facts = {"barred_from": None, "refused": None, "was_replicated": False, "ranks_before": 0}
+    facts |= {"holdings": [None], "has_peers": False, "partners": [[]]}
+    found = [
+        {"first_rank": rank, **facts, "saved": each and {**Choice(each, ranks=2).facts(), "number": "kept-1"}}
+        for rank, each in enumerate(seen)
+    ]
+    choice = nodes.chosen(found, 2)
+    assert (choice["step"], bool(choice["why"])) == (step, step is None)
 
 
 @pytest.mark.parametrize(
@@ -254,13 +268,14 @@ def agents(launch, worker_script, tmp_path):
     """Start agents of a job with two nodes. The first agent hosts the store, and a third one is a spare."""
     script, port = worker_script(TRAINS), ports.free()
     options = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}")
-    more = ("--rdzv-id=k", "--max-restarts=1", "--warm=torch", script)
+    more = ("--rdzv-id=k", "--warm=torch")
 
-    def start(count, *arguments):
-        job = [launch(*options, *more, *arguments)]
+    def start(count, *arguments, own=("--max-restarts=1",)):
+        command = (*options, *more, *own, script, *arguments)
+        job = [launch(*command)]
         (tmp_path / "host").write_text(str(job[0].pid))
         wait_until(lambda: not ports.is_free(port))
-        return job + [launch(*options, *more, *arguments) for _ in range(count - 1)]
+        return job + [launch(*command) for _ in range(count - 1)]
 
     return start
 
@@ -318,3 +333,19 @@ def test_a_drained_node_costs_no_step(agents, tmp_path, how):
     assert len(set(said(job, "END"))) == 1
     told = [line for agent in job for line in agent.stderr.splitlines() if "can continue at step" in line]
     assert [f"step {max(ended)}," in line for line in told] == [True]
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_the_state_of_a_failed_job_goes_on_in_the_next_one(agents, tmp_path):
+    own = ("--max-restarts=0", f"--keep-save={tmp_path / 'saved'}")
+    failed = agents(2, "30", "1:1:17", own=own)
+    assert [agent.wait() for agent in failed] == [1, 1]
+    parts = sorted(path.name.partition(".")[0] for path in (tmp_path / "saved").iterdir())
+    assert parts == ["kept-000001"] * 2
+    job = agents(2, "30", "none", own=own)
+    assert [agent.wait() for agent in job] == [0, 0]
+    assert said(job, "BEGIN") == ["1 0 17 True", "1 1 17 True"]
+    calm = agents(2, "30", "none")
+    assert [agent.wait() for agent in calm] == [0, 0]
+    assert set(said(job, "END")) == set(said(calm, "END"))

@@ -77,7 +77,13 @@ def test_sharded_state_is_read_with_any_number_of_ranks(programs, tmp_path):
         holdings = {rank: agent.files.holding(rank, rank, 2) for rank in (0, 1)}
         choice = choose(holdings, 2)
         assert (choice.step, choice.is_replicated) == (2, False)
-        saved.save(agent.files, choice, holdings, {0: 0, 1: 1}, str(tmp_path / "saved"))
+        # Each of two nodes saves the part of its rank on its own disk.
+        for rank, node in enumerate(("a", "b")):
+            own, folder = {rank: holdings[rank]}, str(tmp_path / node)
+            saved.save(agent.files, own, {rank: rank}, folder, world=2, job="j", node=node)
+        nodes = [str(tmp_path / node) for node in ("a", "b")]
+        with pytest.raises(ValueError, match="lacks the state of rank 1"):
+            saved.newest(nodes[0])
         for world in (1, 2, 3):
             agent.world = world
             agent.begin(readable=(2, 2), why="the number of ranks has changed")
@@ -87,10 +93,12 @@ def test_sharded_state_is_read_with_any_number_of_ranks(programs, tmp_path):
                 f"[keep.reader().values, scheduler.last_epoch, differing({str(reference)!r})]",
             )
             assert answers == [[{"seen": 12}, 2, []]] * world
-            assert all("keep.reader() can load step 2" in each for each in said)
+            told = ["keep.reader() can load step 2" in each for each in said]
+            assert told == [True] + [False] * (world - 1)
 
         agent.world = 1
-        agent.begin(reader=saved.newest(str(tmp_path / "saved")).readable())
+        found = saved.newest(*nodes)
+        agent.begin(reader={"step": found.step, "copies": found.copies()})
         out = str(tmp_path / "exported")
         answers, _ = run(
             agent,
@@ -98,7 +106,7 @@ def test_sharded_state_is_read_with_any_number_of_ranks(programs, tmp_path):
             f"differing({str(reference)!r})",
             "train(3)",
             "from elasticrs._engine.inside.keep.reader import export_saved as export",
-            f"export({str(tmp_path / 'saved')!r}, {out!r})",
+            f"export({nodes!r}, {out!r})",
             f"load(dcp.FileSystemReader({out!r}), 2)",
             f"differing({str(reference)!r})",
         )

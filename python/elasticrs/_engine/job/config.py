@@ -96,7 +96,7 @@ class WorkerSettings:
             costs only the steps since that copy; 0 not to do so.
         keep_bandwidth: maximum bytes per second that this node sends to its partner, such as ``"500M"``;
             ``"0"`` for no limit.
-        keep_save: folder in which the kept state of a job on one node is saved when the job fails or is
+        keep_save: folder in which the kept state of a job is saved when the job fails or is
             stopped. A later job with the same folder goes on from there. ``None``: not saved.
         log_prefix: ``"time"`` adds the time to the prefix of elasticrs's own lines, ``"none"`` does not, and
             ``"auto"`` adds it unless the lines are written to a terminal. If ``None``, the value comes from

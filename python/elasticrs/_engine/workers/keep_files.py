@@ -207,9 +207,9 @@ class KeepFiles:
         for fd in self._fds:
             os.pwrite(fd, layout.pack(values), layout.WORD * word)
 
-    def copy_to(self, local_rank: int, target: int, slot: int | None, *, with_data: bool) -> None:
-        """Copy a rank's small state, and one of its slots, to another file. The other slot is empty there.
-        Without ``with_data``, the tensors of the slot are left out. Raises ``OSError``.
+    def copy_to(self, local_rank: int, target: int, slots: Mapping[int, bool]) -> None:
+        """Copy a rank's small state, and some of its slots, to another file. The other slots are empty there.
+        The values of ``slots`` are true for those whose tensors are copied, too. Raises ``OSError``.
         """
         from elasticrs._engine.inside.keep.saved import copy
 
@@ -217,17 +217,17 @@ class KeepFiles:
         head = self._head(fd)
         os.ftruncate(target, os.fstat(fd).st_size)
         copy(fd, target, 0, layout.PLAN_AT)
-        ring, *slots = self._regions(fd, head)
+        ring, *regions = self._regions(fd, head)
         if ring is not None:
             copy(fd, target, *ring)
-        for index, region in enumerate(slots):
-            if index != slot or region is None:
+        for index, region in enumerate(regions):
+            if index not in slots or region is None:
                 empty = layout.pack([0, 0])
                 os.pwrite(target, empty, layout.WORD * (Head.TABLE + 2 * (1 + index)))
                 continue
             at, capacity = region
             data_at = _words(fd, at, Slot.COUNT)[Slot.DATA_AT]
-            copy(fd, target, at, capacity if with_data else min(capacity, data_at))
+            copy(fd, target, at, capacity if slots[index] else min(capacity, data_at))
 
     @staticmethod
     def _word(fd: int, index: int) -> int:

@@ -153,6 +153,19 @@ class Choice(Value):
     why: str = ""
     folder: str = ""
 
+    def facts(self) -> dict[str, Any]:
+        """Return what the workers are told about this choice."""
+        return {
+            "step": self.step,
+            "exact": self.is_exact,
+            "behind": list(self.behind),
+            "why": self.why,
+            "kept_by": list(self.kept_by),
+            "ranks": self.ranks,
+            "at_death": self.is_at_death,
+            "lost": self.lost,
+        }
+
     @staticmethod
     def of_facts(facts: Mapping[str, Any]) -> Choice:
         """Return the choice that the workers of several nodes have made, without ``sources``. Raises
@@ -258,7 +271,7 @@ def choose(
         if older.step is not None:
             return older.replaced(why=_why_refused(holdings) or f"a rank could not load step {refused}")
     ranks, found = len(holdings), _current(holdings)
-    is_replicated = _is_replicated(holdings, was_replicated)
+    are_equal = is_replicated(holdings, was_replicated)
     is_used = any(holding.has_joined or holding.slots for holding in holdings.values())
     ended = max((each.ended for each in holdings.values() if each.ended is not None), default=None)
     steps = sorted({slot.step for holding in found.values() for slot in holding.slots}, reverse=True)
@@ -266,7 +279,7 @@ def choose(
     best: Choice | None = None
     why_not = ""
     for step in allowed:
-        sources, why = _sources(found, world, step, is_replicated=is_replicated)
+        sources, why = _sources(found, world, step, is_replicated=are_equal)
         if sources is None:
             why_not = why_not or why
             continue
@@ -286,13 +299,13 @@ def choose(
             ranks=ranks,
             lost=max(0, (step if ended is None else ended) - step),
             is_at_death=any(slot.is_at_death for slot in kept.values()),
-            is_replicated=is_replicated,
+            is_replicated=are_equal,
         )
         if not behind:
             break
     if best is None:
         why = why_not or (_why_nothing(holdings, ended) if is_used else "")
-        best = Choice(ranks=ranks, is_replicated=is_replicated)
+        best = Choice(ranks=ranks, is_replicated=are_equal)
     else:
         why = why_not or (_why_not_newer(holdings, ended) if best.lost and ended is not None else "")
     if len(allowed) < len(steps):
@@ -320,7 +333,8 @@ def _current(holdings: Mapping[int, Holding]) -> dict[int, Holding]:
     }
 
 
-def _is_replicated(holdings: Mapping[int, Holding], was_replicated: bool) -> bool:
+def is_replicated(holdings: Mapping[int, Holding], was_replicated: bool) -> bool:
+    """Return true if the ranks are known to have the same state."""
     joined = [each for each in holdings.values() if each.has_joined]
     checks = [each.check for each in joined if each.check is not None]
     if any(each.mode == Mode.SHARDED for each in joined):

@@ -79,6 +79,7 @@ def agree(
         RuntimeError: a node has not called ``Keep.restore`` in time, or no node could send a copy.
     """
     facts = {**{name: plan[name] for name in _OF_NODE}, "other": other}
+    facts["saved"] = plan["saved"] and plan["saved"]["facts"]
     store = Store(say) if is_job_of_several_nodes() else None
     own = int(os.environ["GROUP_RANK"]), int(os.environ["LOCAL_RANK"])
     try:
@@ -103,7 +104,10 @@ def agree(
 
             agreement.handover = _offer(store, own, files, plan["bandwidth"], tell)
             agreement.nodes = choice["nodes"] if choice["has_peers"] else None
-        if step is not None:
+        if choice.get("is_saved"):
+            done |= {"folder": plan["saved"]["name"], "reader": plan["saved"]["reader"]}
+            done |= plan["saved_own"] if step is not None else {}
+        elif step is not None:
             _add_copy(store, done, choice, own, file, say)
         return agreement
     except (OSError, KeyError, TypeError, ValueError, RuntimeError, OffError) as error:
@@ -257,6 +261,8 @@ def chosen(found: Sequence[Mapping[str, Any]], world: int) -> dict[str, Any]:
     )
     others = {each.get("other") for each in found}
     why = why_other(choice.step, others.pop()) if len(others) == 1 else ""
+    if choice.step is None and not why and any(each.get("saved") for each in found):
+        return {**nothing, **_saved_facts(found)}
     if choice.step is None or why:
         return {**nothing, "why": why or choice.why, "replicated": choice.is_replicated}
     ranks = max(each["ranks_before"] for each in found)
@@ -322,6 +328,19 @@ def _add_partners(
                     holdings[rank], places[rank] = holding, (group_rank, local_rank)
 
 
+def _saved_facts(found: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the facts of the state that an earlier job has saved (``--keep-save``), because no step is in
+    memory. All nodes must see the same one.
+    """
+    saved = found[0]["saved"]
+    without = [group_rank for group_rank, each in enumerate(found) if each["saved"] != saved]
+    if without:
+        return {"why": f"not all nodes see the same state in the folder of --keep-save (node {without[0]})"}
+    others = {each.get("other") for each in found}
+    why = why_other(saved["step"], others.pop()) if len(others) == 1 else ""
+    return {"why": why} if why else {**saved, "is_saved": True}
+
+
 def source_of(
     choice: Mapping[str, Any], group_rank: int, local_rank: int, rank: int
 ) -> tuple[int, list[int]]:
@@ -372,7 +391,7 @@ def _add_copy(
 def _servers(choice: Mapping[str, Any]) -> set[tuple[int, int]]:
     """Return node and local rank of each worker whose copy another node needs."""
     found: set[tuple[int, int]] = set()
-    if choice["step"] is None:
+    if choice["step"] is None or choice.get("is_saved"):
         return found
     for group_rank, (first, count) in enumerate(choice["nodes"]):
         for local_rank in range(count):

@@ -184,23 +184,32 @@ def open_copies(readable: Mapping[str, Any], own: KeepFile | None = None) -> lis
         RuntimeError: a copy is damaged.
     """
     step: int = readable["step"]
+    copies: Sequence[tuple[str, int, int]]
+    if "folder" in readable:
+        found = newest(readable["folder"])
+        copies = found.copies() if found is not None and found.step == step else []
+    else:
+        copies = readable["copies"]
+    if not copies:
+        raise RuntimeError(f"elasticrs: keep: step {step} is gone from {readable['folder']}")
     try:
         return [
             Kept(own if own is not None and own.place == place else KeepFile(place), slot, step, sequence)
-            for place, slot, sequence in readable["copies"]
+            for place, slot, sequence in copies
         ]
     except (DamagedError, OffError) as error:
         raise RuntimeError(f"elasticrs: keep: a copy of step {step} is damaged: {error}") from error
 
 
-def export_saved(folder: str, out: str) -> int:
+def export_saved(folders: Sequence[str], out: str) -> int:
     """Write a checkpoint of ``torch.distributed.checkpoint`` into the new folder ``out``. Make it from the
-    newest training state that a job has saved in ``folder`` (``--keep-save``). Return the step of that state.
+    newest training state that a job has saved in ``folders`` (``--keep-save``; the folders of all nodes, if
+    each has its own). Return the step of that state.
 
     Raises:
-        FileNotFoundError: nothing is saved in ``folder``.
+        FileNotFoundError: nothing is saved in the folders.
         FileExistsError: ``out`` exists.
-        ValueError: the saved state is damaged.
+        ValueError: the saved state is damaged, or the part of a node is missing.
         RuntimeError: a copy in the saved state is damaged.
         OSError: the checkpoint cannot be written.
     """
@@ -209,12 +218,12 @@ def export_saved(folder: str, out: str) -> int:
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    found = newest(folder)
+    found = newest(*folders)
     if found is None:
-        raise FileNotFoundError(f"{folder} has no saved state")
+        raise FileNotFoundError(f"{', '.join(folders)}: there is no saved state")
     if os.path.exists(out):
         raise FileExistsError(f"{out} exists")
-    reader = Reader(open_copies(found.readable()), 0)
+    reader = Reader(open_copies({"step": found.step, "copies": found.copies()}), 0)
     state: dict[str, Any] = {}
     make_planner: Any = _EmptyStateDictLoadPlanner  # The class has no annotations.
     _load_state_dict(state, reader, planner=make_planner(), no_dist=True)

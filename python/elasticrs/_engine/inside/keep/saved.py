@@ -1,9 +1,10 @@
 """Saves the workers' training states on a disk when a job fails or is stopped, so that the next job can go on
 from them (``--keep-save``).
 
-A saved state is a folder. For each rank, it has a copy of the file in memory into which the rank copied its
-state, in the format of :mod:`.layout`. A record in ``kept.json`` says which copy each rank restores. The
-agent copies the bytes of the files without interpreting tensors.
+Each node saves the *part* of its own ranks, which is a folder. For each rank, it has a copy of the file in
+memory into which the rank copied its state, in the format of :mod:`.layout`. A record in ``kept.json`` says
+which steps the files have. Parts with the same number belong together. Their reader chooses the step, as the
+agent does for the files in memory. The agent copies the bytes of the files without interpreting tensors.
 """
 
 from __future__ import annotations
@@ -11,141 +12,148 @@ from __future__ import annotations
 import errno
 import json
 import os
+import time
 from shutil import rmtree
 
 from elasticrs._engine.inside.keep import layout
+from elasticrs._engine.inside.keep.choice import Choice, Holding, choose, is_replicated
 from elasticrs._engine.inside.keep.layout import Head, Slot, SlotState
+from elasticrs._engine.job import phrases
 from elasticrs._engine.job.value import Value
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from typing import Any, Protocol
-
-    from elasticrs._engine.inside.keep.choice import Choice, Holding
 
     class Files(Protocol):
         """The files of the workers; see :class:`elasticrs._engine.workers.keep_files.KeepFiles`."""
 
-        def copy_to(self, local_rank: int, target: int, slot: int | None, *, with_data: bool) -> None: ...
+        def copy_to(self, local_rank: int, target: int, slots: Mapping[int, bool]) -> None: ...
 
 
 _RECORD = "kept.json"
-_VERSION = 1
+_VERSION = 2
 _PREFIX = "kept-"
+_UNFINISHED = ".unfinished"
+_TOGETHER = 600.0
+"""Maximum seconds between the saves of two nodes of one job."""
+
 _CHUNK = 1 << 24
 """Bytes that one system call copies. There are not more, because a stop of the job waits for the call."""
 
 
 class Saved(Value):
-    """A training state that a job has saved in a folder. The fields after ``own`` are as in :class:`.Choice`.
+    """A training state that a job has saved.
 
     Args:
-        folder: path of the folder.
-        step: the training step after which the state was copied.
-        places: for each rank, its file in the folder, in the form of the workers' variable ELASTICRS_KEEP.
-        sources: for each rank, the copy that it restores: the rank that made the copy, the slot (a region of
-            that rank's file), and the number of the copy.
-        own: for each rank, the slot of its file that has its own copy of this step; ``None`` without one.
+        name: path of its folder. If there are several parts, their common path and ``.*``.
+        saved: the step, and what else is known about it, for the number of ranks that saved it.
+        places: by rank, its file, in the form of the workers' variable ELASTICRS_KEEP.
+        sources: by rank, the copy that it restores: the rank that made the copy, the slot (a region of that
+            rank's file), and the number of the copy.
+        own: by rank, the slot of its file that has its own copy of this step.
     """
 
-    folder: str
-    step: int
-    places: tuple[str, ...]
-    sources: tuple[tuple[int, int, int], ...]
-    own: tuple[int | None, ...]
-    behind: tuple[int, ...]
-    kept_by: tuple[int, ...]
-    is_replicated: bool
-    is_at_death: bool
+    name: str
+    saved: Choice
+    places: Mapping[int, str]
+    sources: Mapping[int, tuple[int, int, int]]
+    own: Mapping[int, int]
+
+    @property
+    def step(self) -> int:
+        assert self.saved.step is not None
+        return self.saved.step
 
     def choice(self, world: int) -> Choice:
         """Return what the ranks of an attempt with ``world`` ranks restore if it goes on from this state. If
         each rank saved only its part, and the number of ranks has changed, the result has no step, but says
         why.
         """
-        from elasticrs._engine.inside.keep.choice import Choice
-
-        old = len(self.places)
-        if world != old and not self.is_replicated:
+        old = self.saved.ranks
+        if world != old and not self.saved.is_replicated:
             why = f"{old} ranks saved step {self.step}, now there are {world}, and each saved only its part"
-            return Choice(ranks=old, why=f"{why} in {self.folder}")
-        return Choice(
-            self.step,
-            behind=(*(rank for rank in self.behind if rank < world), *range(old, world)),
-            kept_by=self.kept_by,
-            ranks=old,
-            is_at_death=self.is_at_death,
-            is_replicated=self.is_replicated,
-            folder=self.folder,
-        )
+            return Choice(ranks=old, why=f"{why} in {self.name}")
+        behind = (*(rank for rank in self.saved.behind if rank < world), *range(old, world))
+        return self.saved.replaced(behind=behind, lost=0, why="", folder=self.name)
 
-    def readable(self) -> dict[str, Any]:
-        """Return what ``Keep.reader`` needs: the step, and where the copies are that together have the whole
-        state: those of all ranks, or that of one rank if all ranks have the same state.
+    def copies(self) -> list[tuple[str, int, int]]:
+        """Return where the copies are that together have the whole state: file, slot and number of the copies
+        of all ranks, or of one rank if all ranks have the same state.
         """
-        holders = self.sources[: 1 if self.is_replicated else None]
-        copies = [[self.places[rank], slot, sequence] for rank, slot, sequence in holders]
-        return {"step": self.step, "copies": copies}
+        holders = [self.sources[rank] for rank in sorted(self.sources)]
+        return [
+            (self.places[rank], slot, sequence)
+            for rank, slot, sequence in holders[: 1 if self.saved.is_replicated else None]
+        ]
 
     def plan_of(self, rank: int) -> dict[str, Any]:
         """Return the part of the agent's plan (what a worker is to restore) that differs between ranks."""
-        is_new = rank >= len(self.places)
-        holder, slot, sequence = self.sources[0 if is_new else rank]
+        holder, slot, sequence = self.sources.get(rank) or self.sources[min(self.sources)]
         place = {"file": self.places[holder], "slot": slot, "rank": holder, "sequence": sequence}
-        own = {} if is_new else {"home": self.places[rank], "own": self.own[rank]}
+        own = {"home": self.places[rank], "own": self.own.get(rank)} if rank in self.places else {}
         return {"large": place, "small": False, "own": None, **own}
 
 
 def save(
-    files: Files, choice: Choice, holdings: Mapping[int, Holding], ranks: Mapping[int, int], parent: str
+    files: Files,
+    holdings: Mapping[int, Holding],
+    ranks: Mapping[int, int],
+    parent: str,
+    *,
+    world: int,
+    was_replicated: bool = False,
+    step: int | None = None,
+    job: str = "",
+    node: str = "",
 ) -> str:
-    """Save the training state of the chosen step in a new folder. Return the path of the folder.
+    """Save the training states of a node's ranks in a new folder. Return the path of the folder.
 
     Args:
         files: the files in memory into which the workers have copied their state.
-        choice: the step, and the copy from which each rank would restore it.
-        holdings: for each global rank, which copies its file has.
+        holdings: for each rank of this node, which copies its file has.
         ranks: global rank of each worker, by local rank.
         parent: the folder of ``--keep-save``, in which the new folder is made.
+        world: number of ranks of the job.
+        was_replicated: true if all ranks of the job are known to have the same state.
+        step: the step that is saved; ``None`` for all that the files have, because other nodes choose, too.
+        job: name of the job.
+        node: name of this node among those that save parts of the job's state; empty if there is no other.
 
     Raises:
         OSError: a file cannot be written. The new folder has been removed.
-        ValueError: a copy is gone, because a leftover process of a worker still writes to its file.
+        ValueError: there is nothing to save.
     """
-    assert choice.step is not None
+    saved = {
+        rank: holding.replaced(slots=tuple(each for each in holding.slots if step in (None, each.step)))
+        for rank, holding in holdings.items()
+    }
+    if not any(holding.slots for holding in saved.values()):
+        raise ValueError("no copy of the state is in memory")
+    has_equal_ranks = is_replicated(saved, was_replicated)
     os.makedirs(parent, exist_ok=True)
-    number = 1 + max(_numbers(parent), default=0)
-    folder = os.path.join(parent, f"{_PREFIX}{number:06d}")
-    unfinished = f"{folder}.{os.getpid()}.unfinished"
-    sources, own, names = [], [], []
+    folder = _new_folder(parent, job, node)
+    unfinished = f"{folder}.{os.getpid()}{_UNFINISHED}"
+    record: dict[str, Any] = {"version": _VERSION, "job": job, "time": time.time(), "world": world}
+    record["attempt"] = max(holding.attempt for holding in holdings.values())
+    record |= {"was_replicated": was_replicated, "ranks": {}}
     os.mkdir(unfinished, 0o700)
     try:
+        done: set[int] = set()
         for local_rank, rank in sorted(ranks.items(), key=lambda pair: pair[1]):
             # If all ranks have the same state, it is enough to save the tensors of one rank.
-            holder = choice.sources[0 if choice.is_replicated else rank][0]
-            slot = holdings[holder].slot_of(choice.step)
-            mine = holdings[rank].slot_of(choice.step)
-            if slot is None:
-                raise ValueError(f"the copy of rank {holder} has changed")
-            sources.append([holder, slot.index, slot.sequence])
-            own.append(None if mine is None else mine.index)
-            names.append(f"rank{rank}")
-            with open(os.path.join(unfinished, names[-1]), "xb") as target:
-                index = None if mine is None else mine.index
-                files.copy_to(local_rank, target.fileno(), index, with_data=rank == holder)
+            slots = {
+                slot.index: not has_equal_ranks or slot.step not in done
+                for slot in saved[rank].slots
+                if saved[rank].slot_of(slot.step) == slot
+            }
+            done |= {slot.step for slot in saved[rank].slots}
+            with open(os.path.join(unfinished, f"rank{rank}"), "xb") as target:
+                files.copy_to(local_rank, target.fileno(), slots)
                 os.fsync(target.fileno())
-        record = {
-            "version": _VERSION,
-            "step": choice.step,
-            "files": names,
-            "sources": sources,
-            "own": own,
-            "behind": list(choice.behind),
-            "kept_by": list(choice.kept_by),
-            "replicated": choice.is_replicated,
-            "at_death": choice.is_at_death,
-        }
+            whole = [index for index, has_data in slots.items() if has_data]
+            record["ranks"][rank] = {"holding": saved[rank].to_json(), "whole": whole}
         with open(os.path.join(unfinished, _RECORD), "x", encoding="utf-8") as file:
             json.dump(record, file)
             file.flush()
@@ -159,52 +167,117 @@ def save(
     return folder
 
 
-def newest(parent: str) -> Saved | None:
-    """Return the newest training state that is saved in the folder of ``--keep-save``; ``None`` without one.
+def _new_folder(parent: str, job: str, node: str) -> str:
+    """Return the path for a new part. It gets the number of the newest saved state if that is of the same job
+    and has no part of this node yet, and otherwise the next number.
+    """
+    number = max(_numbers(parent), default=0)
+    others = _parts(parent, number)
+    names = {os.path.basename(each).partition(".")[2] for each in others}
+    if not node or node in names or not all(_is_of_job(each, job) for each in others) or not others:
+        number += 1
+    return os.path.join(parent, f"{_PREFIX}{number:06d}{'.' * bool(node)}{node}")
+
+
+def _is_of_job(part: str, job: str) -> bool:
+    try:
+        record = _record(part)
+        return bool(record["job"] == job) and abs(time.time() - record["time"]) < _TOGETHER
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def newest(*parents: str) -> Saved | None:
+    """Return the newest training state that is saved in folders of ``--keep-save``; ``None`` without one. If
+    several nodes have saved it, each on its own disk, pass the folders of all of them.
 
     Raises:
-        OSError: the folder or its files cannot be read.
-        ValueError: the newest saved state is damaged.
+        OSError: a folder or its files cannot be read.
+        ValueError: the newest saved state is damaged, or a part of it is missing.
     """
-    try:
-        number = max(_numbers(parent), default=None)
-    except FileNotFoundError:
-        return None
-    return None if number is None else load(os.path.join(parent, f"{_PREFIX}{number:06d}"))
+    found = []
+    for parent in parents:
+        try:
+            numbers = _numbers(parent)
+        except FileNotFoundError:
+            numbers = []
+        if numbers:
+            found.append(_parts(parent, max(numbers)))
+    return _merged([part for parts in found for part in parts]) if found else None
 
 
-def load(folder: str) -> Saved:
-    """Read one saved training state from its folder. Raises the errors of :func:`newest`."""
-    with open(os.path.join(folder, _RECORD), encoding="utf-8") as file:
-        record: dict[str, Any] = json.load(file)
+def _merged(parts: Sequence[str]) -> Saved:
+    """Read one saved training state from its parts. Raises the errors of :func:`newest`."""
     try:
-        if record["version"] != _VERSION:
-            raise ValueError(f"{folder} has the unknown version {record['version']}")
-        paths = [os.path.abspath(os.path.join(folder, os.path.basename(name))) for name in record["files"]]
-        saved = Saved(
-            folder,
-            int(record["step"]),
-            tuple(f"{_mark(path)}:{path}" for path in paths),
-            tuple((int(rank), int(slot), int(sequence)) for rank, slot, sequence in record["sources"]),
-            tuple(None if slot is None else int(slot) for slot in record["own"]),
-            tuple(map(int, record["behind"])),
-            tuple(map(int, record["kept_by"])),
-            bool(record["replicated"]),
-            bool(record["at_death"]),
+        return _chosen(parts)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"{', '.join(parts)}: a record is damaged ({error!r})") from error
+
+
+def _chosen(parts: Sequence[str]) -> Saved:
+    name = parts[0] if len(parts) == 1 else f"{parts[0].partition('.')[0]}.*"
+    holdings: dict[int, Holding] = {}
+    places: dict[int, str] = {}
+    whole: dict[int, list[int]] = {}
+    records = {part: _record(part) for part in parts}
+    last = max(record["attempt"] for record in records.values())
+    # A node that has left the job before its end has saved a part of an earlier attempt.
+    worlds = {record["world"] for record in records.values() if record["attempt"] == last}
+    world, was_replicated = worlds.pop(), False
+    for part, record in records.items():
+        if record["world"] != world:
+            continue
+        was_replicated |= bool(record["was_replicated"])
+        for number, each in record["ranks"].items():
+            rank, holding = int(number), Holding.of_json(each["holding"])
+            if rank not in holdings or holdings[rank].attempt < holding.attempt:
+                path = os.path.abspath(os.path.join(part, f"rank{rank}"))
+                holdings[rank], places[rank] = holding, f"{_mark(path)}:{path}"
+                whole[rank] = list(map(int, each["whole"]))
+    if worlds or len({record["job"] for record in records.values()}) > 1:
+        raise ValueError(f"{', '.join(parts)} are parts of different jobs")
+    missing = [rank for rank in range(world) if rank not in holdings]
+    choice = choose(holdings, world, was_replicated=was_replicated)
+    if missing and not choice.is_replicated:
+        where = (
+            "the folder of another node has it" if len(missing) == 1 else "folders of other nodes have them"
         )
-        is_whole = len(paths) == len(saved.sources) == len(saved.own)
-        if not is_whole or not all(
-            _has_copy(paths[rank], slot, saved.step) for rank, slot, _ in saved.sources
-        ):
-            raise ValueError(f"{folder} has no complete copy of step {saved.step}")
-    except (KeyError, TypeError, IndexError) as error:
-        raise ValueError(f"{folder} is damaged") from error
-    return saved
+        raise ValueError(f"{name} lacks the state of {phrases.ranks_text(missing, 8)}; {where}")
+    if choice.step is None:
+        raise ValueError(f"{name} has no complete copy of a step: {choice.why}")
+    sources, own = {}, {}
+    for rank in sorted(holdings):
+        slot = holdings[rank].slot_of(choice.step)
+        if slot is not None:
+            own[rank] = slot.index
+            if slot.index in whole[rank] and _has_copy(places[rank], slot.index, choice.step):
+                sources[rank] = rank, slot.index, slot.sequence
+    needed = range(1 if choice.is_replicated else world)
+    if len(sources) < len(needed):
+        raise ValueError(f"{name} has no complete copy of step {choice.step}")
+    return Saved(name, choice.replaced(ranks=world), places, sources, own)
+
+
+def _record(part: str) -> dict[str, Any]:
+    with open(os.path.join(part, _RECORD), encoding="utf-8") as file:
+        record: dict[str, Any] = json.load(file)
+    if record["version"] != _VERSION:
+        raise ValueError(f"{part} has the unknown version {record['version']}")
+    return record
+
+
+def _parts(parent: str, number: int) -> list[str]:
+    return [os.path.join(parent, name) for name in sorted(os.listdir(parent)) if _number(name) == number]
+
+
+def _number(name: str) -> int | None:
+    digits = name.removeprefix(_PREFIX).partition(".")[0]
+    is_one = name.startswith(_PREFIX) and not name.endswith(_UNFINISHED)
+    return int(digits) if is_one and digits.isascii() and digits.isdecimal() else None
 
 
 def _numbers(parent: str) -> list[int]:
-    found = (name.removeprefix(_PREFIX) for name in os.listdir(parent) if name.startswith(_PREFIX))
-    return [int(each) for each in found if each.isascii() and each.isdecimal()]
+    return [number for name in os.listdir(parent) if (number := _number(name)) is not None]
 
 
 def _words(path: str, at: int, count: int) -> tuple[int, ...]:
@@ -221,7 +294,8 @@ def _mark(path: str) -> int:
     return mark
 
 
-def _has_copy(path: str, slot: int, step: int) -> bool:
+def _has_copy(place: str, slot: int, step: int) -> bool:
+    path = place.partition(":")[2]
     table = _words(path, layout.WORD * Head.TABLE, 2 * (1 + layout.SLOTS))
     words = _words(path, table[2 * (1 + slot)] % (1 << 62), Slot.COUNT)
     return words[: Slot.STEP + 1] == (layout.SLOT_MAGIC, SlotState.COMPLETE, step)

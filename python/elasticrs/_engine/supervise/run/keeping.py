@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-from elasticrs._engine.job import config
+from elasticrs._engine.job import config, phrases
 from elasticrs._engine.job.config import keep_memory
 from elasticrs._engine.process.background_call import BackgroundCall, FileAccess
 from elasticrs._engine.process.console import has_time
@@ -41,6 +41,7 @@ class Keeping:
         self._loop: Loop | None = None
         self._ranks: dict[int, int] = {}
         self._world = 0
+        self._previous = self._ranks, self._world
         self._awaits_agreement = False
         is_one_node = job.is_multi_node and job.rendezvous.max_nodes == 1
         self._may_have_several_nodes = job.make_handler is not None or (job.is_multi_node and not is_one_node)
@@ -48,9 +49,9 @@ class Keeping:
         self._off = _why_off(job)
         self._parent = os.path.abspath(job.keep_save) if job.keep_save else None
         self._access: FileAccess | None = None
-        if self._parent and (self._off or self._may_have_several_nodes):
+        if self._parent and self._off:
             self._parent = None
-            say(f"keep: nothing is saved, because {self._off or 'the job may have several nodes'}")
+            say(f"keep: nothing is saved, because {self._off}")
         self._partners: MemoryFiles | None = None
         if job.keep_peers and not self._off and not self._may_have_several_nodes:
             say("keep: --keep-peers has no effect in a job with one node")
@@ -83,13 +84,14 @@ class Keeping:
     def _begin(self, files: KeepFiles, number: int, plan: Plan, history: FailureHistory) -> Choice | None:
         before, holdings = self._ranks, self._look(files, history)
         world_before = self._world
+        self._previous = before, world_before
         self._ranks = {each.local_rank: each.global_rank for each in plan.ranks}
         self._world = plan.ranks[0].world_size
         if holdings and not self._may_have_several_nodes:
             self._choose(holdings, self._world)
         choice = self._choice
         saved = self._saved() if choice is None or choice.step is None else None
-        if saved is not None:
+        if saved is not None and not self._may_have_several_nodes:
             choice = saved.choice(self._world)
         shared: dict[str, PlanValue] = {
             "attempt": number,
@@ -106,10 +108,8 @@ class Keeping:
             "run_id": self._job.run_id,
         }
         if choice is not None:
-            shared |= {"step": choice.step, "exact": choice.is_exact, "behind": list(choice.behind)}
-            shared |= {"why": choice.why, "kept_by": list(choice.kept_by), "ranks": choice.ranks}
-            shared |= {"at_death": choice.is_at_death, "lost": choice.lost}
-            shared["reader"] = saved.readable() if saved else _readable(choice, holdings, files)
+            shared |= choice.facts()
+            shared["reader"] = _readable(choice, holdings, files, saved)
             shared["folder"] = choice.folder
         newest = None if choice is None else choice.step
         self._awaits_agreement = bool(holdings) and self._may_have_several_nodes
@@ -140,15 +140,26 @@ class Keeping:
             ]
             shared["bandwidth"] = config.keep_bandwidth(self._job.keep_bandwidth) / self._job.nproc
             shared["was_replicated"] = any(map(files.was_replicated, self._ranks))
+            shared["saved"] = None if saved is None else self._shared_facts(saved)
         own: dict[int, dict[str, PlanValue]] = {
             place: {
                 "rank": str(rank),
                 **({} if choice is None else _own(choice, rank, holdings, files, saved)),
+                **({"saved_own": saved.plan_of(rank)} if saved and self._may_have_several_nodes else {}),
             }
             for place, rank in self._ranks.items()
         }
         files.begin(shared, own, newest)
         return choice
+
+    def _shared_facts(self, saved: Saved) -> PlanValue:
+        """Return what the workers of several nodes need to know of a saved state, beside their own copies.
+        All nodes must see the same state: ``facts`` are equal then, but ``name`` may differ.
+        """
+        choice = saved.choice(self._world)
+        facts = {**choice.facts(), "replicated": choice.is_replicated, "number": os.path.basename(saved.name)}
+        reader = {"step": saved.step, "folder": self._parent}
+        return {"facts": facts, "name": saved.name, "reader": reader}
 
     def _look(self, files: KeepFiles, history: FailureHistory) -> Mapping[int, Holding]:
         """Return which steps the file of each rank has after the attempt that has ended, by global rank;
@@ -179,7 +190,7 @@ class Keeping:
         """After a restart on several nodes, find out which step the workers restore, because they choose it
         themselves. Return true if they may not have chosen it yet, so that this is to be called again.
         """
-        if not self._awaits_agreement or self.files is None or attempt.has_ended:
+        if not self._awaits_agreement or self.files is None:
             return False
         found = self.files.agreed()
         if found is not None:
@@ -232,7 +243,7 @@ class Keeping:
             return None
         bar = None if self._loop is None else self._loop.barred_from
         if found is not None and bar is not None and found.step >= bar:
-            self._say(f"keep: step {found.step} in {found.folder} is set aside: two attempts failed alike")
+            self._say(f"keep: step {found.step} in {found.name} is set aside: two attempts failed alike")
             return None
         return found
 
@@ -249,16 +260,39 @@ class Keeping:
         parent = self._parent
         if parent is None or self.files is None:
             return ""
-        if choice is None or choice.step is None:
+        files, ranks, world = self.files, self._ranks, self._world
+        if self._may_have_several_nodes and not any(map(files.has_joined, ranks)):
+            # The nodes stop one after the other, so this one may have begun another attempt meanwhile.
+            ranks, world = self._previous
+        is_kept = files.is_used() if self._may_have_several_nodes else choice is not None and choice.step
+        if not is_kept or not ranks:
             why = (choice and choice.why) or "no worker has kept its state with elasticrs.Keep"
             self._say(f"keep: nothing is saved in {parent}: {why}")
             return ""
         from elasticrs._engine.inside.keep.saved import save
 
-        files, ranks = self.files, self._ranks
+        step, others = None, dict[str, str]()
+        if choice is not None and choice.step is not None:
+            what, step, was_replicated = f"step {choice.step}", choice.step, choice.is_replicated
+        else:
+            what = f"the state of {phrases.ranks_text(sorted(ranks.values()), 8)}"
+            was_replicated = any(map(files.was_replicated, ranks))
+            node = f"{os.uname().nodename.replace('.', '-')}-rank{min(ranks.values())}"
+            others = {"job": self._job.run_id, "node": node}
         try:
-            holdings = {rank: files.holding(place, rank, self._world) for place, rank in ranks.items()}
-            call = BackgroundCall(lambda: save(files, choice, holdings, ranks, parent))
+            holdings = {rank: files.holding(place, rank, world) for place, rank in ranks.items()}
+            call = BackgroundCall(
+                lambda: save(
+                    files,
+                    holdings,
+                    ranks,
+                    parent,
+                    world=world,
+                    was_replicated=was_replicated,
+                    step=step,
+                    **others,
+                )
+            )
             try:
                 if interrupts(call.fd, limit):
                     # Leave the files open, because the thread that saves them still reads them. If they were
@@ -269,11 +303,10 @@ class Keeping:
             finally:
                 call.close()
         except (OSError, RuntimeError, ValueError) as error:
-            self._say(f"keep: step {choice.step} is not saved in {parent}: {error}")
+            self._say(f"keep: {what} is not saved in {parent}: {error}")
             return ""
-        self._say(
-            f"keep: step {choice.step} is saved in {folder}; the next job with --keep-save goes on from it"
-        )
+        it = "the parts of all nodes" if others else "it"
+        self._say(f"keep: {what} is saved in {folder}; the next job with --keep-save goes on from {it}")
         return folder
 
     def _give_up(self, error: OSError) -> None:
@@ -284,11 +317,15 @@ class Keeping:
         self._say(KEEP_OFF.format(error.strerror or error))
 
 
-def _readable(choice: Choice, holdings: Mapping[int, Holding], files: KeepFiles) -> PlanValue:
+def _readable(
+    choice: Choice, holdings: Mapping[int, Holding], files: KeepFiles, saved: Saved | None
+) -> PlanValue:
     """Return what ``Keep.reader`` needs: the chosen step, and where the copies are that together have the
     whole state: those of all ranks, or that of one rank if all ranks have the same state. Return ``None`` if
     no step can be restored.
     """
+    if saved is not None:
+        return {"step": saved.step, "copies": saved.copies()}
     if choice.step is None:
         return None
     copies: list[PlanValue] = []

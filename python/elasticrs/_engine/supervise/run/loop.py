@@ -603,7 +603,9 @@ class Agent:
 
     def _look_for_agreement(self, keeping: Keeping) -> float:
         attempt = self._tracker.attempt
-        return _AGREEMENT_TICK if attempt is not None and keeping.take_agreed(attempt) else _NEVER
+        if attempt is None or attempt.has_ended:
+            return _NEVER
+        return _AGREEMENT_TICK if keeping.take_agreed(attempt) else _NEVER
 
     def _finish(self, action: machine.Exit) -> None:
         self._decisions.release_plan()
@@ -614,6 +616,8 @@ class Agent:
         self.result.signum = self._decisions.signum
         self.result.first_cause = self._decisions.first_cause
         self.result.clock = self._decisions.clock
+        if self._keeping is not None and self.result.attempts:
+            self._keeping.take_agreed(self.result.attempts[-1])
         if self._keeping is not None and self.result.phase is not machine.Phase.SUCCEEDED:
             self._end_keeping(self._keeping, is_failure=self.result.phase is machine.Phase.FAILED)
 
