@@ -1,15 +1,19 @@
 """``elasticctl``: finds the jobs on this machine, says how they are, and stops them."""
 
+import fcntl
 import http.client
 import json
 import os
+import pty
 import re
 import shutil
 import signal
 import socket
 import stat
+import struct
 import subprocess
 import sys
+import termios
 from contextlib import closing
 from pathlib import Path
 
@@ -417,6 +421,67 @@ def test_py_spy_reads_the_stacks_of_silent_ranks(start, asked):
         assert "hold (worker.py:12)" in text
     assert asked("stop", "--now")[0] == 0
     assert job.wait() == 1
+
+
+class Terminal:
+    """``elasticctl`` in a pseudo terminal of 100 columns and 30 lines."""
+
+    def __init__(self, *args, folder):
+        self._own, other = pty.openpty()
+        fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+        self.before = termios.tcgetattr(other)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "elasticrs.ctl", *args],
+            stdin=other,
+            stdout=other,
+            stderr=other,
+            env={**os.environ, "ELASTICRS_CONTROL_DIR": str(folder)},
+            start_new_session=True,
+        )
+        self._other, self._seen = other, ""
+
+    def until(self, text):
+        """Read until the screen has shown a text since the last call."""
+        while text not in self._seen:
+            assert procs.wait_readable(self._own), f"{text!r} is not on the screen: {self._seen!r}"
+            self._seen += os.read(self._own, 65536).decode()
+        self._seen = self._seen.partition(text)[2]
+
+    def type(self, keys):
+        os.write(self._own, keys.encode())
+
+    def end(self):
+        """Wait for the end. Return the exit code, and whether the terminal is as before."""
+        code = self.process.wait(procs.HANG)
+        is_restored = termios.tcgetattr(self._other) == self.before
+        os.close(self._other)
+        os.close(self._own)
+        return code, is_restored
+
+
+def test_the_watch_shows_the_job_on_the_terminal_and_its_keys_act(start, folder, asked):
+    job = start(source=WORKS, nproc=2)
+    terminal = Terminal("status", "--watch", folder=folder)
+    terminal.until("worker.py (job ")
+    terminal.until("running with 2 ranks")
+    terminal.until("t stacks")
+    terminal.type("t")
+    terminal.until("load (worker.py:8)")
+    terminal.type("r")
+    terminal.until("restart this job?")
+    terminal.type("n")
+    terminal.until("t stacks")
+    assert status_of(folder, job)["round"] == 1
+    terminal.type("q")
+    assert terminal.end() == (0, True)
+    terminal = Terminal("status", "--watch", folder=folder)
+    terminal.until("t stacks")
+    terminal.type("sy")
+    terminal.until("stopping the job")
+    terminal.until("has ended")
+    assert job.wait() == 1
+    assert terminal.end() == (0, True)
+    assert asked("status", "--watch")[0] in (2, 4)
 
 
 @pytest.mark.privileged

@@ -20,7 +20,9 @@
 //! - **EVI-4** the traceback of a crash stays in the file, even if it is written while evidence is gathered;
 //! - **EVI-5** if the evidence is no longer needed, the threads stop at once and kill `py-spy`;
 //! - **EVI-6** a flight record is requested only after the stacks are complete, because `faulthandler` reads the frames
-//!   of running threads without a lock. A record of an earlier request is removed first.
+//!   of running threads without a lock. A record of an earlier request is removed first;
+//! - **EVI-7** a worker that goes on, because only hung ones are replaced, gets no signal and is not paused by `py-spy`:
+//!   the signal interrupts system calls, and has crashed busy workers. Its flight record contains its stack, too.
 
 use std::fmt::Write as _;
 use std::fs::{self, File, OpenOptions};
@@ -106,6 +108,8 @@ pub(super) struct Subject {
     /// True if the examination also measures whether the worker is busy. The measurement is skipped if the worker is in
     /// a collective.
     pub(super) measures_work: bool,
+    /// True if the worker goes on afterwards. Then it gets no signal (**EVI-7**).
+    pub(super) is_spared: bool,
 }
 
 /// Evidence about one worker.
@@ -245,7 +249,7 @@ impl Examination {
         let target = asked.as_ref().map_or(subject.pid, |(pid, _)| *pid);
         // Read the state before sending the signal, because the signal changes the state.
         let (status, kernel) = (Status::of(subject.pid), kernel_side(target));
-        let answer = asked.filter(|(pid, _)| can_answer(*pid));
+        let answer = asked.filter(|(pid, _)| !subject.is_spared && can_answer(*pid));
         let answer = answer.and_then(|(_, pidfd)| ask(&pidfd, &subject.files.as_ref()?.stacks).ok());
         let is_removed = subject.files.as_ref().is_some_and(remove_record);
         let record = if is_removed && can_answer(target) { Record::Due } else { Record::Done };
@@ -291,6 +295,7 @@ impl Examination {
             problem: None,
         };
         let Some(files) = &self.subject.files else { return (found, None) };
+        let py_spy = py_spy.filter(|_| !self.subject.is_spared);
         let written = open(OpenOptions::new().read(true).create(true).append(true), &files.report);
         let spy = written.and_then(|mut file| {
             // Discard an earlier report, because it is about a hang from which the worker recovered.
@@ -330,7 +335,9 @@ impl Examination {
             // Ignore the result here and below, because writing to a string cannot fail.
             let _ = writeln!(text, "the program below it: pid {}", self.target);
         }
-        if stacks.is_empty() {
+        if self.subject.is_spared {
+            text.push_str("\nno Python stacks: it goes on, so it was not interrupted\n");
+        } else if stacks.is_empty() {
             text.push_str("\nno Python stacks: it has no handler for the signal, or did not respond\n");
         } else {
             let _ = write!(text, "\nPython stacks, the most recent call first\n\n{}\n", stacks.trim_end());
@@ -545,7 +552,14 @@ mod tests {
     }
 
     fn subject(pid: i32, files: &EvidenceFiles) -> Subject {
-        Subject { local_rank: 3, pid, files: Some(files.clone()), title: "rank 3 hangs".into(), measures_work: false }
+        Subject {
+            local_rank: 3,
+            pid,
+            files: Some(files.clone()),
+            title: "rank 3 hangs".into(),
+            measures_work: false,
+            is_spared: false,
+        }
     }
 
     fn own_pid() -> i32 {
@@ -569,6 +583,27 @@ mod tests {
         assert!(report.contains("no Python stacks") && report.contains(" cat "), "{report}");
         drop(child.stdin.take());
         child.wait().unwrap();
+    }
+
+    #[test]
+    fn a_worker_that_goes_on_gets_no_signal() {
+        let program = format!("trap 'exit 7' {}; echo up; read line; exit 0", stack_signal());
+        let mut command = Command::new("sh");
+        command.args(["-c", &program]).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let mut up = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut up).unwrap();
+        let pid = child.id().cast_signed();
+        assert!(has_handler(pid));
+        let folder = tempfile::tempdir().unwrap();
+        let files = EvidenceFiles { stacks: folder.path().join("stacks"), report: folder.path().join("hang.txt") };
+        File::create(&files.stacks).unwrap();
+        let spared = Subject { is_spared: true, ..subject(pid, &files) };
+        let found = gather(spared, None, &GatheringLimit::until(Instant::now() + LIMIT));
+        assert_eq!((found.frame, found.problem), (None, None));
+        assert!(fs::read_to_string(&files.report).unwrap().contains("it was not interrupted"));
+        drop(child.stdin.take());
+        assert_eq!(child.wait().unwrap().code(), Some(0), "EVI-7");
     }
 
     #[test]

@@ -136,6 +136,8 @@ pub enum Effect {
         title: String,
         /// True if the executor also measures whether the members that are outside of collectives are busy.
         measures_work: bool,
+        /// Local ranks of the members that go on afterwards, because only failed members are replaced.
+        spared: Vec<u32>,
     },
     /// Request the flight records of all members. Answered by [`Input::Recorded`] within a short time limit.
     TakeRecords,

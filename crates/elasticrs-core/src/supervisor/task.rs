@@ -475,9 +475,9 @@ impl Task {
             Effect::Sweep(limits) => self.sweep(limits),
             Effect::SweepOthers(limits, savers) => self.sweep_others(limits, Some(savers)),
             Effect::SweepWorker { local_rank, pid } => self.sweep_worker(local_rank, pid),
-            Effect::TakeEvidence { title, measures_work } => {
+            Effect::TakeEvidence { title, measures_work, spared } => {
                 if let Some(running) = self.current.running() {
-                    self.evidence.gather(running, &title, measures_work);
+                    self.evidence.gather(running, &title, measures_work, &spared);
                 }
             }
             Effect::TakeRecords => {

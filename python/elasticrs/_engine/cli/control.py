@@ -11,11 +11,11 @@ import time
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
-from elasticrs._engine.cli.control_client import Problem, choose, find, no_jobs
+from elasticrs._engine.cli.control_client import ANSWER_LIMIT, Problem, choose, find, no_jobs
 from elasticrs._engine.cli.status_text import TITLES, ranks_table, remarks, row, sentence, table
 from elasticrs._engine.job.phrases import duration
 from elasticrs._engine.process.console import visible
-from elasticrs._engine.supervise.observe.orders import DONE, FAILED, NO_JOB
+from elasticrs._engine.supervise.observe.orders import DONE, FAILED, NO_JOB, USAGE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -64,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     lists.add_argument("--json", action="store_true", help="print the status of each as a line of JSON")
     status = of_job("status", _status, "say how a job is, and which ranks need a look")
     status.add_argument("--json", action="store_true", help="print all of it as JSON")
+    status.add_argument("-w", "--watch", action="store_true", help="show it on the whole terminal; keys act")
     logs = of_job("logs", _logs, "print the last lines of the workers' log files")
     logs.add_argument("-f", "--follow", action="store_true", help="go on with new lines, until the job ends")
     logs.add_argument("-r", "--rank", metavar="RANK", type=int, help="of this rank only")
@@ -111,8 +112,20 @@ def _chosen(options: argparse.Namespace) -> tuple[Agent, dict[str, Any]]:
 
 
 def _status(options: argparse.Namespace) -> int:
-    _, status = _chosen(options)
-    if options.json:
+    agent, status = _chosen(options)
+    if options.watch:
+        if not (sys.stdin.isatty() and sys.stdout.isatty()):
+            raise Problem(USAGE, "--watch needs a terminal; --json is for programs")
+        from elasticrs._engine.cli.watch import Watch
+
+        with _agent_end(agent) as end:
+            try:
+                Watch(agent, status).run()
+            except Problem:
+                if not select.select([end], [], [], ANSWER_LIMIT)[0]:
+                    raise
+                _print([f"{agent.title} has ended"])
+    elif options.json:
         _print([json.dumps(status, indent=2)])
     else:
         _print([sentence(status), *remarks(status), "", *ranks_table(status)])

@@ -88,9 +88,13 @@ class LogLines:
                     path = os.path.join(folder, str(worker["local_rank"]), name)
                     self._files.append(LogFile(path, prefix, count))
 
+    def new_lines(self) -> list[bytes]:
+        """Return the lines that have been completed since the last call."""
+        return [line for file in self._files for line in file.new_lines()]
+
     def print_new(self) -> bool:
         """Print the lines that have been completed since the last call. Return false if there are none."""
-        lines = [line for file in self._files for line in file.new_lines()]
+        lines = self.new_lines()
         if sys.stdout.isatty():
             lines = [visible(line.decode(errors="replace").rpartition("\r")[2]).encode() for line in lines]
         sys.stdout.buffer.write(b"".join(line + b"\n" for line in lines))

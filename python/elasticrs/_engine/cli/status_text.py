@@ -131,6 +131,20 @@ def _odd_ranks(workers: Iterable[Mapping[str, Any]]) -> list[str]:
     return lines[:MAX_SHOWN]
 
 
+_LETTERS = {"RUNNING": ".", "PAUSED": "p", "EXITED": "x"}
+_ROW = 64
+
+
+def letters(status: Mapping[str, Any]) -> list[str]:
+    """Return a letter for each rank of this node, in rows, if there are more ranks than the table shows."""
+    workers = status["workers"]
+    if len(workers) <= MAX_SHOWN:
+        return []
+    shown = "".join(_LETTERS.get(worker["state"], "?") for worker in workers)
+    rows = [f"{at:>5}  {shown[at : at + _ROW]}" for at in range(0, len(shown), _ROW)]
+    return ["", *rows, "       . running  p stopped by a signal  x exited"]
+
+
 def ranks_table(status: Mapping[str, Any]) -> list[str]:
     """Return a table of this node's ranks, those with the lowest steps first if not all can be shown."""
     workers = list(status["workers"])

@@ -59,7 +59,7 @@ class RankEvidence(NamedTuple):
     has_raised: bool = False
     """True if the program had raised an exception. Torch then marks the failed collective as retired, too."""
     frames: tuple[Frame, ...] = ()
-    """Frames of the main thread, innermost first, if ``stacks`` is ``None``. Empty if unknown."""
+    """Frames of the main thread, innermost first, if ``stacks`` has none. Empty if unknown."""
 
 
 def failed(error: Exception) -> Diagnosis:
@@ -75,7 +75,7 @@ def failed(error: Exception) -> Diagnosis:
 
 def observe(found: RankEvidence) -> RankFacts:
     """Parse the evidence about one rank. A record that cannot be parsed counts as missing."""
-    frames = main_thread(found.stacks) if found.stacks else found.frames
+    frames = main_thread(found.stacks or "") or found.frames
     return RankFacts(found.rank, found.node, _parsed(found), frames)
 
 

@@ -201,7 +201,11 @@ impl Group {
             }
         } else if self.phase == Phase::Running || self.is_excused_exit(&action) {
             let measures_work = action.may_be_slow();
-            self.effects.push(Effect::TakeEvidence { title: action.title(), measures_work });
+            let goes_on = |rank: usize, local_rank: u32| self.policy.replaces && !action.concerns(rank, local_rank);
+            let members = self.members.iter().enumerate().map(|(rank, member)| (rank, member.local_rank));
+            let spared =
+                members.filter(|&(rank, local_rank)| goes_on(rank, local_rank)).map(|(_, rank)| rank).collect();
+            self.effects.push(Effect::TakeEvidence { title: action.title(), measures_work, spared });
             self.waiting = Some(vec![action]);
         } else {
             self.carry_out(action, &[]);

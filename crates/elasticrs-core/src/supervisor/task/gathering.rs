@@ -39,13 +39,15 @@ impl Evidence {
     }
 
     /// Starts gathering diagnostics, such as stack traces, about all running workers of the group. If `measures_work`
-    /// is true, also measures whether the workers that are outside of collectives are busy.
-    pub(super) fn gather(&mut self, running: &Running, title: &str, measures_work: bool) {
+    /// is true, also measures whether the workers that are outside of collectives are busy. The `spared` workers, by
+    /// local rank, go on afterwards.
+    pub(super) fn gather(&mut self, running: &Running, title: &str, measures_work: bool, spared: &[u32]) {
         let mut gathering = Gathering::new(GatheringLimit::until(Instant::now() + evidence::LIMIT));
         for pid in running.pids() {
             let Some(local_rank) = running.group.rank_of(pid) else { continue };
             let files = self.files.get(local_rank as usize).cloned();
-            let subject = Subject { local_rank, pid, files, title: title.to_owned(), measures_work };
+            let is_spared = spared.contains(&local_rank);
+            let subject = Subject { local_rank, pid, files, title: title.to_owned(), measures_work, is_spared };
             let py_spy = self.py_spy.clone();
             gathering.add(local_rank, move |limit| evidence::gather(subject, py_spy.as_deref(), limit));
         }

@@ -245,7 +245,8 @@ def limits(nodes: int, world_size: int) -> dict[str, int]:
 def _facts(attempt: Attempt, stopped_ns: int | None = None, *, has_stacks: bool = True) -> list[RankFacts]:
     """Read the flight records and stacks of the workers. There are none from workers that exited before
     ``stopped_ns``, the monotonic time at which all were stopped (``None`` if they were not). Without
-    ``has_stacks``, ignore the stack files, because they are outdated, and use the stacks in the records.
+    ``has_stacks``, ignore the stack files, because they are outdated. A stack that is not in its file comes
+    from the record: a worker that goes on after the hang of another one gets no signal to write its stack.
     """
     deadline = time.monotonic() + _TIME_LIMIT
     facts = []
@@ -257,7 +258,7 @@ def _facts(attempt: Attempt, stopped_ns: int | None = None, *, has_stacks: bool 
         found = _evidence(rank, error_file, has_exited=has_exited, is_late=is_late)
         if found.records is NoRecord.LATE:
             found = found._replace(records=_why_late(attempt, local_rank))
-        facts.append(observe(found._replace(frames=()) if has_stacks else found._replace(stacks=None)))
+        facts.append(observe(found if has_stacks else found._replace(stacks=None)))
     return facts
 
 

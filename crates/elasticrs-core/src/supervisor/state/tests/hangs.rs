@@ -134,6 +134,19 @@ fn an_expired_timer_is_reported_before_the_exit_that_ends_the_group() {
     assert!(matches!(reports(&effects)[0], Effect::Report(Event::TimerExpired(_))), "{effects:?}");
 }
 
+#[test]
+fn members_that_go_on_are_spared_if_only_hung_ones_are_replaced() {
+    for (replaces, expected) in [(true, vec![0, 1, 3]), (false, vec![])] {
+        let mut group = group_of(&PIDS, LINGER, StopScope::Group, replaces);
+        let _ = group.on_input(snapshot(0, [Some(0); 4]));
+        let _ = group.on_input(Input::Watch(FOUR_SECONDS));
+        let _ = group.on_input(snapshot(4, [Some(3), Some(3), Some(0), Some(3)]));
+        let effects = group.on_input(LOOK);
+        let [Effect::TakeEvidence { spared, .. }] = &effects[..] else { panic!("{effects:?}") };
+        assert_eq!(*spared, expected);
+    }
+}
+
 /// Returns true if the effects report a failure, or signal a worker.
 fn fails(effects: &[Effect]) -> bool {
     !signals(effects).is_empty() || effects.iter().any(|effect| matches!(effect, Effect::ReportFailure { .. }))

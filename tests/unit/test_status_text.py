@@ -1,0 +1,110 @@
+"""The texts of ``elasticctl status``, from statuses as agents tell them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticrs._engine.cli.status_text import MAX_SHOWN, letters, ranks_table, remarks, row, sentence, table
+from elasticrs._engine.cli.watch import screen
+
+
+def worker(rank, state="RUNNING", step=None, age=0.5, **fields):
+    beat = None if step is None else {"step": step, "age_seconds": age, "section": None}
+    return {
+        "rank": rank,
+        "local_rank": rank,
+        "pid": 100 + rank,
+        "state": state,
+        "exitcode": None,
+        "heartbeat": beat,
+    } | fields
+
+
+def status(workers, **fields):
+    return {
+        "job": {"name": "/a/train.py", "run_id": "llama", "max_restarts": 3},
+        "agent": {"pid": 7, "alive": True, "reason": None, "uptime_seconds": 7.25},
+        "group": {"world_size": 2, "workers": 2 * len(workers)},
+        "state": "HEALTHY",
+        "restarts": 1,
+        "no_progress": None,
+        "slowest": None,
+        "last_failure": None,
+        "log_folder": None,
+        "workers": workers,
+    } | fields
+
+
+def test_the_sentence_says_how_the_job_is():
+    found = sentence(status([worker(0, step=18412, age=0.25), worker(1, step=18411, age=0.5)]))
+    assert found == (
+        "train.py (job llama): running with 4 ranks on 2 nodes, step 18,412, 0.2 s ago, for 7.2 s,"
+        " 1 of 3 restarts used"
+    )
+    assert sentence(status([], group=None, state="INIT")).startswith("train.py (job llama): starting, for")
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"state": "EXITED", "exitcode": 1}, "rank 1: exited with code 1"),
+        ({"state": "PAUSED"}, "rank 1: stopped by a signal; kill -CONT 101 continues it"),
+        ({"step": 7}, "rank 1: 2 steps behind the others"),
+        ({"step": 8}, None),
+    ],
+)
+def test_ranks_that_need_a_look_are_named(fields, expected):
+    workers = [worker(0, step=9), worker(1, **{"step": 9, **fields})]
+    assert remarks(status(workers)) == ([] if expected is None else [expected])
+
+
+def test_a_failure_a_stuck_agent_and_missing_progress_are_told_in_the_order_of_their_weight():
+    failure = {
+        "rank": 3,
+        "pid": 9,
+        "round": 2,
+        "what": "exited with code 1",
+        "exception": "ValueError: x\x1b[2J",
+    }
+    found = remarks(
+        status(
+            [],
+            agent={"pid": 7, "alive": False, "reason": "its loop hangs", "uptime_seconds": 1.0},
+            no_progress={"what": "no progress for 6.1 s"},
+            last_failure=failure,
+        )
+    )
+    assert found == [
+        "the agent does not work: its loop hangs (its pid is 7)",
+        "no progress for 6.1 s",
+        "last failure: rank 3 (pid 9) in attempt 2: exited with code 1: ValueError: x?[2J",
+    ]
+
+
+def test_of_many_ranks_the_slowest_are_in_the_table_and_all_have_a_letter():
+    workers = [worker(rank, step=rank + 1) for rank in range(256)]
+    workers[200]["state"] = "EXITED"
+    lines = ranks_table(status(workers))
+    assert len(lines) == MAX_SHOWN + 2
+    assert lines[1].split()[0] == "0"
+    grid = letters(status(workers))
+    assert "".join(line[7:] for line in grid[1:5]).count(".") == 255
+    assert letters(status(workers[:MAX_SHOWN])) == []
+
+
+def test_an_agent_that_does_not_answer_has_a_row():
+    assert row(7, None)[2:4] == ("does not answer", "-")
+    assert table([("A", "LONG"), ("xx", "y")]) == ["A   LONG", "xx  y"]
+
+
+@given(
+    ranks=st.integers(0, MAX_SHOWN + 9),
+    width=st.integers(1, 200),
+    height=st.integers(2, 60),
+    below=st.lists(st.text(max_size=300), max_size=40),
+)
+def test_the_screen_fits_the_terminal(ranks, width, height, below):
+    lines = screen(status([worker(rank) for rank in range(ranks)]), below, " q quit ", width, height)
+    assert len(lines) == height
+    assert all(len(line) <= width and line.isprintable() for line in lines[:-1] if not below)
+    assert all(len(line) <= width for line in lines)
