@@ -423,6 +423,32 @@ def test_py_spy_reads_the_stacks_of_silent_ranks(start, asked):
     assert job.wait() == 1
 
 
+def test_a_job_that_waits_for_nodes_can_be_asked_and_stopped(launch, worker_script, folder, asked):
+    job = launch(*meeting("2"), worker_script(WAITS), env={"ELASTICRS_CONTROL_DIR": str(folder)})
+    wait_until(socket_of(folder, job).exists)
+    status = status_of(folder, job)
+    assert (status["state"], status["group"], status["workers"]) == ("INIT", None, [])
+    for order in ("restart", "stacks"):
+        code, text = asked(order)
+        assert (code, "no workers are running" in text) == (5, True)
+    assert "starting" in asked("ps")[1]
+    assert asked("stop")[0] == 0
+    assert job.wait() == 1
+
+
+def test_a_job_between_attempts_tells_its_failure_and_can_be_stopped(launch, worker_script, folder, asked):
+    options = ("--max-restarts=1", "--restart-delay=600s", worker_script("raise ValueError('no')"))
+    job = launch(*options, env={"ELASTICRS_CONTROL_DIR": str(folder)})
+    job.wait_for_line("restart")
+    code, text = asked("status")
+    assert code == 0
+    assert "between attempts" in text
+    assert "ValueError: no" in text
+    assert asked("restart")[0] == 5
+    assert asked("stop")[0] == 0
+    assert job.wait() == 1
+
+
 class Terminal:
     """``elasticctl`` in a pseudo terminal of 100 columns and 30 lines."""
 

@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import socket
+import struct
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,8 +40,12 @@ class Connection(http.client.HTTPConnection):
 
     def connect(self) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
+        # With Python's own time limit, the call would fail at once while many programs connect.
+        seconds, part = divmod(self.timeout or 0.0, 1)
+        limit = struct.pack("ll", int(seconds), int(part * 1e6))
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         self.sock.connect(self._path)
+        self.sock.settimeout(self.timeout)
 
 
 class Agent(NamedTuple):

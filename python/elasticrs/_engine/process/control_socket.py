@@ -19,7 +19,7 @@ FOLDER_VARIABLE = "ELASTICRS_CONTROL_DIR"
 """Environment variable with the folder of the sockets. If it is empty, agents open no socket."""
 
 PLACE, PREFIX, SUFFIX = "/tmp", "elasticrs-", ".sock"
-_QUEUE = 16
+_QUEUE = 128
 _KIND = _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC | _socket.SOCK_NONBLOCK
 
 
