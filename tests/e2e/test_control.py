@@ -423,6 +423,62 @@ def test_py_spy_reads_the_stacks_of_silent_ranks(start, asked):
     assert job.wait() == 1
 
 
+SAVES = """
+import os, signal
+saved = []
+signal.signal(signal.SIGUSR1, lambda *_: saved.append(1))
+os.write(1, f"here {os.environ['RANK']} {os.getpid()}.\\n".encode())
+while not saved:
+    signal.pause()
+os.write(1, f"saved {os.environ['RANK']}.\\n".encode())
+"""
+DEAF = SAVES.replace("signal.signal(", "os.environ['RANK'] == '0' and signal.signal(")
+
+
+def test_checkpoint_signals_all_ranks_and_is_refused_if_it_would_kill_one(start, asked):
+    job = start(source=SAVES)
+    code, text = asked("checkpoint")
+    assert (code, "SIGUSR1 sent to 2 ranks at once" in text) == (0, True)
+    job.wait_for_lines(r"saved (\d)\.", 2)
+    assert job.wait() == 0
+    job = start(source=DEAF)
+    code, text = asked("checkpoint")
+    assert code == 5
+    assert "SIGUSR1 would kill rank 1. A checkpoint on request needs one of these:" in text
+    assert asked("stop", "--now")[0] == 0
+    assert job.wait() == 1
+
+
+@pytest.mark.torch
+def test_a_checkpoint_of_a_training_is_agreed_and_stacks_show_where_its_ranks_are(launch, folder, asked):
+    program = Path(__file__).parents[1] / "workers" / "agreed_training.py"
+    env = {"ELASTICRS_CONTROL_DIR": str(folder), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    job = launch("--nproc-per-node=2", program, "plain", "note", env=env)
+    job.wait_for_lines(r"BEGUN \d+", 2)
+    for number in (1, 2):
+        code, text = asked("checkpoint")
+        assert (code, "SIGUSR1 sent to 2 ranks after step" in text) == (0, True), text
+        acts = [match[1] for match in job.wait_for_lines(r"ACTED \d+ (\d+) \w+ \w+", 2 * number)]
+        assert len(set(acts[-2:])) == 1
+    answer = json.loads(asked("stacks", "--json")[1])
+    assert answer["silent"] == []
+    frames = [frame for stack in answer["stacks"] for frame in stack["frames"]]
+    assert any(file == str(program) for file, _, _ in frames)
+    assert sorted(rank for stack in answer["stacks"] for rank in stack["ranks"]) == [0, 1]
+    code, text = asked("restart")
+    assert (code, "attempt 0_r2 runs" in text) == (0, True)
+    assert asked("stop", "--now")[0] == 0
+    assert job.wait() == 1
+
+
+def test_checkpoint_on_one_of_several_nodes_is_refused(launch, worker_script, folder, asked):
+    agents = on_nodes(launch, worker_script, folder, "2", 2)
+    code, text = asked("checkpoint", f"--job={agents[0].pid}")
+    assert (code, "--on-all-nodes" in text) == (5, True)
+    assert asked("stop", f"--job={agents[1].pid}")[0] == 0
+    assert [agent.wait() for agent in agents] == [1, 1]
+
+
 def test_a_job_that_waits_for_nodes_can_be_asked_and_stopped(launch, worker_script, folder, asked):
     job = launch(*meeting("2"), worker_script(WAITS), env={"ELASTICRS_CONTROL_DIR": str(folder)})
     wait_until(socket_of(folder, job).exists)

@@ -15,7 +15,7 @@ from elasticrs._engine.cli.control_client import ANSWER_LIMIT, Problem, choose, 
 from elasticrs._engine.cli.status_text import TITLES, ranks_table, remarks, row, sentence, table
 from elasticrs._engine.job.phrases import duration
 from elasticrs._engine.process.console import visible
-from elasticrs._engine.supervise.observe.orders import DONE, FAILED, NO_JOB, USAGE
+from elasticrs._engine.supervise.run.orders import DONE, FAILED, NO_JOB, USAGE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 _LOOK = 0.2
 """Seconds between two looks at log files, or at the status during a restart."""
+
+
+_CHECKPOINT_LIMIT = 90.0
+"""Seconds to wait until the ranks have got the signal to save. The agent sends it within a minute."""
 
 
 def run(args: Sequence[str]) -> int:
@@ -73,6 +77,10 @@ def _parser() -> argparse.ArgumentParser:
     stacks = of_job("stacks", _stacks, "say where each rank of this node is, and who waits for whom")
     stacks.add_argument("--all", action="store_true", help="print whole stacks")
     stacks.add_argument("--json", action="store_true", help="print all of it as JSON")
+    save = of_job("checkpoint", _checkpoint, "SIGUSR1 to all ranks after the same step, so that they save")
+    save.add_argument(
+        "--on-all-nodes", action="store_true", help="this command runs on all nodes of the job at once"
+    )
     restart = of_job("restart", _restart, "restart all workers of a job, which costs none of its restarts")
     drain = of_job("drain", _drain, "have this node leave a job; the other nodes continue")
     drain.add_argument("node", metavar="NODE", help="name of this node, so that nobody drains another one")
@@ -192,6 +200,12 @@ def _stacks(options: argparse.Namespace) -> int:
     return DONE
 
 
+def _checkpoint(options: argparse.Namespace) -> int:
+    agent, _ = _chosen(options)
+    order = {"do": "checkpoint", "on_all_nodes": options.on_all_nodes}
+    return _obey(agent, order, _CHECKPOINT_LIMIT)
+
+
 def _restart(options: argparse.Namespace) -> int:
     agent, before = _chosen(options)
     with _agent_end(agent) as end:
@@ -208,9 +222,9 @@ def _restart(options: argparse.Namespace) -> int:
         return code
 
 
-def _obey(agent: Agent, order: dict[str, Any]) -> int:
+def _obey(agent: Agent, order: dict[str, Any], limit: float | None = None) -> int:
     """Send an order, print the answers as they come, and return the exit code."""
-    for answer in agent.ask(order):
+    for answer in agent.ask(order, limit):
         code = answer.get("code")
         if code is None or code == DONE:
             _print([f"{agent.title}: {answer.get('message')}"])

@@ -12,7 +12,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from elasticrs._engine.process.control_socket import PLACE, PREFIX, SUFFIX, check_folder, folder_of
-from elasticrs._engine.supervise.observe.orders import FAILED, NO_JOB, REFUSED, USAGE
+from elasticrs._engine.supervise.run.orders import FAILED, NO_JOB, REFUSED, USAGE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -74,10 +74,12 @@ class Agent(NamedTuple):
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise Problem(FAILED, f"{self.title}: no answer from the agent: {_why(error)}") from None
 
-    def ask(self, order: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Send an order, and iterate over the lines of the answer. Raise :class:`Problem` without one."""
+    def ask(self, order: dict[str, Any], limit: float | None = None) -> Iterator[dict[str, Any]]:
+        """Send an order, and iterate over the lines of the answer. Raise :class:`Problem` without one, after
+        ``limit`` seconds (by default :data:`ANSWER_LIMIT`).
+        """
         try:
-            with closing(Connection(self.path, ANSWER_LIMIT)) as connection:
+            with closing(Connection(self.path, limit or ANSWER_LIMIT)) as connection:
                 connection.request("POST", "/do", json.dumps(order))
                 response = connection.getresponse()
                 if response.status != 200:

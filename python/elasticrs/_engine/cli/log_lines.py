@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from elasticrs._engine.cli.control_client import Problem
 from elasticrs._engine.process.console import visible
-from elasticrs._engine.supervise.observe.orders import FAILED, USAGE
+from elasticrs._engine.supervise.run.orders import FAILED, USAGE
 
 if TYPE_CHECKING:
     from typing import Any

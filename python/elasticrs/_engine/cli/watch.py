@@ -17,7 +17,7 @@ from elasticrs._engine.cli.log_lines import LogLines
 from elasticrs._engine.cli.stacks_text import spied, text
 from elasticrs._engine.cli.status_text import letters, ranks_table, remarks, sentence
 from elasticrs._engine.process.console import visible
-from elasticrs._engine.supervise.observe.orders import DONE
+from elasticrs._engine.supervise.run.orders import DONE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

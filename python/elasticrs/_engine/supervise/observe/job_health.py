@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
     from elasticrs._engine.supervise.attempts.state_machine import Action
     from elasticrs._engine.supervise.observe.health_check_server import HealthCheckServer
-    from elasticrs._engine.supervise.observe.orders import Orders
+    from elasticrs._engine.supervise.observe.observer import TakeOrders
     from elasticrs._engine.workers.node_page import Standing
     from elasticrs._engine.workers.plan import Plan
 
@@ -63,7 +63,7 @@ class HealthObserver(Observer):
         self._native = server.open(age)
         kind, _, path = job.event_log_handler.partition(":")
         self._event_log = os.path.abspath(path) if kind == "file" else None
-        self._orders: Orders | None = None
+        self._take_orders: TakeOrders | None = None
         self._say = say
         self._state: _core.WorkersState = "INIT"
         self._attempt: Attempt | None = None
@@ -110,9 +110,9 @@ class HealthObserver(Observer):
             self._ranks = begun[-1].shown_ranks()
             self._enter_state("STOPPED")
 
-    def serve_control(self, fd: int, orders: Orders) -> bool:
+    def serve_control(self, fd: int, take: TakeOrders) -> bool:
         self._native.serve_control(fd)
-        self._orders = orders
+        self._take_orders = take
         return True
 
     def fd_ready(self, fd: int) -> bool:
@@ -144,8 +144,8 @@ class HealthObserver(Observer):
             self._publish()
         for line in self._native.take_notices():
             self._say(line)
-        if self._orders is not None:
-            self._orders.take(self._native)
+        if self._take_orders is not None:
+            self._take_orders(self._native)
         return True
 
     def _who_waits(self, attempt: Attempt, since_ns: int) -> str | None:

@@ -17,14 +17,16 @@ from elasticrs._engine.supervise.failures.first_failure import early_leavers, fi
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from typing import TypeAlias
 
     from elasticrs import _core
     from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
     from elasticrs._engine.supervise.attempts.state_machine import Action
-    from elasticrs._engine.supervise.observe.orders import Orders
     from elasticrs._engine.workers.node_page import Standing
     from elasticrs._engine.workers.plan import Plan
+
+    TakeOrders: TypeAlias = Callable[[_core.HealthServer], None]
 
 
 _QUIET = ("WARNING", "WARN", "ERROR", "CRITICAL", "FATAL")
@@ -40,9 +42,9 @@ class Observer:
         """Handle a readable file descriptor. Return true if the descriptor belongs to this observer."""
         return False
 
-    def serve_control(self, fd: int, orders: Orders) -> bool:  # noqa: ARG002 -- a subclass uses it
-        """Serve the control socket ``fd``, and pass what arrives there to ``orders``. Return false if this
-        observer has no server.
+    def serve_control(self, fd: int, take: TakeOrders) -> bool:  # noqa: ARG002 -- a subclass uses it
+        """Serve the control socket ``fd``, and call ``take`` with the server when orders have arrived. Return
+        false if this observer has no server.
         """
         return False
 
@@ -119,8 +121,8 @@ class Observers(Observer):
     def fd_ready(self, fd: int) -> bool:
         return any(self._tell("fd_ready", fd))
 
-    def serve_control(self, fd: int, orders: Orders) -> bool:
-        return any(self._tell("serve_control", fd, orders))
+    def serve_control(self, fd: int, take: TakeOrders) -> bool:
+        return any(self._tell("serve_control", fd, take))
 
     def _tell(self, name: str, *args: object) -> list[object]:
         answers = []

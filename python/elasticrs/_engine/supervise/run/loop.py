@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
     from elasticrs._engine.supervise.decide.decisions import Decisions
     from elasticrs._engine.supervise.observe.observer import Observer
-    from elasticrs._engine.supervise.observe.orders import Answer
     from elasticrs._engine.supervise.run.agreed_step import AgreedSteps, Exchange, Tell
     from elasticrs._engine.supervise.run.checkpoint_requests import CheckpointRequests
     from elasticrs._engine.supervise.run.keeping import Keeping
@@ -45,9 +44,6 @@ if TYPE_CHECKING:
 _NEVER = float("inf")
 _AGREEMENT_TICK = 0.25
 """Seconds between two looks at what the workers of several nodes have agreed on, after a restart."""
-
-_STACKS_LIMIT = 1.0
-"""Seconds within which a running worker has to tell its stack. A worker that does not is in C code."""
 
 _SAVE_LIMIT = 600.0
 """Maximum seconds for saving the kept training state of a failed job. Only the user waits for that."""
@@ -62,18 +58,6 @@ def _import_for_cause() -> None:
         # No file descriptor is free for these imports. The code that imports these modules later handles
         # that.
         return
-
-
-def _tell_stacks(attempt: Attempt, answer: Answer) -> None:
-    from elasticrs._engine.supervise.observe.orders import DONE, FAILED
-
-    try:
-        from elasticrs._engine.supervise.failures.hang_diagnosis import where_running
-
-        found = {"code": DONE, **where_running(attempt, _STACKS_LIMIT)}
-    except Exception as error:
-        found = {"code": FAILED, "message": f"the stacks could not be read: {error!r}"}
-    answer(found)
 
 
 class Agent:
@@ -298,7 +282,7 @@ class Agent:
             )
             self._duties += [self.checkpoints.look, check.look]
 
-    def _ask_for_checkpoint(self, checkpoints: CheckpointRequests) -> None:
+    def ask_for_checkpoint(self, checkpoints: CheckpointRequests) -> None:
         """Request a checkpoint through shared memory, because a signal kills workers that do not train."""
         if not checkpoints.are_open:
             self._console.say(phrases.checkpoint_requested(signal.SIGUSR1))
@@ -334,11 +318,12 @@ class Agent:
         """Serve the control socket, because a program has connected: by the health check server if there is
         one, otherwise by a server without a port, which is started now.
         """
-        from elasticrs._engine.supervise.observe.orders import Orders
+        from elasticrs._engine.supervise.run.orders import Orders
 
         self._tracker.supervisor.unwatch_fd(control.fd)
-        observers, orders = self._tracker.observers, Orders(self, self._console.say)
-        if observers.serve_control(control.fd, orders):
+        observers = self._tracker.observers
+        take = Orders(self, self._job, self._tracker, self._decisions, self._console.say).take
+        if observers.serve_control(control.fd, take):
             return
         from elasticrs._engine.supervise.observe.health_check_server import HealthCheckServer
         from elasticrs._engine.supervise.observe.job_health import HealthObserver
@@ -348,76 +333,13 @@ class Agent:
         try:
             observer = HealthObserver(self._job, server, self._console.say, age=age)
             observer.catch_up(self._tracker.supervisor, self.result)
-            observer.serve_control(control.fd, orders)
+            observer.serve_control(control.fd, take)
         except OSError as error:
             self._console.say(f"elasticctl cannot reach this job any more: {error.strerror or error}")
             server.stop()
             control.close()
             return
         observers.add(observer)
-
-    def stop_on_order(self, *, is_now: bool) -> str:
-        """Stop the job, as :class:`.orders.Agent` says."""
-        from elasticrs._engine.supervise.observe.orders import Refused
-
-        is_stopping = self._decisions.signum is not None
-        if is_stopping and not is_now:
-            raise Refused("the job is being stopped already; --now kills the workers at once")
-        for _ in range(1 if is_stopping or not is_now else 2):
-            self.ask_to_stop(machine.SignalReceived(signal.SIGTERM, ends_job=True))
-        what = "the job" if self._decisions.can_end_job else "this node's part of the job"
-        how = "its workers are being killed"
-        if not is_now:
-            how = f"SIGTERM to its workers, SIGKILL in {self._job.shutdown_timeout:g} s"
-        return f"stopping {what}: {how}"
-
-    def _running_attempt(self) -> Attempt:
-        """Return the attempt whose workers run. Raise :class:`.Refused` if there is none."""
-        from elasticrs._engine.supervise.observe.orders import Refused
-
-        attempt = self._tracker.attempt
-        if attempt is None or self._decisions.phase is not machine.Phase.RUNNING:
-            raise Refused("no workers are running now; try again when elasticctl status says so")
-        return attempt
-
-    def restart_on_order(self) -> str:
-        """Restart all workers, as :class:`.orders.Agent` says."""
-        from elasticrs._engine.supervise.observe.orders import Refused
-
-        if self._job.on_failure == "replace":
-            raise Refused("workers are replaced one by one (--on-failure replace)")
-        if self._job.make_handler is not None:
-            raise Refused("a rendezvous handler of another package decides when attempts begin")
-        attempt = self._running_attempt()
-        self._events.append(machine.RestartRequested(f"elasticctl restart on node {os.uname().nodename}"))
-        how = f"SIGTERM to its {attempt.world_size} workers, SIGKILL in {self._job.shutdown_timeout:g} s"
-        return f"restarting the job: {how}; no restart is charged"
-
-    def stacks_on_order(self, answer: Answer) -> None:
-        """Find out where the ranks of this node are, as :class:`.orders.Agent` says."""
-        attempt = self._running_attempt()
-        # On another thread, because this waits for the workers and reads files.
-        FileAccess().begin(partial(_tell_stacks, attempt, answer))
-
-    def drain_on_order(self, node: str) -> str:
-        """Have this node leave the job, as :class:`.orders.Agent` says."""
-        from elasticrs._engine.supervise.observe.orders import Refused
-
-        own, rendezvous = os.uname().nodename, self._job.rendezvous
-        if node != own:
-            raise Refused(f"this agent runs on {own}: run the command on node {node}")
-        if rendezvous is None:
-            raise Refused("this job has no other node that could continue; use elasticctl stop")
-        if self._decisions.hosts_store:
-            raise Refused(f"{own} hosts the store in which the nodes meet, so the job would end with it")
-        left = self._running_attempt().plan.ranks[0].group_world_size - 1
-        if left < rendezvous.min_nodes:
-            raise Refused(
-                f"{left} node{'s' if left != 1 else ''} would be left, and the job needs"
-                f" {rendezvous.min_nodes} (--nnodes)"
-            )
-        self.ask_to_stop(machine.SignalReceived(signal.SIGTERM, ends_job=False))
-        return f"{own} leaves the job: SIGTERM to the workers; {left} nodes continue"
 
     def ask_to_stop(self, event: machine.SignalReceived, tell: Tell | None = None) -> None:
         """Stop the job. A second request kills the workers.
@@ -529,6 +451,10 @@ class Agent:
             from elasticrs._engine.supervise.run.agreed_step import SAVE_HOLD
 
             agreed.begin(signum, SAVE_HOLD, send, tell, self._exchange(f"signal {signum}"))
+
+    def holds(self, signum: int) -> bool:
+        """Return true if this signal is being held back until all ranks have made the same step."""
+        return self._agreed is not None and self._agreed.is_held(signum)
 
     def _end_hold(self, event: machine.Event) -> None:
         """Hold no signal back any longer if this event means that the workers are being stopped anyway."""
@@ -681,7 +607,7 @@ class Agent:
             if signum == signal.SIGTSTP and signum not in self._job.signals:
                 suspend(supervisor, self._signals)
             elif signum == signal.SIGUSR1 and self.checkpoints is not None and signum in self._job.forwarded:
-                self._ask_for_checkpoint(self.checkpoints)
+                self.ask_for_checkpoint(self.checkpoints)
             elif signum in self._job.forwarded:
                 self.pass_on(signum)
             elif self._requests.is_new(signum, time.monotonic()):
