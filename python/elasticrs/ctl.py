@@ -1,6 +1,7 @@
 """Entry points ``elasticctl`` and ``python -m elasticrs.ctl``: looks at jobs here, and acts on them.
 
-Exit codes: 0 done, 1 failed, 2 wrong arguments or several jobs to choose from, 4 no such job, 5 refused.
+Exit codes: 0 done, 1 failed, 2 wrong arguments or several jobs to choose from, 3 done without an agreed step,
+4 no such job, 5 refused.
 """
 
 from __future__ import annotations

@@ -449,6 +449,7 @@ def test_checkpoint_signals_all_ranks_and_is_refused_if_it_would_kill_one(start,
     assert job.wait() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_a_checkpoint_of_a_training_is_agreed_and_stacks_show_where_its_ranks_are(launch, folder, asked):
     program = Path(__file__).parents[1] / "workers" / "agreed_training.py"
