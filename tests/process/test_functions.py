@@ -65,13 +65,12 @@ def work():
     found = json.loads(connection.getresponse().read())
     connection.close()
     return found["state"], found["restarts"], found["last_failure"]
-
+"""
+    main = f"""
 class Kept(metrics.MetricHandler):
     values = []
     def emit(self, data):
         self.values.append(data.name)
-"""
-    main = f"""
 metrics.configure(Kept())
 os.environ["TORCHELASTIC_HEALTH_CHECK_PORT"] = "{ports.free()}"
 tell(*launch(work, nproc=1, restarts=1)[0], Kept.values)
