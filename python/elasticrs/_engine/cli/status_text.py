@@ -92,7 +92,7 @@ def remarks(status: Mapping[str, Any]) -> list[str]:
     if not agent["alive"]:
         found.append(f"the agent does not work: {agent['reason']} (its pid is {agent['pid']})")
     if status["no_progress"]:
-        found.append(printable(str(status["no_progress"]["what"]), 1000))
+        found.append(f"{printable(str(status['no_progress']['what']), 1000)}; see elasticctl stacks")
     found += _odd_ranks(status["workers"])
     slowest = status["slowest"]
     if slowest:
@@ -101,7 +101,7 @@ def remarks(status: Mapping[str, Any]) -> list[str]:
     if status["last_failure"]:
         found.append(f"last failure: {_failure(status['last_failure'])}")
     if status["log_folder"]:
-        found.append(f"logs in {printable(str(status['log_folder']), 1000)}")
+        found.append(f"logs in {printable(str(status['log_folder']), 1000)}; see elasticctl logs")
     return found
 
 
