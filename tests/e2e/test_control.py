@@ -302,6 +302,10 @@ def test_events_are_followed_without_a_rank(launch, worker_script, folder, tmp_p
     assert [json.loads(line) for line in text.splitlines()]
     assert asked("logs")[0] == 1
     assert asked("stop", "--now")[0] == 0
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    (event,) = [event for event in events if event["name"] == "order received"]
+    about = json.loads(event["metadata"]["metadata"])
+    assert (about["order"], about["user"], about["pid"]) == ("stop --now", os.geteuid(), os.getpid())
     assert job.wait() == 1
 
 

@@ -82,10 +82,9 @@ class Orders:
     def take(self, server: _core.HealthServer) -> None:
         """Carry out the orders that have arrived at the server."""
         for number, uid, pid, text in server.take_orders():
-            who = f"user {uid}" if pid is None else f"user {uid}, pid {pid}"
-            self._carry_out(text, who, partial(_reply, server, number))
+            self._carry_out(text, uid, pid, partial(_reply, server, number))
 
-    def _carry_out(self, text: str, who: str, answer: Answer) -> None:
+    def _carry_out(self, text: str, uid: int, pid: int | None, answer: Answer) -> None:
         try:
             order = json.loads(text)
             what = order["do"]
@@ -98,8 +97,10 @@ class Orders:
             answer({"code": USAGE, "message": f"{said}; it may be older than elasticctl"})
             return
         if what != "stacks":  # It changes nothing, so it is not worth a line on the console.
-            words = what, *(("--now",) if order.get("now") is True else ())
-            self._say(f"elasticctl ({who}): {' '.join(words)}")
+            words = f"{what} --now" if order.get("now") is True else what
+            who = f"user {uid}" if pid is None else f"user {uid}, pid {pid}"
+            self._say(f"elasticctl ({who}): {words}")
+            self._tracker.observers.ordered(words, uid, pid)
         try:
             action(order, answer)
         except Refused as reason:
