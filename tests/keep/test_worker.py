@@ -10,7 +10,7 @@ from helpers.procs import wait_until
 
 from elasticrs._engine.inside.keep import layout
 from elasticrs._engine.inside.keep.choice import choose
-from elasticrs._engine.inside.keep.layout import Answer, Head, Slot, Why
+from elasticrs._engine.inside.keep.layout import Agreed, AgreedState, Answer, Head, Slot, Why
 
 pytestmark = pytest.mark.torch
 
@@ -121,6 +121,23 @@ def test_rank_of_several_nodes_ends_the_step_whose_gradients_it_has(agent, nodes
         if nodes == 2:
             worker.run("keep.step(3)")
             assert step_of(agent) == 3
+
+
+@pytest.mark.parametrize(("is_agreed", "step"), [(False, 1), (True, 2)])
+def test_rank_of_several_nodes_copies_an_agreed_step_right_after_another_copy(agent, is_agreed, step):
+    """Without agreement, another rank may still be making its copy of step 1, and may die."""
+    agent.begin()
+    with agent.worker(preamble="os.environ['GROUP_WORLD_SIZE'] = '2'") as worker:
+        worker.run(model(every=1, replicated=False))
+        worker.run("train(1); keep._keeper._copier.wait_until_complete(60); train(2)")
+        name = agent.joined()
+        assert step_of(agent) == 1
+        if is_agreed:
+            with closing(agent.file()) as file:
+                file.words[Agreed.STATE] = AgreedState.SENT
+                file.words[Agreed.READY] = file.words[Agreed.NUMBER] = 1
+        assert agent.order(name) == Answer.KEPT
+        assert step_of(agent) == step
 
 
 def step_of(agent, rank=0):

@@ -20,7 +20,7 @@ from elasticrs._engine.inside.handover import without_signals
 from elasticrs._engine.inside.keep import layout, trees
 from elasticrs._engine.inside.keep.choice import NEAR
 from elasticrs._engine.inside.keep.file import OffError, round_up
-from elasticrs._engine.inside.keep.layout import Answer, Head, Slot, Why
+from elasticrs._engine.inside.keep.layout import Agreed, AgreedState, Answer, Head, Slot, Why
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -467,7 +467,8 @@ class Copier:
         This matters if each rank has only a part of the state. Another rank may then lack its own copy of the
         newest step that this rank has copied, so that all need the older copy, which would be overwritten.
         If the files of the other ranks cannot be read, their copies of a step count as complete from two
-        steps later on, because the optimizer of each rank waits for the rank's copy.
+        steps later on, because the optimizer of each rank waits for the rank's copy. One step is enough if
+        all ranks have ended the same step, after which they wait for a signal.
         """
         newest = max(
             (found for slot in self._file.slots if (found := slot.complete_step) is not None), default=None
@@ -475,7 +476,9 @@ class Copier:
         if newest is None or self._ranks.generations is not None or self._ranks.is_replicated():
             return False  # With generations, :meth:`_free_slot` decides.
         have_all = self._ranks.have_all_copied(newest)
-        return step < newest + 2 if have_all is None else not have_all
+        words = self._file.words
+        is_agreed = (words[Agreed.STATE], words[Agreed.READY]) == (AgreedState.SENT, words[Agreed.NUMBER])
+        return step < newest + (1 if is_agreed else 2) if have_all is None else not have_all
 
     def _target(self, number: int, parts: Parts, index: bytes) -> _Target:
         target = self._targets.get(number)
