@@ -197,13 +197,18 @@ assert importlib.util.find_spec("torch.distributed.elastic.timer.neither") is No
 """
 
 
-def test_a_module_that_only_torch_has_is_loaded_from_torch(installed, tmp_path):
-    # This fake torch has only a package that a later version of torch could have.
+@pytest.fixture
+def small_torch(tmp_path):
+    """Create a package in place of torch that has only a package that a later version of torch could have."""
     packages = ("torch", "torch/distributed", "torch/distributed/elastic", "torch/distributed/elastic/newer")
     for package in packages:
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text(NEWER if package.endswith("newer") else "")
     (tmp_path / packages[-1] / "helpers.py").touch()
+
+
+@pytest.mark.usefixtures("small_torch")
+def test_a_module_that_only_torch_has_is_loaded_from_torch(installed, tmp_path):
     done = installed("-c", PROBES, check=False, PYTHONPATH=str(tmp_path))
     assert done.stdout == "elasticrs.timer.api torch.distributed.elastic.newer.helpers elasticrs.run\n", (
         done.stderr
@@ -287,11 +292,11 @@ def test_launch_commands_of_torch_start_the_elasticrs_launcher(installed, tmp_pa
     assert done.returncode == 0
 
 
-@pytest.mark.torch
+@pytest.mark.usefixtures("small_torch")
 def test_a_worker_that_imports_torch_elastic_gets_elasticrs(installed, tmp_path):
     source = "from torch.distributed.elastic.multiprocessing.errors import record; print(record.__module__)"
     (tmp_path / "worker.py").write_text(source, encoding="utf-8")
-    done = installed("-m", "elasticrs", "worker.py", check=False)
+    done = installed("-m", "elasticrs", "worker.py", check=False, PYTHONPATH=str(tmp_path))
     assert done.stdout == "elasticrs.multiprocessing.errors\n", done.stderr
 
 

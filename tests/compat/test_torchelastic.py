@@ -9,20 +9,21 @@ from helpers.trainers import store
 pytestmark = [pytest.mark.torch]
 
 STARTED_BY_HAND = """
-import importlib, os, runpy, sys
-importlib.import_module(sys.argv.pop(1))
-for rank in range(2):
-    if os.fork() == 0:
-        sys.argv[:] = sys.argv[1:]
-        try:
-            runpy.run_path(sys.argv[0], run_name="__main__")
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(sys.exc_info()[0] is not None)
-print("exit", *sorted(os.waitstatus_to_exitcode(os.wait()[1]) for rank in range(2)))
+import json, os, runpy, sys
+import torch._dynamo  # The optimizers of torch import this module, which takes long.
+for command in json.loads(sys.argv[1]):
+    for rank in range(2):
+        if os.fork() == 0:
+            sys.argv[:] = command
+            try:
+                runpy.run_path(sys.argv[0], run_name="__main__")
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(sys.exc_info()[0] is not None)
+    print("exit", *sorted(os.waitstatus_to_exitcode(os.wait()[1]) for rank in range(2)), flush=True)
 """
-"""Torch is imported once; each child is then a process that somebody has started."""
+"""Torch is imported once for all programs; each child is then a process that somebody has started."""
 
 OF_2019 = """
 import os
@@ -268,26 +269,17 @@ def test_the_torchelastic_launcher_passes_scripts_only_their_own_arguments(insta
     assert ran == ["ran 0 ['--lr=3']", "ran 1 ['--lr=3']"], done.stderr
 
 
-def by_hand(installed, module, program, *arguments):
-    return installed("-c", STARTED_BY_HAND, module, str(program), *arguments, check=False)
-
-
-def test_a_torchelastic_program_of_2019_runs(installed, tmp_path):
-    program = tmp_path / "toy.py"
-    program.write_text(OF_2019, encoding="utf-8")
+def test_torchelastic_programs_of_2019_and_2020_run(installed, tmp_path, etcd):
+    toy, model = tmp_path / "toy.py", tmp_path / "model.py"
+    toy.write_text(OF_2019, encoding="utf-8")
+    model.write_text(OF_2020, encoding="utf-8")
     with store() as port:
         url = f"elasticrs://127.0.0.1:{port}/toy?min_workers=2&max_workers=2"
-        done = by_hand(installed, "torch.distributed", program, url)
-    assert done.stdout.splitlines() == ["total 20", "total 20", "exit 0 0"], done.stderr
-
-
-def test_a_torchelastic_program_of_2020_runs(installed, tmp_path, etcd):
-    program = tmp_path / "model.py"
-    program.write_text(OF_2020, encoding="utf-8")
-    arguments = (etcd.endpoint, etcd.prefix, str(tmp_path / "checkpoints"))
-    # The optimizers of torch import this module, which takes long.
-    done = by_hand(installed, "torch._dynamo", program, *arguments)
-    *told, last = done.stdout.splitlines()
+        of_2020 = (str(model), etcd.endpoint, etcd.prefix, str(tmp_path / "checkpoints"))
+        done = installed("-c", STARTED_BY_HAND, json.dumps([(str(toy), url), of_2020]), check=False)
+    lines = done.stdout.splitlines()
+    assert lines[:3] == ["total 20", "total 20", "exit 0 0"], done.stderr
+    *told, last = lines[3:]
     assert last == "exit 0 0", done.stderr
     first, second = (line for line in told if line.startswith("steps 10 weights"))
     assert first == second
