@@ -51,20 +51,10 @@ def test_the_workers_of_several_nodes_meet_at_a_store_of_its_own(launch, tmp_pat
 
 
 @pytest.mark.torch
-def test_torchs_own_process_group_forms_at_the_endpoint(launch_with_torch, tmp_path):
+def test_torchs_own_process_group_forms_at_the_endpoint(launch_with_torch):
     port = str(ports.free())
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import os, sys\n"
-        "os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'] = sys.argv[1:]\n"
-        "import torch, torch.distributed as dist\n"
-        "dist.init_process_group('gloo')\n"
-        "total = torch.ones(1)\n"
-        "dist.all_reduce(total)\n"
-        "os.write(1, f'SUM {int(total)}\\n'.encode())\n"
-        "dist.destroy_process_group()\n"
-    )
+    script = WORKERS / "all_reduce.py"
     options = ("--nnodes=1", "--nproc-per-node=2", "--rdzv-backend=c10d")
     launched = launch_with_torch(*options, f"--rdzv-endpoint=localhost:{port}", script, "localhost", port)
     assert launched.wait() == 0, launched.stderr
-    assert launched.stdout.count("SUM 2") == 2
+    assert launched.stdout.count("SUM 3") == 2

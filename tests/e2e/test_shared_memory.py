@@ -13,7 +13,7 @@ from helpers import procs
 
 WORKER = Path(__file__).resolve().parent.parent / "workers" / "sharing.py"
 PAIR = ("--nproc-per-node=2", "--shutdown-timeout=0.2")
-METHODS = pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+METHODS = ("spawn", "fork", "forkserver")
 
 pytestmark = [pytest.mark.privileged, pytest.mark.beyond_torchrun]
 
@@ -76,9 +76,16 @@ def test_a_failed_attempt_leaves_no_shared_memory(job, shm, how, method):
     assert_nothing_is_left(shm, method)
 
 
-@METHODS
 @pytest.mark.parametrize(
-    ("how", "grace", "is_insisted"), [("wait", 0.2, False), ("ignore", 0.2, False), ("ignore", 60, True)]
+    ("how", "grace", "is_insisted", "method"),
+    [
+        *(("wait", 0.2, False, method) for method in METHODS),
+        *(
+            pytest.param(*way, method, marks=[] if method == "spawn" else pytest.mark.slow)
+            for way in (("ignore", 0.2, False), ("ignore", 60, True))
+            for method in METHODS
+        ),
+    ],
 )
 def test_a_stopped_job_leaves_no_shared_memory(job, shm, how, grace, is_insisted, method):
     launched = job(how, f"--shutdown-timeout={grace}", method=method)
@@ -88,7 +95,7 @@ def test_a_stopped_job_leaves_no_shared_memory(job, shm, how, grace, is_insisted
     assert_nothing_is_left(shm, method)
 
 
-@METHODS
+@pytest.mark.parametrize("method", METHODS)
 def test_a_killed_agent_leaves_no_shared_memory(job, shm, method):
     launched = job("wait", method=method)
     launched.wait_for_lines("HELD", 2)

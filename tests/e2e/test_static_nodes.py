@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 from helpers import ports
-from helpers.nodes import RANKS, Worker
+from helpers.nodes import RANKS, WORKERS, Worker
 from helpers.procs import reap_adopted
 
 pytestmark = pytest.mark.timeout(180)
@@ -56,28 +56,6 @@ MEET = """
     if restart == 10:
         os._exit(0)
     os._exit(7) if rank == world - 1 else signal.pause()
-"""
-
-GLOO = """
-    import os
-    from datetime import timedelta
-    import torch
-    import torch.distributed as dist
-
-    FAILURES = int(os.environ.get("FAILURES", "0"))
-    dist.init_process_group("gloo", init_method="env://", timeout=timedelta(seconds=20))
-    total = torch.tensor([float(dist.get_rank() + 1)])
-    dist.all_reduce(total)
-    os.write(1, b"SUM %d\\n" % int(total.item()))
-    if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < FAILURES:
-        if dist.get_rank() == dist.get_world_size() - 1:
-            os._exit(7)
-        # Fails, or waits for the one that is gone.
-        dist.all_reduce(total)
-    dist.barrier()
-    dist.destroy_process_group()
-    # Threads of gloo now and then abort the interpreter's own way out (torch 2.15).
-    os._exit(0)
 """
 
 STORE = """
@@ -199,8 +177,8 @@ def test_rdzv_endpoint_can_replace_master_addr_and_master_port(launch):
 
 
 @pytest.mark.torch
-def test_a_process_group_forms_over_the_given_address(launch_with_torch, worker_script):
-    nodes = Nodes(launch_with_torch, 2, worker_script(GLOO))
+def test_a_process_group_forms_over_the_given_address(launch_with_torch):
+    nodes = Nodes(launch_with_torch, 2, WORKERS / "all_reduce.py")
     for rank in (1, 0):
         nodes.start(rank)
     assert nodes.codes() == [0, 0]
@@ -237,11 +215,11 @@ def test_workers_restart_ten_times_on_the_same_port(launch, worker_script):
 @pytest.mark.torch
 @pytest.mark.slow
 @pytest.mark.beyond_torchrun
-def test_a_process_group_forms_again_in_three_restarts(launch, worker_script):
-    nodes = Nodes(launch, 2, worker_script(GLOO), restarts=3, env={"FAILURES": "3"})
+def test_a_process_group_forms_again_in_three_restarts(launch):
+    nodes = Nodes(launch, 2, WORKERS / "all_reduce.py", restarts=3, env={"FAILURES": "3"})
     agents = [nodes.start(rank) for rank in (1, 0)]
     assert [agent.wait(120) for agent in agents] == [0, 0], agents[1].stderr
-    assert [agent.stdout.count("SUM 3\n") for agent in agents] == [4, 4]
+    assert [agent.stdout.count("SUM 3 ") for agent in agents] == [4, 4]
 
 
 @pytest.mark.beyond_torchrun

@@ -1,7 +1,7 @@
 """Several nodes with ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``, where rank 0 hosts the workers' store."""
 
 import pytest
-from helpers.nodes import meeting
+from helpers.nodes import WORKERS, meeting
 
 WORKER = """
     import os, socket, threading
@@ -24,22 +24,11 @@ WORKER = """
         raise SystemExit(rank)
 """
 
-TRAINING = """
-    import os, torch, torch.distributed as dist
-    dist.init_process_group("gloo")
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    print("SUM", int(total), flush=True)
-    dist.destroy_process_group()
-    # Threads of gloo now and then abort the interpreter's own way out (torch 2.15).
-    os._exit(0)
-"""
-
 
 @pytest.fixture
-def two_nodes(launch, worker_script):
-    def start(source, launch=launch):
-        options, script = (*meeting(), "--max-restarts=1"), worker_script(source)
+def two_nodes(launch):
+    def start(script, launch=launch):
+        options = (*meeting(), "--max-restarts=1")
         confs = [f"--rdzv-conf=order_hint={node},is_host={1 - node}" for node in (0, 1)]
         env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         return [launch(*options, conf, script, env=env) for conf in confs]
@@ -48,8 +37,8 @@ def two_nodes(launch, worker_script):
 
 
 @pytest.mark.beyond_torchrun
-def test_rank_0_hosts_the_store_on_a_new_port_in_each_round(two_nodes):
-    started = two_nodes(WORKER)
+def test_rank_0_hosts_the_store_on_a_new_port_in_each_round(two_nodes, worker_script):
+    started = two_nodes(worker_script(WORKER))
     assert [each.wait() for each in started] == [0, 0], started[0].stderr
     told = started[0].wait_for_lines(r"^USE False (\d+)$", 2)
     # Each round uses a different port.
@@ -60,7 +49,7 @@ def test_rank_0_hosts_the_store_on_a_new_port_in_each_round(two_nodes):
 @pytest.mark.beyond_torchrun
 @pytest.mark.torch
 def test_torch_workers_train_with_the_store_of_rank_0(two_nodes, launch_with_torch):
-    started = two_nodes(TRAINING, launch_with_torch)
+    started = two_nodes(WORKERS / "all_reduce.py", launch_with_torch)
     assert [each.wait(60) for each in started] == [0, 0], started[0].stderr
     for each in started:
-        each.wait_for_line("^SUM 2$")
+        each.wait_for_line("^SUM 3 in rank")
