@@ -2,9 +2,12 @@
 
 import os
 import signal
+import time
 
 import pytest
 from helpers.said import says
+
+from elasticrs._engine.supervise.run.agreed_step import LONGEST_HOLD
 
 pytestmark = pytest.mark.beyond_torchrun
 
@@ -69,9 +72,40 @@ def test_all_ranks_are_asked_in_the_same_step_to_save_and_to_stop(job):
     says(launched.stderr, "SIGTERM reaches all ranks after optimizer step", last)
 
 
+PAUSE = """
+        if step == 9 and rank == 1:
+            os.write(1, f"PAUSED {os.getpid()}.\\n".encode())
+            signal.pause()
+"""
+PAUSES = IN_STEP.replace("step += 1\n", f"step += 1{PAUSE}")
+"""The same, but a rank does not get to the end of its step."""
+
+
+def test_a_second_stop_request_does_not_wait_for_a_common_step(job):
+    launched = job(PAUSES)
+    launched.wait_for_line("PAUSED")
+    launched.signal(signal.SIGTERM)
+    launched.wait_for_line("SIGTERM received")
+    launched.insist(signal.SIGTERM)
+    begun = time.monotonic()
+    launched.exits(1)
+    assert time.monotonic() - begun < LONGEST_HOLD / 2
+
+
+def test_a_failure_does_not_wait_for_a_common_step(job):
+    launched = job(PAUSES)
+    pid = int(launched.wait_for_line(r"PAUSED (\d+)\.")[1])
+    launched.signal(signal.SIGTERM)
+    launched.wait_for_line("SIGTERM received")
+    os.kill(pid, signal.SIGKILL)
+    begun = time.monotonic()
+    launched.exits(1)
+    assert time.monotonic() - begun < LONGEST_HOLD / 2
+    says(launched.stderr, "SIGTERM reaches the ranks at different steps, because a rank has failed")
+
+
 def test_a_rank_that_makes_no_step_does_not_delay_the_others_for_longer_than_the_hold(job):
-    pause = 'if step == 9 and rank == 1: os.write(1, b"PAUSED\\n"), signal.pause()'
-    launched = job(IN_STEP.replace("step += 1", f"step += 1\n        {pause}"), "--shutdown-timeout=3")
+    launched = job(PAUSES, "--shutdown-timeout=3")
     launched.wait_for_line("PAUSED")
     launched.signal(signal.SIGTERM)
     launched.exits(1)

@@ -1,0 +1,98 @@
+"""A worker stops at the start of a step until its signal has come. Its GPU has finished its work by then."""
+
+import os
+import signal
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from elasticrs._engine.inside import boundary
+from elasticrs._engine.inside.boundary import _Boundary, _Stop
+from elasticrs._engine.inside.keep.layout import Agreed, AgreedState
+
+
+@pytest.fixture
+def words():
+    """The words of a worker that is asked to get SIGUSR1 after step 7."""
+    words = boundary._private_words()
+    words[Agreed.NUMBER], words[Agreed.STATE] = 3, AgreedState.ACT
+    words[Agreed.STEP], words[Agreed.SIGNAL], words[Agreed.UNTIL] = 7, signal.SIGUSR1, 1 << 62
+    return words
+
+
+@pytest.fixture
+def handled():
+    """Signals that the program's handler has handled."""
+    found = []
+    before = signal.signal(signal.SIGUSR1, lambda signum, _frame: found.append(signum))
+    yield found
+    signal.signal(signal.SIGUSR1, before)
+
+
+def when_ready(words, act):
+    """Call ``act`` on a thread once the worker waits for its signal."""
+
+    def wait():
+        while words[Agreed.READY] != 3:
+            os.sched_yield()
+        act()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+def test_the_program_handles_the_signal_when_it_has_come(words, handled):
+    handler = signal.getsignal(signal.SIGUSR1)
+    thread = when_ready(words, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+    _Boundary(None).reach(words, 7, is_start=True)
+    thread.join()
+    assert handled == [signal.SIGUSR1]
+    assert signal.getsignal(signal.SIGUSR1) is handler
+
+
+@pytest.mark.parametrize("change", [(Agreed.STATE, AgreedState.NONE), (Agreed.NUMBER, 4), (Agreed.UNTIL, 0)])
+def test_a_worker_goes_on_without_a_signal_if_the_agent_says_so(words, handled, change):
+    thread = when_ready(words, lambda: words.__setitem__(*change))
+    _Boundary(None).reach(words, 7, is_start=True)
+    thread.join()
+    assert handled == []
+
+
+def test_a_worker_without_a_handler_goes_on_soon_after_the_signal_was_sent(words):
+    words[Agreed.SIGNAL] = signal.SIGCHLD
+    thread = when_ready(words, lambda: words.__setitem__(Agreed.STATE, AgreedState.SENT))
+    _Boundary(None).reach(words, 7, is_start=True)
+    thread.join()
+
+
+def test_a_worker_does_not_wait_at_other_steps_nor_twice(words, handled):
+    one = _Boundary(None)
+    one.reach(words, 6, is_start=True)
+    assert (words[Agreed.READY], words[Agreed.MISSED]) == (0, 0)
+    one.reach(words, 8, is_start=True)
+    assert (words[Agreed.READY], words[Agreed.MISSED]) == (0, 3)
+    one.reach(words, 7, is_start=True)
+    assert (words[Agreed.READY], handled) == (0, [])
+
+
+def test_a_worker_gives_up_a_choice_that_is_not_made(words, monkeypatch):
+    monkeypatch.setattr(boundary, "_CHOICE_LIMIT_NS", 1)
+    words[Agreed.STATE] = AgreedState.WAIT
+    _Boundary(None).reach(words, 7)
+    assert words[Agreed.MISSED] == 3
+
+
+@pytest.mark.parametrize("is_initialized", [True, False])
+def test_a_gpu_is_synchronized_before_the_worker_says_that_it_is_ready(words, monkeypatch, is_initialized):
+    seen = []
+    cuda = SimpleNamespace(
+        is_initialized=lambda: is_initialized, synchronize=lambda: seen.append(words[Agreed.READY])
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    words[Agreed.UNTIL] = 0
+    _Stop(words, 3).wait()
+    assert seen == [0] * is_initialized
+    assert words[Agreed.READY] == 3
