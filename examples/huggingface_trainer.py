@@ -2,13 +2,25 @@
 
 Run: elasticrun --standalone --nproc-per-node 2 --max-restarts 3 examples/huggingface_trainer.py
 Try: pkill -9 -nf huggingface_trainer.py kills a rank. Watch both resume.
+Try: pkill -USR1 -of huggingface_trainer.py saves a checkpoint of the current step; pkill -of saves and stops.
 """
 
 import os
 
 import task
 import torch
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments, set_seed
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    set_seed,
+)
+
+from elasticrs import checkpoint_requested
 
 SENTENCES = 256
 WORDS = 12
@@ -28,6 +40,18 @@ class Sentences(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         words = self.words[index]
         return {"input_ids": words, "labels": (words[0] >= VOCABULARY // 2).long()}
+
+
+class SaveOnRequest(TrainerCallback):
+    """Saves a checkpoint if a signal to elasticrun asks for it: on all ranks after the same step."""
+
+    def on_step_end(
+        self, _args: TrainingArguments, _state: TrainerState, control: TrainerControl, **_more: object
+    ) -> None:
+        if wish := checkpoint_requested():
+            control.should_save = True
+        if wish == "stop":
+            control.should_training_stop = True
 
 
 def make_model() -> BertForSequenceClassification:
@@ -56,7 +80,9 @@ def main() -> None:
         disable_tqdm=True,
         report_to="none",
     )
-    trainer = Trainer(model=make_model(), args=settings, train_dataset=Sentences())
+    trainer = Trainer(
+        model=make_model(), args=settings, train_dataset=Sentences(), callbacks=[SaveOnRequest()]
+    )
     # Rank 0 writes this file last, so an incomplete checkpoint does not contain it.
     complete = [file.parent for file in arguments.checkpoints.glob("checkpoint-*/trainer_state.json")]
     checkpoint = max(complete, default=None, key=lambda folder: int(folder.name.rpartition("-")[2]))

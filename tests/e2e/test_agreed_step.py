@@ -24,7 +24,8 @@ IN_STEP = """
     while True:
         # As a collective does, this makes no rank more than one step faster than the other one.
         os.write(to, b".")
-        os.read(back, 1)
+        if not os.read(back, 1):
+            sys.exit("the other rank is gone")
         step += 1
         wish = checkpoint_requested()
         if wish:

@@ -26,9 +26,11 @@ def words():
 def handled():
     """Signals that the program's handler has handled."""
     found = []
-    before = signal.signal(signal.SIGUSR1, lambda signum, _frame: found.append(signum))
+    signums = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    before = {each: signal.signal(each, lambda signum, _frame: found.append(signum)) for each in signums}
     yield found
-    signal.signal(signal.SIGUSR1, before)
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
 
 
 def when_ready(words, act):
@@ -83,6 +85,48 @@ def test_a_worker_gives_up_a_choice_that_is_not_made(words, monkeypatch):
     words[Agreed.STATE] = AgreedState.WAIT
     _Boundary(None).reach(words, 7)
     assert words[Agreed.MISSED] == 3
+
+
+class Optimizers:
+    """Stands in for the module with torch's optimizers."""
+
+    def register_optimizer_step_post_hook(self, hook):
+        self.on_step = hook
+
+
+@pytest.fixture
+def counted(words, monkeypatch, handled):
+    """The module with optimizers whose steps are counted in ``words``."""
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(compiler=SimpleNamespace(is_compiling=bool)))
+    monkeypatch.setenv("ELASTICRS_KEEP", "a file")
+    monkeypatch.setattr(boundary, "_map_words", lambda: words)
+    monkeypatch.setattr(boundary, "_calls", None)
+    monkeypatch.setattr(boundary, "_boundary", None)
+    words[Agreed.STATE] = AgreedState.NONE
+    optimizers = Optimizers()
+    boundary.follow_steps(optimizers, None)
+    return optimizers
+
+
+def test_only_the_steps_of_the_first_optimizer_count(words, counted):
+    first, second = Optimizers(), Optimizers()
+    for optimizer in (first, second, first, second, first):
+        counted.on_step(optimizer, (), {})
+    assert words[Agreed.STEPS] == 3
+    del first, optimizer
+    counted.on_step(second, (), {})
+    assert words[Agreed.STEPS] == 4
+
+
+def test_a_program_that_asks_in_each_step_names_the_steps_itself(words, counted):
+    optimizer = Optimizers()
+    for _ in range(3):
+        counted.on_step(optimizer, (), {})
+    for _ in range(100):
+        counted.on_step(optimizer, (), {})
+        assert boundary.checkpoint_requested() == ""
+    # Four steps had been counted before the first question.
+    assert words[Agreed.STEPS] == 104
 
 
 @pytest.mark.parametrize("is_initialized", [True, False])

@@ -41,6 +41,9 @@ because no handler in Python handles it in this thread.
 _LONG_NS, _SHORT_STEPS = 1_000_000, 64
 """Steps longer than this number of nanoseconds are measured one by one, shorter ones by this number."""
 
+_NEVER = 1 << 62
+"""Number of a step that is never reached."""
+
 _TRIES = 20
 """Number of times that a worker tries to open its file."""
 
@@ -143,8 +146,8 @@ def follow_steps(optimizers: Any, beat: Callable[[int | None], None] | None) -> 
             boundary.reach(words, count)
 
     def detach() -> int:
-        nonlocal words
-        words, boundary.tries = _private_words(), 0
+        nonlocal words, due
+        words, due = _private_words(), _NEVER
         return count
 
     boundary.detach = detach
@@ -197,7 +200,7 @@ class _Boundary:
         """
         now = monotonic_ns()
         if self._measured:
-            duration = (now - self._measured_ns) // (step - self._measured)
+            duration = (now - self._measured_ns) // max(1, step - self._measured)
             words[Agreed.DURATION] = duration
             self._measured_ns, self._measured, words[Agreed.TIME] = now, step, now
             return step + (1 if duration > _LONG_NS else _SHORT_STEPS)
