@@ -39,6 +39,9 @@ MIN_RATE = 1 << 20
 CHUNK = 4 << 20
 """Number of bytes of a chunk, which is sent after its CRC-32."""
 
+_BURST = 0.05
+"""Seconds for which a sender with a limited rate may catch up, after it has been held up."""
+
 _CRC = 4
 _MAX_LINE = 256
 
@@ -168,9 +171,9 @@ class Pace:
         if not self._rate:
             return 0
         with self._lock:
-            begin = max(self._free_at, self._now())
+            begin = max(self._free_at, self._now() - _BURST)
             self._free_at = begin + size / self._rate
-            return begin - self._now()
+            return max(0.0, begin - self._now())
 
 
 def in_chunks(data: memoryview, pace: Pace) -> Iterator[memoryview]:
