@@ -444,8 +444,7 @@ class Copier:
         rank died during its copy, all would then have to go back that far.
         """
         slots = self._file.slots
-        if self._ranks.generations is not None:
-            protected = self._ranks.generations.protected()
+        if (protected := self._ranks.protected()) is not None:
             free = [each for each, slot in enumerate(slots) if slot.complete_step not in protected - {None}]
             return min(free, key=lambda each: slots[each].sequence, default=None)
         if self._older is not None and step < self._is_young_until and self._ranks.is_replicated():
@@ -473,8 +472,8 @@ class Copier:
         newest = max(
             (found for slot in self._file.slots if (found := slot.complete_step) is not None), default=None
         )
-        if newest is None or self._ranks.generations is not None or self._ranks.is_replicated():
-            return False  # With generations, :meth:`_free_slot` decides.
+        if newest is None or self._ranks.protected() is not None or self._ranks.is_replicated():
+            return False  # If the ranks of several nodes agree on the copies, `_free_slot` decides.
         have_all = self._ranks.have_all_copied(newest)
         words = self._file.words
         is_agreed = (words[Agreed.STATE], words[Agreed.READY]) == (AgreedState.SENT, words[Agreed.NUMBER])

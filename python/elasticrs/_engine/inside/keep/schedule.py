@@ -172,6 +172,12 @@ class Schedule:
             self._words[Head.NEXT] = self._announced + 1
         return is_due
 
+    def protected(self) -> set[int | None] | None:
+        """Return the steps whose copies this rank must not overwrite, if the ranks of several nodes agree on
+        the copies, and do not have the same state. See :meth:`Generations.protected`.
+        """
+        return None if self.generations is None or self.are_all_equal else self.generations.protected()
+
     def upcoming(self, notice: float) -> int | None:
         """Return the step of the next copy that rank 0 announces to the ranks of several nodes; ``None`` if
         the program wants no periodic copies. Rank 0 calls this when the copy before is complete everywhere.
