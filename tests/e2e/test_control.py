@@ -318,6 +318,7 @@ def test_restart_costs_no_restart_and_waits_for_the_next_attempt(start, folder, 
     after = status_of(folder, job)
     assert (after["round"], after["restarts"]) == (before["round"] + 1, 0)
     assert {each["pid"] for each in after["workers"]}.isdisjoint(each["pid"] for each in before["workers"])
+    job.wait_for_lines(r"here (\d+) (\d+)\.", 4)
     for each in after["workers"]:
         os.kill(each["pid"], signal.SIGUSR1)
     assert job.wait() == 0

@@ -15,7 +15,7 @@ from elasticrs._engine.cli.control_client import ANSWER_LIMIT, Problem, choose, 
 from elasticrs._engine.cli.status_text import TITLES, ranks_table, remarks, row, sentence, table
 from elasticrs._engine.job.phrases import duration
 from elasticrs._engine.process.console import visible
-from elasticrs._engine.supervise.run.orders import DONE, FAILED, NO_JOB, USAGE
+from elasticrs._engine.supervise.run.orders import DONE, FAILED, NO_JOB, NOT_AGREED, USAGE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -28,8 +28,8 @@ _LOOK = 0.2
 """Seconds between two looks at log files, or at the status during a restart."""
 
 
-_CHECKPOINT_LIMIT = 90.0
-"""Seconds to wait until the ranks have got the signal to save. The agent sends it within a minute."""
+_SIGNAL_LIMIT = 90.0
+"""Seconds to wait until the ranks have got the signal to save or stop. The agent sends it within a minute."""
 
 
 def run(args: Sequence[str]) -> int:
@@ -181,8 +181,14 @@ def _end(options: argparse.Namespace, order: dict[str, Any]) -> int:
     """Send an order that ends the agent, and wait for its end."""
     agent, _ = _chosen(options)
     with _agent_end(agent) as end:
-        code = _obey(agent, order)
-        if code == DONE and not options.no_wait:
+        try:
+            code = _obey(agent, order, _SIGNAL_LIMIT)
+        except Problem:
+            # An agent that ends before the workers have got the signal does not tell of it.
+            if not select.select([end], [], [], ANSWER_LIMIT)[0]:
+                raise
+            code = DONE
+        if code in (DONE, NOT_AGREED) and not options.no_wait:
             select.select([end], [], [])
             _print([f"{agent.title} has ended"])
         return code
@@ -203,7 +209,7 @@ def _stacks(options: argparse.Namespace) -> int:
 def _checkpoint(options: argparse.Namespace) -> int:
     agent, _ = _chosen(options)
     order = {"do": "checkpoint", "on_all_nodes": options.on_all_nodes}
-    return _obey(agent, order, _CHECKPOINT_LIMIT)
+    return _obey(agent, order, _SIGNAL_LIMIT)
 
 
 def _restart(options: argparse.Namespace) -> int:

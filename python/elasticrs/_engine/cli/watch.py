@@ -10,6 +10,7 @@ import termios
 import time
 import tty
 from contextlib import contextmanager
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from elasticrs._engine.cli.control_client import Problem
@@ -105,7 +106,8 @@ class Watch:
             self._below = [str(problem)]
 
     def _asked(self, order: dict[str, Any]) -> list[str]:
-        return [str(answer.get("message")) for answer in self._agent.ask(order)]
+        # The status shows what follows, so do not wait for further lines.
+        return [str(answer.get("message")) for answer in islice(self._agent.ask(order), 1)]
 
     def _stacks(self) -> list[str]:
         (answer,) = self._agent.ask({"do": "stacks"})

@@ -120,11 +120,20 @@ class Orders:
         is_now, is_stopping = order.get("now") is True, self._decisions.signum is not None
         if is_stopping and not is_now:
             raise Refused("the job is being stopped already; --now kills the workers at once")
-        for _ in range(2 if is_now and not is_stopping else 1):
-            self._agent.ask_to_stop(machine.SignalReceived(signal.SIGTERM, ends_job=True))
         what = "the job" if self._decisions.can_end_job else "this node's part of the job"
         how = "its workers are being killed" if is_now else f"SIGTERM to its workers, {self._grace()}"
-        answer({"code": DONE, "message": f"stopping {what}: {how}"})
+        told = {"message": f"stopping {what}: {how}"}
+        event = machine.SignalReceived(signal.SIGTERM, ends_job=True)
+        if not is_now and self._decisions.phase is machine.Phase.RUNNING:
+            answer(told)
+            self._agent.ask_to_stop(event, partial(_tell_delivery, answer, self._count()))
+            return
+        for _ in range(2 if is_now and not is_stopping else 1):
+            self._agent.ask_to_stop(event)
+        answer({"code": DONE, **told})
+
+    def _count(self) -> int:
+        return len(self._running_attempt().running())
 
     def _restart(self, _order: dict[str, Any], answer: Answer) -> None:
         if self._job.on_failure == "replace":
@@ -148,11 +157,9 @@ class Orders:
         if left < rendezvous.min_nodes:
             are_left = f"{left} node{'s' if left != 1 else ''} would be left"
             raise Refused(f"{are_left}, and the job needs {rendezvous.min_nodes} (--nnodes)")
-        self._agent.ask_to_stop(machine.SignalReceived(signal.SIGTERM, ends_job=False))
-        answer({
-            "code": DONE,
-            "message": f"{own} leaves the job: SIGTERM to the workers; {left} nodes continue",
-        })  # fmt: skip
+        answer({"message": f"{own} leaves the job: SIGTERM to the workers; {left} nodes continue"})
+        event = machine.SignalReceived(signal.SIGTERM, ends_job=False)
+        self._agent.ask_to_stop(event, partial(_tell_delivery, answer, self._count()))
 
     def _checkpoint(self, order: dict[str, Any], answer: Answer) -> None:
         attempt = self._running_attempt()
@@ -175,7 +182,7 @@ class Orders:
             raise Refused(f"SIGUSR1 would kill {who}. A checkpoint on request needs one of these: {_WAYS}")
         if self._agent.holds(signal.SIGUSR1):
             raise Refused("SIGUSR1 is already being held back until all ranks have made the same step")
-        self._agent.pass_on(signal.SIGUSR1, partial(_tell_delivery, answer, len(pids)))
+        self._agent.pass_on(signal.SIGUSR1, partial(_tell_delivery, answer, self._count()))
 
     def _stacks(self, _order: dict[str, Any], answer: Answer) -> None:
         # On another thread, because this waits for the workers and reads files.
@@ -187,7 +194,7 @@ def _reply(server: _core.HealthServer, number: int, fields: dict[str, Any]) -> N
 
 
 def _tell_delivery(answer: Answer, ranks: int, sent: Delivery) -> None:
-    to = f"SIGUSR1 sent to {ranks} rank{'s' if ranks != 1 else ''}"
+    to = f"{phrases.signal_name(sent.signum)} sent to {ranks} rank{'s' if ranks != 1 else ''}"
     if sent.step is not None:
         waited = phrases.milliseconds(round(sent.waited * 1e9))
         answer({"code": DONE, "step": sent.step, "message": f"{to} after step {sent.step:,}, held {waited}"})
