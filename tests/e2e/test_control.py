@@ -474,6 +474,9 @@ def test_a_checkpoint_of_a_training_is_agreed_and_stacks_show_where_its_ranks_ar
     assert sorted(rank for stack in answer["stacks"] for rank in stack["ranks"]) == [0, 1]
     code, text = asked("restart")
     assert (code, "attempt 0_r2 runs" in text) == (0, True)
+    job.wait_for_lines(r"BEGUN \d+", 4)
+    code, text = asked("stop", "--no-wait")
+    assert (code, "SIGTERM sent to 2 ranks after step" in text) == (0, True), text
     assert asked("stop", "--now")[0] == 0
     assert job.wait() == 1
 
