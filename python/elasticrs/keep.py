@@ -99,8 +99,10 @@ class Keep:
         self._last: int | None = None
         self._keeper: Keeper | None = None
         if VARIABLE in os.environ:
+            from elasticrs._engine.inside.keep import keeper
+
             interval = None if every == "auto" else every
-            self._keeper = _keeper(objects, self._values, interval, _MODES[replicated])
+            self._keeper = keeper.begin(objects, self._values, interval, _MODES[replicated])
 
     @property
     def values(self) -> dict[str, Any]:
@@ -227,12 +229,6 @@ def _whole(number: Any, name: str) -> int:
         return operator.index(value)
     except TypeError as error:
         raise TypeError(f"{name} must be an integer, got {number!r}") from error
-
-
-def _keeper(objects: dict[str, Any], values: dict[str, Any], every: int | None, mode: int) -> Keeper | None:
-    from elasticrs._engine.inside.keep import keeper
-
-    return keeper.begin(objects, values, every, mode)
 
 
 def _main() -> int:

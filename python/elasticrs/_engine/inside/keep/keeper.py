@@ -96,7 +96,7 @@ def begin(objects: Mapping[str, Any], values: dict[str, Any], every: int | None,
     """Return a new :class:`Keeper` of this process. If that fails, tell the user why, and return ``None``."""
     global _active  # noqa: PLW0603 -- one for each process
     try:
-        if _active is not None and not _active.is_closed and _active.is_of_this_process():
+        if _active is not None and not _active.is_closed:
             raise ForeignError(
                 "this process already has a Keep object, which goes on; give all objects to that one"
             )
@@ -132,8 +132,17 @@ def close() -> None:
 
 def keep_own() -> None:
     """Copy the state of this process, because an error ends its program. Wait for that a limited time."""
-    if _active is not None and _active.is_of_this_process() and not _active.is_closed:
+    if _active is not None:
         _active.keep_own()
+
+
+def _close_in_child() -> None:
+    """Let a process that is forked from this one keep nothing. The thread that copies is not in it."""
+    if _active is not None:
+        _active.is_closed = True
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Peeked:
@@ -201,12 +210,6 @@ def _agreed_plan(file: KeepFile, plan: Mapping[str, Any], other: int | None) -> 
     return {**plan, "step": None, "why": why, "reader": None} if why else plan
 
 
-def _places(plan: Mapping[str, Any]) -> list[str]:
-    """Return where the files with the copies of all ranks are; an empty list on several nodes."""
-    places: list[str] = [] if nodes.is_job_of_several_nodes() else plan.get("files", [])
-    return places
-
-
 def _notice_backward(before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
     """Have two functions called around each backward pass of torch. Return a function that ends this."""
     real = torch.autograd.backward
@@ -242,6 +245,27 @@ class Restored:
         self.from_rank: int = plan["large"]["rank"]
 
 
+def _guarded(method: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a method of :class:`Keeper`. If it fails, turn the keeping of the state off, so that the training
+    goes on. Do nothing if it is off, or in a child that is forked from the process.
+    """
+
+    @wraps(method)
+    def call(self: Keeper, *arguments: Any) -> None:
+        if self._copier.is_off or self.is_closed:
+            return
+        try:
+            method(self, *arguments)
+        except OffError as error:
+            self._copier.turn_off(str(error))
+        except OSError as error:
+            self._copier.turn_off(f"there is not enough memory ({error.strerror})")
+        except Exception as error:
+            self._copier.turn_off(f"the state cannot be read: {error!r}")
+
+    return call
+
+
 class Keeper:
     """Keeps the training state of a program: has it copied at the ends of steps, and restores it.
 
@@ -267,15 +291,18 @@ class Keeper:
         every: int | None,
         mode: int,
     ) -> None:
-        self._pid, self._mode = os.getpid(), mode
+        self._mode = mode
         self._peers: Peers | None = None
         self.is_closed = False
+        """True if this object does nothing any more, also in a child that is forked from its process."""
         self._file, self._plan = file, plan
         self._world = int(os.environ["WORLD_SIZE"])
         rank, attempt = int(os.environ["RANK"]), self._plan["attempt"]
         self._file.join(rank, self._world, attempt, mode)
         self._collector, self._values = Collector(objects, values), values
-        self._schedule = Schedule(self._file.words, _places(self._plan), rank, every, mode)
+        # Ranks of other nodes have files that this process cannot read.
+        places = [] if nodes.is_job_of_several_nodes() else plan["files"]
+        self._schedule = Schedule(self._file.words, places, rank, every, mode)
         facts = {Slot.RANK: rank, Slot.WORLD: self._world, Slot.ATTEMPT: attempt}
         notices = os.environ.get("ELASTICRS_NOTICES", "")
         memory, grace = self._plan["memory"], self._plan["grace"]
@@ -294,13 +321,9 @@ class Keeper:
         sys.excepthook = self._excepthook
         atexit.register(self.close)
 
-    def is_of_this_process(self) -> bool:
-        """Return true in the process that made this object, and false in a child forked from it."""
-        return os.getpid() == self._pid
-
     def close(self) -> None:
         """Copy no further step. Wait for a copy that is being made, but only for a limited time."""
-        if self.is_of_this_process() and not self.is_closed:
+        if not self.is_closed:
             self.is_closed = True
             if self._peers is not None:
                 self._peers.close()
@@ -312,6 +335,7 @@ class Keeper:
             if sys.excepthook == self._excepthook:
                 sys.excepthook = self._previous
 
+    @_guarded
     def _join_peers(self) -> None:
         """Agree with the ranks of other nodes on the periodic copies, if each node is to keep copies of
         another one (``--keep-peers``), and the program does not say that all ranks have the same state.
@@ -340,7 +364,7 @@ class Keeper:
         """
         global _has_asked  # noqa: PLW0603 -- one for each process
         _has_asked = True
-        if _is_used or not self.is_of_this_process():
+        if _is_used or self.is_closed:
             return None
         try:
             plan = self._plan = _agreed_plan(self._file, self._plan, other)
@@ -360,7 +384,7 @@ class Keeper:
             if "home" not in plan:
                 self._copier.source = plan.get("own")
                 self._copier.protect_older_than(found.step)
-        self._guarded(self._join_peers)
+        self._join_peers()
         return found
 
     def _restore(self, plan: Mapping[str, Any], step: int) -> Restored | None:
@@ -434,7 +458,7 @@ class Keeper:
         Raises:
             RuntimeError: a copy is damaged. The attempt must end, because other ranks may load theirs.
         """
-        if _is_used or not self.is_of_this_process():
+        if _is_used or self.is_closed:
             return None
         found = self._plan.get("reader")
         if not found:
@@ -447,12 +471,9 @@ class Keeper:
         self._read = found["step"], own[0] if own else None
         return Reader(copies, int(os.environ["RANK"]))
 
+    @_guarded
     def begin_at(self, step: int) -> None:
         """Note that the training goes on after ``step``, which the program has restored or begun with."""
-        if self.is_of_this_process():
-            self._guarded(lambda: self._begin_at(step))
-
-    def _begin_at(self, step: int) -> None:
         if self._collector.is_complete():
             self._file.ring.put(step, True, self._collector.begin_after(step))
         self._at, self._versions = step, self._collector.versions()
@@ -460,41 +481,9 @@ class Keeper:
             self._file.words[Head.RESTORED] = step + 1
             self._copier.source = self._read[1]
 
+    @_guarded
     def before_change(self) -> None:
         """Note that the program changes its state from now until the end of the step."""
-        if not self.is_of_this_process():
-            return
-        self._guarded(self._before_change)
-
-    def before_exchange(self) -> None:
-        """Save the random numbers and the like, because gradients are about to be sent to the other ranks.
-
-        With these, the others can end the step even if this process dies. Its next process then restores
-        their step, and needs random numbers and a position in the data of that step, as they are now.
-        """
-        if self.is_of_this_process():
-            self._guarded(self._put_next)
-
-    def _before_backward(self) -> None:
-        if self.is_of_this_process():
-            self._copier.await_stop()
-            self._copier.has_exchanged = False
-            self._backwards += 1
-            # Save the random numbers only before the last backward pass of a step (going by their number in
-            # the step before), because the program draws more of them until then.
-            if self._backwards >= self._usual_backwards:
-                self._guarded(self._put_next)
-
-    def _after_backward(self) -> None:
-        if self.is_of_this_process() and self._backwards >= self._usual_backwards:
-            # On one node, the ranks see each other's steps instead.
-            self._copier.has_exchanged = nodes.is_job_of_several_nodes()
-
-    def _put_next(self) -> None:
-        if self._at is not None:
-            self._file.ring.put(self._at + self._stride, False, self._collector.small())
-
-    def _before_change(self) -> None:
         self._has_changed = True
         if self._boundary is None:
             self._file.words[Head.CHANGES] += 1
@@ -502,6 +491,29 @@ class Keeper:
         if not self._backwards:
             # Save the random numbers now, because no backward pass was seen before which to save them.
             self._put_next()
+
+    def _before_backward(self) -> None:
+        if self.is_closed:
+            return
+        self._copier.await_stop()
+        self._copier.has_exchanged = False
+        self._backwards += 1
+        # Save the random numbers only before the last backward pass of a step (going by their number in the
+        # step before), because the program draws more of them until then. Gradients are sent to the other
+        # ranks in this pass, so these can end the step even if this process dies. Its next process then
+        # restores their step, and needs the random numbers and the position in the data as they are now.
+        if self._backwards >= self._usual_backwards:
+            self._put_next()
+
+    def _after_backward(self) -> None:
+        if not self.is_closed and self._backwards >= self._usual_backwards:
+            # On one node, the ranks see each other's steps instead.
+            self._copier.has_exchanged = nodes.is_job_of_several_nodes()
+
+    @_guarded
+    def _put_next(self) -> None:
+        if self._at is not None:
+            self._file.ring.put(self._at + self._stride, False, self._collector.small())
 
     def _before_optimizer(self, _optimizer: object, args: Any, kwargs: dict[str, Any]) -> Any:
         """Note that an optimizer is about to change the state. If its step gets a closure, which computes the
@@ -530,10 +542,9 @@ class Keeper:
         Raises:
             RuntimeError: another rank has restored another step than this rank, so the training is wrong.
         """
-        if self.is_of_this_process():
-            self._guarded(lambda: self._step(step))
-            if not (self._are_starts_equal or self.is_closed):
-                self._compare_starts()
+        self._step(step)
+        if not (self._are_starts_equal or self.is_closed):
+            self._compare_starts()
 
     def _compare_starts(self) -> None:
         ranks, self._are_starts_equal = self._schedule.ranks_from_elsewhere()
@@ -548,6 +559,7 @@ class Keeper:
                 " be wrong. This attempt ends, and the next one goes on without the kept state"
             )
 
+    @_guarded
     def _step(self, step: int) -> None:
         global _is_used
         before, _is_used = self._boundary, True
@@ -597,38 +609,22 @@ class Keeper:
             return self._collector.versions() == self._versions
         return before.parts.changed(before.versions) is None
 
+    @_guarded
     def end_training(self) -> None:
         """Copy the state of the last step, because no step follows. Wait until the program may change it."""
-        if self.is_of_this_process():
-            self._guarded(self._copy_last)
-
-    def _copy_last(self) -> None:
         if self._boundary is not None and not self._has_changed:
             self._copier.end_step(self._boundary, is_due=True, is_check=False)
             self._copier.change()
             self._copier.wait_until_complete(_EXIT_LIMIT)
-
-    def _guarded(self, action: Callable[[], None]) -> None:
-        """Call ``action``. If it fails, turn the keeping of the state off, so that the training goes on."""
-        if self._copier.is_off or self.is_closed:
-            return
-        try:
-            action()
-        except OffError as error:
-            self._copier.turn_off(str(error))
-        except OSError as error:
-            self._copier.turn_off(f"there is not enough memory ({error.strerror})")
-        except Exception as error:
-            self._copier.turn_off(f"the state cannot be read: {error!r}")
 
     def _excepthook(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         # First call the hook set before: it tells the agent, so that the other ranks are stopped at once.
         self._previous(kind, error, trace)
-        if self.is_of_this_process():
-            self.keep_own()
+        self.keep_own()
 
+    @_guarded
     def keep_own(self) -> None:
         """Copy the state, because an error ends the program. Wait for that a limited time."""
         self._copier.keep_own()

@@ -122,17 +122,9 @@ class Collector:
     Args:
         objects: the objects (modules, optimizers and others) that the program gave to ``Keep``, by names.
         values: ``Keep.values``: further plain values of the program.
-
-    Raises:
-        TypeError: an object lacks ``state_dict()`` or ``load_state_dict()``.
     """
 
     def __init__(self, objects: Mapping[str, Any], values: dict[str, Any]) -> None:
-        for name, each in objects.items():
-            if not hasattr(each, "state_dict") or not hasattr(each, "load_state_dict"):
-                raise TypeError(
-                    f"{name} must have state_dict() and load_state_dict(), got {type(each).__qualname__}"
-                )
         self.modules = {name: each for name, each in objects.items() if isinstance(each, torch.nn.Module)}
         self.optimizers = {
             name: each for name, each in objects.items() if isinstance(each, torch.optim.Optimizer)
