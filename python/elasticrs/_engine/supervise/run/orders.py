@@ -201,7 +201,7 @@ def _tell_delivery(answer: Answer, ranks: int, sent: Delivery) -> None:
     elif sent.why:
         answer({"code": NOT_AGREED, "message": f"{to} without an agreed step: {sent.why}"})
     else:
-        answer({"code": DONE, "message": f"{to} at once, because none of them trains with torch.optim"})
+        answer({"code": DONE, "message": f"{to} at once: none that trains with torch.optim handles it"})
 
 
 def _tell_stacks(attempt: Attempt, answer: Answer) -> None:
