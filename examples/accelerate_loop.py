@@ -16,7 +16,8 @@ from elasticrs import checkpoint_requested
 
 def main() -> None:
     arguments = task.parse_arguments()
-    accelerator = Accelerator()
+    # Without the argument, the ranks on a machine without a GPU would train without each other.
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
     model = task.make_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     loader = DataLoader(

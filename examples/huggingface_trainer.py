@@ -79,6 +79,8 @@ def main() -> None:
         logging_strategy="epoch",
         disable_tqdm=True,
         report_to="none",
+        # Without this, the ranks on a machine without a GPU would train without each other.
+        use_cpu=not torch.cuda.is_available(),
     )
     trainer = Trainer(
         model=make_model(), args=settings, train_dataset=Sentences(), callbacks=[SaveOnRequest()]

@@ -145,10 +145,9 @@ def follow_steps(optimizers: Any, beat: Callable[[int | None], None] | None) -> 
         if words[state]:
             boundary.reach(words, count)
 
-    def detach() -> int:
+    def detach() -> None:
         nonlocal words, due
         words, due = _private_words(), _NEVER
-        return count
 
     boundary.detach = detach
     register(on_step)
@@ -166,7 +165,7 @@ class _Boundary:
         others: identities of other optimizers that have made a step since the last counted step.
         awaited: those that had done so in the step before. The next step has begun only after their steps.
         tries: number of further attempts to open the worker's file.
-        detach: function after whose call the steps of optimizers do not count any more. Returns their number.
+        detach: function after whose call the steps of optimizers do not count any more.
     """
 
     def __init__(self, optimizers: Any) -> None:
@@ -180,7 +179,7 @@ class _Boundary:
         self._measured = 0
         self._measured_ns = 0
         self.tries = _TRIES
-        self.detach: Callable[[], int] = int
+        self.detach: Callable[[], object] = int
 
     def map_again(self, words: memoryview, step: int) -> memoryview:
         """Return the words of this worker's file. If they are not mapped yet, try again, because the agent
@@ -349,9 +348,8 @@ class _Calls:
     def __init__(self) -> None:
         import signal
 
-        before = _boundary
-        self._boundary = before or _Boundary(None)
-        self._count = 0 if before is None else before.detach()
+        self._boundary, self._count = _boundary or _Boundary(None), 0
+        self._boundary.detach()
         self._words = _map_words() or _private_words()
         self._wish = ""
         os.register_at_fork(after_in_child=self._detach)
