@@ -272,8 +272,9 @@ class Ranks:
     def __init__(self, monkeypatch, count, *, restored=None, memory=1 << 30, every=None):
         self.store, self.said, self.step = Store(), [], restored or 0
         self.files = [(MemoryFiles(1), MemoryFiles(1)) for _ in range(count)]
-        for own, partners in self.files:
-            KeepFiles(own, partners).begin({}, {}, None)
+        self.agents = [KeepFiles(*files) for files in self.files]
+        for agent in self.agents:
+            agent.begin({}, {}, None)
         self.own = [KeepFile(own.places[0]) for own, _ in self.files]
         self.handovers, self.peers, self.schedules = [], [], []
         shares = [[node, 1] for node in range(count)]
@@ -431,6 +432,64 @@ def test_without_a_rank_s_copy_the_generation_before_stays(ranks):
     assert made.announced()[1] == third
     assert set(made.taken(0)) == {first, third}
     assert second not in {slot.complete_step for slot in made.own[0].slots}
+
+
+@pytest.mark.torch
+def test_a_damaged_copy_of_a_partner_is_dropped_when_another_node_wants_to_restore_it(ranks):
+    made = ranks(2)
+    made.begin()
+    step = made.copy_all()
+    made.announced()
+    # Node 0 has the copy of rank 1, whose node is lost.
+    theirs = KeepFile(made.files[0][1].places[0])
+    (number,) = [each for each, slot in enumerate(theirs.slots) if slot.complete_step == step]
+    copy, said = f"{layout.SLOTS + number}", []
+    serving = nodes._offer(made.store, (0, 0), [made.own[0], theirs], 0, said.append)
+    with closing(MemoryFiles(1)) as memory, closing(theirs), closing(serving):
+        offer = serving.offer
+        KeepFiles(memory).begin({}, {}, None)
+        new = KeepFile(memory.places[0])
+        nodes.take_copy(offer, copy, new, 1 << 30)
+        assert step in [slot.complete_step for slot in new.slots]
+        theirs.slots[number].map[3 * layout.PAGE] ^= 1
+        with pytest.raises(ConnectionError):
+            nodes.take_copy(offer, copy, new, 1 << 30)
+        assert theirs.slots[number].complete_step is None
+        wait_until(lambda: said)
+        assert "the checksum is wrong" in said[0]
+        new.close()
+
+
+@pytest.mark.torch
+def test_the_agent_reads_which_copies_of_other_ranks_a_file_has(ranks):
+    made = ranks(2)
+    made.begin()
+    step = made.copy_all()
+    made.announced()
+    found = made.agents[0].partner_holdings(0, 2)
+    (slot,) = found[1].slots
+    assert (slot.step, slot.index >= layout.SLOTS, found[1].has_joined) == (step, True, False)
+    assert made.agents[0].partner_holdings(0, 3) == {}
+
+
+@pytest.mark.parametrize(
+    ("counts", "options", "why"),
+    [
+        ((1, 1), (True, True), ""),
+        ((1, 1), (False, False), ""),
+        ((1, 1), (True, False), "node 1 was started without --keep-peers 1"),
+        ((1,), (True,), "the job has only one node now"),
+        ((1, 2), (True, True), "the nodes have different numbers of workers"),
+    ],
+)
+def test_nodes_without_partners_say_why(counts, options, why):
+    facts = {"barred_from": None, "was_replicated": False, "ranks_before": 0, "partners": [], "refused": None}
+    found = [
+        {**facts, "first_rank": sum(counts[:node]), "holdings": [None] * count, "has_peers": has_peers}
+        for node, (count, has_peers) in enumerate(zip(counts, options, strict=True))
+    ]
+    choice = nodes.chosen(found, sum(counts))
+    assert (choice["no_peers"], choice["has_peers"]) == (why, options[0] and not why)
 
 
 def flips(part, data):

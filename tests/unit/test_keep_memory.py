@@ -2,7 +2,7 @@
 
 import pytest
 
-from elasticrs._engine.job.config import keep_memory
+from elasticrs._engine.job.config import keep_bandwidth, keep_memory
 from elasticrs._engine.supervise.run.keeping import available_memory, memory_budget
 
 G = 1 << 30
@@ -48,3 +48,16 @@ def test_a_share_is_of_the_available_memory():
 def test_other_texts_are_refused(text):
     with pytest.raises(ValueError, match="a share of memory from 0% to 90%"):
         keep_memory(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"), [("0", 0), ("1M", 1 << 20), ("500M", 500 << 20), ("2000000", 2000000)]
+)
+def test_a_bandwidth_is_a_number_of_bytes(text, rate):
+    assert keep_bandwidth(text) == rate
+
+
+@pytest.mark.parametrize("text", ["", "40%", "1K", "-1", "fast"])
+def test_other_bandwidths_are_refused(text):
+    with pytest.raises(ValueError, match="at least 1M, or 0"):
+        keep_bandwidth(text)

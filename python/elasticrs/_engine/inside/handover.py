@@ -42,6 +42,9 @@ CHUNK = 4 << 20
 _BURST = 0.05
 """Seconds for which a sender with a limited rate may catch up, after it has been held up."""
 
+_POLL_INTERVAL = 3600.0
+"""Seconds after which the serving thread wakes up without a client, so that it never does so for nothing."""
+
 _CRC = 4
 _MAX_LINE = 256
 
@@ -121,13 +124,18 @@ class Handover:
         self.offer = Offer((shown, self._server.server_address[1]), secret)
         with without_signals():
             threading.Thread(
-                target=self._server.serve_forever, name="elasticrs-handover", daemon=True
+                target=self._server.serve_forever,
+                args=(_POLL_INTERVAL,),
+                name="elasticrs-handover",
+                daemon=True,
             ).start()
 
     def close(self) -> None:
         """Accept no further client. Idempotent."""
         if self._server in _servers:
             _servers.remove(self._server)
+            # Wake the thread, which looks only when a client comes whether it is to end.
+            self._server.socket.shutdown(socket.SHUT_RDWR)
             self._server.shutdown()
             self._server.server_close()
 
