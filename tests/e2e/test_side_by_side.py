@@ -7,6 +7,7 @@ What may differ is listed here, and nothing else may.
 import json
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,16 @@ DIFFERENT = {"--master-port": "/workers/0-0/env/TORCHELASTIC_USE_AGENT_STORE"}
 """What differs on purpose: a port of the user's is rank 0's to listen on."""
 
 
-def show(launch, worker_script, tmp_path, launcher, arguments, body, env):
+@pytest.fixture
+def how(torch_programs):
+    """Return how each launcher is started. torchrun is a fork of a process that has imported torch."""
+    return {
+        "elasticrs": {"argv": LAUNCHERS["elasticrs"]},
+        "torchrun": {"argv": (sys.executable, *LAUNCHERS["torchrun"]), "start": torch_programs.popen},
+    }
+
+
+def show(launch, worker_script, tmp_path, launcher, how, arguments, body, env):
     """Run one of the launchers, and return everything that can be observed, in comparable form."""
     home = tmp_path / launcher
     (home / "shown").mkdir(parents=True)
@@ -59,7 +69,7 @@ def show(launch, worker_script, tmp_path, launcher, arguments, body, env):
         script,
         "one",
         "--two",
-        argv=LAUNCHERS[launcher],
+        **how[launcher],
         env={"SHOWN": str(home / "shown"), "TURN": str(home / "turn"), "TMPDIR": str(home / "tmp"), **env},
         cwd=home,
     )
@@ -166,12 +176,12 @@ def flat(value, path=""):
     [*QUICK, *(pytest.param(*each.values, id=each.id, marks=pytest.mark.slow) for each in SLOW)],
 )
 def test_elasticrun_and_torchrun_give_the_same_results(
-    launch, worker_script, tmp_path, arguments, body, env, code
+    launch, worker_script, tmp_path, how, arguments, body, env, code
 ):
     arguments = [argument.replace("{port}", str(ports.free())) for argument in arguments]
-    theirs, their_stderr = show(launch, worker_script, tmp_path, "torchrun", arguments, body, env)
+    theirs, their_stderr = show(launch, worker_script, tmp_path, "torchrun", how, arguments, body, env)
     assert theirs["code"] == code, their_stderr
-    ours, our_stderr = show(launch, worker_script, tmp_path, "elasticrs", arguments, body, env)
+    ours, our_stderr = show(launch, worker_script, tmp_path, "elasticrs", how, arguments, body, env)
     ours, theirs = flat(ours), flat(theirs)
     for name in DIFFERENT.keys() & {argument.partition("=")[0] for argument in arguments}:
         assert ours.pop(DIFFERENT[name]) != theirs.pop(DIFFERENT[name])
