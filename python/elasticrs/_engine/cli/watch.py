@@ -7,7 +7,6 @@ import select
 import signal
 import sys
 import termios
-import time
 import tty
 from contextlib import contextmanager
 from itertools import islice
@@ -75,13 +74,13 @@ class Watch:
         with _whole_terminal(fd):
             while True:
                 self._draw()
-                until = time.monotonic() + _PERIOD
-                if select.select([fd], [], [], max(0.0, until - time.monotonic()))[0]:
+                if select.select([fd], [], [], _PERIOD)[0]:
                     key = os.read(fd, 1).decode("ascii", "replace")
                     if key in ("q", "", "\x04") and self._question is None:
                         return
                     self._on_key(key)
-                self._status = self._agent.asked_again()
+                else:
+                    self._status = self._agent.asked_again()
 
     def _draw(self) -> None:
         width, height = os.get_terminal_size(sys.stdout.fileno())
