@@ -302,3 +302,42 @@ def test_an_attempt_began_from_a_step_only_if_a_rank_restored_it():
     assert failed_soon([Holding(ended=12, restored=10), Holding(has_joined=False)], 10) == (10, 12)
     assert failed_soon([Holding(ended=12, restored=None)], 10) == (None, 12)
     assert failed_soon([Holding(has_joined=False)], 10) == (None, None)
+
+
+TWINS = ((0, 2, 2), (1, 2, 2))
+"""The ranks 0 and 2, and the ranks 1 and 3, have the same parts of the state."""
+
+
+@pytest.mark.parametrize(
+    ("kept", "chosen"),
+    [
+        ({0: (10, 17), 1: (10, 17)}, 17),  # A node is lost.
+        ({0: (10, 17), 1: (10, 18)}, 10),
+        ({0: (10, 17), 1: (10,), 2: (10, 17), 3: (10, 17)}, 17),
+        ({0: (10, 17), 2: (10, 17)}, None),
+    ],
+)
+def test_a_replica_of_a_part_serves_a_rank_without_a_copy(kept, chosen):
+    found = {rank: sharded(steps, (17,), twins=TWINS[rank % 2]) for rank, steps in kept.items()}
+    choice = choose(found, 4)
+    assert choice.step == chosen
+    for rank, (holder, index) in choice.sources.items():
+        assert holder % 2 == rank % 2
+        assert found[holder].slots[index].step == chosen
+
+
+def test_copies_that_differ_serve_no_other_rank():
+    found = {
+        rank: Holding((KeptSlot(0, 17, digest=rank),), mode=Mode.SHARDED, twins=(0, 1, 3)) for rank in (0, 1)
+    }
+    assert choose(found, 3).step is None
+    same = {rank: each.replaced(slots=(KeptSlot(0, 17),)) for rank, each in found.items()}
+    assert choose(same, 3).step == 17
+
+
+@given(first=steps, stride=steps, count=steps, rank=steps)
+def test_ranks_with_the_same_part(first, stride, count, rank):
+    found = Holding(twins=(first, stride, count))
+    expected = stride > 0 and rank in range(first, first + stride * count, stride)
+    assert found.has_same_part(rank) is expected
+    assert Holding.of_json(found.to_json()) == found

@@ -217,6 +217,38 @@ def test_a_copy_that_does_not_fit_is_refused(near):
         assert [slot.complete_step for slot in taker.slots] == [None, None]
 
 
+HYBRID = """
+    import os, signal, sys, torch, torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from elasticrs import Keep
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(7)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, rank = torch.nn.Linear(16, 5), dist.get_rank()
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    keep = Keep(model=model, optimizer=optimizer, every=10)
+    step, number = keep.restore(), os.environ["ELASTICRS_ROUND"]
+    os.write(1, f"BEGIN {number} {rank} {step} {keep.source and keep.source.from_rank}\\n".encode())
+    while step < 30:
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        model(torch.randn(4, 16)).square().mean().backward()
+        optimizer.step()
+        step += 1
+        keep.step(step)
+        agent = os.environ["ELASTICRS_KEEP"].split("/")[2]
+        if f"{number}:{step}" == sys.argv[1] and agent != open("host").read():
+            os.write(1, b"VICTIM\\n")
+            signal.pause()
+    found = [each.full_tensor().double().sum().item() for each in model.parameters()]
+    os.write(1, f"END {found}\\n".encode())
+    dist.barrier()
+    os._exit(0)
+"""
+
 TRAINS = """
     import hashlib, os, signal, sys, torch, torch.distributed as dist
     from elasticrs import Keep
@@ -332,7 +364,7 @@ def test_a_drained_node_costs_no_step(agents, tmp_path, how):
     assert begun == {max(ended)}
     assert len(set(said(job, "END"))) == 1
     told = [line for agent in job for line in agent.stderr.splitlines() if "can continue at step" in line]
-    assert [f"step {max(ended)}," in line for line in told] == [True]
+    assert [f"step {max(ended)}," in line for line in told] == [True]  # The spare was not there before.
 
 
 @pytest.mark.torch
@@ -349,3 +381,34 @@ def test_the_state_of_a_failed_job_goes_on_in_the_next_one(agents, tmp_path):
     calm = agents(2, "30", "none")
     assert [agent.wait() for agent in calm] == [0, 0]
     assert set(said(job, "END")) == set(said(calm, "END"))
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_a_lost_node_of_replicated_shards_costs_no_step(launch, worker_script, tmp_path):
+    """Each of two nodes has all shards. The ranks 0 and 2, and 1 and 3, have the same ones."""
+    script, port = worker_script(HYBRID), ports.free()
+    where = ("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=k", "--warm=torch")
+    command = ("--nnodes=2", "--nproc-per-node=2", *where, "--max-restarts=1", script)
+
+    def start(victim):
+        host = launch(*command, victim)
+        (tmp_path / "host").write_text(str(host.pid))
+        wait_until(lambda: not ports.is_free(port))
+        return host, launch(*command, victim)
+
+    calm = start("none")
+    assert [agent.wait() for agent in calm] == [0, 0]
+    host, lost = start("1:17")
+    lost.wait_for_lines("^BEGIN", 2, "stdout")
+    lost.wait_for_lines("^VICTIM", 2, "stdout")
+    spare = launch(*command, "1:17")
+    os.kill(lost.pid, signal.SIGKILL)
+    assert [host.wait(), spare.wait(), lost.wait()] == [0, 0, -signal.SIGKILL]
+    reap_adopted()
+    begun = [line.split()[1:] for line in said([host, spare], "BEGIN") if line.startswith("2 ")]
+    holders = {rank: int(holder) for rank, step, holder in begun if step == "17"}
+    assert sorted(holders) == ["0", "1", "2", "3"]
+    assert [holders[rank] % 2 for rank in sorted(holders)] == [0, 1, 0, 1]
+    assert len(set(holders.values())) == 2
+    assert set(said([host, spare], "END")) == set(said(calm, "END"))

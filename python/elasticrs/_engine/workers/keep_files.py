@@ -164,8 +164,10 @@ class KeepFiles:
             if (words[Slot.RANK], words[Slot.WORLD]) == (rank, world)
         )
         small = frozenset(self._small(fd, head))
+        first, stride, count = head[Head.TWINS : Head.TWINS + 3]
+        twins = (first, stride, count) if count and stride else None
         if not head[Head.PID]:
-            return Holding(slots, small, has_joined=False)
+            return Holding(slots, small, has_joined=False, twins=twins)
         check = _step(head[Head.CHECK_STEP])
         return Holding(
             slots,
@@ -179,6 +181,7 @@ class KeepFiles:
             off=_text(fd, layout.REASON_AT, min(head[Head.REASON_LENGTH], layout.MAX_REASON)),
             changes=head[Head.CHANGES],
             refused=_step(head[Head.REFUSED]),
+            twins=twins,
         )
 
     def partner_holdings(self, local_rank: int, world: int) -> dict[int, Holding]:

@@ -70,6 +70,8 @@ class Holding(Value):
         off: why the rank did not keep its state any more, or could not load ``refused``; otherwise empty.
         changes: number of times that an optimizer changed the state before the rank had completed a step.
         refused: step that the rank could not load at the start of this attempt.
+        twins: the ranks that have the same part of a sharded state, such as the replicas of HSDP: first one,
+            distance from one to the next, and their number; ``None`` if there is no other rank.
     """
 
     slots: tuple[KeptSlot, ...] = ()
@@ -85,6 +87,7 @@ class Holding(Value):
     off: str = ""
     changes: int = 0
     refused: int | None = None
+    twins: tuple[int, int, int] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as values of JSON."""
@@ -105,6 +108,9 @@ class Holding(Value):
         fields["off"] = str(fields["off"])
         for name in ("attempt", "ended", "mode", "restored", "answer", "changes", "refused"):
             fields[name] = None if fields[name] is None else _whole(fields[name])
+        if fields["twins"] is not None:
+            first, stride, count = map(_whole, fields["twins"])
+            fields["twins"] = first, stride, count
         pair = None if check is None else (_whole(check[0]), _whole(check[1]))
         return Holding(**{**fields, "slots": tuple(slots), "small": small, "check": pair})
 
@@ -112,6 +118,11 @@ class Holding(Value):
         """Return the rank's latest copy of a step; ``None`` if it has none."""
         found = [slot for slot in self.slots if slot.step == step]
         return max(found, key=lambda slot: slot.sequence, default=None)
+
+    def has_same_part(self, rank: int) -> bool:
+        """Return true if a rank has the same part of a sharded state as this one."""
+        first, stride, count = self.twins or (0, 0, 0)
+        return stride > 0 and 0 <= rank - first < stride * count and (rank - first) % stride == 0
 
     def has_small(self, step: int) -> bool:
         """Return true if the file has the rank's random numbers and data loader position at this step."""
@@ -367,12 +378,19 @@ def _sources(
         holders = sorted(kept)
         takes = {rank: rank if rank in kept else holders[rank % len(holders)] for rank in range(world)}
         return {rank: (holder, kept[holder].index) for rank, holder in takes.items()}, ""
+    takes = {rank: rank for rank in kept}
+    for rank in range(world):
+        holders = [each for each in kept if rank not in kept and found[each].has_same_part(rank)]
+        # Copies of the same part are equal. If they are not, the ranks do not have the same part after all.
+        if len({(kept[each].attempt, kept[each].layout, kept[each].digest) for each in holders}) == 1:
+            takes[rank] = holders[0]
+    if takes.keys() == set(range(world)) >= found.keys():
+        return {rank: (takes[rank], kept[takes[rank]].index) for rank in range(world)}, ""
     if world != len(found):
         part = "each rank may have kept only a part of the state"
         return None, f"{len(found)} ranks kept step {step}, now there are {world}, and {part}"
-    if lacking := [rank for rank in range(world) if rank not in kept]:
-        return None, f"{phrases.ranks_text(lacking, 4)} had no copy of step {step}"
-    return {rank: (rank, slot.index) for rank, slot in kept.items()}, ""
+    lacking = [rank for rank in range(world) if rank not in takes]
+    return None, f"{phrases.ranks_text(lacking, 4)} had no copy of step {step}"
 
 
 def _why_not_newer(holdings: Mapping[int, Holding], ended: int) -> str:

@@ -580,7 +580,7 @@ class Keeper:
                 self._close_handover()
             self._file.drop_from(step)
             if boundary.parts.is_sharded:
-                self._schedule.declare_sharded()
+                self._schedule.declare_sharded(boundary.parts.twins)
             if not boundary.parts.is_on_cpu:
                 self._copier.go_blind("it is on a GPU")
         elif not self._has_changed and before.parts.changed(before.versions):

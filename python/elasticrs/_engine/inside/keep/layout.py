@@ -91,7 +91,11 @@ class Head:
     """
     WAS_REPLICATED = 30
     """1 if the ranks of several nodes have found that they all have the same state. Never reset."""
-    COUNT = 31
+    TWINS = 31
+    """First of three words: the ranks that have the same part of a sharded state as this rank, by the first
+    one, the distance from one to the next, and their number; 0 if there are no others. Never reset.
+    """
+    COUNT = 34
 
 
 class Agreed:

@@ -273,7 +273,8 @@ def chosen(found: Sequence[Mapping[str, Any]], world: int) -> dict[str, Any]:
     }
     own = {now[places[rank]]: rank for rank, holding in holdings.items() if holding.has_small(choice.step)}
     if not choice.is_replicated:
-        own = {rank: rank for rank in choice.kept_by}  # Each rank's copy contains its small state.
+        # Each rank's copy contains its small state. A rank without one uses that in its own file.
+        own = {rank: rank for rank in now.values() if rank in choice.kept_by or own.get(rank) == rank}
     where = {}
     from_partners: dict[str, list[int]] = {}
     for rank in choice.kept_by:
@@ -294,6 +295,7 @@ def chosen(found: Sequence[Mapping[str, Any]], world: int) -> dict[str, Any]:
         "lost": choice.lost,
         "replicated": choice.is_replicated,
         "where": where,
+        "sources": {str(rank): holder for rank, (holder, _) in choice.sources.items()},
         "from_partners": from_partners,
     }
 
@@ -347,7 +349,8 @@ def source_of(
     """Return which rank made the copy that this rank restores, and the place of the copy."""
     where: dict[int, list[int]] = {int(each): place for each, place in choice["where"].items()}
     if not choice["replicated"]:
-        return rank, where[rank]
+        holder = choice["sources"][str(rank)]
+        return holder, where[holder]
     near = [each for each, place in sorted(where.items()) if place[0] == group_rank]
     for each in near:
         if where[each][1] == local_rank:
@@ -370,7 +373,7 @@ def _add_copy(
     group_rank, local_rank = own
     holder, (node, local, slot, sequence) = source_of(choice, *own, int(os.environ["RANK"]))
     plan["partner"] = node if slot >= layout.SLOTS else None
-    plan["has_small"] = not choice["replicated"]
+    plan["has_small"] = not choice["replicated"] and holder == int(os.environ["RANK"])
     if store is None or node == group_rank:
         place = plan["files"][local]
         if slot >= layout.SLOTS:

@@ -238,20 +238,20 @@ def _chosen(parts: Sequence[str]) -> Saved:
         raise ValueError(f"{', '.join(parts)} are parts of different jobs")
     missing = [rank for rank in range(world) if rank not in holdings]
     choice = choose(holdings, world, was_replicated=was_replicated)
-    if missing and not choice.is_replicated:
+    if missing and choice.step is None:
         where = (
             "the folder of another node has it" if len(missing) == 1 else "folders of other nodes have them"
         )
         raise ValueError(f"{name} lacks the state of {phrases.ranks_text(missing, 8)}; {where}")
     if choice.step is None:
         raise ValueError(f"{name} has no complete copy of a step: {choice.why}")
-    sources, own = {}, {}
-    for rank in sorted(holdings):
-        slot = holdings[rank].slot_of(choice.step)
-        if slot is not None:
-            own[rank] = slot.index
-            if slot.index in whole[rank] and _has_copy(places[rank], slot.index, choice.step):
-                sources[rank] = rank, slot.index, slot.sequence
+    slots = {rank: slot for rank, each in holdings.items() if (slot := each.slot_of(choice.step)) is not None}
+    own = {rank: slot.index for rank, slot in slots.items()}
+    sources = {
+        rank: (holder, own[holder], slots[holder].sequence)
+        for rank, (holder, _) in choice.sources.items()
+        if own[holder] in whole[holder] and _has_copy(places[holder], own[holder], choice.step)
+    }
     needed = range(1 if choice.is_replicated else world)
     if len(sources) < len(needed):
         raise ValueError(f"{name} has no complete copy of step {choice.step}")

@@ -215,9 +215,13 @@ class Schedule:
         checks = {(each[Head.CHECK_STEP], each[Head.CHECK_DIGEST]) for each in self._others()}
         return checks == {(self._words[Head.CHECK_STEP], self._words[Head.CHECK_DIGEST])}
 
-    def declare_sharded(self) -> None:
-        """Note, also in this rank's file, that the rank has only a part of the state."""
+    def declare_sharded(self, twins: tuple[int, int, int] | None) -> None:
+        """Note, also in this rank's file, that the rank has only a part of the state, and which ranks have
+        the same part (see :func:`.trees.twins_of`).
+        """
         self._mode = self._words[Head.MODE] = Mode.SHARDED
+        for number, word in enumerate(twins or (0, 0, 0)):
+            self._words[Head.TWINS + number] = word
 
     def have_all_copied(self, step: int) -> bool | None:
         """Return whether each rank has a complete copy of ``step``; ``None`` if the files cannot be read."""

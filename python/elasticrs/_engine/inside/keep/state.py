@@ -69,6 +69,9 @@ class Parts:
             entries.append((path, *facts, seen[id(tensor)], size, *more))
         self.is_sharded = any(trees.is_shard(leaf) for _, leaf in large)
         """True if this rank has only a part of a tensor, and other ranks have the other parts."""
+        twins = {trees.twins_of(leaf) for _, leaf in large + of_optimizers if trees.is_shard(leaf)}
+        self.twins = twins.pop() if len(twins) == 1 else None
+        """The ranks with the same parts of tensors as this rank, as in :func:`.trees.twins_of`."""
         self.size = at
         self.facts = trees.dump((skeletons, entries))
         self.layout = int.from_bytes(blake2b(repr(entries).encode(), digest_size=8).digest(), "little")

@@ -216,6 +216,23 @@ def is_shard(leaf: Any) -> bool:
     )
 
 
+def twins_of(leaf: Any) -> tuple[int, int, int] | None:
+    """Return which ranks have the same part of a ``DTensor`` as this rank: the first one, the distance from
+    one to the next, and their number. Return ``None`` if no other rank has it.
+    """
+    coordinate: list[int] | None = leaf.device_mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    pairs = zip(leaf.placements, coordinate, strict=True)
+    place = tuple(slice(None) if each.is_replicate() else at for each, at in pairs)
+    ranks: list[int] = sorted(leaf.device_mesh.mesh[place].flatten().tolist())
+    if len(ranks) < 2:
+        return None
+    stride = ranks[1] - ranks[0]
+    is_regular = ranks == list(range(ranks[0], ranks[-1] + 1, stride))
+    return (ranks[0], stride, len(ranks)) if is_regular else None
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a ``dtype`` without that of its module, such as ``float32``."""
     return str(dtype).rpartition(".")[2]

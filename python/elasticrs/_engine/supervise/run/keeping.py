@@ -196,8 +196,7 @@ class Keeping:
         if found is not None:
             self._awaits_agreement = False
             attempt.kept = found
-            if 0 in self._ranks.values():
-                self._say(f"keep: the job {found.line()}")
+            self._say(f"keep: the job {found.line()}")
         return found is None
 
     def at_end(self, history: FailureHistory) -> Choice | None:
