@@ -225,8 +225,8 @@ def _page(variable: str) -> memoryview | None:
 
 
 def beat_with_steps(optimizers: object) -> None:
-    """Count the steps of optimizers. If the agent watches heartbeats, send one after each step, and start the
-    thread that writes torch's logs of collectives when the agent asks for them.
+    """Count the steps of optimizers, and send a heartbeat after each of them if the agent watches. Also start
+    the thread that writes torch's logs of collectives when the agent asks for them.
     """
     from elasticrs._engine.inside.boundary import follow_steps
     from elasticrs._engine.inside.flight import answer_with_record
