@@ -204,13 +204,14 @@ TORCHS = "torch.distributed.elastic.multiprocessing.api"
     ],
 )
 def test_a_user_defined_logs_specs_class_chooses_the_output_files(
-    launch, worker_script, tmp_path, plugin, module, group
+    launch, launch_with_torch, worker_script, tmp_path, plugin, module, group
 ):
+    start = launch_with_torch if module == TORCHS else launch
     env = {**plugin(module, group), "TORCHELASTIC_ENABLE_FILE_TIMER": "1"}
     arguments = ("--logs-specs=renamed", "--log-dir", tmp_path / "logs", "--tee=1:1", "--rdzv-id=job")
     meeting = ("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
     script = worker_script("import os; os.write(1, f\"hello {os.environ['RANK']}\\n\".encode())")
-    launched = launch("--nproc-per-node=2", *arguments, *meeting, script, env=env).exits(0)
+    launched = start("--nproc-per-node=2", *arguments, *meeting, script, env=env).exits(0)
     assert (tmp_path / "logs" / "mine" / "0.txt").read_text() == "hello 0\n"
     assert "[default1]:hello 1" in launched.stdout.splitlines()
 
