@@ -467,7 +467,7 @@ class Keeper:
         from elasticrs._engine.inside.keep.reader import Reader, open_copies
 
         copies = open_copies(found, self._file)
-        own = [slot for place, slot, _ in found["copies"] if place == self._file.place]
+        own = [slot for place, slot, _ in found.get("copies", ()) if place == self._file.place]
         self._read = found["step"], own[0] if own else None
         return Reader(copies, int(os.environ["RANK"]))
 
