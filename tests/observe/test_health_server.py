@@ -9,16 +9,12 @@ import threading
 import time
 
 import pytest
-from helpers.describe_api import describe
 from helpers.http_client import get, get_json, wait_until_answers
 from helpers.ports import free
 from helpers.procs import HANG, wait_readable, wait_until
 
 from elasticrs import _core
-from elasticrs.agent.server import health_check_server
 from elasticrs.agent.server.health_check_server import HealthCheckServer, create_healthcheck_server
-
-TORCHS = "torch.distributed.elastic.agent.server.health_check_server"
 
 
 @pytest.fixture
@@ -33,16 +29,6 @@ def serve():
     yield start
     for server in servers:
         server.stop()
-
-
-@pytest.mark.torch
-def test_health_server_names_and_arguments_match_torch(torch_programs):
-    names = ("HealthCheckServer", "create_healthcheck_server")
-    ours = describe(health_check_server.__name__, *names)
-    torchs = describe(TORCHS, *names, programs=torch_programs)
-    assert ours["create_healthcheck_server"] == torchs["create_healthcheck_server"]
-    assert ours["HealthCheckServer"][:3] == torchs["HealthCheckServer"]
-    assert [name for name, _, _ in ours["HealthCheckServer"][3:]] == ["host"]
 
 
 def test_the_health_server_can_be_started_and_stopped_repeatedly():
